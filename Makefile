@@ -1,0 +1,75 @@
+# The front door. Each target does its own set-up in .venv (from PyPI) and build/; nothing else is touched.
+#
+#   make demo    train a small Qwen3 with stock Transformers and with Bastile, and compare
+#   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
+#   make lint    format and style only
+#   make bench   time the operators on this machine
+#   make clean   remove what the above made
+#
+# VENV= (empty) uses $(PYTHON) and what it has installed, without touching the network.
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+
+BIN := $(if $(VENV),$(VENV)/bin/,)
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+NVRTC := $$($(PY) tools/nvrtc_folder.py)
+SITE := build/site
+
+.PHONY: demo test lint bench clean install c-tests py-tests emulated-tests example
+
+demo: install
+	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
+
+test: lint c-tests py-tests emulated-tests
+	@echo "make test: everything passed"
+
+# ---- set-up ---------------------------------------------------------------------------------------------------------
+
+$(VENV)/demo.stamp: requirements/demo.txt
+	$(PYTHON) -m venv $(VENV) || { echo "python3 with venv is needed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	$(PY) -m pip install -q --upgrade pip
+	$(PY) -m pip install -q -r requirements/demo.txt
+	touch $@
+
+$(VENV)/test.stamp: requirements/test.txt $(VENV)/demo.stamp
+	$(PY) -m pip install -q -r requirements/test.txt
+	touch $@
+
+# The package as users get it, in a folder of its own.
+install: $(if $(VENV),$(VENV)/demo.stamp)
+	PATH="$(abspath $(BIN)):$$PATH" $(PY) -m pip install -q --no-build-isolation --no-deps --upgrade --target $(SITE) .
+
+# ---- tests ----------------------------------------------------------------------------------------------------------
+
+lint: $(if $(VENV),$(VENV)/test.stamp)
+	$(PY) tools/lint.py
+
+MESON := PATH="$(abspath $(BIN)):$$PATH" meson
+define configure
+	test -f build/$(1)/build.ninja || $(MESON) setup build/$(1) $(2)
+	PATH="$(abspath $(BIN)):$$PATH" ninja -C build/$(1)
+endef
+SANITIZE := -Dbuildtype=debugoptimized -Db_sanitize=address,undefined -Db_lundef=false
+
+c-tests: $(if $(VENV),$(VENV)/test.stamp)
+	$(call configure,sanitized,-Dtests=true $(SANITIZE))
+	BASTILE_NVRTC_FOLDER=$(NVRTC) $(MESON) test -C build/sanitized --print-errorlogs --num-processes $(JOBS)
+
+py-tests: install $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=$(SITE) $(PY) -m pytest tests/py -n $(JOBS) --durations=5
+
+# The same Python tests of the operators, with the CUDA kernels run on the CPU under AddressSanitizer and UBSan.
+emulated-tests: $(if $(VENV),$(VENV)/test.stamp)
+	$(call configure,emulated,-Demulate=true -Dtests=true $(SANITIZE))
+	$(MESON) test -C build/emulated --print-errorlogs --num-processes $(JOBS)
+	sh tests/emu/run.sh build/emulated $(PY) $(JOBS)
+
+# ---- the rest -------------------------------------------------------------------------------------------------------
+
+bench: install
+	PYTHONPATH=$(SITE) $(PY) bench/bench_ops.py
+
+clean:
+	rm -rf build .venv demo-out

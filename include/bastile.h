@@ -1,0 +1,220 @@
+/* bastile.h - the public C API of Bastile: training operators for language models, forward and backward, on CPU and
+ * on CUDA.
+ *
+ * Tensors are DLPack's DLTensor: any framework's arrays can be passed, on kDLCPU or kDLCUDA. The library allocates
+ * nothing that it keeps, except compiled kernels; it never prints, never aborts and never waits for the device.
+ * Every function returns a status; bst_last_error() then holds a sentence that names the operator, the argument, what
+ * was given and what is needed. A call that fails because of its arguments has written to none of its outputs.
+ *
+ * Element types are float32, bfloat16 and float16 unless an argument says otherwise; sums are kept in float32. Shapes
+ * are written [rows, columns]; `...` stands for any number of leading dimensions. Inputs may have any strides as long
+ * as their last dimension is contiguous and their leading dimensions fold into at most two; outputs are contiguous
+ * unless an argument says otherwise. An output may not overlap an input unless an argument says so.
+ *
+ * All functions may be called from several threads at once. */
+#ifndef BASTILE_H
+#define BASTILE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "bastile/dlpack.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define BST_API __declspec(dllexport)
+#else
+#define BST_API __attribute__((visibility("default")))
+#endif
+
+#define BST_VERSION "0.1.0"
+
+/* Every status: name, value, text. */
+#define BST_STATUS_MAP(X)                                                                   \
+    X(BST_OK, 0, "success")                                                                 \
+    X(BST_INVALID, 1, "an argument is invalid")                                             \
+    X(BST_UNSUPPORTED, 2, "the arguments are valid, but this operator does not serve them") \
+    X(BST_NO_MEMORY, 3, "memory could not be allocated")                                    \
+    X(BST_NO_CUDA, 4, "CUDA, or a library it needs, is missing or too old")                 \
+    X(BST_CUDA, 5, "a CUDA call failed")                                                    \
+    X(BST_COMPILE, 6, "a kernel did not compile")                                           \
+    X(BST_HOST, 7, "a call into the host framework failed")
+
+typedef enum bst_status {
+#define BST_STATUS_ENUM(name, value, text) name = value,
+    BST_STATUS_MAP(BST_STATUS_ENUM)
+#undef BST_STATUS_ENUM
+} bst_status;
+
+/* The library's version, "major.minor.patch". */
+BST_API const char *bst_version(void);
+/* A status's name ("BST_INVALID") and its general meaning. Never NULL. */
+BST_API const char *bst_status_name(bst_status status);
+BST_API const char *bst_status_text(bst_status status);
+/* What went wrong in the last failed call of this thread; "" if none failed. Valid until the thread's next call. */
+BST_API const char *bst_last_error(void);
+
+/* Adds a folder in which NVRTC and cuBLASLt are searched before the system's places: for libraries that a Python
+ * package brought, say. An absolute path; it need not exist. Calls before the first use of a GPU count. */
+BST_API bst_status bst_add_library_path(const char *folder);
+
+/* ---- Where a call runs ------------------------------------------------------------------------------------------ */
+
+/* One matrix product, row-major: out[m, n] = alpha * op(a) op(b) + beta * out, with op(a) [m, k] and op(b) [k, n].
+ * a_transposed says that a is stored [k, m], b_transposed that b is stored [n, k]. Leading dimensions in elements. */
+typedef struct bst_gemm {
+    DLDevice device;
+    int64_t m, n, k;
+    const void *a, *b;
+    void *out;
+    int64_t lda, ldb, ldo;
+    int a_transposed, b_transposed;
+    DLDataType input_type, output_type; /* output_type: input_type or float32 */
+    float alpha, beta;
+    const float *device_alpha; /* CUDA: where not NULL, a scalar in device memory that takes the place of alpha, then
+                                  beta must be 0. CPU: likewise, in host memory */
+} bst_gemm;
+
+/* What a call may use of its caller. Pass NULL, or leave members zero, for the defaults given with each. */
+typedef struct bst_exec {
+    void *user;   /* passed to each function below */
+    void *stream; /* CUDA stream; default: the legacy default stream */
+    /* Workspace on a device, at least 256-byte aligned, or NULL. It is released before the call returns; on CUDA the
+     * work that uses it may still be queued on `stream` then. Default: malloc, cuMemAllocAsync. */
+    void *(*allocate)(void *user, DLDevice device, size_t bytes);
+    void (*release)(void *user, DLDevice device, void *memory);
+    /* CPU: runs body over disjoint ranges that cover [0, count), each at least `grain` long but for the last.
+     * Default: threads of our own, one a core. */
+    void (*parallel_for)(void *user, int64_t count, int64_t grain,
+                         void (*body)(void *context, int64_t begin, int64_t end), void *context);
+    /* CPU: a matrix product. Default: a CBLAS found at run time (float32), else a plain blocked kernel. */
+    bst_status (*gemm)(void *user, const bst_gemm *problem);
+} bst_exec;
+
+/* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
+
+/* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case:
+ *   LLAMA  y = round_x(n) * weight, in the promoted type of x and weight   (Llama, Qwen, Mistral)
+ *   GEMMA  y = round_x(n * (1 + weight))                                   (Gemma)
+ *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
+typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
+
+/* y = rms_norm(x) * weight. x [..., H], 1 <= H <= 65536; weight [H] or NULL (ones; zeros for GEMMA), of any of the
+ * three types; y as x (LLAMA: the promoted type of x and weight); rstd [rows] float32, kept for the backward pass, or
+ * NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
+BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *weight, double eps,
+                                        bst_casting casting, DLTensor *y, DLTensor *rstd);
+/* The gradients of the above. dy [..., H] of y's type; dx as x, may be NULL; dweight as weight, summed in float32 in a
+ * fixed order, may be NULL. */
+BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *x,
+                                         const DLTensor *weight, const DLTensor *rstd, bst_casting casting,
+                                         DLTensor *dx, DLTensor *dweight);
+
+/* ---- swiglu ------------------------------------------------------------------------------------------------------ */
+
+/* y = silu(a) * b, silu(a) = a / (1 + exp(-a)), in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU
+ * Variants Improve Transformer", 2020. */
+BST_API bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y);
+/* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL. Each
+ * may take the place of dy, a or b, element for element. */
+BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
+                                       DLTensor *da, DLTensor *db);
+
+/* ---- rope -------------------------------------------------------------------------------------------------------- */
+
+/* Rotary position embedding of q [B, heads, S, D] and k [B, kv_heads, S, D] (NULL: q alone), any strides with a
+ * contiguous last dimension. cos, sin [B or 1, S, R], R even, R <= D: the first R elements of each head turn, the
+ * others are copied. With x1, x2 the first and second half of those R elements (interleaved: the even and the odd ones)
+ *   y1 = x1 * cos1 - x2 * sin1,   y2 = x2 * cos2 + x1 * sin2
+ * in float32, rounded once. cos and sin are of one type, q and k too; q_out and k_out have it where these are the same,
+ * else float32. They are shaped as q and k, of any strides with a contiguous last dimension, and may be q and k
+ * themselves. D <= 2048. Su et al., "RoFormer", 2021. */
+BST_API bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
+                                    const DLTensor *sin, int interleaved, DLTensor *q_out, DLTensor *k_out);
+/* Its gradient, the transposed rotation, for q and k, or for one of them (dk_out NULL):
+ *   x1 = y1 * cos1 + y2 * sin2,   x2 = y2 * cos2 - y1 * sin1 */
+BST_API bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
+                                     const DLTensor *cos, const DLTensor *sin, int interleaved, DLTensor *dq,
+                                     DLTensor *dk);
+
+/* ---- cross_entropy ----------------------------------------------------------------------------------------------- */
+
+typedef enum bst_reduction { BST_REDUCTION_NONE = 0, BST_REDUCTION_MEAN = 1, BST_REDUCTION_SUM = 2 } bst_reduction;
+
+/* With z = logit_scale * logits, then z = softcap * tanh(z / softcap) where softcap > 0; lse = log(sum_j exp(z_j));
+ * w = class_weight (ones if NULL); e = label_smoothing; t = target:
+ *   loss_i = (1 - e) w_t (lse - z_t) + e/V sum_j w_j (lse - z_j) + lse_square_scale * lse^2
+ * and 0 where t = ignore_index. MEAN divides the first two terms by the sum of w_t over the rows not ignored, the last
+ * by their number (nothing left: NaN, as torch.nn.functional.cross_entropy); where num_items is given, MEAN and SUM
+ * divide the sum by it instead. All in float32 from the logits' own type. A target outside [0, V) that is not
+ * ignore_index: BST_INVALID on CPU; on CUDA a NaN loss and a zero gradient row. */
+typedef struct bst_cross_entropy_options {
+    int64_t ignore_index; /* usually -100 */
+    bst_reduction reduction;
+    double label_smoothing; /* [0, 1] */
+    double softcap;         /* 0: none */
+    double logit_scale;     /* usually 1 */
+    double lse_square_scale;
+} bst_cross_entropy_options;
+
+/* logits [..., V], T rows; target, of T elements, int64; class_weight [V] float32 or NULL; num_items: one float32, or
+ * NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for the backward
+ * pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding of lse. dlogits
+ * [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only). It is contiguous,
+ * or logits itself: one read and one write per logit. */
+BST_API bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
+                                             const DLTensor *class_weight, const DLTensor *num_items,
+                                             const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
+                                             DLTensor *dlogits);
+/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it; dlogits may
+ * be logits itself. */
+BST_API bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
+                                              const DLTensor *target, const DLTensor *class_weight,
+                                              const DLTensor *num_items, const DLTensor *lse,
+                                              const bst_cross_entropy_options *options, DLTensor *dlogits);
+/* tensor *= scale, scale being one float32 on the tensor's device. Where it is 1, CUDA reads and writes nothing. */
+BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *scale);
+
+/* ---- linear_cross_entropy ---------------------------------------------------------------------------------------- */
+
+/* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
+ * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
+ * of workspace (0: 1280 MiB on CUDA, 256 MiB and at least eight chunks on CPU; never less than 64 rows).
+ *
+ * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):
+ *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient for g = 1; backward then
+ * takes two products. MEAN and SUM only, not float16 (whose range a loss scale may need).
+ *   - dhidden, dweight, dbias, each as its input, or NULL where not wanted: made chunk by chunk for g = 1, for the
+ * caller to multiply by g (bst_scale). MEAN and SUM only.
+ *   - none of these: backward makes the logits again, chunk by chunk.
+ * dweight is rounded at each chunk, up to eight chunks; beyond, it is summed in float32. */
+BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden,
+                                                    const DLTensor *weight, const DLTensor *target,
+                                                    const DLTensor *bias, const DLTensor *class_weight,
+                                                    const DLTensor *num_items, const bst_cross_entropy_options *options,
+                                                    int64_t chunk_bytes, DLTensor *loss, DLTensor *lse,
+                                                    DLTensor *dlogits, DLTensor *dhidden, DLTensor *dweight,
+                                                    DLTensor *dbias);
+/* grad_loss: one float32 (NONE: [T]); dlogits as forward left it, or NULL; lse as forward wrote it. dhidden, dweight,
+ * dbias: NULL where not wanted. */
+BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss,
+                                                     const DLTensor *hidden, const DLTensor *weight,
+                                                     const DLTensor *target, const DLTensor *bias,
+                                                     const DLTensor *class_weight, const DLTensor *num_items,
+                                                     const DLTensor *lse, const DLTensor *dlogits,
+                                                     const bst_cross_entropy_options *options, int64_t chunk_bytes,
+                                                     DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias);
+
+/* ---- PyTorch ----------------------------------------------------------------------------------------------------- */
+
+/* Registers every operator with PyTorch as torch.ops.bastile.<function>. `folder` holds libtorch_cpu.so. Once a
+ * process. */
+BST_API bst_status bst_torch_register(const char *folder);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,22 @@
+"""Training operators for language models: put into Hugging Face Transformers, or used alone from `bastile.ops`.
+
+import bastile
+bastile.apply()  # every supported model of this process, built before or after
+"""
+
+from bastile import ops
+from bastile._library import version
+from bastile.patching import apply, apply_to_model, get_patched_ops, reset
+from bastile.warmup import Warmup, clear_autotune_cache, warmup_all_kernels
+
+__version__ = version()
+__all__ = [
+    "Warmup",
+    "apply",
+    "apply_to_model",
+    "clear_autotune_cache",
+    "get_patched_ops",
+    "ops",
+    "reset",
+    "warmup_all_kernels",
+]

@@ -1,0 +1,51 @@
+"""Loads libbastile and registers its operators with PyTorch: the one place that knows where the library is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+def _path() -> Path:
+    override = os.environ.get("BASTILE_LIBRARY")
+    path = Path(override) if override else Path(__file__).parent / "libbastile.so"
+    if not path.exists():
+        raise ImportError(
+            f"bastile: the compiled library is not at {path}. Install the package (pip install .), "
+            "or set BASTILE_LIBRARY to a libbastile.so"
+        )
+    return path
+
+
+def _library_folders() -> list[Path]:
+    """Where pip puts NVIDIA's libraries, so that NVRTC and cuBLASLt are found without any path being set."""
+    folders = [Path(torch.__file__).parent / "lib"]
+    for entry in sys.path:
+        nvidia = Path(entry or ".") / "nvidia"
+        if nvidia.is_dir():
+            folders += sorted(nvidia.glob("*/lib"))
+    return folders
+
+
+def _load() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(_path()))
+    library.bst_last_error.restype = ctypes.c_char_p
+    library.bst_version.restype = ctypes.c_char_p
+    library.bst_add_library_path.argtypes = [ctypes.c_char_p]
+    library.bst_torch_register.argtypes = [ctypes.c_char_p]
+    for folder in _library_folders():
+        library.bst_add_library_path(os.fsencode(folder))
+    if library.bst_torch_register(os.fsencode(Path(torch.__file__).parent / "lib")):
+        raise ImportError(f"bastile: {library.bst_last_error().decode()}")
+    return library
+
+
+library = _load()
+
+
+def version() -> str:
+    """The library's version."""
+    return library.bst_version().decode()

@@ -1,0 +1,1 @@
+"""`bastile bench`: how fast and how lean the operators are, beside the code they replace and other libraries."""

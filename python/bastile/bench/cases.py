@@ -1,0 +1,114 @@
+"""What is measured: one row per operator and shape, with what Bastile has to reach there.
+
+Shapes, by operator:
+    rms_norm                     (rows, columns)
+    swiglu                       (rows, columns)
+    rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
+    cross_entropy                (rows, vocabulary)
+    fused_linear_cross_entropy   (rows, hidden size, vocabulary)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Need:
+    """What Bastile must reach in a case; whatever is left out is not asked for. All times are ratios within one run."""
+
+    floor: float | None = None  #: time, as a multiple of the case's floor (see operators.Cost)
+    peers: Mapping[str, float] = field(default_factory=dict)  #: time, as a multiple of each of these contenders'
+    all_labels: float | None = None  #: time, as a multiple of Bastile's in the same case with no label ignored
+    mib: float | None = None  #: extra memory
+    memory_of: tuple[str, float] | None = None  #: extra memory, as a multiple of this contender's
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    shape: tuple[int, ...]
+    backward: bool = True
+    ignored: float = 0.0  #: the share of labels that are ignore_index
+    host: bool = False  #: measure the host's time per call, not the device's
+    #: By type: figures for bfloat16 do not hold for other types.
+    needs: Mapping[str, Need] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        size = "x".join(map(str, self.shape))
+        part = "forward+backward" if self.backward else "forward"
+        return f"{self.op} {size} {part}" + (f", {self.ignored:.0%} ignored" if self.ignored else "")
+
+
+def _bf16(**need: object) -> dict[str, Need]:
+    return {"bf16": Need(**need)}  # type: ignore[arg-type]
+
+
+def _floor(limit: float, must: float, **need: object) -> dict[str, Need]:
+    """From a limit and a time to reach, both in the microseconds of one earlier run: times drift, ratios do not."""
+    return _bf16(floor=must / limit, **need)
+
+
+def _loss(rows: int, hidden: int, vocabulary: int, ignored: float = 0.0, **need: object) -> Case:
+    return Case("fused_linear_cross_entropy", (rows, hidden, vocabulary), ignored=ignored, needs=_bf16(**need))
+
+
+_ROPE = (16384, 32, 8, 128)
+
+#: Qwen3-8B's and Llama-3's shapes on one large GPU. Limits at 4.28 TB/s, on an H200.
+LIMITS = (
+    Case("rms_norm", (16384, 4096), backward=False, needs=_floor(62.7, 65)),
+    Case("rms_norm", (16384, 4096), needs=_floor(157, 172)),
+    Case("rms_norm", (4096, 4096), needs=_floor(39, 52)),
+    Case("rms_norm", (131072, 128), needs=_floor(39, 48)),  # QK-norm
+    Case("swiglu", (16384, 12288), needs=_floor(752, 762)),
+    Case("rope", _ROPE, backward=False, needs=_floor(78, 82)),
+    Case("rope", _ROPE, needs=_floor(157, 162)),
+    Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88)),
+    Case("cross_entropy", (4096, 128256), needs=_floor(493, 540, mib=1)),
+    Case("cross_entropy", (1024, 128256), needs=_floor(123, 140, mib=1)),
+    Case("cross_entropy", (4096, 151936), needs=_floor(584, 640, mib=1)),
+    Case("cross_entropy", (4096, 32000), needs=_floor(123, 140, mib=1)),
+    _loss(512, 4096, 151936, floor=1.05),
+    _loss(2048, 4096, 151936, floor=1.0),
+    _loss(4096, 4096, 151936, floor=1.0, mib=2500),
+    _loss(4096, 4096, 151936, ignored=0.5, all_labels=0.6),
+    _loss(8192, 4096, 151936, floor=1.0),
+    _loss(16384, 4096, 151936, floor=1.0, mib=3100),
+    _loss(16384, 4096, 151936, ignored=0.5, all_labels=0.6),
+    _loss(4096, 4096, 128256, floor=1.0),
+    _loss(16384, 4096, 128256, floor=1.0),
+    _loss(4096, 1024, 151936),  # Qwen3-0.6B's head
+)
+
+
+# On CPU: at least 1.5 x faster than Transformers' code in bfloat16, where that rounds and copies at every step; not
+# slower in float32.
+_CPU = {"bf16": Need(peers={"hf": 1 / 1.5}), "fp32": Need(peers={"hf": 1.0})}
+_CPU_LOSS = {t: Need(peers={"hf": 1.0}, memory_of=("hf", 0.25)) for t in ("bf16", "fp32")}
+
+#: The shapes of a small model (Qwen3-0.6B, 512 tokens; the demo's head), for a CPU or a quick look at a GPU.
+SMALL = (
+    Case("rms_norm", (512, 1024), needs=_CPU),
+    Case("rms_norm", (8192, 128), needs=_CPU),  # QK-norm
+    Case("swiglu", (512, 3072), needs=_CPU),
+    Case("rope", (512, 16, 8, 128), needs=_CPU),
+    Case("cross_entropy", (256, 32000), needs=_CPU),
+    Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LOSS),
+    Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),
+)
+
+# One row: the kernels take microseconds, so that what is left is the host's work.
+_HOST_NORM = {t: Need(peers={"torch": 1.35, "liger": 0.35}) for t in ("bf16", "fp32")}
+HOST = (
+    Case("rms_norm", (1, 4096), host=True, needs=_HOST_NORM),
+    Case("swiglu", (1, 4096), host=True),
+    Case("rope", (1, 32, 8, 128), host=True),
+    Case("cross_entropy", (1, 4096), host=True),
+    Case("fused_linear_cross_entropy", (8, 256, 1024), host=True),
+)
+
+SHAPES = {"limits": LIMITS, "small": SMALL}
+OPS = tuple(dict.fromkeys(case.op for case in LIMITS))

@@ -1,0 +1,206 @@
+"""Each operator's inputs for a case, and the least that any program must move or compute for it.
+
+Values are random, of the sizes that training sees: zeros can run faster than real data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from bastile.bench.cases import Case
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The floor of a case: `moved` bytes at the speed of a device copy (read plus written), or the operator's matrix
+    products, `flops` of them, run alone by the framework on the same operands."""
+
+    moved: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Operator:
+    #: Inputs, and the gradients of the outputs as "upstream 0", "upstream 1", ...
+    inputs: Callable[[Case, torch.dtype, torch.device], Tensors]
+    arguments: tuple[str, ...]  #: the inputs that contenders are called with, in this order
+    leaves: tuple[str, ...]  #: those that get a gradient
+    cost: Callable[[Case, int], Cost]  #: given the size of an element
+    model: str  #: the cost in words
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, dtype=torch.float32, device=device) * scale).to(dtype)
+
+
+# ---- rms_norm, swiglu ------------------------------------------------------------------------------------------------
+
+
+def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {
+        "x": _random(case.shape, dtype, device),
+        "weight": 1 + _random(case.shape[-1:], dtype, device, 0.1),
+        "upstream 0": _random(case.shape, dtype, device),
+    }
+
+
+def _norm_cost(case: Case, size: int) -> Cost:
+    return Cost(moved=(5 if case.backward else 2) * case.shape[0] * case.shape[1] * size)
+
+
+def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {name: _random(case.shape, dtype, device) for name in ("a", "b", "upstream 0")}
+
+
+def _swiglu_cost(case: Case, size: int) -> Cost:
+    return Cost(moved=(8 if case.backward else 3) * case.shape[0] * case.shape[1] * size)
+
+
+# ---- rope ------------------------------------------------------------------------------------------------------------
+
+
+def rotary_tables(tokens: int, dim: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [1, tokens, dim] as Transformers makes them for a batch of one."""
+    frequencies = 1.0 / 1e6 ** (torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    angles = torch.arange(tokens, device=device, dtype=torch.float32)[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)[None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    """q and k as projections leave them, [1, tokens, heads, dim]; rotary code sees them transposed, and so are the
+    gradients that attention hands back."""
+    tokens, q_heads, k_heads, dim = case.shape
+    q, k = (_random((1, tokens, heads, dim), dtype, device) for heads in (q_heads, k_heads))
+    dq, dk = (_random((1, tokens, heads, dim), dtype, device).transpose(1, 2) for heads in (q_heads, k_heads))
+    cos, sin = rotary_tables(tokens, dim, dtype, device)
+    return {"q": q, "k": k, "cos": cos, "sin": sin, "upstream 0": dq, "upstream 1": dk}
+
+
+def _rope_cost(case: Case, size: int) -> Cost:
+    tokens, q_heads, k_heads, dim = case.shape
+    return Cost(moved=(4 if case.backward else 2) * tokens * (q_heads + k_heads) * dim * size)
+
+
+def _qk_norm_rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    weights = {name: 1 + _random(case.shape[-1:], dtype, device, 0.1) for name in ("q_weight", "k_weight")}
+    return _rope_inputs(case, dtype, device) | weights
+
+
+def _qk_norm_rope_cost(case: Case, size: int) -> Cost:
+    tokens, q_heads, k_heads, dim = case.shape
+    return Cost(moved=(5 if case.backward else 2) * tokens * (q_heads + k_heads) * dim * size)
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _targets(case: Case, device: torch.device) -> torch.Tensor:
+    target = torch.randint(0, case.shape[-1], case.shape[:1], device=device)
+    return target.masked_fill(torch.rand(target.shape, device=device) < case.ignored, -100)
+
+
+def _loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return {
+        "logits": _random(case.shape, dtype, device, 2.0),
+        "target": _targets(case, device),
+        "upstream 0": torch.ones((), device=device),
+    }
+
+
+def _loss_cost(case: Case, size: int) -> Cost:
+    return Cost(moved=(2 if case.backward else 1) * case.shape[0] * case.shape[1] * size)
+
+
+def _linear_loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    rows, hidden, vocabulary = case.shape
+    return {
+        "hidden": _random((rows, hidden), dtype, device),
+        "weight": _random((vocabulary, hidden), dtype, device, 0.02),
+        "target": _targets(case, device),
+        "upstream 0": torch.ones((), device=device),
+    }
+
+
+def _linear_loss_cost(case: Case, size: int) -> Cost:
+    rows, hidden, vocabulary = case.shape
+    return Cost(flops=(6 if case.backward else 2) * rows * hidden * vocabulary)
+
+
+OPERATORS = {
+    "rms_norm": Operator(
+        inputs=_norm_inputs,
+        arguments=("x", "weight"),
+        leaves=("x", "weight"),
+        cost=_norm_cost,
+        model="x read, y written; backward: x and dy read, dx written",
+    ),
+    "swiglu": Operator(
+        inputs=_swiglu_inputs,
+        arguments=("a", "b"),
+        leaves=("a", "b"),
+        cost=_swiglu_cost,
+        model="a and b read, y written; backward: a, b and dy read, da and db written",
+    ),
+    "rope": Operator(
+        inputs=_rope_inputs,
+        arguments=("q", "k", "cos", "sin"),
+        leaves=("q", "k"),
+        cost=_rope_cost,
+        model="q and k read and written; backward: their gradients read and written",
+    ),
+    "qk_norm_rope": Operator(
+        inputs=_qk_norm_rope_inputs,
+        arguments=("q", "k", "q_weight", "k_weight", "cos", "sin"),
+        leaves=("q", "k", "q_weight", "k_weight"),
+        cost=_qk_norm_rope_cost,
+        model="q and k read and written once; backward: q, k and the gradients read, dq and dk written",
+    ),
+    "cross_entropy": Operator(
+        inputs=_loss_inputs,
+        arguments=("logits", "target"),
+        leaves=("logits",),
+        cost=_loss_cost,
+        model="logits read once, their gradient written once",
+    ),
+    "fused_linear_cross_entropy": Operator(
+        inputs=_linear_loss_inputs,
+        arguments=("hidden", "weight", "target"),
+        leaves=("hidden", "weight"),
+        cost=_linear_loss_cost,
+        model="three products of 2 x rows x hidden x vocabulary each (forward alone: one)",
+    ),
+}
+
+
+def products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
+    """The products of fused_linear_cross_entropy alone, as the framework runs them: its floor.
+
+    Their second operands are the true gradient of the logits, not random numbers: power limits products, and power
+    depends on the values."""
+    hidden, weight, target = (tensors[name].detach() for name in ("hidden", "weight", "target"))
+    logits = hidden @ weight.t()
+    if not case.backward:
+        return lambda t: (torch.mm(t["hidden"].detach(), t["weight"].detach().t(), out=logits),)
+    kept = target != -100
+    gradient = torch.empty_like(logits)
+    for rows in range(0, len(logits), 512):
+        part = slice(rows, rows + 512)
+        p = logits[part].float().softmax(-1)
+        p.scatter_add_(1, target[part].clamp(min=0)[:, None], p.new_full((len(p), 1), -1.0))
+        gradient[part] = p * (kept[part, None] / kept.sum())
+    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run(t: Tensors) -> tuple[torch.Tensor, ...]:
+        hidden, weight = t["hidden"].detach(), t["weight"].detach()
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(gradient, weight, out=dhidden)
+        torch.mm(gradient.t(), hidden, out=dweight)
+        return ()
+
+    return run

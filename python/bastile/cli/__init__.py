@@ -1,0 +1,25 @@
+"""The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare."""
+
+import sys
+from collections.abc import Sequence
+
+from bastile.cli.errors import UsageError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status: 1 where a training run failed, 2 for a mistake in the command."""
+    from bastile.cli.arguments import parse
+    from bastile.cli.compare import RunFailed
+
+    options = parse(arguments)
+    try:
+        return options.command(options)
+    except UsageError as error:
+        print(f"bastile {options.name}: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"bastile {options.name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"bastile {options.name}: interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,95 @@
+"""The forward of a causal language model whose loss needs no logits.
+
+With labels, in training, the output's `logits` is None and its `loss` comes from the last hidden states and the head's
+weight at once. Every other call, and every model whose head or loss someone has changed, runs the original forward."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from bastile.models.guards import untouched
+from bastile.models.table import Family
+from bastile.ops._common import served
+from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+
+
+def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
+    names = tuple(inspect.signature(original).parameters)[1:]  # without self
+    backbone, head = family.backbone, family.head
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        lm_head = getattr(self, head)
+        if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
+            return original(self, *args, **kwargs)
+        labels = given.pop("labels")
+        given.pop("logits_to_keep", None)
+        return_dict = given.pop("return_dict", None)
+        outputs = getattr(self, backbone)(**given, return_dict=True)
+        output = CausalLMOutputWithPast(
+            loss=_loss(outputs.last_hidden_state, lm_head, labels, given),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        if return_dict is None:
+            return_dict = getattr(self.config, "return_dict", True)
+        return output if return_dict else output.to_tuple()
+
+    return forward
+
+
+def _wants_only_the_loss(model: nn.Module, given: dict[str, Any]) -> bool:
+    """Evaluation keeps its logits, since metrics read them; a chosen subset of logits is the original's business, and
+    so is a loss function of the user's own."""
+    keep, num_items = given.get("logits_to_keep", 0), given.get("num_items_in_batch")
+    return (
+        model.training
+        and given.get("labels") is not None
+        and isinstance(keep, int)
+        and keep == 0
+        and model.loss_function is ForCausalLMLoss
+        # DataParallel hands each replica a vector, which makes the original's loss a vector too.
+        and (not torch.is_tensor(num_items) or num_items.dim() == 0)
+    )
+
+
+def _is_plain_head(head: nn.Module, vocabulary: int) -> bool:
+    """Whether the head is weight and bias and nothing more. It is not where it carries an adapter, is quantised,
+    offloaded, hooked, or sharded so that its weight is whole only inside its own call (ZeRO-3, FSDP: by hooks)."""
+    if type(head) is not nn.Linear or not untouched(head):
+        return False
+    weight, bias = head.weight, head.bias
+    return (
+        served(weight)
+        and weight.shape[0] == vocabulary
+        and (bias is None or (served(bias) and bias.dtype == weight.dtype))
+    )
+
+
+def _loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """What ForCausalLMLoss returns for the head's logits, with the keyword arguments that it reads."""
+    ignore_index = given.get("ignore_index", -100)
+    targets = given.get("shift_labels")
+    if targets is None:
+        # Token i predicts label i + 1; the last one predicts nothing.
+        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    num_items = given.get("num_items_in_batch")
+    if torch.is_tensor(num_items):
+        num_items = num_items.to(hidden.device)
+    return fused_linear_cross_entropy(
+        hidden,
+        head.weight,
+        targets.to(hidden.device),
+        bias=head.bias,
+        ignore_index=ignore_index,
+        num_items=num_items,
+    )

@@ -1,0 +1,75 @@
+"""What takes the place of a family's norm, MLP and rotary function.
+
+Each builder gets a row of the table and the original, and returns the replacement. A replacement computes what the
+original computes; a call it does not serve it hands to the original, arguments untouched. (Devices and types without
+kernels are the operators' own business: they compute the same formula in plain torch there.)"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.activations import ACT2FN
+
+from bastile.models.guards import untouched
+from bastile.models.table import Family
+from bastile.ops.rms_norm import rms_norm
+from bastile.ops.rope import rope
+from bastile.ops.swiglu import swiglu
+
+_SILU = frozenset({nn.SiLU, type(ACT2FN["silu"])})
+
+
+def norm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
+    eps, casting = family.norm_eps, family.norm_casting
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return original(self, *args, **kwargs)
+        return rms_norm(args[0], self.weight, getattr(self, eps), casting=casting)
+
+    return forward
+
+
+def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
+    gate, up, down, activation = family.gate, family.up, family.down, family.activation
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        act = getattr(self, activation)
+        if len(args) != 1 or kwargs or type(act) not in _SILU or not untouched(act):
+            return original(self, *args, **kwargs)
+        # The projections are called as modules, so adapters, quantised weights and hooks on them stay in force.
+        a = getattr(self, gate)(args[0])
+        b = getattr(self, up)(args[0])
+        return getattr(self, down)(swiglu(a, b) if a.dtype == b.dtype else act(a) * b)
+
+    return forward
+
+
+def rotary_function(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
+    interleaved = family.rotary_interleaved
+
+    @functools.wraps(original)
+    def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
+        one_type = q.dtype == k.dtype == cos.dtype == sin.dtype  # else the original promotes
+        if args or not heads_first or not one_type or q.dim() != 4 or cos.dim() != 3:
+            return original(q, k, cos, sin, *args, **kwargs)
+        return rope(q, k, cos, sin, interleaved=interleaved)
+
+    return rotate
+
+
+def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
+    """The same code, in which the global `name` is `value` and every other global is what it is now.
+
+    This is how one model's attention gets another rotary function while all others keep theirs. The copy of the globals
+    has no __name__, since torch.compile would otherwise look them up in the module of that name."""
+    scope = {key: item for key, item in function.__globals__.items() if key != "__name__"}
+    scope[name] = value
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copy, function)

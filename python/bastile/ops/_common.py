@@ -1,0 +1,67 @@
+"""What the operators' autograd functions share."""
+
+from __future__ import annotations
+
+import torch
+
+#: Element types the kernels serve; anything else runs the original torch code.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_DEVICES = ("cpu", "cuda")
+
+
+def served(*tensors: torch.Tensor | None) -> bool:
+    """Whether Bastile's kernels run on these tensors: float32, bfloat16 or float16, on CPU or CUDA, with strides.
+
+    Mixed devices count as served: the operator then names the tensor that is in the wrong place. Tensors under vmap or
+    another functorch transform, and subclasses such as DTensor, are not served.
+    """
+    for t in tensors:
+        if t is None:
+            continue
+        if t.device.type not in _DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
+            return False
+        if type(t) not in _PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
+            return False
+    return not _in_transform()
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_fake(t: torch.Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+def _in_transform() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _Tie(torch.autograd.Function):
+    """Makes a gradient depend on what it was computed from, so that a second backward pass reaches the error above."""
+
+    @staticmethod
+    def forward(ctx, op, gradient, *sources):
+        ctx.op = op
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            f"bastile: {ctx.op} cannot be differentiated twice; call bastile.reset() and use the original code where "
+            "second derivatives are needed"
+        )
+
+
+def first_order_only(op: str, gradient: torch.Tensor | None, *sources: torch.Tensor | None) -> torch.Tensor | None:
+    """For a backward pass under `create_graph=True`: the gradient, tied to its sources by a node that raises.
+
+    Without sources the gradient is tied to nothing in particular, and raises all the same.
+    """
+    if gradient is None:
+        return None
+    tied = [s for s in sources if s is not None] or [torch.empty(0, requires_grad=True)]
+    return _Tie.apply(op, gradient, *tied)

@@ -1,0 +1,197 @@
+"""The output head and its loss in one: cross_entropy(hidden · weightᵀ + bias, target), never holding all the logits."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops._common import first_order_only, served
+from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scale_
+
+_forward = torch.ops.bastile.linear_cross_entropy_forward.default
+_backward = torch.ops.bastile.linear_cross_entropy_backward.default
+
+#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 4416 tokens. Up to here, all logits of a call are made in
+#: one piece, and both gradient products run in the backward pass; beyond, chunks of this size are worked off in the
+#: forward pass. More memory saves time by fewer chunks, less memory costs time: measured in docs/linear_cross_entropy.md.
+DEFAULT_LOGITS_BYTES = 1280 << 20
+
+_logits_bytes: int | None = None
+
+
+def set_logits_memory(mebibytes: float | None) -> None:
+    """Sets how much memory the fused loss may use for logits, in MiB; None: the default (or BASTILE_LOGITS_MIB).
+
+    More is faster (fewer chunks), less is leaner. It holds for calls made from now on, in every thread.
+    """
+    global _logits_bytes
+    if mebibytes is not None and mebibytes <= 0:
+        raise ValueError(f"set_logits_memory: {mebibytes} MiB given; a positive number is needed")
+    _logits_bytes = None if mebibytes is None else int(mebibytes * (1 << 20))
+
+
+def _chunk_bytes(device: torch.device) -> int:
+    if _logits_bytes is not None:
+        return _logits_bytes
+    if "BASTILE_LOGITS_MIB" in os.environ:
+        return int(float(os.environ["BASTILE_LOGITS_MIB"]) * (1 << 20))
+    return DEFAULT_LOGITS_BYTES if device.type == "cuda" else 0
+
+
+def _padded(vocabulary: int) -> int:
+    """Columns of the logits in memory: rows that begin at 16-byte boundaries keep the products on their fast path."""
+    return (vocabulary + 7) // 8 * 8
+
+
+@torch.library.register_fake("bastile::linear_cross_entropy_forward")
+def _(hidden, weight, target, bias, class_weight, num_items, ignore_index, reduction, label_smoothing, softcap,
+      logit_scale, lse_square_scale, chunk_bytes, keep, want_dhidden, want_dweight, want_dbias):  # fmt: skip
+    def none():
+        return hidden.new_empty((0,), dtype=torch.float32)
+
+    tokens, vocabulary = hidden.shape[0], weight.shape[0]
+    loss = hidden.new_empty((tokens,) if reduction == 0 else (), dtype=torch.float32)
+    lse = hidden.new_empty((tokens,), dtype=torch.float32)
+    dlogits = hidden.new_empty((tokens, _padded(vocabulary))) if keep else none()
+    dhidden = hidden.new_empty(hidden.shape) if want_dhidden else none()
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if want_dweight else none()
+    dbias = torch.empty_like(bias) if want_dbias else none()
+    return loss, lse, dlogits, dhidden, dweight, dbias
+
+
+@torch.library.register_fake("bastile::linear_cross_entropy_backward")
+def _(grad_loss, hidden, weight, target, bias, class_weight, num_items, lse, dlogits, ignore_index, reduction,
+      label_smoothing, softcap, logit_scale, lse_square_scale, chunk_bytes, want_dhidden, want_dweight, want_dbias):  # fmt: skip
+    def none():
+        return hidden.new_empty((0,), dtype=torch.float32)
+
+    dhidden = hidden.new_empty(hidden.shape) if want_dhidden else none()
+    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if want_dweight else none()
+    return dhidden, dweight, torch.empty_like(bias) if want_dbias else none()
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """gradient · factor: in the gradient's own memory, unless a second backward pass over a retained graph may need it."""
+    if torch.compiler.is_compiling():
+        return (gradient * factor).to(gradient.dtype)
+    if torch._C._autograd._get_current_graph_task_keep_graph():
+        gradient = gradient.clone()
+    scale_(gradient, factor)
+    return gradient
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Where the gradients are made depends on what fits: see bst_linear_cross_entropy_forward in bastile.h.
+
+    `keep` all the logits' gradient and multiply in the backward pass (CUDA, within the memory budget); else make the
+    gradients `now`, in the forward pass; else (per-token losses, and float16, whose range a loss scale may need) make the
+    logits again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, class_weight, num_items, options, with_grad):
+        reduction = options[1]
+        want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        chunk_bytes = _chunk_bytes(hidden.device)
+        exact_later = reduction == 0 or hidden.dtype is torch.float16
+        fits = hidden.shape[0] * _padded(weight.shape[0]) * hidden.element_size() <= chunk_bytes
+        keep = any(want) and not exact_later and hidden.device.type == "cuda" and fits
+        now = [w and not exact_later and not keep for w in want]
+        loss, lse, dlogits, dhidden, dweight, dbias = _forward(
+            hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, keep, *now
+        )
+        ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
+        ctx.now = any(now)
+        if ctx.now:
+            ctx.save_for_backward(dhidden, dweight, dbias)
+        else:
+            ctx.save_for_backward(
+                hidden, weight, target, bias, class_weight, num_items, lse, dlogits if keep else None
+            )
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grad_loss = grad_loss.float()
+        if ctx.now:
+            gradients = [_scaled(g, grad_loss) if w else None for g, w in zip(ctx.saved_tensors, ctx.want, strict=True)]
+            sources = ()  # hidden and weight are gone: refuse without looking at them
+        else:
+            hidden, weight, target, bias, class_weight, num_items, lse, dlogits = ctx.saved_tensors
+            gradients = _backward(
+                grad_loss.contiguous(), hidden, weight, target, bias, class_weight, num_items, lse, dlogits,
+                *ctx.options, ctx.chunk_bytes, *ctx.want,
+            )  # fmt: skip
+            gradients = [g if w else None for g, w in zip(gradients, ctx.want, strict=True)]
+            sources = (grad_loss, hidden, weight)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = [first_order_only("fused_linear_cross_entropy", g, *sources) for g in gradients]
+        return (*gradients, None, None, None, None, None)
+
+
+def fused_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    num_items: int | float | torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+) -> torch.Tensor:
+    """torch.nn.functional.cross_entropy of the logits hidden · weightᵀ + bias, which never all exist in memory.
+
+    Args:
+        hidden: [..., H], float32, bfloat16 or float16.
+        weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them).
+        target: [...] int64, shaped as hidden without its last dimension.
+        bias: [V] of hidden's type.
+        class_weight: [V], a factor of each class's loss.
+        ignore_index: target of rows that count for nothing.
+        reduction: "mean" divides as torch.nn.functional.cross_entropy does, "sum" adds up, "none" returns [...].
+        num_items: divides the sum instead, for "mean" and "sum": the number of tokens of all accumulated batches.
+            A number, or a tensor on hidden's device (the host does not wait for it).
+        label_smoothing: in [0, 1].
+        softcap: logits become softcap · tanh(logits / softcap).
+        logit_scale: multiplies the logits before that.
+        lse_square_scale: adds lse_square_scale · logsumexp² to each row's loss (z-loss).
+
+    Returns:
+        float32 scalar, or [...] for "none". Gradients flow to whichever of hidden, weight and bias require them.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is needed. A target out of range is an error on CPU;
+            on CUDA it gives a NaN loss and a zero gradient row, for checking would wait for the device.
+        ValueError: for an option out of its range.
+    """
+    code = REDUCTION.get(reduction)
+    if code is None:
+        names = ", ".join(map(repr, REDUCTION))
+        raise ValueError(f"fused_linear_cross_entropy: reduction is {reduction!r}; one of {names} is needed")
+    if num_items is not None and code == 0:
+        raise ValueError("fused_linear_cross_entropy: num_items divides a sum; reduction 'none' has none")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and device in ("cpu", "cuda"):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    shape = target.shape
+    flat, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
+    if not served(hidden, weight, bias):
+        logits = torch.nn.functional.linear(flat, weight, bias)
+        loss = reference(logits, target, class_weight, num_items, ignore_index, reduction, *options[2:])
+    else:
+        class_weight = None if class_weight is None else class_weight.detach().float()
+        loss = _LinearCrossEntropy.apply(
+            flat.contiguous(), weight.contiguous(), bias, target, class_weight,
+            scalar_tensor(num_items, hidden.device), options, torch.is_grad_enabled(),
+        )  # fmt: skip
+    return loss.reshape(shape) if reduction == "none" else loss

@@ -1,0 +1,122 @@
+"""RMSNorm: y = x / sqrt(mean(x²) + eps) · weight (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops._common import first_order_only, served
+
+Casting = Literal["llama", "gemma", "none"]
+_CASTING = {"llama": 0, "gemma": 1, "none": 2}
+
+_forward = torch.ops.bastile.rms_norm_forward.default
+_backward = torch.ops.bastile.rms_norm_backward.default
+
+
+@torch.library.register_fake("bastile::rms_norm_forward")
+def _(x, weight, eps, casting):
+    dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and casting == 0 else x.dtype
+    rstd = x.new_empty((x.numel() // x.shape[-1],), dtype=torch.float32)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), rstd
+
+
+@torch.library.register_fake("bastile::rms_norm_backward")
+def _(dy, x, weight, rstd, casting, want_dx, want_dweight):
+    none = x.new_empty((0,), dtype=torch.float32)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dx else none
+    return dx, torch.empty_like(weight) if want_dweight else none.clone()
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, casting):
+        y, rstd = _forward(x, weight, eps, casting)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.casting = casting
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, rstd = ctx.saved_tensors
+        want_dx, want_dweight, _, _ = ctx.needs_input_grad
+        dx, dweight = _backward(dy, x, weight, rstd, ctx.casting, want_dx, want_dweight)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dx = first_order_only("rms_norm", dx, dy, x, weight)
+            dweight = first_order_only("rms_norm", dweight, dy, x, weight)
+        return dx if want_dx else None, dweight if want_dweight else None, None, None
+
+
+def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: Casting) -> torch.Tensor:
+    """The definition in plain torch, for devices and types without kernels."""
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed.to(x.dtype)
+    if casting == "llama":
+        return weight * normed.to(x.dtype)
+    return (normed * (weight.float() + (casting == "gemma"))).to(x.dtype)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, *, casting: Casting = "llama") -> torch.Tensor:
+    """RMSNorm over the last dimension.
+
+    Args:
+        x: [..., H], 1 <= H <= 65536; float32, bfloat16 or float16, any strides.
+        weight: [H], or None for ones (zeros for "gemma").
+        eps: added to the mean of squares.
+        casting: where the float32 result is rounded to x's type. "llama" (Llama, Qwen, Mistral): before the product with
+            the weight, whose result has the promoted type; "gemma": after the product with 1 + weight; "none": after the
+            product with weight, as torch.nn.functional.rms_norm does.
+
+    Returns:
+        [..., H], contiguous. Gradients flow to x and weight; dweight is summed in float32 in a fixed order.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is needed.
+        ValueError: for an unknown casting.
+    """
+    code = _CASTING.get(casting)
+    if code is None:
+        raise ValueError(f"rms_norm: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
+    if not served(x, weight):
+        return _reference(x, weight, eps, casting)
+    return _RMSNorm.apply(x, weight, eps, code)
+
+
+class BastileRMSNorm(nn.Module):
+    """RMSNorm with a weight of ones at first, in place of a model's own.
+
+    Args:
+        hidden_size: H, the size of the last dimension.
+        eps: added to the mean of squares.
+        casting: see `rms_norm`.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, *, casting: Casting = "llama", device=None, dtype=None):
+        super().__init__()
+        initial = torch.zeros if casting == "gemma" else torch.ones
+        self.weight = nn.Parameter(initial(hidden_size, device=device, dtype=dtype))
+        self.variance_epsilon = eps
+        self.casting: Casting = casting
+
+    @classmethod
+    def from_module(cls, module: nn.Module, *, casting: Casting = "llama") -> BastileRMSNorm:
+        """One that shares the weight of an existing RMSNorm module (of Transformers or torch)."""
+        eps = getattr(module, "variance_epsilon", None)
+        if eps is None:
+            eps = getattr(module, "eps", None)
+        if eps is None:
+            raise ValueError(f"BastileRMSNorm.from_module: {type(module).__name__} has neither variance_epsilon nor eps")
+        new = cls(module.weight.numel(), eps, casting=casting, device="meta")
+        new.weight = module.weight
+        new.train(module.training)
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.variance_epsilon, casting=self.casting)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, casting={self.casting!r}"

@@ -1,0 +1,100 @@
+"""SwiGLU: y = silu(a) · b (Shazeer, 2020), and the gated MLP built on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops._common import first_order_only, served
+
+_forward = torch.ops.bastile.swiglu_forward.default
+_backward = torch.ops.bastile.swiglu_backward.default
+
+
+@torch.library.register_fake("bastile::swiglu_forward")
+def _(a, b):
+    return torch.empty(a.shape, dtype=a.dtype, device=a.device)
+
+
+@torch.library.register_fake("bastile::swiglu_backward")
+def _(dy, a, b, want_da, want_db):
+    def gradient(like, wanted):
+        return torch.empty(like.shape if wanted else (0,), dtype=like.dtype if wanted else torch.float32, device=a.device)
+
+    return gradient(a, want_da), gradient(b, want_db)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return _forward(a, b)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        want_da, want_db = ctx.needs_input_grad
+        da, db = _backward(dy, a, b, want_da, want_db)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            da = first_order_only("swiglu", da, dy, a, b)
+            db = first_order_only("swiglu", db, dy, a, b)
+        return da if want_da else None, db if want_db else None
+
+
+def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """silu(a) * b, in float32 and rounded once.
+
+    Args:
+        a: [..., I], the gate; float32, bfloat16 or float16, any strides: it may be a slice of a wider tensor.
+        b: as a. Other types than a's run the original torch code.
+
+    Returns:
+        [..., I], contiguous. Gradients flow to a and b; nothing but these two is kept for them.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is needed.
+    """
+    if not served(a, b) or a.dtype != b.dtype:
+        return nn.functional.silu(a) * b
+    return _SwiGLU.apply(a, b)
+
+
+_SILU_NAMES = ("silu", "swish")
+
+
+class BastileSwiGLUMLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x)), with the parameters' names of Llama's and Qwen's MLP.
+
+    Args:
+        config: with hidden_size, intermediate_size and hidden_act ("silu"); mlp_bias where there is one.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        if config.hidden_act not in _SILU_NAMES:
+            raise ValueError(f'BastileSwiGLUMLP: config.hidden_act is {config.hidden_act!r}; "silu" is needed')
+        self.config = config
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.intermediate_size
+        bias = bool(getattr(config, "mlp_bias", False))
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> BastileSwiGLUMLP:
+        """One that shares the projections of an existing MLP module with gate_proj, up_proj, down_proj and act_fn."""
+        for name in ("gate_proj", "up_proj", "down_proj", "act_fn", "config"):
+            if not hasattr(module, name):
+                raise ValueError(f"BastileSwiGLUMLP.from_module: {type(module).__name__} has no {name}")
+        with torch.device("meta"):
+            new = cls(module.config)
+        new.gate_proj, new.up_proj, new.down_proj = module.gate_proj, module.up_proj, module.down_proj
+        new.train(module.training)
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

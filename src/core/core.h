@@ -1,0 +1,110 @@
+/* core.h - what every operator stands on: errors, tensor views and their checks, workspace, threads.
+ *
+ * Internal names begin with bst__ and are hidden from the library's users. */
+#ifndef BST_CORE_H
+#define BST_CORE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "bastile.h"
+#include "core/dtype.h"
+
+#define BST_MAX_DIMS 8
+
+/* ---- errors ------------------------------------------------------------------------------------------------------ */
+
+/* Sets this thread's message and returns `status`. */
+bst_status bst__error(bst_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+/* Returns from the calling function unless `expression` is BST_OK. */
+#define BST_TRY(expression)                  \
+    do {                                     \
+        bst_status bst__s = (expression);    \
+        if (bst__s != BST_OK) return bst__s; \
+    } while (0)
+
+/* ---- tensor views ------------------------------------------------------------------------------------------------ */
+
+/* A DLTensor after its checks: what operators work with. */
+typedef struct bst_view {
+    void *data; /* byte offset applied */
+    DLDevice device;
+    bst_dtype dtype;
+    int dims;
+    int64_t size[BST_MAX_DIMS];
+    int64_t stride[BST_MAX_DIMS]; /* in elements */
+    int64_t count;                /* product of the sizes */
+} bst_view;
+
+/* Sets of types: 1u << bst_dtype. */
+#define BST_FLOATS (1u << BST_F32 | 1u << BST_BF16 | 1u << BST_F16)
+
+/* Reads a tensor. BST_INVALID where it is NULL, has an unsupported type or device, more than BST_MAX_DIMS dimensions, a
+ * negative size, or no memory though it has elements. */
+bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out);
+/* The following name the argument and what was given. */
+bst_status bst__need_dims(const char *op, const char *name, const bst_view *v, int dims);
+bst_status bst__need_size(const char *op, const char *name, const bst_view *v, int dim, int64_t size, const char *why);
+bst_status bst__need_same_shape(const char *op, const char *name, const bst_view *v, const char *other_name,
+                                const bst_view *other);
+bst_status bst__need_dtype(const char *op, const char *name, const bst_view *v, bst_dtype dtype, const char *why);
+bst_status bst__need_device(const char *op, const char *name, const bst_view *v, const bst_view *other,
+                            const char *other_name);
+bst_status bst__need_contiguous(const char *op, const char *name, const bst_view *v);
+/* One element: a scalar or any tensor of one. */
+bst_status bst__need_one(const char *op, const char *name, const bst_view *v);
+bool bst__is_contiguous(const bst_view *v);
+/* An output: reads it, and needs it to have `model`'s shape and device, be of `dtype` and contiguous. */
+bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
+                       const char *model_name, bst_dtype dtype, bst_view *out);
+/* "[2, 3]", into a buffer of this thread that four calls share in turn. */
+const char *bst__shape_text(const bst_view *v);
+/* Whether the memory of two views may share a byte. Slices of one buffer that lie side by side in its rows do not. */
+bool bst__overlap(const bst_view *a, const bst_view *b);
+/* Whether two views of one shape have each element at the same address. */
+bool bst__same_memory(const bst_view *a, const bst_view *b);
+bst_status bst__need_apart(const char *op, const char *name, const bst_view *v, const char *other_name,
+                           const bst_view *other);
+
+/* A tensor [..., columns] as rows: row r begins at element (r / inner) * outer_stride + (r % inner) * inner_stride. */
+typedef struct bst_rows {
+    int64_t rows, columns;
+    int64_t inner, inner_stride, outer_stride;
+} bst_rows;
+
+/* Folds the leading dimensions. BST_UNSUPPORTED where they do not fold into two, or the last one is not contiguous. */
+bst_status bst__rows(const char *op, const char *name, const bst_view *v, bst_rows *out);
+static inline int64_t bst__row_start(const bst_rows *r, int64_t row) {
+    return row / r->inner * r->outer_stride + row % r->inner * r->inner_stride;
+}
+/* Whether these rows are one block of memory. */
+static inline bool bst__rows_packed(const bst_rows *r) { return r->inner == r->rows && r->inner_stride == r->columns; }
+/* The widest access in elements (a power of two, at most 16 bytes) that every row of this view allows. */
+int bst__row_vector(const bst_view *v, const bst_rows *r);
+
+/* ---- workspace and threads --------------------------------------------------------------------------------------- */
+
+/* Workspace on a device by the caller's allocator or the default one. bytes = 0 gives NULL. */
+bst_status bst__allocate(const bst_exec *exec, const char *op, DLDevice device, size_t bytes, void **out);
+/* Fills a contiguous tensor with zeros. */
+bst_status bst__zero(const bst_exec *exec, const char *op, const bst_view *v);
+void bst__release(const bst_exec *exec, DLDevice device, void *memory);
+
+typedef void (*bst_body)(void *context, int64_t begin, int64_t end);
+/* Runs body over [0, count) on the caller's threads or the default ones. */
+void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context);
+/* How many rows of `work` elements one thread should take at least, so that a thread's start is worth it. */
+int64_t bst__grain(int64_t work);
+/* A matrix product on CPU by the caller's function or the default one. */
+bst_status bst__cpu_gemm(const bst_exec *exec, const bst_gemm *problem);
+
+/* ---- vector units ------------------------------------------------------------------------------------------------ */
+
+/* CPU kernels are compiled once per level; bst__cpu_level() says which one this machine runs (BASTILE_CPU=baseline, v3
+ * or v4 lowers it). */
+typedef enum bst_cpu_level { BST_CPU_BASELINE, BST_CPU_V3, BST_CPU_V4, BST_CPU_LEVELS } bst_cpu_level;
+bst_cpu_level bst__cpu_level(void);
+
+#endif

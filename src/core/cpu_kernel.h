@@ -1,0 +1,146 @@
+/* cpu_kernel.h - what CPU kernels share: names per vector level, type conversions, exponentials.
+ *
+ * A file <op>_cpu.c is compiled once per vector level with BST_CPU_SUFFIX naming the level. Its loops are plain C over
+ * float32 tiles that fit the first-level cache; the compiler vectorises them. Functions here are branch-free for that
+ * reason. */
+#ifndef BST_CPU_KERNEL_H
+#define BST_CPU_KERNEL_H
+
+#include <math.h>
+#include <string.h>
+
+#include "core/core.h"
+
+#define BST_CPU_PASTE_(name, suffix) name##suffix
+#define BST_CPU_PASTE(name, suffix)  BST_CPU_PASTE_(name, suffix)
+/* In a kernel file: the name of a function at this level. */
+#define BST_CPU(name) BST_CPU_PASTE(name, BST_CPU_SUFFIX)
+
+/* For the caller: declares the bst_body `name` at every level, and picks one. */
+#if defined(BST_CPU_HAS_LEVELS)
+#define BST_CPU_DECLARE(name)                                        \
+    void name##_baseline(void *context, int64_t begin, int64_t end); \
+    void name##_v3(void *context, int64_t begin, int64_t end);       \
+    void name##_v4(void *context, int64_t begin, int64_t end)
+#define BST_CPU_SELECT(name) ((const bst_body[BST_CPU_LEVELS]){name##_baseline, name##_v3, name##_v4}[bst__cpu_level()])
+#else
+#define BST_CPU_DECLARE(name) void name##_baseline(void *context, int64_t begin, int64_t end)
+#define BST_CPU_SELECT(name)  name##_baseline
+#endif
+
+/* Elements of a float32 tile: 8 KiB, so that a few tiles share a 32 KiB cache. */
+enum { BST_TILE = 2048 };
+
+static inline float bst_float_from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline uint32_t bst_bits_from_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float bst_from_bf16(uint16_t half) { return bst_float_from_bits((uint32_t)half << 16); }
+
+/* To nearest, ties to even; NaN stays NaN. */
+static inline uint16_t bst_to_bf16(float value) {
+    uint32_t bits = bst_bits_from_float(value);
+    uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 | 0x40u) : rounded);
+}
+
+static inline float bst_from_f16(uint16_t half) {
+    /* Moves exponent and mantissa into place, then a multiplication by 2^112 mends the bias, subnormals included; Inf
+     * and NaN (exponent 31) get the float's largest exponent. */
+    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
+    float value = bst_float_from_bits(magnitude) * 0x1p112f;
+    uint32_t bits = (half & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000u) : bst_bits_from_float(value);
+    return bst_float_from_bits(bits | (uint32_t)(half & 0x8000) << 16);
+}
+
+static inline uint16_t bst_to_f16(float value) {
+    uint32_t bits = bst_bits_from_float(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    /* Normal results: rebias and round the 13 bits that fall away. Subnormal results: adding 0.5 lets the float unit
+     * round at the right place. Anything from 65520 up is Inf. */
+    uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+    uint32_t small = bst_bits_from_float(bst_float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t result = magnitude < 0x38800000u ? small : normal;
+    result = magnitude >= 0x477ff000u ? 0x7c00u : result;
+    result = magnitude > 0x7f800000u ? 0x7e00u : result;
+    return (uint16_t)(result | sign);
+}
+
+/* A value as it is after being stored in `dtype`. */
+static inline float bst_rounded(float value, bst_dtype dtype) {
+    if (dtype == BST_BF16) return bst_from_bf16(bst_to_bf16(value));
+    if (dtype == BST_F16) return bst_from_f16(bst_to_f16(value));
+    return value;
+}
+
+/* The address of an element. */
+static inline void *bst_at(const void *base, int64_t index, bst_dtype dtype) {
+    return (char *)(uintptr_t)base + index * bst__dtype_size(dtype);
+}
+
+/* n elements into a float32 tile, and back. */
+static inline void bst_load(float *restrict out, const void *restrict in, bst_dtype dtype, int64_t n) {
+    const uint16_t *half = in;
+    if (dtype == BST_F32) {
+        memcpy(out, in, (size_t)n * sizeof *out);
+    } else if (dtype == BST_BF16) {
+        for (int64_t i = 0; i < n; i++) out[i] = bst_from_bf16(half[i]);
+    } else {
+        for (int64_t i = 0; i < n; i++) out[i] = bst_from_f16(half[i]);
+    }
+}
+
+static inline void bst_store(void *restrict out, const float *restrict in, bst_dtype dtype, int64_t n) {
+    uint16_t *half = out;
+    if (dtype == BST_F32) {
+        memcpy(out, in, (size_t)n * sizeof *in);
+    } else if (dtype == BST_BF16) {
+        for (int64_t i = 0; i < n; i++) half[i] = bst_to_bf16(in[i]);
+    } else {
+        for (int64_t i = 0; i < n; i++) half[i] = bst_to_f16(in[i]);
+    }
+}
+
+/* A tile as it is after being stored in `dtype`. */
+static inline void bst_round_tile(float *tile, bst_dtype dtype, int64_t n) {
+    if (dtype == BST_BF16) {
+        for (int64_t i = 0; i < n; i++) tile[i] = bst_from_bf16(bst_to_bf16(tile[i]));
+    } else if (dtype == BST_F16) {
+        for (int64_t i = 0; i < n; i++) tile[i] = bst_from_f16(bst_to_f16(tile[i]));
+    }
+}
+
+/* exp(x) to about one unit in the last place; Inf above 88.73, 0 below -87.34 (no subnormal results); NaN stays NaN.
+ * x = k ln 2 + f, |f| <= ln 2 / 2, and a degree-6 polynomial for exp(f). */
+static inline float bst_exp(float x) {
+    float clamped = x < -87.33655f ? -87.33655f : x;
+    clamped = clamped > 88.72284f ? 88.72284f : clamped;
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+    float shifted = clamped * 1.44269504f + magic;
+    float k = shifted - magic;
+    float f = clamped - k * 0.693359375f;
+    f = f + k * 2.12194440e-4f;
+    float p = 1.0f / 720.0f;
+    p = p * f + 1.0f / 120.0f;
+    p = p * f + 1.0f / 24.0f;
+    p = p * f + 1.0f / 6.0f;
+    p = p * f + 0.5f;
+    p = p * f + 1.0f;
+    p = p * f + 1.0f;
+    /* 2^k in two factors, as k may be 128. */
+    uint32_t exponent = bst_bits_from_float(shifted) - bst_bits_from_float(magic);
+    int32_t half = (int32_t)exponent >> 1, rest = (int32_t)exponent - half;
+    float result =
+        p * bst_float_from_bits((uint32_t)(half + 127) << 23) * bst_float_from_bits((uint32_t)(rest + 127) << 23);
+    result = x > 88.72284f ? INFINITY : result;
+    return x < -87.33655f ? 0.0f : result;
+}
+
+#endif

@@ -1,0 +1,250 @@
+/* view.c - reading tensors and saying what is wrong with them. One sentence per fault, made in one place. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "core/core.h"
+
+int bst__dtype_size(bst_dtype dtype) {
+    static const int size[] = {[BST_F32] = 4, [BST_BF16] = 2, [BST_F16] = 2, [BST_I64] = 8};
+    return size[dtype];
+}
+
+const char *bst__dtype_name(bst_dtype dtype) {
+    static const char *const name[] = {
+        [BST_F32] = "float32", [BST_BF16] = "bfloat16", [BST_F16] = "float16", [BST_I64] = "int64"};
+    return name[dtype];
+}
+
+const char *bst__shape_text(const bst_view *v) {
+    static _Thread_local char buffers[4][160];
+    static _Thread_local unsigned turn;
+    char *text = buffers[turn++ % 4];
+    size_t at = 0;
+    at += (size_t)snprintf(text, sizeof buffers[0], "[");
+    for (int i = 0; i < v->dims && at < sizeof buffers[0]; i++)
+        at += (size_t)snprintf(text + at, sizeof buffers[0] - at, "%s%" PRId64, i ? ", " : "", v->size[i]);
+    if (at < sizeof buffers[0]) snprintf(text + at, sizeof buffers[0] - at, "]");
+    return text;
+}
+
+/* "float32, bfloat16 or float16". */
+static const char *set_text(unsigned dtypes) {
+    static _Thread_local char text[96];
+    text[0] = 0;
+    for (int d = BST_F32; d <= BST_I64; d++) {
+        if (!(dtypes & 1u << d)) continue;
+        unsigned left = dtypes >> (d + 1);
+        if (text[0]) strcat(text, left ? ", " : " or ");
+        strcat(text, bst__dtype_name((bst_dtype)d));
+    }
+    return text;
+}
+
+static bool read_dtype(DLDataType type, bst_dtype *out) {
+    if (type.lanes != 1) return false;
+    if (type.code == kDLFloat && type.bits == 32) return *out = BST_F32, true;
+    if (type.code == kDLFloat && type.bits == 16) return *out = BST_F16, true;
+    if (type.code == kDLBfloat && type.bits == 16) return *out = BST_BF16, true;
+    if (type.code == kDLInt && type.bits == 64) return *out = BST_I64, true;
+    return false;
+}
+
+bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out) {
+    if (!tensor) return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", op, name);
+    if (tensor->ndim < 0 || tensor->ndim > BST_MAX_DIMS)
+        return bst__error(BST_INVALID, "%s: %s has %d dimensions; at most %d are supported", op, name, tensor->ndim,
+                          BST_MAX_DIMS);
+    if (tensor->device.device_type != kDLCPU && tensor->device.device_type != kDLCUDA)
+        return bst__error(BST_UNSUPPORTED, "%s: %s is on a device of DLPack type %d; CPU (1) or CUDA (2) is needed", op,
+                          name, (int)tensor->device.device_type);
+    bst_dtype dtype;
+    if (!read_dtype(tensor->dtype, &dtype) || !(dtypes & 1u << dtype))
+        return bst__error(BST_UNSUPPORTED, "%s: %s has elements of DLPack type %d with %d bits; %s is needed", op, name,
+                          tensor->dtype.code, tensor->dtype.bits, set_text(dtypes));
+    *out = (bst_view){.device = tensor->device, .dtype = dtype, .dims = tensor->ndim, .count = 1};
+    for (int i = 0; i < out->dims; i++) {
+        if (tensor->shape[i] < 0)
+            return bst__error(BST_INVALID, "%s: %s has a negative size in dimension %d", op, name, i);
+        out->size[i] = tensor->shape[i];
+        if (__builtin_mul_overflow(out->count, out->size[i], &out->count))
+            return bst__error(BST_INVALID, "%s: %s has more elements than 63 bits can count", op, name);
+    }
+    int64_t packed = 1;
+    for (int i = out->dims - 1; i >= 0; i--) {
+        out->stride[i] = tensor->strides ? tensor->strides[i] : packed;
+        packed *= out->size[i];
+    }
+    if (!tensor->data && out->count)
+        return bst__error(BST_INVALID, "%s: %s has shape %s but no memory", op, name, bst__shape_text(out));
+    out->data = tensor->data ? (char *)tensor->data + tensor->byte_offset : NULL;
+    return BST_OK;
+}
+
+bst_status bst__need_dims(const char *op, const char *name, const bst_view *v, int dims) {
+    if (v->dims == dims) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s has shape %s; %d dimensions are needed", op, name, bst__shape_text(v), dims);
+}
+
+bst_status bst__need_size(const char *op, const char *name, const bst_view *v, int dim, int64_t size, const char *why) {
+    if (dim < v->dims && v->size[dim] == size) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s has shape %s; dimension %d must be %" PRId64 ", %s", op, name,
+                      bst__shape_text(v), dim, size, why);
+}
+
+bst_status bst__need_same_shape(const char *op, const char *name, const bst_view *v, const char *other_name,
+                                const bst_view *other) {
+    bool same = v->dims == other->dims;
+    for (int i = 0; same && i < v->dims; i++) same = v->size[i] == other->size[i];
+    if (same) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s has shape %s; it must have that of %s, %s", op, name, bst__shape_text(v),
+                      other_name, bst__shape_text(other));
+}
+
+bst_status bst__need_dtype(const char *op, const char *name, const bst_view *v, bst_dtype dtype, const char *why) {
+    if (v->dtype == dtype) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s is %s; %s is needed, %s", op, name, bst__dtype_name(v->dtype),
+                      bst__dtype_name(dtype), why);
+}
+
+bst_status bst__need_device(const char *op, const char *name, const bst_view *v, const bst_view *other,
+                            const char *other_name) {
+    if (v->device.device_type == other->device.device_type && v->device.device_id == other->device.device_id)
+        return BST_OK;
+    static const char *const type[] = {[kDLCPU] = "cpu", [kDLCUDA] = "cuda"};
+    return bst__error(BST_INVALID, "%s: %s is on %s:%d, but %s is on %s:%d; they must be on one device", op, name,
+                      type[v->device.device_type], v->device.device_id, other_name, type[other->device.device_type],
+                      other->device.device_id);
+}
+
+bool bst__is_contiguous(const bst_view *v) {
+    int64_t packed = 1;
+    for (int i = v->dims - 1; i >= 0; i--) {
+        if (v->size[i] != 1 && v->stride[i] != packed) return v->count == 0;
+        packed *= v->size[i];
+    }
+    return true;
+}
+
+bst_status bst__need_contiguous(const char *op, const char *name, const bst_view *v) {
+    if (bst__is_contiguous(v)) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s, of shape %s, is not contiguous; it must be", op, name, bst__shape_text(v));
+}
+
+bst_status bst__need_one(const char *op, const char *name, const bst_view *v) {
+    if (v->count == 1) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s has shape %s; one element is needed", op, name, bst__shape_text(v));
+}
+
+bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
+                       const char *model_name, bst_dtype dtype, bst_view *out) {
+    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, out));
+    BST_TRY(bst__need_same_shape(op, name, out, model_name, model));
+    BST_TRY(bst__need_dtype(op, name, out, dtype, "as the inputs have it"));
+    BST_TRY(bst__need_contiguous(op, name, out));
+    return bst__need_device(op, name, out, model, model_name);
+}
+
+/* The bytes a view may touch: [begin, end). */
+static void extent(const bst_view *v, uintptr_t *begin, uintptr_t *end) {
+    int64_t low = 0, high = 0;
+    for (int i = 0; i < v->dims; i++) {
+        int64_t span = (v->size[i] - 1) * v->stride[i];
+        if (span < 0)
+            low += span;
+        else
+            high += span;
+    }
+    int64_t bytes = bst__dtype_size(v->dtype);
+    *begin = (uintptr_t)v->data + (uintptr_t)(low * bytes);
+    *end = (uintptr_t)v->data + (uintptr_t)((high + 1) * bytes);
+}
+
+/* Whether every element of a view lies within `width` bytes behind a multiple of `pitch`, counted from its first. */
+static bool within_pitch(const bst_view *v, int64_t pitch, int64_t *width) {
+    int64_t bytes = bst__dtype_size(v->dtype);
+    *width = bytes;
+    for (int i = 0; i < v->dims; i++) {
+        int64_t step = v->stride[i] * bytes;
+        if (v->size[i] == 1 || step % pitch == 0) continue;
+        if (step < 0) return false;
+        *width += (v->size[i] - 1) * step;
+    }
+    return true;
+}
+
+/* Whether the views lie side by side in rows that are `pitch` bytes apart. */
+static bool side_by_side(const bst_view *a, const bst_view *b, int64_t pitch) {
+    int64_t a_width, b_width;
+    if (pitch <= 0 || !within_pitch(a, pitch, &a_width) || !within_pitch(b, pitch, &b_width)) return false;
+    int64_t distance = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data) % pitch;
+    if (distance < 0) distance += pitch;
+    return distance >= a_width && distance + b_width <= pitch;
+}
+
+bool bst__overlap(const bst_view *a, const bst_view *b) {
+    if (!a->count || !b->count) return false;
+    uintptr_t a_begin, a_end, b_begin, b_end;
+    extent(a, &a_begin, &a_end);
+    extent(b, &b_begin, &b_end);
+    if (a_begin >= b_end || b_begin >= a_end) return false;
+    for (int i = 0; i < a->dims; i++)
+        if (a->size[i] > 1 && side_by_side(a, b, a->stride[i] * bst__dtype_size(a->dtype))) return false;
+    return true;
+}
+
+bool bst__same_memory(const bst_view *a, const bst_view *b) {
+    bool same = a->data == b->data && a->dtype == b->dtype;
+    for (int i = 0; i < a->dims && same; i++) same = a->size[i] == 1 || a->stride[i] == b->stride[i];
+    return same;
+}
+
+bst_status bst__need_apart(const char *op, const char *name, const bst_view *v, const char *other_name,
+                           const bst_view *other) {
+    if (!bst__overlap(v, other)) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s and %s share memory; they must not", op, name, other_name);
+}
+
+bst_status bst__rows(const char *op, const char *name, const bst_view *v, bst_rows *out) {
+    if (v->dims < 1) return bst__error(BST_INVALID, "%s: %s is a scalar; at least one dimension is needed", op, name);
+    int last = v->dims - 1;
+    *out = (bst_rows){.rows = 1, .columns = v->size[last], .inner = 1};
+    if (v->size[last] > 1 && v->stride[last] != 1)
+        return bst__error(BST_UNSUPPORTED, "%s: the last dimension of %s is not contiguous; make it so", op, name);
+    /* Fold from the innermost leading dimension outwards: first into `inner`, then into the outer one. */
+    int64_t outer = 1;
+    int level = 0; /* 0: nothing folded yet, 1: inner begun, 2: outer begun */
+    for (int i = last - 1; i >= 0; i--) {
+        if (v->size[i] == 1) continue;
+        if (level == 0) {
+            out->inner = v->size[i];
+            out->inner_stride = v->stride[i];
+            level = 1;
+        } else if (level == 1 && v->stride[i] == out->inner * out->inner_stride) {
+            out->inner *= v->size[i];
+        } else if (level == 1) {
+            outer = v->size[i];
+            out->outer_stride = v->stride[i];
+            level = 2;
+        } else if (v->stride[i] == outer * out->outer_stride) {
+            outer *= v->size[i];
+        } else {
+            return bst__error(BST_UNSUPPORTED,
+                              "%s: the leading dimensions of %s do not fold into two; make it contiguous", op, name);
+        }
+    }
+    if (level == 0) out->inner_stride = out->columns;
+    if (level < 2) out->outer_stride = out->inner * out->inner_stride;
+    out->rows = outer * out->inner;
+    return BST_OK;
+}
+
+int bst__row_vector(const bst_view *v, const bst_rows *r) {
+    int size = bst__dtype_size(v->dtype);
+    uint64_t bits = (uint64_t)(uintptr_t)v->data | 16u;
+    if (r->inner > 1) bits |= (uint64_t)(r->inner_stride * size);
+    if (r->rows > r->inner) bits |= (uint64_t)(r->outer_stride * size);
+    bits |= (uint64_t)(r->columns * size);
+    int bytes = (int)(bits & -bits);
+    return bytes < size ? 1 : bytes / size;
+}

@@ -1,0 +1,58 @@
+/* compile_only.c - compiling without a GPU: the collector that is set, and the chips it may ask for. */
+#include "cuda/compile_only.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t reporting = PTHREAD_MUTEX_INITIALIZER;
+static atomic_bool on;
+static bst_collector current; /* under the lock */
+
+void bst__cuda_compile_only(const bst_compile_only *collector) {
+    pthread_mutex_lock(&lock);
+    if (collector) {
+        current.request = *collector;
+        current.generation++;
+    }
+    atomic_store_explicit(&on, collector != NULL, memory_order_release);
+    pthread_mutex_unlock(&lock);
+}
+
+bool bst__compiling_only(bst_collector *out) {
+    if (!atomic_load_explicit(&on, memory_order_acquire)) return false;
+    pthread_mutex_lock(&lock);
+    *out = current;
+    bool is_on = on;
+    pthread_mutex_unlock(&lock);
+    return is_on;
+}
+
+bst_status bst__chip_of_arch(const char *op, int arch, bst_chip *out) {
+    static const bst_chip chips[] = {
+        {80, 108, 166912, 40 << 20},   /* A100 */
+        {86, 84, 101376, 6 << 20},     /* RTX A6000 */
+        {89, 142, 101376, 96 << 20},   /* L40S */
+        {90, 132, 232448, 50 << 20},   /* H100, H200 */
+        {100, 148, 232448, 126 << 20}, /* B200 */
+        {120, 170, 101376, 96 << 20},  /* RTX 5090 */
+    };
+    for (size_t i = 0; i < sizeof chips / sizeof *chips; i++) {
+        if (chips[i].arch != arch) continue;
+        *out = chips[i];
+        return BST_OK;
+    }
+    return bst__error(BST_INVALID, "%s: arch is %d; 80, 86, 89, 90, 100 or 120 is needed", op, arch);
+}
+
+void *bst__no_memory(size_t bytes) {
+    static atomic_uintptr_t next = (uintptr_t)1 << 46;
+    return (void *)atomic_fetch_add(&next, (bytes + 255) / 256 * 256);
+}
+
+void bst__report(const bst_collector *collector, const bst_launch *launch, const char *options, const char *log) {
+    if (!collector->request.report) return;
+    pthread_mutex_lock(&reporting);
+    collector->request.report(collector->request.context, launch, options, log);
+    pthread_mutex_unlock(&reporting);
+}

@@ -1,0 +1,352 @@
+/* ptx.cuh - the words our kernels are written in: everything that needs PTX or a CUDA builtin, and nothing else.
+ *
+ * Kernels include only the headers of this folder, by bare file name. The emulator (tests/emu/device/ptx.cuh) supplies
+ * a file of this name with the same words, so a kernel that uses only them also runs on the CPU; a word added here is
+ * added there. Compiled by NVRTC 12 and 13, which know no header, or by nvcc, for sm_80 and later. Section names in the
+ * comments are those of NVIDIA's "Parallel Thread Execution ISA". */
+#ifndef BST_PTX_CUH
+#define BST_PTX_CUH
+
+/* ---- types ------------------------------------------------------------------------------------------------------- */
+
+#ifdef __CUDACC_RTC__
+typedef signed char int8_t;
+typedef short int16_t;
+typedef int int32_t;
+typedef long long int64_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef unsigned int uint32_t;
+typedef unsigned long long uint64_t;
+#else
+#include <stddef.h>
+#include <stdint.h>
+#endif
+
+/* Headers shared with the host leave out what only the host can compile. */
+#ifndef BST_DEVICE_CODE
+#define BST_DEVICE_CODE 1
+#endif
+
+/* The chip: 80, 86, 89, 90, 100, 120. nvcc reads a kernel for the host too, where only the plainest path is needed. */
+#ifdef __CUDA_ARCH__
+#define BST_ARCH (__CUDA_ARCH__ / 10)
+#else
+#define BST_ARCH 80
+#endif
+
+/* Up to 16 bytes on their way through registers, in the order in which they lie in memory. */
+struct __align__(16) bst_raw {
+    uint32_t w[4];
+};
+
+/* ---- functions and memory ---------------------------------------------------------------------------------------- */
+
+/* The head of a kernel with one argument, `a`. Blocks have at most `threads` threads. */
+#define BST_KERNEL(name, argument_struct, threads, min_blocks) \
+    extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ argument_struct a)
+
+#define BST_DEVICE static __device__ __forceinline__
+#define BST_UNROLL _Pragma("unroll")
+
+/* Inside a function: an array that the threads of a block share, 16-byte aligned, with undefined contents. */
+#define BST_SHARED(type, name, count) __shared__ __align__(16) type name[count]
+/* Inside a function: the launch's dynamic shared memory, 128-byte aligned, with undefined contents. */
+#define BST_DYNAMIC_SHARED(name)                                   \
+    extern __shared__ __align__(128) unsigned char bst_dynamic_[]; \
+    unsigned char *const name = bst_dynamic_
+
+/* ---- where this thread is ---------------------------------------------------------------------------------------- */
+
+BST_DEVICE unsigned bst_thread(void) { return threadIdx.x; }
+BST_DEVICE unsigned bst_block(void) { return blockIdx.x; }
+BST_DEVICE unsigned bst_block_y(void) { return blockIdx.y; }
+BST_DEVICE unsigned bst_threads(void) { return blockDim.x; }
+BST_DEVICE unsigned bst_blocks(void) { return gridDim.x; }
+BST_DEVICE unsigned bst_blocks_y(void) { return gridDim.y; }
+BST_DEVICE unsigned bst_lane(void) { return threadIdx.x & 31u; }
+
+/* ---- barriers and shuffles: every thread of the block, every lane of the warp takes part --------------------------
+ */
+
+BST_DEVICE void bst_sync(void) { __syncthreads(); }
+BST_DEVICE void bst_sync_warp(void) { __syncwarp(); }
+BST_DEVICE float bst_shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+BST_DEVICE uint32_t bst_shuffle_xor_u32(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
+BST_DEVICE float bst_shuffle(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+
+/* ---- reading and writing 2, 4, 8 or 16 bytes (a constant) at an address aligned to them ----------------------------
+ */
+
+/* Any memory. What lies beyond `bytes` in the result is zero. */
+BST_DEVICE bst_raw bst_read(const void *p, int bytes) {
+    bst_raw v = {{0, 0, 0, 0}};
+    if (bytes == 16) {
+        const uint4 u = *(const uint4 *)p;
+        v.w[0] = u.x, v.w[1] = u.y, v.w[2] = u.z, v.w[3] = u.w;
+    } else if (bytes == 8) {
+        const uint2 u = *(const uint2 *)p;
+        v.w[0] = u.x, v.w[1] = u.y;
+    } else if (bytes == 4) {
+        v.w[0] = *(const uint32_t *)p;
+    } else {
+        v.w[0] = *(const uint16_t *)p;
+    }
+    return v;
+}
+
+/* Global memory that nothing writes while the kernel runs, read once: not kept in L1. Volatile, so that it stays behind
+ * bst_wait_for_previous. "Data Movement and Conversion Instructions: ld.global.nc". */
+BST_DEVICE bst_raw bst_read_once(const void *p, int bytes) {
+    bst_raw v = {{0, 0, 0, 0}};
+    if (bytes == 16) {
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+                     : "l"(__cvta_generic_to_global(p)));
+    } else if (bytes == 8) {
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(v.w[0]), "=r"(v.w[1])
+                     : "l"(__cvta_generic_to_global(p)));
+    } else if (bytes == 4) {
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v.w[0]) : "l"(__cvta_generic_to_global(p)));
+    } else {
+        uint16_t h;
+        asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(h) : "l"(__cvta_generic_to_global(p)));
+        v.w[0] = h;
+    }
+    return v;
+}
+
+/* Any memory. */
+BST_DEVICE void bst_write(void *p, bst_raw v, int bytes) {
+    if (bytes == 16) {
+        *(uint4 *)p = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+    } else if (bytes == 8) {
+        *(uint2 *)p = make_uint2(v.w[0], v.w[1]);
+    } else if (bytes == 4) {
+        *(uint32_t *)p = v.w[0];
+    } else {
+        *(uint16_t *)p = (uint16_t)v.w[0];
+    }
+}
+
+/* Global memory that this kernel does not read again: first to leave the caches.
+ * "Data Movement and Conversion Instructions: Cache Operators", "st". */
+BST_DEVICE void bst_write_once(void *p, bst_raw v, int bytes) {
+    if (bytes == 16) {
+        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]),
+                     "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3])
+                     : "memory");
+    } else if (bytes == 8) {
+        asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]), "r"(v.w[1])
+                     : "memory");
+    } else if (bytes == 4) {
+        asm volatile("st.global.cs.u32 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "r"(v.w[0]) : "memory");
+    } else {
+        asm volatile("st.global.cs.u16 [%0], %1;" ::"l"(__cvta_generic_to_global(p)), "h"((uint16_t)v.w[0]) : "memory");
+    }
+}
+
+/* ---- conversions ------------------------------------------------------------------------------------------------- */
+
+BST_DEVICE uint32_t bst_bits(float v) { return __float_as_uint(v); }
+BST_DEVICE float bst_from_bits(uint32_t v) { return __uint_as_float(v); }
+
+/* From the low 16 bits; the high ones are ignored. */
+BST_DEVICE float bst_f32_from_bf16(uint32_t low16) { return __uint_as_float(low16 << 16); }
+BST_DEVICE float bst_f32_from_f16(uint32_t low16) {
+    float v;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(v) : "h"((uint16_t)low16));
+    return v;
+}
+
+/* Two numbers in one word, rounded to nearest even; NaN becomes 0x7fff. The first source of the instruction goes into
+ * the upper half. "Data Movement and Conversion Instructions: cvt". */
+BST_DEVICE uint32_t bst_bf16x2(float low, float high) {
+    uint32_t v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+BST_DEVICE uint32_t bst_f16x2(float low, float high) {
+    uint32_t v;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
+}
+
+/* ---- arithmetic -------------------------------------------------------------------------------------------------- */
+
+#define BST_INFINITY __uint_as_float(0x7f800000u)
+#define BST_NAN      __uint_as_float(0x7fffffffu)
+
+/* One operation of the special-function unit each, with an error of about 2^-22, relative (log2 near 1: absolute); 1
+ * ulp for the reciprocal. "Floating Point Instructions: ex2, lg2, rcp". */
+BST_DEVICE float bst_exp2(float v) {
+    float r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+BST_DEVICE float bst_log2(float v) {
+    float r;
+    asm("lg2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+BST_DEVICE float bst_reciprocal(float v) {
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
+/* Correctly rounded, but for tanh (2 ulp). */
+BST_DEVICE float bst_rsqrt(float v) { return __frsqrt_rn(v); }
+BST_DEVICE float bst_sqrt(float v) { return __fsqrt_rn(v); }
+BST_DEVICE float bst_divide(float a, float b) { return __fdiv_rn(a, b); }
+BST_DEVICE float bst_tanh(float v) { return tanhf(v); }
+BST_DEVICE float bst_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+/* Where one of the two is NaN, the other. */
+BST_DEVICE float bst_max(float a, float b) { return fmaxf(a, b); }
+BST_DEVICE float bst_min(float a, float b) { return fminf(a, b); }
+BST_DEVICE float bst_abs(float v) { return fabsf(v); }
+BST_DEVICE bool bst_isnan(float v) { return v != v; }
+
+/* ---- asynchronous copies of 16 bytes, global to shared ------------------------------------------------------------
+ * "Data Movement and Conversion Instructions: Asynchronous copy: cp.async". A group is what one thread issued between
+ * two commits; only that thread may wait for it, and other threads see the data after a barrier that follows. */
+
+BST_DEVICE void bst_copy_async16(void *shared, const void *global) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global))
+                 : "memory");
+}
+/* Writes zeros, and does not look at `global`, where not valid. */
+BST_DEVICE void bst_copy_async16_or_zero(void *shared, const void *global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+BST_DEVICE void bst_copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Waits until at most the `newest` (a constant) latest groups of this thread are under way. */
+#define bst_copy_async_wait(newest) asm volatile("cp.async.wait_group %0;" ::"n"(newest) : "memory")
+
+/* ---- programmatic dependent launch ---------------------------------------------------------------------------------
+ * "Parallel Synchronization and Communication Instructions: griddepcontrol". A kernel launched with `overlap` touches
+ * no global memory before bst_wait_for_previous. */
+
+BST_DEVICE void bst_wait_for_previous(void) {
+#if BST_ARCH >= 90
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+BST_DEVICE void bst_let_next_start(void) {
+#if BST_ARCH >= 90
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+/* ---- between blocks ---------------------------------------------------------------------------------------------- */
+
+/* Returns what was there before. */
+BST_DEVICE uint32_t bst_atomic_add_u32(uint32_t *global, uint32_t v) { return atomicAdd(global, v); }
+/* What this thread wrote before is seen by every thread of the device that sees what it writes after. */
+BST_DEVICE void bst_fence_device(void) { __threadfence(); }
+
+#if BST_ARCH >= 90
+
+/* ---- mbarriers in shared memory -------------------------------------------------------------------------------------
+ * "Parallel Synchronization and Communication Instructions: mbarrier". A phase ends when all arrivals came and all
+ * expected bytes were copied; phases are numbered from 0, and a wait names the parity of its phase's number. */
+
+BST_DEVICE void bst_barrier_init(uint64_t *b, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(b)), "r"(arrivals)
+                 : "memory");
+}
+/* After the inits, by the thread that made them, before the bst_sync that shows them to the others: orders them before
+ * the other threads' use and before bulk copies (the asynchronous proxy). "fence.mbarrier_init", "fence.proxy.async".
+ */
+BST_DEVICE void bst_barrier_fence_init(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+/* Arrives, and says how many bytes of bulk copies belong to this phase. */
+BST_DEVICE void bst_barrier_expect(uint64_t *b, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(b)),
+                 "r"(bytes)
+                 : "memory");
+}
+BST_DEVICE void bst_barrier_arrive(uint64_t *b) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((uint32_t)__cvta_generic_to_shared(b)) : "memory");
+}
+BST_DEVICE void bst_barrier_wait(uint64_t *b, unsigned parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n"
+            ".reg .pred ended;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, ended;\n"
+            "}"
+            : "=r"(done)
+            : "r"((uint32_t)__cvta_generic_to_shared(b)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+/* ---- bulk copies: one thread, multiples of 16 bytes, 16-byte aligned ------------------------------------------------
+ * "Data Movement and Conversion Instructions: Asynchronous copy: cp.async.bulk". */
+
+/* Completes on the barrier's byte count. */
+BST_DEVICE void bst_bulk_read(void *shared, const void *global, unsigned bytes, uint64_t *b) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(__cvta_generic_to_global(global)), "r"(bytes), "r"((uint32_t)__cvta_generic_to_shared(b))
+                 : "memory");
+}
+BST_DEVICE void bst_bulk_write(void *global, const void *shared, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(global)),
+                 "r"((uint32_t)__cvta_generic_to_shared(shared)), "r"(bytes)
+                 : "memory");
+}
+BST_DEVICE void bst_bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/* Waits until at most the `newest` (a constant) latest groups of this thread's bulk writes are under way; wait_read
+ * only until their source may be overwritten, which also must be so before the block ends. */
+#define bst_bulk_wait(newest)      asm volatile("cp.async.bulk.wait_group %0;" ::"n"(newest) : "memory")
+#define bst_bulk_wait_read(newest) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(newest) : "memory")
+/* Between ordinary accesses to shared memory and bulk copies of it: by each thread that made them, before the barrier
+ * that precedes the copy. "membar / fence: fence.proxy.async". */
+BST_DEVICE void bst_fence_async(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/* ---- clusters
+ * -------------------------------------------------------------------------------------------------------- "Special
+ * Registers: %cluster_ctarank, %cluster_nctarank", "barrier.cluster", "mapa". A cluster barrier must come before the
+ * first write into another block (it may not have begun) and between the last one and that block's end. */
+
+BST_DEVICE unsigned bst_cluster_rank(void) {
+    unsigned v;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
+    return v;
+}
+BST_DEVICE unsigned bst_cluster_blocks(void) {
+    unsigned v;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
+    return v;
+}
+BST_DEVICE void bst_cluster_arrive(void) { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+BST_DEVICE void bst_cluster_wait(void) { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+BST_DEVICE void bst_cluster_sync(void) {
+    bst_cluster_arrive();
+    bst_cluster_wait();
+}
+/* Writes v into the variable of block `rank` that lies where `shared` lies in this block. */
+BST_DEVICE void bst_cluster_write(float *shared, unsigned rank, float v) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "st.shared::cluster.f32 [there], %2;\n"
+        "}" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+        "r"(rank), "f"(v)
+        : "memory");
+}
+
+#endif
+
+#endif

@@ -1,0 +1,41 @@
+/* reduce.cuh - sums and maxima over groups of threads, always in the same order.
+ *
+ * A group is `threads` consecutive threads of a block, a power of two; a block may hold several groups. `threads` is a
+ * constant. Every thread of the block must call, and every thread of a group receives the result. */
+#ifndef BST_REDUCE_CUH
+#define BST_REDUCE_CUH
+
+#include "ptx.cuh"
+
+BST_DEVICE float bst_combine(float a, float b, bool maximum) { return maximum ? bst_max(a, b) : a + b; }
+
+BST_DEVICE float bst_warp_reduce(float v, int lanes, bool maximum) {
+    BST_UNROLL
+    for (int mask = 16; mask > 0; mask >>= 1)
+        if (mask < lanes) v = bst_combine(v, bst_shuffle_xor(v, mask), maximum);
+    return v;
+}
+
+/* `scratch`: 32 floats of shared memory; unused where a group fits a warp. A second call may reuse it only after a
+ * bst_sync(): two calls in a row take turns between two scratches, or synchronise. */
+BST_DEVICE float bst_group_reduce(float v, int threads, float *scratch, bool maximum) {
+    v = bst_warp_reduce(v, threads < 32 ? threads : 32, maximum);
+    if (threads <= 32) return v;
+    int warps = threads / 32;
+    int warp = (int)bst_thread() / 32, first = warp / warps * warps;
+    if (bst_lane() == 0) scratch[warp] = v;
+    bst_sync();
+    /* Each lane picks up one warp's value (lanes beyond `warps` repeat them), then the lanes agree by shuffles. */
+    v = scratch[first + (int)bst_lane() % warps];
+    return bst_warp_reduce(v, warps, maximum);
+}
+
+BST_DEVICE float bst_group_sum(float v, int threads, float *scratch) {
+    return bst_group_reduce(v, threads, scratch, false);
+}
+
+BST_DEVICE float bst_group_max(float v, int threads, float *scratch) {
+    return bst_group_reduce(v, threads, scratch, true);
+}
+
+#endif

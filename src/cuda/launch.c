@@ -1,0 +1,111 @@
+/* launch.c - queueing kernels, fills and workspace on a stream.
+ *
+ * Calls of the driver on the path of a launch: cuCtxGetCurrent (a thread-local read), cuLaunchKernel. */
+#include "cuda/jit.h"
+
+static CUstream stream_of(const bst_exec *exec) { return exec ? exec->stream : NULL; }
+
+static bst_status submit(const char *op, const bst_device *device, CUstream stream, const bst_launch *l,
+                         CUfunction function, void **parameters) {
+    unsigned grid_y = l->grid_y ? l->grid_y : 1;
+    CUlaunchAttribute attributes[2];
+    CUlaunchConfig config = {l->grid_x, grid_y, 1, l->block, 1, 1, l->shared, stream, attributes, 0};
+    if (l->cluster > 1) {
+        CUlaunchAttribute *a = &attributes[config.numAttrs++];
+        a->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        a->value.clusterDim.x = l->cluster;
+        a->value.clusterDim.y = a->value.clusterDim.z = 1;
+    }
+    /* Chips before Hopper have no dependent launches; a kernel that asks for one runs after the other there. */
+    if (l->overlap && device->chip.arch >= 90) {
+        CUlaunchAttribute *a = &attributes[config.numAttrs++];
+        a->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        a->value.programmaticStreamSerializationAllowed = 1;
+    }
+    if (config.numAttrs)
+        BST_DRIVER_TRY(op, cuLaunchKernelEx, &config, function, parameters, NULL);
+    else
+        BST_DRIVER_TRY(op, cuLaunchKernel, function, l->grid_x, grid_y, 1, l->block, 1, 1, l->shared, stream,
+                       parameters, NULL);
+    return BST_OK;
+}
+
+bst_status bst__cuda_chip(const char *op, int device, bst_chip *out) {
+    bst_collector collector;
+    if (bst__compiling_only(&collector)) return bst__chip_of_arch(op, collector.request.arch, out);
+    bst_device *d;
+    BST_TRY(bst__device(op, device, &d));
+    *out = d->chip;
+    return BST_OK;
+}
+
+bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, const bst_launch *launch,
+                            const void *arguments, size_t bytes) {
+    (void)bytes; /* the driver knows from the kernel how much to copy */
+    if (!launch->grid_x) return BST_OK;
+    bst_collector collector;
+    if (bst__compiling_only(&collector)) return bst__jit_compile_only(op, &collector, launch);
+    bst_device *d;
+    bst_scope scope;
+    BST_TRY(bst__device(op, device, &d));
+    BST_TRY(bst__enter(op, d, &scope));
+    CUfunction function;
+    void *parameters[1] = {(void *)arguments}; /* only read */
+    bst_status status = bst__jit_function(op, d, launch, &function);
+    if (status == BST_OK) status = submit(op, d, stream_of(exec), launch, function, parameters);
+    bst__leave(scope);
+    return status;
+}
+
+static bst_status zero(const char *op, CUstream stream, void *memory, size_t bytes) {
+    BST_DRIVER_TRY(op, cuMemsetD8Async, (CUdeviceptr)(uintptr_t)memory, 0, bytes, stream);
+    return BST_OK;
+}
+
+bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes) {
+    bst_collector collector;
+    if (!bytes || bst__compiling_only(&collector)) return BST_OK;
+    bst_device *d;
+    bst_scope scope;
+    BST_TRY(bst__device(op, device, &d));
+    BST_TRY(bst__enter(op, d, &scope));
+    bst_status status = zero(op, stream_of(exec), memory, bytes);
+    bst__leave(scope);
+    return status;
+}
+
+static bst_status allocate(const char *op, CUstream stream, size_t bytes, void **out) {
+    CUdeviceptr memory = 0;
+    BST_DRIVER_TRY(op, cuMemAllocAsync, &memory, bytes, stream);
+    *out = (void *)(uintptr_t)memory;
+    return BST_OK;
+}
+
+bst_status bst__cuda_allocate(const bst_exec *exec, const char *op, int device, size_t bytes, void **out) {
+    *out = NULL;
+    if (!bytes) return BST_OK;
+    bst_collector collector;
+    if (bst__compiling_only(&collector)) {
+        *out = bst__no_memory(bytes);
+        return BST_OK;
+    }
+    bst_device *d;
+    bst_scope scope;
+    BST_TRY(bst__device(op, device, &d));
+    BST_TRY(bst__enter(op, d, &scope));
+    bst_status status = allocate(op, stream_of(exec), bytes, out);
+    bst__leave(scope);
+    return status;
+}
+
+void bst__cuda_release(const bst_exec *exec, int device, void *memory) {
+    bst_collector collector;
+    bst_device *d;
+    bst_scope scope;
+    /* What cannot be entered cannot have been allocated from. */
+    if (!memory || bst__compiling_only(&collector) || bst__device("release", device, &d) != BST_OK ||
+        bst__enter("release", d, &scope) != BST_OK)
+        return;
+    bst__driver()->cuMemFreeAsync((CUdeviceptr)(uintptr_t)memory, stream_of(exec));
+    bst__leave(scope);
+}

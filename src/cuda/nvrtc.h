@@ -1,0 +1,28 @@
+/* nvrtc.h - compiling a kernel for one chip by NVRTC, opened at the first use. */
+#ifndef BST_NVRTC_H
+#define BST_NVRTC_H
+
+#include "cuda/cache.h"
+#include "cuda/cuda.h"
+#include "cuda/source.h"
+
+/* The options of one compilation. */
+typedef struct bst_options {
+    int count;
+    const char *list[BST_MAX_MACROS + 4]; /* into `storage` */
+    char joined[2048];                    /* the same in one line, for people and for the cache's key */
+    char storage[2048];
+} bst_options;
+
+/* Writes a kernel's options for a chip. `report`: ptxas says in the log what registers and spills it made. */
+bst_status bst__options(const char *op, const bst_kernel *kernel, int arch, const int64_t *values, bool report,
+                        bst_options *out);
+/* Opens NVRTC where that has not been done, and says its version. */
+bst_status bst__nvrtc_version(const char *op, int *major, int *minor);
+/* Compiles reached->texts[0]. BST_COMPILE, with the first lines of the log in the message, where the source or an
+ * option is at fault; BST_NO_CUDA where NVRTC is missing or does not know the chip. `log`: freed by the caller; NULL
+ * where it is not wanted. */
+bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch, const bst_options *options,
+                              const bst_reached *reached, bst_blob *cubin, char **log);
+
+#endif

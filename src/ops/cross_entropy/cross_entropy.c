@@ -1,0 +1,417 @@
+/* cross_entropy.c - softmax cross-entropy: checks, then the configuration, then the kernels of the tensors' device. */
+#include <assert.h>
+#include <inttypes.h>
+#include <math.h>
+
+#include "cuda/cuda.h"
+#include "ops/cross_entropy/cross_entropy.h"
+#include "ops/cross_entropy/cross_entropy_cpu.h"
+
+static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward", scale_op[] = "scale";
+
+/* ---- checks ------------------------------------------------------------------------------------------------------ */
+
+static bst_status check_number(const char *op, const char *name, double value, bool fine, const char *need) {
+    if (fine && isfinite(value)) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s is %g; %s is needed", op, name, value, need);
+}
+
+bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *o) {
+    if (!o) return bst__error(BST_INVALID, "%s: options is NULL; they are needed", op);
+    if (o->reduction < BST_REDUCTION_NONE || o->reduction > BST_REDUCTION_SUM)
+        return bst__error(BST_INVALID, "%s: reduction is %d; 0 (none), 1 (mean) or 2 (sum) is needed", op,
+                          (int)o->reduction);
+    bool share = o->label_smoothing >= 0 && o->label_smoothing <= 1;
+    BST_TRY(check_number(op, "label_smoothing", o->label_smoothing, share, "a number from 0 to 1"));
+    BST_TRY(check_number(op, "softcap", o->softcap, o->softcap >= 0, "a positive number, or 0 for none,"));
+    BST_TRY(check_number(op, "logit_scale", o->logit_scale, true, "a finite number"));
+    return check_number(op, "lse_square_scale", o->lse_square_scale, true, "a finite number");
+}
+
+bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
+                                            int64_t vocabulary, int64_t ignore_index) {
+    if (device.device_type != kDLCPU) return BST_OK;
+    for (int64_t i = 0; i < rows; i++) {
+        if ((target[i] >= 0 && target[i] < vocabulary) || target[i] == ignore_index) continue;
+        return bst__error(BST_INVALID, "%s: target[%" PRId64 "] is %" PRId64 "; 0 to %" PRId64 ", or ignore_index (%" PRId64 "), is needed",
+                          op, i, target[i], vocabulary - 1, ignore_index);
+    }
+    return BST_OK;
+}
+
+/* A contiguous tensor of `count` elements, as many as logits has rows. */
+static bst_status check_per_row(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, int64_t count,
+                                const bst_view *logits, bst_view *out) {
+    BST_TRY(bst__view(op, name, dtypes, tensor, out));
+    if (out->count != count)
+        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a row of logits, are needed", op, name,
+                          bst__shape_text(out), count);
+    BST_TRY(bst__need_contiguous(op, name, out));
+    return bst__need_device(op, name, out, logits, "logits");
+}
+
+static bst_status check_scalar(const char *op, const char *name, const DLTensor *tensor, const bst_view *logits,
+                               bst_view *out) {
+    BST_TRY(bst__view(op, name, 1u << BST_F32, tensor, out));
+    BST_TRY(bst__need_one(op, name, out));
+    return bst__need_device(op, name, out, logits, "logits");
+}
+
+/* lse: [T], or [T, 2] for what the backward pass needs to be exact. */
+static bst_status check_lse(const char *op, const DLTensor *tensor, const bst_view *logits, bst_cross_entropy_rows_call *c) {
+    bst_view v;
+    bool pairs = tensor && tensor->ndim == 2 && tensor->shape[1] == 2;
+    BST_TRY(check_per_row(op, "lse", 1u << BST_F32, tensor, pairs ? 2 * c->rows : c->rows, logits, &v));
+    *(pairs ? &c->kept : &c->lse) = v.data;
+    return BST_OK;
+}
+
+/* The inputs that forward and backward share, and the call that they describe. */
+typedef struct problem {
+    bst_view logits, target, class_weight, num_items, dlogits;
+    bst_rows rows;
+    bst_cross_entropy_rows_call call;
+} problem;
+
+static bst_status check_input(const char *op, const DLTensor *logits, const DLTensor *target, const DLTensor *class_weight,
+                              const DLTensor *num_items, const bst_cross_entropy_options *options, problem *p) {
+    *p = (problem){0};
+    BST_TRY(bst__cross_entropy_check_options(op, options));
+    BST_TRY(bst__view(op, "logits", BST_FLOATS, logits, &p->logits));
+    BST_TRY(bst__rows(op, "logits", &p->logits, &p->rows));
+    if (p->rows.columns < 1 || p->rows.columns > INT32_MAX / 2)
+        return bst__error(BST_UNSUPPORTED, "%s: logits has rows of %" PRId64 " elements; 1 to %d are supported", op,
+                          p->rows.columns, INT32_MAX / 2);
+    BST_TRY(check_per_row(op, "target", 1u << BST_I64, target, p->rows.rows, &p->logits, &p->target));
+    if (class_weight) {
+        BST_TRY(bst__view(op, "class_weight", 1u << BST_F32, class_weight, &p->class_weight));
+        BST_TRY(bst__need_dims(op, "class_weight", &p->class_weight, 1));
+        BST_TRY(bst__need_size(op, "class_weight", &p->class_weight, 0, p->rows.columns, "the last dimension of logits"));
+        BST_TRY(bst__need_contiguous(op, "class_weight", &p->class_weight));
+        BST_TRY(bst__need_device(op, "class_weight", &p->class_weight, &p->logits, "logits"));
+    }
+    if (num_items) BST_TRY(check_scalar(op, "num_items", num_items, &p->logits, &p->num_items));
+    p->call = (bst_cross_entropy_rows_call){
+        .device = p->logits.device,
+        .dtype = p->logits.dtype,
+        .rows = p->rows.rows,
+        .vocabulary = p->rows.columns,
+        .logits = p->logits.data,
+        .stride = p->rows.inner_stride,
+        .inner = p->rows.inner < p->rows.rows ? p->rows.inner : 0,
+        .outer_stride = p->rows.outer_stride,
+        .target = p->target.data,
+        .class_weight = p->class_weight.data,
+        .options = options,
+        .dlogits_stride = p->rows.columns,
+    };
+    return BST_OK;
+}
+
+/* dlogits: logits itself, or contiguous and apart from it. */
+static bst_status check_dlogits(const char *op, const DLTensor *tensor, problem *p) {
+    bst_rows rows;
+    BST_TRY(bst__view(op, "dlogits", BST_FLOATS, tensor, &p->dlogits));
+    BST_TRY(bst__need_same_shape(op, "dlogits", &p->dlogits, "logits", &p->logits));
+    BST_TRY(bst__need_dtype(op, "dlogits", &p->dlogits, p->logits.dtype, "the type of logits"));
+    BST_TRY(bst__need_device(op, "dlogits", &p->dlogits, &p->logits, "logits"));
+    p->call.dlogits = p->dlogits.data;
+    if (p->dlogits.data != p->logits.data || !p->logits.count) {
+        BST_TRY(bst__need_contiguous(op, "dlogits", &p->dlogits));
+        if (!bst__overlap(&p->dlogits, &p->logits)) return BST_OK;
+        return bst__error(BST_INVALID, "%s: dlogits and logits share memory, but do not begin together", op);
+    }
+    BST_TRY(bst__rows(op, "dlogits", &p->dlogits, &rows));
+    if (rows.inner == p->rows.inner && rows.inner_stride == p->rows.inner_stride &&
+        rows.outer_stride == p->rows.outer_stride)
+        return BST_OK;
+    return bst__error(BST_INVALID, "%s: dlogits shares the memory of logits, but has other strides", op);
+}
+
+/* ---- configuration ----------------------------------------------------------------------------------------------- */
+
+/* Macros of the two row kernels, in the order of their values. */
+enum { VOCAB, TYPE, VEC, THREADS, BLOCKS, MODE, PEEL, FOLDED, HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS, NEGATIVE, CLUSTER };
+#define MACROS(which)                                                                                                   \
+    {"VOCAB",  "TYPE",       "VEC",    "THREADS", "BLOCKS", "MODE",     "PEEL",                                         \
+     "FOLDED", "HAS_WEIGHT", "SMOOTH", "SOFTCAP", "Z_LOSS", "NEGATIVE", "CLUSTER", which, NULL}
+
+static const bst_kernel rows_kernel = {"cross_entropy.cu", "cross_entropy_rows", MACROS("ROWS")};
+static const bst_kernel clusters_kernel = {"cross_entropy.cu", "cross_entropy_clusters", MACROS("CLUSTERS")};
+static const bst_kernel divisors_kernel = {"cross_entropy.cu", "cross_entropy_divisors", {"DIVISORS"}};
+static const bst_kernel reduce_kernel = {"cross_entropy.cu", "cross_entropy_reduce", {"REDUCE"}};
+static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "VEC", "THREADS", "SCALE"}};
+
+enum {
+    VECTORS_EACH = 8,     /* of a thread in clusters_kernel: 32 registers */
+    PLAIN_THREADS = 1024, /* of a multiprocessor there: 64 registers each, which the plain case just fits */
+    OPTION_THREADS = 768, /* with label smoothing or softcap: 80 registers each */
+    SLICE_BYTES = 40960,  /* of a block there: from here on a wider cluster; four such slices fit a multiprocessor */
+    CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
+    ROWS_EACH = 8,        /* of a cluster, at most: its start is 3 us, a row 9; more would make the last wave ragged */
+    ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
+    BATCH = 4,            /* vectors a thread of rows_kernel asks for at a time */
+    STATIC_SHARED = 1536, /* of a block of clusters_kernel, with what the driver keeps for itself */
+    SCALE_THREADS = 256
+};
+
+/* The largest power of two, at most 16, that divides. */
+static int lowest_bit(uint64_t bits) {
+    bits |= 16u;
+    return (int)(bits & -bits);
+}
+
+/* The access width: whole vectors at 16-byte boundaries, or, where rows begin between those (a vocabulary of odd size), the
+ * widest at which logits and dlogits are off alike, with single elements at both ends of a row. */
+static void choose_access(const bst_cross_entropy_rows_call *c, bst_launch *l) {
+    uint64_t size = (uint64_t)bst__dtype_size(c->dtype);
+    uint64_t in = (uintptr_t)c->logits, in_steps = ((uint64_t)c->stride | (uint64_t)(c->inner > 0 ? c->outer_stride : 0)) * size;
+    int apart = lowest_bit(in | in_steps), alike = 16;
+    if (c->dlogits && c->dlogits != c->logits) {
+        uint64_t out = (uintptr_t)c->dlogits, out_step = (uint64_t)c->dlogits_stride * size;
+        int own = lowest_bit(out | out_step);
+        apart = own < apart ? own : apart;
+        alike = c->inner > 0 ? apart : lowest_bit((in - out) | (in_steps - out_step));
+    }
+    int bytes = apart == 16 ? 16 : alike;
+    l->values[VEC] = bytes > (int)size ? bytes / (int)size : 1;
+    l->values[PEEL] = l->values[VEC] > 1 && (apart < bytes || c->vocabulary % l->values[VEC] != 0);
+}
+
+/* One read and one write per logit: how many blocks share a row, and of how many threads. False where the chip has no
+ * clusters, or rows are too wide or off their boundaries. */
+static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
+    int64_t vec = l->values[VEC];
+    if (c->mode != BST_CROSS_ENTROPY_LOSS_AND_GRADIENT || chip->arch < 90 || l->values[PEEL] ||
+        vec * bst__dtype_size(c->dtype) != 16)
+        return false;
+    int64_t vectors = c->vocabulary / vec, cluster = 1;
+    while (cluster < CLUSTER_MOST && vectors * 16 > SLICE_BYTES * cluster) cluster *= 2;
+    int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
+    int64_t threads = (slice + VECTORS_EACH * 32 - 1) / (VECTORS_EACH * 32) * 32;
+    if (threads > 1024 || shared + STATIC_SHARED > chip->shared_memory) return false;
+    int64_t room = l->values[SMOOTH] || l->values[SOFTCAP] ? OPTION_THREADS : PLAIN_THREADS;
+    int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
+    if (blocks > fit) blocks = fit;
+    if (blocks > 16) blocks = 16;
+    int64_t resident = chip->processors * blocks / cluster;
+    int64_t each = c->rows / (resident * 4 > 0 ? resident * 4 : 1); /* four waves even out the last one */
+    each = each < 1 ? 1 : each > ROWS_EACH ? ROWS_EACH : each;
+    l->kernel = &clusters_kernel;
+    l->values[THREADS] = threads;
+    l->values[BLOCKS] = blocks;
+    l->values[CLUSTER] = cluster;
+    l->block = (unsigned)threads;
+    l->cluster = (unsigned)cluster;
+    l->shared = (unsigned)shared;
+    l->grid_x = (unsigned)((c->rows + each - 1) / each * cluster);
+    return true;
+}
+
+static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
+    int64_t vectors = c->vocabulary / l->values[VEC], threads = 32;
+    while (threads < ROW_THREADS && threads * BATCH < vectors) threads *= 2;
+    l->kernel = &rows_kernel;
+    l->values[THREADS] = threads;
+    l->values[BLOCKS] = threads == ROW_THREADS ? 2 : 1;
+    l->values[CLUSTER] = 1;
+    l->block = (unsigned)threads;
+    l->grid_x = (unsigned)c->rows;
+}
+
+static bst_status rows_cuda(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *c) {
+    const bst_cross_entropy_options *o = c->options;
+    bst_chip chip;
+    BST_TRY(bst__cuda_chip(op, c->device.device_id, &chip));
+    bst_launch l = {.overlap = true};
+    l.values[VOCAB] = c->vocabulary;
+    l.values[TYPE] = c->dtype;
+    l.values[MODE] = c->mode;
+    l.values[FOLDED] = c->inner <= 0;
+    l.values[HAS_WEIGHT] = c->class_weight != NULL;
+    l.values[SMOOTH] = o->label_smoothing > 0;
+    l.values[SOFTCAP] = o->softcap > 0;
+    l.values[Z_LOSS] = o->lse_square_scale != 0;
+    l.values[NEGATIVE] = o->logit_scale < 0;
+    choose_access(c, &l);
+    if (!choose_clusters(c, &chip, &l)) choose_rows(c, &l);
+    bst_row_map in = {c->inner > 0 ? c->inner : c->rows, c->stride, c->outer_stride};
+    bst_row_map out = {c->rows, c->dlogits_stride, 0};
+    double natural = o->softcap > 0 ? o->softcap : o->logit_scale;
+    cross_entropy_rows_args args = {
+        .logits = c->logits,
+        .dlogits = c->dlogits,
+        .target = c->target,
+        .class_weight = c->class_weight,
+        .divisors = c->divisors,
+        .upstream = c->upstream,
+        .loss_rows = c->loss_rows,
+        .lse = c->lse,
+        .kept = c->kept,
+        .rows = c->rows,
+        .ignore_index = o->ignore_index,
+        .upstream_stride = c->upstream_stride,
+        .logits_map = in,
+        .dlogits_map = c->dlogits == c->logits ? in : out,
+        .inner = o->softcap > 0 ? (float)(o->logit_scale / o->softcap) : 0,
+        .natural = (float)natural,
+        .base2 = (float)(c->dtype == BST_F32 ? natural : natural * 1.4426950408889634),
+        .slope = (float)o->logit_scale,
+        .smoothing = (float)o->label_smoothing,
+        .lse_square_scale = (float)o->lse_square_scale,
+    };
+    return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
+}
+
+/* ---- the parts, for other operators too -------------------------------------------------------------------------- */
+
+bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call) {
+    if (!call->rows) return BST_OK;
+    if (call->device.device_type == kDLCUDA) return rows_cuda(exec, op, call);
+    bst__parallel_for(exec, call->rows, bst__grain(call->vocabulary), BST_CPU_SELECT(bst__cross_entropy_rows_cpu),
+                      (void *)(uintptr_t)call);
+    return BST_OK;
+}
+
+bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
+                                       int64_t rows, int64_t vocabulary, const float *class_weight, const float *num_items,
+                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out) {
+    bool mean = options->reduction == BST_REDUCTION_MEAN;
+    if (options->reduction == BST_REDUCTION_NONE) num_items = NULL;
+    if (device.device_type == kDLCUDA) {
+        bst_launch l = {.kernel = &divisors_kernel, .grid_x = 1, .block = 1024, .overlap = true};
+        cross_entropy_divisors_args args = {target, class_weight, num_items, out, rows, options->ignore_index,
+                                            (int32_t)vocabulary, mean};
+        return bst__cuda_launch(exec, op, device.device_id, &l, &args, sizeof args);
+    }
+    double weights = 0, count = 0, all = class_weight ? 0 : (double)vocabulary;
+    for (int64_t i = 0; i < rows; i++) {
+        if (target[i] == options->ignore_index || target[i] < 0 || target[i] >= vocabulary) continue;
+        count += 1;
+        weights += class_weight ? (double)class_weight[target[i]] : 1;
+    }
+    for (int64_t i = 0; class_weight && i < vocabulary; i++) all += (double)class_weight[i];
+    *out = (bst_cross_entropy_divisors){1, 1, (float)all, 0};
+    if (num_items)
+        out->inverse_weight_sum = out->inverse_count = 1.0f / *num_items;
+    else if (mean)
+        out->inverse_weight_sum = (float)(1 / weights), out->inverse_count = (float)(1 / count);
+    return BST_OK;
+}
+
+bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDevice device, const float *loss_rows,
+                                     int64_t rows, const bst_cross_entropy_divisors *divisors, float *loss) {
+    if (device.device_type == kDLCUDA) {
+        bst_launch l = {.kernel = &reduce_kernel, .grid_x = 1, .block = 1024, .overlap = true};
+        cross_entropy_reduce_args args = {loss_rows, divisors, loss, rows};
+        return bst__cuda_launch(exec, op, device.device_id, &l, &args, sizeof args);
+    }
+    double sum = 0;
+    for (int64_t i = 0; i < rows; i++) sum += (double)loss_rows[i];
+    /* Nothing left to divide: 0 * (1 / 0) is NaN, as torch has it. */
+    *loss = (float)(sum == 0 && divisors ? sum * (double)divisors->inverse_weight_sum : sum);
+    return BST_OK;
+}
+
+/* ---- the operators ----------------------------------------------------------------------------------------------- */
+
+static bool divides(const problem *p, const bst_cross_entropy_options *o) {
+    return o->reduction == BST_REDUCTION_MEAN || (p->num_items.data && o->reduction == BST_REDUCTION_SUM) ||
+           (p->class_weight.data && o->label_smoothing > 0);
+}
+
+/* Divisors, rows, and the sum of the loss rows where `loss` is not NULL. `memory`: room for the divisors. */
+static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cross_entropy_divisors *memory, float *loss) {
+    bst_cross_entropy_rows_call *c = &p->call;
+    if (memory) {
+        BST_TRY(bst__cross_entropy_divisors(exec, op, c->device, c->target, c->rows, c->vocabulary, c->class_weight,
+                                            p->num_items.data, c->options, memory));
+        c->divisors = memory;
+    }
+    BST_TRY(bst__cross_entropy_rows(exec, op, c));
+    if (!loss) return BST_OK;
+    return bst__cross_entropy_reduce(exec, op, c->device, c->loss_rows, c->rows, c->divisors, loss);
+}
+
+bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
+                                     const DLTensor *class_weight, const DLTensor *num_items,
+                                     const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
+                                     DLTensor *dlogits) {
+    problem p;
+    bst_view loss_view;
+    BST_TRY(check_input(forward_op, logits, target, class_weight, num_items, options, &p));
+    bool none = options->reduction == BST_REDUCTION_NONE;
+    if (none) {
+        BST_TRY(check_per_row(forward_op, "loss", 1u << BST_F32, loss, p.rows.rows, &p.logits, &loss_view));
+    } else {
+        BST_TRY(check_scalar(forward_op, "loss", loss, &p.logits, &loss_view));
+    }
+    if (lse) BST_TRY(check_lse(forward_op, lse, &p.logits, &p.call));
+    if (dlogits && none)
+        return bst__error(BST_INVALID, "%s: dlogits is wanted with reduction none; mean or sum is needed", forward_op);
+    if (dlogits) BST_TRY(check_dlogits(forward_op, dlogits, &p));
+    bst_cross_entropy_rows_call *c = &p.call;
+    BST_TRY(bst__cross_entropy_check_targets(forward_op, c->device, c->target, c->rows, c->vocabulary, options->ignore_index));
+    c->mode = dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS;
+    c->loss_rows = none ? loss_view.data : NULL;
+    void *memory;
+    size_t bytes = sizeof(bst_cross_entropy_divisors) + (none ? 0 : (size_t)c->rows * sizeof(float));
+    BST_TRY(bst__allocate(exec, forward_op, c->device, bytes, &memory));
+    bst_cross_entropy_divisors *divisors = memory;
+    if (!none) c->loss_rows = (float *)(divisors + 1);
+    bst_status status = run(exec, forward_op, &p, divides(&p, options) ? divisors : NULL, none ? NULL : loss_view.data);
+    bst__release(exec, c->device, memory);
+    return status;
+}
+
+bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
+                                      const DLTensor *target, const DLTensor *class_weight, const DLTensor *num_items,
+                                      const DLTensor *lse, const bst_cross_entropy_options *options, DLTensor *dlogits) {
+    problem p;
+    bst_view upstream;
+    BST_TRY(check_input(backward_op, logits, target, class_weight, num_items, options, &p));
+    bool none = options->reduction == BST_REDUCTION_NONE;
+    if (none) {
+        BST_TRY(check_per_row(backward_op, "grad_loss", 1u << BST_F32, grad_loss, p.rows.rows, &p.logits, &upstream));
+    } else {
+        BST_TRY(check_scalar(backward_op, "grad_loss", grad_loss, &p.logits, &upstream));
+    }
+    BST_TRY(check_lse(backward_op, lse, &p.logits, &p.call));
+    BST_TRY(check_dlogits(backward_op, dlogits, &p));
+    bst_cross_entropy_rows_call *c = &p.call;
+    BST_TRY(bst__cross_entropy_check_targets(backward_op, c->device, c->target, c->rows, c->vocabulary, options->ignore_index));
+    c->mode = BST_CROSS_ENTROPY_GRADIENT;
+    c->upstream = upstream.data;
+    c->upstream_stride = none;
+    void *memory = NULL;
+    if (divides(&p, options))
+        BST_TRY(bst__allocate(exec, backward_op, c->device, sizeof(bst_cross_entropy_divisors), &memory));
+    bst_status status = run(exec, backward_op, &p, memory, NULL);
+    bst__release(exec, c->device, memory);
+    return status;
+}
+
+bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *scale) {
+    bst_view t, s;
+    BST_TRY(bst__view(scale_op, "tensor", BST_FLOATS, tensor, &t));
+    BST_TRY(bst__need_contiguous(scale_op, "tensor", &t));
+    BST_TRY(bst__view(scale_op, "scale", 1u << BST_F32, scale, &s));
+    BST_TRY(bst__need_one(scale_op, "scale", &s));
+    BST_TRY(bst__need_device(scale_op, "scale", &s, &t, "tensor"));
+    if (!t.count) return BST_OK;
+    if (t.device.device_type == kDLCPU) {
+        scale_cpu call = {t, *(const float *)s.data};
+        if (call.scale != 1)
+            bst__parallel_for(exec, t.count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &call);
+        return BST_OK;
+    }
+    bst_chip chip;
+    BST_TRY(bst__cuda_chip(scale_op, t.device.device_id, &chip));
+    int bytes = lowest_bit((uintptr_t)t.data), size = bst__dtype_size(t.dtype), vec = bytes > size ? bytes / size : 1;
+    int64_t blocks = (t.count + (int64_t)vec * SCALE_THREADS - 1) / ((int64_t)vec * SCALE_THREADS);
+    int64_t resident = (int64_t)chip.processors * 8; /* 8 blocks of 256 threads fill a multiprocessor */
+    bst_launch l = {.kernel = &scale_kernel, .values = {t.dtype, vec, SCALE_THREADS}, .block = SCALE_THREADS, .overlap = true};
+    l.grid_x = (unsigned)(blocks < resident ? blocks : resident);
+    scale_args args = {t.data, s.data, t.count};
+    return bst__cuda_launch(exec, scale_op, t.device.device_id, &l, &args, sizeof args);
+}

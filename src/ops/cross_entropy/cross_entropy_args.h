@@ -1,0 +1,58 @@
+/* cross_entropy_args.h - the arguments of the cross-entropy kernels, as host and device see them. */
+#ifndef BST_CROSS_ENTROPY_ARGS_H
+#define BST_CROSS_ENTROPY_ARGS_H
+
+#include "row_map.h"
+
+/* What the terms of a loss are multiplied by. */
+typedef struct bst_cross_entropy_divisors {
+    float inverse_weight_sum; /* of the cross-entropy, smoothed or not */
+    float inverse_count;      /* of lse_square_scale * lse^2 */
+    float class_weight_sum;   /* over the vocabulary; V where there are no weights */
+    float unused;
+} bst_cross_entropy_divisors;
+
+typedef struct cross_entropy_rows_args {
+    const void *logits;
+    void *dlogits;
+    const int64_t *target;
+    const float *class_weight;
+    const bst_cross_entropy_divisors *divisors; /* NULL: no division */
+    const float *upstream;                      /* NULL: one */
+    float *loss_rows, *lse, *kept;              /* NULL: not wanted */
+    int64_t rows, ignore_index, upstream_stride;
+    bst_row_map logits_map, dlogits_map;
+    /* z = natural * u, u being the logit or, with a softcap, tanh(inner * logit); base2 * u = z, times log2(e) but for
+     * float32. slope = dz/d(logit) where u has slope one. */
+    float inner, natural, base2, slope;
+    float smoothing, lse_square_scale;
+} cross_entropy_rows_args;
+
+typedef struct cross_entropy_divisors_args {
+    const int64_t *target;
+    const float *class_weight, *num_items;
+    bst_cross_entropy_divisors *out;
+    int64_t rows, ignore_index;
+    int32_t vocabulary, mean; /* mean: divide by weights and count */
+} cross_entropy_divisors_args;
+
+typedef struct cross_entropy_reduce_args {
+    const float *loss_rows;
+    const bst_cross_entropy_divisors *divisors; /* or NULL */
+    float *loss;
+    int64_t rows;
+} cross_entropy_reduce_args;
+
+typedef struct scale_args {
+    void *tensor;
+    const float *scale;
+    int64_t count;
+} scale_args;
+
+static_assert(sizeof(bst_cross_entropy_divisors) == 16, "host and device must agree");
+static_assert(sizeof(cross_entropy_rows_args) == 168, "host and device must agree");
+static_assert(sizeof(cross_entropy_divisors_args) == 56, "host and device must agree");
+static_assert(sizeof(cross_entropy_reduce_args) == 32, "host and device must agree");
+static_assert(sizeof(scale_args) == 24, "host and device must agree");
+
+#endif

@@ -1,0 +1,444 @@
+/* linear_cross_entropy.c - the output head and its loss, a chunk of rows at a time.
+ *
+ * A chunk is: logits = hidden weight^T (+ bias), their cross-entropy in place (src/ops/cross_entropy), and from the
+ * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, dbias += dz^T ones. Nothing waits for
+ * the device. */
+#include <assert.h>
+#include <inttypes.h>
+
+#include "cuda/cuda.h"
+#include "ops/cross_entropy/cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_args.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_cpu.h"
+
+/* Chunks up to which dweight is rounded to its type at each: eight roundings of partial sums add less to its error than
+ * the rounding of the logits does. Beyond, it is summed in float32. */
+enum { MOST_ROUNDINGS = 8 };
+
+static const char forward_op[] = "linear_cross_entropy_forward", backward_op[] = "linear_cross_entropy_backward";
+
+typedef struct problem {
+    const bst_exec *exec;
+    const char *op;
+    bst_view hidden, weight, target, bias, class_weight, num_items; /* data NULL where absent */
+    bst_view dhidden, dweight, dbias;                               /* data NULL where not wanted */
+    const bst_cross_entropy_options *options;
+    DLDevice device;
+    bst_dtype dtype;
+    int64_t tokens, vocabulary, width; /* T, V, H */
+    int64_t chunk_rows, chunks;
+    const bst_cross_entropy_divisors *divisors;
+} problem;
+
+/* ---- checks ------------------------------------------------------------------------------------------------------ */
+
+static bst_status optional_vector(const char *op, const char *name, const DLTensor *tensor, unsigned dtypes,
+                                  int64_t size, const char *why, const bst_view *model, bst_view *out) {
+    *out = (bst_view){0};
+    if (!tensor) return BST_OK;
+    BST_TRY(bst__view(op, name, dtypes, tensor, out));
+    if (size > 1) {
+        BST_TRY(bst__need_dims(op, name, out, 1));
+        BST_TRY(bst__need_size(op, name, out, 0, size, why));
+    } else {
+        BST_TRY(bst__need_one(op, name, out));
+    }
+    BST_TRY(bst__need_contiguous(op, name, out));
+    return bst__need_device(op, name, out, model, "hidden");
+}
+
+static bst_status optional_output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
+                                  const char *model_name, bst_view *out) {
+    *out = (bst_view){0};
+    return tensor ? bst__output(op, name, tensor, model, model_name, model->dtype, out) : BST_OK;
+}
+
+/* The rows of a matrix for a product: a stride of at least their length, also where there is but one row. */
+static bst_status need_matrix(const char *op, const char *name, bst_view *v) {
+    bst_rows rows;
+    BST_TRY(bst__need_dims(op, name, v, 2));
+    BST_TRY(bst__rows(op, name, v, &rows));
+    if (v->size[0] <= 1) v->stride[0] = v->size[1];
+    if (v->stride[0] >= v->size[1]) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, name);
+}
+
+static bst_status check(problem *p, const DLTensor *hidden, const DLTensor *weight, const DLTensor *target,
+                        const DLTensor *bias, const DLTensor *class_weight, const DLTensor *num_items,
+                        DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
+    const char *op = p->op;
+    BST_TRY(bst__view(op, "hidden", BST_FLOATS, hidden, &p->hidden));
+    BST_TRY(need_matrix(op, "hidden", &p->hidden));
+    p->tokens = p->hidden.size[0], p->width = p->hidden.size[1], p->dtype = p->hidden.dtype,
+    p->device = p->hidden.device;
+    BST_TRY(bst__view(op, "weight", BST_FLOATS, weight, &p->weight));
+    BST_TRY(need_matrix(op, "weight", &p->weight));
+    BST_TRY(bst__need_size(op, "weight", &p->weight, 1, p->width, "the last dimension of hidden"));
+    BST_TRY(bst__need_dtype(op, "weight", &p->weight, p->dtype, "the type of hidden"));
+    BST_TRY(bst__need_device(op, "weight", &p->weight, &p->hidden, "hidden"));
+    p->vocabulary = p->weight.size[0];
+    if (p->vocabulary < 1 || p->width < 1)
+        return bst__error(BST_INVALID, "%s: weight has shape %s; both dimensions must be at least 1", op,
+                          bst__shape_text(&p->weight));
+    BST_TRY(bst__view(op, "target", 1u << BST_I64, target, &p->target));
+    BST_TRY(bst__need_dims(op, "target", &p->target, 1));
+    BST_TRY(bst__need_size(op, "target", &p->target, 0, p->tokens, "the rows of hidden"));
+    BST_TRY(bst__need_contiguous(op, "target", &p->target));
+    BST_TRY(bst__need_device(op, "target", &p->target, &p->hidden, "hidden"));
+    const unsigned f32 = 1u << BST_F32;
+    BST_TRY(
+        optional_vector(op, "bias", bias, 1u << p->dtype, p->vocabulary, "the rows of weight", &p->hidden, &p->bias));
+    BST_TRY(optional_vector(op, "class_weight", class_weight, f32, p->vocabulary, "the rows of weight", &p->hidden,
+                            &p->class_weight));
+    BST_TRY(optional_vector(op, "num_items", num_items, f32, 1, "", &p->hidden, &p->num_items));
+    if (dbias && !bias) return bst__error(BST_INVALID, "%s: dbias is wanted, but bias is NULL", op);
+    BST_TRY(optional_output(op, "dhidden", dhidden, &p->hidden, "hidden", &p->dhidden));
+    BST_TRY(optional_output(op, "dweight", dweight, &p->weight, "weight", &p->dweight));
+    if (dbias) BST_TRY(optional_output(op, "dbias", dbias, &p->bias, "bias", &p->dbias));
+    if (!p->options) return bst__error(BST_INVALID, "%s: options is NULL", op);
+    BST_TRY(bst__cross_entropy_check_options(op, p->options));
+    return bst__cross_entropy_check_targets(op, p->device, p->target.data, p->tokens, p->vocabulary,
+                                            p->options->ignore_index);
+}
+
+/* One float32 a row, or one in all. */
+static bst_status check_rows_of_float(const problem *p, const char *name, const DLTensor *tensor, bool per_row,
+                                      bst_view *out) {
+    BST_TRY(bst__view(p->op, name, 1u << BST_F32, tensor, out));
+    if (per_row && out->count != p->tokens)
+        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a row of hidden, are needed",
+                          p->op, name, bst__shape_text(out), p->tokens);
+    if (!per_row) BST_TRY(bst__need_one(p->op, name, out));
+    BST_TRY(bst__need_contiguous(p->op, name, out));
+    return bst__need_device(p->op, name, out, &p->hidden, "hidden");
+}
+
+static bst_status check_dlogits(const problem *p, const DLTensor *tensor, bst_view *out) {
+    BST_TRY(bst__view(p->op, "dlogits", 1u << p->dtype, tensor, out));
+    BST_TRY(need_matrix(p->op, "dlogits", out));
+    BST_TRY(bst__need_size(p->op, "dlogits", out, 0, p->tokens, "the rows of hidden"));
+    BST_TRY(bst__need_size(p->op, "dlogits", out, 1, p->vocabulary, "the rows of weight"));
+    BST_TRY(bst__need_device(p->op, "dlogits", out, &p->hidden, "hidden"));
+    if (p->options->reduction == BST_REDUCTION_NONE || p->dtype == BST_F16)
+        return bst__error(BST_UNSUPPORTED, "%s: dlogits can be kept neither for reduction none nor in float16", p->op);
+    return BST_OK;
+}
+
+/* ---- chunks ------------------------------------------------------------------------------------------------------ */
+
+/* Columns of a chunk in memory: rows at 16-byte boundaries keep the products on their fast path. */
+static int64_t padded(const problem *p) { return (p->vocabulary + 7) / 8 * 8; }
+
+static void choose_chunks(problem *p, int64_t chunk_bytes) {
+    bool cpu = p->device.device_type == kDLCPU;
+    int64_t bytes = chunk_bytes > 0 ? chunk_bytes : (int64_t)(cpu ? 256 : 1280) << 20;
+    int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype));
+    /* On CPU the products reach their speed at some dozens of rows; eight chunks keep the logits an eighth of their
+     * size. */
+    if (cpu && chunk_bytes <= 0 && most > (p->tokens + 7) / 8) most = (p->tokens + 7) / 8;
+    if (most < 64) most = 64;
+    p->chunks = (p->tokens + most - 1) / most;
+    int64_t even = p->chunks ? (p->tokens + p->chunks - 1) / p->chunks : 0, tiled = (even + 127) / 128 * 128;
+    p->chunk_rows = tiled <= most ? tiled : even; /* products work in tiles of 128 rows */
+    p->chunks = even ? (p->tokens + p->chunk_rows - 1) / p->chunk_rows : 0;
+}
+
+/* ---- products and what stands beside them ------------------------------------------------------------------------ */
+
+static DLDataType dl_type(bst_dtype dtype) {
+    return (DLDataType){dtype == BST_BF16 ? kDLBfloat : kDLFloat, dtype == BST_F32 ? 32 : 16, 1};
+}
+
+static void *at(const void *base, int64_t index, bst_dtype dtype) {
+    return (char *)(uintptr_t)base + index * bst__dtype_size(dtype);
+}
+
+static bst_status multiply(const problem *p, bst_gemm g) {
+    g.device = p->device;
+    g.input_type = dl_type(p->dtype);
+    return p->device.device_type == kDLCUDA ? bst__cuda_gemm(p->exec, p->op, &g) : bst__cpu_gemm(p->exec, &g);
+}
+
+static const bst_kernel spread_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_spread", {"TYPE", "SPREAD"}};
+static const bst_kernel round_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_round", {"TYPE", "ROUND"}};
+enum { BLOCK = 256 };
+
+/* Writes `row` (NULL: ones) over each row of out. */
+static bst_status spread(const problem *p, const void *row, void *out, int64_t rows, int64_t columns, int64_t stride) {
+    if (p->device.device_type == kDLCPU) {
+        linear_cross_entropy_spread_cpu call = {row, out, columns, stride, p->dtype};
+        bst__parallel_for(p->exec, rows, bst__grain(columns), BST_CPU_SELECT(bst__linear_cross_entropy_spread_cpu),
+                          &call);
+        return BST_OK;
+    }
+    bst_launch l = {.kernel = &spread_kernel, .values = {p->dtype}, .block = BLOCK};
+    l.grid_x = (unsigned)((columns + BLOCK - 1) / BLOCK);
+    l.grid_y = (unsigned)(rows < 1024 ? rows : 1024);
+    linear_cross_entropy_spread_args args = {row, out, rows, columns, stride};
+    return bst__cuda_launch(p->exec, p->op, p->device.device_id, &l, &args, sizeof args);
+}
+
+/* logits = hidden weight^T + bias for rows [first, first + rows). The bias is laid down first and the product added to
+ * it, so that the sum is rounded once. */
+static bst_status make_logits(const problem *p, int64_t first, int64_t rows, void *logits, int64_t stride) {
+    if (p->bias.data) BST_TRY(spread(p, p->bias.data, logits, rows, p->vocabulary, stride));
+    return multiply(p, (bst_gemm){.m = rows,
+                                  .n = p->vocabulary,
+                                  .k = p->width,
+                                  .a = at(p->hidden.data, first * p->hidden.stride[0], p->dtype),
+                                  .lda = p->hidden.stride[0],
+                                  .b = p->weight.data,
+                                  .ldb = p->weight.stride[0],
+                                  .b_transposed = 1,
+                                  .out = logits,
+                                  .ldo = stride,
+                                  .output_type = dl_type(p->dtype),
+                                  .alpha = 1,
+                                  .beta = p->bias.data ? 1 : 0});
+}
+
+/* A gradient that is a sum over chunks. Up to MOST_ROUNDINGS chunks are added in the gradient's own type; more are
+ * added up in `sum`, in float32 (on CPU, whose products do not write float32 from halves, each lands in `part` first).
+ */
+typedef struct total {
+    void *out;
+    float *sum;
+    void *part;
+    int64_t count;
+} total;
+
+static bst_status total_begin(const problem *p, const bst_view *gradient, total *t) {
+    *t = (total){.out = gradient->data, .count = gradient->count};
+    if (!t->out || p->dtype == BST_F32 || p->chunks <= MOST_ROUNDINGS) return BST_OK;
+    void *memory;
+    BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)t->count * sizeof(float), &memory));
+    t->sum = memory;
+    if (p->device.device_type == kDLCUDA) return BST_OK;
+    memset(t->sum, 0, (size_t)t->count * sizeof(float));
+    return bst__allocate(p->exec, p->op, p->device, (size_t)(t->count * bst__dtype_size(p->dtype)), &t->part);
+}
+
+/* Adds the product g, of which a chunk's operands are set. */
+static bst_status total_add(const problem *p, const total *t, bst_gemm g, bool first) {
+    bool f32_out = t->sum && !t->part;
+    g.out = f32_out ? (void *)t->sum : t->part ? t->part : t->out;
+    g.output_type = dl_type(f32_out ? BST_F32 : p->dtype);
+    g.beta = first || t->part ? 0 : 1;
+    BST_TRY(multiply(p, g));
+    if (!t->part) return BST_OK;
+    linear_cross_entropy_sum_cpu call = {.in = t->part, .sum = t->sum, .dtype = p->dtype};
+    bst__parallel_for(p->exec, t->count, bst__grain(1), BST_CPU_SELECT(bst__linear_cross_entropy_add_cpu), &call);
+    return BST_OK;
+}
+
+static bst_status total_end(const problem *p, const total *t) {
+    if (!t->sum) return BST_OK;
+    if (p->device.device_type == kDLCPU) {
+        linear_cross_entropy_sum_cpu call = {.sum = t->sum, .out = t->out, .dtype = p->dtype};
+        bst__parallel_for(p->exec, t->count, bst__grain(1), BST_CPU_SELECT(bst__linear_cross_entropy_round_cpu), &call);
+        return BST_OK;
+    }
+    bst_launch l = {.kernel = &round_kernel, .values = {p->dtype}, .block = BLOCK};
+    int64_t blocks = (t->count / 4 + BLOCK - 1) / BLOCK;
+    l.grid_x = (unsigned)(blocks < 1 ? 1 : blocks < 65536 ? blocks : 65536);
+    linear_cross_entropy_round_args args = {t->sum, t->out, t->count};
+    return bst__cuda_launch(p->exec, p->op, p->device.device_id, &l, &args, sizeof args);
+}
+
+static void total_free(const problem *p, total *t) {
+    bst__release(p->exec, p->device, t->part);
+    bst__release(p->exec, p->device, t->sum);
+}
+
+/* The gradients of rows [first, first + rows) from dz, each multiplied by *alpha where alpha is not NULL. */
+static bst_status make_gradients(const problem *p, int64_t first, int64_t rows, const void *dz, int64_t stride,
+                                 const float *alpha, const total *dweight, const total *dbias, const void *ones) {
+    const void *hidden = at(p->hidden.data, first * p->hidden.stride[0], p->dtype);
+    if (p->dhidden.data)
+        BST_TRY(multiply(p, (bst_gemm){.m = rows,
+                                       .n = p->width,
+                                       .k = p->vocabulary,
+                                       .a = dz,
+                                       .lda = stride,
+                                       .b = p->weight.data,
+                                       .ldb = p->weight.stride[0],
+                                       .out = at(p->dhidden.data, first * p->width, p->dtype),
+                                       .ldo = p->width,
+                                       .output_type = dl_type(p->dtype),
+                                       .alpha = 1,
+                                       .device_alpha = alpha}));
+    bst_gemm g = {
+        .m = p->vocabulary, .k = rows, .a = dz, .lda = stride, .a_transposed = 1, .alpha = 1, .device_alpha = alpha};
+    if (dweight->out) {
+        g.n = g.ldo = p->width;
+        g.b = hidden;
+        g.ldb = p->hidden.stride[0];
+        BST_TRY(total_add(p, dweight, g, first == 0));
+    }
+    if (dbias->out) {
+        g.n = g.ldo = g.ldb = 1;
+        g.b = ones;
+        BST_TRY(total_add(p, dbias, g, first == 0));
+    }
+    return BST_OK;
+}
+
+/* ---- the passes -------------------------------------------------------------------------------------------------- */
+
+/* What each pass over the chunks does with their logits. */
+typedef struct pass {
+    bst_cross_entropy_mode mode;
+    float *loss_rows, *lse;
+    const float *upstream; /* GRADIENT: of the loss, per row where reduction is none */
+    void *kept;            /* memory of all logits, or NULL: a chunk's workspace */
+    int64_t kept_stride;
+} pass;
+
+static bst_status run_chunks(const problem *p, const pass *r, void *memory, const total *dweight, const total *dbias,
+                             const void *ones) {
+    int64_t stride = r->kept ? r->kept_stride : padded(p);
+    bool per_row = p->options->reduction == BST_REDUCTION_NONE;
+    for (int64_t first = 0; first < p->tokens; first += p->chunk_rows) {
+        int64_t rows = p->tokens - first < p->chunk_rows ? p->tokens - first : p->chunk_rows;
+        void *logits = r->kept ? at(r->kept, first * stride, p->dtype) : memory;
+        BST_TRY(make_logits(p, first, rows, logits, stride));
+        bst_cross_entropy_rows_call call = {
+            .device = p->device,
+            .mode = r->mode,
+            .dtype = p->dtype,
+            .rows = rows,
+            .vocabulary = p->vocabulary,
+            .logits = logits,
+            .stride = stride,
+            .target = (const int64_t *)p->target.data + first,
+            .class_weight = p->class_weight.data,
+            .options = p->options,
+            .divisors = p->divisors,
+            .upstream = r->upstream && per_row ? r->upstream + first : r->upstream,
+            .upstream_stride = per_row,
+            .loss_rows = r->loss_rows ? r->loss_rows + first : NULL,
+            .lse = r->lse ? r->lse + first : NULL,
+            .dlogits = r->mode == BST_CROSS_ENTROPY_LOSS ? NULL : logits,
+            .dlogits_stride = stride,
+        };
+        BST_TRY(bst__cross_entropy_rows(p->exec, p->op, &call));
+        if (r->mode != BST_CROSS_ENTROPY_LOSS)
+            BST_TRY(make_gradients(p, first, rows, logits, stride, NULL, dweight, dbias, ones));
+    }
+    BST_TRY(total_end(p, dweight));
+    return total_end(p, dbias);
+}
+
+/* A chunk's memory, and ones for dbias, around `run_chunks`. */
+static bst_status run_pass(const problem *p, const pass *r) {
+    total dweight = {0}, dbias = {0};
+    void *memory = NULL, *ones = NULL;
+    int64_t bytes = bst__dtype_size(p->dtype);
+    bst_status status = total_begin(p, &p->dweight, &dweight);
+    if (status == BST_OK) status = total_begin(p, &p->dbias, &dbias);
+    if (status == BST_OK && !r->kept)
+        status = bst__allocate(p->exec, p->op, p->device, (size_t)(p->chunk_rows * padded(p) * bytes), &memory);
+    if (status == BST_OK && dbias.out)
+        status = bst__allocate(p->exec, p->op, p->device, (size_t)(p->chunk_rows * bytes), &ones);
+    if (status == BST_OK && dbias.out) status = spread(p, NULL, ones, 1, p->chunk_rows, p->chunk_rows);
+    if (status == BST_OK) status = run_chunks(p, r, memory, &dweight, &dbias, ones);
+    bst__release(p->exec, p->device, ones);
+    bst__release(p->exec, p->device, memory);
+    total_free(p, &dbias);
+    total_free(p, &dweight);
+    return status;
+}
+
+/* No row: sums of nothing. */
+static bst_status zero_gradients(const problem *p) {
+    if (p->dweight.data) BST_TRY(bst__zero(p->exec, p->op, &p->dweight));
+    if (p->dbias.data) BST_TRY(bst__zero(p->exec, p->op, &p->dbias));
+    return BST_OK;
+}
+
+/* Runs `body` with the divisors of the whole problem. */
+static bst_status with_divisors(problem *p, const pass *r, bst_status (*body)(const problem *, const pass *)) {
+    bool divided = p->options->reduction == BST_REDUCTION_MEAN || p->num_items.data || p->class_weight.data;
+    void *memory = NULL;
+    bst_status status = BST_OK;
+    if (divided) {
+        BST_TRY(bst__allocate(p->exec, p->op, p->device, sizeof(bst_cross_entropy_divisors), &memory));
+        status = bst__cross_entropy_divisors(p->exec, p->op, p->device, p->target.data, p->tokens, p->vocabulary,
+                                             p->class_weight.data, p->num_items.data, p->options, memory);
+        p->divisors = memory;
+    }
+    if (status == BST_OK) status = body(p, r);
+    bst__release(p->exec, p->device, memory);
+    return status;
+}
+
+/* The loss rows' memory and their sum, around a pass that makes them. */
+static bst_status reduced(const problem *p, const pass *r) {
+    if (p->options->reduction == BST_REDUCTION_NONE) return run_pass(p, r);
+    void *memory;
+    BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)p->tokens * sizeof(float), &memory));
+    pass inner = *r;
+    inner.loss_rows = memory;
+    bst_status status = p->tokens ? run_pass(p, &inner) : zero_gradients(p);
+    if (status == BST_OK)
+        status = bst__cross_entropy_reduce(p->exec, p->op, p->device, memory, p->tokens, p->divisors, r->loss_rows);
+    bst__release(p->exec, p->device, memory);
+    return status;
+}
+
+bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden, const DLTensor *weight,
+                                            const DLTensor *target, const DLTensor *bias, const DLTensor *class_weight,
+                                            const DLTensor *num_items, const bst_cross_entropy_options *options,
+                                            int64_t chunk_bytes, DLTensor *loss, DLTensor *lse, DLTensor *dlogits,
+                                            DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
+    problem p = {.exec = exec, .op = forward_op, .options = options};
+    bst_view loss_view, lse_view = {0}, kept = {0};
+    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, dhidden, dweight, dbias));
+    bool none = options->reduction == BST_REDUCTION_NONE, now = dhidden || dweight || dbias;
+    BST_TRY(check_rows_of_float(&p, "loss", loss, none, &loss_view));
+    if (lse) BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
+    if (dlogits) BST_TRY(check_dlogits(&p, dlogits, &kept));
+    if (dlogits && now)
+        return bst__error(
+            BST_INVALID, "%s: dlogits and other gradients are both given; keep the one or make the others", forward_op);
+    if (now && none)
+        return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", forward_op);
+    choose_chunks(&p, chunk_bytes);
+    if (dlogits) p.chunks = 1, p.chunk_rows = p.tokens;
+    pass r = {.mode = now || dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS,
+              .loss_rows = loss_view.data,
+              .lse = lse_view.data,
+              .kept = kept.data,
+              .kept_stride = kept.stride[0]};
+    return with_divisors(&p, &r, reduced);
+}
+
+bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *hidden,
+                                             const DLTensor *weight, const DLTensor *target, const DLTensor *bias,
+                                             const DLTensor *class_weight, const DLTensor *num_items,
+                                             const DLTensor *lse, const DLTensor *dlogits,
+                                             const bst_cross_entropy_options *options, int64_t chunk_bytes,
+                                             DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
+    problem p = {.exec = exec, .op = backward_op, .options = options};
+    bst_view upstream, lse_view, kept;
+    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, dhidden, dweight, dbias));
+    BST_TRY(check_rows_of_float(&p, "grad_loss", grad_loss, options->reduction == BST_REDUCTION_NONE, &upstream));
+    BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
+    if (!p.tokens) return zero_gradients(&p);
+    if (dlogits) {
+        BST_TRY(check_dlogits(&p, dlogits, &kept));
+        total dw = {.out = p.dweight.data, .count = p.dweight.count},
+              db = {.out = p.dbias.data, .count = p.dbias.count};
+        void *ones = NULL;
+        if (db.out)
+            BST_TRY(bst__allocate(exec, backward_op, p.device, (size_t)(p.tokens * bst__dtype_size(p.dtype)), &ones));
+        bst_status status = ones ? spread(&p, NULL, ones, 1, p.tokens, p.tokens) : BST_OK;
+        if (status == BST_OK)
+            status = make_gradients(&p, 0, p.tokens, kept.data, kept.stride[0], upstream.data, &dw, &db, ones);
+        bst__release(exec, p.device, ones);
+        return status;
+    }
+    choose_chunks(&p, chunk_bytes);
+    pass r = {.mode = BST_CROSS_ENTROPY_GRADIENT, .lse = lse_view.data, .upstream = upstream.data};
+    return with_divisors(&p, &r, run_pass);
+}

@@ -1,0 +1,32 @@
+/* linear_cross_entropy_cpu.c - what the fused loss needs beside matrix products and the rows' cross-entropy, on CPU. */
+#include "ops/linear_cross_entropy/linear_cross_entropy_cpu.h"
+
+void BST_CPU(bst__linear_cross_entropy_spread_cpu)(void *context, int64_t begin, int64_t end) {
+    const linear_cross_entropy_spread_cpu *a = context;
+    float tile[BST_TILE];
+    for (int64_t c = 0; c < a->columns; c += BST_TILE) {
+        int64_t n = a->columns - c < BST_TILE ? a->columns - c : BST_TILE;
+        for (int64_t i = 0; i < n; i++) tile[i] = 1.0f;
+        if (a->row) bst_load(tile, bst_at(a->row, c, a->dtype), a->dtype, n);
+        for (int64_t row = begin; row < end; row++)
+            bst_store(bst_at(a->out, row * a->stride + c, a->dtype), tile, a->dtype, n);
+    }
+}
+
+void BST_CPU(bst__linear_cross_entropy_add_cpu)(void *context, int64_t begin, int64_t end) {
+    const linear_cross_entropy_sum_cpu *a = context;
+    float tile[BST_TILE];
+    for (int64_t i = begin; i < end; i += BST_TILE) {
+        int64_t n = end - i < BST_TILE ? end - i : BST_TILE;
+        bst_load(tile, bst_at(a->in, i, a->dtype), a->dtype, n);
+        for (int64_t j = 0; j < n; j++) a->sum[i + j] += tile[j];
+    }
+}
+
+void BST_CPU(bst__linear_cross_entropy_round_cpu)(void *context, int64_t begin, int64_t end) {
+    const linear_cross_entropy_sum_cpu *a = context;
+    for (int64_t i = begin; i < end; i += BST_TILE) {
+        int64_t n = end - i < BST_TILE ? end - i : BST_TILE;
+        bst_store(bst_at(a->out, i, a->dtype), a->sum + i, a->dtype, n);
+    }
+}

@@ -1,0 +1,242 @@
+/* rms_norm.cu - RMSNorm forward and backward.
+ *
+ * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT; VEC
+ * elements of an access; THREADS of a row, ROWS of a block (THREADS * ROWS threads); KEEP: the row stays in registers
+ * between its two uses, else it is read again; FOLDED: one stride describes all rows; backward: DX, DW what is wanted;
+ * dweight kernels: SPLIT.
+ *
+ * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, rstd. Bytes: x + y.
+ * backward  persistent: each block takes every gridDim-th group of rows, keeps its share of dweight in float32
+ *           registers and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and
+ *           blocks * HIDDEN * 4 written and read back by rms_norm_dweight, mostly within the L2.
+ * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
+#include "pack.cuh"
+#include "reduce.cuh"
+#include "rms_norm_args.h"
+
+#define VECTORS    ((HIDDEN + VEC - 1) / VEC)
+#define PER_THREAD ((VECTORS + THREADS - 1) / THREADS)
+#define COVERED    (PER_THREAD * THREADS == VECTORS)
+#define BLOCK       (THREADS * ROWS)
+#define LLAMA      0
+#define GEMMA      1
+
+/* The vector `i` of this thread begins at this column; threads of a row read neighbouring vectors. */
+BST_DEVICE int column_of(int i, int lane) { return (i * THREADS + lane) * VEC; }
+BST_DEVICE bool inside(int column) { return COVERED || column < HIDDEN; }
+
+BST_DEVICE void load_weight(float *w, const void *weight, int column) {
+    if (HAS_WEIGHT) bst_load(w, weight, column, W_TYPE, VEC);
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) {
+        if (!HAS_WEIGHT) w[j] = 1.0f;
+        if (HAS_WEIGHT && CASTING == GEMMA) w[j] += 1.0f;
+    }
+}
+
+#ifdef FORWARD
+BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
+    BST_SHARED(float, scratch, 32);
+    int lane = (int)bst_thread() % THREADS;
+    int64_t row = (int64_t)bst_block() * ROWS + bst_thread() / THREADS;
+    bool live = row < a.rows;
+    const void *x = bst_at(a.x, live ? bst_row_start(&a.x_map, row, FOLDED) : 0, X_TYPE);
+    bst_raw kept[KEEP ? PER_THREAD : 1];
+    float v[VEC], w[VEC], squares = 0;
+    bst_wait_for_previous();
+    if (KEEP) {
+        BST_UNROLL
+        for (int i = 0; i < PER_THREAD; i++)
+            if (live && inside(column_of(i, lane)))
+                kept[KEEP ? i : 0] = bst_raw_once(x, column_of(i, lane), X_TYPE, VEC);
+    }
+#if KEEP
+    BST_UNROLL
+#endif
+    for (int i = 0; i < PER_THREAD; i++) {
+        int column = column_of(i, lane);
+        if (!live || !inside(column)) continue;
+        bst_unpack(v, KEEP ? kept[KEEP ? i : 0] : bst_read(bst_at(x, column, X_TYPE), VEC * bst_type_size(X_TYPE)),
+                   X_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) squares = bst_fma(v[j], v[j], squares);
+    }
+    squares = bst_group_sum(squares, THREADS, scratch);
+    float rstd = bst_rsqrt(squares * (1.0f / HIDDEN) + a.eps);
+    if (!live) return;
+    if (a.rstd && lane == 0) a.rstd[row] = rstd;
+#if KEEP
+    BST_UNROLL
+#endif
+    for (int i = 0; i < PER_THREAD; i++) {
+        int column = column_of(i, lane);
+        if (!inside(column)) continue;
+        bst_unpack(v, KEEP ? kept[KEEP ? i : 0] : bst_read(bst_at(x, column, X_TYPE), VEC * bst_type_size(X_TYPE)),
+                   X_TYPE, VEC);
+        load_weight(w, a.weight, column);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) v[j] *= rstd;
+        if (CASTING == LLAMA) bst_round_all(v, X_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) v[j] *= w[j];
+        bst_store(a.y, row * HIDDEN + column, v, Y_TYPE, VEC);
+    }
+}
+#endif
+
+#ifdef BACKWARD
+/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)), dweight = sum over rows of dy round(n). */
+BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
+    BST_SHARED(float, scratch, 64);
+    int lane = (int)bst_thread() % THREADS, group = (int)bst_thread() / THREADS;
+    float dw[DW ? PER_THREAD : 1][VEC];
+    BST_UNROLL
+    for (int i = 0; i < (DW ? PER_THREAD : 1); i++) {
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) dw[i][j] = 0;
+    }
+    int turn = 0;
+    bst_wait_for_previous();
+    for (int64_t first = (int64_t)bst_block() * ROWS; first < a.rows;
+         first += (int64_t)bst_blocks() * ROWS, turn ^= 32) {
+        int64_t row = first + group;
+        bool live = row < a.rows;
+        const void *x = bst_at(a.x, live ? bst_row_start(&a.x_map, row, FOLDED) : 0, X_TYPE);
+        const void *dy = bst_at(a.dy, live ? bst_row_start(&a.dy_map, row, FOLDED) : 0, Y_TYPE);
+        float rstd = live ? a.rstd[row] : 0;
+        bst_raw x_kept[KEEP ? PER_THREAD : 1], dy_kept[KEEP ? PER_THREAD : 1];
+        if (KEEP) {
+            BST_UNROLL
+            for (int i = 0; i < PER_THREAD; i++) {
+                int column = column_of(i, lane);
+                if (!live || !inside(column)) continue;
+                x_kept[KEEP ? i : 0] = bst_raw_once(x, column, X_TYPE, VEC);
+                dy_kept[KEEP ? i : 0] = bst_raw_once(dy, column, Y_TYPE, VEC);
+            }
+        }
+        float xv[VEC], dv[VEC], w[VEC], projection = 0;
+        if (DX) {
+#if KEEP
+            BST_UNROLL
+#endif
+            for (int i = 0; i < PER_THREAD; i++) {
+                int column = column_of(i, lane);
+                if (!live || !inside(column)) continue;
+                if (KEEP) {
+                    bst_unpack(xv, x_kept[KEEP ? i : 0], X_TYPE, VEC);
+                    bst_unpack(dv, dy_kept[KEEP ? i : 0], Y_TYPE, VEC);
+                } else {
+                    bst_load(xv, x, column, X_TYPE, VEC);
+                    bst_load(dv, dy, column, Y_TYPE, VEC);
+                }
+                load_weight(w, a.weight, column);
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) projection = bst_fma(dv[j] * w[j], xv[j], projection);
+            }
+            projection = bst_group_sum(projection, THREADS, scratch + turn);
+        }
+        float slope = projection * rstd * rstd * (1.0f / HIDDEN);
+        if (!live) continue;
+#if KEEP
+        BST_UNROLL
+#endif
+        for (int i = 0; i < PER_THREAD; i++) {
+            int column = column_of(i, lane);
+            if (!inside(column)) continue;
+            if (KEEP) {
+                bst_unpack(xv, x_kept[KEEP ? i : 0], X_TYPE, VEC);
+                bst_unpack(dv, dy_kept[KEEP ? i : 0], Y_TYPE, VEC);
+            } else {
+                bst_load(xv, x, column, X_TYPE, VEC);
+                bst_load(dv, dy, column, Y_TYPE, VEC);
+            }
+            if (DX) {
+                float dx[VEC];
+                load_weight(w, a.weight, column);
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope);
+                bst_store_once(a.dx, row * HIDDEN + column, dx, X_TYPE, VEC);
+            }
+            if (DW) {
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) xv[j] *= rstd;
+                if (CASTING == LLAMA) bst_round_all(xv, X_TYPE, VEC);
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) dw[DW ? i : 0][j] = bst_fma(dv[j], xv[j], dw[DW ? i : 0][j]);
+            }
+        }
+    }
+#if DW
+    /* The row groups of a block add theirs up in shared memory, one after the other. */
+    float *out = a.partial + (int64_t)bst_block() * HIDDEN;
+#if ROWS > 1
+    BST_SHARED(float, sums, HIDDEN);
+    for (int g = 0; g < ROWS; g++) {
+        if (g == group) {
+            BST_UNROLL
+            for (int i = 0; i < PER_THREAD; i++) {
+                int column = column_of(i, lane);
+                if (!inside(column)) continue;
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) sums[column + j] = g ? sums[column + j] + dw[i][j] : dw[i][j];
+            }
+        }
+        bst_sync();
+    }
+    for (int c = (int)bst_thread(); c < HIDDEN; c += THREADS * ROWS) out[c] = sums[c];
+#else
+    BST_UNROLL
+    for (int i = 0; i < PER_THREAD; i++) {
+        int column = column_of(i, lane);
+        if (!inside(column)) continue;
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) out[column + j] = dw[i][j];
+    }
+#endif
+#endif
+}
+#endif
+
+#ifdef WIDE
+/* dweight of rows too wide for registers: a block sums THREADS * VEC columns over every SPLIT-th row (blockIdx.y of
+ * SPLIT). Reads x and dy once more; writes one partial row per blockIdx.y. */
+BST_KERNEL(rms_norm_dweight_wide, rms_norm_backward_args, THREADS, 1) {
+    int column = ((int)bst_block() * THREADS + (int)bst_thread()) * VEC;
+    if (column >= HIDDEN) return;
+    float sum[VEC], xv[VEC], dv[VEC];
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) sum[j] = 0;
+    for (int64_t row = bst_block_y(); row < a.rows; row += SPLIT) {
+        float rstd = a.rstd[row];
+        bst_load(xv, a.x, bst_row_start(&a.x_map, row, FOLDED) + column, X_TYPE, VEC);
+        bst_load(dv, a.dy, bst_row_start(&a.dy_map, row, FOLDED) + column, Y_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) xv[j] *= rstd;
+        if (CASTING == LLAMA) bst_round_all(xv, X_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) sum[j] = bst_fma(dv[j], xv[j], sum[j]);
+    }
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) a.partial[(int64_t)bst_block_y() * HIDDEN + column + j] = sum[j];
+}
+#endif
+
+#ifdef REDUCE
+/* dweight = the sum of the partial rows. A block takes 32 columns; its 32 warps take every 32nd row each. */
+BST_KERNEL(rms_norm_dweight, rms_norm_dweight_args, 1024, 1) {
+    BST_SHARED(float, sums, 32 * 33);
+    int lane = (int)bst_lane(), warp = (int)bst_thread() / 32;
+    int column = (int)bst_block() * 32 + lane;
+    float sum = 0;
+    bst_wait_for_previous();
+    if (column < HIDDEN) {
+        for (int64_t part = warp; part < a.parts; part += 32) sum += a.partial[part * HIDDEN + column];
+    }
+    sums[warp * 33 + lane] = sum;
+    bst_sync();
+    /* Each warp now adds up one column: lane l holds what warp l found there. */
+    sum = bst_warp_reduce(sums[lane * 33 + warp], 32, false);
+    column = (int)bst_block() * 32 + warp;
+    if (lane == 0 && column < HIDDEN) bst_store(a.dweight, column, &sum, W_TYPE, 1);
+}
+#endif

@@ -1,0 +1,117 @@
+/* rope.cu - rotary position embedding of q and k in one launch, and its transpose.
+ *
+ * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE, OUT_TYPE, TABLE_TYPE (codes of
+ * dtype.h); INTERLEAVED; BACKWARD; VEC elements of an access, a divisor of ROTARY / 2 and, where the rest of a head is
+ * copied, of DIM; SLOTS heads of a token turned side by side, EACH one after the other but loaded at once; TOKENS of a
+ * block; IN_PLACE: q and k are written where they were read.
+ *
+ * A thread takes two pieces of VEC elements, left and right, at the same place of several heads of one token: x1 and x2
+ * of VEC pairs, or two runs of whole pairs. Its cos and sin are read once and serve all these heads.
+ * Bytes: 2 * size for each element of q and k, and the tables once (batch rows that share them find them in the L2).
+ * measured: see bench/results */
+#include "pack.cuh"
+#include "rope_args.h"
+
+#define HEADS (Q_HEADS + K_HEADS)
+/* Pairs of neighbours too badly aligned to be read at once: their members are the two pieces. */
+#define SPLIT_PAIRS (INTERLEAVED && VEC == 1)
+#define TURNING     (ROTARY / 2 / VEC)
+#define PASSING     ((DIM - ROTARY + 2 * VEC - 1) / (2 * VEC))
+#define LANES       (TURNING + PASSING)
+
+BST_DEVICE int64_t start_of(rope_strides s, int64_t batch, int64_t position) {
+    return batch * s.batch + position * s.position;
+}
+
+/* The non-coherent read is for memory that nothing writes meanwhile. */
+BST_DEVICE bst_raw read_input(const void *base, int64_t index) {
+    if (IN_PLACE) return bst_read(bst_at(base, index, IN_TYPE), VEC * bst_type_size(IN_TYPE));
+    return bst_raw_once(base, index, IN_TYPE, VEC);
+}
+
+/* (u, v) becomes (u cu + v mu, v cv + u mv). */
+BST_DEVICE void turn(float *u, float *v, float cu, float mu, float cv, float mv) {
+    const float first = bst_fma(*u, cu, *v * mu);
+    *v = bst_fma(*v, cv, *u * mv);
+    *u = first;
+}
+
+BST_KERNEL(rope, rope_args, TOKENS * SLOTS * LANES, 1) {
+    const int lane = (int)bst_thread() % LANES, slot = (int)bst_thread() / LANES % SLOTS;
+    const uint32_t token = bst_block() * TOKENS + bst_thread() / (LANES * SLOTS);
+    if (token >= a.tokens) return;
+    const int64_t batch = token / a.positions, position = token % a.positions;
+    const bool turning = lane < TURNING;
+    int left, right; /* the columns of the two pieces */
+    if (turning) {
+        left = SPLIT_PAIRS ? 2 * lane : lane * VEC;
+        right = SPLIT_PAIRS ? left + 1 : left + ROTARY / 2;
+    } else {
+        left = ROTARY + (lane - TURNING) * VEC;
+        right = left + PASSING * VEC;
+    }
+    const bool has_right = turning || right < DIM;
+    const int64_t q_in = start_of(a.q_strides, batch, position), k_in = start_of(a.k_strides, batch, position);
+    const int64_t q_out = start_of(a.q_out_strides, batch, position),
+                  k_out = start_of(a.k_out_strides, batch, position);
+    float c_left[VEC], c_right[VEC], m_left[VEC], m_right[VEC];
+    bst_wait_for_previous();
+    if (turning) {
+        const int64_t c = batch * a.cos_batch + position * a.cos_position;
+        const int64_t s = batch * a.sin_batch + position * a.sin_position;
+        float s_left[VEC], s_right[VEC];
+        bst_load(c_left, a.cos, c + left, TABLE_TYPE, VEC);
+        bst_load(c_right, a.cos, c + right, TABLE_TYPE, VEC);
+        bst_load(s_left, a.sin, s + left, TABLE_TYPE, VEC);
+        bst_load(s_right, a.sin, s + right, TABLE_TYPE, VEC);
+        /* What the partner of each element is multiplied by: the first of a pair has -sin1, the second sin2; in the
+         * transpose they change places and signs. With whole pairs in each piece, the partner is a neighbour. */
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) {
+            const bool whole = INTERLEAVED && VEC > 1;
+            const int partner = whole ? j ^ 1 : j;
+            const float across_left = BACKWARD ? (whole ? s_left[partner] : s_right[j]) : s_left[j];
+            const float across_right = BACKWARD ? (whole ? s_right[partner] : s_left[j]) : s_right[j];
+            const bool left_first = !whole || j % 2 == 0, right_first = whole && j % 2 == 0;
+            m_left[j] = left_first == (BACKWARD != 0) ? across_left : -across_left;
+            m_right[j] = right_first == (BACKWARD != 0) ? across_right : -across_right;
+        }
+    }
+    for (int first = 0; first < HEADS; first += SLOTS * EACH) {
+        bst_raw raw_left[EACH], raw_right[EACH];
+        BST_UNROLL
+        for (int i = 0; i < EACH; i++) {
+            const int head = first + i * SLOTS + slot;
+            if (head >= HEADS) continue;
+            const bool is_q = head < Q_HEADS;
+            const void *in = is_q ? a.q : a.k;
+            const int64_t at = is_q ? q_in + head * a.q_strides.head : k_in + (head - Q_HEADS) * a.k_strides.head;
+            raw_left[i] = read_input(in, at + left);
+            if (has_right) raw_right[i] = read_input(in, at + right);
+        }
+        BST_UNROLL
+        for (int i = 0; i < EACH; i++) {
+            const int head = first + i * SLOTS + slot;
+            if (head >= HEADS) continue;
+            const bool is_q = head < Q_HEADS;
+            void *out = is_q ? a.q_out : a.k_out;
+            const int64_t at =
+                is_q ? q_out + head * a.q_out_strides.head : k_out + (head - Q_HEADS) * a.k_out_strides.head;
+            float x[VEC], y[VEC];
+            bst_unpack(x, raw_left[i], IN_TYPE, VEC);
+            if (has_right) bst_unpack(y, raw_right[i], IN_TYPE, VEC);
+            if (turning && INTERLEAVED && VEC > 1) {
+                BST_UNROLL
+                for (int j = 0; j + 1 < VEC; j += 2) {
+                    turn(&x[j], &x[j + 1], c_left[j], m_left[j], c_left[j + 1], m_left[j + 1]);
+                    turn(&y[j], &y[j + 1], c_right[j], m_right[j], c_right[j + 1], m_right[j + 1]);
+                }
+            } else if (turning) {
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) turn(&x[j], &y[j], c_left[j], m_left[j], c_right[j], m_right[j]);
+            }
+            bst_store_once(out, at + left, x, OUT_TYPE, VEC);
+            if (has_right) bst_store_once(out, at + right, y, OUT_TYPE, VEC);
+        }
+    }
+}

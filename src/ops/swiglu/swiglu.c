@@ -1,0 +1,169 @@
+/* swiglu.c - SwiGLU: checks, then the configuration, then the kernels of the tensors' device. */
+#include <assert.h>
+
+#include "cuda/cuda.h"
+#include "ops/swiglu/swiglu_args.h"
+#include "ops/swiglu/swiglu_cpu.h"
+
+static const char forward_op[] = "swiglu_forward", backward_op[] = "swiglu_backward";
+
+/* ---- checks ------------------------------------------------------------------------------------------------------ */
+
+/* A tensor and how its rows lie. */
+typedef struct operand {
+    const char *name;
+    bst_view view;
+    bst_rows rows;
+} operand;
+
+static bst_status check_first(const char *op, const char *name, const DLTensor *tensor, operand *out) {
+    out->name = name;
+    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, &out->view));
+    return bst__rows(op, name, &out->view, &out->rows);
+}
+
+/* One that matches a. */
+static bst_status check_like(const char *op, const char *name, const DLTensor *tensor, const operand *a, operand *out) {
+    BST_TRY(check_first(op, name, tensor, out));
+    BST_TRY(bst__need_same_shape(op, name, &out->view, a->name, &a->view));
+    BST_TRY(bst__need_dtype(op, name, &out->view, a->view.dtype, "the type of a"));
+    return bst__need_device(op, name, &out->view, &a->view, a->name);
+}
+
+/* A gradient may take the place of an input, element for element, but not lie across one. */
+static bst_status check_gradient(const char *name, const DLTensor *tensor, const operand *const inputs[3], operand *out,
+                                 bool *in_place) {
+    BST_TRY(check_like(backward_op, name, tensor, inputs[0], out));
+    for (int i = 0; i < 3; i++) {
+        if (bst__same_memory(&out->view, &inputs[i]->view))
+            *in_place = true;
+        else
+            BST_TRY(bst__need_apart(backward_op, name, &out->view, inputs[i]->name, &inputs[i]->view));
+    }
+    return BST_OK;
+}
+
+/* ---- configuration ----------------------------------------------------------------------------------------------- */
+
+enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP, IN_PLACE };
+#define MACROS(which) \
+    {"TYPE", "VEC", "THREADS", "EACH", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "DGATE", "DUP", "IN_PLACE", which, NULL}
+
+static const bst_kernel forward_kernel = {"swiglu.cu", "swiglu_forward", MACROS("FORWARD")};
+static const bst_kernel backward_kernel = {"swiglu.cu", "swiglu_backward", MACROS("BACKWARD")};
+
+/* Two accesses a thread to each of two or three tensors: 64 to 96 bytes under way, which at 2048 threads is several
+ * times what a multiprocessor's share of the bandwidth needs, and blocks short enough that the last ones do not
+ * straggle. */
+enum { ACCESSES = 2, MOST_THREADS = 128 };
+
+/* Everything that depends on the tensors' layout; `operands` ends with NULL. */
+static void shape(bst_launch *l, const operand *const operands[]) {
+    const operand *a = operands[0];
+    bool flat = true, one_stride = true;
+    int vec = 8;
+    for (int i = 0; operands[i]; i++) {
+        int allowed = bst__row_vector(&operands[i]->view, &operands[i]->rows);
+        if (allowed < vec) vec = allowed;
+        flat = flat && bst__rows_packed(&operands[i]->rows);
+        one_stride = one_stride && bst__rows_folded(&operands[i]->rows);
+    }
+    int64_t columns = flat ? a->view.count : a->rows.columns;
+    int threads = MOST_THREADS;
+    while (!flat && threads > 32 && (int64_t)threads / 2 * vec * ACCESSES >= columns) threads /= 2;
+    int64_t chunk = (int64_t)threads * vec * ACCESSES, chunks = (columns + chunk - 1) / chunk;
+    l->values[TYPE] = a->view.dtype;
+    l->values[VEC] = vec;
+    l->values[THREADS] = threads;
+    l->values[EACH] = ACCESSES;
+    l->values[FLAT] = flat;
+    l->values[COLUMNS] = flat ? 0 : columns;
+    l->values[CHUNKS] = flat ? 1 : chunks;
+    l->values[FOLDED] = one_stride;
+    l->grid_x = (unsigned)(flat ? chunks : chunks * a->rows.rows);
+    l->block = (unsigned)threads;
+}
+
+/* For the CPU: without gaps anywhere, all is one row. */
+static swiglu_matrix matrix(const operand *o, bool flat) {
+    int64_t count = o->view.count;
+    bst_rows one = {.rows = 1, .columns = count, .inner = 1, .inner_stride = count, .outer_stride = count};
+    return (swiglu_matrix){o->view.data, flat ? one : o->rows};
+}
+
+static bool packed(const operand *const operands[]) {
+    for (int i = 0; operands[i]; i++)
+        if (!bst__rows_packed(&operands[i]->rows)) return false;
+    return true;
+}
+
+/* ---- forward ----------------------------------------------------------------------------------------------------- */
+
+bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y) {
+    operand av, bv, yv;
+    BST_TRY(check_first(forward_op, "a", a, &av));
+    BST_TRY(check_like(forward_op, "b", b, &av, &bv));
+    BST_TRY(check_like(forward_op, "y", y, &av, &yv));
+    BST_TRY(bst__need_contiguous(forward_op, "y", &yv.view));
+    BST_TRY(bst__need_apart(forward_op, "y", &yv.view, "a", &av.view));
+    BST_TRY(bst__need_apart(forward_op, "y", &yv.view, "b", &bv.view));
+    if (!av.view.count) return BST_OK;
+    const operand *operands[] = {&av, &bv, &yv, NULL};
+    if (av.view.device.device_type == kDLCUDA) {
+        bst_launch l = {.kernel = &forward_kernel};
+        shape(&l, operands);
+        swiglu_forward_args args = {av.view.data,  bv.view.data,           yv.view.data,
+                                    av.view.count, bst__row_map(&av.rows), bst__row_map(&bv.rows)};
+        return bst__cuda_launch(exec, forward_op, av.view.device.device_id, &l, &args, sizeof args);
+    }
+    bool flat = packed(operands);
+    swiglu_cpu call = {av.view.dtype, .gate = matrix(&av, flat), .up = matrix(&bv, flat), .y = matrix(&yv, flat)};
+    bst__parallel_for(exec, av.view.count, bst__grain(1), BST_CPU_SELECT(bst__swiglu_forward_cpu), &call);
+    return BST_OK;
+}
+
+/* ---- backward ---------------------------------------------------------------------------------------------------- */
+
+static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const operand *a, const operand *b,
+                                const operand *da, const operand *db, bool in_place) {
+    const operand *operands[6] = {a, dy, b}; /* the rest NULL */
+    int count = 3;
+    if (da->view.data) operands[count++] = da;
+    if (db->view.data) operands[count++] = db;
+    bst_launch l = {.kernel = &backward_kernel};
+    shape(&l, operands);
+    l.values[DGATE] = da->view.data != NULL;
+    l.values[DUP] = db->view.data != NULL;
+    l.values[IN_PLACE] = in_place;
+    swiglu_backward_args args = {dy->view.data,           a->view.data,           b->view.data,
+                                 da->view.data,           db->view.data,          a->view.count,
+                                 bst__row_map(&dy->rows), bst__row_map(&a->rows), bst__row_map(&b->rows),
+                                 bst__row_map(&da->rows), bst__row_map(&db->rows)};
+    return bst__cuda_launch(exec, backward_op, a->view.device.device_id, &l, &args, sizeof args);
+}
+
+bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
+                               DLTensor *da, DLTensor *db) {
+    operand av, bv, dyv, dav = {0}, dbv = {0};
+    bool in_place = false;
+    BST_TRY(check_first(backward_op, "a", a, &av));
+    BST_TRY(check_like(backward_op, "b", b, &av, &bv));
+    BST_TRY(check_like(backward_op, "dy", dy, &av, &dyv));
+    const operand *inputs[] = {&av, &bv, &dyv};
+    if (da) BST_TRY(check_gradient("da", da, inputs, &dav, &in_place));
+    if (db) BST_TRY(check_gradient("db", db, inputs, &dbv, &in_place));
+    if (da && db) BST_TRY(bst__need_apart(backward_op, "da", &dav.view, "db", &dbv.view));
+    if (!av.view.count || (!da && !db)) return BST_OK;
+    if (av.view.device.device_type == kDLCUDA) return backward_cuda(exec, &dyv, &av, &bv, &dav, &dbv, in_place);
+    /* An absent gradient has no rows: it is left out of the question. */
+    const operand *operands[] = {&av, &bv, &dyv, da ? &dav : &av, db ? &dbv : &av, NULL};
+    bool flat = packed(operands);
+    swiglu_cpu call = {av.view.dtype,
+                       .gate = matrix(&av, flat),
+                       .up = matrix(&bv, flat),
+                       .dy = matrix(&dyv, flat),
+                       .dgate = matrix(&dav, flat),
+                       .dup = matrix(&dbv, flat)};
+    bst__parallel_for(exec, av.view.count, bst__grain(1), BST_CPU_SELECT(bst__swiglu_backward_cpu), &call);
+    return BST_OK;
+}

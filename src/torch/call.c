@@ -1,0 +1,236 @@
+/* call.c - see call.h. */
+#include "torch/call.h"
+
+#include <string.h>
+
+bst_torch_api bst__torch;
+
+/* ---- types and devices ------------------------------------------------------------------------------------------- */
+
+static int32_t torch_dtype(DLDataType type) {
+    if (type.code == kDLBfloat) return bst__torch.aoti_torch_dtype_bfloat16();
+    if (type.code == kDLInt) return bst__torch.aoti_torch_dtype_int64();
+    if (type.code == kDLUInt) return bst__torch.aoti_torch_dtype_uint8();
+    return type.bits == 16 ? bst__torch.aoti_torch_dtype_float16() : bst__torch.aoti_torch_dtype_float32();
+}
+
+static DLDataType dl_type(int32_t dtype) {
+    if (dtype == bst__torch.aoti_torch_dtype_float32()) return bst_type_f32;
+    if (dtype == bst__torch.aoti_torch_dtype_bfloat16()) return (DLDataType){kDLBfloat, 16, 1};
+    if (dtype == bst__torch.aoti_torch_dtype_float16()) return (DLDataType){kDLFloat, 16, 1};
+    if (dtype == bst__torch.aoti_torch_dtype_int64()) return (DLDataType){kDLInt, 64, 1};
+    return (DLDataType){kDLOpaqueHandle, 0, 1}; /* any other: the operator's check refuses it */
+}
+
+static DLDevice dl_device(int32_t type, int32_t index) {
+    bool cuda = type == bst__torch.aoti_torch_device_type_cuda();
+#ifdef BST_EMULATE
+    /* The emulated GPU works on host memory: PyTorch's CPU tensors are its device tensors. */
+    cuda = true;
+#endif
+    return cuda ? (DLDevice){kDLCUDA, index < 0 ? 0 : index} : (DLDevice){kDLCPU, 0};
+}
+
+/* ---- what the library may use of PyTorch ------------------------------------------------------------------------- */
+
+static bst_status torch_error(const char *doing) {
+    const char *what = bst__torch.torch_exception_get_what_without_backtrace
+                           ? bst__torch.torch_exception_get_what_without_backtrace()
+                           : NULL;
+    return bst__error(BST_HOST, "PyTorch failed while %s: %s", doing, what ? what : "(no message)");
+}
+
+static void *allocate(void *user, DLDevice device, size_t bytes) {
+    (void)device;
+    bst_call *call = user;
+    int64_t size = (int64_t)bytes, stride = 1;
+    if (call->workspaces == BST_CALL_WORKSPACES) return NULL;
+    bst_torch_tensor handle;
+    void *memory;
+    if (bst__torch.aoti_torch_empty_strided(1, &size, &stride, bst__torch.aoti_torch_dtype_uint8(), call->device_type,
+                                            call->device_index, &handle))
+        return NULL;
+    bst__torch.aoti_torch_get_data_ptr(handle, &memory);
+    call->workspace[call->workspaces].memory = memory;
+    call->workspace[call->workspaces++].handle = handle;
+    return memory;
+}
+
+static void release(void *user, DLDevice device, void *memory) {
+    (void)device;
+    bst_call *call = user;
+    for (int i = 0; i < call->workspaces; i++) {
+        if (call->workspace[i].memory != memory) continue;
+        bst__torch.aoti_torch_delete_tensor_object(call->workspace[i].handle);
+        call->workspace[i] = call->workspace[--call->workspaces];
+        return;
+    }
+}
+
+typedef struct range_body {
+    bst_body body;
+    void *context;
+} range_body;
+
+static void run_range(int64_t begin, int64_t end, void *context) {
+    const range_body *r = context;
+    r->body(r->context, begin, end);
+}
+
+static void parallel_for(void *user, int64_t count, int64_t grain, bst_body body, void *context) {
+    (void)user;
+    range_body r = {body, context};
+    bst__torch.torch_parallel_for(0, count, grain, run_range, &r);
+}
+
+/* A matrix of `rows` x `columns` in the caller's memory; transposed: stored the other way round. */
+static bool wrap(const void *data, int64_t rows, int64_t columns, int64_t leading, bool transposed, DLDataType type,
+                 bst_torch_tensor *out) {
+    int64_t size[] = {rows, columns}, stride[] = {transposed ? 1 : leading, transposed ? leading : 1};
+    return !bst__torch.aoti_torch_create_tensor_from_blob((void *)(uintptr_t)data, 2, size, stride, 0,
+                                                          torch_dtype(type), bst__torch.aoti_torch_device_type_cpu(),
+                                                          -1, out);
+}
+
+static bst_status gemm(void *user, const bst_gemm *g) {
+    (void)user;
+    if (g->input_type.code != g->output_type.code || g->input_type.bits != g->output_type.bits)
+        return bst__error(BST_UNSUPPORTED, "gemm: PyTorch's CPU product writes the type it reads");
+    bst_torch_tensor a, b, out;
+    if (!wrap(g->a, g->m, g->k, g->lda, g->a_transposed, g->input_type, &a)) return torch_error("wrapping a matrix");
+    if (!wrap(g->b, g->k, g->n, g->ldb, g->b_transposed, g->input_type, &b)) {
+        bst__torch.aoti_torch_delete_tensor_object(a);
+        return torch_error("wrapping a matrix");
+    }
+    if (!wrap(g->out, g->m, g->n, g->ldo, false, g->output_type, &out)) {
+        bst__torch.aoti_torch_delete_tensor_object(a);
+        bst__torch.aoti_torch_delete_tensor_object(b);
+        return torch_error("wrapping a matrix");
+    }
+    float alpha = g->device_alpha ? *g->device_alpha : g->alpha;
+    int32_t failed = bst__torch.aoti_torch_cpu_addmm_out(out, out, a, b, g->beta, alpha);
+    bst_status status = failed ? torch_error("multiplying matrices") : BST_OK;
+    bst__torch.aoti_torch_delete_tensor_object(a);
+    bst__torch.aoti_torch_delete_tensor_object(b);
+    bst__torch.aoti_torch_delete_tensor_object(out);
+    return status;
+}
+
+/* ---- the call ---------------------------------------------------------------------------------------------------- */
+
+void bst__call_begin(bst_call *call) {
+    call->exec =
+        (bst_exec){.user = call, .allocate = allocate, .release = release, .parallel_for = parallel_for, .gemm = gemm};
+    call->status = BST_OK;
+    call->tensors = call->workspaces = 0;
+}
+
+/* Takes a handle over, and describes it. */
+static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
+    int slot = call->tensors++;
+    call->handle[slot] = handle;
+    DLTensor *t = &call->tensor[slot];
+    int64_t dims;
+    int32_t dtype, type, index;
+    bst__torch.aoti_torch_get_dim(handle, &dims);
+    bst__torch.aoti_torch_get_sizes(handle, &t->shape);
+    bst__torch.aoti_torch_get_strides(handle, &t->strides);
+    bst__torch.aoti_torch_get_data_ptr(handle, &t->data);
+    bst__torch.aoti_torch_get_dtype(handle, &dtype);
+    bst__torch.aoti_torch_get_device_type(handle, &type);
+    bst__torch.aoti_torch_get_device_index(handle, &index);
+    t->ndim = (int32_t)dims;
+    t->dtype = dl_type(dtype);
+    t->device = dl_device(type, index);
+    t->byte_offset = 0;
+    if (slot == 0) {
+        call->device_type = type;
+        call->device_index = index;
+        if (t->device.device_type == kDLCUDA && bst__torch.aoti_torch_get_current_cuda_stream)
+            bst__torch.aoti_torch_get_current_cuda_stream(index, &call->exec.stream);
+    }
+    return t;
+}
+
+DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value) {
+    return adopt(call, (bst_torch_tensor)(uintptr_t)value);
+}
+
+DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
+    bst_torch_value *boxed = (bst_torch_value *)(uintptr_t)value;
+    if (!boxed) return NULL;
+    bst_torch_value inner = *boxed;
+    if (bst__torch.torch_delete_stable_ivalue)
+        bst__torch.torch_delete_stable_ivalue(boxed);
+    else
+        bst__torch.operator_delete(boxed);
+    return bst__call_tensor(call, inner);
+}
+
+static DLTensor *rows_of(bst_call *call, DLTensor *tensor) {
+    bst_view view;
+    bst_rows rows;
+    if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
+    if (view.dims == 0 || bst__rows("", "", &view, &rows) == BST_OK) return tensor;
+    bst_torch_tensor source = call->handle[tensor - call->tensor];
+    DLTensor *copy = bst__call_empty(call, tensor->ndim, tensor->shape, NULL, tensor->dtype);
+    if (copy && bst__torch.aoti_torch_copy_(call->handle[copy - call->tensor], source, 0))
+        call->status = torch_error("making a tensor contiguous");
+    return copy;
+}
+
+DLTensor *bst__call_rows(bst_call *call, bst_torch_value value) { return rows_of(call, bst__call_tensor(call, value)); }
+
+DLTensor *bst__call_optional_rows(bst_call *call, bst_torch_value value) {
+    return rows_of(call, bst__call_optional(call, value));
+}
+
+double bst__call_double(bst_torch_value value) {
+    double result;
+    memcpy(&result, &value, sizeof result);
+    return result;
+}
+
+DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype) {
+    if (call->status != BST_OK) return NULL;
+    if (call->tensors == BST_CALL_TENSORS) {
+        call->status = bst__error(BST_HOST, "an operator has more than %d tensors", BST_CALL_TENSORS);
+        return NULL;
+    }
+    int64_t packed[64], step = 1;
+    for (int i = dims - 1; i >= 0 && dims <= 64; i--) {
+        packed[i] = step;
+        step *= sizes[i] > 1 ? sizes[i] : 1;
+    }
+    bst_torch_tensor handle;
+    if (bst__torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : packed, torch_dtype(dtype),
+                                            call->device_type, call->device_index, &handle)) {
+        call->status = torch_error("allocating an output");
+        return NULL;
+    }
+    return adopt(call, handle);
+}
+
+DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model) {
+    return model ? bst__call_empty(call, model->ndim, model->shape, NULL, model->dtype) : NULL;
+}
+
+void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result) {
+    static const int64_t none = 0;
+    for (int r = 0; r < results && call->status == BST_OK; r++) {
+        DLTensor *t = result[r] ? result[r] : bst__call_empty(call, 1, &none, NULL, bst_type_f32);
+        if (!t) break;
+        bst_torch_tensor *slot = &call->handle[t - call->tensor];
+        stack[r] = (bst_torch_value)(uintptr_t)*slot;
+        *slot = NULL;
+    }
+    for (int i = 0; i < call->workspaces; i++) bst__torch.aoti_torch_delete_tensor_object(call->workspace[i].handle);
+    for (int i = 0; i < call->tensors; i++)
+        if (call->handle[i]) bst__torch.aoti_torch_delete_tensor_object(call->handle[i]);
+    if (call->status == BST_OK) return;
+    char message[1100];
+    message[0] = 0;
+    strncat(message, "bastile: ", sizeof message - 1);
+    strncat(message, bst_last_error(), sizeof message - strlen(message) - 1);
+    bst__torch.aoti_torch_check(false, __func__, __FILE__, __LINE__, message);
+}

@@ -1,0 +1,50 @@
+/* call.h - one call of a PyTorch operator: its tensors as DLTensors, its outputs, its workspace, its end.
+ *
+ * A kernel begins a call, takes its arguments, allocates its outputs, calls the C API and ends the call. Everything
+ * taken is owned by the call; the end frees it, and either hands the outputs to PyTorch or throws the error. The first
+ * failure is remembered, and what follows it does nothing, so that kernels need no checks between. */
+#ifndef BST_TORCH_CALL_H
+#define BST_TORCH_CALL_H
+
+#include "core/core.h"
+#include "torch/torch_api.h"
+
+enum { BST_CALL_TENSORS = 24, BST_CALL_WORKSPACES = 12 };
+
+typedef struct bst_call {
+    bst_exec exec;
+    bst_status status;
+    int32_t device_type, device_index; /* PyTorch's numbers, of the first tensor */
+    int tensors, workspaces;
+    bst_torch_tensor handle[BST_CALL_TENSORS];
+    DLTensor tensor[BST_CALL_TENSORS];
+    struct {
+        void *memory;
+        bst_torch_tensor handle;
+    } workspace[BST_CALL_WORKSPACES];
+} bst_call;
+
+/* An operator function: its name and schema, such as "rms_norm_forward" and "(Tensor x) -> Tensor". */
+typedef struct bst_torch_function {
+    const char *name, *schema;
+    bst_torch_kernel kernel;
+} bst_torch_function;
+
+void bst__call_begin(bst_call *call);
+/* An argument. NULL after a failure, and for None. */
+DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value);
+DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
+/* The same for an operator that needs rows: where the tensor's strides do not fold into rows, a contiguous copy. */
+DLTensor *bst__call_rows(bst_call *call, bst_torch_value value);
+DLTensor *bst__call_optional_rows(bst_call *call, bst_torch_value value);
+double bst__call_double(bst_torch_value value);
+/* A new tensor, contiguous or with the given strides, on the call's device. NULL after a failure. */
+DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype);
+DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model);
+/* Ends the call: results in order, each from the functions above (an input may be a result too); NULL: a tensor of no
+ * elements, which stands for None. Returns only if the call succeeded. */
+void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
+
+static const DLDataType bst_type_f32 = {kDLFloat, 32, 1};
+
+#endif

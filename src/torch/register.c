@@ -1,0 +1,68 @@
+/* register.c - the operators of ops.def as PyTorch operators in the namespace `bastile`, for CPU and CUDA tensors. */
+#include <dlfcn.h>
+#include <stdio.h>
+
+#include "torch/call.h"
+
+#define BST_OP(name) extern const bst_torch_function bst__##name##_torch[];
+#include "ops.def"
+#undef BST_OP
+
+static const bst_torch_function *const tables[] = {
+#define BST_OP(name) bst__##name##_torch,
+#include "ops.def"
+#undef BST_OP
+};
+
+static bst_status look_up(void *library, const char *path) {
+#define LOOK_UP(type, name, arguments) *(void **)&bst__torch.name = dlsym(library, #name);
+    BST_TORCH_FUNCTIONS(LOOK_UP)
+    BST_TORCH_OPTIONAL_FUNCTIONS(LOOK_UP)
+#undef LOOK_UP
+    *(void **)&bst__torch.operator_delete = dlsym(RTLD_DEFAULT, "_ZdlPv");
+    if (!bst__torch.operator_delete) *(void **)&bst__torch.operator_delete = dlsym(library, "_ZdlPv");
+#define CHECK(type, name, arguments)                                                                              \
+    if (!bst__torch.name)                                                                                         \
+        return bst__error(BST_UNSUPPORTED, "torch: %s has no function %s; PyTorch 2.10 or newer is needed", path, \
+                          #name);
+    BST_TORCH_FUNCTIONS(CHECK)
+#undef CHECK
+    return BST_OK;
+}
+
+/* CUDA functions live in a library of their own, which a CPU build lacks. */
+static void look_up_cuda(const char *folder) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/libtorch_cuda.so", folder);
+    void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL | RTLD_NOLOAD);
+    if (library && !bst__torch.aoti_torch_get_current_cuda_stream)
+        *(void **)&bst__torch.aoti_torch_get_current_cuda_stream = dlsym(library, "aoti_torch_get_current_cuda_stream");
+}
+
+bst_status bst_torch_register(const char *folder) {
+    static bool registered;
+    if (registered) return BST_OK;
+    char path[4096];
+    snprintf(path, sizeof path, "%s/libtorch_cpu.so", folder);
+    void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
+    if (!library) return bst__error(BST_HOST, "torch: %s", dlerror());
+    BST_TRY(look_up(library, path));
+    look_up_cuda(folder);
+    bst_torch_library fragment, cpu, cuda;
+    if (bst__torch.aoti_torch_library_init_fragment("bastile", __FILE__, __LINE__, &fragment) ||
+        bst__torch.aoti_torch_library_init_impl("bastile", "CPU", __FILE__, __LINE__, &cpu) ||
+        bst__torch.aoti_torch_library_init_impl("bastile", "CUDA", __FILE__, __LINE__, &cuda))
+        return bst__error(BST_HOST, "torch: the operator namespace 'bastile' could not be opened");
+    for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
+        for (const bst_torch_function *f = tables[t]; f->name; f++) {
+            char schema[1024];
+            snprintf(schema, sizeof schema, "%s%s", f->name, f->schema);
+            if (bst__torch.aoti_torch_library_def(fragment, schema) ||
+                bst__torch.aoti_torch_library_impl(cpu, f->name, f->kernel) ||
+                bst__torch.aoti_torch_library_impl(cuda, f->name, f->kernel))
+                return bst__error(BST_HOST, "torch: the operator bastile::%s could not be registered", f->name);
+        }
+    }
+    registered = true;
+    return BST_OK;
+}

@@ -1,0 +1,96 @@
+/* chips.h - compiling an operator's kernels for every supported chip, without a GPU.
+ *
+ * A test describes its calls with tensors that have shapes but no real memory; in compile-only mode the operator makes
+ * its checks, chooses its configuration for that chip and compiles, and nothing runs. Register spills fail the test. */
+#ifndef BST_TEST_CHIPS_H
+#define BST_TEST_CHIPS_H
+
+#include "cuda/cuda.h"
+#include "test.h"
+
+static const int bst_chips[] = {80, 86, 89, 90, 100, 120};
+static const DLDataType bst_test_types[] = {{kDLFloat, 32, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 16, 1}};
+static const DLDataType bst_test_i64 = {kDLInt, 64, 1};
+
+/* A tensor on the device with an address that is aligned as PyTorch's are, and never used. */
+typedef struct bst_shape {
+    DLTensor tensor;
+    int64_t size[4], stride[4];
+} bst_shape;
+
+static inline DLTensor *bst_device_tensor(bst_shape *s, DLDataType type, int dims, const int64_t *size) {
+    static uintptr_t address = (uintptr_t)1 << 40;
+    int64_t step = 1;
+    for (int i = dims - 1; i >= 0; i--) {
+        s->size[i] = size[i];
+        s->stride[i] = step;
+        step *= size[i];
+    }
+    /* Rows that are not a multiple of 16 bytes still begin at an aligned address. */
+    s->tensor = (DLTensor){.data = (void *)address,
+                           .device = {kDLCUDA, 0},
+                           .ndim = dims,
+                           .dtype = type,
+                           .shape = s->size,
+                           .strides = s->stride};
+    address += ((uintptr_t)(step * type.bits / 8) + 511) / 256 * 256;
+    return &s->tensor;
+}
+
+static inline void *bst_fake_allocate(void *user, DLDevice device, size_t bytes) {
+    (void)user, (void)device, (void)bytes;
+    return (void *)((uintptr_t)1 << 44);
+}
+
+static inline bst_status bst_fake_gemm(void *user, const bst_gemm *problem) {
+    (void)user, (void)problem;
+    return BST_OK;
+}
+
+static const bst_exec bst_fake_exec = {.allocate = bst_fake_allocate, .gemm = bst_fake_gemm};
+
+typedef struct bst_compiled {
+    int arch, kernels, spilled, most_registers;
+} bst_compiled;
+
+static inline void bst_report_kernel(void *context, const bst_launch *launch, const char *options, const char *log) {
+    bst_compiled *c = context;
+    c->kernels++;
+    for (const char *at = log; (at = strstr(at, "bytes spill stores")); at++) {
+        const char *number = at - 1;
+        while (number > log && number[-1] >= '0' && number[-1] <= '9') number--;
+        if (atoi(number) > 0) {
+            c->spilled++;
+            FAILED("%s spills registers on sm_%d\n  options: %s\n  %s", launch->kernel->entry, c->arch, options, log);
+        }
+    }
+    const char *used = strstr(log, "Used ");
+    if (used && atoi(used + 5) > c->most_registers) c->most_registers = atoi(used + 5);
+    if (!used) FAILED("%s on sm_%d: no register count in the report \"%s\"", launch->kernel->entry, c->arch, log);
+}
+
+/* Runs `calls` in compile-only mode for each chip. BASTILE_NVRTC_FOLDER says where NVRTC is, where the loader does not.
+ */
+static inline void bst_for_every_chip(const char *op, void (*calls)(void)) {
+    if (getenv("BASTILE_NVRTC_FOLDER")) bst_add_library_path(getenv("BASTILE_NVRTC_FOLDER"));
+    for (size_t i = 0; i < sizeof bst_chips / sizeof *bst_chips; i++) {
+        bst_compiled compiled = {.arch = bst_chips[i]};
+        bst_compile_only collector = {bst_chips[i], bst_report_kernel, &compiled};
+        bst__cuda_compile_only(&collector);
+        calls();
+        bst__cuda_compile_only(NULL);
+        CHECK(compiled.kernels > 0);
+        printf("     %s: sm_%d, %d kernels, at most %d registers, %d spilled\n", op, bst_chips[i], compiled.kernels,
+               compiled.most_registers, compiled.spilled);
+    }
+}
+
+/* A call that must succeed. */
+#define CHECK_OK(call)                                                                                \
+    do {                                                                                              \
+        bst_test_checks++;                                                                            \
+        bst_status status = (call);                                                                   \
+        if (status != BST_OK) FAILED("%s: %s: %s", #call, bst_status_name(status), bst_last_error()); \
+    } while (0)
+
+#endif

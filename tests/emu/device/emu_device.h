@@ -1,0 +1,51 @@
+/* emu_device.h - the seam between a kernel compiled for the CPU and the emulator that runs it.
+ *
+ * The kernel's shared object defines `emu_current`, which the emulator points at its one emu_runtime, and one
+ * emu_kernel per BST_KERNEL. The emulator keeps the coordinates those of the thread it runs. `where` is "file:line" of
+ * the call. */
+#ifndef EMU_DEVICE_H
+#define EMU_DEVICE_H
+
+/* What memory an access may go to. */
+enum { EMU_ANY, EMU_GLOBAL, EMU_SHARED };
+/* What the lanes of a warp meet for. */
+enum { EMU_SYNC_WARP, EMU_SHUFFLE_XOR, EMU_SHUFFLE };
+
+typedef struct emu_runtime {
+    unsigned thread, threads, block_x, block_y, blocks_x, blocks_y, cluster_rank, cluster_blocks;
+    unsigned char *dynamic_shared;
+
+    /* The static array whose declaration is identified by the address `site`. */
+    void *(*shared)(const void *site, unsigned long bytes, const char *where);
+    /* Checks an access of 2, 4, 8 or 16 bytes, and now and then lets another thread run first. */
+    void (*access)(const char *name, const void *p, int bytes, int space, const char *where);
+    void (*waited_for_previous)(void);
+
+    void (*sync)(const char *where);
+    unsigned (*warp)(int kind, unsigned value, int operand, const char *where);
+
+    void (*copy_async16)(void *to, const void *from, int valid, const char *where);
+    void (*copy_commit)(void);
+    void (*copy_wait)(unsigned newest);
+
+    void (*barrier_init)(void *barrier, unsigned arrivals, const char *where);
+    void (*barrier_arrive)(void *barrier, unsigned expected_bytes, const char *where);
+    void (*barrier_wait)(void *barrier, unsigned parity, const char *where);
+
+    void (*bulk_read)(void *to, const void *from, unsigned bytes, void *barrier, const char *where);
+    void (*bulk_write)(void *to, const void *from, unsigned bytes, const char *where);
+    void (*bulk_commit)(void);
+    void (*bulk_wait)(unsigned newest, int read_only);
+
+    void (*cluster_arrive)(const char *where);
+    void (*cluster_wait)(const char *where);
+    void (*cluster_write)(float *shared, unsigned rank, float v, const char *where);
+} emu_runtime;
+
+typedef struct emu_kernel {
+    void (*run)(const void *arguments);
+    unsigned long argument_bytes;
+    unsigned threads; /* the most a block may have */
+} emu_kernel;
+
+#endif

@@ -1,0 +1,16 @@
+#!/bin/sh
+# The operators' Python tests with their CUDA kernels on the emulated GPU: as Hopper, and as a chip without clusters.
+#     run.sh <build folder> <python> <jobs>
+set -eu
+build=$(cd "$1" && pwd)
+python=$2
+jobs=$3
+here=$(cd "$(dirname "$0")/../.." && pwd)
+export BASTILE_LIBRARY="$build/libbastile.so" BASTILE_EMULATED=1 PYTHONPATH="$here/python"
+export BASTILE_EMU_CACHE="$build/kernels" LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so.6)"
+# libstdc++ early: AddressSanitizer looks for its __cxa_throw when it starts. Python itself is not free of leaks, and PyTorch's allocator aligns for itself.
+export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+for arch in 90 80; do
+    echo "emulated sm_$arch"
+    BASTILE_EMU_ARCH=$arch "$python" -m pytest "$here/tests/py" -m operator -n "$jobs"
+done

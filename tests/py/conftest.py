@@ -1,0 +1,102 @@
+"""What the Python tests share: a tiny Qwen3 with random weights, a batch, and a process left as it was found."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import bastile
+from bastile.models import causal_lm, layers
+
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(autouse=True)
+def stock_after_each_test() -> Iterator[None]:
+    yield
+    bastile.reset()
+    assert bastile.get_patched_ops() == []
+
+
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Qwen3ForCausalLM:
+    """Two layers, grouped-query attention, a vocabulary that is no round number."""
+    config: dict[str, Any] = {
+        "vocab_size": 101,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,  # so that no activation is small against epsilon or the rounding of its neighbours
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**config, **changes})).to(dtype)
+    with torch.no_grad():  # the weights of norms are not all ones after training
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.train()
+
+
+def tiny_batch(model: Qwen3ForCausalLM, rows: int = 2, columns: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Left-padded rows of unequal length; labels ignore the padding and a few tokens more."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, model.config.vocab_size, (rows, columns), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(1, rows):
+        mask[row, : min(row, columns - 2)] = 0
+    ids = ids.where(mask.bool(), 0)
+    labels = ids.where(mask.bool(), -100)
+    labels[:, columns // 2] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of every gradient, which is then cleared."""
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same_up_to_rounding(got: torch.Tensor, want: torch.Tensor, model: Qwen3ForCausalLM, what: str) -> None:
+    """Two float32 programs for one formula. A value's path through the model, there and back, takes about 40 roundings
+    a layer, of products summed over at most `longest` terms; errors of a sum of n terms grow as sqrt(n). The scale is
+    the largest element, since each element sums terms of that size."""
+    config = model.config
+    longest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
+    roundings = 40 * (config.num_hidden_layers + 1)
+    tolerance = EPS * roundings * longest**0.5
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), what
+    scale = max(want.abs().max().item(), 1e-30)
+    error = (got - want).abs().max().item() / scale
+    assert error <= tolerance, f"{what}: differs by {error:.1e} of its largest element, allowed {tolerance:.1e}"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts the calls of each operator that models make. To be asked for before anything is patched."""
+    counts: dict[str, int] = {}
+
+    def counted(module: Any, name: str) -> None:
+        operator: Callable[..., Any] = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return operator(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    for name in ("rms_norm", "swiglu", "rope"):
+        counted(layers, name)
+    counted(causal_lm, "fused_linear_cross_entropy")
+    return counts

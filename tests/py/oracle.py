@@ -1,0 +1,125 @@
+"""How operators are judged: against float64, no worse than the code they replace.
+
+Both our result and stock's are compared with the same expression in float64 on the same (rounded) inputs. The yardstick
+is the root mean square error over the tensor; and no single element may be further off than twice stock's worst and a
+two units in the last place (a maximum over few elements is a matter of luck).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from hypothesis import HealthCheck, settings
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+#: The emulated GPU runs kernels thread by thread: these suites then keep to small shapes and few examples.
+EMULATED = os.environ.get("BASTILE_EMULATED") == "1"
+
+few_examples = settings(
+    max_examples=int(os.environ.get("BASTILE_EXAMPLES", "8" if EMULATED else "40")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
+
+
+def devices() -> list[str]:
+    """The devices to test on: CPU (or the emulated GPU in its place), and CUDA where there is one."""
+    return ["cpu", "cuda"] if torch.cuda.is_available() and not EMULATED else ["cpu"]
+
+
+_generators: dict[str, torch.Generator] = {}
+
+
+def random_tensor(shape, dtype, device, *, scale: float = 1.0, offset: float = 0.0) -> torch.Tensor:
+    """Normal numbers, made on the CPU from a generator of our own so that every device sees the same."""
+    generator = _generators.setdefault("cpu", torch.Generator().manual_seed(20261120))
+    return (torch.randn(shape, generator=generator) * scale + offset).to(dtype).to(device)
+
+
+@dataclass
+class Case:
+    """One comparison: three versions of a function of the same inputs."""
+
+    ours: Callable
+    stock: Callable
+    exact: Callable
+    inputs: dict[str, torch.Tensor]
+    #: Inputs that take part but have no gradient (targets, rotary tables).
+    constants: dict[str, torch.Tensor] | None = None
+    #: Where an output or gradient is a small difference of large terms: the terms' size. float32 cannot resolve less.
+    terms: dict[str, float] = field(default_factory=dict)
+    #: Roundings to the output's type that an operator documents beyond the last one (sums over chunks).
+    extra_roundings: dict[str, int] = field(default_factory=dict)
+    #: The gradient of a scalar output; None: a random number.
+    upstream: float | None = None
+    #: The upstream gradient of every output, where it is not to be drawn at random.
+    upstream: float | None = None
+
+
+def _run(function: Callable, case: Case, dtype: torch.dtype | None, upstream: list[torch.Tensor] | None):
+    """Outputs and gradients, by name; `upstream` is drawn at the first run and then shared."""
+    leaves = {}
+    for name, tensor in case.inputs.items():
+        # Strides are part of the case: a leaf of the same layout.
+        leaf = tensor.detach() if dtype is None else tensor.detach().to(dtype)
+        leaves[name] = leaf.requires_grad_() if dtype is None else leaf.clone().requires_grad_()
+    constants = {
+        name: t.to(dtype) if dtype is not None and t.is_floating_point() else t
+        for name, t in (case.constants or {}).items()
+    }
+    outputs = function(*leaves.values(), *constants.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    if upstream is None:
+        drawn = case.upstream is None
+        upstream = [random_tensor(o.shape, o.dtype, o.device) if drawn else torch.full_like(o, case.upstream) for o in outputs]
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
+    named = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
+    named |= {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
+    return named, upstream
+
+
+def _rms(t: torch.Tensor) -> float:
+    return t.double().square().mean().sqrt().item() if t.numel() else 0.0
+
+
+def assert_no_worse(case: Case) -> None:
+    """Every output and gradient of ours is at least as close to float64 as stock's, in the same type."""
+    ours, upstream = _run(case.ours, case, None, None)
+    stock, _ = _run(case.stock, case, None, upstream)
+    exact, _ = _run(case.exact, case, torch.float64, upstream)
+    for name, want in exact.items():
+        got, other = ours[name], stock[name]
+        assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        assert got.dtype == other.dtype, f"{name}: {got.dtype}, stock gives {other.dtype}"
+        if not want.numel():
+            continue
+        error, allowed = _rms(got.double() - want), _rms(other.double() - want)
+        # A rounding error is uniform within half a unit in the last place; the root mean square of n of them scatters by
+        # 0.45/sqrt(n) of itself. Four standard deviations, of the difference to stock's and of the rounding alone, keep
+        # luck out of a few thousand comparisons; at n = 10,000 that is 2.5 %.
+        unit, n = torch.finfo(got.dtype).eps / 2, want.numel()
+        rounding = max(unit / 3**0.5, 4 * torch.finfo(torch.float32).eps) * min(1 + 1.8 / n**0.5, 3**0.5)
+        floor = _rms(want) * rounding + torch.finfo(got.dtype).smallest_normal * unit
+        floor += 4 * torch.finfo(torch.float32).eps * case.terms.get(name, 0.0)
+        # Independent errors add up by their squares.
+        extra = case.extra_roundings.get(name, 0) ** 0.5 * _rms(want) * unit / 3**0.5 * (1 + 2.5 / n**0.5)
+        bound = max(allowed * (1 + 2.5 / n**0.5), floor)
+        assert error <= (bound**2 + extra**2) ** 0.5, (
+            f"{name}: error {error:.3g} against float64, stock's is {allowed:.3g}, rounding alone {floor:.3g}"
+        )
+        worst, stock_worst = (got.double() - want).abs().max().item(), (other.double() - want).abs().max().item()
+        bound = 2 * stock_worst + 4 * unit * want.abs().max().item() + floor
+        assert worst <= bound, f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
+
+
+def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Equal to the last bit, NaN included."""
+    assert a.dtype == b.dtype
+    assert a.shape == b.shape
+    view = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    assert torch.equal(a.contiguous().view(view), b.contiguous().view(view)), "the bits differ"

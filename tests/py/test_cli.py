@@ -1,0 +1,144 @@
+"""The bastile command, run as its users run it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+from bastile.cli import data
+from bastile.cli.report import compared
+from bastile.cli.train import _batches
+from conftest import tiny_model
+
+TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]
+PATCHES = ["rms_norm_qwen3", "swiglu_qwen3", "rope_qwen3", "fused_linear_cross_entropy_qwen3"]
+
+
+def command(*arguments: object, status: int = 0) -> str:
+    """What it printed; both streams."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bastile", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(Path(json.__file__).read_text() + Path(subprocess.__file__).read_text(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer: Tokenizer = data.train_tokenizer(text.read_text(), 300)
+    tiny_model(vocab_size=300).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+def test_demo_trains_twice_and_reports(tmp_path: Path, text: Path) -> None:
+    printed = command("demo", "--text", text, "--vocabulary", 300, "--out", tmp_path, *TRAINING)
+    result = json.loads((tmp_path / "result.json").read_text())
+    stock, patched = result["runs"]
+    assert (stock["name"], stock["patched"]) == ("stock", [])
+    assert (patched["name"], patched["patched"]) == ("bastile", PATCHES)
+    for run in (stock, patched):
+        assert len(run["losses"]) == 4
+        assert run["losses"][-1] < run["losses"][0]
+        assert run["tokens_per_second"] == pytest.approx(3 * 2 * 32 / run["timed_seconds"])
+        assert 0 < run["memory_before_training"] < run["peak_memory"] < 4 * 2**30
+    # Three steps of a small learning rate part two float32 programs by no more than rounding: of the loss, 4 digits.
+    assert result["comparison"]["largest_loss_difference"] < 1e-4 * stock["losses"][0]
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for shown in ("Stock Transformers", "Bastile", "tokens/s", "peak memory", f"{stock['losses'][-1]:.4f}", *PATCHES):
+        assert shown in printed
+
+
+def test_finetune_trains_checkpointed_and_saves(tmp_path: Path, text: Path, saved_model: Path) -> None:
+    arguments = ["--model", saved_model, "--data", text, "--no-baseline", "--gradient-checkpointing", "--lr", "1e-3"]
+    command("finetune", *arguments, *TRAINING, "--save", tmp_path / "saved", "--out", tmp_path)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [run["name"] for run in result["runs"]] == ["bastile"]
+    assert result["comparison"] == {}
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (saved_model, tmp_path / "saved"))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("import json")
+
+
+def test_mistakes_are_told_with_their_remedy(
+    tmp_path: Path, text: Path, saved_model: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from bastile.cli import main
+
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe\x00")
+    llama = tmp_path / "llama"
+    LlamaConfig().save_pretrained(llama)
+    good = ["finetune", "--model", saved_model, "--data", text, "--out", tmp_path, "--device", "cpu"]
+    for change, told in (
+        (["--data", tmp_path / "none.txt"], "none.txt cannot be read (No such file or directory); give the path"),
+        (["--data", binary], "not text in UTF-8 (byte 0); convert it first"),
+        (["--model", tmp_path], "no config and tokenizer found there"),
+        (["--model", llama], "is of the type llama; supported are: qwen3"),
+        (["--sequence", "10000000"], "give a longer text, or a smaller --batch or --sequence"),
+        (["--steps", "1"], "--steps must be at least 2"),
+        (["--device", "toaster"], "give cpu, cuda or cuda:N"),
+        (["--device", "meta"], "give cpu, cuda or cuda:N"),
+    ):
+        assert main([str(argument) for argument in (*good, *change)]) == 2
+        assert told in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        assert main([str(argument) for argument in (*good, "--device", "cuda")]) == 2
+        assert "sees no CUDA device; leave --device out" in capsys.readouterr().err
+    assert main(["demo", "--text", str(text), "--vocabulary", "10", "--out", str(tmp_path), "--device", "cpu"]) == 2
+    assert "--vocabulary must be at least 256" in capsys.readouterr().err
+
+
+def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path, text: Path, saved_model: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    for file in saved_model.iterdir():
+        (tmp_path / "broken" / file.name).write_bytes(b"" if file.suffix == ".safetensors" else file.read_bytes())
+    arguments = ["--model", tmp_path / "broken", "--data", text, "--out", tmp_path, "--no-baseline"]
+    printed = command("finetune", *arguments, *TRAINING, status=1)
+    assert f"its whole output is in {tmp_path / 'bastile.log'}" in printed
+    assert "Error" in printed
+
+
+def test_the_order_of_the_data_depends_on_the_seed_alone() -> None:
+    tokens = torch.arange(1003)
+    plan = {"sequence": 10, "batch": 7, "seed": 3}
+    first, second = _batches(tokens, plan), _batches(tokens, plan)
+    seen = []
+    for _ in range(14):
+        batch = next(first)
+        assert torch.equal(batch, next(second))
+        assert batch.shape == (7, 10)
+        seen.append(batch)
+    assert len(torch.cat(seen).unique()) == 980  # no text twice before all but the incomplete batch has been seen
+    assert not torch.equal(seen[0], next(_batches(tokens, {**plan, "seed": 4})))
+
+
+def test_a_nan_loss_is_the_largest_difference() -> None:
+    run = {"losses": [1.0, float("nan"), 1.0], "tokens_per_second": 1.0, "peak_memory": 1}
+    found = compared([{**run, "losses": [1.0, 1.0, 1.5]}, run])
+    assert found["largest_loss_difference"] == float("inf")
+    assert found["at_step"] == 2
+
+
+def test_the_standard_library_is_enough_text() -> None:
+    text = data.standard_library_text()
+    assert len(text) >= 4_000_000
+    assert text == data.standard_library_text()

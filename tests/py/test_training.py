@@ -1,0 +1,221 @@
+"""Whole training runs: stock Transformers and Bastile from the same weights, on the same data."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import distributed
+from transformers import EvalPrediction, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+import bastile
+from conftest import tiny_batch, tiny_model
+
+STEPS = 200
+
+
+def data(steps: int = STEPS) -> list[torch.Tensor]:
+    """Text with something to learn: each token follows from the one before it, but for one in eight."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(steps):
+        ids = torch.randint(0, 101, (4, 1), generator=generator)
+        columns = [ids[:, 0]]
+        for _ in range(31):
+            random = torch.randint(0, 101, (4,), generator=generator)
+            columns.append(torch.where(random % 8 == 0, random, (columns[-1] * 7 + 3) % 101))
+        batches.append(torch.stack(columns, 1))
+    return batches
+
+
+def losses(model: Qwen3ForCausalLM, steps: int = STEPS) -> torch.Tensor:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for ids in data(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found).double()
+
+
+def reordered(model: Qwen3ForCausalLM, seed: int) -> Qwen3ForCausalLM:
+    """The same function with its hidden and its intermediate units in another order, so that every sum over them is
+    taken in another order."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randperm(model.config.hidden_size, generator=generator)
+    inner = torch.randperm(model.config.intermediate_size, generator=generator)
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            # Which of a weight's two dimensions are hidden units, which intermediate units.
+            if any(part in name for part in ("embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj")):
+                weight.copy_(weight[:, hidden])
+            elif "o_proj" in name or "layernorm" in name or name == "model.norm.weight":
+                weight.copy_(weight[hidden])
+            elif "gate_proj" in name or "up_proj" in name:
+                weight.copy_(weight[inner][:, hidden])
+            elif "down_proj" in name:
+                weight.copy_(weight[hidden][:, inner])
+            else:
+                assert "q_norm" in name or "k_norm" in name, name
+    return model
+
+
+def test_200_steps_in_float32_follow_stock() -> None:
+    model = tiny_model(initializer_range=0.05)
+    stock = losses(model)
+    bastile.apply()
+    patched = losses(model)
+    assert stock[-20:].mean() < 0.6 * stock[:20].mean()  # it learnt something
+    assert (patched - stock).abs().max() <= 1e-4
+
+
+def test_200_steps_in_bfloat16_follow_stock_as_another_order_of_sums_does() -> None:
+    """The yardstick: how far stock itself moves when its sums are taken in another order. Each order is one draw of the
+    same chance, Bastile's another, hence the factor of 2 on the largest of four."""
+    model = tiny_model(initializer_range=0.05, dtype=torch.bfloat16)
+    stock = losses(model)
+    by_order = [(losses(reordered(model, seed)) - stock).abs().mean() for seed in range(4)]
+    assert min(by_order) > 0
+    bastile.apply()
+    by_bastile = (losses(model) - stock).abs().mean()
+    assert by_bastile <= 2 * max(by_order), (by_bastile, by_order)
+
+
+def test_reordering_does_not_change_the_function() -> None:
+    model = tiny_model()
+    batch = tiny_batch(model)
+    torch.testing.assert_close(reordered(model, 3)(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-4)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Each row with a different number of labels, so that a mean of means is not the mean."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = [ids for batch in data(count // 4) for ids in batch]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.rows[index].clone()
+        labels[: index % 24] = -100
+        return {"input_ids": self.rows[index], "labels": labels}
+
+
+def trainer_run(model: torch.nn.Module, out: Path, **arguments: Any) -> tuple[list[float], dict[str, float]]:
+    """The logged losses and the evaluation's figures."""
+
+    def accuracy(predicted: EvalPrediction) -> dict[str, float]:
+        assert predicted.predictions.shape == (8, 32, 101)
+        hits = predicted.predictions.argmax(-1)[:, :-1] == predicted.label_ids[:, 1:]
+        return {"accuracy": float(np.mean(hits[predicted.label_ids[:, 1:] != -100]))}
+
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(out),
+            max_steps=5,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=4,
+            gradient_accumulation_steps=3,
+            logging_steps=1,
+            learning_rate=1e-3,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            seed=1,
+            use_cpu=True,
+            **arguments,
+        ),
+        train_dataset=Rows(64),
+        eval_dataset=Rows(8),
+        compute_metrics=accuracy,
+    )
+    trainer.train()
+    figures = trainer.evaluate()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logged) == 5
+    return logged, figures
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_the_trainer_accumulates_logs_and_evaluates_alike(adapted: bool, tmp_path: Path, calls: dict[str, int]) -> None:
+    def run() -> tuple[list[float], dict[str, float]]:
+        model = tiny_model(initializer_range=0.05)
+        if adapted:
+            torch.manual_seed(2)
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], r=4))
+        return trainer_run(model, tmp_path)
+
+    logged, figures = run()
+    bastile.apply()
+    patched_logged, patched_figures = run()
+    assert calls["fused_linear_cross_entropy"] == 5 * 3
+    assert patched_logged == pytest.approx(logged, abs=1e-4)
+    for name in ("eval_loss", "eval_accuracy"):
+        assert patched_figures[name] == pytest.approx(figures[name], abs=1e-4)
+
+
+def test_label_smoothing_by_the_trainer_gets_its_logits(tmp_path: Path) -> None:
+    want, _ = trainer_run(tiny_model(), tmp_path, label_smoothing_factor=0.1)
+    bastile.apply()
+    got, _ = trainer_run(tiny_model(), tmp_path, label_smoothing_factor=0.1)
+    assert got == pytest.approx(want, abs=1e-4)
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Any:
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_data_parallel_reduces_every_gradient(one_process_group: Any) -> None:
+    """The loss must be computed inside the wrapped module's forward, or nothing is ever reduced."""
+    bastile.apply()
+    model = tiny_model()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    reduced = []
+
+    def hook(state: None, bucket: distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        reduced.append(bucket.buffer().numel())
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    wrapped.register_comm_hook(None, hook)
+    output = wrapped(**tiny_batch(model))
+    assert output.logits is None
+    output.loss.backward()
+    assert sum(reduced) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("head_apart", [False, True])
+def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_process_group: Any) -> None:
+    """Parameters are DTensors outside of forward, and the head's too where it is a unit of its own."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model()
+    batch = tiny_batch(model)
+    want = model(**batch)
+    want.loss.backward()
+    bastile.apply()
+    sharded = tiny_model()
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    if head_apart:
+        fully_shard(sharded.lm_head)
+    fully_shard(sharded)
+    got = sharded(**batch)
+    assert (got.logits is None) == (not head_apart)
+    got.loss.backward()
+    torch.testing.assert_close(got.loss, want.loss)
+    for (name, parameter), other in zip(model.named_parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(other.grad.full_tensor(), parameter.grad, msg=name, rtol=1e-4, atol=1e-5)

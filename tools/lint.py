@@ -1,0 +1,99 @@
+"""Format, style, and the rules of the house that a program can check. Exit code 1 where one is broken.
+
+- clang-format and ruff find nothing to change;
+- every row of src/ops.def has its room, its Python file and its two tests, and no room lacks a row;
+- no source file is longer than 600 lines;
+- every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
+- the shared library's public prefix is the only one the header declares.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: One Python module is named as users of earlier versions know it.
+PYTHON_NAMES = {"linear_cross_entropy": "fused_linear_cross_entropy"}
+MOST_LINES = 600
+
+
+def tracked(*endings: str) -> list[Path]:
+    """The project's files: what git knows, and what it would know after `git add`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    paths = [ROOT / name for name in listed if name.endswith(endings)]
+    return [p for p in paths if p.is_file() and p.name != "dlpack.h"]
+
+
+def tool(name: str) -> str | None:
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def formatting() -> list[str]:
+    faults = []
+    clang_format = tool("clang-format")
+    if clang_format:
+        files = [str(p) for p in tracked(".c", ".h", ".cu", ".cuh")]
+        run = subprocess.run([clang_format, "--dry-run", "-Werror", *files], capture_output=True, text=True, check=False)
+        if run.returncode:
+            faults.append("clang-format would change files (run: clang-format -i):\n" + run.stderr[:2000])
+    ruff = tool("ruff")
+    for command in (["check"], ["format", "--check"]) if ruff else ():
+        run = subprocess.run([ruff, *command, str(ROOT)], capture_output=True, text=True, check=False)
+        if run.returncode:
+            faults.append(f"ruff {' '.join(command)}:\n" + (run.stdout + run.stderr)[:3000])
+    for name, found in (("clang-format", clang_format), ("ruff", ruff)):
+        if not found:
+            print(f"lint: {name} is not installed; its checks are left out")
+    return faults
+
+
+def operators() -> list[str]:
+    faults = []
+    rows = re.findall(r"^BST_OP\((\w+)\)", (ROOT / "src/ops.def").read_text(), re.M)
+    for op in rows:
+        python = PYTHON_NAMES.get(op, op)
+        room = f"src/ops/{op}/{op}"
+        needed = [f"{room}{end}" for end in (".c", "_cpu.c", "_torch.c", ".cu", "_args.h")]
+        needed += [f"python/bastile/ops/{python}.py", f"tests/c/test_{op}.c", f"tests/py/test_{python}.py", f"docs/{op}.md"]
+        faults += [f"src/ops.def has a row {op}, but there is no {name}" for name in needed if not (ROOT / name).exists()]
+        if f"bst_{op}_forward" not in (ROOT / "include/bastile.h").read_text():
+            faults.append(f"include/bastile.h does not declare bst_{op}_forward")
+    for room in (ROOT / "src/ops").iterdir():
+        if room.name not in rows:
+            faults.append(f"{room.relative_to(ROOT)} has no row in src/ops.def")
+    return faults
+
+
+def sources() -> list[str]:
+    faults = []
+    for path in tracked(".c", ".h", ".cu", ".cuh", ".py"):
+        text, name = path.read_text(), str(path.relative_to(ROOT))
+        lines = text.count("\n")
+        if lines > MOST_LINES:
+            faults.append(f"{name} has {lines} lines; {MOST_LINES} is the most")
+        if path.suffix == ".cu" and name.startswith("src/") and not re.search(r"Bytes", text.split("*/")[0]):
+            faults.append(f"{name}: its head does not state the bytes it moves")
+        if path.suffix == ".cu" and name.startswith("src/") and re.search(r"\basm\b", text):
+            faults.append(f"{name}: PTX belongs in src/cuda/device")
+    declared = re.findall(r"^BST_API .*?(\w+)\(", (ROOT / "include/bastile.h").read_text(), re.M)
+    faults += [f"include/bastile.h declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"]
+    return faults
+
+
+def main() -> int:
+    faults = formatting() + operators() + sources()
+    for fault in faults:
+        print(f"lint: {fault}")
+    print(f"lint: {len(faults)} faults")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
