@@ -75,8 +75,10 @@ def _run(function: Callable, case: Case, dtype: torch.dtype | None, upstream: li
     outputs = function(*leaves.values(), *constants.values())
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     if upstream is None:
-        drawn = case.upstream is None
-        upstream = [random_tensor(o.shape, o.dtype, o.device) if drawn else torch.full_like(o, case.upstream) for o in outputs]
+        if case.upstream is None:
+            upstream = [random_tensor(o.shape, o.dtype, o.device) for o in outputs]
+        else:
+            upstream = [torch.full_like(o, case.upstream) for o in outputs]
     gradients = torch.autograd.grad(outputs, list(leaves.values()), [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
     named = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     named |= {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}

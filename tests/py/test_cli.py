@@ -1,6 +1,7 @@
 """The bastile command, run as its users run it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def command(*arguments: object, status: int = 0) -> str:
         text=True,
         timeout=300,
         check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # a model this small only waits for a second thread
     )
     assert done.returncode == status, done.stdout
     return done.stdout

@@ -309,6 +309,17 @@ def test_compiled_models_are_one_graph_and_compile_once(whole_process: bool) -> 
         assert torch.equal(compiled(**batch).loss, want)
 
 
+def test_a_patched_and_a_stock_model_in_one_graph_keep_their_own_rotary(calls: dict[str, int]) -> None:
+    torch.compiler.reset()
+    patched, stock = tiny_model(), tiny_model()
+    bastile.apply_to_model(patched)
+    ids = tiny_batch(patched)["input_ids"]
+    for models in ((patched, stock), (stock, patched)):
+        calls.clear()
+        torch.compile(lambda models=models: [model(ids).logits for model in models], backend="eager")()
+        assert calls["rope"] == 2  # of the patched model's two layers
+
+
 def test_warmup_without_cuda_does_nothing_and_says_so() -> None:
     if torch.cuda.is_available():
         done = bastile.warmup_all_kernels(tiny_model())

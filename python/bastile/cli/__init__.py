@@ -1,4 +1,5 @@
-"""The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare."""
+"""The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare; `bench`
+times the operators alone."""
 
 import sys
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bastile
-from bastile.cli import commands
+from bastile.cli import bench, commands
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -53,6 +53,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     finetune.add_argument("--gradient-checkpointing", action="store_true", help="recompute activations to save memory")
     finetune.add_argument("--save", type=Path, help="where to save the model trained with Bastile, and its tokenizer")
     finetune.set_defaults(command=commands.finetune, out=Path("finetune-out"))
+
+    bench.add_parser(subparsers)
     return parser.parse_args(arguments)
 
 

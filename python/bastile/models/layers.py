@@ -44,7 +44,7 @@ def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., A
         # The projections are called as modules, so adapters, quantised weights and hooks on them stay in force.
         a = getattr(self, gate)(args[0])
         b = getattr(self, up)(args[0])
-        return getattr(self, down)(swiglu(a, b) if a.dtype == b.dtype else act(a) * b)
+        return getattr(self, down)(swiglu(a, b))
 
     return forward
 
@@ -55,8 +55,7 @@ def rotary_function(family: Family, original: Callable[..., Any]) -> Callable[..
     @functools.wraps(original)
     def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
-        one_type = q.dtype == k.dtype == cos.dtype == sin.dtype  # else the original promotes
-        if args or not heads_first or not one_type or q.dim() != 4 or cos.dim() != 3:
+        if args or not heads_first or q.dim() != 4 or cos.dim() != 3:
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, cos, sin, interleaved=interleaved)
 
@@ -67,7 +66,7 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
     """The same code, in which the global `name` is `value` and every other global is what it is now.
 
     This is how one model's attention gets another rotary function while all others keep theirs. The copy of the globals
-    has no __name__, since torch.compile would otherwise look them up in the module of that name."""
+    has no __name__: by it torch.compile would take them for those of the module, and mix the two functions up."""
     scope = {key: item for key, item in function.__globals__.items() if key != "__name__"}
     scope[name] = value
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)

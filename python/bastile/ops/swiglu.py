@@ -22,7 +22,9 @@ def _(a, b):
 @torch.library.register_fake("bastile::swiglu_backward")
 def _(dy, a, b, want_da, want_db):
     def gradient(like, wanted):
-        return torch.empty(like.shape if wanted else (0,), dtype=like.dtype if wanted else torch.float32, device=a.device)
+        return torch.empty(
+            like.shape if wanted else (0,), dtype=like.dtype if wanted else torch.float32, device=a.device
+        )
 
     return gradient(a, want_da), gradient(b, want_db)
 

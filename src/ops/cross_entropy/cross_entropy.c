@@ -7,7 +7,8 @@
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cross_entropy_cpu.h"
 
-static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward", scale_op[] = "scale";
+static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward",
+                  scale_op[] = "scale";
 
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
 
@@ -33,19 +34,21 @@ bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, con
     if (device.device_type != kDLCPU) return BST_OK;
     for (int64_t i = 0; i < rows; i++) {
         if ((target[i] >= 0 && target[i] < vocabulary) || target[i] == ignore_index) continue;
-        return bst__error(BST_INVALID, "%s: target[%" PRId64 "] is %" PRId64 "; 0 to %" PRId64 ", or ignore_index (%" PRId64 "), is needed",
+        return bst__error(BST_INVALID,
+                          "%s: target[%" PRId64 "] is %" PRId64 "; 0 to %" PRId64 ", or ignore_index (%" PRId64
+                          "), is needed",
                           op, i, target[i], vocabulary - 1, ignore_index);
     }
     return BST_OK;
 }
 
 /* A contiguous tensor of `count` elements, as many as logits has rows. */
-static bst_status check_per_row(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, int64_t count,
-                                const bst_view *logits, bst_view *out) {
+static bst_status check_per_row(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor,
+                                int64_t count, const bst_view *logits, bst_view *out) {
     BST_TRY(bst__view(op, name, dtypes, tensor, out));
     if (out->count != count)
-        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a row of logits, are needed", op, name,
-                          bst__shape_text(out), count);
+        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a row of logits, are needed", op,
+                          name, bst__shape_text(out), count);
     BST_TRY(bst__need_contiguous(op, name, out));
     return bst__need_device(op, name, out, logits, "logits");
 }
@@ -58,7 +61,8 @@ static bst_status check_scalar(const char *op, const char *name, const DLTensor 
 }
 
 /* lse: [T], or [T, 2] for what the backward pass needs to be exact. */
-static bst_status check_lse(const char *op, const DLTensor *tensor, const bst_view *logits, bst_cross_entropy_rows_call *c) {
+static bst_status check_lse(const char *op, const DLTensor *tensor, const bst_view *logits,
+                            bst_cross_entropy_rows_call *c) {
     bst_view v;
     bool pairs = tensor && tensor->ndim == 2 && tensor->shape[1] == 2;
     BST_TRY(check_per_row(op, "lse", 1u << BST_F32, tensor, pairs ? 2 * c->rows : c->rows, logits, &v));
@@ -73,8 +77,9 @@ typedef struct problem {
     bst_cross_entropy_rows_call call;
 } problem;
 
-static bst_status check_input(const char *op, const DLTensor *logits, const DLTensor *target, const DLTensor *class_weight,
-                              const DLTensor *num_items, const bst_cross_entropy_options *options, problem *p) {
+static bst_status check_input(const char *op, const DLTensor *logits, const DLTensor *target,
+                              const DLTensor *class_weight, const DLTensor *num_items,
+                              const bst_cross_entropy_options *options, problem *p) {
     *p = (problem){0};
     BST_TRY(bst__cross_entropy_check_options(op, options));
     BST_TRY(bst__view(op, "logits", BST_FLOATS, logits, &p->logits));
@@ -86,7 +91,8 @@ static bst_status check_input(const char *op, const DLTensor *logits, const DLTe
     if (class_weight) {
         BST_TRY(bst__view(op, "class_weight", 1u << BST_F32, class_weight, &p->class_weight));
         BST_TRY(bst__need_dims(op, "class_weight", &p->class_weight, 1));
-        BST_TRY(bst__need_size(op, "class_weight", &p->class_weight, 0, p->rows.columns, "the last dimension of logits"));
+        BST_TRY(
+            bst__need_size(op, "class_weight", &p->class_weight, 0, p->rows.columns, "the last dimension of logits"));
         BST_TRY(bst__need_contiguous(op, "class_weight", &p->class_weight));
         BST_TRY(bst__need_device(op, "class_weight", &p->class_weight, &p->logits, "logits"));
     }
@@ -132,9 +138,9 @@ static bst_status check_dlogits(const char *op, const DLTensor *tensor, problem 
 
 /* Macros of the two row kernels, in the order of their values. */
 enum { VOCAB, TYPE, VEC, THREADS, BLOCKS, MODE, PEEL, FOLDED, HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS, NEGATIVE, CLUSTER };
-#define MACROS(which)                                                                                                   \
-    {"VOCAB",  "TYPE",       "VEC",    "THREADS", "BLOCKS", "MODE",     "PEEL",                                         \
-     "FOLDED", "HAS_WEIGHT", "SMOOTH", "SOFTCAP", "Z_LOSS", "NEGATIVE", "CLUSTER", which, NULL}
+#define MACROS(which)                                                                       \
+    {"VOCAB",      "TYPE",   "VEC",     "THREADS", "BLOCKS",   "MODE",    "PEEL", "FOLDED", \
+     "HAS_WEIGHT", "SMOOTH", "SOFTCAP", "Z_LOSS",  "NEGATIVE", "CLUSTER", which,  NULL}
 
 static const bst_kernel rows_kernel = {"cross_entropy.cu", "cross_entropy_rows", MACROS("ROWS")};
 static const bst_kernel clusters_kernel = {"cross_entropy.cu", "cross_entropy_clusters", MACROS("CLUSTERS")};
@@ -145,7 +151,7 @@ static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "V
 enum {
     VECTORS_EACH = 8,     /* of a thread in clusters_kernel: 32 registers */
     PLAIN_THREADS = 1024, /* of a multiprocessor there: 64 registers each, which the plain case just fits */
-    OPTION_THREADS = 768, /* with label smoothing or softcap: 80 registers each */
+    OTHER_THREADS = 768,  /* with label smoothing, softcap or rows of two strides: 80 registers each */
     SLICE_BYTES = 40960,  /* of a block there: from here on a wider cluster; four such slices fit a multiprocessor */
     CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
     ROWS_EACH = 8,        /* of a cluster, at most: its start is 3 us, a row 9; more would make the last wave ragged */
@@ -161,11 +167,12 @@ static int lowest_bit(uint64_t bits) {
     return (int)(bits & -bits);
 }
 
-/* The access width: whole vectors at 16-byte boundaries, or, where rows begin between those (a vocabulary of odd size), the
- * widest at which logits and dlogits are off alike, with single elements at both ends of a row. */
+/* The access width: whole vectors at 16-byte boundaries, or, where rows begin between those (a vocabulary of odd size),
+ * the widest at which logits and dlogits are off alike, with single elements at both ends of a row. */
 static void choose_access(const bst_cross_entropy_rows_call *c, bst_launch *l) {
     uint64_t size = (uint64_t)bst__dtype_size(c->dtype);
-    uint64_t in = (uintptr_t)c->logits, in_steps = ((uint64_t)c->stride | (uint64_t)(c->inner > 0 ? c->outer_stride : 0)) * size;
+    uint64_t in = (uintptr_t)c->logits,
+             in_steps = ((uint64_t)c->stride | (uint64_t)(c->inner > 0 ? c->outer_stride : 0)) * size;
     int apart = lowest_bit(in | in_steps), alike = 16;
     if (c->dlogits && c->dlogits != c->logits) {
         uint64_t out = (uintptr_t)c->dlogits, out_step = (uint64_t)c->dlogits_stride * size;
@@ -190,7 +197,8 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
     int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
     int64_t threads = (slice + VECTORS_EACH * 32 - 1) / (VECTORS_EACH * 32) * 32;
     if (threads > 1024 || shared + STATIC_SHARED > chip->shared_memory) return false;
-    int64_t room = l->values[SMOOTH] || l->values[SOFTCAP] ? OPTION_THREADS : PLAIN_THREADS;
+    bool plain = l->values[FOLDED] && !l->values[SMOOTH] && !l->values[SOFTCAP];
+    int64_t room = plain ? PLAIN_THREADS : OTHER_THREADS;
     int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
     if (blocks > fit) blocks = fit;
     if (blocks > 16) blocks = 16;
@@ -274,14 +282,15 @@ bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const b
 }
 
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
-                                       int64_t rows, int64_t vocabulary, const float *class_weight, const float *num_items,
-                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out) {
+                                       int64_t rows, int64_t vocabulary, const float *class_weight,
+                                       const float *num_items, const bst_cross_entropy_options *options,
+                                       bst_cross_entropy_divisors *out) {
     bool mean = options->reduction == BST_REDUCTION_MEAN;
     if (options->reduction == BST_REDUCTION_NONE) num_items = NULL;
     if (device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &divisors_kernel, .grid_x = 1, .block = 1024, .overlap = true};
-        cross_entropy_divisors_args args = {target, class_weight, num_items, out, rows, options->ignore_index,
-                                            (int32_t)vocabulary, mean};
+        cross_entropy_divisors_args args = {target, class_weight,          num_items,           out,
+                                            rows,   options->ignore_index, (int32_t)vocabulary, mean};
         return bst__cuda_launch(exec, op, device.device_id, &l, &args, sizeof args);
     }
     double weights = 0, count = 0, all = class_weight ? 0 : (double)vocabulary;
@@ -321,7 +330,8 @@ static bool divides(const problem *p, const bst_cross_entropy_options *o) {
 }
 
 /* Divisors, rows, and the sum of the loss rows where `loss` is not NULL. `memory`: room for the divisors. */
-static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cross_entropy_divisors *memory, float *loss) {
+static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cross_entropy_divisors *memory,
+                      float *loss) {
     bst_cross_entropy_rows_call *c = &p->call;
     if (memory) {
         BST_TRY(bst__cross_entropy_divisors(exec, op, c->device, c->target, c->rows, c->vocabulary, c->class_weight,
@@ -351,7 +361,8 @@ bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logit
         return bst__error(BST_INVALID, "%s: dlogits is wanted with reduction none; mean or sum is needed", forward_op);
     if (dlogits) BST_TRY(check_dlogits(forward_op, dlogits, &p));
     bst_cross_entropy_rows_call *c = &p.call;
-    BST_TRY(bst__cross_entropy_check_targets(forward_op, c->device, c->target, c->rows, c->vocabulary, options->ignore_index));
+    BST_TRY(bst__cross_entropy_check_targets(forward_op, c->device, c->target, c->rows, c->vocabulary,
+                                             options->ignore_index));
     c->mode = dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS;
     c->loss_rows = none ? loss_view.data : NULL;
     void *memory;
@@ -366,7 +377,8 @@ bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logit
 
 bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
                                       const DLTensor *target, const DLTensor *class_weight, const DLTensor *num_items,
-                                      const DLTensor *lse, const bst_cross_entropy_options *options, DLTensor *dlogits) {
+                                      const DLTensor *lse, const bst_cross_entropy_options *options,
+                                      DLTensor *dlogits) {
     problem p;
     bst_view upstream;
     BST_TRY(check_input(backward_op, logits, target, class_weight, num_items, options, &p));
@@ -379,7 +391,8 @@ bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad
     BST_TRY(check_lse(backward_op, lse, &p.logits, &p.call));
     BST_TRY(check_dlogits(backward_op, dlogits, &p));
     bst_cross_entropy_rows_call *c = &p.call;
-    BST_TRY(bst__cross_entropy_check_targets(backward_op, c->device, c->target, c->rows, c->vocabulary, options->ignore_index));
+    BST_TRY(bst__cross_entropy_check_targets(backward_op, c->device, c->target, c->rows, c->vocabulary,
+                                             options->ignore_index));
     c->mode = BST_CROSS_ENTROPY_GRADIENT;
     c->upstream = upstream.data;
     c->upstream_stride = none;
@@ -401,8 +414,7 @@ bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *sca
     if (!t.count) return BST_OK;
     if (t.device.device_type == kDLCPU) {
         scale_cpu call = {t, *(const float *)s.data};
-        if (call.scale != 1)
-            bst__parallel_for(exec, t.count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &call);
+        if (call.scale != 1) bst__parallel_for(exec, t.count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &call);
         return BST_OK;
     }
     bst_chip chip;
@@ -410,7 +422,8 @@ bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *sca
     int bytes = lowest_bit((uintptr_t)t.data), size = bst__dtype_size(t.dtype), vec = bytes > size ? bytes / size : 1;
     int64_t blocks = (t.count + (int64_t)vec * SCALE_THREADS - 1) / ((int64_t)vec * SCALE_THREADS);
     int64_t resident = (int64_t)chip.processors * 8; /* 8 blocks of 256 threads fill a multiprocessor */
-    bst_launch l = {.kernel = &scale_kernel, .values = {t.dtype, vec, SCALE_THREADS}, .block = SCALE_THREADS, .overlap = true};
+    bst_launch l = {
+        .kernel = &scale_kernel, .values = {t.dtype, vec, SCALE_THREADS}, .block = SCALE_THREADS, .overlap = true};
     l.grid_x = (unsigned)(blocks < resident ? blocks : resident);
     scale_args args = {t.data, s.data, t.count};
     return bst__cuda_launch(exec, scale_op, t.device.device_id, &l, &args, sizeof args);

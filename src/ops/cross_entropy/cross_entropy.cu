@@ -5,21 +5,21 @@
  * HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; CLUSTER blocks that share a row.
  *
  * rows      one block a row. LOSS: reads the logits once. GRADIENT: reads them once, writes dlogits once.
- *           LOSS_AND_GRADIENT: reads them twice, the second time backwards, so that the caches have most of what is left.
- * clusters  LOSS_AND_GRADIENT on sm_90 and later: one read and one write per logit. A cluster shares a row; each block
- *           keeps its slice packed in registers between its uses, while a bulk copy brings its slice of the cluster's
- *           next row into shared memory. One multiprocessor holds four slices of 32 KB so (V = 128256 in bf16), and asks
- *           for four more: 64 KB in flight suffice for its share of 4.27 TB/s at 2 us. Partial maxima and sums meet
- *           through distributed shared memory, one exchange a row. Measured: see bench/results.
- * Rows to be ignored are not read. Exponentials are powers of two relative to a running reference, so that the plain case
- * costs one multiply-add and one exponential per logit and use. All sums have a fixed order; no atomics. */
+ *           LOSS_AND_GRADIENT: reads them twice, the second time backwards, so that the caches have most of what is
+ * left. clusters  LOSS_AND_GRADIENT on sm_90 and later: one read and one write per logit. A cluster shares a row; each
+ * block keeps its slice packed in registers between its uses, while a bulk copy brings its slice of the cluster's next
+ * row into shared memory. One multiprocessor holds four slices of 32 KB so (V = 128256 in bf16), and asks for four
+ * more: 64 KB in flight suffice for its share of 4.27 TB/s at 2 us. Partial maxima and sums meet through distributed
+ * shared memory, one exchange a row. Measured: see bench/results. Rows to be ignored are not read. Exponentials are
+ * powers of two relative to a running reference, so that the plain case costs one multiply-add and one exponential per
+ * logit and use. All sums have a fixed order; no atomics. */
 #include "pack.cuh"
 #include "reduce.cuh"
-#include "row_map.h"
+
 #include "cross_entropy_args.h"
 
-#define LN2               0.693147180559945f
-#define LOG2E             1.44269504088896f
+#define LN2   0.693147180559945f
+#define LOG2E 1.44269504088896f
 
 #if defined(ROWS) || defined(CLUSTERS)
 #define LOSS              0
@@ -37,8 +37,8 @@ BST_DEVICE float shaped(const cross_entropy_rows_args *a, float x) {
     return 1.0f - 2.0f * bst_reciprocal(1.0f + bst_exp2(x * a->inner * (2.0f * LOG2E)));
 }
 
-/* References are in z's own units for float32, whose difference to z is then as exact as a subtraction, and in powers of
- * two for the 16-bit types, which saves an instruction a logit. */
+/* References are in z's own units for float32, whose difference to z is then as exact as a subtraction, and in powers
+ * of two for the 16-bit types, which saves an instruction a logit. */
 BST_DEVICE float to_base2(float difference) { return TYPE == BST_F32_CODE ? difference * LOG2E : difference; }
 BST_DEVICE float exponent(const cross_entropy_rows_args *a, float u, float reference) {
     return to_base2(bst_fma(u, a->base2, -reference));
@@ -112,10 +112,10 @@ BST_DEVICE float log2_of(float v) {
 
 /* What a row's loss and gradient need besides its logits. */
 typedef struct row_terms {
-    float reference;  /* p = exp2(exponent) / sum */
-    float share;      /* of the softmax, over the sum */
-    float hit;        /* of the target */
-    float smooth;     /* of every class weight */
+    float reference; /* p = exp2(exponent) / sum */
+    float share;     /* of the softmax, over the sum */
+    float hit;       /* of the target */
+    float smooth;    /* of every class weight */
     float lse, loss;
 } row_terms;
 
@@ -147,7 +147,8 @@ BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, int64_t row, int
 }
 
 /* Logits become their gradients. The target's is formed in float32: p - 1 rounded once. */
-BST_DEVICE void differentiate(const cross_entropy_rows_args *a, const row_terms *t, float *x, int n, int column, int target) {
+BST_DEVICE void differentiate(const cross_entropy_rows_args *a, const row_terms *t, float *x, int n, int column,
+                              int target) {
     float u[VEC];
     BST_UNROLL
     for (int j = 0; j < n; j++) {
@@ -338,7 +339,8 @@ BST_DEVICE void fetch(const cross_entropy_rows_args *a, unsigned char *buffer, i
                   (unsigned)count * 16u, arrived);
 }
 
-/* The cluster's total from the threads' partials. `exchange` is for this row alone: the next one but one may reuse it. */
+/* The cluster's total from the threads' partials. `exchange` is for this row alone: the next one but one may reuse it.
+ */
 BST_DEVICE partial cluster_total(partial p, float *scratch, float *exchange) {
     p = warp_total(p, 32);
     unsigned warp = bst_thread() / 32;
@@ -393,7 +395,8 @@ BST_KERNEL(cross_entropy_clusters, cross_entropy_rows_args, THREADS, BLOCKS) {
         if (!in_vocabulary(&a, target)) {
             if (more) fetch(&a, buffer, next, first, count, arrived);
             bst_raw zero = {{0, 0, 0, 0}};
-            for (int i = thread; i < count; i += THREADS) bst_write_once(bst_at_out(out, (int64_t)i * VEC, TYPE), zero, 16);
+            for (int i = thread; i < count; i += THREADS)
+                bst_write_once(bst_at_out(out, (int64_t)i * VEC, TYPE), zero, 16);
             if (thread == 0 && rank == 0) skip(&a, row, target);
             continue;
         }

@@ -1,7 +1,7 @@
 /* cross_entropy.h - the cross-entropy of rows of logits, as other operators may use it: a chunk at a time.
  *
- * A whole problem of T rows is: bst__cross_entropy_divisors over all targets, bst__cross_entropy_rows over each chunk of
- * logits, bst__cross_entropy_reduce over all loss rows. Nothing here checks shapes: the calling operator has done so
+ * A whole problem of T rows is: bst__cross_entropy_divisors over all targets, bst__cross_entropy_rows over each chunk
+ * of logits, bst__cross_entropy_reduce over all loss rows. Nothing here checks shapes: the calling operator has done so
  * (bst__cross_entropy_check_options, bst__cross_entropy_check_targets). `op` is the name that messages carry. */
 #ifndef BST_CROSS_ENTROPY_H
 #define BST_CROSS_ENTROPY_H
@@ -21,37 +21,39 @@ typedef enum bst_cross_entropy_mode {
 typedef struct bst_cross_entropy_rows_call {
     DLDevice device;
     bst_cross_entropy_mode mode;
-    bst_dtype dtype;    /* of logits and dlogits */
+    bst_dtype dtype; /* of logits and dlogits */
     int64_t rows, vocabulary;
     const void *logits; /* [rows, vocabulary], `stride` elements between rows */
     int64_t stride;
-    int64_t inner, outer_stride; /* inner > 0: `stride` holds within groups of `inner` rows, outer_stride between groups */
-    const int64_t *target;     /* [rows] */
+    int64_t inner,
+        outer_stride;      /* inner > 0: `stride` holds within groups of `inner` rows, outer_stride between groups */
+    const int64_t *target; /* [rows] */
     const float *class_weight; /* [vocabulary], or NULL */
     const bst_cross_entropy_options *options;
-    /* All three may be NULL: the factor is then one (no division, an upstream gradient of one). `divisors` is needed where
-     * class weights meet label smoothing, and where options->reduction or num_items divide. */
+    /* All three may be NULL: the factor is then one (no division, an upstream gradient of one). `divisors` is needed
+     * where class weights meet label smoothing, and where options->reduction or num_items divide. */
     const bst_cross_entropy_divisors *divisors; /* multiplies loss rows and gradients */
     const float *upstream;                      /* multiplies gradients only */
     int64_t upstream_stride;                    /* 0: one factor for all rows; 1: one a row */
-    float *loss_rows; /* [rows], divided already; or NULL */
-    float *lse;       /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
-    float *kept;      /* [rows, 2], or NULL: the reference of a row's exponentials and their sum, as the kernels have them.
-                         GRADIENT with it repeats the bits of LOSS_AND_GRADIENT; lse alone rounds away 2^-25 |lse| */
-    void *dlogits;    /* [rows, vocabulary]; logits itself, laid out as it is, or apart from it with dlogits_stride */
+    float *loss_rows;                           /* [rows], divided already; or NULL */
+    float *lse;                                 /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
+    float *kept;   /* [rows, 2], or NULL: the reference of a row's exponentials and their sum, as the kernels have them.
+                      GRADIENT with it repeats the bits of LOSS_AND_GRADIENT; lse alone rounds away 2^-25 |lse| */
+    void *dlogits; /* [rows, vocabulary]; logits itself, laid out as it is, or apart from it with dlogits_stride */
     int64_t dlogits_stride; /* elements between rows; not looked at where dlogits is logits */
 } bst_cross_entropy_rows_call;
 
 /* BST_INVALID, naming the option, where one has no meaning. */
 bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *options);
-/* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA, where
- * that would wait for the device, nothing: the kernels make such a row's loss NaN and its gradient zero. */
+/* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA,
+ * where that would wait for the device, nothing: the kernels make such a row's loss NaN and its gradient zero. */
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index);
 /* Writes *out, on the device. num_items: one float32 on the device, or NULL. */
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
-                                       int64_t rows, int64_t vocabulary, const float *class_weight, const float *num_items,
-                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out);
+                                       int64_t rows, int64_t vocabulary, const float *class_weight,
+                                       const float *num_items, const bst_cross_entropy_options *options,
+                                       bst_cross_entropy_divisors *out);
 bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
 /* *loss = the sum of the loss rows, in a fixed order. divisors: those the rows were divided by, or NULL. */
 bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDevice device, const float *loss_rows,

@@ -1,7 +1,7 @@
 /* cross_entropy_cpu.c - softmax cross-entropy of rows of logits on CPU.
  *
- * A row is read twice, a tile at a time: for the sum of exponentials, relative to a running maximum, and for the gradient.
- * The second read finds it in the cache. All arithmetic is float32; sums over tiles are float64. */
+ * A row is read twice, a tile at a time: for the sum of exponentials, relative to a running maximum, and for the
+ * gradient. The second read finds it in the cache. All arithmetic is float32; sums over tiles are float64. */
 #include "ops/cross_entropy/cross_entropy_cpu.h"
 
 #include <float.h>
@@ -115,7 +115,8 @@ static void one_row(const rows_call *c, int64_t row) {
     int64_t inner = c->inner > 0 ? c->inner : c->rows;
     int64_t start = row / inner * c->outer_stride + row % inner * c->stride;
     const void *in = bst_at(c->logits, start, c->dtype);
-    void *out = !c->dlogits ? NULL : bst_at(c->dlogits, c->dlogits == c->logits ? start : row * c->dlogits_stride, c->dtype);
+    void *out =
+        !c->dlogits ? NULL : bst_at(c->dlogits, c->dlogits == c->logits ? start : row * c->dlogits_stride, c->dtype);
     int64_t target = c->target[row];
     bool forward = c->mode != BST_CROSS_ENTROPY_GRADIENT;
     if (target == o->ignore_index || target < 0 || target >= c->vocabulary) {

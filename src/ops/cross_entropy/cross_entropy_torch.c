@@ -2,7 +2,7 @@
 #include "torch/call.h"
 
 /* The options, in the order of every schema here. */
-#define OPTIONS                                                                                                    \
+#define OPTIONS \
     "int ignore_index, int reduction, float label_smoothing, float softcap, float logit_scale, float lse_square_scale"
 
 static bst_cross_entropy_options options_of(const bst_torch_value *at) {
@@ -52,8 +52,8 @@ static void forward_inplace(bst_torch_value *stack, uint64_t inputs, uint64_t ou
     bst_cross_entropy_options options = options_of(stack + 4);
     DLTensor *loss = new_loss(&call, logits, options.reduction);
     if (call.status == BST_OK)
-        call.status = bst_cross_entropy_forward(&call.exec, logits, target, class_weight, num_items, &options, loss, NULL,
-                                                logits);
+        call.status = bst_cross_entropy_forward(&call.exec, logits, target, class_weight, num_items, &options, loss,
+                                                NULL, logits);
     bst__call_end(&call, stack, 1, (DLTensor *[]){loss});
 }
 
@@ -84,7 +84,8 @@ static void scale(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
 
 const bst_torch_function bst__cross_entropy_torch[] = {
     {"cross_entropy_forward",
-     "(Tensor logits, Tensor target, Tensor? class_weight, Tensor? num_items, " OPTIONS ") -> (Tensor, Tensor)", forward},
+     "(Tensor logits, Tensor target, Tensor? class_weight, Tensor? num_items, " OPTIONS ") -> (Tensor, Tensor)",
+     forward},
     {"cross_entropy_forward_inplace",
      "(Tensor(a!) logits, Tensor target, Tensor? class_weight, Tensor? num_items, " OPTIONS ") -> Tensor",
      forward_inplace},

@@ -4,8 +4,9 @@
  *
  * spread  writes one row (the bias, or ones) over rows that the next product adds to. Bytes: the output's, once.
  * round   rounds a float32 sum to the output's type. Bytes: 4 read and 2 or 4 written per element. */
-#include "linear_cross_entropy_args.h"
 #include "pack.cuh"
+
+#include "linear_cross_entropy_args.h"
 
 #define BLOCK 256
 

@@ -1,0 +1,136 @@
+"""Showing results: a table a case that fits a terminal, a summary, and the dated JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# Nine columns in 80 characters. "+-": half of what lies between the quartiles; "of floor": floor / time; "1st call"
+# includes compiling and tuning.
+_HEAD = ("", "time", "+-", "GB/s", "of floor", "x ours", "extra MiB", "1st call", "by")
+
+
+def printer() -> Callable[[dict[str, Any]], None]:
+    """Prints a case: with rich where it is installed, else in plain text."""
+    try:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:
+        return lambda result: print(as_text(result), flush=True)
+    console = Console()
+
+    def show(result: dict[str, Any]) -> None:
+        head, names, rows, tail = lines(result)
+        console.print(Text(head, style="bold"))
+        if rows:
+            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+            for i, name in enumerate(names):
+                table.add_column(name, justify="right" if 0 < i < len(names) - 1 else "left", no_wrap=True)
+            for row in rows:
+                table.add_row(*map(Text, row), style="green" if row[0] == "bastile" else "")
+            console.print(table)
+        for line in tail:
+            style = "red" if "MISSED" in line else "green" if "met" in line else "dim"
+            console.print(Text("  " + line, style=style))
+        console.print()
+
+    return show
+
+
+def as_text(result: dict[str, Any]) -> str:
+    head, names, rows, tail = lines(result)
+    shown = [head]
+    if rows:
+        table = [names, *rows]
+        widths = [max(len(row[i]) for row in table) for i in range(len(names))]
+        for row in table:
+            cells = [
+                cell.rjust(width) if 0 < i < len(names) - 1 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            shown.append("  ".join(cells).rstrip())
+    return "\n".join([*shown, *("  " + line for line in tail), ""])
+
+
+def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]], list[str]]:
+    """A case as its headline, its table's head and rows, and the lines under it: needs and notes."""
+    head = result["title"]
+    floor = result.get("floor") or {}
+    if floor.get("seconds"):
+        what = "products alone" if floor["flops"] else "copy of as many bytes"
+        head += f"; floor {duration(floor['seconds'])} ({what})"
+    if "sm_mhz" in result:
+        head += f"; {result['sm_mhz']:.0f} MHz, {result['watts']:.0f} W"
+    ours = next((row.get("seconds") for row in result["rows"] if row["name"] == "bastile"), None)
+    rows = [_cells(row, floor, ours) for row in result["rows"]]
+    tail = []
+    for need in result["needs"]:
+        verdict = {True: "met", False: "MISSED", None: "not known"}[need["met"]]
+        found = "" if need["found"] is None else f"{need['found']:.3g}, "
+        tail.append(f"{need['text']} <= {need['limit']:.3g}: {found}{verdict}")
+    tail += [f"{row['name']}: {row['note']}" for row in result["rows"] if "note" in row]
+    if "note" in floor:
+        tail.append(f"floor: {floor['note']}")
+    if "note" in result:
+        tail.append(result["note"])
+    return head, tuple("TFLOP/s" if name == "GB/s" and floor.get("flops") else name for name in _HEAD), rows, tail
+
+
+def _cells(row: dict[str, Any], floor: dict[str, Any], ours: float | None) -> tuple[str, ...]:
+    def shown(value: float | None, text: Callable[[float], str]) -> str:
+        return "-" if value is None else text(value)
+
+    seconds, extra = row.get("seconds"), row.get("extra_bytes")
+    return (
+        row["name"],
+        shown(seconds, duration),
+        shown(row.get("spread"), "{:.0%}".format),
+        shown(row.get("rate"), lambda rate: _short(rate / (1e12 if floor.get("flops") else 1e9))),
+        shown(row.get("share"), "{:.0%}".format),
+        shown(seconds / ours if seconds and ours else None, "{:.2f}".format),
+        shown(extra, lambda size: _short(size / 2**20)),
+        shown(row.get("first_call"), "{:.1f} s".format),
+        row.get("way", ""),
+    )
+
+
+def _short(value: float) -> str:
+    """Three digits, all of them before a decimal point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    verdicts = [need["met"] for result in results for need in result["needs"]]
+    text = f"{verdicts.count(True)} needs met, {verdicts.count(False)} missed, {verdicts.count(None)} not known"
+    missed = [
+        f"  {result['title']}: {need['text']} {need['found']:.3g}, <= {need['limit']:.3g} needed"
+        for result in results
+        for need in result["needs"]
+        if need["met"] is False
+    ]
+    broken = [
+        f"  {result['title']}: {row['note']}"
+        for result in results
+        for row in result["rows"]
+        if row["name"] == "bastile" and row.get("failed")
+    ]
+    broken += [f"  {result['title']}: {result['note']}" for result in results if "note" in result]
+    return "\n".join([text, *(["Missed:", *missed] if missed else []), *(["Not measured:", *broken] if broken else [])])
+
+
+def save(run: dict[str, Any], path: Path) -> None:
+    """Whole or not at all: a run may be stopped at any time, and is saved after each case."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(run, indent=1) + "\n")
+    os.replace(draft, path)

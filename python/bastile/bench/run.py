@@ -1,0 +1,316 @@
+"""Running cases: each contender is built, checked against the code that Bastile replaces, and measured. What fails is a
+note in its row; the other rows go on."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import Any
+
+import torch
+
+from bastile.bench import timing
+from bastile.bench.cases import Case, Need
+from bastile.bench.operators import OPERATORS, Operator, Tensors, products
+from bastile.bench.peers import CUDA_ONLY, PEERS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: The name under which a case's floor runs among the contenders, where it is matrix products.
+PRODUCTS = "products"
+_ROUNDS = 7
+#: How far results may differ from those of the replaced code, relative to their norm: a few roundings of the type, for
+#: the two may round at different steps. This catches contenders that compute something else; accuracy is for tests.
+_AGREE = {"bf16": 0.03, "fp16": 0.01, "fp32": 1e-3}
+
+
+class DeviceLost(Exception):
+    """The device answers no more: nothing that follows would mean anything."""
+
+
+@dataclass
+class _Entry:
+    """One contender of one case on its way to a row."""
+
+    name: str
+    row: dict[str, Any] = field(default_factory=dict)
+    call: timing.Call | None = None
+    clock: timing.Clock | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def fail(self, what: str, error: BaseException, device: torch.device) -> None:
+        """Turns an exception into the row's note."""
+        first = (str(error).strip().splitlines() or [""])[0][:160]
+        missing = isinstance(error, ImportError) and self.name != "bastile"
+        self.row["note"] = f"not installed: {first}" if missing else f"{what}: {type(error).__name__}: {first}"
+        self.row["failed"] = not missing
+        self.call = self.clock = None
+        self.seconds.clear()
+        if device.type == "cuda":
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as lost:
+                raise DeviceLost(f"{self.name}, {self.row['note']}") from lost
+
+
+def run_cases(
+    cases: Iterable[tuple[Case, str]],
+    contenders: Sequence[str],
+    device: torch.device,
+    *,
+    copy_speed: float,
+    rounds: int = _ROUNDS,
+    budget: float | None = None,
+    machine_since: Callable[[float], dict[str, float]] = lambda begin: {},
+) -> Iterator[dict[str, Any]]:
+    """Yields one result a case (with its type's name). A case that would start after `budget` seconds is skipped."""
+    begin = time.monotonic()
+    all_labels: dict[tuple[str, tuple[int, ...], bool, str], float] = {}
+    for case, dtype in cases:
+        result: dict[str, Any] = {
+            "op": case.op,
+            "shape": list(case.shape),
+            "dtype": dtype,
+            "backward": case.backward,
+            "ignored": case.ignored,
+            "measured": "host" if case.host else "device",
+            "title": f"{case.name}, {dtype}" + (", host time" if case.host else ""),
+            "floor": None,
+            "rows": [],
+            "needs": [],
+        }
+        if budget is not None and time.monotonic() - begin > budget:
+            result["note"] = f"not started: the budget of {budget:.0f} s was used up"
+            yield result
+            continue
+        started = time.monotonic()
+        try:
+            _run_case(case, dtype, contenders, device, copy_speed, rounds, result)
+        except DeviceLost as lost:
+            result["note"] = f"the device failed and the run ends here: {lost}"
+            yield result
+            return
+        except Exception as error:  # such as too little memory for the inputs
+            result["note"] = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+        ours = next((row.get("seconds") for row in result["rows"] if row["name"] == "bastile"), None)
+        key = (case.op, case.shape, case.backward, dtype)
+        if not case.ignored and ours is not None:
+            all_labels[key] = ours
+        if dtype in case.needs:
+            result["needs"] = judge(case.needs[dtype], result, all_labels.get(key))
+        result["took"] = time.monotonic() - started
+        result |= machine_since(started)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        yield result
+
+
+def _run_case(
+    case: Case,
+    dtype: str,
+    contenders: Sequence[str],
+    device: torch.device,
+    copy_speed: float,
+    rounds: int,
+    result: dict[str, Any],
+) -> None:
+    operator = OPERATORS[case.op]
+    torch.manual_seed(20261120)
+    pristine = operator.inputs(case, DTYPES[dtype], device)
+    rotation = timing.Rotation(pristine, operator.leaves, device)
+    cost = operator.cost(case, DTYPES[dtype].itemsize)
+    result["model"] = operator.model
+    entries = [_Entry(name) for name in contenders if case.op in PEERS[name]]
+    reference: tuple[torch.Tensor, ...] | None = None
+    # The replaced code goes first, since its results are what the others' are compared with.
+    for entry in sorted(entries, key=lambda e: e.name != "hf"):
+        reference = _prepare(entry, case, operator, rotation, device, reference, _AGREE[dtype])
+    reference = None
+    if case.host:
+        _time_host(entries, rotation.sets[0], device, rounds)
+    else:
+        if cost.flops:
+            entries.append(_floor_entry(case, pristine, device))
+        # Calls with large products last milliseconds, on either side of where a graph pays: all by the same clock.
+        _time_device(entries, rotation, device, rounds, capture=not cost.flops)
+    for entry in entries:
+        if entry.seconds:
+            low, middle, high = _quartiles(entry.seconds)
+            entry.row |= {"seconds": middle, "spread": (high - low) / 2 / middle, "samples": entry.seconds}
+    rows = {entry.name: {"name": entry.name, **entry.row} for entry in entries}
+    if not case.host:
+        by_products = rows.pop(PRODUCTS, {})
+        floor = by_products.get("seconds") if cost.flops else cost.moved / copy_speed
+        result["floor"] = {"seconds": floor, "moved": cost.moved, "flops": cost.flops, **_noted(by_products)}
+        for row in rows.values():
+            if "seconds" in row:
+                row["rate"] = (cost.flops or cost.moved) / row["seconds"]
+                row["share"] = floor / row["seconds"] if floor else None
+    result["rows"] = list(rows.values())
+
+
+def _floor_entry(case: Case, pristine: Tensors, device: torch.device) -> _Entry:
+    entry = _Entry(PRODUCTS)
+    try:
+        entry.call = products(case, pristine)
+    except Exception as error:  # too little memory beside the inputs
+        entry.fail("failed", error, device)
+    return entry
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    if len(values) == 1:
+        return (values[0],) * 3
+    low, middle, high = quantiles(values, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _noted(row: dict[str, Any]) -> dict[str, Any]:
+    return {"note": row["note"]} if "note" in row else {}
+
+
+def _prepare(
+    entry: _Entry,
+    case: Case,
+    operator: Operator,
+    rotation: timing.Rotation,
+    device: torch.device,
+    reference: tuple[torch.Tensor, ...] | None,
+    agree: float,
+) -> tuple[torch.Tensor, ...] | None:
+    """Builds the contender, runs it once, checks it, takes its memory. Returns the results to compare others with."""
+    if device.type != "cuda" and entry.name in CUDA_ONLY:
+        entry.row["note"] = "needs CUDA"
+        return reference
+    tensors = rotation.sets[0]
+    results: tuple[torch.Tensor, ...] = ()
+    try:
+        entry.call = _call(PEERS[entry.name][case.op](), operator, case.backward)
+        rotation.restore()
+        timing.synchronize(device)
+        begin = time.perf_counter()
+        results = entry.call(tensors)
+        timing.synchronize(device)
+        entry.row["first_call"] = time.perf_counter() - begin  # imports done; compiling and tuning included
+        difference = _difference(results, reference) if reference is not None else 0.0
+        if not difference <= agree:  # NaN too
+            entry.row["note"] = f"wrong results: differ from the replaced code's by {difference:.1e}"
+            entry.row["failed"] = True
+            entry.call = None
+            return reference
+        if reference is None:
+            reference = tuple(r.clone() for r in results)
+        results = ()
+        if not case.host:
+            rotation.restore()
+            call = entry.call
+            entry.row["extra_bytes"] = timing.extra_bytes(lambda: call(tensors), device)
+    except Exception as error:  # whatever a foreign library raises
+        entry.fail("failed", error, device)
+    return reference
+
+
+def _call(function: Callable[..., Any], operator: Operator, backward: bool) -> timing.Call:
+    """The contender as one call on a set of inputs: outputs, and gradients where they are wanted."""
+    arguments, leaves = operator.arguments, operator.leaves
+
+    def call(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+        outputs = function(*[tensors[name] for name in arguments])
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        if not backward:
+            return tuple(o.detach() for o in outputs)
+        upstream = [tensors[f"upstream {i}"] for i in range(len(outputs))]
+        gradients = torch.autograd.grad(outputs, [tensors[name] for name in leaves], upstream)
+        return (*[o.detach() for o in outputs], *gradients)
+
+    return call
+
+
+def _difference(results: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
+    """The largest relative difference, in the norm, of any output or gradient; NaN where one holds a NaN."""
+    worst = 0.0
+    for got, want in zip(results, reference, strict=True):
+        norm = torch.linalg.vector_norm(want, dtype=torch.float32)
+        off = (torch.linalg.vector_norm(got.float() - want.float()) / norm.clamp(min=1e-30)).item()
+        worst = off if not off <= worst else worst
+        if worst != worst:
+            break
+    return worst
+
+
+def _time_device(
+    entries: Sequence[_Entry], rotation: timing.Rotation, device: torch.device, rounds: int, *, capture: bool
+) -> None:
+    for entry in entries:
+        if entry.call is None:
+            continue
+        try:
+            rotation.restore()
+            entry.clock = timing.clock_for(entry.call, rotation, device, capture=capture)
+        except Exception as error:
+            entry.fail("failed in warm-up", error, device)
+    for turn in range(rounds + 1):  # the first round warms the device up and does not count
+        for entry in entries:
+            if entry.clock is None:
+                continue
+            try:
+                seconds = entry.clock.sample()
+            except Exception as error:
+                entry.fail("failed while timed", error, device)
+                continue
+            if turn:
+                entry.seconds.append(seconds)
+    for entry in entries:
+        if entry.clock is not None:
+            entry.row["way"] = entry.clock.way
+            if entry.clock.note:
+                entry.row["note"] = entry.clock.note
+        entry.call = entry.clock = None  # gives back what a graph holds
+
+
+def _time_host(entries: Sequence[_Entry], tensors: Tensors, device: torch.device, rounds: int) -> None:
+    for turn in range(2 * rounds + 1):  # blocks are short: more of them than rounds on the device
+        for entry in entries:
+            if entry.call is None:
+                continue
+            try:
+                seconds = timing.host_seconds(entry.call, tensors, device)
+            except Exception as error:
+                entry.fail("failed while timed", error, device)
+                continue
+            if turn:
+                entry.seconds.append(seconds)
+                entry.row["way"] = "host"
+
+
+# ---- needs -----------------------------------------------------------------------------------------------------------
+
+
+def judge(need: Need, result: dict[str, Any], all_labels: float | None) -> list[dict[str, Any]]:
+    """Each requirement with what it allows and what was found; `met` is None where that is not known."""
+    rows = {row["name"]: row for row in result["rows"]}
+    ours = rows.get("bastile", {})
+    verdicts = []
+
+    def require(text: str, limit: float, value: float | None, base: float | None) -> None:
+        found = value / base if value is not None and base else None
+        verdicts.append(
+            {"text": text, "limit": limit, "found": found, "met": None if found is None else found <= limit}
+        )
+
+    time_, memory = ours.get("seconds"), ours.get("extra_bytes")
+    if need.floor is not None:
+        require("time / floor", need.floor, time_, (result["floor"] or {}).get("seconds"))
+    for peer, ratio in need.peers.items():
+        require(f"time / {peer}", ratio, time_, rows.get(peer, {}).get("seconds"))
+    if need.all_labels is not None:
+        require("time / none ignored", need.all_labels, time_, all_labels)
+    if need.mib is not None:
+        require("extra MiB", need.mib, memory, 1 << 20)
+    if need.memory_of is not None:
+        peer, ratio = need.memory_of
+        require(f"extra memory / {peer}", ratio, memory, rows.get(peer, {}).get("extra_bytes"))
+    return verdicts

@@ -1,0 +1,158 @@
+"""`bench`: from options to cases, their results as they come, and the files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bastile.cli.errors import UsageError
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="time the operators beside the code they replace and other libraries",
+        description="Measures each operator's time, host time and memory, beside other libraries in turns, against the "
+        "limit of this machine. Peers that are not installed are left out with a note.",
+    )
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators to measure; none given: all")
+    parser.add_argument("--dtype", help="bf16, fp16, fp32, with commas; not given: bf16 on CUDA, bf16,fp32 on CPU")
+    parser.add_argument(
+        "--against", help="torch, hf, compile, liger, quack, with commas; not given: all on CUDA, torch,hf on CPU"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; not given: cuda where there is one")
+    parser.add_argument("--shapes", help="limits (a large GPU's) or small; not given: limits on CUDA, small on CPU")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the JSON and the plots")
+    parser.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
+    parser.add_argument("--plots", action="store_true", help="also draw bars, one PNG an operator (needs matplotlib)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of the contenders of a case (default: 7)")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="show (and --plots) a saved JSON; measure nothing")
+    parser.set_defaults(command=bench)
+
+
+def bench(options: argparse.Namespace) -> int:
+    """0; 1 where Bastile itself could not be measured in some case."""
+    from bastile.bench import report
+
+    if options.show:
+        run = _saved(options.show)
+        if not options.json:
+            show = report.printer()
+            for result in run["results"]:
+                show(result)
+    else:
+        options.out.mkdir(parents=True, exist_ok=True)
+        run = _measure(options)
+    if options.json:
+        print(json.dumps(run, indent=1))
+    else:
+        print(report.summary(run["results"]))
+    if options.plots:
+        _plot(run, options.out)
+    ours = [row for result in run["results"] for row in result["rows"] if row["name"] == "bastile"]
+    return 0 if ours and not any(row.get("failed") for row in ours) else 1
+
+
+def _measure(options: argparse.Namespace) -> dict[str, Any]:
+    from bastile.bench import cases, machine, report, run, timing
+    from bastile.bench.peers import AGAINST
+
+    device = _device(options.device)
+    on_cuda = device.type == "cuda"
+    shapes = _chosen("--shapes", options.shapes, cases.SHAPES, ["limits" if on_cuda else "small"])
+    dtypes = _chosen("--dtype", options.dtype, run.DTYPES, ["bf16"] if on_cuda else ["bf16", "fp32"])
+    peers = _chosen("--against", options.against, AGAINST, list(AGAINST) if on_cuda else ["torch", "hf"])
+    ops = _chosen("op", ",".join(options.ops) or None, cases.OPS, list(cases.OPS))
+    if options.rounds < 1:
+        raise UsageError("--rounds must be at least 1")
+    contenders = ["bastile", *(name for peer in peers for name in AGAINST[peer])]
+    table = [case for name in shapes for case in cases.SHAPES[name]] + list(cases.HOST)
+    chosen = [(case, dtype) for op in ops for dtype in dtypes for case in table if case.op == op]
+
+    now = datetime.now(timezone.utc)
+    path = options.out / f"bench-{device.type}-{now:%Y%m%d-%H%M%S}.json"
+    tell = sys.stderr if options.json else sys.stdout
+    with machine.Monitor(device) as monitor:
+        speed = timing.copy_speed(device)
+        measured: dict[str, Any] = {
+            "date": now.isoformat(timespec="seconds"),
+            "versions": machine.versions(),
+            "device": device.type,
+            "machine": machine.describe(device),
+            "copy_bytes_per_second": speed,
+            "options": {"shapes": shapes, "dtypes": dtypes, "contenders": contenders, "rounds": options.rounds},
+            "results": [],
+        }
+        print(f"{measured['machine']['name']}, copy {speed / 1e9:.4g} GB/s; results in {path}\n", file=tell, flush=True)
+        show = report.printer()
+        for result in run.run_cases(
+            chosen,
+            contenders,
+            device,
+            copy_speed=speed,
+            rounds=options.rounds,
+            budget=options.budget,
+            machine_since=monitor.since,
+        ):
+            measured["results"].append(result)
+            report.save(measured, path)
+            if options.json:
+                print(f"{len(measured['results'])}/{len(chosen)} {result['title']}", file=tell, flush=True)
+            else:
+                show(result)
+    return measured
+
+
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: give cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: give cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError(
+                f"--device {name}: this PyTorch sees no CUDA device; leave --device out to measure the CPU"
+            )
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def _chosen(option: str, given: str | None, known: Any, otherwise: list[str]) -> list[str]:
+    if given is None:
+        return otherwise
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{option}: there is no {name!r}; give one or more of {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    try:
+        run = json.loads(path.read_text())
+        if not isinstance(run, dict) or not {"results", "machine", "date"} <= run.keys():
+            raise ValueError("its keys are others")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--show {path}: not a file that bench has written ({error})") from error
+    return run
+
+
+def _plot(run: dict[str, Any], out: Path) -> None:
+    from bastile.bench import plots
+
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        for path in plots.draw(run, out):
+            print(f"Plot: {path}", file=sys.stderr)
+    except ImportError:
+        print("No plots: matplotlib is not installed (bench --show FILE --plots draws them elsewhere)", file=sys.stderr)

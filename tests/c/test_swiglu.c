@@ -1,0 +1,122 @@
+/* test_swiglu.c - SwiGLU through the C API: values, gradients in the place of inputs, errors, its kernels on every
+ * chip. */
+#include <math.h>
+
+#include "chips.h"
+
+enum { ROWS = 5, COLUMNS = 37, PITCH = 80 };
+
+#ifdef BST_EMULATE
+static const DLDevice device = {kDLCUDA, 0};
+#else
+static const DLDevice device = {kDLCPU, 0};
+#endif
+
+static int64_t shape[] = {ROWS, COLUMNS}, pitched[] = {PITCH, 1};
+
+static DLTensor matrix(void *data, int64_t *strides) {
+    return (DLTensor){
+        .data = data, .device = device, .ndim = 2, .dtype = {kDLFloat, 32, 1}, .shape = shape, .strides = strides};
+}
+
+/* Numbers between -4 and 4 that repeat from run to run. */
+static void fill(float *out, int count, unsigned seed) {
+    for (int i = 0; i < count; i++) {
+        seed = seed * 1664525u + 1013904223u;
+        out[i] = (float)(seed >> 8) / 2097152.0f - 4.0f;
+    }
+}
+
+/* a and b as slices of one buffer, with columns between and behind them that nothing may touch. */
+static float buffer[ROWS][PITCH], dy[ROWS][COLUMNS], y[ROWS][COLUMNS], da[ROWS][COLUMNS], db[ROWS][COLUMNS];
+enum { B_AT = 40 };
+
+TEST(values_and_gradients) {
+    fill(&buffer[0][0], ROWS * PITCH, 1);
+    fill(&dy[0][0], ROWS * COLUMNS, 2);
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), ty = matrix(y, NULL);
+    DLTensor tdy = matrix(dy, NULL), tda = matrix(da, NULL), tdb = matrix(db, NULL);
+    CHECK_OK(bst_swiglu_forward(NULL, &ta, &tb, &ty));
+    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, &tda, &tdb));
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < COLUMNS; c++) {
+            double a = buffer[r][c], b = buffer[r][B_AT + c], s = 1 / (1 + exp(-a));
+            CHECK_CLOSE(y[r][c], a * s * b, 2e-6);
+            CHECK_CLOSE(db[r][c], dy[r][c] * a * s, 2e-6);
+            CHECK_CLOSE(da[r][c], dy[r][c] * b * s * (1 + a * (1 - s)), 4e-6);
+        }
+    }
+}
+
+TEST(gradients_take_the_place_of_inputs) {
+    static float copy[ROWS][PITCH], dy_copy[ROWS][COLUMNS];
+    memcpy(copy, buffer, sizeof copy);
+    memcpy(dy_copy, dy, sizeof dy_copy);
+    DLTensor ta = matrix(copy, pitched), tb = matrix(&copy[0][B_AT], pitched), tdy = matrix(dy_copy, NULL);
+    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, &ta, &tb));
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < PITCH; c++) {
+            float want = buffer[r][c];
+            if (c < COLUMNS) want = da[r][c];
+            if (c >= B_AT && c < B_AT + COLUMNS) want = db[r][c - B_AT];
+            CHECK(copy[r][c] == want);
+        }
+    }
+    memcpy(copy, buffer, sizeof copy);
+    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, NULL, &tdy));
+    CHECK(!memcmp(dy_copy, db, sizeof db));
+}
+
+TEST(errors_name_the_argument_and_write_nothing) {
+    static float other[ROWS + 1][PITCH];
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), ty = matrix(other, NULL);
+    DLTensor across = matrix(&buffer[0][1], pitched), shifted = matrix(&buffer[0][B_AT - 5], pitched);
+    CHECK_EQ_I(bst_swiglu_forward(NULL, &ta, &tb, &across), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_forward: y, of shape [5, 37], is not contiguous");
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, &across, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: da and a share memory");
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, NULL, &shifted), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: db and a share memory");
+    DLTensor one = matrix(other[1], pitched), two = matrix(&other[1][30], pitched);
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ta, &ta, &tb, &one, &two), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: da and db share memory");
+    CHECK_EQ_I(bst_swiglu_forward(NULL, &ta, NULL, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "b is NULL");
+    DLTensor half = tb;
+    half.dtype.bits = 16;
+    CHECK_EQ_I(bst_swiglu_forward(NULL, &ta, &half, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "b is float16; float32 is needed, the type of a");
+    for (int i = 0; i < (ROWS + 1) * PITCH; i++) CHECK((&other[0][0])[i] == 0);
+}
+
+#ifndef BST_EMULATE /* the emulator compiles with the host's compiler: for no chip */
+/* Packed tensors (one kernel for all sizes), the halves of one, and a width that needs narrow accesses. */
+static void compile_calls(void) {
+    for (size_t t = 0; t < 3; t++) {
+        for (int64_t width = 12288; width >= 12287; width--) {
+            bst_shape s[6];
+            int64_t sizes[] = {64, width};
+            DLTensor *tensors[6];
+            for (int i = 0; i < 6; i++) tensors[i] = bst_device_tensor(&s[i], bst_test_types[t], 2, sizes);
+            for (int halves = 0; halves < 2; halves++) {
+                if (halves) s[1].stride[0] = s[2].stride[0] = 2 * width;
+                CHECK_OK(bst_swiglu_forward(&bst_fake_exec, tensors[1], tensors[2], tensors[0]));
+                CHECK_OK(
+                    bst_swiglu_backward(&bst_fake_exec, tensors[3], tensors[1], tensors[2], tensors[4], tensors[5]));
+            }
+        }
+    }
+}
+
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("swiglu", compile_calls); }
+#endif
+
+int main(void) {
+    RUN(values_and_gradients);
+    RUN(gradients_take_the_place_of_inputs);
+    RUN(errors_name_the_argument_and_write_nothing);
+#ifndef BST_EMULATE
+    RUN(kernels_compile_for_every_chip);
+#endif
+    return bst_test_report();
+}
