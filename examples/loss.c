@@ -23,13 +23,14 @@ int main(void) {
     static float x[TOKENS][HIDDEN], gain[HIDDEN], normed[TOKENS][HIDDEN], rstd[TOKENS];
     static float head[VOCABULARY][HIDDEN], loss, lse[TOKENS], dnormed[TOKENS][HIDDEN], dhead[VOCABULARY][HIDDEN];
     static int64_t target[TOKENS];
-    for (int i = 0; i < TOKENS * HIDDEN; i++) x[0][i] = (float)(i * 37 % 101) / 50.0f - 1.0f;
-    for (int i = 0; i < VOCABULARY * HIDDEN; i++) head[0][i] = (float)(i * 53 % 89) / 44.0f - 1.0f;
+    for (int i = 0; i < TOKENS * HIDDEN; i++) x[i / HIDDEN][i % HIDDEN] = (float)(i * 37 % 101) / 50.0f - 1.0f;
+    for (int i = 0; i < VOCABULARY * HIDDEN; i++) head[i / HIDDEN][i % HIDDEN] = (float)(i * 53 % 89) / 44.0f - 1.0f;
     for (int i = 0; i < HIDDEN; i++) gain[i] = 1.0f;
     for (int i = 0; i < TOKENS; i++) target[i] = i % 3 ? i : -100; /* -100: this token counts for nothing */
 
     const DLDataType f32 = {kDLFloat, 32, 1}, i64 = {kDLInt, 64, 1};
-    int64_t tokens[] = {TOKENS}, hidden[] = {HIDDEN}, activations[] = {TOKENS, HIDDEN}, weights[] = {VOCABULARY, HIDDEN};
+    int64_t tokens[] = {TOKENS}, hidden[] = {HIDDEN}, activations[] = {TOKENS, HIDDEN},
+            weights[] = {VOCABULARY, HIDDEN};
     DLTensor tx = tensor(x, 2, activations, f32), tgain = tensor(gain, 1, hidden, f32);
     DLTensor tnormed = tensor(normed, 2, activations, f32), trstd = tensor(rstd, 1, tokens, f32);
     DLTensor thead = tensor(head, 2, weights, f32), ttarget = tensor(target, 1, tokens, i64);
@@ -38,14 +39,15 @@ int main(void) {
 
     check(bst_rms_norm_forward(NULL, &tx, &tgain, 1e-6, BST_CASTING_LLAMA, &tnormed, &trstd));
     bst_cross_entropy_options options = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1.0};
-    check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss, &tlse, NULL,
-                                           &tdnormed, &tdhead, NULL));
+    check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss,
+                                           &tlse, NULL, &tdnormed, &tdhead, NULL));
 
     /* One step down the gradient must lower the loss. */
     float before = loss;
-    for (int i = 0; i < VOCABULARY * HIDDEN; i++) head[0][i] -= 0.1f * dhead[0][i];
-    check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss, &tlse, NULL,
-                                           NULL, NULL, NULL));
+    for (int i = 0; i < VOCABULARY; i++)
+        for (int j = 0; j < HIDDEN; j++) head[i][j] -= 0.1f * dhead[i][j];
+    check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss,
+                                           &tlse, NULL, NULL, NULL, NULL));
     printf("bastile %s: loss %.4f, after a step %.4f\n", bst_version(), before, loss);
     return loss < before ? 0 : 1;
 }

@@ -115,11 +115,11 @@ BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *d
 
 /* ---- swiglu ------------------------------------------------------------------------------------------------------ */
 
-/* y = silu(a) * b, silu(a) = a / (1 + exp(-a)), in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU
- * Variants Improve Transformer", 2020. */
+/* y = silu(a) * b, silu(a) = a / (1 + exp(-a)), in float32 and rounded once. a, b, y [..., I] of one type. Shazeer,
+ * "GLU Variants Improve Transformer", 2020. */
 BST_API bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y);
-/* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL. Each
- * may take the place of dy, a or b, element for element. */
+/* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
+ * Each may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                        DLTensor *da, DLTensor *db);
 

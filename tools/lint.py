@@ -24,7 +24,11 @@ MOST_LINES = 600
 def tracked(*endings: str) -> list[Path]:
     """The project's files: what git knows, and what it would know after `git add`."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\n")
     paths = [ROOT / name for name in listed if name.endswith(endings)]
     return [p for p in paths if p.is_file() and p.name != "dlpack.h"]
@@ -40,7 +44,9 @@ def formatting() -> list[str]:
     clang_format = tool("clang-format")
     if clang_format:
         files = [str(p) for p in tracked(".c", ".h", ".cu", ".cuh")]
-        run = subprocess.run([clang_format, "--dry-run", "-Werror", *files], capture_output=True, text=True, check=False)
+        run = subprocess.run(
+            [clang_format, "--dry-run", "-Werror", *files], capture_output=True, text=True, check=False
+        )
         if run.returncode:
             faults.append("clang-format would change files (run: clang-format -i):\n" + run.stderr[:2000])
     ruff = tool("ruff")
@@ -61,8 +67,15 @@ def operators() -> list[str]:
         python = PYTHON_NAMES.get(op, op)
         room = f"src/ops/{op}/{op}"
         needed = [f"{room}{end}" for end in (".c", "_cpu.c", "_torch.c", ".cu", "_args.h")]
-        needed += [f"python/bastile/ops/{python}.py", f"tests/c/test_{op}.c", f"tests/py/test_{python}.py", f"docs/{op}.md"]
-        faults += [f"src/ops.def has a row {op}, but there is no {name}" for name in needed if not (ROOT / name).exists()]
+        needed += [
+            f"python/bastile/ops/{python}.py",
+            f"tests/c/test_{op}.c",
+            f"tests/py/test_{python}.py",
+            f"docs/{op}.md",
+        ]
+        faults += [
+            f"src/ops.def has a row {op}, but there is no {name}" for name in needed if not (ROOT / name).exists()
+        ]
         if f"bst_{op}_forward" not in (ROOT / "include/bastile.h").read_text():
             faults.append(f"include/bastile.h does not declare bst_{op}_forward")
     for room in (ROOT / "src/ops").iterdir():
@@ -83,7 +96,9 @@ def sources() -> list[str]:
         if path.suffix == ".cu" and name.startswith("src/") and re.search(r"\basm\b", text):
             faults.append(f"{name}: PTX belongs in src/cuda/device")
     declared = re.findall(r"^BST_API .*?(\w+)\(", (ROOT / "include/bastile.h").read_text(), re.M)
-    faults += [f"include/bastile.h declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"]
+    faults += [
+        f"include/bastile.h declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"
+    ]
     return faults
 
 

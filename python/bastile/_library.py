@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+
 def _path() -> Path:
     override = os.environ.get("BASTILE_LIBRARY")
     path = Path(override) if override else Path(__file__).parent / "libbastile.so"

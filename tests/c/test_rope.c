@@ -1,67 +1,73 @@
-/* test_rope.c - rotary embedding through the C API: values, a fused projection turned in place and back, errors, its
- * kernels on every chip. */
+/* test_rope.c - rotary embedding through the C API: values and gradients, a fused projection turned in place and back,
+ * errors, its kernels on every chip. */
 #include <math.h>
 
 #include "chips.h"
 
-/* A projection [B, S, Q + K + V heads, D], of which q and k turn. */
+/* A projection [B, S, Q + K + V heads, D], of which q and k turn. R < D: a part of each head does not. */
 enum { B = 2, S = 3, Q = 3, K = 2, V = 1, D = 12, R = 8, ALL = (Q + K + V) * D };
-
-#ifdef BST_EMULATE
-static const DLDevice device = {kDLCUDA, 0};
-#else
-static const DLDevice device = {kDLCPU, 0};
-#endif
 
 static float projection[B][S][ALL], cosines[B][S][R], sines[B][S][R];
 static float q_out[B][Q][S][D], k_out[B][K][S][D];
 static int64_t q_shape[] = {B, Q, S, D}, k_shape[] = {B, K, S, D}, table_shape[] = {B, S, R};
 static int64_t fused[] = {S * ALL, D, ALL, 1};
 
-static DLTensor tensor(void *data, int dims, int64_t *shape, int64_t *strides) {
-    return (DLTensor){
-        .data = data, .device = device, .ndim = dims, .dtype = {kDLFloat, 32, 1}, .shape = shape, .strides = strides};
-}
-
-static void fill(float *out, int count, unsigned seed) {
-    for (int i = 0; i < count; i++) {
-        seed = seed * 1664525u + 1013904223u;
-        out[i] = (float)(seed >> 8) / 8388608.0f - 1.0f;
-    }
+static DLTensor heads(void *data, int64_t *shape, int64_t *strides) {
+    return bst_tensor(data, 4, shape, strides, bst_test_types[0]);
 }
 
 static void inputs(void) {
-    fill(&projection[0][0][0], B * S * ALL, 1);
+    bst_fill(&projection[0][0][0], B * S * ALL, 1, 1);
     for (int i = 0; i < B * S * R; i++) { /* no two angles are alike, those of a pair neither */
         (&cosines[0][0][0])[i] = cosf(0.37f * (float)i);
         (&sines[0][0][0])[i] = sinf(0.37f * (float)i);
     }
 }
 
-static double turned(const float *x, const float *c, const float *s, int i, int interleaved) {
+/* Element i of a head, turned forwards or, by the transposed rotation, backwards. */
+static double turned(const float *x, const float *c, const float *s, int i, int interleaved, int backward) {
     if (i >= R) return x[i];
     int partner = interleaved ? i ^ 1 : (i + R / 2) % R;
     int first = interleaved ? i % 2 == 0 : i < R / 2;
+    if (backward) return (double)x[i] * c[i] + (first ? 1 : -1) * (double)x[partner] * s[partner];
     return (double)x[i] * c[i] + (first ? -1 : 1) * (double)x[partner] * s[i];
 }
 
-TEST(values) {
-    inputs();
-    DLTensor q = tensor(projection, 4, q_shape, fused), k = tensor(&projection[0][0][Q * D], 4, k_shape, fused);
-    DLTensor c = tensor(cosines, 3, table_shape, NULL), s = tensor(sines, 3, table_shape, NULL);
-    DLTensor qo = tensor(q_out, 4, q_shape, NULL), ko = tensor(k_out, 4, k_shape, NULL);
-    for (int interleaved = 0; interleaved < 2; interleaved++) {
-        CHECK_OK(bst_rope_forward(NULL, &q, &k, &c, &s, interleaved, &qo, &ko));
-        for (int b = 0; b < B; b++) {
-            for (int t = 0; t < S; t++) {
-                for (int i = 0; i < (Q + K) * D; i++) {
-                    int head = i / D, at = i % D;
-                    float got = head < Q ? q_out[b][head][t][at] : k_out[b][head - Q][t][at];
-                    const float *x = &projection[b][t][head * D];
-                    CHECK_CLOSE(got, turned(x, cosines[b][t], sines[b][t], at, interleaved), 3e-7);
-                }
+static void check_turned(int kv_heads, int table_batches, int interleaved, int backward) {
+    for (int b = 0; b < B; b++) {
+        int table = table_batches == 1 ? 0 : b;
+        for (int t = 0; t < S; t++) {
+            for (int i = 0; i < (Q + kv_heads) * D; i++) {
+                int head = i / D, at = i % D;
+                /* k_out holds [B, kv_heads, S, D]. */
+                float got = head < Q ? q_out[b][head][t][at]
+                                     : (&k_out[0][0][0][0])[((b * kv_heads + head - Q) * S + t) * D + at];
+                const float *x = &projection[b][t][head * D];
+                double want = turned(x, cosines[table][t], sines[table][t], at, interleaved, backward);
+                CHECK_CLOSE(got, want, 3e-7);
             }
         }
+    }
+}
+
+/* Both layouts of pairs; several kv heads, one and none; tables for each batch row and for all. */
+TEST(values_and_gradients) {
+    inputs();
+    for (int which = 0; which < 24; which++) {
+        int interleaved = which & 1, backward = which >> 1 & 1, batches = which >> 2 & 1 ? B : 1, kv_heads = which >> 3;
+        int64_t k_sizes[] = {B, kv_heads, S, D}, table_sizes[] = {batches, S, R};
+        DLTensor q = heads(projection, q_shape, fused), k = heads(&projection[0][0][Q * D], k_sizes, fused);
+        DLTensor c = bst_f32(cosines, 3, table_sizes), s = bst_f32(sines, 3, table_sizes);
+        DLTensor qo = heads(q_out, q_shape, NULL), ko = heads(k_out, k_sizes, NULL);
+        memset(q_out, 0xff, sizeof q_out);
+        memset(k_out, 0xff, sizeof k_out);
+        if (backward)
+            CHECK_OK(
+                bst_rope_backward(NULL, &q, kv_heads ? &k : NULL, &c, &s, interleaved, &qo, kv_heads ? &ko : NULL));
+        else
+            CHECK_OK(bst_rope_forward(NULL, &q, kv_heads ? &k : NULL, &c, &s, interleaved, &qo, kv_heads ? &ko : NULL));
+        check_turned(kv_heads, batches, interleaved, backward);
+        for (int i = kv_heads * B * S * D; i < B * K * S * D; i++) CHECK(isnan((&k_out[0][0][0][0])[i]));
     }
 }
 
@@ -69,9 +75,9 @@ TEST(a_fused_projection_turns_in_place_and_back) {
     static float copy[B][S][ALL];
     inputs();
     memcpy(copy, projection, sizeof copy);
-    DLTensor q = tensor(copy, 4, q_shape, fused), k = tensor(&copy[0][0][Q * D], 4, k_shape, fused);
-    DLTensor c = tensor(cosines, 3, table_shape, NULL), s = tensor(sines, 3, table_shape, NULL);
-    DLTensor qo = tensor(q_out, 4, q_shape, NULL), ko = tensor(k_out, 4, k_shape, NULL);
+    DLTensor q = heads(copy, q_shape, fused), k = heads(&copy[0][0][Q * D], k_shape, fused);
+    DLTensor c = bst_f32(cosines, 3, table_shape), s = bst_f32(sines, 3, table_shape);
+    DLTensor qo = heads(q_out, q_shape, NULL), ko = heads(k_out, k_shape, NULL);
     /* With one angle a pair, the transpose is the inverse. */
     for (int i = 0; i < B * S * R; i++) {
         if (i % R < R / 2) continue;
@@ -100,33 +106,49 @@ TEST(errors_name_the_argument_and_write_nothing) {
     static float copy[B][S][ALL];
     inputs();
     memcpy(copy, projection, sizeof copy);
-    DLTensor q = tensor(projection, 4, q_shape, fused), k = tensor(&projection[0][0][Q * D], 4, k_shape, fused);
-    DLTensor c = tensor(cosines, 3, table_shape, NULL), s = tensor(sines, 3, table_shape, NULL);
-    DLTensor qo = tensor(q_out, 4, q_shape, NULL), ko = tensor(k_out, 4, k_shape, NULL),
-             low = tensor(projection, 4, k_shape, fused);
+    DLTensor q = heads(projection, q_shape, fused), k = heads(&projection[0][0][Q * D], k_shape, fused);
+    DLTensor c = bst_f32(cosines, 3, table_shape), s = bst_f32(sines, 3, table_shape);
+    DLTensor qo = heads(q_out, q_shape, NULL), ko = heads(k_out, k_shape, NULL),
+             low = heads(projection, k_shape, fused);
     memset(q_out, 0, sizeof q_out);
+    memset(k_out, 0, sizeof k_out);
     CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &low), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: k_out and q share memory");
-    DLTensor shifted = tensor(&projection[0][0][D], 4, q_shape, fused);
+    DLTensor shifted = heads(&projection[0][0][D], q_shape, fused);
     CHECK_EQ_I(bst_rope_backward(NULL, &q, NULL, &c, &s, 0, &shifted, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_backward: dq and dq_out share memory");
     CHECK_EQ_I(bst_rope_forward(NULL, &q, NULL, &c, &s, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: k_out is given, but k is NULL");
     CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: k_out is NULL");
+    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, NULL, 0, &qo, &ko), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rope_forward: sin is NULL");
     DLTensor half = s;
     half.dtype.bits = 16;
     CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &half, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "sin is float16; float32 is needed, the type of cos");
+    int64_t odd[] = {B, S, R - 1}, longer[] = {B, S + 1, R}, wide[] = {B, S, D + 2};
+    DLTensor odd_table = bst_f32(cosines, 3, odd), long_table = bst_f32(cosines, 3, longer),
+             wide_table = bst_f32(cosines, 3, wide);
+    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &odd_table, &s, 0, &qo, &ko), BST_INVALID);
+    CHECK_STR(bst_last_error(), "cos has shape [2, 3, 7]; dimension 2 must be even, at least 2 and at most 12");
+    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &wide_table, &s, 0, &qo, &ko), BST_INVALID);
+    CHECK_STR(bst_last_error(), "cos has shape [2, 3, 14]");
+    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &long_table, 0, &qo, &ko), BST_INVALID);
+    CHECK_STR(bst_last_error(), "sin has shape [2, 4, 8]; dimension 1 must be 3, the positions of q");
+    DLTensor there = ko;
+    there.device = (DLDevice){kDLCUDA, 7};
+    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &there), BST_INVALID);
+    CHECK_STR(bst_last_error(), "k_out is on cuda:7, but k is on ");
     int64_t apart[] = {S * ALL, 1, ALL, Q};
-    DLTensor strided = tensor(projection, 4, q_shape, apart);
+    DLTensor strided = heads(projection, q_shape, apart);
     CHECK_EQ_I(bst_rope_forward(NULL, &strided, &k, &c, &s, 0, &qo, &ko), BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "the last dimension of q is not contiguous");
     CHECK(!memcmp(copy, projection, sizeof copy));
     for (int i = 0; i < B * Q * S * D; i++) CHECK((&q_out[0][0][0][0])[i] == 0);
+    for (int i = 0; i < B * K * S * D; i++) CHECK((&k_out[0][0][0][0])[i] == 0);
 }
 
-#ifndef BST_EMULATE /* the emulator compiles with the host's compiler: for no chip */
 /* Whole and partial heads, of a shape where the rest of a head fills its pieces and one where it does not, an address
  * that allows single elements only, and tables of float32. */
 static void compile_calls(void) {
@@ -152,14 +174,11 @@ static void compile_calls(void) {
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rope", compile_calls); }
-#endif
 
 int main(void) {
-    RUN(values);
+    RUN(values_and_gradients);
     RUN(a_fused_projection_turns_in_place_and_back);
     RUN(errors_name_the_argument_and_write_nothing);
-#ifndef BST_EMULATE
     RUN(kernels_compile_for_every_chip);
-#endif
     return bst_test_report();
 }

@@ -79,7 +79,9 @@ def _run(function: Callable, case: Case, dtype: torch.dtype | None, upstream: li
             upstream = [random_tensor(o.shape, o.dtype, o.device) for o in outputs]
         else:
             upstream = [torch.full_like(o, case.upstream) for o in outputs]
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)])
+    gradients = torch.autograd.grad(
+        outputs, list(leaves.values()), [u.to(o.dtype) for u, o in zip(upstream, outputs, strict=True)]
+    )
     named = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     named |= {f"d{name}": g for name, g in zip(leaves, gradients, strict=True)}
     return named, upstream
@@ -116,7 +118,9 @@ def assert_no_worse(case: Case) -> None:
         )
         worst, stock_worst = (got.double() - want).abs().max().item(), (other.double() - want).abs().max().item()
         bound = 2 * stock_worst + 4 * unit * want.abs().max().item() + floor
-        assert worst <= bound, f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
+        assert worst <= bound, (
+            f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
+        )
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -121,6 +122,24 @@ def test_a_contender_that_computes_something_else_is_not_timed(monkeypatch: pyte
         assert "seconds" in found["bastile"]
 
 
+def test_bastile_itself_is_compared_with_the_replaced_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where that is no contender."""
+    monkeypatch.setitem(PEERS["bastile"], "swiglu", lambda: lambda a, b: a * b)
+    (row,) = measure(Case("swiglu", (6, 32)), ("bastile",))["rows"]
+    assert row["note"].startswith("wrong results")
+    assert row["failed"]
+
+
+def test_results_that_nothing_checked_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise ImportError("No module named 'transformers'")
+
+    monkeypatch.setitem(PEERS["hf"], "swiglu", missing)
+    result = measure(Case("swiglu", (6, 32)), ("bastile", "hf"))
+    assert "results not checked: the replaced code failed (ImportError)" in report.as_text(result)
+    assert "seconds" in rows(result)["bastile"]
+
+
 def test_a_contender_that_fails_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -145,6 +164,13 @@ def test_a_contender_that_fails_leaves_the_others_alone(monkeypatch: pytest.Monk
     assert "quack" not in found  # it has no such operator
     assert "seconds" in found["bastile"]
     assert "seconds" in found["hf"]
+
+
+def test_a_contender_that_fails_late_has_no_figure() -> None:
+    entry = run._Entry("torch", call=lambda tensors: (), seconds=[1.0])
+    entry.fail("failed while timed", RuntimeError("no\nmore"), CPU)
+    assert entry.row == {"note": "failed while timed: RuntimeError: no", "failed": True}
+    assert (entry.call, entry.clock, entry.seconds) == (None, None, [])
 
 
 def test_inputs_that_cannot_be_made_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,6 +213,7 @@ def test_extra_memory_counts_what_a_call_held_at_once() -> None:
         return (x + 1) * 2  # its intermediate and its result
 
     two_at_once()
+    torch.ones(32 << 20)  # 128 MiB, gone again: an earlier peak is none of the call's
     found = timing.extra_bytes(two_at_once, CPU)
     if found is None:
         pytest.skip("this system cannot reset the peak")
@@ -249,6 +276,11 @@ def test_tables_fit_a_terminal() -> None:
     assert "TFLOP/s" in text
     assert "time / floor <= 1e-09: " in text
     assert "MISSED" in text
+    result["rows"][0]["spread"] = 0.01
+    result["rows"][1]["spread"] = 0.2
+    assert "unsteady" not in report.as_text(result)
+    result["rows"][1]["spread"] = 0.3
+    assert "unsteady" in report.as_text(result)
 
 
 def test_the_command_writes_what_it_prints(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
@@ -314,7 +346,7 @@ def test_the_monitor_reads_clock_and_power_and_ends(monkeypatch: pytest.MonkeyPa
     assert 1000 <= found["sm_mhz"] <= 1010
     assert found["watts"] == 300.5
     assert monitor._process is not None
-    assert monitor._process.returncode is not None
+    assert monitor._process.returncode == -signal.SIGTERM
 
 
 @needs_cuda

@@ -109,6 +109,21 @@ def test_mistakes_are_told_with_their_remedy(
     assert "--vocabulary must be at least 256" in capsys.readouterr().err
 
 
+def test_missing_packages_are_named() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('transformers', 'packaging', 'rich', 'matplotlib'): sys.modules[name] = None\n"
+        "from bastile.cli import main\n"
+        "assert main(['demo']) == 2\n"
+        "import bastile\n"
+        "try: bastile.apply()\n"
+        "except ImportError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install transformers rich matplotlib" in done.stderr
+    assert "patching models needs Hugging Face Transformers: pip install transformers" in done.stdout
+
+
 def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path, text: Path, saved_model: Path) -> None:
     (tmp_path / "broken").mkdir()
     for file in saved_model.iterdir():

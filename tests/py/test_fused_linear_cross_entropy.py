@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import DTYPES, EMULATED, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
 from bastile.ops import fused_linear_cross_entropy as module
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, set_logits_memory
+from oracle import DTYPES, EMULATED, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
 F = torch.nn.functional
 
@@ -64,9 +64,7 @@ def case(tokens, vocabulary, width, dtype, device, *, bias=False, ignored=0.3, u
         options["class_weight"] = random_tensor((vocabulary,), torch.float32, device).abs() + 0.1
 
     def ours(hidden, weight, *rest):
-        return fused_linear_cross_entropy(
-            hidden, weight, rest[-1], bias=rest[0] if bias else None, **options
-        )
+        return fused_linear_cross_entropy(hidden, weight, rest[-1], bias=rest[0] if bias else None, **options)
 
     def stock(hidden, weight, *rest):
         return plain(hidden, weight, rest[0] if bias else None, rest[-1], options)
@@ -141,7 +139,17 @@ def test_any_size(tokens, vocabulary, width, dtype, device, reduction, bias, smo
     set_logits_memory(mib)
     try:
         assert_no_worse(
-            case(tokens, vocabulary, width, dtype, device, ignored=0.0, bias=bias, reduction=reduction, label_smoothing=smoothing)
+            case(
+                tokens,
+                vocabulary,
+                width,
+                dtype,
+                device,
+                ignored=0.0,
+                bias=bias,
+                reduction=reduction,
+                label_smoothing=smoothing,
+            )
         )
     finally:
         set_logits_memory(None)
@@ -217,7 +225,10 @@ def test_num_items_as_a_device_tensor(device):
     target = torch.arange(9, device=device)
     by_number = fused_linear_cross_entropy(hidden, weight, target, num_items=4)
     for kind in (torch.int64, torch.float32):
-        assert_same_bits(by_number, fused_linear_cross_entropy(hidden, weight, target, num_items=torch.tensor(4, dtype=kind, device=device)))
+        assert_same_bits(
+            by_number,
+            fused_linear_cross_entropy(hidden, weight, target, num_items=torch.tensor(4, dtype=kind, device=device)),
+        )
 
 
 @pytest.mark.parametrize("device", devices())

@@ -155,8 +155,8 @@ def test_a_release_that_moved_a_piece_is_reported_and_all_stays_stock(
 
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "4.50.3")
-    with pytest.raises(RuntimeError, match=r"needs transformers >= 4\.51\.0; installed is 4\.50\.3"):
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(RuntimeError, match=r"needs transformers >= 5\.0\.0; installed is 4\.57\.1"):
         bastile.apply()
 
 

@@ -463,9 +463,16 @@ def test_the_model_is_left_as_it_was_by_a_step() -> None:
     assert all(torch.equal(value, inputs[name]) for name, value in batch.items())
 
 
-def test_other_devices_run_the_original_code() -> None:
+def test_other_devices_run_the_original_code(calls: dict[str, int]) -> None:
     model = tiny_model().to("meta")
     batch = {name: value.to("meta") for name, value in tiny_batch(model).items() if name != "attention_mask"}
+    try:
+        model(**batch).loss.backward()
+    except RuntimeError as error:
+        pytest.skip(f"this Transformers does not run on meta tensors: {error}")
     bastile.apply()
-    model(**batch).loss.backward()
+    output = model(**batch)
+    output.loss.backward()
+    assert output.logits is not None
+    assert "fused_linear_cross_entropy" not in calls
     assert model.lm_head.weight.grad.shape == model.lm_head.weight.shape

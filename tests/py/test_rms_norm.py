@@ -6,6 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from bastile.ops.rms_norm import BastileRMSNorm, rms_norm
 from oracle import (
     DTYPES,
     Case,
@@ -15,10 +19,6 @@ from oracle import (
     few_examples,
     random_tensor,
 )
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
-
-from bastile.ops.rms_norm import BastileRMSNorm, rms_norm
 
 EPS = 1e-6
 
@@ -45,7 +45,9 @@ def case(x, weight, casting) -> Case:
         exact=lambda x, w: exact(x, w, casting),
         inputs={"x": x, "weight": weight},
         # In rows of a few elements the gradient is nearly orthogonal to its terms.
-        terms={"dx": (weight.double().abs().max() / x.double().abs().min().clamp_min(1e-3)).item() if x.numel() else 0.0}
+        terms={
+            "dx": (weight.double().abs().max() / x.double().abs().min().clamp_min(1e-3)).item() if x.numel() else 0.0
+        }
         if x.shape[-1] < 4
         else {},
     )
@@ -168,7 +170,9 @@ def test_nan_and_inf_stay_in_their_row(value, device):
 @pytest.mark.parametrize("device", devices())
 def test_no_weight(device):
     x = random_tensor((4, 64), torch.float32, device)
-    torch.testing.assert_close(rms_norm(x, None, EPS, casting="none"), torch.nn.functional.rms_norm(x, (64,), None, EPS))
+    torch.testing.assert_close(
+        rms_norm(x, None, EPS, casting="none"), torch.nn.functional.rms_norm(x, (64,), None, EPS)
+    )
 
 
 @pytest.mark.parametrize("device", devices())

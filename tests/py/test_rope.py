@@ -131,8 +131,8 @@ def test_types_promote_as_in_stock(types, interleaved, device):
 
 
 def layouts(device):
-    """Views of one content: cut from a fused projection, packed in either order, with addresses or only strides that are
-    not aligned, and with columns apart."""
+    """Views of one content: cut from a fused projection, packed in either order, with addresses or only strides that
+    are not aligned, and with columns apart."""
     fused = random_tensor((2, 6, 9, 32), torch.bfloat16, device)
     q, k = fused[:, :, :4], fused[:, :, 4:6]
     yield fused[:, :, :4].transpose(1, 2), fused[:, :, 4:6].transpose(1, 2)

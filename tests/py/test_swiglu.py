@@ -64,8 +64,8 @@ def test_any_shape(rows, columns, dtype, device, scale, wide):
 
 @pytest.mark.parametrize("device", devices())
 def test_strided_inputs(device):
-    """The halves of one tensor, also unaligned, transposed (two strides), and columns that need a copy; with an upstream
-    gradient that is a slice itself."""
+    """The halves of one tensor, also unaligned, transposed (two strides), and columns that need a copy; with an
+    upstream gradient that is a slice itself."""
     base = random_tensor((4, 6, 5, 200), torch.bfloat16, device)
     pairs = [
         base.chunk(2, dim=-1),

@@ -12,6 +12,8 @@ from typing import Any
 # includes compiling and tuning.
 _HEAD = ("", "time", "+-", "GB/s", "of floor", "x ours", "extra MiB", "1st call", "by")
 
+_STEADY = 0.25
+
 
 def printer() -> Callable[[dict[str, Any]], None]:
     """Prints a case: with rich where it is installed, else in plain text."""
@@ -73,10 +75,11 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
         found = "" if need["found"] is None else f"{need['found']:.3g}, "
         tail.append(f"{need['text']} <= {need['limit']:.3g}: {found}{verdict}")
     tail += [f"{row['name']}: {row['note']}" for row in result["rows"] if "note" in row]
+    if any(row.get("spread", 0) > _STEADY for row in result["rows"]):
+        tail.append(f"unsteady (+- over {_STEADY:.0%}): other work on this machine? Do not rely on these figures")
     if "note" in floor:
         tail.append(f"floor: {floor['note']}")
-    if "note" in result:
-        tail.append(result["note"])
+    tail += [result[key] for key in ("unchecked", "note") if key in result]
     return head, tuple("TFLOP/s" if name == "GB/s" and floor.get("flops") else name for name in _HEAD), rows, tail
 
 

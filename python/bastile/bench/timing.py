@@ -29,6 +29,7 @@ Call = Callable[[Tensors], tuple[torch.Tensor, ...]]
 
 _GRAPH_BELOW = 3e-3  #: seconds; a longer call hides its launches, and a graph would hold on to its memory
 _GRAPH_SECONDS = 8e-3  #: of one replay, at the speed of calls that wait: well above the resolution of events, 0.5 us
+_LAUNCH_SECONDS = 1e-3  #: ample for the launch of a graph, which would else count as device time
 _QUEUE_SECONDS = 40e-3
 _WALL_SECONDS = 40e-3
 _MOST_SETS = 32
@@ -124,7 +125,7 @@ class _Graph:
 
     def sample(self) -> float:
         self._rotation.restore()
-        torch.cuda.synchronize()
+        torch.cuda._sleep(int(_LAUNCH_SECONDS * _cycles_per_second()))
         self._events[0].record()
         self._graph.replay()
         self._events[1].record()

@@ -4,13 +4,12 @@ times the operators alone."""
 import sys
 from collections.abc import Sequence
 
-from bastile.cli.errors import UsageError
+from bastile.cli.errors import RunFailed, UsageError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 1 where a training run failed, 2 for a mistake in the command."""
     from bastile.cli.arguments import parse
-    from bastile.cli.compare import RunFailed
 
     options = parse(arguments)
     try:

@@ -7,15 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-class RunFailed(Exception):
-    """A training process ended without a result."""
+from bastile.cli.errors import RunFailed
 
 
 def run(plan: dict[str, Any], out: Path) -> dict[str, Any]:
     """Trains as the plan says and returns what train.train returned, with the plan's name."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     name = plan["name"]
     plan_file, log_file = out / f"{name}.plan.json", out / f"{name}.log"
     plan_file.write_text(json.dumps(plan, indent=1))

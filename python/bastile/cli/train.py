@@ -67,7 +67,7 @@ def train(plan: dict[str, Any], report: Any) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "device": torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"CPU, {torch.get_num_threads()} threads",
+        else f"CPU, threads: {torch.get_num_threads()}",
     }
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from packaging.version import Version
-
 from bastile.models.table import FAMILIES, Family
 
 
@@ -30,7 +28,10 @@ class Site:
 def families(model_types: Iterable[str] | None) -> list[Family]:
     """The rows asked for; None: all that the installed Transformers is new enough for."""
     if model_types is None:
-        installed = Version(_transformers_version())
+        version = _transformers_version()
+        from packaging.version import Version  # comes with Transformers
+
+        installed = Version(version)
         rows = [family for family in FAMILIES.values() if Version(family.since) <= installed]
         if not rows:
             oldest = min((family.since for family in FAMILIES.values()), key=Version)
@@ -137,7 +138,7 @@ class _Lookup:
     def missing(self, piece: str) -> RuntimeError:
         return RuntimeError(
             f"transformers {_transformers_version()} lacks {piece}, which bastile needs for {self.family.model_type} "
-            f"(known from transformers {self.family.since}); nothing was patched. Another release of bastile or of "
+            f"(tested from transformers {self.family.since} on); nothing was patched. Another release of bastile or of "
             f"transformers, or leaving this operator out of the call, helps"
         )
 

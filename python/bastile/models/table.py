@@ -12,7 +12,7 @@ class Family:
     """Where a family's pieces are in Transformers, and which variant of each operator they compute."""
 
     model_type: str  # as in the model's config
-    since: str  # the first Transformers release that has it
+    since: str  # the first Transformers release it is tested with
     module: str  # the module all names below are in
     norm_class: str
     mlp_class: str
@@ -35,7 +35,7 @@ FAMILIES: dict[str, Family] = {
     for family in (
         Family(
             model_type="qwen3",
-            since="4.51.0",
+            since="5.0.0",
             module="transformers.models.qwen3.modeling_qwen3",
             norm_class="Qwen3RMSNorm",
             mlp_class="Qwen3MLP",

@@ -107,9 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.now:
             ctx.save_for_backward(dhidden, dweight, dbias)
         else:
-            ctx.save_for_backward(
-                hidden, weight, target, bias, class_weight, num_items, lse, dlogits if keep else None
-            )
+            ctx.save_for_backward(hidden, weight, target, bias, class_weight, num_items, lse, dlogits if keep else None)
         return loss
 
     @staticmethod

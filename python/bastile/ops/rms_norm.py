@@ -60,7 +60,9 @@ def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting
     return (normed * (weight.float() + (casting == "gemma"))).to(x.dtype)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, *, casting: Casting = "llama") -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float = 1e-6, *, casting: Casting = "llama"
+) -> torch.Tensor:
     """RMSNorm over the last dimension.
 
     Args:
@@ -109,7 +111,9 @@ class BastileRMSNorm(nn.Module):
         if eps is None:
             eps = getattr(module, "eps", None)
         if eps is None:
-            raise ValueError(f"BastileRMSNorm.from_module: {type(module).__name__} has neither variance_epsilon nor eps")
+            raise ValueError(
+                f"BastileRMSNorm.from_module: {type(module).__name__} has neither variance_epsilon nor eps"
+            )
         new = cls(module.weight.numel(), eps, casting=casting, device="meta")
         new.weight = module.weight
         new.train(module.training)

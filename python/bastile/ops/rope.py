@@ -120,8 +120,8 @@ def rope(
         interleaved: pairs are neighbours (2i, 2i + 1), as in Cohere; else they are (i, i + R/2), as in Llama and Qwen.
 
     Returns:
-        q and k turned, in the memory order in which they came and in the promoted type of q and cos; computed in float32
-        and rounded once. Gradients flow to q and k.
+        q and k turned, in the memory order in which they came and in the promoted type of q and cos; computed in
+        float32 and rounded once. Gradients flow to q and k.
 
     Raises:
         RuntimeError: naming the argument, what was given and what is needed.

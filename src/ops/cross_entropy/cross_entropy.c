@@ -185,6 +185,9 @@ static void choose_access(const bst_cross_entropy_rows_call *c, bst_launch *l) {
     l->values[PEEL] = l->values[VEC] > 1 && (apart < bytes || c->vocabulary % l->values[VEC] != 0);
 }
 
+/* Options that need more registers are off. */
+static bool is_plain(const bst_launch *l) { return l->values[FOLDED] && !l->values[SMOOTH] && !l->values[SOFTCAP]; }
+
 /* One read and one write per logit: how many blocks share a row, and of how many threads. False where the chip has no
  * clusters, or rows are too wide or off their boundaries. */
 static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
@@ -197,8 +200,7 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
     int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
     int64_t threads = (slice + VECTORS_EACH * 32 - 1) / (VECTORS_EACH * 32) * 32;
     if (threads > 1024 || shared + STATIC_SHARED > chip->shared_memory) return false;
-    bool plain = l->values[FOLDED] && !l->values[SMOOTH] && !l->values[SOFTCAP];
-    int64_t room = plain ? PLAIN_THREADS : OTHER_THREADS;
+    int64_t room = is_plain(l) ? PLAIN_THREADS : OTHER_THREADS;
     int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
     if (blocks > fit) blocks = fit;
     if (blocks > 16) blocks = 16;
@@ -221,7 +223,7 @@ static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
     while (threads < ROW_THREADS && threads * BATCH < vectors) threads *= 2;
     l->kernel = &rows_kernel;
     l->values[THREADS] = threads;
-    l->values[BLOCKS] = threads == ROW_THREADS ? 2 : 1;
+    l->values[BLOCKS] = threads == ROW_THREADS && is_plain(l) ? 2 : 1;
     l->values[CLUSTER] = 1;
     l->block = (unsigned)threads;
     l->grid_x = (unsigned)c->rows;
