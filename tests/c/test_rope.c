@@ -149,26 +149,32 @@ TEST(errors_name_the_argument_and_write_nothing) {
     for (int i = 0; i < B * K * S * D; i++) CHECK((&k_out[0][0][0][0])[i] == 0);
 }
 
-/* Whole and partial heads, of a shape where the rest of a head fills its pieces and one where it does not, an address
- * that allows single elements only, and tables of float32. */
+enum { F32, BF16, F16 }; /* of bst_test_types */
+
+/* Whole and partial heads, of a shape where the rest of a head fills its pieces and one where it does not; an address
+ * that allows single elements only; tables of float32. */
 static void compile_calls(void) {
-    static const int64_t shapes[][5] = {
-        {32, 8, 128, 128, 0}, {32, 8, 128, 64, 0}, {5, 1, 80, 24, 0}, {9, 1, 256, 256, 1}};
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
-        const int64_t *n = shapes[i];
-        for (size_t t = 0; t < 6; t++) {
-            DLDataType type = bst_test_types[t % 3], table = t < 3 ? type : bst_test_types[0];
-            if (t == 3 || (i && t == 5)) continue; /* float32 again; float16 as bfloat16 */
-            int64_t qs[] = {2, n[0], 16, n[2]}, ks[] = {2, n[1], 16, n[2]}, ts[] = {1, 16, n[3]};
-            bst_shape q, k, c, s, qo, ko;
-            DLTensor *tq = bst_device_tensor(&q, type, 4, qs), *tk = bst_device_tensor(&k, type, 4, ks);
-            DLTensor *tc = bst_device_tensor(&c, table, 3, ts), *tn = bst_device_tensor(&s, table, 3, ts);
-            DLTensor *tqo = bst_device_tensor(&qo, table, 4, qs), *tko = bst_device_tensor(&ko, table, 4, ks);
-            tq->byte_offset = n[4] ? (uint64_t)(type.bits / 8) : 0;
-            for (int interleaved = 0; interleaved < 2; interleaved++) {
-                CHECK_OK(bst_rope_forward(&bst_fake_exec, tq, tk, tc, tn, interleaved, tqo, tko));
-                CHECK_OK(bst_rope_backward(&bst_fake_exec, tqo, tko, tc, tn, interleaved, tq, tk));
-            }
+    static const struct {
+        int64_t q_heads, kv_heads, dim, rotary;
+        bool off;
+        int type, table;
+    } calls[] = {
+        {32, 8, 128, 128, false, F32, F32},  {32, 8, 128, 128, false, BF16, BF16}, {32, 8, 128, 128, false, F16, F16},
+        {32, 8, 128, 128, false, BF16, F32}, {32, 8, 128, 64, false, BF16, BF16},  {5, 1, 80, 24, false, BF16, BF16},
+        {9, 1, 256, 256, true, BF16, BF16},
+    };
+    for (size_t i = 0; i < sizeof calls / sizeof *calls; i++) {
+        DLDataType type = bst_test_types[calls[i].type], table = bst_test_types[calls[i].table];
+        int64_t qs[] = {2, calls[i].q_heads, 16, calls[i].dim}, ks[] = {2, calls[i].kv_heads, 16, calls[i].dim};
+        int64_t ts[] = {1, 16, calls[i].rotary};
+        bst_shape q, k, c, s, qo, ko;
+        DLTensor *tq = bst_device_tensor(&q, type, 4, qs), *tk = bst_device_tensor(&k, type, 4, ks);
+        DLTensor *tc = bst_device_tensor(&c, table, 3, ts), *tn = bst_device_tensor(&s, table, 3, ts);
+        DLTensor *tqo = bst_device_tensor(&qo, table, 4, qs), *tko = bst_device_tensor(&ko, table, 4, ks);
+        tq->byte_offset = calls[i].off ? (uint64_t)(type.bits / 8) : 0;
+        for (int interleaved = 0; interleaved < 2; interleaved++) {
+            CHECK_OK(bst_rope_forward(&bst_fake_exec, tq, tk, tc, tn, interleaved, tqo, tko));
+            CHECK_OK(bst_rope_backward(&bst_fake_exec, tqo, tko, tc, tn, interleaved, tq, tk));
         }
     }
 }
