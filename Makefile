@@ -17,7 +17,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test lint bench clean install c-tests py-tests emulated-tests example
+.PHONY: demo test lint bench clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -69,7 +69,7 @@ emulated-tests: $(if $(VENV),$(VENV)/test.stamp)
 # ---- the rest -------------------------------------------------------------------------------------------------------
 
 bench: install
-	PYTHONPATH=$(SITE) $(PY) bench/bench_ops.py
+	PYTHONPATH=$(SITE) $(PY) -m bastile bench --out bench-out
 
 clean:
-	rm -rf build .venv demo-out
+	rm -rf build .venv demo-out bench-out

@@ -74,8 +74,7 @@ typedef struct bst_gemm {
     int a_transposed, b_transposed;
     DLDataType input_type, output_type; /* output_type: input_type or float32 */
     float alpha, beta;
-    const float *device_alpha; /* CUDA: where not NULL, a scalar in device memory that takes the place of alpha, then
-                                  beta must be 0. CPU: likewise, in host memory */
+    const float *device_alpha; /* where not NULL, a scalar in the device's memory that takes the place of alpha */
 } bst_gemm;
 
 /* What a call may use of its caller. Pass NULL, or leave members zero, for the defaults given with each. */
@@ -161,16 +160,17 @@ typedef struct bst_cross_entropy_options {
 } bst_cross_entropy_options;
 
 /* logits [..., V], T rows; target, of T elements, int64; class_weight [V] float32 or NULL; num_items: one float32, or
- * NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for the backward
- * pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding of lse. dlogits
- * [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only). It is contiguous,
- * or logits itself: one read and one write per logit. */
+ * NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for the
+ * backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding of
+ * lse. dlogits
+ * [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only). It is
+ * contiguous, or logits itself: one read and one write per logit. */
 BST_API bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
                                              const DLTensor *class_weight, const DLTensor *num_items,
                                              const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
                                              DLTensor *dlogits);
-/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it; dlogits may
- * be logits itself. */
+/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it; dlogits
+ * may be logits itself. */
 BST_API bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
                                               const DLTensor *target, const DLTensor *class_weight,
                                               const DLTensor *num_items, const DLTensor *lse,
@@ -186,7 +186,7 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):
  *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient for g = 1; backward then
- * takes two products. MEAN and SUM only, not float16 (whose range a loss scale may need).
+ * takes two products. MEAN and SUM only.
  *   - dhidden, dweight, dbias, each as its input, or NULL where not wanted: made chunk by chunk for g = 1, for the
  * caller to multiply by g (bst_scale). MEAN and SUM only.
  *   - none of these: backward makes the logits again, chunk by chunk.

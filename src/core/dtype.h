@@ -1,4 +1,4 @@
-/* dtype.h - element types, as host and kernels number them. Kernels include it too, after ptx.cuh: no other header here. */
+/* dtype.h - element types, as host and kernels number them. Kernels include it after ptx.cuh: no other header here. */
 #ifndef BST_DTYPE_H
 #define BST_DTYPE_H
 

@@ -118,8 +118,6 @@ static bst_status key_of(const char *op, const bst_gemm *p, problem_key *key) {
     if (key->output != key->input && key->output != CUDA_R_32F)
         return bst__error(BST_UNSUPPORTED, "%s: the output of a matrix product must be of its inputs' type or float32",
                           op);
-    if (p->device_alpha && p->beta != 0.0f)
-        return bst__error(BST_INVALID, "%s: a matrix product with device_alpha needs beta = 0", op);
     key->m = p->m, key->n = p->n, key->k = p->k;
     key->lda = p->lda, key->ldb = p->ldb, key->ldo = p->ldo;
     key->device = p->device.device_id;
@@ -240,22 +238,24 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_gemm *g, c
                       const descriptors *d, const choice *c) {
     CUstream stream = exec ? exec->stream : NULL;
     const void *alpha = &g->alpha, *beta = &g->beta;
-    /* Where alpha is on the device, beta must be too: a zero at the end of the workspace. */
-    size_t zero_at = (c->workspace + CELL - 1) / CELL * CELL;
+    /* Where alpha is on the device, beta must be too: at the end of the workspace. */
+    size_t beta_at = (c->workspace + CELL - 1) / CELL * CELL;
     char *workspace = NULL;
-    BST_TRY(bst__allocate(exec, op, g->device, g->device_alpha ? zero_at + CELL : c->workspace, (void **)&workspace));
-    CUresult cleared = CUDA_SUCCESS;
+    BST_TRY(bst__allocate(exec, op, g->device, g->device_alpha ? beta_at + CELL : c->workspace, (void **)&workspace));
+    CUresult written = CUDA_SUCCESS;
     cublasStatus_t result = CUBLAS_STATUS_SUCCESS;
     if (g->device_alpha) {
         alpha = g->device_alpha;
-        beta = workspace + zero_at;
-        cleared = bst__driver()->cuMemsetD8Async((CUdeviceptr)(uintptr_t)beta, 0, sizeof(float), stream);
+        beta = workspace + beta_at;
+        unsigned bits;
+        memcpy(&bits, &g->beta, sizeof bits);
+        written = bst__driver()->cuMemsetD32Async((CUdeviceptr)(uintptr_t)beta, bits, 1, stream);
     }
-    if (cleared == CUDA_SUCCESS)
+    if (written == CUDA_SUCCESS)
         result = api.cublasLtMatmul(handle, d->product, alpha, g->b, d->b, g->a, d->a, beta, g->out, d->out, g->out,
                                     d->out, &c->algo, workspace, c->workspace, stream);
     bst__release(exec, g->device, workspace);
-    if (cleared != CUDA_SUCCESS) return bst__driver_error(op, "cuMemsetD8Async", cleared);
+    if (written != CUDA_SUCCESS) return bst__driver_error(op, "cuMemsetD32Async", written);
     return result == CUBLAS_STATUS_SUCCESS ? BST_OK : blas_error(op, "cublasLtMatmul", result);
 }
 

@@ -99,6 +99,7 @@ typedef struct CUlaunchConfig {
     X(cuLaunchKernelEx, "cuLaunchKernelEx",                                                                          \
       (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra))                          \
     X(cuMemsetD8Async, "cuMemsetD8Async", (CUdeviceptr memory, unsigned char value, size_t bytes, CUstream stream))  \
+    X(cuMemsetD32Async, "cuMemsetD32Async", (CUdeviceptr memory, unsigned value, size_t count, CUstream stream))     \
     X(cuMemsetD2D8Async, "cuMemsetD2D8Async",                                                                        \
       (CUdeviceptr memory, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))         \
     X(cuMemAllocAsync, "cuMemAllocAsync", (CUdeviceptr * memory, size_t bytes, CUstream stream))                     \

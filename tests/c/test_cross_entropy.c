@@ -43,6 +43,8 @@ static void inputs(int vocabulary) {
     bst_fill(upstream, T, 3, 2);
     for (int i = 0; i < vocabulary; i++) class_weight[i] += 0.75f;
     for (int i = 0; i < T; i++) target[i] = i == 1 ? ignored : (int64_t)(i * 1009 % vocabulary);
+    row_of(buffer, 2)[vocabulary - 1] = 6;                            /* the largest logit comes last */
+    for (int v = 0; v < vocabulary; v++) row_of(buffer, 4)[v] -= 100; /* exp of these is no normal float32 */
 }
 
 /* ---- the same in double ------------------------------------------------------------------------------------------ */
@@ -102,7 +104,7 @@ static void exact(const setting *s, int vocabulary) {
 
 /* ---- comparing --------------------------------------------------------------------------------------------------- */
 
-/* Logits of up to 4 (5.2 with their scale), their sums and exponentials: a few roundings of float32 at that size. */
+/* A few roundings of float32: of logits up to 6, their exponentials and sums. */
 static const double close = 16 * (double)FLT_EPSILON;
 
 static void check_loss(const setting *s) {
@@ -117,8 +119,10 @@ static void check_gradient(const setting *s, float *got, bool as_logits, int voc
     for (int i = 0; i < T; i++) {
         const float *row = as_logits ? row_of(got, i) : got + i * vocabulary;
         double factor = !later ? 1 : (double)upstream[none ? i : 0];
+        /* An exponential is as wrong, relatively, as its exponent is absolutely. */
+        double relative = close + (double)FLT_EPSILON * fabs(exact_lse[i]);
         for (int v = 0; v < vocabulary; v++)
-            CHECK_CLOSE(row[v], factor * exact_gradient[i][v], close * (fabs(factor * exact_gradient[i][v]) + 0.01));
+            CHECK_CLOSE(row[v], factor * exact_gradient[i][v], relative * (fabs(factor * exact_gradient[i][v]) + 0.01));
     }
 }
 

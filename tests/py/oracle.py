@@ -2,7 +2,7 @@
 
 Both our result and stock's are compared with the same expression in float64 on the same (rounded) inputs. The yardstick
 is the root mean square error over the tensor; and no single element may be further off than twice stock's worst and a
-two units in the last place (a maximum over few elements is a matter of luck).
+two units in the last place (float32: eight; a maximum over few elements is a matter of luck).
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def assert_no_worse(case: Case) -> None:
         if not want.numel():
             continue
         error, allowed = _rms(got.double() - want), _rms(other.double() - want)
-        # A rounding error is uniform within half a unit in the last place; the root mean square of n of them scatters by
-        # 0.45/sqrt(n) of itself. Four standard deviations, of the difference to stock's and of the rounding alone, keep
+        # A rounding error is uniform within half a unit in the last place; the root mean square of n of them scatters
+        # by 0.45/sqrt(n) of itself. Four standard deviations, of the difference to stock's and of the rounding alone, keep
         # luck out of a few thousand comparisons; at n = 10,000 that is 2.5 %.
         unit, n = torch.finfo(got.dtype).eps / 2, want.numel()
         rounding = max(unit / 3**0.5, 4 * torch.finfo(torch.float32).eps) * min(1 + 1.8 / n**0.5, 3**0.5)
@@ -117,7 +117,8 @@ def assert_no_worse(case: Case) -> None:
             f"{name}: error {error:.3g} against float64, stock's is {allowed:.3g}, rounding alone {floor:.3g}"
         )
         worst, stock_worst = (got.double() - want).abs().max().item(), (other.double() - want).abs().max().item()
-        bound = 2 * stock_worst + 4 * unit * want.abs().max().item() + floor
+        ulps = 8 if got.dtype == torch.float32 else 2  # float32 sums in another order scatter more
+        bound = 2 * stock_worst + 2 * ulps * unit * want.abs().max().item() + floor
         assert worst <= bound, (
             f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
         )

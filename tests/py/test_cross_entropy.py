@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+
+from bastile.ops.cross_entropy import BastileCrossEntropyLoss, cross_entropy
 from oracle import (
     DTYPES,
     EMULATED,
@@ -18,9 +21,6 @@ from oracle import (
     few_examples,
     random_tensor,
 )
-from torch.nn.functional import cross_entropy as torch_cross_entropy
-
-from bastile.ops.cross_entropy import BastileCrossEntropyLoss, cross_entropy
 
 scale_ = torch.ops.bastile.scale_
 

@@ -32,7 +32,7 @@ def needs_gib(gib: float) -> None:
         pytest.skip(f"needs {gib} GiB of GPU memory")
 
 
-# ---- beyond 2^31 elements: the last rows must be what they are in a small tensor ----------------------------------------
+# ---- beyond 2^31 elements: the last rows must be what they are in a small tensor ------------------------------------
 
 
 def test_rms_norm_beyond_2_31():
@@ -108,7 +108,7 @@ def test_linear_cross_entropy_beyond_2_31():
         assert error < 2**-7, error  # sums of five chunks, rounded to bfloat16 at each
 
 
-# ---- the host is spared ------------------------------------------------------------------------------------------------
+# ---- the host is spared ---------------------------------------------------------------------------------------------
 
 
 def every_operator(tokens: int) -> list[torch.Tensor]:
@@ -220,7 +220,7 @@ def test_a_second_process_finds_the_kernels(tmp_path):
     assert seconds[1] < seconds[0], seconds
 
 
-# ---- devices -----------------------------------------------------------------------------------------------------------
+# ---- devices --------------------------------------------------------------------------------------------------------
 
 
 def test_mixed_devices_are_named():

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 from transformers.models.cohere import modeling_cohere
 from transformers.models.qwen3 import modeling_qwen3
 
 from bastile.ops.rope import rope
+from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
 
 def stock(q, k, cos, sin, interleaved):

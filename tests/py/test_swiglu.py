@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from bastile.ops.swiglu import BastileSwiGLUMLP, swiglu
+from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
 
 def stock(a, b):

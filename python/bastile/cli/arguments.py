@@ -29,7 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     demo.add_argument(
         "--vocabulary", type=_positive, default=8192, help="tokens of the BPE vocabulary that is trained first"
     )
-    _add_training(demo, steps=None, batch=None, sequence=None, lr=1e-3)
+    _add_training(demo, steps=None, batch=None, sequence=None, lr=3e-4)
     demo.set_defaults(
         command=commands.demo, out=Path("demo-out"), gradient_checkpointing=False, save=None, baseline=True
     )

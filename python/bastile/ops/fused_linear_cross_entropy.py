@@ -13,9 +13,9 @@ from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_te
 _forward = torch.ops.bastile.linear_cross_entropy_forward.default
 _backward = torch.ops.bastile.linear_cross_entropy_backward.default
 
-#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 4416 tokens. Up to here, all logits of a call are made in
-#: one piece, and both gradient products run in the backward pass; beyond, chunks of this size are worked off in the
-#: forward pass. More memory saves time by fewer chunks, less memory costs time: measured in docs/linear_cross_entropy.md.
+#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 4416 tokens. Up to here, all logits of a call are made
+#: in one piece, and both gradient products run in the backward pass; beyond, chunks of this size are worked off in the
+#: forward pass. More memory means fewer chunks, less memory more of them.
 DEFAULT_LOGITS_BYTES = 1280 << 20
 
 _logits_bytes: int | None = None
@@ -63,7 +63,8 @@ def _(hidden, weight, target, bias, class_weight, num_items, ignore_index, reduc
 
 @torch.library.register_fake("bastile::linear_cross_entropy_backward")
 def _(grad_loss, hidden, weight, target, bias, class_weight, num_items, lse, dlogits, ignore_index, reduction,
-      label_smoothing, softcap, logit_scale, lse_square_scale, chunk_bytes, want_dhidden, want_dweight, want_dbias):  # fmt: skip
+      label_smoothing, softcap, logit_scale, lse_square_scale, chunk_bytes, want_dhidden, want_dweight,
+      want_dbias):  # fmt: skip
     def none():
         return hidden.new_empty((0,), dtype=torch.float32)
 
@@ -73,7 +74,7 @@ def _(grad_loss, hidden, weight, target, bias, class_weight, num_items, lse, dlo
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """gradient · factor: in the gradient's own memory, unless a second backward pass over a retained graph may need it."""
+    """gradient · factor, in the gradient's own memory unless a second pass over a retained graph may need it again."""
     if torch.compiler.is_compiling():
         return (gradient * factor).to(gradient.dtype)
     if torch._C._autograd._get_current_graph_task_keep_graph():
@@ -85,9 +86,9 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 class _LinearCrossEntropy(torch.autograd.Function):
     """Where the gradients are made depends on what fits: see bst_linear_cross_entropy_forward in bastile.h.
 
-    `keep` all the logits' gradient and multiply in the backward pass (CUDA, within the memory budget); else make the
-    gradients `now`, in the forward pass; else (per-token losses, and float16, whose range a loss scale may need) make the
-    logits again in the backward pass.
+    `keep` all the logits' gradients and multiply in the backward pass (CUDA, within the memory budget); else make the
+    gradients `now`, in the forward pass; else (per-token losses, and float16, whose range a loss scale may need) make
+    the logits `again` in the backward pass.
     """
 
     @staticmethod
@@ -95,10 +96,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         reduction = options[1]
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         chunk_bytes = _chunk_bytes(hidden.device)
-        exact_later = reduction == 0 or hidden.dtype is torch.float16
+        again = reduction == 0 or hidden.dtype is torch.float16
         fits = hidden.shape[0] * _padded(weight.shape[0]) * hidden.element_size() <= chunk_bytes
-        keep = any(want) and not exact_later and hidden.device.type == "cuda" and fits
-        now = [w and not exact_later and not keep for w in want]
+        keep = any(want) and reduction != 0 and hidden.device.type == "cuda" and fits
+        now = [w and not again and not keep for w in want]
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
             hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, keep, *now
         )

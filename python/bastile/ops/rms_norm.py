@@ -69,9 +69,9 @@ def rms_norm(
         x: [..., H], 1 <= H <= 65536; float32, bfloat16 or float16, any strides.
         weight: [H], or None for ones (zeros for "gemma").
         eps: added to the mean of squares.
-        casting: where the float32 result is rounded to x's type. "llama" (Llama, Qwen, Mistral): before the product with
-            the weight, whose result has the promoted type; "gemma": after the product with 1 + weight; "none": after the
-            product with weight, as torch.nn.functional.rms_norm does.
+        casting: where the float32 result is rounded to x's type. "llama" (Llama, Qwen, Mistral): before the product
+            with the weight, whose result has the promoted type; "gemma": after the product with 1 + weight; "none":
+            after the product with weight, as torch.nn.functional.rms_norm does.
 
     Returns:
         [..., H], contiguous. Gradients flow to x and weight; dweight is summed in float32 in a fixed order.

@@ -173,6 +173,18 @@ BST_DEVICE uint32_t bst_f16x2(float low, float high) {
     return v;
 }
 
+/* The larger of each of two pairs; a number wins over NaN. "Half Precision Floating-Point Instructions: max". */
+BST_DEVICE uint32_t bst_max_bf16x2(uint32_t a, uint32_t b) {
+    uint32_t v;
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
+    uint32_t v;
+    asm("max.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+
 /* ---- arithmetic -------------------------------------------------------------------------------------------------- */
 
 #define BST_INFINITY __uint_as_float(0x7f800000u)

@@ -2,8 +2,6 @@
 #include <assert.h>
 #include <inttypes.h>
 #include <math.h>
-#include <stdio.h>
-#include <stdlib.h>
 
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
@@ -151,12 +149,12 @@ static const bst_kernel reduce_kernel = {"cross_entropy.cu", "cross_entropy_redu
 static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "VEC", "THREADS", "SCALE"}};
 
 enum {
-    VECTORS_EACH = 8,     /* of a thread in clusters_kernel: 32 registers */
-    PLAIN_THREADS = 1024, /* of a multiprocessor there: 64 registers each, which the plain case just fits */
-    OTHER_THREADS = 768,  /* with label smoothing, softcap or rows of two strides: 80 registers each */
-    SLICE_BYTES = 40960,  /* of a block there: from here on a wider cluster; four such slices fit a multiprocessor */
+    PLAIN_THREADS =
+        1024,            /* of a multiprocessor in clusters_kernel: 64 registers each, which the plain case just fits */
+    OTHER_THREADS = 768, /* with label smoothing, softcap or rows of two strides: 80 registers each */
+    SLICE_BYTES = 163840, /* of a block there, at most: a narrower cluster waits less for its blocks */
+    PAIR_BYTES = 65536,   /* slices up to this size share a multiprocessor */
     CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
-    ROWS_EACH = 8,        /* of a cluster, at most: its start is 3 us, a row 9; more would make the last wave ragged */
     ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
     BATCH = 4,            /* vectors a thread of rows_kernel asks for at a time */
     STATIC_SHARED = 1536, /* of a block of clusters_kernel, with what the driver keeps for itself */
@@ -198,24 +196,23 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
         vec * bst__dtype_size(c->dtype) != 16)
         return false;
     int64_t vectors = c->vocabulary / vec, cluster = 1;
-    while (cluster < CLUSTER_MOST && vectors * 16 > SLICE_BYTES * cluster) cluster *= 2;
+    int64_t most =
+        chip->shared_memory - STATIC_SHARED < SLICE_BYTES ? chip->shared_memory - STATIC_SHARED : SLICE_BYTES;
+    while (cluster < CLUSTER_MOST && vectors * 16 > most * cluster) cluster *= 2;
     int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
-    int64_t threads = (slice + VECTORS_EACH * 32 - 1) / (VECTORS_EACH * 32) * 32;
+    /* Vectors of a thread. On an H200 in bf16: 32000 (one slice, two blocks a multiprocessor) 138 us for 4096 rows;
+     * 128256 (two slices of 128 KB) 577; 151936 (two of 152 KB, where 16 would spill) 668. */
+    int64_t each_thread = shared <= PAIR_BYTES ? 8 : shared <= 2 * PAIR_BYTES ? 16 : 12;
+    int64_t threads = (slice + each_thread * 32 - 1) / (each_thread * 32) * 32;
     if (threads > 1024 || shared + STATIC_SHARED > chip->shared_memory) return false;
     int64_t room = is_plain(l) ? PLAIN_THREADS : OTHER_THREADS;
     int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
     if (blocks > fit) blocks = fit;
     if (blocks > 16) blocks = 16;
     int64_t resident = chip->processors * blocks / cluster;
-    int64_t each = c->rows / (resident * 4 > 0 ? resident * 4 : 1); /* four waves even out the last one */
-    each = each < 1 ? 1 : each > ROWS_EACH ? ROWS_EACH : each;
-    if (getenv("T_CE")) {
-        int a, b, d, e;
-        sscanf(getenv("T_CE"), "%d,%d,%d,%d", &a, &b, &d, &e);
-        cluster = a; threads = b; blocks = d; each = e;
-        slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
-        if (each < 0) { int64_t cl = chip->processors * blocks / cluster; each = (c->rows + cl - 1) / cl; }
-    }
+    /* Clusters that stay for several rows fetch one while they work on another; blocks that share nothing start over
+     * for each row: measured at 4096 x 128256 and 4096 x 32000. */
+    int64_t each = cluster > 1 ? (c->rows + resident - 1) / resident : 1;
     l->kernel = &clusters_kernel;
     l->values[THREADS] = threads;
     l->values[BLOCKS] = blocks;
@@ -278,6 +275,7 @@ static bst_status rows_cuda(const bst_exec *exec, const char *op, const bst_cros
         .slope = (float)o->logit_scale,
         .smoothing = (float)o->label_smoothing,
         .lse_square_scale = (float)o->lse_square_scale,
+        .undivided = c->undivided,
     };
     return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
 }
@@ -294,13 +292,13 @@ bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const b
 
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
                                        int64_t rows, int64_t vocabulary, const float *class_weight,
-                                       const float *num_items, const bst_cross_entropy_options *options,
-                                       bst_cross_entropy_divisors *out) {
+                                       const float *num_items, const float *upstream,
+                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out) {
     bool mean = options->reduction == BST_REDUCTION_MEAN;
     if (options->reduction == BST_REDUCTION_NONE) num_items = NULL;
     if (device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &divisors_kernel, .grid_x = 1, .block = 1024, .overlap = true};
-        cross_entropy_divisors_args args = {target, class_weight,          num_items,           out,
+        cross_entropy_divisors_args args = {target, class_weight,          num_items,           upstream, out,
                                             rows,   options->ignore_index, (int32_t)vocabulary, mean};
         return bst__cuda_launch(exec, op, device.device_id, &l, &args, sizeof args);
     }
@@ -316,6 +314,8 @@ bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLD
         out->inverse_weight_sum = out->inverse_count = 1.0f / *num_items;
     else if (mean)
         out->inverse_weight_sum = (float)(1 / weights), out->inverse_count = (float)(1 / count);
+    /* Of nothing, the loss is NaN and the gradient zero. */
+    out->gradient = isfinite(out->inverse_weight_sum) ? out->inverse_weight_sum * (upstream ? *upstream : 1) : 0;
     return BST_OK;
 }
 
@@ -346,7 +346,7 @@ static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cros
     bst_cross_entropy_rows_call *c = &p->call;
     if (memory) {
         BST_TRY(bst__cross_entropy_divisors(exec, op, c->device, c->target, c->rows, c->vocabulary, c->class_weight,
-                                            p->num_items.data, c->options, memory));
+                                            p->num_items.data, NULL, c->options, memory));
         c->divisors = memory;
     }
     BST_TRY(bst__cross_entropy_rows(exec, op, c));

@@ -33,10 +33,11 @@ typedef struct bst_cross_entropy_rows_call {
     /* All three may be NULL: the factor is then one (no division, an upstream gradient of one). `divisors` is needed
      * where class weights meet label smoothing, and where options->reduction or num_items divide. */
     const bst_cross_entropy_divisors *divisors; /* multiplies loss rows and gradients */
-    const float *upstream;                      /* multiplies gradients only */
-    int64_t upstream_stride;                    /* 0: one factor for all rows; 1: one a row */
-    float *loss_rows;                           /* [rows], divided already; or NULL */
-    float *lse;                                 /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
+    bool undivided;        /* gradients are left for the caller to multiply by divisors->gradient, once they are sums */
+    const float *upstream; /* multiplies gradients only */
+    int64_t upstream_stride; /* 0: one factor for all rows; 1: one a row */
+    float *loss_rows;        /* [rows], divided already; or NULL */
+    float *lse;              /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
     float *kept;   /* [rows, 2], or NULL: the reference of a row's exponentials and their sum, as the kernels have them.
                       GRADIENT with it repeats the bits of LOSS_AND_GRADIENT; lse alone rounds away 2^-25 |lse| */
     void *dlogits; /* [rows, vocabulary]; logits itself, laid out as it is, or apart from it with dlogits_stride */
@@ -49,11 +50,11 @@ bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entr
  * where that would wait for the device, nothing: the kernels make such a row's loss NaN and its gradient zero. */
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index);
-/* Writes *out, on the device. num_items: one float32 on the device, or NULL. */
+/* Writes *out, on the device. num_items: one float32 on the device, or NULL; upstream: likewise, for out->gradient. */
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
                                        int64_t rows, int64_t vocabulary, const float *class_weight,
-                                       const float *num_items, const bst_cross_entropy_options *options,
-                                       bst_cross_entropy_divisors *out);
+                                       const float *num_items, const float *upstream,
+                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out);
 bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
 /* *loss = the sum of the loss rows, in a fixed order. divisors: those the rows were divided by, or NULL. */
 bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDevice device, const float *loss_rows,

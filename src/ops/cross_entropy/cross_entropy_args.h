@@ -9,7 +9,7 @@ typedef struct bst_cross_entropy_divisors {
     float inverse_weight_sum; /* of the cross-entropy, smoothed or not */
     float inverse_count;      /* of lse_square_scale * lse^2 */
     float class_weight_sum;   /* over the vocabulary; V where there are no weights */
-    float unused;
+    float gradient;           /* inverse_weight_sum times an upstream gradient; 0 where there is nothing to divide */
 } bst_cross_entropy_divisors;
 
 typedef struct cross_entropy_rows_args {
@@ -26,11 +26,13 @@ typedef struct cross_entropy_rows_args {
      * float32. slope = dz/d(logit) where u has slope one. */
     float inner, natural, base2, slope;
     float smoothing, lse_square_scale;
+    int32_t undivided, unused;
 } cross_entropy_rows_args;
 
 typedef struct cross_entropy_divisors_args {
     const int64_t *target;
     const float *class_weight, *num_items;
+    const float *upstream; /* or NULL: one */
     bst_cross_entropy_divisors *out;
     int64_t rows, ignore_index;
     int32_t vocabulary, mean; /* mean: divide by weights and count */
@@ -50,8 +52,8 @@ typedef struct scale_args {
 } scale_args;
 
 static_assert(sizeof(bst_cross_entropy_divisors) == 16, "host and device must agree");
-static_assert(sizeof(cross_entropy_rows_args) == 168, "host and device must agree");
-static_assert(sizeof(cross_entropy_divisors_args) == 56, "host and device must agree");
+static_assert(sizeof(cross_entropy_rows_args) == 176, "host and device must agree");
+static_assert(sizeof(cross_entropy_divisors_args) == 64, "host and device must agree");
 static_assert(sizeof(cross_entropy_reduce_args) == 32, "host and device must agree");
 static_assert(sizeof(scale_args) == 24, "host and device must agree");
 

@@ -150,11 +150,14 @@ static void one_row(const rows_call *c, int64_t row) {
     }
     if (c->mode == BST_CROSS_ENTROPY_LOSS) return;
     float upstream = c->upstream ? c->upstream[row * c->upstream_stride] : 1.0f;
-    float scale = upstream * divide.inverse_weight_sum;
+    /* Undivided gradients are left to whoever multiplies them by divisors->gradient; the z-loss has another divisor. */
+    float by_weight = c->undivided ? 1.0f : divide.inverse_weight_sum, by_count = divide.inverse_count;
+    if (c->undivided) by_count = c->class_weight ? divide.inverse_count / divide.inverse_weight_sum : 1.0f;
+    float scale = upstream * by_weight;
     row_terms t = {.reference = s.top, .smooth = scale * each, .hit = scale * weight};
     t.share = t.hit;
     if (smoothing > 0) t.share += t.smooth * divide.class_weight_sum;
-    if (square != 0) t.share += upstream * divide.inverse_count * 2 * square * lse;
+    if (square != 0) t.share += upstream * by_count * 2 * square * lse;
     t.share /= (float)s.exponentials;
     write_gradient(c, &t, in, out, target, z, forward && c->vocabulary <= BST_TILE);
 }

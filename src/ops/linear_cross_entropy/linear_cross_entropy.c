@@ -119,8 +119,8 @@ static bst_status check_dlogits(const problem *p, const DLTensor *tensor, bst_vi
     BST_TRY(bst__need_size(p->op, "dlogits", out, 0, p->tokens, "the rows of hidden"));
     BST_TRY(bst__need_size(p->op, "dlogits", out, 1, p->vocabulary, "the rows of weight"));
     BST_TRY(bst__need_device(p->op, "dlogits", out, &p->hidden, "hidden"));
-    if (p->options->reduction == BST_REDUCTION_NONE || p->dtype == BST_F16)
-        return bst__error(BST_UNSUPPORTED, "%s: dlogits can be kept neither for reduction none nor in float16", p->op);
+    if (p->options->reduction == BST_REDUCTION_NONE)
+        return bst__error(BST_UNSUPPORTED, "%s: dlogits cannot be kept for reduction none", p->op);
     return BST_OK;
 }
 
@@ -294,6 +294,14 @@ typedef struct pass {
     int64_t kept_stride;
 } pass;
 
+/* What the sums of a chunk's logit gradients are multiplied by: the divisor and the upstream gradient, where they are
+ * the same for all rows. The logits' own gradients, p - 1 and p, so stay in the range where their type is most exact.
+ */
+static const float *alpha_of(const problem *p, const pass *r) {
+    if (p->options->reduction == BST_REDUCTION_NONE) return NULL;
+    return p->divisors ? &p->divisors->gradient : r->upstream;
+}
+
 static bst_status run_chunks(const problem *p, const pass *r, void *memory, const total *dweight, const total *dbias,
                              const void *ones) {
     int64_t stride = r->kept ? r->kept_stride : padded(p);
@@ -314,8 +322,9 @@ static bst_status run_chunks(const problem *p, const pass *r, void *memory, cons
             .class_weight = p->class_weight.data,
             .options = p->options,
             .divisors = p->divisors,
-            .upstream = r->upstream && per_row ? r->upstream + first : r->upstream,
-            .upstream_stride = per_row,
+            .undivided = !per_row,
+            .upstream = per_row && r->upstream ? r->upstream + first : NULL,
+            .upstream_stride = 1,
             .loss_rows = r->loss_rows ? r->loss_rows + first : NULL,
             .lse = r->lse ? r->lse + first : NULL,
             .dlogits = r->mode == BST_CROSS_ENTROPY_LOSS ? NULL : logits,
@@ -323,7 +332,7 @@ static bst_status run_chunks(const problem *p, const pass *r, void *memory, cons
         };
         BST_TRY(bst__cross_entropy_rows(p->exec, p->op, &call));
         if (r->mode != BST_CROSS_ENTROPY_LOSS)
-            BST_TRY(make_gradients(p, first, rows, logits, stride, NULL, dweight, dbias, ones));
+            BST_TRY(make_gradients(p, first, rows, logits, stride, alpha_of(p, r), dweight, dbias, ones));
     }
     BST_TRY(total_end(p, dweight));
     return total_end(p, dbias);
@@ -363,8 +372,9 @@ static bst_status with_divisors(problem *p, const pass *r, bst_status (*body)(co
     bst_status status = BST_OK;
     if (divided) {
         BST_TRY(bst__allocate(p->exec, p->op, p->device, sizeof(bst_cross_entropy_divisors), &memory));
-        status = bst__cross_entropy_divisors(p->exec, p->op, p->device, p->target.data, p->tokens, p->vocabulary,
-                                             p->class_weight.data, p->num_items.data, p->options, memory);
+        status = bst__cross_entropy_divisors(
+            p->exec, p->op, p->device, p->target.data, p->tokens, p->vocabulary, p->class_weight.data,
+            p->num_items.data, p->options->reduction == BST_REDUCTION_NONE ? NULL : r->upstream, p->options, memory);
         p->divisors = memory;
     }
     if (status == BST_OK) status = body(p, r);
@@ -413,6 +423,20 @@ bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor
     return with_divisors(&p, &r, reduced);
 }
 
+/* The gradients from logit gradients that the forward pass left. */
+static bst_status multiply_kept(const problem *p, const pass *r) {
+    total dweight = {.out = p->dweight.data, .count = p->dweight.count};
+    total dbias = {.out = p->dbias.data, .count = p->dbias.count};
+    void *ones = NULL;
+    if (dbias.out)
+        BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)(p->tokens * bst__dtype_size(p->dtype)), &ones));
+    bst_status status = ones ? spread(p, NULL, ones, 1, p->tokens, p->tokens) : BST_OK;
+    if (status == BST_OK)
+        status = make_gradients(p, 0, p->tokens, r->kept, r->kept_stride, alpha_of(p, r), &dweight, &dbias, ones);
+    bst__release(p->exec, p->device, ones);
+    return status;
+}
+
 bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *hidden,
                                              const DLTensor *weight, const DLTensor *target, const DLTensor *bias,
                                              const DLTensor *class_weight, const DLTensor *num_items,
@@ -427,16 +451,8 @@ bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTenso
     if (!p.tokens) return zero_gradients(&p);
     if (dlogits) {
         BST_TRY(check_dlogits(&p, dlogits, &kept));
-        total dw = {.out = p.dweight.data, .count = p.dweight.count},
-              db = {.out = p.dbias.data, .count = p.dbias.count};
-        void *ones = NULL;
-        if (db.out)
-            BST_TRY(bst__allocate(exec, backward_op, p.device, (size_t)(p.tokens * bst__dtype_size(p.dtype)), &ones));
-        bst_status status = ones ? spread(&p, NULL, ones, 1, p.tokens, p.tokens) : BST_OK;
-        if (status == BST_OK)
-            status = make_gradients(&p, 0, p.tokens, kept.data, kept.stride[0], upstream.data, &dw, &db, ones);
-        bst__release(exec, p.device, ones);
-        return status;
+        pass kept_pass = {.upstream = upstream.data, .kept = kept.data, .kept_stride = kept.stride[0]};
+        return with_divisors(&p, &kept_pass, multiply_kept);
     }
     choose_chunks(&p, chunk_bytes);
     pass r = {.mode = BST_CROSS_ENTROPY_GRADIENT, .lse = lse_view.data, .upstream = upstream.data};

@@ -118,6 +118,15 @@ BST_DEVICE float bst_min(float a, float b) { return __builtin_fminf(a, b); }
 BST_DEVICE float bst_abs(float v) { return __builtin_fabsf(v); }
 BST_DEVICE bool bst_isnan(float v) { return v != v; }
 
+BST_DEVICE uint32_t bst_max_bf16x2(uint32_t a, uint32_t b) {
+    return bst_bf16x2(bst_max(bst_f32_from_bf16(a & 0xffffu), bst_f32_from_bf16(b & 0xffffu)),
+                      bst_max(bst_f32_from_bf16(a >> 16), bst_f32_from_bf16(b >> 16)));
+}
+BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
+    return bst_f16x2(bst_max(bst_f32_from_f16(a), bst_f32_from_f16(b)),
+                     bst_max(bst_f32_from_f16(a >> 16), bst_f32_from_f16(b >> 16)));
+}
+
 /* ---- asynchronous copies of 16 bytes -------------------------------------------------------------------------------
  */
 
