@@ -104,8 +104,8 @@ def assert_no_worse(case: Case) -> None:
             continue
         error, allowed = _rms(got.double() - want), _rms(other.double() - want)
         # A rounding error is uniform within half a unit in the last place; the root mean square of n of them scatters
-        # by 0.45/sqrt(n) of itself. Four standard deviations, of the difference to stock's and of the rounding alone, keep
-        # luck out of a few thousand comparisons; at n = 10,000 that is 2.5 %.
+        # by 0.45/sqrt(n) of itself. Four standard deviations, of the difference to stock's and of the rounding alone,
+        # keep luck out of a few thousand comparisons; at n = 10,000 that is 2.5 %.
         unit, n = torch.finfo(got.dtype).eps / 2, want.numel()
         rounding = max(unit / 3**0.5, 4 * torch.finfo(torch.float32).eps) * min(1 + 1.8 / n**0.5, 3**0.5)
         floor = _rms(want) * rounding + torch.finfo(got.dtype).smallest_normal * unit
