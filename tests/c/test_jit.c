@@ -301,8 +301,7 @@ TEST(compiling_only_touches_no_device) {
     g.input_type = g.output_type;
     g.beta = 1;
     g.device_alpha = one;
-    CHECK_EQ_I(bst__cuda_gemm(NULL, "a_test", &g), BST_INVALID);
-    CHECK_STR(bst_last_error(), "device_alpha needs beta = 0");
+    CHECK_EQ_I(bst__cuda_gemm(NULL, "a_test", &g), BST_OK);
     bst__cuda_compile_only(NULL);
 }
 

@@ -37,9 +37,12 @@ def plain(hidden, weight, bias, target, options, exact=False):
 
 
 def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[str, int]:
-    """What bastile.h documents: sums over chunks are rounded at each, up to eight (beyond, the sum is float32 and on
-    CPU each chunk's product is rounded); gradients made in the forward pass are rounded before an upstream gradient that
-    is not a power of two multiplies them."""
+    """What bastile.h documents, in roundings beyond the last.
+
+    Sums over chunks are rounded at each, up to eight; beyond, the sum is float32, and on CPU each chunk's product is
+    rounded. Gradients made in the forward pass are rounded before an upstream gradient that is not a power of two
+    multiplies them.
+    """
     if dtype is torch.float32:
         return {}
     limit = module._chunk_bytes(torch.device(device)) or (tokens + 7) // 8 * vocabulary * 2

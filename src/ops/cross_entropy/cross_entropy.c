@@ -196,8 +196,8 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
         vec * bst__dtype_size(c->dtype) != 16)
         return false;
     int64_t vectors = c->vocabulary / vec, cluster = 1;
-    int64_t most =
-        chip->shared_memory - STATIC_SHARED < SLICE_BYTES ? chip->shared_memory - STATIC_SHARED : SLICE_BYTES;
+    int64_t most = is_plain(l) ? SLICE_BYTES : 2 * PAIR_BYTES;
+    if (most > chip->shared_memory - STATIC_SHARED) most = chip->shared_memory - STATIC_SHARED;
     while (cluster < CLUSTER_MOST && vectors * 16 > most * cluster) cluster *= 2;
     int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
     /* Vectors of a thread. On an H200 in bf16: 32000 (one slice, two blocks a multiprocessor) 138 us for 4096 rows;
