@@ -151,7 +151,7 @@ static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "V
 enum {
     PLAIN_THREADS =
         1024,            /* of a multiprocessor in clusters_kernel: 64 registers each, which the plain case just fits */
-    OTHER_THREADS = 768, /* with label smoothing, softcap or rows of two strides: 80 registers each */
+    OTHER_THREADS = 512, /* with label smoothing, softcap or rows of two strides: 128 registers each */
     SLICE_BYTES = 163840, /* of a block there, at most: a narrower cluster waits less for its blocks */
     PAIR_BYTES = 65536,   /* slices up to this size share a multiprocessor */
     CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
