@@ -45,8 +45,8 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     """
     if dtype is torch.float32:
         return {}
-    limit = module._chunk_bytes(torch.device(device)) or (tokens + 7) // 8 * vocabulary * 2
-    rows = max(64, limit // (module._padded(vocabulary) * 2))
+    limit = module._chunk_bytes(torch.device(device))
+    rows = max(64, limit // (module._padded(vocabulary) * 2)) if limit else max(256, (tokens + 7) // 8)
     chunks = -(-tokens // rows)
     summed = chunks - 1 if chunks <= 8 else 1
     kept = device == "cuda" and chunks == 1
