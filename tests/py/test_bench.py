@@ -291,7 +291,7 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capfd: pytest.Capture
     (file,) = tmp_path.glob("bench-cpu-*.json")
     assert json.loads(file.read_text()) == printed
     assert [result["measured"] for result in printed["results"]] == ["device", "host"]
-    assert printed["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(printed["versions"]["torch"])
     assert printed["machine"]["threads"] == torch.get_num_threads()
     assert rows(printed["results"][0])["liger"]["note"] == "needs CUDA"
     assert (tmp_path / "swiglu.png").read_bytes().startswith(b"\x89PNG")

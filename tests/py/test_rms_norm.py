@@ -45,10 +45,8 @@ def case(x, weight, casting) -> Case:
         exact=lambda x, w: exact(x, w, casting),
         inputs={"x": x, "weight": weight},
         # In rows of a few elements the gradient is nearly orthogonal to its terms.
-        terms={
-            "dx": (weight.double().abs().max() / x.double().abs().min().clamp_min(1e-3)).item() if x.numel() else 0.0
-        }
-        if x.shape[-1] < 4
+        terms={"dx": ((1 + weight.double().abs().max()) / x.double().abs().min().clamp_min(1e-3)).item()}
+        if x.numel() and x.shape[-1] < 4
         else {},
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -197,6 +198,21 @@ class _Wall:
         return seconds
 
 
+def _what_waits(once: Callable[[], None]) -> str | None:
+    """What a call waits for the device with, or None. Asked before a capture, because one that fails leaves PyTorch's
+    random generator believing that it still runs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            once()
+        except RuntimeError as error:
+            return (str(error).strip().splitlines() or [""])[0][:60]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return None
+
+
 def clock_for(call: Call, rotation: Rotation, device: torch.device, *, capture: bool = True) -> Clock:
     """A warmed-up clock for these calls; on CUDA a graph, if `capture` and the call allow one."""
 
@@ -207,6 +223,9 @@ def clock_for(call: Call, rotation: Rotation, device: torch.device, *, capture: 
     if device.type != "cuda":
         return _Wall(call, rotation, expected)
     if capture and expected < _GRAPH_BELOW:
+        waits = _what_waits(once)
+        if waits is not None:
+            return _Queue(call, rotation, expected, f"not capturable ({waits})")
         try:
             return _Graph(call, rotation, expected)
         except Exception as error:  # whatever a foreign library raises when it is captured
