@@ -28,7 +28,8 @@ test: lint c-tests py-tests emulated-tests
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
 $(VENV)/demo.stamp: requirements/demo.txt
-	$(PYTHON) -m venv $(VENV) || { echo "python3 with venv is needed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
+	@echo "Setting up $(VENV) from PyPI: PyTorch is large, so this may take minutes"
+	@$(PYTHON) -m venv $(VENV) || { echo "python3 with venv is needed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(PY) -m pip install -q --upgrade pip
 	$(PY) -m pip install -q -r requirements/demo.txt
 	touch $@

@@ -2,6 +2,8 @@
  *
  *     cc loss.c $(pkg-config --cflags --libs bastile) -o loss && ./loss
  *
+ * once the library is installed where the linker and the loader look: meson install, then ldconfig.
+ *
  * The same calls work on CUDA: give the tensors device memory and {kDLCUDA, 0}, and a stream in bst_exec. */
 #include <bastile.h>
 #include <stdio.h>

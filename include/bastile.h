@@ -162,9 +162,8 @@ typedef struct bst_cross_entropy_options {
 /* logits [..., V], T rows; target, of T elements, int64; class_weight [V] float32 or NULL; num_items: one float32, or
  * NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for the
  * backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding of
- * lse. dlogits
- * [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only). It is
- * contiguous, or logits itself: one read and one write per logit. */
+ * lse. dlogits [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only).
+ * It is contiguous, or logits itself: one read and one write per logit. */
 BST_API bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
                                              const DLTensor *class_weight, const DLTensor *num_items,
                                              const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
@@ -182,12 +181,12 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
  * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1280 MiB on CUDA, 256 MiB and an eighth of the rows on CPU, but 256
- * rows there; never less than 64 rows).
+ * of workspace (0: 1280 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
+ * than 64 rows.
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):
- *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient for g = 1; backward then
- * takes two products. MEAN and SUM only.
+ *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient, not yet divided nor
+ * multiplied by g; backward does both in its two products. MEAN and SUM only.
  *   - dhidden, dweight, dbias, each as its input, or NULL where not wanted: made chunk by chunk for g = 1, for the
  * caller to multiply by g (bst_scale). MEAN and SUM only.
  *   - none of these: backward makes the logits again, chunk by chunk.

@@ -102,8 +102,8 @@ bst_status bst__cpu_gemm(const bst_exec *exec, const bst_gemm *problem);
 
 /* ---- vector units ------------------------------------------------------------------------------------------------ */
 
-/* CPU kernels are compiled once per level; bst__cpu_level() says which one this machine runs (BASTILE_CPU=baseline, v3
- * or v4 lowers it). */
+/* CPU kernels are compiled once per level; bst__cpu_level() says which one this machine runs (BASTILE_CPU=baseline
+ * or v3 lowers it). */
 typedef enum bst_cpu_level { BST_CPU_BASELINE, BST_CPU_V3, BST_CPU_V4, BST_CPU_LEVELS } bst_cpu_level;
 bst_cpu_level bst__cpu_level(void);
 

@@ -73,13 +73,6 @@ static inline uint16_t bst_to_f16(float value) {
     return (uint16_t)(result | sign);
 }
 
-/* A value as it is after being stored in `dtype`. */
-static inline float bst_rounded(float value, bst_dtype dtype) {
-    if (dtype == BST_BF16) return bst_from_bf16(bst_to_bf16(value));
-    if (dtype == BST_F16) return bst_from_f16(bst_to_f16(value));
-    return value;
-}
-
 /* The address of an element. */
 static inline void *bst_at(const void *base, int64_t index, bst_dtype dtype) {
     return (char *)(uintptr_t)base + index * bst__dtype_size(dtype);

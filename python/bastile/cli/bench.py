@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bastile.cli.errors import UsageError
+from bastile.cli.folder import make_folder
 
 
 def add_parser(subparsers: Any) -> None:
@@ -48,7 +49,7 @@ def bench(options: argparse.Namespace) -> int:
             for result in run["results"]:
                 show(result)
     else:
-        options.out.mkdir(parents=True, exist_ok=True)
+        make_folder("--out", options.out)
         run = _measure(options)
     if options.json:
         print(json.dumps(run, indent=1))
@@ -150,9 +151,8 @@ def _saved(path: Path) -> dict[str, Any]:
 def _plot(run: dict[str, Any], out: Path) -> None:
     from bastile.bench import plots
 
-    out.mkdir(parents=True, exist_ok=True)
     try:
-        for path in plots.draw(run, out):
+        for path in plots.draw(run, make_folder("--out", out)):
             print(f"Plot: {path}", file=sys.stderr)
     except ImportError:
         print("No plots: matplotlib is not installed (bench --show FILE --plots draws them elsewhere)", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from bastile.cli import data
 from bastile.cli.errors import UsageError
+from bastile.cli.folder import make_folder
 from bastile.models.table import FAMILIES
 
 # Per device: a model large enough for its operators to matter there, small enough that both runs stay within minutes.
-_DEMO_SIZES: dict[str, dict[str, Any]] = {
+DEMO_SIZES: dict[str, dict[str, Any]] = {
     "cpu": {
         "training": {"steps": 150, "batch": 4, "sequence": 256},
         "model": {
@@ -40,11 +42,12 @@ _DEMO_SIZES: dict[str, dict[str, Any]] = {
 
 def demo(options: argparse.Namespace) -> int:
     device, out = _prepare(options)
-    sizes = _DEMO_SIZES[torch.device(device).type]
+    sizes = DEMO_SIZES[torch.device(device).type]
     for name, value in sizes["training"].items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     text = data.read_text(options.text) if options.text else data.standard_library_text()
+    print(f"Training a BPE vocabulary on {len(text):,} characters of text", flush=True)
     tokenizer = data.train_tokenizer(text, options.vocabulary)
     tokens = torch.tensor(tokenizer.encode(text).ids)
     config = {
@@ -63,7 +66,7 @@ def finetune(options: argparse.Namespace) -> int:
     tokenizer = _load_model_parts(options.model)
     tokens = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if options.save:
-        tokenizer.save_pretrained(options.save)
+        tokenizer.save_pretrained(make_folder("--save", options.save))
     return _train(options, device, out, tokens, {"pretrained": options.model})
 
 
@@ -74,17 +77,20 @@ def _prepare(options: argparse.Namespace) -> tuple[str, Path]:
         raise UsageError(f"needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     if options.steps == 1:
         raise UsageError("--steps must be at least 2: the first step warms up and is not timed")
+    if options.sequence == 1:
+        raise UsageError("--sequence must be at least 2: each token predicts the next one")
+    if not 0 < options.lr < math.inf:
+        raise UsageError(f"--lr is {options.lr}; a positive number is needed")
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise UsageError(f"--device {device}: give cpu, cuda or cuda:N") from error
-    if kind not in _DEMO_SIZES:
+    if kind not in DEMO_SIZES:
         raise UsageError(f"--device {device}: give cpu, cuda or cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {device}: this PyTorch sees no CUDA device; leave --device out to train on the CPU")
-    options.out.mkdir(parents=True, exist_ok=True)
-    return device, options.out
+    return device, make_folder("--out", options.out)
 
 
 def _load_model_parts(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The output head and its loss in one: cross_entropy(hidden · weightᵀ + bias, target), never holding all the logits."""
+"""The output head and its loss in one: cross_entropy(hidden · weightᵀ + bias, target), a budget of logits at a time."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def fused_linear_cross_entropy(
     logit_scale: float = 1.0,
     lse_square_scale: float = 0.0,
 ) -> torch.Tensor:
-    """torch.nn.functional.cross_entropy of the logits hidden · weightᵀ + bias, which never all exist in memory.
+    """torch.nn.functional.cross_entropy of the logits hidden · weightᵀ + bias, of which no more exist at once than a
+    memory budget allows (see `set_logits_memory`).
 
     Args:
         hidden: [..., H], float32, bfloat16 or float16.
