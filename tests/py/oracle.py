@@ -54,7 +54,7 @@ class Case:
     #: Where an output or gradient is a small difference of large terms: the terms' size. float32 cannot resolve less.
     terms: dict[str, float] = field(default_factory=dict)
     #: Roundings to the output's type that an operator documents beyond the last one (sums over chunks).
-    extra_roundings: dict[str, int] = field(default_factory=dict)
+    extra_roundings: dict[str, float] = field(default_factory=dict)
     #: The gradient of a scalar output; None: a random number.
     upstream: float | None = None
     #: The upstream gradient of every output, where it is not to be drawn at random.

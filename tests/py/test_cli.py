@@ -92,6 +92,9 @@ def test_mistakes_are_told_with_their_remedy(
     good = ["finetune", "--model", saved_model, "--data", text, "--out", tmp_path, "--device", "cpu"]
     for change, told in (
         (["--data", tmp_path / "none.txt"], "none.txt cannot be read (No such file or directory); give the path"),
+        (["--lr", "nan"], "--lr"),
+        (["--sequence", "1"], "--sequence"),
+        (["--out", binary], str(binary)),
         (["--data", binary], "not text in UTF-8 (byte 0); convert it first"),
         (["--model", tmp_path], "no config and tokenizer found there"),
         (["--model", llama], "is of the type llama; supported are: qwen3"),

@@ -35,8 +35,11 @@ def set_logits_memory(mebibytes: float | None) -> None:
 def _chunk_bytes(device: torch.device) -> int:
     if _logits_bytes is not None:
         return _logits_bytes
-    if "BASTILE_LOGITS_MIB" in os.environ:
-        return int(float(os.environ["BASTILE_LOGITS_MIB"]) * (1 << 20))
+    setting = os.environ.get("BASTILE_LOGITS_MIB")
+    if setting is not None:
+        if not setting.replace(".", "", 1).isdigit() or float(setting) <= 0:
+            raise ValueError(f"BASTILE_LOGITS_MIB is {setting!r}; a positive number of MiB is needed")
+        return int(float(setting) * (1 << 20))
     return DEFAULT_LOGITS_BYTES if device.type == "cuda" else 0
 
 

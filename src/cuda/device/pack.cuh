@@ -47,12 +47,6 @@ BST_DEVICE bst_raw bst_pack(const float *in, int type, int n) {
     return raw;
 }
 
-/* A value as it is after being stored in `type`. */
-BST_DEVICE float bst_rounded(float v, int type) {
-    if (type == BST_F32_CODE) return v;
-    return bst_half_to_float(bst_half_pair(v, 0.0f, type) & 0xffffu, type);
-}
-
 /* n values rounded through `type`, two at a time. */
 BST_DEVICE void bst_round_all(float *v, int type, int n) {
     if (type == BST_F32_CODE) return;

@@ -34,8 +34,4 @@ BST_DEVICE float bst_group_sum(float v, int threads, float *scratch) {
     return bst_group_reduce(v, threads, scratch, false);
 }
 
-BST_DEVICE float bst_group_max(float v, int threads, float *scratch) {
-    return bst_group_reduce(v, threads, scratch, true);
-}
-
 #endif
