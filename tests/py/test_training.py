@@ -210,8 +210,10 @@ def test_data_parallel_reduces_every_gradient(one_process_group: Any) -> None:
 @pytest.mark.parametrize("head_apart", [False, True])
 def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_process_group: Any) -> None:
     """Parameters are DTensors outside of forward, and the head's too where it is a unit of its own."""
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
     model = tiny_model()
     batch = tiny_batch(model)
     want = model(**batch)
@@ -219,10 +221,10 @@ def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_p
     bastile.apply()
     sharded = tiny_model()
     for layer in sharded.model.layers:
-        fully_shard(layer)
+        fully_shard(layer, mesh=mesh)
     if head_apart:
-        fully_shard(sharded.lm_head)
-    fully_shard(sharded)
+        fully_shard(sharded.lm_head, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
     got = sharded(**batch)
     assert (got.logits is None) == (not head_apart)
     got.loss.backward()

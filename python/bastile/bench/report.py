@@ -76,7 +76,7 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
         tail.append(f"{need['text']} <= {need['limit']:.3g}: {found}{verdict}")
     tail += [f"{row['name']}: {row['note']}" for row in result["rows"] if "note" in row]
     if any(row.get("spread", 0) > _STEADY for row in result["rows"]):
-        tail.append(f"unsteady (+- over {_STEADY:.0%}): other work on this machine? Do not rely on these figures")
+        tail.append(f"unsteady (+- over {_STEADY:.0%}): is the machine busy? Do not rely on this")
     if "note" in floor:
         tail.append(f"floor: {floor['note']}")
     tail += [result[key] for key in ("unchecked", "note") if key in result]
