@@ -149,9 +149,8 @@ static const bst_kernel reduce_kernel = {"cross_entropy.cu", "cross_entropy_redu
 static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "VEC", "THREADS", "SCALE"}};
 
 enum {
-    PLAIN_THREADS =
-        1024,            /* of a multiprocessor in clusters_kernel: 64 registers each, which the plain case just fits */
-    OTHER_THREADS = 512, /* with label smoothing, softcap or rows of two strides: 128 registers each */
+    PLAIN_THREADS = 1024, /* of a multiprocessor in clusters_kernel: 64 registers each, just enough */
+    OTHER_THREADS = 512,  /* with label smoothing, softcap or rows of two strides: 128 registers each */
     SLICE_BYTES = 163840, /* of a block there, at most: a narrower cluster waits less for its blocks */
     PAIR_BYTES = 65536,   /* slices up to this size share a multiprocessor */
     CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
@@ -209,7 +208,8 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
     int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
     if (blocks > fit) blocks = fit;
     if (blocks > 16) blocks = 16;
-    int64_t resident = chip->processors * blocks / cluster;
+    /* At least one: a chip, or a part of one, may hold fewer blocks than a cluster has. */
+    int64_t resident = chip->processors * blocks / cluster > 0 ? chip->processors * blocks / cluster : 1;
     /* Clusters that stay for several rows fetch one while they work on another; blocks that share nothing start over
      * for each row: measured at 4096 x 128256 and 4096 x 32000. */
     int64_t each = cluster > 1 ? (c->rows + resident - 1) / resident : 1;
