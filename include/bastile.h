@@ -181,7 +181,7 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
  * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1280 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
+ * of workspace (0: 1664 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
  * than 64 rows.
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):

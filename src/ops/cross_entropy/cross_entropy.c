@@ -137,26 +137,10 @@ static bst_status check_dlogits(const char *op, const DLTensor *tensor, problem 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
 /* Macros of the two row kernels, in the order of their values. */
-enum {
-    VOCAB,
-    TYPE,
-    VEC,
-    THREADS,
-    BLOCKS,
-    MODE,
-    PEEL,
-    FOLDED,
-    HAS_WEIGHT,
-    SMOOTH,
-    SOFTCAP,
-    Z_LOSS,
-    NEGATIVE,
-    CLUSTER,
-    SLOTS
-};
-#define MACROS(which)                                                                               \
-    {"VOCAB",  "TYPE",    "VEC",    "THREADS",  "BLOCKS",  "MODE",  "PEEL", "FOLDED", "HAS_WEIGHT", \
-     "SMOOTH", "SOFTCAP", "Z_LOSS", "NEGATIVE", "CLUSTER", "SLOTS", which,  NULL}
+enum { VOCAB, TYPE, VEC, THREADS, BLOCKS, MODE, PEEL, FOLDED, HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS, NEGATIVE, CLUSTER };
+#define MACROS(which)                                                                       \
+    {"VOCAB",      "TYPE",   "VEC",     "THREADS", "BLOCKS",   "MODE",    "PEEL", "FOLDED", \
+     "HAS_WEIGHT", "SMOOTH", "SOFTCAP", "Z_LOSS",  "NEGATIVE", "CLUSTER", which,  NULL}
 
 static const bst_kernel rows_kernel = {"cross_entropy.cu", "cross_entropy_rows", MACROS("ROWS")};
 static const bst_kernel clusters_kernel = {"cross_entropy.cu", "cross_entropy_clusters", MACROS("CLUSTERS")};
@@ -172,7 +156,8 @@ enum {
     CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
     ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
     BATCH = 4,            /* vectors a thread of rows_kernel asks for at a time */
-    STATIC_SHARED = 2048, /* of a block of clusters_kernel, with what the driver keeps for itself */
+    SHORT = 8,            /* rows of a wide cluster */
+    STATIC_SHARED = 1536, /* of a block of clusters_kernel, with what the driver keeps for itself */
     SCALE_THREADS = 256
 };
 
@@ -214,15 +199,11 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
     int64_t most = is_plain(l) ? SLICE_BYTES : 2 * PAIR_BYTES;
     if (most > chip->shared_memory - STATIC_SHARED) most = chip->shared_memory - STATIC_SHARED;
     while (cluster < CLUSTER_MOST && vectors * 16 > most * cluster) cluster *= 2;
-    int64_t slice = (vectors + cluster - 1) / cluster;
+    int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
     /* Vectors of a thread. On an H200 in bf16: 32000 (one slice, two blocks a multiprocessor) 138 us for 4096 rows;
      * 128256 (two slices of 128 KB) 577; 151936 (two of 152 KB, where 16 would spill) 668. */
-    int64_t each_thread = slice * 16 <= PAIR_BYTES ? 8 : slice * 16 <= 2 * PAIR_BYTES ? 16 : 12;
+    int64_t each_thread = shared <= PAIR_BYTES ? 8 : shared <= 2 * PAIR_BYTES ? 16 : 12;
     int64_t threads = (slice + each_thread * 32 - 1) / (each_thread * 32) * 32;
-    /* Places of the ring as the kernel has them: a quarter of what a thread holds, or all of it where rows do not share
-     * a block. */
-    int64_t held = (slice + threads - 1) / threads, deep = cluster > 1 ? (held + 3) / 4 : held;
-    int64_t pieces = (held + deep - 1) / deep, place = deep * threads * 16, shared = pieces * place;
     if (threads > 1024 || shared + STATIC_SHARED > chip->shared_memory) return false;
     int64_t room = is_plain(l) ? PLAIN_THREADS : OTHER_THREADS;
     int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
@@ -233,17 +214,16 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
     /* Clusters that stay for several rows fetch one while they work on another; blocks that share nothing start over
      * for each row: measured at 4096 x 128256 and 4096 x 32000. */
     int64_t each = cluster > 1 ? (c->rows + resident - 1) / resident : 1;
-    /* A slice takes whole places of the ring. Clusters that stay get all the room there is, up to two slices. */
-    int64_t slots = pieces, places = (chip->shared_memory / blocks - STATIC_SHARED) / place;
-    if (each > 1) slots = places < 2 * pieces ? places : 2 * pieces;
+    /* Clusters of four and more do not fill a chip to its last multiprocessor: short ones, so that those left over do not
+     * begin when all others have ended. */
+    if (cluster > 2 && each > SHORT) each = SHORT;
     l->kernel = &clusters_kernel;
-    l->values[SLOTS] = slots;
     l->values[THREADS] = threads;
     l->values[BLOCKS] = blocks;
     l->values[CLUSTER] = cluster;
     l->block = (unsigned)threads;
     l->cluster = (unsigned)cluster;
-    l->shared = (unsigned)(slots * place);
+    l->shared = (unsigned)shared;
     l->grid_x = (unsigned)((c->rows + each - 1) / each * cluster);
     return true;
 }

@@ -2,8 +2,7 @@
  *
  * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of an access; THREADS of a block; BLOCKS of a multiprocessor at
  * least; MODE (bst_cross_entropy_mode); PEEL: rows begin between vectors; FOLDED: one stride describes all rows;
- * HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; CLUSTER blocks that share a row;
- * SLOTS of the ring of shared memory through which their slices come.
+ * HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; CLUSTER blocks that share a row.
  *
  * rows      one block a row. LOSS: Bytes: the logits, once. GRADIENT: the logits and dlogits, once each.
  *           LOSS_AND_GRADIENT: reads the logits twice, the second time backwards, so that the caches have most of what
@@ -342,49 +341,12 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
 #define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
 #define ONE     15.0f
 
-/* A block's slices come through a ring of SLOTS places, PIECES places a slice: while one row is worked on, the next is
- * already there or on its way, and as much of the one after it as there is room for, so that reads never cease. Few
- * large pieces: the thread that asks for them keeps its cluster waiting. */
-#define DEEP   (CLUSTER > 1 ? (PER_THREAD + 3) / 4 : PER_THREAD) /* vectors of a thread in a piece */
-#define PIECES ((PER_THREAD + DEEP - 1) / DEEP)
-#define PLACE  (DEEP * THREADS * 16) /* bytes */
-
-/* Where the ring's next piece comes from. One thread's, in shared memory because registers are short. */
-typedef struct feeder {
-    int64_t row;    /* a row that is read, or one past the last */
-    int64_t target; /* of the row behind it: asked for early, known late */
-    int piece, slot;
-} feeder;
-
-/* The first row from `row` on that is read, where its target is known. */
-BST_DEVICE void find_row(const cross_entropy_rows_args *a, feeder *f, int64_t row, int64_t target, int64_t step) {
-    while (row < a->rows && !in_vocabulary(a, target)) {
-        row += step;
-        target = row < a->rows ? a->target[row] : a->ignore_index;
-    }
-    f->row = row;
-    f->target = row + step < a->rows ? a->target[row + step] : a->ignore_index;
-}
-
-/* Asks for the next `pieces` of the block's slices. */
-BST_DEVICE void feed(const cross_entropy_rows_args *a, feeder *f, unsigned char *ring, uint64_t *arrived, int first,
-                     int count, int64_t step, int pieces) {
-    for (; pieces > 0 && f->row < a->rows; pieces--) {
-        int from = f->piece * DEEP * THREADS, vectors = count - from < DEEP * THREADS ? count - from : DEEP * THREADS;
-        if (vectors > 0) {
-            bst_barrier_expect(&arrived[f->slot], (unsigned)vectors * 16u);
-            bst_bulk_read(
-                ring + f->slot * PLACE,
-                bst_at(a->logits, bst_row_start(&a->logits_map, f->row, FOLDED) + (int64_t)(first + from) * VEC, TYPE),
-                (unsigned)vectors * 16u, &arrived[f->slot]);
-        } else {
-            bst_barrier_expect(&arrived[f->slot], 0); /* the last block's slice may have fewer pieces */
-        }
-        f->slot = f->slot + 1 == SLOTS ? 0 : f->slot + 1;
-        if (++f->piece < PIECES) continue;
-        f->piece = 0;
-        find_row(a, f, f->row + step, f->target, step);
-    }
+/* Asks for this block's slice of a row. One thread. */
+BST_DEVICE void fetch(const cross_entropy_rows_args *a, unsigned char *buffer, int64_t row, int first, int count,
+                      uint64_t *arrived) {
+    bst_barrier_expect(arrived, (unsigned)count * 16u);
+    bst_bulk_read(buffer, bst_at(a->logits, bst_row_start(&a->logits_map, row, FOLDED) + (int64_t)first * VEC, TYPE),
+                  (unsigned)count * 16u, arrived);
 }
 
 /* The largest of a thread's logits (of their negatives where NEGATIVE). */
@@ -439,59 +401,50 @@ BST_DEVICE partial cluster_total(partial p, float *scratch, float *exchange) {
 }
 
 BST_KERNEL(cross_entropy_clusters, cross_entropy_rows_args, THREADS, BLOCKS) {
-    BST_DYNAMIC_SHARED(ring); /* SLOTS places */
-    BST_SHARED(uint64_t, arrived, SLOTS);
-    BST_SHARED(feeder, feeders, 1);
+    BST_DYNAMIC_SHARED(buffer); /* SLICE vectors */
+    BST_SHARED(uint64_t, arrived, 1);
     BST_SHARED(float, scratch, 3 * WARPS);
     BST_SHARED(float, exchange, 2 * 3 * CLUSTER);
     int thread = (int)bst_thread(), rank = CLUSTER == 1 ? 0 : (int)bst_cluster_rank();
     int first = rank * SLICE, count = VECTORS - first < SLICE ? VECTORS - first : SLICE;
     if (thread == 0) {
-        for (int i = 0; i < SLOTS; i++) bst_barrier_init(&arrived[i], 1);
+        bst_barrier_init(arrived, 1);
         bst_barrier_fence_init();
     }
     bst_sync();
     bst_wait_for_previous();
     int64_t row = bst_block() / CLUSTER, step = bst_blocks() / CLUSTER;
     int64_t coming = row < a.rows ? a.target[row] : a.ignore_index;
-    if (thread == 0) {
-        feeders->piece = feeders->slot = 0;
-        find_row(&a, feeders, row, coming, step);
-        feed(&a, feeders, ring, arrived, first, count, step, SLOTS);
-    }
+    if (thread == 0 && in_vocabulary(&a, coming)) fetch(&a, buffer, row, first, count, arrived);
 #if CLUSTER > 1
     bst_cluster_sync(); /* every block has begun: its shared memory may be written */
 #endif
-    int slot = 0;
     unsigned parity = 0;
     for (int turn = 0; row < a.rows; row += step) {
         int64_t target = coming, next = row + step;
         coming = next < a.rows ? a.target[next] : a.ignore_index;
+        bool more = thread == 0 && in_vocabulary(&a, coming);
         void *out = bst_at_out(a.dlogits, bst_row_start(&a.dlogits_map, row, FOLDED) + (int64_t)first * VEC, TYPE);
         if (!in_vocabulary(&a, target)) {
+            if (more) fetch(&a, buffer, next, first, count, arrived);
             bst_raw zero = {{0, 0, 0, 0}};
             for (int i = thread; i < count; i += THREADS)
                 bst_write_once(bst_at_out(out, (int64_t)i * VEC, TYPE), zero, 16);
             if (thread == 0 && rank == 0) skip(&a, row, target);
             continue;
         }
+        bst_barrier_wait(arrived, parity);
+        parity ^= 1;
         bst_raw kept[PER_THREAD];
         float x[VEC], hit = 0.0f;
+        BST_UNROLL
+        for (int i = 0; i < PER_THREAD; i++)
+            if (thread + i * THREADS < count) kept[i] = bst_read(buffer + (thread + i * THREADS) * 16, 16);
         int column = (int)target - first * VEC; /* within the slice, if it is there */
         bool mine = column >= 0 && column < count * VEC;
-        BST_UNROLL
-        for (int i = 0; i < PER_THREAD; i += DEEP) {
-            bst_barrier_wait(&arrived[slot], parity);
-            const unsigned char *piece = ring + slot * PLACE;
-            BST_UNROLL
-            for (int j = i; j < i + DEEP && j < PER_THREAD; j++)
-                if (thread + j * THREADS < count) kept[j] = bst_read(piece + ((j - i) * THREADS + thread) * 16, 16);
-            int at = column - i * THREADS * VEC;
-            if (mine && at >= 0 && at < DEEP * THREADS * VEC) bst_load(&hit, piece, at, TYPE, 1);
-            if (++slot == SLOTS) slot = 0, parity ^= 1;
-        }
-        bst_sync(); /* the slice is in registers: its places are free */
-        if (thread == 0) feed(&a, feeders, ring, arrived, first, count, step, PIECES);
+        if (mine) bst_load(&hit, buffer, column, TYPE, 1);
+        bst_sync(); /* the slice is in registers: its place is free */
+        if (more) fetch(&a, buffer, next, first, count, arrived);
         partial p = nothing();
         raise_to(&a, &p, slice_top(kept, thread, count));
         if (COMPACT) p.reference -= ONE;
@@ -537,7 +490,7 @@ BST_KERNEL(cross_entropy_clusters, cross_entropy_rows_args, THREADS, BLOCKS) {
                 bst_unpack(x, kept[i], TYPE, VEC);
                 differentiate(&a, &terms, x, VEC, first * VEC + at, (int)target);
             }
-            bst_store_once(out, (int64_t)(thread + i * THREADS) * VEC, x, TYPE, VEC);
+            bst_store(out, (int64_t)(thread + i * THREADS) * VEC, x, TYPE, VEC); /* streaming stores: 1 % slower */
         }
     }
 }
