@@ -101,16 +101,20 @@ typedef struct bst_exec {
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
-/* y = rms_norm(x) * weight. x [..., H], 1 <= H <= 65536; weight [H] or NULL (ones; zeros for GEMMA), of any of the
- * three types; y as x (LLAMA: the promoted type of x and weight); rstd [rows] float32, kept for the backward pass, or
- * NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
-BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *weight, double eps,
-                                        bst_casting casting, DLTensor *y, DLTensor *rstd);
-/* The gradients of the above. dy [..., H] of y's type; dx as x, may be NULL; dweight as weight, summed in float32 in a
- * fixed order, may be NULL. */
-BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *x,
-                                         const DLTensor *weight, const DLTensor *rstd, bst_casting casting,
-                                         DLTensor *dx, DLTensor *dweight);
+/* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
+ * x [..., H], 1 <= H <= 65536; residual as x, and sum then too, or both NULL; weight [H] or NULL (ones; zeros for GEMMA),
+ * of any of the three types; y as x (LLAMA: the promoted type of x and weight); rstd [rows] float32, kept for the
+ * backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
+BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
+                                        const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
+                                        DLTensor *sum, DLTensor *rstd);
+/* The gradients of the above. dy [..., H] of y's type; x as forward had it, or its sum where there was one; dsum as x,
+ * the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL: none. dx as x,
+ * may be NULL; with a residual, it is the gradient of both terms. dweight as weight, summed in float32 in a fixed order,
+ * may be NULL. */
+BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum,
+                                         const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
+                                         bst_casting casting, DLTensor *dx, DLTensor *dweight);
 
 /* ---- swiglu ------------------------------------------------------------------------------------------------------ */
 
@@ -181,7 +185,7 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
  * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1280 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
+ * of workspace (0: 1664 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
  * than 64 rows.
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):

@@ -9,6 +9,7 @@ from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, served
+from bastile.recompute import offer
 
 Casting = Literal["llama", "gemma", "none"]
 _CASTING = {"llama": 0, "gemma": 1, "none": 2}
@@ -85,7 +86,9 @@ def rms_norm(
         raise ValueError(f"rms_norm: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
     if not served(x, weight):
         return _reference(x, weight, eps, casting)
-    return _RMSNorm.apply(x, weight, eps, code)
+    y = _RMSNorm.apply(x, weight, eps, code)
+    offer(_forward, (x, weight, eps, code), y)
+    return y
 
 
 class BastileRMSNorm(nn.Module):

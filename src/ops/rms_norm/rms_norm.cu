@@ -1,16 +1,20 @@
 /* rms_norm.cu - RMSNorm forward and backward.
  *
- * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT; VEC
- * elements of an access; THREADS of a row, ROWS of a block (THREADS * ROWS threads); KEEP: the row stays on the chip
- * between its two uses, else it is read again; FOLDED: one stride describes all rows; backward: DX, DW what is wanted;
- * STAGES of the ring of shared memory through which rows come (0: straight into registers).
+ * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT; ADD:
+ * forward: a residual is added to x first, and what is normalised is the sum as it is written, rounded; backward: x is
+ * that sum, and dsum, the gradient that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of
+ * a row, ROWS of a block (THREADS * ROWS threads); KEEP: the row stays on the chip between its two uses, else it is read
+ * again; FOLDED: one stride describes all rows; backward: DX, DW what is wanted; STAGES of the ring of shared memory
+ * through which rows come (0: straight into registers).
  *
  * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, rstd. Bytes: x + y.
  *           Measured on an H200, bf16: 68 us at 16384 x 4096 (0.92 of the copy bandwidth), 18.7 us at 131072 x 128.
+ *           ADD: reads residual too and writes sum. Bytes: x + residual + sum + y.
  * backward  persistent: each block takes every gridDim-th group of rows, keeps its share of dweight in float32
  *           registers and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and
  *           blocks * HIDDEN * 4 written and read back by rms_norm_dweight, mostly within the L2.
  *           Measured on an H200, bf16: 116 us at 16384 x 4096 (0.81), 31.3 us at 131072 x 128 (0.75).
+ *           ADD: reads dsum too. Bytes: x + dy + dsum + dx, and the partial rows.
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
 #include "pack.cuh"
 #include "reduce.cuh"
@@ -37,6 +41,10 @@ BST_DEVICE void load_weight(float *w, const void *weight, int column) {
 }
 
 #ifdef FORWARD
+/* The vector at this column, packed: out of registers where the row is kept there. */
+#define PACKED(kept, row, i, column) \
+    (KEEP ? kept[KEEP ? i : 0] : bst_read(bst_at(row, column, X_TYPE), VEC * bst_type_size(X_TYPE)))
+
 BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 32);
     int lane = (int)bst_thread() % THREADS;
@@ -44,13 +52,22 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     bool live = row < a.rows;
     const void *x = bst_at(a.x, live ? bst_row_start(&a.x_map, row, FOLDED) : 0, X_TYPE);
     bst_raw kept[KEEP ? PER_THREAD : 1];
+#if ADD
+    const void *residual = bst_at(a.residual, live ? bst_row_start(&a.residual_map, row, FOLDED) : 0, X_TYPE);
+    bst_raw residual_kept[KEEP ? PER_THREAD : 1];
+#endif
     float v[VEC], w[VEC], squares = 0;
     bst_wait_for_previous();
     if (KEEP) {
         BST_UNROLL
-        for (int i = 0; i < PER_THREAD; i++)
-            if (live && inside(column_of(i, lane)))
+        for (int i = 0; i < PER_THREAD; i++) {
+            if (live && inside(column_of(i, lane))) {
                 kept[KEEP ? i : 0] = bst_raw_once(x, column_of(i, lane), X_TYPE, VEC);
+#if ADD
+                residual_kept[KEEP ? i : 0] = bst_raw_once(residual, column_of(i, lane), X_TYPE, VEC);
+#endif
+            }
+        }
     }
 #if KEEP
     BST_UNROLL
@@ -58,8 +75,20 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
         if (!live || !inside(column)) continue;
-        bst_unpack(v, KEEP ? kept[KEEP ? i : 0] : bst_read(bst_at(x, column, X_TYPE), VEC * bst_type_size(X_TYPE)),
-                   X_TYPE, VEC);
+        bst_unpack(v, PACKED(kept, x, i, column), X_TYPE, VEC);
+#if ADD
+        bst_unpack(w, PACKED(residual_kept, residual, i, column), X_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) v[j] += w[j];
+        bst_raw sum = bst_pack(v, X_TYPE, VEC);
+        void *out = bst_at_out(a.sum, row * HIDDEN + column, X_TYPE);
+        if (KEEP)
+            bst_write_once(out, sum, VEC * bst_type_size(X_TYPE));
+        else
+            bst_write(out, sum, VEC * bst_type_size(X_TYPE)); /* read again below */
+        bst_unpack(v, sum, X_TYPE, VEC);
+        kept[KEEP ? i : 0] = sum;
+#endif
         BST_UNROLL
         for (int j = 0; j < VEC; j++) squares = bst_fma(v[j], v[j], squares);
     }
@@ -67,14 +96,16 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     float rstd = bst_rsqrt(squares * (1.0f / HIDDEN) + a.eps);
     if (!live) return;
     if (a.rstd && lane == 0) a.rstd[row] = rstd;
+#if ADD
+    x = bst_at(a.sum, row * HIDDEN, X_TYPE); /* each thread reads what it wrote itself */
+#endif
 #if KEEP
     BST_UNROLL
 #endif
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
         if (!inside(column)) continue;
-        bst_unpack(v, KEEP ? kept[KEEP ? i : 0] : bst_read(bst_at(x, column, X_TYPE), VEC * bst_type_size(X_TYPE)),
-                   X_TYPE, VEC);
+        bst_unpack(v, PACKED(kept, x, i, column), X_TYPE, VEC);
         load_weight(w, a.weight, column);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] *= rstd;
@@ -87,13 +118,17 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
 #endif
 
 #ifdef BACKWARD
-#define RING (STAGES > 0)
+#define RING   (STAGES > 0)
+#define INPUTS (2 + ADD)
 
 /* One row in the hands of this thread. */
 typedef struct row_state {
     const void *x, *dy;
     float rstd;
     bool live;
+#if ADD
+    const void *dsum;
+#endif
 } row_state;
 
 BST_DEVICE row_state row_at(const rms_norm_backward_args *a, int64_t row) {
@@ -101,6 +136,9 @@ BST_DEVICE row_state row_at(const rms_norm_backward_args *a, int64_t row) {
     if (!r.live) return r;
     r.x = bst_at(a->x, bst_row_start(&a->x_map, row, FOLDED), X_TYPE);
     r.dy = bst_at(a->dy, bst_row_start(&a->dy_map, row, FOLDED), Y_TYPE);
+#if ADD
+    r.dsum = bst_at(a->dsum, bst_row_start(&a->dsum_map, row, FOLDED), X_TYPE);
+#endif
     r.rstd = a->rstd[row];
     return r;
 }
@@ -109,7 +147,7 @@ BST_DEVICE row_state row_at(const rms_norm_backward_args *a, int64_t row) {
 /* A thread copies its own vectors into its own places of the ring and reads nobody else's: waiting for its own copies
  * is all the synchronisation there is. Places of one vector lie side by side, which keeps the banks apart. */
 BST_DEVICE unsigned char *place(unsigned char *ring, int stage, int i, int which) {
-    return ring + ((((stage * PER_THREAD + i) * 2 + which) * BLOCK) + (int)bst_thread()) * 16;
+    return ring + ((((stage * PER_THREAD + i) * INPUTS + which) * BLOCK) + (int)bst_thread()) * 16;
 }
 
 BST_DEVICE void fetch(unsigned char *ring, int stage, const row_state *r, int lane) {
@@ -119,13 +157,16 @@ BST_DEVICE void fetch(unsigned char *ring, int stage, const row_state *r, int la
         if (r->live && inside(column)) {
             bst_copy_async16(place(ring, stage, i, 0), bst_at(r->x, column, X_TYPE));
             bst_copy_async16(place(ring, stage, i, 1), bst_at(r->dy, column, Y_TYPE));
+#if ADD
+            bst_copy_async16(place(ring, stage, i, 2), bst_at(r->dsum, column, X_TYPE));
+#endif
         }
     }
     bst_copy_async_commit();
 }
 #endif
 
-/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)), dweight = sum over rows of dy round(n). */
+/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). */
 BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 64);
     int lane = (int)bst_thread() % THREADS, group = (int)bst_thread() / THREADS;
@@ -160,6 +201,9 @@ BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
 #else
         row_state now = row_at(&a, row);
         bst_raw x_kept[KEEP ? PER_THREAD : 1], dy_kept[KEEP ? PER_THREAD : 1];
+#if ADD
+        bst_raw dsum_kept[KEEP ? PER_THREAD : 1];
+#endif
         if (KEEP) {
             BST_UNROLL
             for (int i = 0; i < PER_THREAD; i++) {
@@ -167,6 +211,9 @@ BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
                 if (!now.live || !inside(column)) continue;
                 x_kept[KEEP ? i : 0] = bst_raw_once(now.x, column, X_TYPE, VEC);
                 dy_kept[KEEP ? i : 0] = bst_raw_once(now.dy, column, Y_TYPE, VEC);
+#if ADD
+                dsum_kept[KEEP ? i : 0] = bst_raw_once(now.dsum, column, X_TYPE, VEC);
+#endif
             }
         }
 #endif
@@ -176,14 +223,17 @@ BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
 #define LOAD_VECTOR(i, column)                                           \
     bst_unpack(xv, bst_read(place(ring, stage, i, 0), 16), X_TYPE, VEC); \
     bst_unpack(dv, bst_read(place(ring, stage, i, 1), 16), Y_TYPE, VEC)
+#define LOAD_DSUM(i, column) bst_unpack(dsum, bst_read(place(ring, stage, i, 2), 16), X_TYPE, VEC)
 #elif KEEP
 #define LOAD_VECTOR(i, column)              \
     bst_unpack(xv, x_kept[i], X_TYPE, VEC); \
     bst_unpack(dv, dy_kept[i], Y_TYPE, VEC)
+#define LOAD_DSUM(i, column) bst_unpack(dsum, dsum_kept[i], X_TYPE, VEC)
 #else
 #define LOAD_VECTOR(i, column)                \
     bst_load(xv, now.x, column, X_TYPE, VEC); \
     bst_load(dv, now.dy, column, Y_TYPE, VEC)
+#define LOAD_DSUM(i, column) bst_unpack(dsum, bst_raw_once(now.dsum, column, X_TYPE, VEC), X_TYPE, VEC)
 #endif
         if (DX) {
 #if KEEP
@@ -212,6 +262,12 @@ BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
                 load_weight(w, a.weight, column);
                 BST_UNROLL
                 for (int j = 0; j < VEC; j++) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope);
+#if ADD
+                float dsum[VEC];
+                LOAD_DSUM(i, column);
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) dx[j] += dsum[j];
+#endif
                 bst_store_once(a.dx, row * HIDDEN + column, dx, X_TYPE, VEC);
             }
             if (DW) {
