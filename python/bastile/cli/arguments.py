@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import bastile
-from bastile.cli import bench, commands
+from bastile.cli import bench, commands, sweep
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -58,6 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     finetune.set_defaults(command=commands.finetune)
 
     bench.add_parser(subparsers)
+    sweep.add_parser(subparsers)
     return parser.parse_args(arguments)
 
 
