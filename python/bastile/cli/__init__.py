@@ -1,5 +1,5 @@
 """The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare; `bench`
-times the operators alone."""
+times the operators alone, `sweep` whole models over sequence lengths."""
 
 import sys
 from collections.abc import Sequence

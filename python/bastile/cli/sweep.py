@@ -15,7 +15,7 @@ from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
 from bastile.cli.folder import make_folder
 from bastile.cli.options import count, device_for, dtype_for, need_packages, need_positive
-from bastile.sweep.implementations import IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
+from bastile.sweep.implementations import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
 from bastile.sweep.shapes import LENGTHS, MODELS, TINY_LENGTHS
 
 
@@ -116,7 +116,8 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
     for option, value in (("--timeout", options.timeout), ("--memory-limit", options.memory_limit)):
         if value is not None:
             need_positive(option, value)
-    suited = SHARDED if gpus > 1 else ON_CUDA if on_cuda else ON_CPU
+    on_one = (CURVES_ON_CUDA if curve else ON_CUDA) if on_cuda else ON_CPU
+    suited = SHARDED if gpus > 1 else on_one
     names = chosen("--against", options.against, IMPLEMENTATIONS, suited)
     if gpus > 1:
         for name in names:

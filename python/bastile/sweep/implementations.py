@@ -89,5 +89,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 #: Without --against; Bastile itself is always there.
 ON_CUDA = ("hf", "compile", "compile-layers", "liger", "liger-nofused")
 ON_CPU = ("hf",)
+CURVES_ON_CUDA = ("hf", "compile", "liger")
 #: The compiler does not see through the hooks of sharded layers.
 SHARDED = ("hf", "liger")

@@ -74,14 +74,12 @@ def run_job(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def _forward(stream: IO[str], number: int, events: queue.SimpleQueue[tuple[int, str | None]]) -> None:
-    with contextlib.suppress(ValueError):  # closed, since the job is over
+    with stream:
         for line in stream:
             events.put((number, line))
     events.put((number, None))

@@ -65,22 +65,12 @@ def _lines(
         ]
         if not points:
             continue
-        colour, ours = _COLOURS[name], name == "bastile"
-        axes.plot(
-            *zip(*points, strict=True), "o-", color=colour, label=name, linewidth=2.2 if ours else 1.4, markersize=4
-        )
-        if results.too_long(name) is not None:
-            last = points[-1]
-            axes.plot(*last, "x", color=colour, markersize=11, markeredgewidth=2)
-            axes.annotate(
-                "then out of memory",
-                last,
-                xytext=(0, 9),
-                textcoords="offset points",
-                fontsize=7,
-                color=colour,
-                ha="right",
-            )
+        colour, ours, too_long = _COLOURS[name], name == "bastile", results.too_long(name)
+        label_of = name if too_long is None else f"{name} (out of memory at {too_long})"
+        width = 2.2 if ours else 1.4
+        axes.plot(*zip(*points, strict=True), "o-", color=colour, label=label_of, linewidth=width, markersize=4)
+        if too_long is not None:
+            axes.plot(*points[-1], "x", color=colour, markersize=11, markeredgewidth=2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(results.lengths(), [str(length) for length in results.lengths()])
     axes.set_xlabel("tokens a sequence")
@@ -102,15 +92,15 @@ def _curves(results: Results, path: Path) -> Path:
     )
     ran = [r for name in results.implementations(ORDER) for r in results.records if r["implementation"] == name]
     ran = [record for record in ran if record["status"] == "ok"]
-    for place, record in enumerate(ran):
+    curves = [[float("nan") if loss is None else loss for loss in record["losses"]] for record in ran]
+    for place, (record, losses) in enumerate(zip(ran, curves, strict=True)):
         name = record["implementation"]
         steps = range(1, len(record["losses"]) + 1)
-        losses = [float("nan") if loss is None else loss for loss in record["losses"]]
         label = f"{name}: {record['tokens_per_second']:,.0f} tokens/s"
         # The first ones are drawn broad, so that those upon them do not hide them.
         above.plot(steps, losses, color=_COLOURS[name], label=label, linewidth=1 + 1.2 * (len(ran) - 1 - place))
         if place:
-            differences = [a - b for a, b in zip(losses, ran[0]["losses"], strict=True)]
+            differences = [a - b for a, b in zip(losses, curves[0], strict=True)]
             below.plot(steps, differences, color=_COLOURS[name], linewidth=1)
     above.set_ylabel("loss")
     below.set_ylabel(f"minus {ran[0]['implementation']}'s" if ran else "")
