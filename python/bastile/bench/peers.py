@@ -68,6 +68,14 @@ def _bastile_qk_norm_rope() -> Function:
     )
 
 
+def _unfused_add_rms_norm() -> Function:
+    return _added(_bastile_rms_norm())
+
+
+def _unfused_qk_norm_rope() -> Function:
+    return _normed(_bastile_rms_norm(), _bastile_rope())
+
+
 def _added(norm: Function) -> Function:
     """The residual's sum and its norm, one after the other."""
 
