@@ -29,6 +29,12 @@ def all_of(family: str, *without: str) -> list[str]:
     return [f"{operator}_{family}" for operator in FAMILIES[family].operators if operator not in without]
 
 
+# What Transformers' wrapper around a layer's forward calls; None in releases that have no such wrapper.
+WRAPPED = {
+    family: wrapped_cell(getattr(modeling(family), FAMILIES[family].layer_class or "").forward) for family in DENSE
+}
+
+
 def pieces(family: str = "qwen3") -> dict[str, Any]:
     """The objects that each operator's patch replaces, as they are now."""
     row, module = FAMILIES[family], modeling(family)
@@ -36,15 +42,14 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
     def forward(name: str | None) -> Any:
         return vars(vars(module)[name])["forward"]
 
-    layer = forward(row.layer_class)
-    cell = wrapped_cell(layer)  # Transformers 5.0 has no wrapper around it
+    cell = WRAPPED[family]
     found = {
         "rms_norm": forward(row.norm_class),
         "swiglu": forward(row.mlp_class),
         "rope": vars(module)[row.rotary_function],
         "fused_linear_cross_entropy": forward(row.causal_lm_class),
         "qk_norm_rope": forward(row.attention_class),
-        "add_rms_norm": layer if cell is None else cell.cell_contents,
+        "add_rms_norm": forward(row.layer_class) if cell is None else cell.cell_contents,
         "recompute": forward(row.backbone_class),
     }
     return {operator: found[operator] for operator in row.operators}
