@@ -57,6 +57,7 @@ def attention_forward(
         return (
             all(name in given for name in NEEDED)
             and given["hidden_states"].dim() == 3
+            and isinstance(given["position_embeddings"], tuple)
             and given["position_embeddings"][0].dim() == 3
             and (turn is rotary or is_ours(turn))
             and runs(q_norm, norm)

@@ -16,12 +16,13 @@ def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_ours(function: Any) -> bool:
-    return getattr(function, _OURS, None) is function
+    return function is not None and getattr(function, _OURS, None) is function
 
 
 def untouched(module: nn.Module) -> bool:
     """Whether calling this module does what its class's forward does and nothing else."""
-    return "forward" not in module.__dict__ and not _has_hooks(module)
+    own = module.__dict__.get("forward")  # Hugging Face's `kernels` puts the class's own there
+    return (own is None or getattr(own, "__func__", None) is type(module).forward) and not _has_hooks(module)
 
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
