@@ -127,7 +127,8 @@ class _Lookup:
         return getattr(self.module, name)
 
     def need_parameters(self, what: str, function: Any, names: Iterable[str]) -> None:
-        parameters = inspect.signature(function).parameters
+        # With Hugging Face's package `kernels`, Transformers' rotary function is a module that calls the function.
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
         for name in names:
             if name not in parameters:
                 raise self.missing(f"argument {name!r} of {what}")
