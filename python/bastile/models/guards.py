@@ -21,16 +21,8 @@ def is_ours(function: Any) -> bool:
 
 def untouched(module: nn.Module) -> bool:
     """Whether calling this module does what its class's forward does and nothing else."""
-<<<<<<< HEAD
     own = module.__dict__.get("forward")  # Hugging Face's `kernels` puts the class's own there
-    return not (
-        (own is not None and getattr(own, "__func__", None) is not type(module).forward)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-=======
-    return "forward" not in module.__dict__ and not _has_hooks(module)
+    return (own is None or getattr(own, "__func__", None) is type(module).forward) and not _has_hooks(module)
 
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
@@ -43,5 +35,4 @@ def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
 def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
->>>>>>> main
     )

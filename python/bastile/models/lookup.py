@@ -58,7 +58,8 @@ class Lookup:
         return self.stock(owner.forward)
 
     def need_parameters(self, what: str, function: Any, names: Iterable[str]) -> None:
-        parameters = inspect.signature(function).parameters
+        # With Hugging Face's package `kernels`, Transformers' rotary function is a module that calls the function.
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
         for name in names:
             if name not in parameters:
                 raise self.missing(f"argument {name!r} of {what}")
