@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 from bastile.cli import data, strict_json
 from bastile.cli.report import compared
+from bastile.models.table import OPERATORS
 from command import command, save_model
 
 TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]
-PATCHES = ["rms_norm_qwen3", "swiglu_qwen3", "rope_qwen3", "fused_linear_cross_entropy_qwen3"]
+PATCHES = [f"{operator}_qwen3" for operator in OPERATORS]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from bastile.cli import chats, data
+import bastile
+from bastile.cli import chats, compare, data, main, strict_json, train
 from bastile.cli.errors import UsageError
 from bastile.cli.examples import IGNORED, Examples, batch
 from command import command, save_model
@@ -55,6 +58,28 @@ def finetune(model: Path, source: Path, out: Path, *more: object, status: int = 
     return command("finetune", *arguments, *more, status=status)
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """`finetune` within this process, which spares the imports of the processes that the command starts."""
+
+    def run(plan: dict[str, Any], out: Path) -> dict[str, Any]:
+        strict_json.write(out / f"{plan['name']}.plan.json", plan)
+        try:
+            return {"name": plan["name"], **train.train(plan, lambda losses, tokens: None)}
+        finally:
+            bastile.reset()
+
+    monkeypatch.setattr(compare, "_run", run)
+
+    def call(model: Path, source: Path, out: Path, *more: object, status: int = 0) -> str:
+        arguments = ["--model", model, "--data", source, "--out", out, "--device", "cpu", "--batch", 2, "--lr", "1e-2"]
+        assert main(["finetune", *map(str, arguments), *map(str, more)]) == status
+        printed = capsys.readouterr()
+        return printed.out + printed.err
+
+    return call
+
+
 def losses(out: Path) -> dict[str, list[float]]:
     return {run["name"]: run["losses"] for run in json.loads((out / "result.json").read_text())["runs"]}
 
@@ -87,11 +112,13 @@ def test_a_resumed_run_is_the_run_that_did_not_stop(model: Path, text: Path, tmp
         assert runs[1]["trainable_parameters"] < runs[1]["parameters"] / 3
 
 
-def test_accumulated_batches_equal_one_large_batch(model: Path, chat_file: Path, tmp_path: Path) -> None:
+def test_accumulated_batches_equal_one_large_batch(
+    here: Callable[..., str], model: Path, chat_file: Path, tmp_path: Path
+) -> None:
     """Chats of unequal length: a mean of the batches' means would weigh their tokens differently."""
     size = ["--steps", 3, "--sequence", 128, "--lr", "1e-3"]
-    finetune(model, chat_file, tmp_path / "one", *size, "--batch", 4)
-    finetune(model, chat_file, tmp_path / "two", *size, "--batch", 2, "--accumulate", 2)
+    here(model, chat_file, tmp_path / "one", *size, "--batch", 4)
+    here(model, chat_file, tmp_path / "two", *size, "--batch", 2, "--accumulate", 2)
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     for name in ("stock", "bastile"):
         # Two float32 programs for one formula: of a loss near 6, a few dozen roundings after three steps.
@@ -99,15 +126,41 @@ def test_accumulated_batches_equal_one_large_batch(model: Path, chat_file: Path,
     assert one["stock"] == pytest.approx(one["bastile"], rel=200 * EPS)
 
 
-def test_bf16_keeps_float32_weights_and_follows_stock(model: Path, text: Path, tmp_path: Path) -> None:
-    finetune(model, text, tmp_path / "mixed", "--sequence", 32, "--steps", 3, "--bf16", "--save", tmp_path / "saved")
+def test_bf16_keeps_float32_weights_and_follows_stock(
+    here: Callable[..., str], model: Path, text: Path, tmp_path: Path
+) -> None:
+    here(model, text, tmp_path / "mixed", "--sequence", 32, "--steps", 3, "--bf16", "--save", tmp_path / "saved")
     mixed = losses(tmp_path / "mixed")
     assert mixed["stock"] == pytest.approx(mixed["bastile"], rel=2**-7)  # a rounding to bfloat16
     assert load_file(tmp_path / "saved" / "model.safetensors")["lm_head.weight"].dtype == torch.float32
 
 
-def test_chosen_operators_alone_are_used(model: Path, text: Path, tmp_path: Path) -> None:
-    printed = finetune(
+@pytest.mark.parametrize("lora", [[], ["--lora"]], ids=["full", "lora"])
+def test_checkpointing_runs_layers_again(
+    here: Callable[..., str],
+    model: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lora: list[str],
+) -> None:
+    calls: list[int] = []
+    original = Qwen3DecoderLayer.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Qwen3DecoderLayer, "forward", forward)
+    for folder, more, times in (("a", [], 1), ("b", ["--checkpointing"], 2)):
+        calls.clear()
+        here(model, text, tmp_path / folder, "--sequence", 32, "--steps", 2, "--no-baseline", *lora, *more)
+        assert len(calls) == 2 * 2 * times  # layers, steps
+    assert losses(tmp_path / "a")["bastile"] == pytest.approx(losses(tmp_path / "b")["bastile"], rel=200 * EPS)
+
+
+def test_chosen_operators_alone_are_used(here: Callable[..., str], model: Path, text: Path, tmp_path: Path) -> None:
+    printed = here(
         model, text, tmp_path, "--sequence", 32, "--epochs", 1, "--no-baseline", "--rms-norm", "--cross-entropy"
     )
     run = json.loads((tmp_path / "result.json").read_text())["runs"][0]
@@ -116,18 +169,18 @@ def test_chosen_operators_alone_are_used(model: Path, text: Path, tmp_path: Path
     assert "swiglu" not in printed
 
 
-def test_what_cannot_be_resumed_is_told(model: Path, text: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_told(here: Callable[..., str], model: Path, text: Path, tmp_path: Path) -> None:
     size = ["--sequence", 32, "--no-baseline"]
-    printed = finetune(model, text, tmp_path / "none", *size, "--resume", status=2)
+    printed = here(model, text, tmp_path / "none", *size, "--resume", status=2)
     assert "there is no run in" in printed
-    finetune(model, text, tmp_path, *size, "--steps", 2, "--save-every", 1)
-    printed = finetune(model, text, tmp_path, *size, "--steps", 3, "--save-every", 1, status=2)
+    here(model, text, tmp_path, *size, "--steps", 2, "--save-every", 1)
+    printed = here(model, text, tmp_path, *size, "--steps", 3, "--save-every", 1, status=2)
     assert "holds checkpoints of an earlier run; --resume continues it" in printed.replace("\n", " ")
-    printed = finetune(model, text, tmp_path, *size, "--steps", 3, "--save-every", 1, "--resume", status=2)
+    printed = here(model, text, tmp_path, *size, "--steps", 3, "--save-every", 1, "--resume", status=2)
     assert "was started differently: steps (was 2, now 3)" in printed.replace("\n", " ")
     changed = tmp_path / "changed.txt"
     changed.write_text(text.read_text().replace("JSON", "YAML"))
-    printed = finetune(model, changed, tmp_path, *size, "--steps", 2, "--save-every", 1, "--resume", status=2)
+    printed = here(model, changed, tmp_path, *size, "--steps", 2, "--save-every", 1, "--resume", status=2)
     assert "data (was" in printed
 
 
@@ -204,3 +257,13 @@ def test_batches_are_padded_at_the_right_and_masked_only_then() -> None:
     assert "attention_mask" not in batch([examples[0], examples[2]])
     assert Examples.of_text(torch.arange(10), 4)[1]["input_ids"].tolist() == [4, 5, 6, 7]
     assert len(Examples.of_text(torch.arange(10), 4)) == 2
+
+
+def test_a_run_sees_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert compare.environment("cuda:2")["CUDA_VISIBLE_DEVICES"] == "2"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
+    assert compare.environment("cuda")["CUDA_VISIBLE_DEVICES"] == "5"
+    assert compare.environment("cuda:1")["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    assert compare.environment("cpu")["CUDA_VISIBLE_DEVICES"] == "5,GPU-7"

@@ -16,6 +16,8 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils.import_utils import is_kernels_available
 
+import bastile
+from bastile.models.guards import untouched
 from conftest import assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
 
 kernels = pytest.importorskip("kernels", reason="the package kernels is not installed")
@@ -109,3 +111,17 @@ def test_a_class_outside_the_table_runs_its_own_code(built: Path, calls: dict[st
     assert "forward" in vars(module)
     assert torch.equal(module(torch.zeros(3)), torch.ones(3))
     assert calls == {}
+
+
+def test_apply_serves_models_beside_kernels() -> None:
+    """With `kernels`, Transformers' rotary function is a module, and activations carry their class's own forward."""
+    model = tiny_model().to(DEVICE)
+    batch = {name: tensor.to(DEVICE) for name, tensor in tiny_batch(model).items()}
+    stock = model(**batch).loss
+    with kernels.use_kernel_mapping({}, inherit_mapping=False):
+        kernels.kernelize(model, mode=kernels.Mode.TRAINING, device=DEVICE)
+    assert bastile.apply() == bastile.get_patched_ops()
+    loss = model(**batch).loss
+    assert type(loss.grad_fn).__name__ == "_LinearCrossEntropyBackward"
+    assert_same_up_to_rounding(loss, stock, model, "loss")
+    assert untouched(model.model.layers[0].mlp.act_fn)

@@ -1,6 +1,8 @@
 """`bastile profile`: every kernel in its group, the figures right, the model left as it was."""
 
 import json
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +52,8 @@ KERNELS = [
     ("rms_norm_forward", "norms"),
     ("rms_norm_dweight_wide", "norms"),
     ("add_rms_norm_backward", "norms"),
+    ("rms_norm_backward_rows", "norms"),
+    ("qk_norm_rope_dweight", "rotary"),
     ("rope", "rotary"),
     ("swiglu_backward", "activation"),
     ("cross_entropy_rows", "loss"),
@@ -138,6 +142,21 @@ def test_each_operator_of_a_step_is_in_its_group() -> None:
     assert groups["aten::mul"] == {"norms", "rotary", "activation", "optimiser"}
     assert found["busy"] is None
     assert sum(found["groups"].values()) == pytest.approx(sum(kernel["seconds"] for kernel in found["kernels"]))
+
+
+def test_marks_do_not_change_which_operators_run() -> None:
+    """Fused operators look whether a norm or the rotary function is still what they know."""
+    model = tiny_model()
+    step = run._step(model, torch.optim.AdamW(model.parameters()), tiny_batch(model)["input_ids"])
+    bastile.apply()
+    step()
+    found = []
+    for marks in (nullcontext(), regions.marked(model)):
+        with marks, profile(activities=[ProfilerActivity.CPU]) as profiler:
+            step()
+        found.append(Counter(event.name for event in profiler.events() if event.name.startswith("bastile::")))
+    assert found[0] == found[1]
+    assert {"bastile::add_rms_norm_forward", "bastile::qk_norm_rope_forward"} <= set(found[0])
 
 
 def _event(name: str, begin: float, end: float, **more: Any) -> SimpleNamespace:
@@ -261,6 +280,6 @@ def test_profile_on_a_gpu(tmp_path: Path) -> None:
 
 def test_patches_are_gone_after_a_profile() -> None:
     model = tiny_model()
-    runs, profilers = run.compare(model, 1, 8, 1, {"rms_norm": True, "swiglu": False, "rope": False}, 0)
+    runs, profilers = run.compare(model, 1, 8, 1, {"rms_norm": True, "rope": False}, 0)
     assert bastile.get_patched_ops() == []
     assert [run["name"] for run in runs] == list(profilers) == ["stock", "bastile"]

@@ -28,14 +28,14 @@ def count(text: str) -> int:
 def add_operators(parser: argparse.ArgumentParser) -> None:
     """A flag for each operator that goes into models; what was chosen is read by `operators`."""
     group = parser.add_argument_group("operators", "which of Bastile's operators to use; none given: all")
-    for operator in OPERATORS:
+    for operator, row in OPERATORS.items():
         group.add_argument(
             f"--{operator.replace('_', '-')}",
             *_ALIASES.get(operator, []),
             dest="operators",
             action="append_const",
             const=operator,
-            help=f"use {operator}",
+            help=row.summary,
         )
 
 

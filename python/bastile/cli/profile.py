@@ -67,7 +67,7 @@ def profile(options: argparse.Namespace) -> int:
     try:
         built = run.build(config, name, options.layers, dtype, device, options.seed)
         if options.checkpointing:
-            built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            built.gradient_checkpointing_enable({"use_reentrant": False})
         runs, profilers = run.compare(built, batch, sequence, options.steps, operators(options), options.seed)
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]

@@ -104,6 +104,8 @@ def train(plan: dict[str, Any], report: Report) -> dict[str, Any]:
     torch.manual_seed(plan["seed"])
     model = _build_model(plan)
     model.config.use_cache = False
+    if plan["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     patched = (
         bastile.apply(model_types=[model.config.model_type], **plan["operators"]) if plan["name"] == "bastile" else []
     )
@@ -141,8 +143,6 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
         max_steps=plan["steps"],
         per_device_train_batch_size=plan["batch"],
         gradient_accumulation_steps=plan["accumulate"],
-        gradient_checkpointing=plan["checkpointing"],
-        gradient_checkpointing_kwargs={"use_reentrant": False},
         learning_rate=plan["lr"],
         lr_scheduler_type=plan["schedule"],
         warmup_steps=plan["warmup"],

@@ -15,7 +15,7 @@ REGION = "bastile.profile/"
 # Kernels and operators of Bastile, by name; an operator's is bastile::<name>.
 _OWN = [
     ("norms", r"\w*rms_norm\w*"),
-    ("rotary", r"rope\w*"),
+    ("rotary", r"(qk_norm_)?rope\w*"),  # that norm is computed in the rotation's pass over memory
     ("activation", r"\w*swiglu\w*"),
     ("loss", r"(linear_)?cross_entropy\w*|scale_?"),
 ]
