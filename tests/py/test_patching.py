@@ -27,6 +27,7 @@ def pieces() -> dict[str, Any]:
         "swiglu": modeling_qwen3.Qwen3MLP.__dict__["forward"],
         "rope": modeling_qwen3.__dict__["apply_rotary_pos_emb"],
         "fused_linear_cross_entropy": modeling_qwen3.Qwen3ForCausalLM.__dict__["forward"],
+        "recompute": modeling_qwen3.Qwen3Model.__dict__["forward"],
     }
 
 
@@ -35,7 +36,7 @@ def runs_stock(model: torch.nn.Module) -> bool:
 
 
 @settings(max_examples=16, deadline=None)
-@given(st.tuples(*[st.booleans()] * 4))
+@given(st.tuples(*[st.booleans()] * len(OPERATORS)))
 def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags: tuple[bool, ...]) -> None:
     before = pieces()
     chosen = {op for op, flag in zip(OPERATORS, flags, strict=True) if flag}
@@ -195,10 +196,8 @@ def test_apply_to_model_touches_that_model_only(calls: dict[str, int]) -> None:
 def test_class_and_model_patches_are_taken_out_apart() -> None:
     model = tiny_model()
     bastile.apply(swiglu=False)
-    assert bastile.apply_to_model(model, rms_norm=False, rope=False) == [
-        "swiglu_qwen3",
-        "fused_linear_cross_entropy_qwen3",
-    ]
+    chosen = ["swiglu_qwen3", "fused_linear_cross_entropy_qwen3"]
+    assert bastile.apply_to_model(model, rms_norm=False, rope=False, recompute=False) == chosen
     assert bastile.get_patched_ops(model) == ALL
     bastile.reset(model=model)
     assert runs_stock(model)

@@ -105,9 +105,10 @@ def sites(family: Family, operators: Iterable[str]) -> list[Site]:
         reads = [family.backbone, family.head, "loss_function"]
         add_class("fused_linear_cross_entropy", family.causal_lm_class, causal_lm.causal_lm_forward, reads)
     if "recompute" in wanted:
-        name = family.backbone_class or family.causal_lm_class.removesuffix("ForCausalLM") + "Model"
-        lookup.need_parameters(f"{name}.forward", lookup.get(name).forward, ["input_ids", "inputs_embeds"])
-        add_class("recompute", name, backbone.backbone_forward, ["layers"])
+        backbone_class = family.backbone_class or family.causal_lm_class.removesuffix("ForCausalLM") + "Model"
+        owner = lookup.get(backbone_class)
+        lookup.need_parameters(f"{backbone_class}.forward", owner.forward, ["input_ids", "inputs_embeds"])
+        add_class("recompute", backbone_class, backbone.backbone_forward, ["layers"])
     return found
 
 
