@@ -58,6 +58,7 @@ class _QKNormRope(torch.autograd.Function):
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved):
         ctx.options = eps, casting, interleaved
         ctx.tokens_first = tokens_first(q), tokens_first(k)
+        q, k = dense(q), dense(k)
         q_out, k_out = _forward(q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved, *ctx.tokens_first)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         # Attention computes no gradient for the one whose projection and norm are frozen.
@@ -141,7 +142,8 @@ def qk_norm_rope(
     if not _kernels_serve(q, k, q_weight, k_weight, cos, sin):
         q, k = norm(q, q_weight, eps, casting), norm(k, k_weight, eps, casting)
         return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
-    inputs = (dense(q), dense(k), dense(q_weight), dense(k_weight), dense(cos), dense(sin), eps, code, interleaved)
-    turned = _QKNormRope.apply(*inputs)
-    offer(_forward, (*inputs, tokens_first(q), tokens_first(k)), *turned)
-    return turned
+    constants = dense(q_weight), dense(k_weight), dense(cos), dense(sin), eps, code, interleaved
+    q_out, k_out = _QKNormRope.apply(q, k, *constants)
+    if q.stride(-1) == k.stride(-1) == 1:  # else copies are kept, not q and k themselves
+        offer(_forward, (q, k, *constants, tokens_first(q), tokens_first(k)), q_out, k_out)
+    return q_out, k_out
