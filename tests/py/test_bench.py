@@ -22,6 +22,7 @@ from bastile.cli import main
 CPU = torch.device("cpu")
 TINY = {
     "rms_norm": (6, 32),
+    "add_rms_norm": (6, 32),
     "swiglu": (6, 32),
     "rope": (6, 4, 2, 8),
     "qk_norm_rope": (6, 4, 2, 8),
@@ -56,6 +57,9 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
         ("rms_norm", (16384, 4096), True): 157,
         ("rms_norm", (4096, 4096), True): 39.2,
         ("rms_norm", (131072, 128), True): 39.2,
+        ("add_rms_norm", (16384, 4096), False): 125.4,
+        ("add_rms_norm", (16384, 4096), True): 250.9,
+        ("add_rms_norm", (4096, 4096), True): 62.7,
         ("swiglu", (16384, 12288), True): 752,
         ("rope", (16384, 32, 8, 128), False): 78.4,
         ("rope", (16384, 32, 8, 128), True): 157,

@@ -1,7 +1,7 @@
 """What is measured: one row per operator and shape, with what Bastile has to reach there.
 
 Shapes, by operator:
-    rms_norm                     (rows, columns)
+    rms_norm, add_rms_norm       (rows, columns)
     swiglu                       (rows, columns)
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
     cross_entropy                (rows, vocabulary)
@@ -63,6 +63,9 @@ LIMITS = (
     Case("rms_norm", (16384, 4096), needs=_floor(157, 172)),
     Case("rms_norm", (4096, 4096), needs=_floor(39, 52)),
     Case("rms_norm", (131072, 128), needs=_floor(39, 48)),  # QK-norm
+    Case("add_rms_norm", (16384, 4096), backward=False),
+    Case("add_rms_norm", (16384, 4096)),
+    Case("add_rms_norm", (4096, 4096)),
     Case("swiglu", (16384, 12288), needs=_floor(752, 762)),
     Case("rope", _ROPE, backward=False, needs=_floor(78, 82)),
     Case("rope", _ROPE, needs=_floor(157, 162)),
@@ -94,6 +97,7 @@ _CPU_LEAN_LOSS = {t: Need(peers={"hf": 1.0}, memory_of=("hf", 0.25)) for t in ("
 SMALL = (
     Case("rms_norm", (512, 1024), needs=_CPU),
     Case("rms_norm", (8192, 128), needs=_CPU),  # QK-norm
+    Case("add_rms_norm", (512, 1024), needs=_CPU),
     Case("swiglu", (512, 3072), needs=_CPU),
     Case("rope", (512, 16, 8, 128), needs=_CPU),
     Case("cross_entropy", (256, 32000), needs=_CPU),
@@ -105,6 +109,7 @@ SMALL = (
 _HOST_NORM = {t: Need(peers={"torch": 1.35, "liger": 0.35}) for t in ("bf16", "fp32")}
 HOST = (
     Case("rms_norm", (1, 4096), host=True, needs=_HOST_NORM),
+    Case("add_rms_norm", (1, 4096), host=True),
     Case("swiglu", (1, 4096), host=True),
     Case("rope", (1, 32, 8, 128), host=True),
     Case("cross_entropy", (1, 4096), host=True),

@@ -53,6 +53,15 @@ def _norm_cost(case: Case, size: int) -> Cost:
     return Cost(moved=(5 if case.backward else 2) * case.shape[0] * case.shape[1] * size)
 
 
+def _add_norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    more = {name: _random(case.shape, dtype, device) for name in ("residual", "upstream 1")}
+    return _norm_inputs(case, dtype, device) | more
+
+
+def _add_norm_cost(case: Case, size: int) -> Cost:
+    return Cost(moved=(8 if case.backward else 4) * case.shape[0] * case.shape[1] * size)
+
+
 def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
     return {name: _random(case.shape, dtype, device) for name in ("a", "b", "upstream 0")}
 
@@ -139,6 +148,13 @@ OPERATORS = {
         leaves=("x", "weight"),
         cost=_norm_cost,
         model="x read, y written; backward: x and dy read, dx written",
+    ),
+    "add_rms_norm": Operator(
+        inputs=_add_norm_inputs,
+        arguments=("x", "residual", "weight"),
+        leaves=("x", "residual", "weight"),
+        cost=_add_norm_cost,
+        model="x and residual read, y and sum written; backward: sum, dy and dsum read, dx written",
     ),
     "swiglu": Operator(
         inputs=_swiglu_inputs,

@@ -47,6 +47,12 @@ def _bastile_rms_norm() -> Function:
     return lambda x, weight: rms_norm(x, weight, EPS)
 
 
+def _bastile_add_rms_norm() -> Function:
+    from bastile.ops.rms_norm import add_rms_norm
+
+    return lambda x, residual, weight: add_rms_norm(x, residual, weight, EPS)
+
+
 def _bastile_rope() -> Function:
     rope = _bastile("rope")
     return lambda q, k, cos, sin: rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
@@ -73,6 +79,21 @@ def _bastile_cross_entropy() -> Function:
 
 def _torch_rms_norm() -> Function:
     return lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _added(builder: Builder) -> Builder:
+    """A norm of the sum, which is an output too."""
+
+    def build() -> Function:
+        norm = builder()
+
+        def run(x, residual, weight):
+            total = x + residual
+            return norm(total, weight), total
+
+        return run
+
+    return build
 
 
 def _torch_swiglu() -> Function:
@@ -152,6 +173,11 @@ def _liger_rms_norm(place: str) -> Builder:
     return build
 
 
+def _liger_add_rms_norm() -> Function:
+    norm = _liger(_TRITON, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    return lambda x, residual, weight: norm.apply(x, residual, weight, EPS, 0.0, "llama", False)
+
+
 def _liger_swiglu(place: str) -> Builder:
     return lambda: _liger(place, "swiglu", "LigerSiLUMulFunction").apply
 
@@ -186,6 +212,12 @@ def _quack_rms_norm() -> Function:
     return lambda x, weight: rmsnorm(x, weight, eps=EPS)
 
 
+def _quack_add_rms_norm() -> Function:
+    from quack.rmsnorm import rmsnorm
+
+    return lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
 def _quack_rope() -> Function:
     from quack.rotary import apply_rotary_emb
 
@@ -213,6 +245,7 @@ def _quack_linear_cross_entropy() -> Function:
 
 _HF: dict[str, Builder] = {
     "rms_norm": _hf_rms_norm,
+    "add_rms_norm": _added(_hf_rms_norm),
     "swiglu": _hf_swiglu,
     "rope": _hf_rope,
     "qk_norm_rope": _hf_qk_norm_rope,
@@ -235,6 +268,7 @@ def _both(place: str) -> dict[str, Builder]:
 PEERS: dict[str, dict[str, Builder]] = {
     "bastile": {
         "rms_norm": _bastile_rms_norm,
+        "add_rms_norm": _bastile_add_rms_norm,
         "swiglu": lambda: _bastile("swiglu"),
         "rope": _bastile_rope,
         "qk_norm_rope": _bastile_qk_norm_rope,
@@ -243,16 +277,18 @@ PEERS: dict[str, dict[str, Builder]] = {
     },
     "torch": {
         "rms_norm": _torch_rms_norm,
+        "add_rms_norm": _added(_torch_rms_norm),
         "swiglu": _torch_swiglu,
         "cross_entropy": _torch_cross_entropy,
         "fused_linear_cross_entropy": _torch_linear_cross_entropy,
     },
     "hf": _HF,
     "compile": {op: _compiled(builder) for op, builder in _HF.items()},
-    "liger": _both(_TRITON),
+    "liger": _both(_TRITON) | {"add_rms_norm": _liger_add_rms_norm},
     "cute": _both(_CUTE),
     "quack": {
         "rms_norm": _quack_rms_norm,
+        "add_rms_norm": _quack_add_rms_norm,
         "rope": _quack_rope,
         "cross_entropy": _quack_cross_entropy,
         "fused_linear_cross_entropy": _quack_linear_cross_entropy,
