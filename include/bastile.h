@@ -143,6 +143,25 @@ BST_API bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_ou
                                      const DLTensor *cos, const DLTensor *sin, int interleaved, DLTensor *dq,
                                      DLTensor *dk);
 
+/* ---- qk_norm_rope ------------------------------------------------------------------------------------------------ */
+
+/* RMSNorm over each head of q [B, heads, S, D] and of k [B, kv_heads, S, D], then the rotary embedding, in one pass:
+ *   z = x / sqrt(mean(x^2) + eps) * weight,   y as bst_rope_forward makes it of z
+ * in float32 throughout and rounded once. q_weight, k_weight [D] are of one type; GEMMA: the factor is 1 + weight. k,
+ * k_weight and k_out may be NULL together. Strides, cos, sin and D <= 2048 as for rope; q_out and k_out have the
+ * promoted type of q, cos and, LLAMA, the weights, and overlap no input. As in Qwen3: Yang et al., "Qwen3 Technical Report", 2025. */
+BST_API bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k,
+                                            const DLTensor *q_weight, const DLTensor *k_weight, const DLTensor *cos,
+                                            const DLTensor *sin, double eps, bst_casting casting, int interleaved,
+                                            DLTensor *q_out, DLTensor *k_out);
+/* Its gradients, with mean(x^2) computed anew: dq and dk as q and k, of any strides with a contiguous last dimension; dq_weight and dk_weight summed
+ * in float32 in a fixed order. Each may be NULL; where both of q's are, dq_out is not looked at, and so for k. */
+BST_API bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
+                                             const DLTensor *q, const DLTensor *k, const DLTensor *q_weight,
+                                             const DLTensor *k_weight, const DLTensor *cos, const DLTensor *sin,
+                                             double eps, bst_casting casting, int interleaved, DLTensor *dq,
+                                             DLTensor *dk, DLTensor *dq_weight, DLTensor *dk_weight);
+
 /* ---- cross_entropy ----------------------------------------------------------------------------------------------- */
 
 typedef enum bst_reduction { BST_REDUCTION_NONE = 0, BST_REDUCTION_MEAN = 1, BST_REDUCTION_SUM = 2 } bst_reduction;
@@ -185,7 +204,7 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
  * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1280 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
+ * of workspace (0: 1664 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
  * than 64 rows.
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):

@@ -56,6 +56,8 @@ def _loss(rows: int, hidden: int, vocabulary: int, ignored: float = 0.0, **need:
 
 
 _ROPE = (16384, 32, 8, 128)
+#: A fused operator has to beat the sequence that it replaces.
+_FUSED = {"unfused": 1.0}
 
 #: Qwen3-8B's and Llama-3's shapes on one large GPU. Limits at 4.28 TB/s, on an H200.
 LIMITS = (
@@ -63,13 +65,13 @@ LIMITS = (
     Case("rms_norm", (16384, 4096), needs=_floor(157, 172)),
     Case("rms_norm", (4096, 4096), needs=_floor(39, 52)),
     Case("rms_norm", (131072, 128), needs=_floor(39, 48)),  # QK-norm
-    Case("add_rms_norm", (16384, 4096), backward=False),
-    Case("add_rms_norm", (16384, 4096)),
-    Case("add_rms_norm", (4096, 4096)),
+    Case("add_rms_norm", (16384, 4096), backward=False, needs=_bf16(peers=_FUSED)),
+    Case("add_rms_norm", (16384, 4096), needs=_bf16(peers=_FUSED)),
     Case("swiglu", (16384, 12288), needs=_floor(752, 762)),
     Case("rope", _ROPE, backward=False, needs=_floor(78, 82)),
     Case("rope", _ROPE, needs=_floor(157, 162)),
-    Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88)),
+    Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88, peers=_FUSED)),
+    Case("qk_norm_rope", _ROPE, needs=_bf16(peers=_FUSED)),
     Case("cross_entropy", (4096, 128256), needs=_floor(493, 540, mib=1)),
     Case("cross_entropy", (1024, 128256), needs=_floor(123, 140, mib=1)),
     Case("cross_entropy", (4096, 151936), needs=_floor(584, 640, mib=1)),
@@ -100,6 +102,7 @@ SMALL = (
     Case("add_rms_norm", (512, 1024), needs=_CPU),
     Case("swiglu", (512, 3072), needs=_CPU),
     Case("rope", (512, 16, 8, 128), needs=_CPU),
+    Case("qk_norm_rope", (512, 16, 8, 128), needs=_CPU),
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
@@ -112,6 +115,7 @@ HOST = (
     Case("add_rms_norm", (1, 4096), host=True),
     Case("swiglu", (1, 4096), host=True),
     Case("rope", (1, 32, 8, 128), host=True),
+    Case("qk_norm_rope", (1, 32, 8, 128), host=True),
     Case("cross_entropy", (1, 4096), host=True),
     Case("fused_linear_cross_entropy", (8, 256, 1024), host=True),
 )

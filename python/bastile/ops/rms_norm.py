@@ -9,6 +9,7 @@ from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, served
+from bastile.recompute import offer
 
 Casting = Literal["llama", "gemma", "none"]
 _CASTING = {"llama": 0, "gemma": 1, "none": 2}
@@ -136,7 +137,9 @@ def rms_norm(
         raise _unknown_casting("rms_norm", casting)
     if not served(x, weight):
         return _reference(x, weight, eps, casting)
-    return _RMSNorm.apply(x, weight, eps, code)
+    y = _RMSNorm.apply(x, weight, eps, code)
+    offer(_forward, (x, weight, eps, code), y)
+    return y
 
 
 def add_rms_norm(
@@ -175,8 +178,11 @@ def add_rms_norm(
         total = x if residual is None else x + residual
         return _reference(total, weight, eps, casting), total
     if residual is None and not x.requires_grad:  # no gradient will meet another
-        return _RMSNorm.apply(x, weight, eps, code), x
-    return _AddRMSNorm.apply(x, residual, weight, eps, code)
+        y, total = _RMSNorm.apply(x, weight, eps, code), x
+    else:
+        y, total = _AddRMSNorm.apply(x, residual, weight, eps, code)
+    offer(_forward, (total, weight, eps, code), y)
+    return y, total
 
 
 class BastileRMSNorm(nn.Module):
