@@ -45,6 +45,6 @@ DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model);
  * elements, which stands for None. Returns only if the call succeeded. */
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
 
-static const DLDataType bst_type_f32 = {kDLFloat, 32, 1};
+static const DLDataType bst_type_f32 = {kDLFloat, 32, 1}, bst_type_i32 = {kDLInt, 32, 1};
 
 #endif
