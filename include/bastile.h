@@ -101,16 +101,20 @@ typedef struct bst_exec {
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
-/* y = rms_norm(x) * weight. x [..., H], 1 <= H <= 65536; weight [H] or NULL (ones; zeros for GEMMA), of any of the
- * three types; y as x (LLAMA: the promoted type of x and weight); rstd [rows] float32, kept for the backward pass, or
- * NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
-BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *weight, double eps,
-                                        bst_casting casting, DLTensor *y, DLTensor *rstd);
-/* The gradients of the above. dy [..., H] of y's type; dx as x, may be NULL; dweight as weight, summed in float32 in a
- * fixed order, may be NULL. */
-BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *x,
-                                         const DLTensor *weight, const DLTensor *rstd, bst_casting casting,
-                                         DLTensor *dx, DLTensor *dweight);
+/* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
+ * x [..., H], 1 <= H <= 65536; residual as x, and sum then too, or both NULL; weight [H] or NULL (ones; zeros for GEMMA),
+ * of any of the three types; y as x (LLAMA: the promoted type of x and weight); rstd [rows] float32, kept for the
+ * backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
+BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
+                                        const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
+                                        DLTensor *sum, DLTensor *rstd);
+/* The gradients of the above. dy [..., H] of y's type; x as forward had it, or its sum where there was one; dsum as x,
+ * the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL: none. dx as x,
+ * may be NULL; with a residual, it is the gradient of both terms. dweight as weight, summed in float32 in a fixed order,
+ * may be NULL. */
+BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum,
+                                         const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
+                                         bst_casting casting, DLTensor *dx, DLTensor *dweight);
 
 /* ---- swiglu ------------------------------------------------------------------------------------------------------ */
 
@@ -138,6 +142,25 @@ BST_API bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, con
 BST_API bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
                                      const DLTensor *cos, const DLTensor *sin, int interleaved, DLTensor *dq,
                                      DLTensor *dk);
+
+/* ---- qk_norm_rope ------------------------------------------------------------------------------------------------ */
+
+/* RMSNorm over each head of q [B, heads, S, D] and of k [B, kv_heads, S, D], then the rotary embedding, in one pass:
+ *   z = x / sqrt(mean(x^2) + eps) * weight,   y as bst_rope_forward makes it of z
+ * in float32 throughout and rounded once. q_weight, k_weight [D] are of one type; GEMMA: the factor is 1 + weight. k,
+ * k_weight and k_out may be NULL together. Strides, cos, sin and D <= 2048 as for rope; q_out and k_out have the
+ * promoted type of q, cos and, LLAMA, the weights, and overlap no input. As in Qwen3: Yang et al., "Qwen3 Technical Report", 2025. */
+BST_API bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k,
+                                            const DLTensor *q_weight, const DLTensor *k_weight, const DLTensor *cos,
+                                            const DLTensor *sin, double eps, bst_casting casting, int interleaved,
+                                            DLTensor *q_out, DLTensor *k_out);
+/* Its gradients, with mean(x^2) computed anew: dq and dk as q and k, of any strides with a contiguous last dimension; dq_weight and dk_weight summed
+ * in float32 in a fixed order. Each may be NULL; where both of q's are, dq_out is not looked at, and so for k. */
+BST_API bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
+                                             const DLTensor *q, const DLTensor *k, const DLTensor *q_weight,
+                                             const DLTensor *k_weight, const DLTensor *cos, const DLTensor *sin,
+                                             double eps, bst_casting casting, int interleaved, DLTensor *dq,
+                                             DLTensor *dk, DLTensor *dq_weight, DLTensor *dk_weight);
 
 /* ---- cross_entropy ----------------------------------------------------------------------------------------------- */
 
@@ -181,7 +204,7 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
  * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1280 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
+ * of workspace (0: 1664 MiB on CUDA; on CPU 256 MiB and an eighth of the rows, but at least 256 rows), and never less
  * than 64 rows.
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):

@@ -35,12 +35,16 @@ def apply(
     swiglu: bool = True,
     rope: bool = True,
     fused_linear_cross_entropy: bool = True,
+    recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
     """Puts the chosen operators into every model of the given types (None: all supported) in this process.
 
+    recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there, bit
+    by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+
     Returns the names now in force for this choice, such as "rms_norm_qwen3"; a second call changes nothing."""
-    chosen = _chosen(rms_norm, swiglu, rope, fused_linear_cross_entropy)
+    chosen = _chosen(rms_norm, swiglu, rope, fused_linear_cross_entropy, recompute)
     with _lock:
         rows = families(model_types)
         wanted = [
@@ -62,8 +66,10 @@ def apply_to_model(
     swiglu: bool = True,
     rope: bool = True,
     fused_linear_cross_entropy: bool = True,
+    recompute: bool = True,
 ) -> list[str]:
-    """Puts the chosen operators into this model only. PEFT, torch.compile, DDP and FSDP wrappers are looked through.
+    """Puts the chosen operators, those of `apply`, into this model only. PEFT, torch.compile, DDP and FSDP wrappers are
+    looked through.
 
     Returns the names of what was put in; an operator whose module the model lacks (a model without a language-model
     head has no loss) or overrides with code of its own is not among them."""
@@ -74,7 +80,7 @@ def apply_to_model(
             f"apply_to_model: {type(core).__name__} has the model type {model_type!r}, which is not supported; "
             f"supported are: {', '.join(sorted(FAMILIES))}"
         )
-    chosen = _chosen(rms_norm, swiglu, rope, fused_linear_cross_entropy)
+    chosen = _chosen(rms_norm, swiglu, rope, fused_linear_cross_entropy, recompute)
     with _lock:
         names = []
         for site in sites(FAMILIES[model_type], chosen):

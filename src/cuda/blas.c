@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "cuda/blas_choice.h"
 #include "cuda/compile_only.h"
 #include "cuda/cublaslt_api.h"
 #include "cuda/driver.h"
@@ -17,6 +18,7 @@
 enum {
     WORKSPACE = 32 << 20, /* with less, Hopper and Blackwell silently lose algorithms */
     REMEMBERED = 1024,    /* choices; a step has a few, times the lengths of sequences in turn */
+    CANDIDATES = 8,       /* answers of the heuristic to choose from */
     CELL = 256,           /* the alignment of workspace, and the room that a scalar gets in it */
 };
 
@@ -157,7 +159,20 @@ static void destroy(const descriptors *d) {
 
 /* ---- choosing ---------------------------------------------------------------------------------------------------- */
 
-static bst_status ask(const char *op, cublasLtHandle_t handle, const problem_key *p, const descriptors *d,
+/* The place of the candidate to take. */
+static int preferred(const problem_key *p, int arch, const cublasLtMatmulHeuristicResult_t *results, int count) {
+    uint32_t tiles[CANDIDATES];
+    for (int i = 0; i < count; i++) {
+        size_t written;
+        if (api.cublasLtMatmulAlgoConfigGetAttribute(&results[i].algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tiles[i],
+                                                     sizeof tiles[i], &written) != CUBLAS_STATUS_SUCCESS)
+            tiles[i] = 0; /* CUBLASLT_MATMUL_TILE_UNDEFINED */
+    }
+    bst_product product = {arch, p->m, p->n, p->k, p->a_transposed, p->b_transposed, p->input != CUDA_R_32F};
+    return bst__preferred_candidate(&product, tiles, count);
+}
+
+static bst_status ask(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p, const descriptors *d,
                       cublasLtMatmulPreference_t preference, choice *out) {
     size_t workspace = WORKSPACE;
     /* Partial sums in float32 only: in the output's type they would be rounded once for each part of k. */
@@ -177,10 +192,10 @@ static bst_status ask(const char *op, cublasLtHandle_t handle, const problem_key
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         BLAS_TRY(op, cublasLtMatmulPreferenceSetAttribute, preference, wanted[i].attribute, wanted[i].value,
                  wanted[i].bytes);
-    cublasLtMatmulHeuristicResult_t result;
+    cublasLtMatmulHeuristicResult_t results[CANDIDATES];
     int count = 0;
     cublasStatus_t status = api.cublasLtMatmulAlgoGetHeuristic(handle, d->product, d->b, d->a, d->out, d->out,
-                                                               preference, 1, &result, &count);
+                                                               preference, CANDIDATES, results, &count);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0))
         return bst__error(BST_UNSUPPORTED,
                           "%s: cuBLASLt has no algorithm for a product of m=%lld n=%lld k=%lld with leading dimensions "
@@ -188,17 +203,17 @@ static bst_status ask(const char *op, cublasLtHandle_t handle, const problem_key
                           op, (long long)p->m, (long long)p->n, (long long)p->k, (long long)p->lda, (long long)p->ldb,
                           (long long)p->ldo);
     if (status != CUBLAS_STATUS_SUCCESS) return blas_error(op, "cublasLtMatmulAlgoGetHeuristic", status);
-    *out = (choice){result.algo, result.workspaceSize};
+    const cublasLtMatmulHeuristicResult_t *best = &results[preferred(p, arch, results, count)];
+    *out = (choice){best->algo, best->workspaceSize};
     return BST_OK;
 }
 
-/* The algorithm for a problem: the heuristic's first answer. A search by time would stand here; it may replace what is
- * remembered at any moment. */
-static bst_status choose(const char *op, cublasLtHandle_t handle, const problem_key *p, const descriptors *d,
+/* The algorithm for a problem. A search by time would stand here; it may replace what is remembered at any moment. */
+static bst_status choose(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p, const descriptors *d,
                          choice *out) {
     cublasLtMatmulPreference_t preference;
     BLAS_TRY(op, cublasLtMatmulPreferenceCreate, &preference);
-    bst_status status = ask(op, handle, p, d, preference, out);
+    bst_status status = ask(op, handle, arch, p, d, preference, out);
     api.cublasLtMatmulPreferenceDestroy(preference);
     return status;
 }
@@ -215,7 +230,7 @@ static size_t place_of(const problem_key *p) {
 }
 
 /* The device's handle and the choice for a problem, remembered or made. */
-static bst_status plan(const char *op, const problem_key *p, const descriptors *d, cublasLtHandle_t handle,
+static bst_status plan(const char *op, int arch, const problem_key *p, const descriptors *d, cublasLtHandle_t handle,
                        choice *out) {
     size_t at = place_of(p);
     pthread_mutex_lock(&lock);
@@ -223,7 +238,7 @@ static bst_status plan(const char *op, const problem_key *p, const descriptors *
     if (hit) *out = remembered[at].choice;
     pthread_mutex_unlock(&lock);
     if (hit) return BST_OK;
-    BST_TRY(choose(op, handle, p, d, out));
+    BST_TRY(choose(op, handle, arch, p, d, out));
     pthread_mutex_lock(&lock);
     remembered[at].used = true;
     remembered[at].key = *p;
@@ -259,7 +274,7 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_gemm *g, c
     return result == CUBLAS_STATUS_SUCCESS ? BST_OK : blas_error(op, "cublasLtMatmul", result);
 }
 
-static bst_status multiply(const bst_exec *exec, const char *op, const bst_gemm *g, const problem_key *p) {
+static bst_status multiply(const bst_exec *exec, const char *op, int arch, const bst_gemm *g, const problem_key *p) {
     cublasLtHandle_t handle = NULL;
     pthread_mutex_lock(&lock);
     bst_status status = open_handle(op, p->device, &handle);
@@ -268,7 +283,7 @@ static bst_status multiply(const bst_exec *exec, const char *op, const bst_gemm 
     descriptors d = {0};
     choice c;
     status = describe(op, p, &d);
-    if (status == BST_OK) status = plan(op, p, &d, handle, &c);
+    if (status == BST_OK) status = plan(op, arch, p, &d, handle, &c);
     if (status == BST_OK) status = run(exec, op, g, handle, &d, &c);
     destroy(&d);
     return status;
@@ -295,7 +310,8 @@ bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *
     bst_scope scope;
     BST_TRY(bst__device(op, problem->device.device_id, &device));
     BST_TRY(bst__enter(op, device, &scope));
-    bst_status status = problem->k ? multiply(exec, op, problem, &key) : multiply_nothing(exec, op, problem);
+    bst_status status =
+        problem->k ? multiply(exec, op, device->chip.arch, problem, &key) : multiply_nothing(exec, op, problem);
     bst__leave(scope);
     return status;
 }

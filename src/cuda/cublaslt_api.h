@@ -49,6 +49,9 @@ enum {
     CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES = 8,
 };
 
+/* cublasLtMatmulAlgoConfigAttributes_t */
+enum { CUBLASLT_ALGO_CONFIG_TILE_ID = 1 };
+
 /* X(name, result, arguments) */
 #define BST_CUBLASLT_FUNCTIONS(X)                                                                                \
     X(cublasLtGetStatusString, const char *, (cublasStatus_t status))                                            \
@@ -68,6 +71,8 @@ enum {
       (cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,   \
        cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d, cublasLtMatmulPreference_t preference, int wanted,    \
        cublasLtMatmulHeuristicResult_t *results, int *count))                                                    \
+    X(cublasLtMatmulAlgoConfigGetAttribute, cublasStatus_t,                                                      \
+      (const cublasLtMatmulAlgo_t *algo, int attribute, void *value, size_t bytes, size_t *written))             \
     X(cublasLtMatmul, cublasStatus_t,                                                                            \
       (cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void *alpha, const void *a,                     \
        cublasLtMatrixLayout_t a_layout, const void *b, cublasLtMatrixLayout_t b_layout, const void *beta,        \

@@ -217,6 +217,15 @@ DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model) {
     return model ? bst__call_empty(call, model->ndim, model->shape, NULL, model->dtype) : NULL;
 }
 
+DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_first, DLDataType dtype) {
+    if (!model) return NULL;
+    if (!tokens_first || model->ndim != 4) return bst__call_empty(call, model->ndim, model->shape, NULL, dtype);
+    int64_t size[4];
+    for (int i = 0; i < 4; i++) size[i] = model->shape[i] > 1 ? model->shape[i] : 1;
+    int64_t strides[] = {size[2] * size[1] * size[3], size[3], size[1] * size[3], 1};
+    return bst__call_empty(call, 4, model->shape, strides, dtype);
+}
+
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result) {
     static const int64_t none = 0;
     for (int r = 0; r < results && call->status == BST_OK; r++) {

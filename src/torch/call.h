@@ -41,10 +41,14 @@ double bst__call_double(bst_torch_value value);
 /* A new tensor, contiguous or with the given strides, on the call's device. NULL after a failure. */
 DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype);
 DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model);
+/* Shaped as a [B, heads, S, D] `model`, dense; tokens_first: in the memory order [B, S, heads, D]. NULL for NULL. */
+DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_first, DLDataType dtype);
 /* Ends the call: results in order, each from the functions above (an input may be a result too); NULL: a tensor of no
  * elements, which stands for None. Returns only if the call succeeded. */
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
 
 static const DLDataType bst_type_f32 = {kDLFloat, 32, 1}, bst_type_i32 = {kDLInt, 32, 1};
+
+static inline bool bst__same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits; }
 
 #endif

@@ -1,7 +1,8 @@
 /* chips.h - compiling an operator's kernels for every supported chip, without a GPU.
  *
  * A test describes its calls with tensors that have shapes but no real memory; in compile-only mode the operator makes
- * its checks, chooses its configuration for that chip and compiles, and nothing runs. Register spills fail the test. */
+ * its checks, chooses its configuration for that chip and compiles, and nothing runs. Register spills fail the test, and
+ * shared memory that a block of that chip does not have. */
 #ifndef BST_TEST_CHIPS_H
 #define BST_TEST_CHIPS_H
 
@@ -65,6 +66,14 @@ static inline void bst_report_kernel(void *context, const bst_launch *launch, co
     const char *used = strstr(log, "Used ");
     if (used && atoi(used + 5) > c->most_registers) c->most_registers = atoi(used + 5);
     if (!used) FAILED("%s on sm_%d: no register count in the report \"%s\"", launch->kernel->entry, c->arch, log);
+    const char *number = strstr(log, " bytes smem");
+    while (number && number > log && number[-1] >= '0' && number[-1] <= '9') number--;
+    int fixed = number ? atoi(number) : 0;
+    bst_chip chip;
+    CHECK_OK(bst__cuda_chip("test", 0, &chip));
+    if ((int64_t)launch->shared + fixed > chip.shared_memory)
+        FAILED("%s on sm_%d: %u + %d bytes of shared memory, the chip has %d\n  options: %s", launch->kernel->entry,
+               c->arch, launch->shared, fixed, chip.shared_memory, options);
 }
 
 /* Runs `calls` in compile-only mode for each chip. BASTILE_NVRTC_FOLDER says where NVRTC is, where the loader does not.

@@ -5,83 +5,147 @@
 
 enum { ROWS = 5, HIDDEN = 37 };
 
-TEST(values_and_gradients) {
-    static float x[ROWS][HIDDEN], w[HIDDEN], y[ROWS][HIDDEN], rstd[ROWS], dy[ROWS][HIDDEN], dx[ROWS][HIDDEN],
-        dw[HIDDEN];
+/* add: x + residual is normalised, and dsum reaches the sum from elsewhere. */
+static void compare_with_double(bool add) {
+    static float x[ROWS][HIDDEN], residual[ROWS][HIDDEN], sum[ROWS][HIDDEN], w[HIDDEN], y[ROWS][HIDDEN], rstd[ROWS];
+    static float dy[ROWS][HIDDEN], dsum[ROWS][HIDDEN], dx[ROWS][HIDDEN], dw[HIDDEN];
     int64_t shape[] = {ROWS, HIDDEN}, columns[] = {HIDDEN}, rows[] = {ROWS};
     bst_fill(&x[0][0], ROWS * HIDDEN, 1, 1);
     bst_fill(w, HIDDEN, 2, 1);
     bst_fill(&dy[0][0], ROWS * HIDDEN, 3, 1);
+    bst_fill(&residual[0][0], ROWS * HIDDEN, 4, 1);
+    bst_fill(&dsum[0][0], ROWS * HIDDEN, 5, 1);
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, columns), ty = bst_f32(y, 2, shape);
     DLTensor tr = bst_f32(rstd, 1, rows), tdy = bst_f32(dy, 2, shape), tdx = bst_f32(dx, 2, shape);
-    DLTensor tdw = bst_f32(dw, 1, columns);
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &tw, 1e-6, BST_CASTING_LLAMA, &ty, &tr));
-    CHECK_OK(bst_rms_norm_backward(NULL, &tdy, &tx, &tw, &tr, BST_CASTING_LLAMA, &tdx, &tdw));
+    DLTensor tdw = bst_f32(dw, 1, columns), tresidual = bst_f32(residual, 2, shape), tsum = bst_f32(sum, 2, shape);
+    DLTensor tdsum = bst_f32(dsum, 2, shape);
+    CHECK_OK(bst_rms_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, 1e-6, BST_CASTING_LLAMA, &ty,
+                                  add ? &tsum : NULL, &tr));
+    CHECK_OK(bst_rms_norm_backward(NULL, &tdy, add ? &tdsum : NULL, add ? &tsum : &tx, &tw, &tr, BST_CASTING_LLAMA,
+                                   &tdx, &tdw));
     double dw_exact[HIDDEN] = {0};
     for (int r = 0; r < ROWS; r++) {
-        double squares = 0, projection = 0;
-        for (int c = 0; c < HIDDEN; c++) squares += (double)x[r][c] * x[r][c];
-        double s = 1 / sqrt(squares / HIDDEN + 1e-6);
-        for (int c = 0; c < HIDDEN; c++) projection += (double)dy[r][c] * w[c] * x[r][c] * s / HIDDEN;
+        double squares = 0, projection = 0, in[HIDDEN];
         for (int c = 0; c < HIDDEN; c++) {
-            CHECK_CLOSE(y[r][c], x[r][c] * s * w[c], 1e-6);
-            CHECK_CLOSE(dx[r][c], s * ((double)dy[r][c] * w[c] - x[r][c] * s * projection), 1e-5);
-            dw_exact[c] += (double)dy[r][c] * x[r][c] * s;
+            in[c] = x[r][c];
+            if (add) {
+                in[c] = (double)(x[r][c] + residual[r][c]);
+                CHECK_CLOSE(sum[r][c], in[c], 0);
+            }
+            squares += in[c] * in[c];
+        }
+        double s = 1 / sqrt(squares / HIDDEN + 1e-6);
+        for (int c = 0; c < HIDDEN; c++) projection += (double)dy[r][c] * w[c] * in[c] * s / HIDDEN;
+        for (int c = 0; c < HIDDEN; c++) {
+            double straight = add ? (double)dsum[r][c] : 0;
+            CHECK_CLOSE(y[r][c], in[c] * s * w[c], 1e-6);
+            CHECK_CLOSE(dx[r][c], s * ((double)dy[r][c] * w[c] - in[c] * s * projection) + straight, 1e-5);
+            dw_exact[c] += (double)dy[r][c] * in[c] * s;
         }
         CHECK_CLOSE(rstd[r], s, 1e-6);
     }
     for (int c = 0; c < HIDDEN; c++) CHECK_CLOSE(dw[c], dw_exact[c], 1e-5);
 }
 
+TEST(values_and_gradients) { compare_with_double(false); }
+TEST(values_and_gradients_with_a_residual) { compare_with_double(true); }
+
 TEST(errors_name_the_argument_and_write_nothing) {
     float x[8] = {1}, w[8] = {1}, y[8] = {42};
     int64_t shape[] = {2, 4}, wrong[] = {3};
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, wrong), ty = bst_f32(y, 2, shape);
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, &tw, 1e-6, BST_CASTING_LLAMA, &ty, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, &tw, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "rms_norm_forward: weight has shape [3]; dimension 0 must be 4");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, NULL, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "x is NULL");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, 1e-6, (bst_casting)7, &ty, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, (bst_casting)7, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "casting is 7");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, 1e-6, BST_CASTING_LLAMA, &tx, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &tx, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y and x share memory");
     DLTensor there = ty;
     there.device = (DLDevice){kDLCUDA, 7};
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, 1e-6, BST_CASTING_LLAMA, &there, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &there, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y is on cuda:7, but x is on ");
     DLTensor doubles = tx;
     doubles.dtype.bits = 64;
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &doubles, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL), BST_UNSUPPORTED);
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, &doubles, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL),
+               BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "float32, bfloat16 or float16 is needed");
     CHECK(y[0] == 42);
 }
 
-/* Head norms, a small model, Llama and Qwen sizes, a width that needs narrow accesses, one too wide for registers. */
+TEST(errors_of_residual_and_sum) {
+    float x[8] = {1}, residual[8] = {2}, y[8] = {42}, sum[8] = {42}, rstd[2] = {1, 1}, dx[8] = {42};
+    int64_t shape[] = {2, 4}, wrong[] = {2, 3}, rows[] = {2};
+    DLTensor tx = bst_f32(x, 2, shape), tr = bst_f32(residual, 2, shape), ty = bst_f32(y, 2, shape);
+    DLTensor tsum = bst_f32(sum, 2, shape), trstd = bst_f32(rstd, 1, rows), tdx = bst_f32(dx, 2, shape);
+#define FORWARD(residual, y, sum) bst_rms_norm_forward(NULL, &tx, residual, NULL, 1e-6, BST_CASTING_LLAMA, y, sum, NULL)
+#define BACKWARD(dsum, dx)        bst_rms_norm_backward(NULL, &ty, dsum, &tx, NULL, &trstd, BST_CASTING_LLAMA, dx, NULL)
+    CHECK_EQ_I(FORWARD(&tr, &ty, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rms_norm_forward: sum is NULL; a tensor is needed");
+    CHECK_EQ_I(FORWARD(NULL, &ty, &tsum), BST_INVALID);
+    CHECK_STR(bst_last_error(), "sum is given, but residual is NULL");
+    CHECK_EQ_I(FORWARD(&tr, &tr, &tsum), BST_INVALID);
+    CHECK_STR(bst_last_error(), "y and residual share memory");
+    CHECK_EQ_I(FORWARD(&tr, &ty, &tx), BST_INVALID);
+    CHECK_STR(bst_last_error(), "sum and x share memory");
+    CHECK_EQ_I(FORWARD(&tr, &ty, &tr), BST_INVALID);
+    CHECK_STR(bst_last_error(), "sum and residual share memory");
+    CHECK_EQ_I(FORWARD(&tr, &ty, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "sum and y share memory");
+    DLTensor narrow = bst_f32(residual, 2, wrong), half = tr;
+    half.dtype.bits = 16;
+    CHECK_EQ_I(FORWARD(&narrow, &ty, &tsum), BST_INVALID);
+    CHECK_STR(bst_last_error(), "residual has shape [2, 3]; it must have that of x, [2, 4]");
+    CHECK_EQ_I(FORWARD(&half, &ty, &tsum), BST_INVALID);
+    CHECK_STR(bst_last_error(), "residual is float16; float32 is needed, as x has it");
+    CHECK_EQ_I(BACKWARD(&narrow, &tdx), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rms_norm_backward: dsum has shape [2, 3]");
+    CHECK_EQ_I(BACKWARD(&half, &tdx), BST_INVALID);
+    CHECK_STR(bst_last_error(), "dsum is float16; float32 is needed, as x has it");
+    CHECK_EQ_I(BACKWARD(&tr, &tr), BST_INVALID);
+    CHECK_STR(bst_last_error(), "dx and dsum share memory");
+    CHECK(y[0] == 42 && sum[0] == 42 && dx[0] == 42 && residual[0] == 2);
+}
+
+static void compile_call(DLDataType type, DLDataType weight_type, int64_t width, bool add) {
+    bst_shape x, residual, weight, y, sum, rstd, dy, dsum, dx, dweight;
+    int64_t shape[] = {4096, width};
+    DLDataType f32 = bst_test_types[0], y_type = weight_type.bits == 32 ? f32 : type;
+    DLTensor *xt = bst_device_tensor(&x, type, 2, shape), *wt = bst_device_tensor(&weight, weight_type, 1, shape + 1);
+    DLTensor *rt = bst_device_tensor(&rstd, f32, 1, shape);
+    CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt,
+                                  1e-6, BST_CASTING_LLAMA, bst_device_tensor(&y, y_type, 2, shape),
+                                  add ? bst_device_tensor(&sum, type, 2, shape) : NULL, rt));
+    CHECK_OK(bst_rms_norm_backward(&bst_fake_exec, bst_device_tensor(&dy, y_type, 2, shape),
+                                   add ? bst_device_tensor(&dsum, type, 2, shape) : NULL, xt, wt, rt, BST_CASTING_LLAMA,
+                                   bst_device_tensor(&dx, type, 2, shape),
+                                   bst_device_tensor(&dweight, weight_type, 1, shape + 1)));
+}
+
+/* Head norms, a small model, Llama and Qwen sizes, the widest whose rows stay on the chip in the backward pass, a width
+ * that needs narrow accesses, one too wide for registers. */
 static void compile_calls(void) {
-    static const int64_t widths[] = {128, 1024, 4096, 8192, 4097, 65536};
+    static const int64_t widths[] = {128, 1024, 4096, 8192, 16384, 4097, 65536};
     for (size_t t = 0; t < 3; t++) {
         /* float16 takes the kernels of bfloat16 but for the conversions: two widths show those. */
         size_t count = t == 2 ? 2 : sizeof widths / sizeof *widths;
-        for (size_t w = 0; w < count; w++) {
-            bst_shape x, weight, y, rstd, dy, dx, dweight;
-            int64_t shape[] = {4096, widths[w]};
-            DLDataType type = bst_test_types[t], f32 = bst_test_types[0];
-            DLTensor *xt = bst_device_tensor(&x, type, 2, shape), *wt = bst_device_tensor(&weight, type, 1, shape + 1);
-            DLTensor *rt = bst_device_tensor(&rstd, f32, 1, shape);
-            CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, xt, wt, 1e-6, BST_CASTING_LLAMA,
-                                          bst_device_tensor(&y, type, 2, shape), rt));
-            CHECK_OK(bst_rms_norm_backward(&bst_fake_exec, bst_device_tensor(&dy, type, 2, shape), xt, wt, rt,
-                                           BST_CASTING_LLAMA, bst_device_tensor(&dx, type, 2, shape),
-                                           bst_device_tensor(&dweight, type, 1, shape + 1)));
-        }
+        for (size_t w = 0; w < count; w++)
+            for (int add = 0; add < 2; add++) compile_call(bst_test_types[t], bst_test_types[t], widths[w], add);
     }
+    /* Under autocast norm weights stay in float32: rows of two types come without the ring. 32768: the widest whose sum
+     * stays in the forward kernel's registers. */
+    for (int add = 0; add < 2; add++) compile_call(bst_test_types[1], bst_test_types[0], 4096, add);
+    compile_call(bst_test_types[1], bst_test_types[1], 32768, true);
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rms_norm", compile_calls); }
 
 int main(void) {
     RUN(values_and_gradients);
+    RUN(values_and_gradients_with_a_residual);
     RUN(errors_name_the_argument_and_write_nothing);
+    RUN(errors_of_residual_and_sum);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
 }

@@ -60,6 +60,7 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
         ("rope", (16384, 32, 8, 128), False): 78.4,
         ("rope", (16384, 32, 8, 128), True): 157,
         ("qk_norm_rope", (16384, 32, 8, 128), False): 78.4,
+        ("qk_norm_rope", (16384, 32, 8, 128), True): 196,
         ("cross_entropy", (4096, 128256), True): 491,
         ("cross_entropy", (1024, 128256), True): 122.7,
         ("cross_entropy", (4096, 151936), True): 581.6,

@@ -12,6 +12,7 @@ import torch
 
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, set_logits_memory
+from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
 from bastile.ops.swiglu import swiglu
@@ -74,6 +75,22 @@ def test_rope_beyond_2_31():
     assert_same_bits(k_out[:, :, -64:], k_small)
 
 
+def test_qk_norm_rope_beyond_2_31():
+    needs_gib(40)
+    tokens, heads, width = 2**31 // 4096 + 100, 32, 128
+    q = normal(1, tokens, heads, width).transpose(1, 2).requires_grad_()
+    k = normal(1, tokens, 2, width).transpose(1, 2).requires_grad_()
+    weights, tables = (normal(width), normal(width)), (normal(1, tokens, width), normal(1, tokens, width))
+    upstream = [normal(1, tokens, n, width).transpose(1, 2) for n in (heads, 2)]
+    out = qk_norm_rope(q, k, *weights, *tables)
+    gradients = torch.autograd.grad(out, (q, k), upstream)
+    tail = [t.detach()[:, :, -64:].clone().requires_grad_() for t in (q, k)]
+    small = qk_norm_rope(*tail, *weights, *(t[:, -64:] for t in tables))
+    want = torch.autograd.grad(small, tail, [u[:, :, -64:] for u in upstream])
+    for large, w in zip((*out, *gradients), (*small, *want), strict=True):
+        assert_same_bits(large[:, :, -64:], w)
+
+
 @pytest.mark.parametrize("inplace", [True, False])
 def test_cross_entropy_beyond_2_31(inplace):
     needs_gib(30)
@@ -121,18 +138,21 @@ def every_operator(tokens: int) -> list[torch.Tensor]:
     x, weight = tensor(tokens, 1024), tensor(1024)
     a, b = tensor(tokens, 512), tensor(tokens, 512)
     q, k = tensor(1, tokens, 4, 64), tensor(1, tokens, 2, 64)
+    heads = q.transpose(1, 2), k.transpose(1, 2)
+    q_weight, k_weight = tensor(64), tensor(64)
     cos, sin = tensor(1, tokens, 64).detach(), tensor(1, tokens, 64).detach()
     logits, head = tensor(tokens, 3200), tensor(3200, 1024)
     target = torch.randint(3200, (tokens,), device="cuda", generator=generator)
     n = torch.full((), 7.0, device="cuda")
-    outputs = [rms_norm(x, weight), swiglu(a, b), *rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)]
+    outputs = [rms_norm(x, weight), swiglu(a, b), *rope(*heads, cos, sin)]
+    outputs += qk_norm_rope(*heads, q_weight, k_weight, cos, sin)
     losses = [
         cross_entropy(logits, target),
         cross_entropy(logits * 1, target, inplace=True),
         fused_linear_cross_entropy(x, head, target),
         fused_linear_cross_entropy(x, head, target, num_items=n),
     ]
-    leaves = [x, weight, a, b, q, k, logits, head]
+    leaves = [x, weight, a, b, q, k, q_weight, k_weight, logits, head]
     total = sum(o.float().square().mean() for o in outputs) + sum(losses)
     return [*outputs, *losses, *torch.autograd.grad(total, leaves)]
 

@@ -61,6 +61,7 @@ SHAPES = [
     (4, 1000),  # vectors do not divide evenly among threads
     (70, 128),  # QK-norm: several rows of a block, the last block partial
     (2, 2, 3, 8),  # four dimensions, one vector a row
+    (5, 4096),  # a block a row: on chips with bulk copies, rows come by them
     (3, 4098),  # 4-byte accesses; more than one tile on CPU
     (2, 20000),  # too wide for registers: the reloading kernels, dweight apart
 ]

@@ -67,6 +67,7 @@ LIMITS = (
     Case("rope", _ROPE, backward=False, needs=_floor(78, 82)),
     Case("rope", _ROPE, needs=_floor(157, 162)),
     Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88)),
+    Case("qk_norm_rope", _ROPE),
     Case("cross_entropy", (4096, 128256), needs=_floor(493, 540, mib=1)),
     Case("cross_entropy", (1024, 128256), needs=_floor(123, 140, mib=1)),
     Case("cross_entropy", (4096, 151936), needs=_floor(584, 640, mib=1)),
@@ -96,6 +97,7 @@ SMALL = (
     Case("rms_norm", (8192, 128), needs=_CPU),  # QK-norm
     Case("swiglu", (512, 3072), needs=_CPU),
     Case("rope", (512, 16, 8, 128), needs=_CPU),
+    Case("qk_norm_rope", (512, 16, 8, 128), needs=_CPU),
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
@@ -107,6 +109,7 @@ HOST = (
     Case("rms_norm", (1, 4096), host=True, needs=_HOST_NORM),
     Case("swiglu", (1, 4096), host=True),
     Case("rope", (1, 32, 8, 128), host=True),
+    Case("qk_norm_rope", (1, 32, 8, 128), host=True),
     Case("cross_entropy", (1, 4096), host=True),
     Case("fused_linear_cross_entropy", (8, 256, 1024), host=True),
 )

@@ -53,13 +53,10 @@ def _bastile_rope() -> Function:
 
 
 def _bastile_qk_norm_rope() -> Function:
-    rms_norm, rope = _bastile("rms_norm"), _bastile("rope")
-
-    def run(q, k, q_weight, k_weight, cos, sin):
-        q, k = rms_norm(q, q_weight, EPS), rms_norm(k, k_weight, EPS)
-        return rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-
-    return run
+    fused = _bastile("qk_norm_rope")
+    return lambda q, k, q_weight, k_weight, cos, sin: fused(
+        q.transpose(1, 2), k.transpose(1, 2), q_weight, k_weight, cos, sin, EPS
+    )
 
 
 def _bastile_cross_entropy() -> Function:

@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from bastile.models.guards import untouched
 from bastile.models.table import Family
 from bastile.ops._common import served
+from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 
@@ -30,12 +31,15 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
         lm_head = getattr(self, head)
         if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
             return original(self, *args, **kwargs)
-        labels = given.pop("labels")
+        targets = _targets(given.pop("labels"), given)
+        # Counted ahead of the backbone, so that nobody waits for the count when the loss asks for it.
+        counted = is_worthwhile(targets.numel(), lm_head.weight.device)
+        valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
         given.pop("logits_to_keep", None)
         return_dict = given.pop("return_dict", None)
         outputs = getattr(self, backbone)(**given, return_dict=True)
         output = CausalLMOutputWithPast(
-            loss=_loss(outputs.last_hidden_state, lm_head, labels, given),
+            loss=_loss(outputs.last_hidden_state, lm_head, targets, given, valid_rows),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -75,13 +79,20 @@ def _is_plain_head(head: nn.Module, vocabulary: int) -> bool:
     )
 
 
-def _loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+def _targets(labels: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Token i predicts label i + 1; the last one predicts nothing."""
+    shifted = given.get("shift_labels")
+    return F.pad(labels, (0, 1), value=given.get("ignore_index", -100))[..., 1:] if shifted is None else shifted
+
+
+def _loss(
+    hidden: torch.Tensor,
+    head: nn.Module,
+    targets: torch.Tensor,
+    given: dict[str, Any],
+    valid_rows: ValidCount | None,
+) -> torch.Tensor:
     """What ForCausalLMLoss returns for the head's logits, with the keyword arguments that it reads."""
-    ignore_index = given.get("ignore_index", -100)
-    targets = given.get("shift_labels")
-    if targets is None:
-        # Token i predicts label i + 1; the last one predicts nothing.
-        targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     num_items = given.get("num_items_in_batch")
     if torch.is_tensor(num_items):
         num_items = num_items.to(hidden.device)
@@ -90,6 +101,7 @@ def _loss(hidden: torch.Tensor, head: nn.Module, labels: torch.Tensor, given: di
         head.weight,
         targets.to(hidden.device),
         bias=head.bias,
-        ignore_index=ignore_index,
+        ignore_index=given.get("ignore_index", -100),
         num_items=num_items,
+        valid_rows=valid_rows,
     )

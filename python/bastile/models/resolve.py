@@ -53,7 +53,7 @@ def sites(family: Family, operators: Iterable[str]) -> list[Site]:
     """The places of these operators in this family; RuntimeError names the first piece that is not there."""
     lookup = _Lookup(family)
     try:
-        from bastile.models import causal_lm, layers
+        from bastile.models import backbone, causal_lm, layers
     except ImportError as error:
         raise lookup.missing(str(error)) from error
     wanted = frozenset(operators)
@@ -104,6 +104,10 @@ def sites(family: Family, operators: Iterable[str]) -> list[Site]:
         lookup.need_parameters(f"{family.causal_lm_class}.forward", owner.forward, ["labels", "logits_to_keep"])
         reads = [family.backbone, family.head, "loss_function"]
         add_class("fused_linear_cross_entropy", family.causal_lm_class, causal_lm.causal_lm_forward, reads)
+    if "recompute" in wanted:
+        name = family.backbone_class or family.causal_lm_class.removesuffix("ForCausalLM") + "Model"
+        lookup.need_parameters(f"{name}.forward", lookup.get(name).forward, ["input_ids", "inputs_embeds"])
+        add_class("recompute", name, backbone.backbone_forward, ["layers"])
     return found
 
 

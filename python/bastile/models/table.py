@@ -4,7 +4,7 @@ modules compute something that no field below describes."""
 from dataclasses import dataclass
 
 # The operators that go into models, in the order in which they are reported.
-OPERATORS = ("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy")
+OPERATORS = ("rms_norm", "swiglu", "rope", "fused_linear_cross_entropy", "recompute")
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Family:
     activation: str = "act_fn"
     rotary_interleaved: bool = False
     backbone: str = "model"
+    backbone_class: str | None = None  # None: causal_lm_class with Model in the place of ForCausalLM
     head: str = "lm_head"
 
 

@@ -8,15 +8,18 @@ import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, served
+from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scale_
+
+__all__ = ["ValidCount", "fused_linear_cross_entropy", "set_compaction", "set_logits_memory"]
 
 _forward = torch.ops.bastile.linear_cross_entropy_forward.default
 _backward = torch.ops.bastile.linear_cross_entropy_backward.default
 
-#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 4416 tokens. Up to here, all logits of a call are made
+#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 5742 tokens. Up to here, all logits of a call are made
 #: in one piece, and both gradient products run in the backward pass; beyond, chunks of this size are worked off in the
 #: forward pass. More memory means fewer chunks, less memory more of them.
-DEFAULT_LOGITS_BYTES = 1280 << 20
+DEFAULT_LOGITS_BYTES = 1664 << 20
 
 _logits_bytes: int | None = None
 
@@ -133,6 +136,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None, None, None, None)
 
 
+def _rows_to_compute(
+    hidden: torch.Tensor, target: torch.Tensor, ignore_index: int, valid_rows: int | ValidCount | None
+) -> torch.Tensor | None:
+    """The rows that go into the products; None: all."""
+    tokens = hidden.shape[0]
+    if target.shape[0] != tokens or target.device != hidden.device or not is_worthwhile(tokens, hidden.device):
+        return None
+    if not isinstance(valid_rows, int):
+        valid_rows = (valid_rows or ValidCount(target, ignore_index)).rows()
+    elif hidden.device.type == "cpu" and valid_rows < (there := ValidCount(target, ignore_index).rows()):
+        raise ValueError(
+            f"fused_linear_cross_entropy: valid_rows is {valid_rows}, but {there} targets are not ignore_index"
+        )
+    return valid_first(target, ignore_index, valid_rows)
+
+
 def fused_linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -147,6 +166,7 @@ def fused_linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     lse_square_scale: float = 0.0,
+    valid_rows: int | ValidCount | None = None,
 ) -> torch.Tensor:
     """torch.nn.functional.cross_entropy of the logits hidden · weightᵀ + bias, of which no more exist at once than a
     memory budget allows (see `set_logits_memory`).
@@ -165,6 +185,10 @@ def fused_linear_cross_entropy(
         softcap: logits become softcap · tanh(logits / softcap).
         logit_scale: multiplies the logits before that.
         lse_square_scale: adds lse_square_scale · logsumexp² to each row's loss (z-loss).
+        valid_rows: no fewer than there are targets other than ignore_index: only so many rows are computed then. A
+            number, or a `ValidCount` of the same targets that was begun earlier; None: it is counted here, which on
+            CUDA waits for the device, from 2048 tokens on (`set_compaction(False)`: never). Too small a number is an
+            error on CPU; on CUDA the loss is NaN where a row that counts was left out.
 
     Returns:
         float32 scalar, or [...] for "none". Gradients flow to whichever of hidden, weight and bias require them.
@@ -180,6 +204,8 @@ def fused_linear_cross_entropy(
         raise ValueError(f"fused_linear_cross_entropy: reduction is {reduction!r}; one of {names} is needed")
     if num_items is not None and code == 0:
         raise ValueError("fused_linear_cross_entropy: num_items divides a sum; reduction 'none' has none")
+    if isinstance(valid_rows, int) and valid_rows < 0:
+        raise ValueError(f"fused_linear_cross_entropy: valid_rows is {valid_rows}; a number of rows is needed")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and device in ("cpu", "cuda"):
         dtype = torch.get_autocast_dtype(device)
@@ -193,8 +219,18 @@ def fused_linear_cross_entropy(
         loss = reference(logits, target, class_weight, num_items, ignore_index, reduction, *options[2:])
     else:
         class_weight = None if class_weight is None else class_weight.detach().float()
+        rows, labels = flat, target
+        chosen = _rows_to_compute(flat, target, ignore_index, valid_rows)
+        if chosen is not None:
+            rows, labels = gather(flat, chosen), target.index_select(0, chosen)
         loss = _LinearCrossEntropy.apply(
-            flat.contiguous(), weight.contiguous(), bias, target, class_weight,
+            rows.contiguous(), weight.contiguous(), bias, labels, class_weight,
             scalar_tensor(num_items, hidden.device), options, torch.is_grad_enabled(),
         )  # fmt: skip
+        if chosen is not None:
+            if reduction == "none":
+                loss = scatter(loss, chosen, flat.shape[0])
+            if isinstance(valid_rows, int) and hidden.is_cuda:
+                left_out = (target != ignore_index).sum() > chosen.shape[0]
+                loss = loss.masked_fill(left_out, float("nan"))
     return loss.reshape(shape) if reduction == "none" else loss

@@ -9,26 +9,40 @@ from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, served
+from bastile.recompute import offer
 
 Casting = Literal["llama", "gemma", "none"]
 _CASTING = {"llama": 0, "gemma": 1, "none": 2}
 
 _forward = torch.ops.bastile.rms_norm_forward.default
 _backward = torch.ops.bastile.rms_norm_backward.default
+_add_forward = torch.ops.bastile.add_rms_norm_forward.default
+_add_backward = torch.ops.bastile.add_rms_norm_backward.default
 
 
 @torch.library.register_fake("bastile::rms_norm_forward")
-def _(x, weight, eps, casting):
+def _fake_forward(x, weight, eps, casting):
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and casting == 0 else x.dtype
     rstd = x.new_empty((x.numel() // x.shape[-1],), dtype=torch.float32)
     return torch.empty(x.shape, dtype=dtype, device=x.device), rstd
 
 
+@torch.library.register_fake("bastile::add_rms_norm_forward")
+def _(x, residual, weight, eps, casting):
+    y, rstd = _fake_forward(x, weight, eps, casting)
+    return y, torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd
+
+
 @torch.library.register_fake("bastile::rms_norm_backward")
-def _(dy, x, weight, rstd, casting, want_dx, want_dweight):
+def _fake_backward(dy, x, weight, rstd, casting, want_dx, want_dweight):
     none = x.new_empty((0,), dtype=torch.float32)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dx else none
     return dx, torch.empty_like(weight) if want_dweight else none.clone()
+
+
+@torch.library.register_fake("bastile::add_rms_norm_backward")
+def _(dy, dsum, x, weight, rstd, casting, want_dx, want_dweight):
+    return _fake_backward(dy, x, weight, rstd, casting, want_dx, want_dweight)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -50,6 +64,40 @@ class _RMSNorm(torch.autograd.Function):
         return dx if want_dx else None, dweight if want_dweight else None, None, None
 
 
+class _AddRMSNorm(torch.autograd.Function):
+    """y and the sum. Without a residual the sum is x: autograd returns it as a view, whose gradient comes here."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, casting):
+        ctx.set_materialize_grads(False)
+        if residual is None:
+            total = x
+            y, rstd = _forward(x, weight, eps, casting)
+        else:
+            y, total, rstd = _add_forward(x, residual, weight, eps, casting)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.casting = casting
+        if not any(ctx.needs_input_grad[:2]):
+            ctx.mark_non_differentiable(total)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dsum):
+        want_dx, want_dresidual, want_dweight, _, _ = ctx.needs_input_grad
+        if dy is None:  # y went nowhere: what is left is the addition
+            return dsum if want_dx else None, dsum if want_dresidual else None, None, None, None
+        total, weight, rstd = ctx.saved_tensors
+        wanted = want_dx or want_dresidual, want_dweight
+        if dsum is None:
+            dx, dweight = _backward(dy, total, weight, rstd, ctx.casting, *wanted)
+        else:
+            dx, dweight = _add_backward(dy, dsum, total, weight, rstd, ctx.casting, *wanted)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dx = first_order_only("add_rms_norm", dx, dy, dsum, total, weight)
+            dweight = first_order_only("add_rms_norm", dweight, dy, total, weight)
+        return dx if want_dx else None, dx if want_dresidual else None, dweight if want_dweight else None, None, None
+
+
 def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: Casting) -> torch.Tensor:
     """The definition in plain torch, for devices and types without kernels."""
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
@@ -58,6 +106,10 @@ def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting
     if casting == "llama":
         return weight * normed.to(x.dtype)
     return (normed * (weight.float() + (casting == "gemma"))).to(x.dtype)
+
+
+def _unknown_casting(op: str, casting: object) -> ValueError:
+    return ValueError(f"{op}: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
 
 
 def rms_norm(
@@ -82,10 +134,52 @@ def rms_norm(
     """
     code = _CASTING.get(casting)
     if code is None:
-        raise ValueError(f"rms_norm: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
+        raise _unknown_casting("rms_norm", casting)
     if not served(x, weight):
         return _reference(x, weight, eps, casting)
-    return _RMSNorm.apply(x, weight, eps, code)
+    y = _RMSNorm.apply(x, weight, eps, code)
+    offer(_forward, (x, weight, eps, code), y)
+    return y
+
+
+def add_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The addition of a residual and the RMSNorm of the sum, in one pass; backward too.
+
+    Args:
+        x: [..., H], 1 <= H <= 65536; float32, bfloat16 or float16, any strides.
+        residual: like x; where it is of another type, torch adds the two. None: the sum is x itself, and what is fused
+            is the backward pass alone, where the gradient that reaches the sum from elsewhere meets that of the norm.
+        weight: [H], or None for ones (zeros for "gemma").
+        eps: added to the mean of squares.
+        casting: see `rms_norm`.
+
+    Returns:
+        y and sum, both [..., H]: sum = x + residual, rounded to its type, and y = rms_norm(sum, weight). Gradients flow
+        to x, residual and weight, from y, from sum or from both. The backward pass needs the sum: changing it in place
+        is an error then. Without a residual, the sum shares x's memory.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is needed.
+        ValueError: for an unknown casting.
+    """
+    code = _CASTING.get(casting)
+    if code is None:
+        raise _unknown_casting("add_rms_norm", casting)
+    if residual is not None and residual.dtype != x.dtype:
+        x, residual = x + residual, None
+    if not served(x, residual, weight):
+        total = x if residual is None else x + residual
+        return _reference(total, weight, eps, casting), total
+    if residual is None and not x.requires_grad:  # no gradient will meet another
+        return _RMSNorm.apply(x, weight, eps, code), x
+    return _AddRMSNorm.apply(x, residual, weight, eps, code)
 
 
 class BastileRMSNorm(nn.Module):

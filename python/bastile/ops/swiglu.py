@@ -9,6 +9,7 @@ from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, served
+from bastile.recompute import offer
 
 _forward = torch.ops.bastile.swiglu_forward.default
 _backward = torch.ops.bastile.swiglu_backward.default
@@ -61,7 +62,9 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """
     if not served(a, b) or a.dtype != b.dtype:
         return nn.functional.silu(a) * b
-    return _SwiGLU.apply(a, b)
+    y = _SwiGLU.apply(a, b)
+    offer(_forward, (a, b), y)
+    return y
 
 
 _SILU_NAMES = ("silu", "swish")

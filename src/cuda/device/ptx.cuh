@@ -48,6 +48,7 @@ struct __align__(16) bst_raw {
 
 #define BST_DEVICE static __device__ __forceinline__
 #define BST_UNROLL _Pragma("unroll")
+#define BST_ROLLED _Pragma("unroll 1") /* stays a loop: fewer registers */
 
 /* Inside a function: an array that the threads of a block share, 16-byte aligned, with undefined contents. */
 #define BST_SHARED(type, name, count) __shared__ __align__(16) type name[count]

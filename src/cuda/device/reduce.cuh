@@ -34,4 +34,17 @@ BST_DEVICE float bst_group_sum(float v, int threads, float *scratch) {
     return bst_group_reduce(v, threads, scratch, false);
 }
 
+/* The sum over `parts` rows of a [parts, columns] array: warp w of a block of 1024 threads receives that of column
+ * `first` + w (columns beyond the last: 0). Each warp adds up every 32nd row. `scratch`: 32 * 33 floats. */
+BST_DEVICE float bst_column_sums(const float *rows, int64_t parts, int columns, int first, float *scratch) {
+    const int lane = (int)bst_lane(), warp = (int)bst_thread() / 32;
+    float sum = 0;
+    if (first + lane < columns)
+        for (int64_t part = warp; part < parts; part += 32) sum += rows[part * columns + first + lane];
+    scratch[warp * 33 + lane] = sum;
+    bst_sync();
+    /* Each warp now adds up one column: lane l holds what warp l found there. */
+    return bst_warp_reduce(scratch[lane * 33 + warp], 32, false);
+}
+
 #endif

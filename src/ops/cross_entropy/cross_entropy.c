@@ -156,6 +156,7 @@ enum {
     CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
     ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
     BATCH = 4,            /* vectors a thread of rows_kernel asks for at a time */
+    SHORT = 8,            /* rows of a wide cluster */
     STATIC_SHARED = 1536, /* of a block of clusters_kernel, with what the driver keeps for itself */
     SCALE_THREADS = 256
 };
@@ -213,6 +214,9 @@ static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip
     /* Clusters that stay for several rows fetch one while they work on another; blocks that share nothing start over
      * for each row: measured at 4096 x 128256 and 4096 x 32000. */
     int64_t each = cluster > 1 ? (c->rows + resident - 1) / resident : 1;
+    /* Clusters of four and more do not fill a chip to its last multiprocessor: short ones, so that those left over do not
+     * begin when all others have ended. */
+    if (cluster > 2 && each > SHORT) each = SHORT;
     l->kernel = &clusters_kernel;
     l->values[THREADS] = threads;
     l->values[BLOCKS] = blocks;

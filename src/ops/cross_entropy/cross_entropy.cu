@@ -490,7 +490,7 @@ BST_KERNEL(cross_entropy_clusters, cross_entropy_rows_args, THREADS, BLOCKS) {
                 bst_unpack(x, kept[i], TYPE, VEC);
                 differentiate(&a, &terms, x, VEC, first * VEC + at, (int)target);
             }
-            bst_store_once(out, (int64_t)(thread + i * THREADS) * VEC, x, TYPE, VEC);
+            bst_store(out, (int64_t)(thread + i * THREADS) * VEC, x, TYPE, VEC); /* streaming stores: 1 % slower */
         }
     }
 }

@@ -131,7 +131,7 @@ static int64_t padded(const problem *p) { return (p->vocabulary + 7) / 8 * 8; }
 
 static void choose_chunks(problem *p, int64_t chunk_bytes) {
     bool cpu = p->device.device_type == kDLCPU;
-    int64_t bytes = chunk_bytes > 0 ? chunk_bytes : (int64_t)(cpu ? 256 : 1280) << 20;
+    int64_t bytes = chunk_bytes > 0 ? chunk_bytes : (int64_t)(cpu ? 256 : 1664) << 20;
     int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype));
     /* On CPU an eighth of the rows, but not under 256: each chunk reads and writes all of dweight, which at 64 rows
      * costs a third of the products' time. */

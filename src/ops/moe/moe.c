@@ -1,14 +1,9 @@
-/* moe.c - a mixture of experts around its grouped products: checks, then the configuration, then the kernels of the
- * tensors' device. */
-#include <assert.h>
+/* moe.c - a mixture of experts around its grouped products: checks, then the launches of moe_cuda.c or the CPU's
+ * kernels. */
 #include <inttypes.h>
 
-#include "cuda/cuda.h"
-#include "ops/moe/moe_args.h"
+#include "ops/moe/moe.h"
 #include "ops/moe/moe_cpu.h"
-
-/* One thread an expert and one for the pairs of no expert, in a block of the sort. */
-enum { MOST_EXPERTS = 1023 };
 
 #define I32 (1u << BST_I32)
 #define I64 (1u << BST_I64)
@@ -45,9 +40,9 @@ static bst_status take_pairs(const char *op, const char *name, unsigned dtypes, 
 static bst_status take_ends(const char *op, const DLTensor *ends, const bst_view *beside, const char *beside_name,
                             bst_view *out) {
     BST_TRY(take(op, "ends", I32, ends, 1, beside, beside_name, out));
-    if (out->count >= 1 && out->count <= MOST_EXPERTS) return BST_OK;
+    if (out->count >= 1 && out->count <= BST_MOE_MOST_EXPERTS) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: ends has %" PRId64 " elements, one an expert; 1 to %d are supported", op,
-                      out->count, MOST_EXPERTS);
+                      out->count, BST_MOE_MOST_EXPERTS);
 }
 
 /* The matrix [T, H] that rows are gathered from, and how many rows a token has. */
@@ -73,67 +68,9 @@ static bst_status check_gate(const char *op, double alpha, double limit) {
                       limit);
 }
 
-/* ---- configuration ----------------------------------------------------------------------------------------------- */
-
-/* Macros in the order of their values; one list serves all kernels of the file. */
-enum { TYPE, W_TYPE, COLUMNS, VEC, BIAS_VEC, THREADS, CHOICES, CHUNK, BIAS, WEIGHTS, DH, WY, DWEIGHTS, DBIAS, DOTS };
-#define MACROS(which)                                                                               \
-    {"TYPE",    "W_TYPE", "COLUMNS", "VEC",      "BIAS_VEC", "THREADS", "CHOICES", "CHUNK", "BIAS", \
-     "WEIGHTS", "DH",     "WY",      "DWEIGHTS", "DBIAS",    "DOTS",    which,     NULL}
-
-static const bst_kernel count_kernel = {"moe.cu", "moe_sort_count", MACROS("COUNT")};
-static const bst_kernel place_kernel = {"moe.cu", "moe_sort_place", MACROS("PLACE")};
-static const bst_kernel gather_kernel = {"moe.cu", "moe_gather", MACROS("GATHER")};
-static const bst_kernel glu_forward_kernel = {"moe.cu", "moe_glu_forward", MACROS("GLU_FORWARD")};
-static const bst_kernel glu_backward_kernel = {"moe.cu", "moe_glu_backward", MACROS("GLU_BACKWARD")};
-static const bst_kernel combine_forward_kernel = {"moe.cu", "moe_combine_forward", MACROS("COMBINE_FORWARD")};
-static const bst_kernel combine_backward_kernel = {"moe.cu", "moe_combine_backward", MACROS("COMBINE_BACKWARD")};
-static const bst_kernel bias_sum_kernel = {"moe.cu", "moe_bias_sum", MACROS("BIAS_SUM")};
-
-/* The widest access, at most `most` elements, that this matrix allows. */
-static int narrower(int most, const bst_view *v) {
-    int64_t columns = v->size[v->dims - 1], stride = v->dims > 1 ? v->stride[0] : columns;
-    bst_rows rows = {
-        .rows = v->count / columns, .columns = columns, .inner = v->count / columns, .inner_stride = stride};
-    int allowed = bst__row_vector(v, &rows);
-    return allowed < most ? allowed : most;
-}
-
-static unsigned blocks_for(int64_t work, int64_t each) { return (unsigned)((work + each - 1) / each); }
-
-/* Threads for all columns of a row, in as many turns as 512 threads need: each turn as wide as the others, so that few
- * threads idle. */
-static int row_threads(int64_t vectors) {
-    int64_t turns = (vectors + 511) / 512, each = (vectors + turns - 1) / turns;
-    return (int)(each + 31) / 32 * 32;
-}
-
-/* Rows of a block that also sums over rows: many, so that its partial sums are few beside the rows (1/8 of a row's bytes
- * at 32 rows of two-byte elements, 4 written and 4 read a column), but enough blocks for the chip. */
-static int row_chunk(int64_t rows) { return rows >= 4096 ? 32 : 8; }
-
 /* ---- sort -------------------------------------------------------------------------------------------------------- */
 
 static const char sort_op[] = "moe_sort";
-
-static bst_status sort_cuda(const bst_exec *exec, const bst_view *indices, moe_sort_args args) {
-    /* A thread walks over a block's pairs: few of them, but not so few that reading the blocks' counts takes longer. */
-    int chunk = args.pairs <= 65536 ? 256 : args.pairs <= 262144 ? 1024 : 4096;
-    bst_launch l = {.kernel = &count_kernel};
-    l.values[THREADS] = args.experts < 64 ? 64 : (args.experts + 32) / 32 * 32;
-    l.values[CHUNK] = chunk;
-    l.grid_x = blocks_for(args.pairs, chunk);
-    l.block = (unsigned)l.values[THREADS];
-    void *counts;
-    BST_TRY(bst__allocate(exec, sort_op, indices->device, (size_t)l.grid_x * (size_t)(args.experts + 1) * 4, &counts));
-    args.counts = counts;
-    bst_status status = bst__cuda_launch(exec, sort_op, indices->device.device_id, &l, &args, sizeof args);
-    l.kernel = &place_kernel;
-    l.overlap = true;
-    if (status == BST_OK) status = bst__cuda_launch(exec, sort_op, indices->device.device_id, &l, &args, sizeof args);
-    bst__release(exec, indices->device, counts);
-    return status;
-}
 
 static bst_status sort_cpu(const bst_view *indices, moe_sort_args a) {
     for (int64_t i = 0; i < a.pairs; i++)
@@ -141,7 +78,7 @@ static bst_status sort_cpu(const bst_view *indices, moe_sort_args a) {
             return bst__error(BST_INVALID,
                               "%s: indices, of shape %s, has %" PRId64 "; 0 to %d, the experts, are needed", sort_op,
                               bst__shape_text(indices), a.indices[i], (int)a.experts - 1);
-    int32_t next[MOST_EXPERTS + 1] = {0}; /* where the next pair of an expert goes, one place further on */
+    int32_t next[BST_MOE_MOST_EXPERTS + 1] = {0}; /* where the next pair of an expert goes, one place further on */
     for (int64_t i = 0; i < a.pairs; i++) next[a.indices[i] + 1]++;
     for (int32_t e = 0; e < a.experts; e++) a.ends[e] = next[e + 1] += next[e];
     for (int32_t i = 0; i < (int32_t)a.pairs; i++) {
@@ -165,7 +102,7 @@ bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor 
     BST_TRY(take_ends(sort_op, ends, &iv, "indices", &ev));
     if (!iv.count) return bst__zero(exec, sort_op, &ev);
     moe_sort_args args = {iv.data, NULL, ov.data, pv.data, ev.data, iv.count, (int32_t)ev.count, 0};
-    return iv.device.device_type == kDLCUDA ? sort_cuda(exec, &iv, args) : sort_cpu(&iv, args);
+    return iv.device.device_type == kDLCUDA ? bst__moe_sort_cuda(exec, sort_op, &iv, args) : sort_cpu(&iv, args);
 }
 
 /* ---- gather ------------------------------------------------------------------------------------------------------ */
@@ -180,24 +117,11 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
                        "the elements of order, and the columns of x", &rv));
     BST_TRY(bst__need_apart(gather_op, "rows", &rv, "x", &xv));
     if (!rv.count) return BST_OK;
-    int64_t choices = ov.count / xv.size[0];
-    if (xv.device.device_type == kDLCUDA) {
-        enum { EACH = 4, MOST_THREADS = 128 };
-        bst_launch l = {.kernel = &gather_kernel};
-        int vec = narrower(narrower(8, &xv), &rv);
-        moe_gather_args args = {xv.data, ov.data, rv.data, xv.stride[0], rv.count / vec};
-        l.values[TYPE] = xv.dtype;
-        l.values[COLUMNS] = xv.size[1];
-        l.values[VEC] = vec;
-        l.values[THREADS] = l.block = MOST_THREADS;
-        l.values[CHOICES] = choices;
-        l.grid_x = blocks_for(args.count, EACH * MOST_THREADS);
-        return bst__cuda_launch(exec, gather_op, xv.device.device_id, &l, &args, sizeof args);
-    }
+    if (xv.device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, &xv, &ov, &rv);
     moe_cpu call = {.dtype = xv.dtype,
                     .rows = ov.count,
                     .columns = xv.size[1],
-                    .choices = choices,
+                    .choices = ov.count / xv.size[0],
                     .order = ov.data,
                     .x = xv.data,
                     .x_stride = xv.stride[0],
@@ -208,38 +132,15 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
 
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
 
-/* Workspace for the partial sums of `chunk` rows each; NULL where no gradient is wanted. */
-static bst_status partial_sums(const bst_exec *exec, const char *op, const bst_view *dbias, int64_t rows, int chunk,
-                               void **out) {
-    *out = NULL;
-    if (!dbias->data) return BST_OK;
-    size_t slots = (size_t)(blocks_for(rows, chunk) + dbias->size[0]);
-    return bst__allocate(exec, op, dbias->device, slots * (size_t)dbias->size[1] * sizeof(float), out);
-}
-
-static bst_status add_up_cuda(const bst_exec *exec, const char *op, const float *partial, const int32_t *ends,
-                              int chunk, const bst_view *dbias) {
-    bst_launch l = {.kernel = &bias_sum_kernel};
-    l.values[TYPE] = dbias->dtype;
-    l.values[COLUMNS] = dbias->size[1];
-    l.values[VEC] = l.values[BIAS_VEC] = l.values[CHOICES] = 1;
-    l.values[THREADS] = l.block = 256;
-    l.values[CHUNK] = chunk;
-    l.grid_x = blocks_for(dbias->size[1], 32);
-    l.grid_y = (unsigned)dbias->size[0];
-    l.overlap = true;
-    moe_bias_args args = {partial, ends, dbias->data};
-    return bst__cuda_launch(exec, op, dbias->device.device_id, &l, &args, sizeof args);
-}
-
 /* The CPU's way through the chunks of a backward pass. */
 static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call, const bst_view *dbias,
                              bst_body body) {
     void *partial;
-    BST_TRY(partial_sums(exec, op, dbias, call->rows, MOE_CHUNK, &partial));
+    BST_TRY(bst__moe_partial_sums(exec, op, dbias, call->rows, MOE_CHUNK, &partial));
     call->partial = partial;
     call->dbias = dbias->data;
-    bst__parallel_for(exec, blocks_for(call->rows, MOE_CHUNK), bst__grain(MOE_CHUNK * call->columns), body, call);
+    bst__parallel_for(exec, (call->rows + MOE_CHUNK - 1) / MOE_CHUNK, bst__grain(MOE_CHUNK * call->columns), body,
+                      call);
     if (partial) {
         bst__parallel_for(exec, call->experts, 1, BST_CPU_SELECT(bst__moe_bias_sum_cpu), call);
         bst__release(exec, dbias->device, partial);
@@ -275,19 +176,6 @@ static bst_status take_half(const char *op, const char *name, const DLTensor *te
                       "the rows of h, and half its columns", out);
 }
 
-/* What both directions have in common. `vec`: elements of h in an access. */
-static void shape_glu(bst_launch *l, const bst_view *h, const bst_view *bias, int vec) {
-    l->values[TYPE] = h->dtype;
-    l->values[COLUMNS] = h->size[1];
-    l->values[VEC] = vec;
-    l->values[BIAS] = bias->data != NULL;
-    l->values[BIAS_VEC] = bias->data ? narrower(vec, bias) : 1;
-    l->values[CHOICES] = 1;
-}
-
-/* An access to h goes with one of half as many elements to y and its like. */
-static int glu_vector(int most, const bst_view *half) { return half->data ? 2 * narrower(most / 2, half) : most; }
-
 bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
                                double alpha, double limit, DLTensor *y) {
     bst_view hv, bv, ev, yv;
@@ -296,14 +184,6 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
     BST_TRY(bst__need_apart(glu_forward_op, "y", &yv, "h", &hv));
     if (!yv.count) return BST_OK;
     if (hv.device.device_type == kDLCUDA) {
-        enum { MOST_THREADS = 128, ROWS = 16 };
-        bst_launch l = {.kernel = &glu_forward_kernel};
-        shape_glu(&l, &hv, &bv, glu_vector(narrower(8, &hv), &yv));
-        int64_t vectors = (hv.size[1] + l.values[VEC] - 1) / l.values[VEC];
-        l.values[THREADS] = l.block = vectors < MOST_THREADS ? (unsigned)(vectors + 31) / 32 * 32 : MOST_THREADS;
-        l.values[CHUNK] = ROWS;
-        l.grid_x = blocks_for(hv.size[0], ROWS);
-        l.grid_y = blocks_for(vectors, l.block);
         moe_glu_args args = {.h = hv.data,
                              .bias = bv.data,
                              .ends = ev.data,
@@ -312,7 +192,7 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
                              .alpha = (float)alpha,
                              .limit = (float)limit,
                              .experts = (int32_t)ev.count};
-        return bst__cuda_launch(exec, glu_forward_op, hv.device.device_id, &l, &args, sizeof args);
+        return bst__moe_glu_forward_cuda(exec, glu_forward_op, &hv, &bv, &yv, args);
     }
     moe_cpu call = {.dtype = hv.dtype,
                     .rows = hv.size[0],
@@ -328,42 +208,13 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
     return BST_OK;
 }
 
-typedef struct glu_gradients {
-    bst_view dh, wy, dweights, dbias;
-} glu_gradients;
-
-static bst_status glu_backward_cuda(const bst_exec *exec, const bst_view *h, const bst_view *bias, const bst_view *dy,
-                                    const bst_view *weights, const glu_gradients *g, moe_glu_args args) {
-    bst_launch l = {.kernel = &glu_backward_kernel};
-    int vec = glu_vector(glu_vector(narrower(8, h), dy), &g->wy);
-    if (g->dh.data) vec = narrower(vec, &g->dh);
-    shape_glu(&l, h, bias, vec);
-    l.values[W_TYPE] = weights->dtype;
-    l.values[THREADS] = row_threads((h->size[1] + vec - 1) / vec);
-    l.values[CHUNK] = row_chunk(args.rows);
-    l.values[DH] = g->dh.data != NULL;
-    l.values[WY] = g->wy.data != NULL;
-    l.values[DWEIGHTS] = g->dweights.data != NULL;
-    l.values[DBIAS] = g->dbias.data != NULL;
-    l.grid_x = blocks_for(args.rows, l.values[CHUNK]);
-    l.block = (unsigned)l.values[THREADS];
-    void *partial;
-    BST_TRY(partial_sums(exec, glu_backward_op, &g->dbias, args.rows, (int)l.values[CHUNK], &partial));
-    args.partial = partial;
-    bst_status status = bst__cuda_launch(exec, glu_backward_op, h->device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && partial)
-        status = add_up_cuda(exec, glu_backward_op, partial, args.ends, (int)l.values[CHUNK], &g->dbias);
-    bst__release(exec, h->device, partial);
-    return status;
-}
-
 bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h, const DLTensor *bias,
                                 const DLTensor *ends, const DLTensor *order, const DLTensor *weights,
                                 const DLTensor *dots, double alpha, double limit, DLTensor *dh, DLTensor *wy,
                                 DLTensor *dweights, DLTensor *dbias) {
     const char *op = glu_backward_op;
     bst_view hv, bv, ev, dyv, ov, wv, dv = {0};
-    glu_gradients g = {0};
+    moe_glu_gradients g = {0};
     BST_TRY(check_glu(op, h, bias, ends, alpha, limit, &hv, &bv, &ev));
     BST_TRY(take_half(op, "dy", dy, &hv, &dyv));
     int64_t rows = hv.size[0];
@@ -399,7 +250,7 @@ bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const 
                              .alpha = (float)alpha,
                              .limit = (float)limit,
                              .experts = (int32_t)ev.count};
-        return glu_backward_cuda(exec, &hv, &bv, &dyv, &wv, &g, args);
+        return bst__moe_glu_backward_cuda(exec, op, &hv, &bv, &dyv, &wv, &g, args);
     }
     moe_cpu call = {.dtype = hv.dtype,
                     .w_dtype = wv.dtype,
@@ -446,21 +297,8 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
     if (!ov.count) return BST_OK;
     if (!yv.count) return bst__zero(exec, op, &ov);
     if (yv.device.device_type == kDLCUDA) {
-        enum { MOST_THREADS = 128 };
-        bst_launch l = {.kernel = &combine_forward_kernel};
-        int vec = narrower(narrower(8, &yv), &ov);
-        if (bias) vec = narrower(vec, &bv);
-        l.values[TYPE] = yv.dtype;
-        l.values[W_TYPE] = wv.dtype;
-        l.values[COLUMNS] = yv.size[1];
-        l.values[VEC] = vec;
-        l.values[THREADS] = l.block = MOST_THREADS;
-        l.values[CHOICES] = pv.size[1];
-        l.values[BIAS] = bias != NULL;
-        l.values[WEIGHTS] = weights != NULL;
-        l.grid_x = blocks_for(ov.count / vec, MOST_THREADS);
         moe_combine_args args = {yv.data, wv.data, bv.data, pv.data, iv.data, ov.data, pv.size[0]};
-        return bst__cuda_launch(exec, op, yv.device.device_id, &l, &args, sizeof args);
+        return bst__moe_combine_forward_cuda(exec, op, &yv, &wv, &bv, &ov, pv.size[1], args);
     }
     moe_cpu call = {.dtype = yv.dtype,
                     .w_dtype = wv.dtype,
@@ -475,33 +313,6 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
     bst__parallel_for(exec, pv.size[0], bst__grain(pv.size[1] * yv.size[1]),
                       BST_CPU_SELECT(bst__moe_combine_forward_cpu), &call);
     return BST_OK;
-}
-
-static bst_status combine_backward_cuda(const bst_exec *exec, const bst_view *dout, const bst_view *weights,
-                                        const bst_view *bias, const bst_view *rows, const bst_view *dbias,
-                                        int64_t choices, moe_combine_backward_args args) {
-    bst_launch l = {.kernel = &combine_backward_kernel};
-    int vec = narrower(narrower(8, dout), rows);
-    if (args.dots) vec = narrower(vec, bias);
-    l.values[TYPE] = dout->dtype;
-    l.values[W_TYPE] = weights->dtype;
-    l.values[COLUMNS] = dout->size[1];
-    l.values[VEC] = vec;
-    l.values[THREADS] = row_threads((dout->size[1] + vec - 1) / vec);
-    l.values[CHOICES] = choices;
-    l.values[CHUNK] = row_chunk(args.count);
-    l.values[DBIAS] = dbias->data != NULL;
-    l.values[DOTS] = args.dots != NULL;
-    l.grid_x = blocks_for(args.count, l.values[CHUNK]);
-    l.block = (unsigned)l.values[THREADS];
-    void *partial;
-    BST_TRY(partial_sums(exec, combine_backward_op, dbias, args.count, (int)l.values[CHUNK], &partial));
-    args.partial = partial;
-    bst_status status = bst__cuda_launch(exec, combine_backward_op, dout->device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && partial)
-        status = add_up_cuda(exec, combine_backward_op, partial, args.ends, (int)l.values[CHUNK], dbias);
-    bst__release(exec, dout->device, partial);
-    return status;
 }
 
 bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, const DLTensor *order,
@@ -528,17 +339,16 @@ bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, 
         if (dots) BST_TRY(bst__zero(exec, op, &dv));
         return dbias ? bst__zero(exec, op, &dbv) : BST_OK;
     }
-    int64_t choices = ov.count / xv.size[0];
     if (xv.device.device_type == kDLCUDA) {
         moe_combine_backward_args args = {xv.data, wv.data, bv.data,      ov.data,  ev.data,           rv.data,
                                           dv.data, NULL,    xv.stride[0], ov.count, (int32_t)ev.count, 0};
-        return combine_backward_cuda(exec, &xv, &wv, &bv, &rv, &dbv, choices, args);
+        return bst__moe_combine_backward_cuda(exec, op, &xv, &wv, &bv, &rv, &dbv, args);
     }
     moe_cpu call = {.dtype = xv.dtype,
                     .w_dtype = wv.dtype,
                     .rows = ov.count,
                     .columns = xv.size[1],
-                    .choices = choices,
+                    .choices = ov.count / xv.size[0],
                     .experts = ev.count,
                     .order = ov.data,
                     .ends = ev.data,

@@ -12,6 +12,9 @@ typedef struct rms_norm_forward_args {
     bst_row_map x_map;
     float eps;
     int32_t unused;
+    const void *residual; /* with ADD: [rows, H] */
+    void *sum;            /* with ADD: x + residual, contiguous */
+    bst_row_map residual_map;
 } rms_norm_forward_args;
 
 typedef struct rms_norm_backward_args {
@@ -21,6 +24,8 @@ typedef struct rms_norm_backward_args {
     float *partial; /* [blocks, H] */
     int64_t rows;
     bst_row_map x_map, dy_map;
+    const void *dsum; /* with ADD: [rows, H] */
+    bst_row_map dsum_map;
 } rms_norm_backward_args;
 
 typedef struct rms_norm_dweight_args {
@@ -29,8 +34,8 @@ typedef struct rms_norm_dweight_args {
     int64_t parts;
 } rms_norm_dweight_args;
 
-static_assert(sizeof(rms_norm_forward_args) == 72, "host and device must agree");
-static_assert(sizeof(rms_norm_backward_args) == 104, "host and device must agree");
+static_assert(sizeof(rms_norm_forward_args) == 112, "host and device must agree");
+static_assert(sizeof(rms_norm_backward_args) == 136, "host and device must agree");
 static_assert(sizeof(rms_norm_dweight_args) == 24, "host and device must agree");
 
 #endif

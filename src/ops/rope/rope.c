@@ -3,12 +3,10 @@
 #include <assert.h>
 #include <inttypes.h>
 
+#include "core/heads.h"
 #include "cuda/cuda.h"
 #include "ops/rope/rope_args.h"
 #include "ops/rope/rope_cpu.h"
-
-/* The widest head: a block of 1024 threads then has one for each pair. */
-enum { MOST_DIM = 2048 };
 
 /* What the messages call the arguments. */
 typedef struct names {
@@ -20,53 +18,13 @@ static const names backward_names = {"rope_backward", "dq_out", "dk_out", "dq", 
 
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
 
-static bst_status need_unit_stride(const char *op, const char *name, const bst_view *v) {
-    int last = v->dims - 1;
-    if (v->size[last] < 2 || v->stride[last] == 1) return BST_OK;
-    return bst__error(BST_UNSUPPORTED, "%s: the last dimension of %s is not contiguous; make it so", op, name);
-}
-
-static bst_status check_heads(const char *op, const char *name, const DLTensor *tensor, bst_view *out) {
-    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, out));
-    BST_TRY(bst__need_dims(op, name, out, 4));
-    return need_unit_stride(op, name, out);
-}
-
-static bst_status check_table(const char *op, const char *name, const DLTensor *tensor, const bst_view *q,
-                              const char *q_name, bst_view *out) {
-    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, out));
-    BST_TRY(bst__need_dims(op, name, out, 3));
-    if (out->size[0] != q->size[0] && out->size[0] != 1)
-        return bst__error(BST_INVALID, "%s: %s has shape %s; dimension 0 must be 1 or %" PRId64 ", that of %s", op,
-                          name, bst__shape_text(out), q->size[0], q_name);
-    BST_TRY(bst__need_size(op, name, out, 1, q->size[2], "the positions of q"));
-    if (out->size[2] < 2 || out->size[2] % 2 || out->size[2] > q->size[3])
-        return bst__error(BST_INVALID,
-                          "%s: %s has shape %s; dimension 2 must be even, at least 2 and at most %" PRId64
-                          ", the size of a head",
-                          op, name, bst__shape_text(out), q->size[3]);
-    BST_TRY(need_unit_stride(op, name, out));
-    BST_TRY(bst__need_device(op, name, out, q, q_name));
-    if (out->size[0] == 1) out->stride[0] = 0;
-    return BST_OK;
-}
-
-static bst_status check_output(const char *op, const char *name, const DLTensor *tensor, const bst_view *in,
-                               const char *in_name, bst_view *out) {
-    BST_TRY(check_heads(op, name, tensor, out));
-    BST_TRY(bst__need_same_shape(op, name, out, in_name, in));
-    return bst__need_device(op, name, out, in, in_name);
-}
-
 /* An output may be its own input, but share no memory with anything else. */
-static bst_status check_apart(const names *n, const rope_cpu *c, int which, bool *in_place) {
+static bst_status check_apart(const names *n, const rope_cpu *c, int which) {
     const char *const in_name[] = {n->q, n->k}, *const out_name[] = {n->q_out, n->k_out};
     const bst_view *out = &c->pair[which].out;
     for (int i = 0; i < 2; i++) {
-        if (i == which && bst__same_memory(out, &c->pair[i].in))
-            *in_place = true;
-        else
-            BST_TRY(bst__need_apart(n->op, out_name[which], out, in_name[i], &c->pair[i].in));
+        if (i == which && bst__same_memory(out, &c->pair[i].in)) continue;
+        BST_TRY(bst__need_apart(n->op, out_name[which], out, in_name[i], &c->pair[i].in));
     }
     BST_TRY(bst__need_apart(n->op, out_name[which], out, "cos", &c->cos));
     return bst__need_apart(n->op, out_name[which], out, "sin", &c->sin);
@@ -86,55 +44,32 @@ static bst_status check_types(const names *n, const rope_cpu *c) {
 }
 
 static bst_status check(const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos, const DLTensor *sin,
-                        DLTensor *q_out, DLTensor *k_out, rope_cpu *c, bool *in_place) {
+                        DLTensor *q_out, DLTensor *k_out, rope_cpu *c) {
     bst_view *qv = &c->pair[0].in, *kv = &c->pair[1].in;
-    BST_TRY(check_heads(n->op, n->q, q, qv));
-    if (qv->size[3] > MOST_DIM)
-        return bst__error(BST_UNSUPPORTED, "%s: %s has heads of %" PRId64 " elements; at most %d are supported", n->op,
-                          n->q, qv->size[3], MOST_DIM);
-    BST_TRY(check_table(n->op, "cos", cos, qv, n->q, &c->cos));
-    BST_TRY(check_table(n->op, "sin", sin, qv, n->q, &c->sin));
+    BST_TRY(bst__heads(n->op, n->q, q, qv));
+    BST_TRY(bst__rotary_table(n->op, "cos", cos, qv, n->q, &c->cos));
+    BST_TRY(bst__rotary_table(n->op, "sin", sin, qv, n->q, &c->sin));
     BST_TRY(bst__need_size(n->op, "sin", &c->sin, 2, c->cos.size[2], "that of cos"));
-    BST_TRY(check_output(n->op, n->q_out, q_out, qv, n->q, &c->pair[0].out));
-    if (k) {
-        BST_TRY(check_heads(n->op, n->k, k, kv));
-        BST_TRY(bst__need_device(n->op, n->k, kv, qv, n->q));
-        BST_TRY(bst__need_size(n->op, n->k, kv, 0, qv->size[0], "the batch of q"));
-        BST_TRY(bst__need_size(n->op, n->k, kv, 2, qv->size[2], "the positions of q"));
-        BST_TRY(bst__need_size(n->op, n->k, kv, 3, qv->size[3], "the size of q's heads"));
-        BST_TRY(check_output(n->op, n->k_out, k_out, kv, n->k, &c->pair[1].out));
-    } else if (k_out) {
+    BST_TRY(bst__heads_like(n->op, n->q_out, q_out, qv, n->q, &c->pair[0].out));
+    BST_TRY(bst__heads_beside(n->op, n->k, k, qv, n->q, kv));
+    if (k)
+        BST_TRY(bst__heads_like(n->op, n->k_out, k_out, kv, n->k, &c->pair[1].out));
+    else if (k_out)
         return bst__error(BST_INVALID, "%s: %s is given, but %s is NULL", n->op, n->k_out, n->k);
-    }
     BST_TRY(check_types(n, c));
-    BST_TRY(check_apart(n, c, 0, in_place));
+    BST_TRY(check_apart(n, c, 0));
     if (!k) return BST_OK;
-    BST_TRY(check_apart(n, c, 1, in_place));
+    BST_TRY(check_apart(n, c, 1));
     return bst__need_apart(n->op, n->k_out, &c->pair[1].out, n->q_out, &c->pair[0].out);
 }
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum {
-    DIM,
-    ROTARY,
-    Q_HEADS,
-    K_HEADS,
-    IN_TYPE,
-    OUT_TYPE,
-    TABLE_TYPE,
-    INTERLEAVED,
-    BACKWARD,
-    VEC,
-    SLOTS,
-    EACH,
-    TOKENS,
-    IN_PLACE
-};
+enum { DIM, ROTARY, Q_HEADS, K_HEADS, IN_TYPE, OUT_TYPE, TABLE_TYPE, INTERLEAVED, BACKWARD, VEC, SLOTS, EACH, TOKENS };
 static const bst_kernel kernel = {"rope.cu",
                                   "rope",
                                   {"DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE",
-                                   "INTERLEAVED", "BACKWARD", "VEC", "SLOTS", "EACH", "TOKENS", "IN_PLACE", NULL}};
+                                   "INTERLEAVED", "BACKWARD", "VEC", "SLOTS", "EACH", "TOKENS", NULL}};
 
 /* Four heads a thread: eight accesses under way, and one read of the tables for four heads, within 128 registers. A
  * block of 256 threads or less, so that a multiprocessor holds several. */
@@ -142,32 +77,21 @@ enum { HEADS_EACH = 4, BLOCK = 256 };
 
 static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* The largest power of two, at most `most`, that divides the address and every stride in use. */
-static int64_t aligned(const bst_view *v, int64_t most) {
-    int64_t size = bst__dtype_size(v->dtype);
-    uint64_t bits = (uint64_t)(uintptr_t)v->data;
-    for (int i = 0; i < v->dims - 1; i++)
-        if (v->size[i] > 1) bits |= (uint64_t)(v->stride[i] * size);
-    while (most > 1 && bits % (uint64_t)(most * size)) most /= 2;
-    return most;
-}
-
 /* Elements of an access. */
 static int64_t vector(const rope_cpu *c) {
     int64_t dim = c->pair[0].in.size[3], rotary = c->cos.size[2];
     bool wide = c->pair[0].in.dtype == BST_F32 || c->pair[0].out.dtype == BST_F32 || c->cos.dtype == BST_F32;
-    int64_t vec = wide ? 4 : 8;
-    while (rotary / 2 % vec || (dim > rotary && dim % vec)) vec /= 2;
-    vec = aligned(&c->sin, aligned(&c->cos, vec));
+    int64_t vec = bst__rotary_vector(dim, rotary, wide ? 4 : 8);
+    vec = bst__aligned(&c->sin, bst__aligned(&c->cos, vec));
     for (int i = 0; i < 2; i++)
-        if (c->pair[i].in.data) vec = aligned(&c->pair[i].out, aligned(&c->pair[i].in, vec));
+        if (c->pair[i].in.data) vec = bst__aligned(&c->pair[i].out, bst__aligned(&c->pair[i].in, vec));
     return vec;
 }
 
-static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens, bool in_place) {
+static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
     int64_t dim = c->pair[0].in.size[3], rotary = c->cos.size[2], vec = vector(c);
     int64_t heads = c->pair[0].in.size[1] + c->pair[1].in.size[1];
-    int64_t lanes = rotary / 2 / vec + (dim - rotary + 2 * vec - 1) / (2 * vec);
+    int64_t lanes = bst__rotary_lanes(dim, rotary, vec);
     int64_t slots = lesser((heads + HEADS_EACH - 1) / HEADS_EACH, lanes < BLOCK ? BLOCK / lanes : 1);
     /* Tokens of a block: as many as leave the fewest lanes of its warps idle. */
     int64_t best = 1, least = INT64_MAX, threads = lanes * slots;
@@ -188,37 +112,45 @@ static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens, bool in_plac
     l->values[SLOTS] = slots;
     l->values[EACH] = HEADS_EACH;
     l->values[TOKENS] = best;
-    l->values[IN_PLACE] = in_place;
     l->grid_x = (unsigned)((tokens + best - 1) / best);
     l->block = (unsigned)(threads * best);
 }
 
-static rope_strides strides_of(const bst_view *v) { return (rope_strides){v->stride[0], v->stride[1], v->stride[2]}; }
-
-static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu *c, int64_t tokens, bool in_place) {
+static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu *c, int64_t tokens) {
     const rope_pair *q = &c->pair[0], *k = &c->pair[1];
     if (tokens > UINT32_MAX)
         return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; at most 2^32 - 1 are supported", op,
                           tokens);
     bst_launch l = {.kernel = &kernel};
-    shape(&l, c, tokens, in_place);
-    rope_args args = {q->in.data,          k->in.data,          c->cos.data,        c->sin.data,
-                      q->out.data,         k->out.data,         strides_of(&q->in), strides_of(&k->in),
-                      strides_of(&q->out), strides_of(&k->out), c->cos.stride[0],   c->cos.stride[1],
-                      c->sin.stride[0],    c->sin.stride[1],    (uint32_t)tokens,   (uint32_t)c->positions};
+    shape(&l, c, tokens);
+    rope_args args = {q->in.data,
+                      k->in.data,
+                      c->cos.data,
+                      c->sin.data,
+                      q->out.data,
+                      k->out.data,
+                      bst__head_map(&q->in),
+                      bst__head_map(&k->in),
+                      bst__head_map(&q->out),
+                      bst__head_map(&k->out),
+                      c->cos.stride[0],
+                      c->cos.stride[1],
+                      c->sin.stride[0],
+                      c->sin.stride[1],
+                      (uint32_t)tokens,
+                      (uint32_t)c->positions};
     return bst__cuda_launch(exec, op, q->in.device.device_id, &l, &args, sizeof args);
 }
 
 static bst_status run(const bst_exec *exec, const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                       const DLTensor *sin, bool interleaved, bool backward, DLTensor *q_out, DLTensor *k_out) {
     rope_cpu call = {.interleaved = interleaved, .backward = backward};
-    bool in_place = false;
-    BST_TRY(check(n, q, k, cos, sin, q_out, k_out, &call, &in_place));
+    BST_TRY(check(n, q, k, cos, sin, q_out, k_out, &call));
     const bst_view *qv = &call.pair[0].in;
     int64_t tokens = qv->size[0] * qv->size[2], heads = qv->size[1] + call.pair[1].in.size[1];
     call.positions = qv->size[2];
     if (!tokens || !heads) return BST_OK;
-    if (qv->device.device_type == kDLCUDA) return run_cuda(exec, n->op, &call, tokens, in_place);
+    if (qv->device.device_type == kDLCUDA) return run_cuda(exec, n->op, &call, tokens);
     bst__parallel_for(exec, tokens, bst__grain(heads * qv->size[3]), BST_CPU_SELECT(bst__rope_cpu), &call);
     return BST_OK;
 }

@@ -2,16 +2,13 @@
 #ifndef BST_ROPE_ARGS_H
 #define BST_ROPE_ARGS_H
 
-/* Where element [batch, head, position, 0] lies, in elements. */
-typedef struct rope_strides {
-    int64_t batch, head, position;
-} rope_strides;
+#include "head_map.h"
 
 /* q and k are what turns: the gradients, in the backward pass. */
 typedef struct rope_args {
     const void *q, *k, *cos, *sin; /* k: NULL where K_HEADS is 0 */
     void *q_out, *k_out;
-    rope_strides q_strides, k_strides, q_out_strides, k_out_strides;
+    bst_head_map q_strides, k_strides, q_out_strides, k_out_strides;
     int64_t cos_batch, cos_position, sin_batch, sin_position; /* strides */
     uint32_t tokens, positions;                               /* of all batches, of one */
 } rope_args;

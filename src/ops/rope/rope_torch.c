@@ -1,26 +1,15 @@
 /* rope_torch.c - rotary position embedding as PyTorch operators. */
 #include "torch/call.h"
 
-/* Shaped as a [B, heads, S, D] `model`, dense; tokens_first: in the memory order [B, S, heads, D]. */
-static DLTensor *new_heads(bst_call *call, const DLTensor *model, bool tokens_first, DLDataType dtype) {
-    if (!model) return NULL;
-    if (!tokens_first || model->ndim != 4) return bst__call_empty(call, model->ndim, model->shape, NULL, dtype);
-    int64_t size[4];
-    for (int i = 0; i < 4; i++) size[i] = model->shape[i] > 1 ? model->shape[i] : 1;
-    int64_t strides[] = {size[2] * size[1] * size[3], size[3], size[1] * size[3], 1};
-    return bst__call_empty(call, 4, model->shape, strides, dtype);
-}
-
-static bool same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits; }
-
 static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
     DLTensor *q = bst__call_tensor(&call, stack[0]), *k = bst__call_tensor(&call, stack[1]);
     DLTensor *cos = bst__call_tensor(&call, stack[2]), *sin = bst__call_tensor(&call, stack[3]);
-    DLDataType type = same_type(q->dtype, cos->dtype) ? q->dtype : bst_type_f32;
-    DLTensor *q_out = new_heads(&call, q, stack[5] & 1, type), *k_out = new_heads(&call, k, stack[6] & 1, type);
+    DLDataType type = bst__same_type(q->dtype, cos->dtype) ? q->dtype : bst_type_f32;
+    DLTensor *q_out = bst__call_heads(&call, q, stack[5] & 1, type),
+             *k_out = bst__call_heads(&call, k, stack[6] & 1, type);
     if (call.status == BST_OK) call.status = bst_rope_forward(&call.exec, q, k, cos, sin, stack[4] & 1, q_out, k_out);
     bst__call_end(&call, stack, 2, (DLTensor *[]){q_out, k_out});
 }
@@ -40,8 +29,8 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
             bst__error(BST_INVALID, "rope_backward: dtype is %d; 0 (float32), 1 (bfloat16) or 2 (float16) is needed",
                        (int)stack[7]);
     } else {
-        dq = new_heads(&call, dq_out, stack[5] & 1, types[stack[7]]);
-        dk = new_heads(&call, dk_out, stack[6] & 1, types[stack[7]]);
+        dq = bst__call_heads(&call, dq_out, stack[5] & 1, types[stack[7]]);
+        dk = bst__call_heads(&call, dk_out, stack[6] & 1, types[stack[7]]);
     }
     if (call.status == BST_OK)
         call.status = bst_rope_backward(&call.exec, dq_out, dk_out, cos, sin, stack[4] & 1, dq, dk);

@@ -31,23 +31,21 @@ static bst_status check_like(const char *op, const char *name, const DLTensor *t
 }
 
 /* A gradient may take the place of an input, element for element, but not lie across one. */
-static bst_status check_gradient(const char *name, const DLTensor *tensor, const operand *const inputs[3], operand *out,
-                                 bool *in_place) {
+static bst_status check_gradient(const char *name, const DLTensor *tensor, const operand *const inputs[3],
+                                 operand *out) {
     BST_TRY(check_like(backward_op, name, tensor, inputs[0], out));
     for (int i = 0; i < 3; i++) {
-        if (bst__same_memory(&out->view, &inputs[i]->view))
-            *in_place = true;
-        else
-            BST_TRY(bst__need_apart(backward_op, name, &out->view, inputs[i]->name, &inputs[i]->view));
+        if (bst__same_memory(&out->view, &inputs[i]->view)) continue;
+        BST_TRY(bst__need_apart(backward_op, name, &out->view, inputs[i]->name, &inputs[i]->view));
     }
     return BST_OK;
 }
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP, IN_PLACE };
+enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP };
 #define MACROS(which) \
-    {"TYPE", "VEC", "THREADS", "EACH", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "DGATE", "DUP", "IN_PLACE", which, NULL}
+    {"TYPE", "VEC", "THREADS", "EACH", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "DGATE", "DUP", which, NULL}
 
 static const bst_kernel forward_kernel = {"swiglu.cu", "swiglu_forward", MACROS("FORWARD")};
 static const bst_kernel backward_kernel = {"swiglu.cu", "swiglu_backward", MACROS("BACKWARD")};
@@ -125,7 +123,7 @@ bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLT
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
 static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const operand *a, const operand *b,
-                                const operand *da, const operand *db, bool in_place) {
+                                const operand *da, const operand *db) {
     const operand *operands[6] = {a, dy, b}; /* the rest NULL */
     int count = 3;
     if (da->view.data) operands[count++] = da;
@@ -134,7 +132,6 @@ static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const o
     shape(&l, operands);
     l.values[DGATE] = da->view.data != NULL;
     l.values[DUP] = db->view.data != NULL;
-    l.values[IN_PLACE] = in_place;
     swiglu_backward_args args = {dy->view.data,           a->view.data,           b->view.data,
                                  da->view.data,           db->view.data,          a->view.count,
                                  bst__row_map(&dy->rows), bst__row_map(&a->rows), bst__row_map(&b->rows),
@@ -145,16 +142,15 @@ static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const o
 bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                DLTensor *da, DLTensor *db) {
     operand av, bv, dyv, dav = {0}, dbv = {0};
-    bool in_place = false;
     BST_TRY(check_first(backward_op, "a", a, &av));
     BST_TRY(check_like(backward_op, "b", b, &av, &bv));
     BST_TRY(check_like(backward_op, "dy", dy, &av, &dyv));
     const operand *inputs[] = {&av, &bv, &dyv};
-    if (da) BST_TRY(check_gradient("da", da, inputs, &dav, &in_place));
-    if (db) BST_TRY(check_gradient("db", db, inputs, &dbv, &in_place));
+    if (da) BST_TRY(check_gradient("da", da, inputs, &dav));
+    if (db) BST_TRY(check_gradient("db", db, inputs, &dbv));
     if (da && db) BST_TRY(bst__need_apart(backward_op, "da", &dav.view, "db", &dbv.view));
     if (!av.view.count || (!da && !db)) return BST_OK;
-    if (av.view.device.device_type == kDLCUDA) return backward_cuda(exec, &dyv, &av, &bv, &dav, &dbv, in_place);
+    if (av.view.device.device_type == kDLCUDA) return backward_cuda(exec, &dyv, &av, &bv, &dav, &dbv);
     /* An absent gradient has no rows: it is left out of the question. */
     const operand *operands[] = {&av, &bv, &dyv, da ? &dav : &av, db ? &dbv : &av, NULL};
     bool flat = packed(operands);

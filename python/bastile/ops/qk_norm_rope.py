@@ -1,0 +1,145 @@
+"""QK-norm and rotary embedding in one pass: RMSNorm over each head of queries and keys, then the rotation (Qwen3)."""
+
+from __future__ import annotations
+
+import torch
+
+from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops._common import first_order_only, served
+from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
+from bastile.ops.rms_norm import _CASTING, Casting
+from bastile.ops.rms_norm import _reference as norm
+
+_forward = torch.ops.bastile.qk_norm_rope_forward.default
+_backward = torch.ops.bastile.qk_norm_rope_backward.default
+
+# What the backward operator is asked for.
+_DQ, _DK, _DQ_WEIGHT, _DK_WEIGHT = 1, 2, 4, 8
+
+
+@torch.library.register_fake("bastile::qk_norm_rope_forward")
+def _(q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved, q_tokens_first, k_tokens_first):
+    dtype = torch.promote_types(q.dtype, q_weight.dtype) if casting == _CASTING["llama"] else q.dtype
+    dtype = torch.promote_types(dtype, cos.dtype)
+    return new_heads(q, q_tokens_first, dtype), new_heads(k, k_tokens_first, dtype)
+
+
+@torch.library.register_fake("bastile::qk_norm_rope_backward")
+def _(
+    dq_out,
+    dk_out,
+    q,
+    k,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    eps,
+    casting,
+    interleaved,
+    q_tokens_first,
+    k_tokens_first,
+    wants,
+):
+    def none():
+        return torch.empty((0,), dtype=torch.float32, device=q.device)
+
+    return (
+        new_heads(q, q_tokens_first, q.dtype) if wants & _DQ else none(),
+        new_heads(k, k_tokens_first, k.dtype) if wants & _DK else none(),
+        torch.empty_like(q_weight) if wants & _DQ_WEIGHT else none(),
+        torch.empty_like(k_weight) if wants & _DK_WEIGHT else none(),
+    )
+
+
+class _QKNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved):
+        ctx.options = eps, casting, interleaved
+        ctx.tokens_first = tokens_first(q), tokens_first(k)
+        q, k = dense(q), dense(k)
+        q_out, k_out = _forward(q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved, *ctx.tokens_first)
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
+        # Attention computes no gradient for the one whose projection and norm are frozen.
+        needs = ctx.needs_input_grad
+        frozen = [t for t, x, weight in ((q_out, 0, 2), (k_out, 1, 3)) if not (needs[x] or needs[weight])]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return q_out, k_out
+
+    @staticmethod
+    def backward(ctx, dq_out, dk_out):
+        saved = ctx.saved_tensors
+        want_dq, want_dk, want_dq_weight, want_dk_weight = wanted = ctx.needs_input_grad[:4]
+        wants = _DQ * want_dq + _DK * want_dk + _DQ_WEIGHT * want_dq_weight + _DK_WEIGHT * want_dk_weight
+        gradients = _backward(
+            dense(dq_out) if want_dq or want_dq_weight else None,
+            dense(dk_out) if want_dk or want_dk_weight else None,
+            *saved,
+            *ctx.options,
+            *ctx.tokens_first,
+            wants,
+        )
+        results = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            results = [first_order_only("qk_norm_rope", g, dq_out, dk_out, *saved[:4]) for g in results]
+        return *results, None, None, None, None, None
+
+
+def _kernels_serve(q, k, q_weight, k_weight, cos, sin) -> bool:
+    return (
+        served(q, k, q_weight, k_weight, cos, sin)
+        and q.dtype == k.dtype
+        and q_weight.dtype == k_weight.dtype
+        and cos.dtype == sin.dtype
+        and not (cos.requires_grad or sin.requires_grad)
+        and q.dim() == k.dim() == 4
+        and q.shape[-1] <= MOST_DIM
+    )
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over each head of q and of k, then the rotary embedding: one pass forward, one backward.
+
+    Args:
+        q: [B, heads, S, D]; float32, bfloat16 or float16, any strides: usually a transposed view of [B, S, heads, D].
+        k: [B, kv_heads, S, D], of q's type.
+        q_weight: [D], the factor of q's normalised heads; any of the three types.
+        k_weight: [D], of q_weight's type.
+        cos: [B or 1, S, R], R even and at most D: the first R elements of a head turn. Any of the three types.
+        sin: as cos. Tables that want gradients, heads wider than 2048, and q and k, or their weights, of two types run
+            the original torch code.
+        eps: added to the mean of squares.
+        casting: "llama" (Llama, Qwen) and "none": the factor is weight; "gemma": 1 + weight. As in `rms_norm`, the
+            weight's type counts for the result's in "llama" alone.
+        interleaved: pairs are neighbours (2i, 2i + 1); else they are (i, i + R/2), as in Qwen.
+
+    Returns:
+        q and k normalised and turned, in the memory order in which they came and in the promoted type of q, cos and
+        ("llama") the weights; computed in float32 and rounded once, where the two operators one after the other round
+        twice or three times. Gradients flow to q, k and the weights; the weights' are summed in float32 in a fixed
+        order.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is needed.
+        ValueError: for an unknown casting.
+    """
+    code = _CASTING.get(casting)
+    if code is None:
+        raise ValueError(f"qk_norm_rope: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
+    if not _kernels_serve(q, k, q_weight, k_weight, cos, sin):
+        q, k = norm(q, q_weight, eps, casting), norm(k, k_weight, eps, casting)
+        return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
+    tables = dense(cos), dense(sin)
+    return _QKNormRope.apply(q, k, dense(q_weight), dense(k_weight), *tables, eps, code, interleaved)

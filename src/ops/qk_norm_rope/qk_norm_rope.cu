@@ -1,0 +1,325 @@
+/* qk_norm_rope.cu - RMSNorm over each head of q and of k, then the rotary embedding, in one pass; and its gradients.
+ *
+ * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k, W_TYPE, TABLE_TYPE,
+ * OUT_TYPE (codes of dtype.h); INTERLEAVED; GEMMA: the factor is 1 + weight; VEC elements of an access (rotary.cuh);
+ * GROUP threads of a head, a power of two, at least LANES; THREADS of a block; backward: WANTS (bits of
+ * qk_norm_rope_args.h), BLOCKS that a multiprocessor holds.
+ *
+ * A group of threads holds a whole head, each thread both members of its pairs: the mean is a sum over the group, the
+ * rotation needs no exchange. What a group takes of a token, QK_EACH heads of q or of k, is a slot of the token; its
+ * weight, cosines and sines are read once for these.
+ *
+ * forward   one slot a group; all its reads are under way at once. Bytes: q and k read and written, once each; the
+ *           tables once (batch rows that share them find them in the L2).
+ * backward  persistent: a group keeps to one slot, goes from token to token, and has its share of that weight's gradient
+ *           in float32 registers. Each head has its place in shared memory, which is filled with that head of the next
+ *           token as soon as it has been read. A block writes one partial row at its end. Bytes: q, k, dq_out and dk_out
+ *           read, dq and dk written; blocks * DIM * 8 written and read back by qk_norm_rope_dweight, within the L2.
+ * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
+#include "pack.cuh"
+#include "qk_norm_rope_args.h"
+#include "reduce.cuh"
+#include "rotary.cuh"
+
+#define GROUPS (THREADS / GROUP)
+#define HEADS  (Q_HEADS + K_HEADS)
+#define PAIR   (2 * VEC) /* elements of both pieces: the left one's, then the right one's */
+
+/* Where the partner of element j is, and whether j is the first of its pair. */
+#define PARTNER(j)      (WHOLE_PAIRS ? (j) ^ 1 : (j) ^ VEC)
+#define FIRST(j)        (WHOLE_PAIRS ? (j) % 2 == 0 : (j) < VEC)
+
+#define SLOTS_OF(heads) (((heads) + QK_EACH - 1) / QK_EACH)
+#ifdef FORWARD
+#define Q_SLOTS SLOTS_OF(Q_HEADS)
+#define K_SLOTS SLOTS_OF(K_HEADS)
+#else
+#define Q_SLOTS (WANTS & (QK_DX | QK_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
+#define K_SLOTS (WANTS >> QK_OF_K ? SLOTS_OF(K_HEADS) : 0)
+#endif
+#define SLOTS (Q_SLOTS + K_SLOTS)
+
+#ifndef REDUCE
+/* Heads `first` to `first` + `count` of q or of k; `index`: their place among all heads of the token. */
+typedef struct slot_heads {
+    int first, count, index;
+    bool of_q;
+} slot_heads;
+
+BST_DEVICE slot_heads slot_at(int slot) {
+    slot_heads s;
+    s.of_q = slot < Q_SLOTS;
+    s.first = (s.of_q ? slot : slot - Q_SLOTS) * QK_EACH;
+    s.count = (s.of_q ? Q_HEADS : K_HEADS) - s.first;
+    s.index = s.of_q ? s.first : Q_HEADS + s.first;
+    return s;
+}
+
+/* Both pieces of a vector or a table; zeros where this thread has none. */
+BST_DEVICE void load_pieces(float *out, const void *base, int64_t start, int type, bst_pieces p) {
+    BST_UNROLL
+    for (int j = 0; j < PAIR; j++) out[j] = 0;
+    if (p.has_left) bst_load(out, base, start + p.left, type, VEC);
+    if (p.has_right) bst_load(out + VEC, base, start + p.right, type, VEC);
+}
+
+BST_DEVICE void load_weight(float *w, const void *weight, bst_pieces p) {
+    load_pieces(w, weight, 0, W_TYPE, p);
+    BST_UNROLL
+    for (int j = 0; j < PAIR; j++)
+        if (GEMMA) w[j] += 1.0f;
+}
+
+/* Of the threads whose pieces do not turn, ones and zeros. */
+BST_DEVICE void load_tables(float *c, float *s, const qk_norm_rope_tables *t, int64_t batch, int64_t position,
+                            bool live, bst_pieces p) {
+    BST_UNROLL
+    for (int j = 0; j < PAIR; j++) c[j] = 1, s[j] = 0;
+    if (!live || !p.turning) return;
+    load_pieces(c, t->cos, batch * t->cos_batch + position * t->cos_position, TABLE_TYPE, p);
+    load_pieces(s, t->sin, batch * t->sin_batch + position * t->sin_position, TABLE_TYPE, p);
+}
+
+/* v[j] becomes own[j] v[j] + across[j] v[partner]. What does not turn has no partner, and so nothing of an infinite
+ * one. */
+BST_DEVICE void turn(float *v, const float *own, const float *across, bst_pieces p) {
+    BST_UNROLL
+    for (int j = 0; j < PAIR; j++) {
+        if (!FIRST(j)) continue;
+        const int k = PARTNER(j);
+        const float first = v[j], second = v[k];
+        v[j] = bst_fma(PASSING && !p.turning ? 0.0f : second, across[j], first * own[j]);
+        v[k] = bst_fma(PASSING && !p.turning ? 0.0f : first, across[k], second * own[k]);
+    }
+}
+
+/* Of a head, of which this thread holds x. Every thread of the block takes part. */
+BST_DEVICE float rstd_of(const float *x, float eps, float *scratch) {
+    float squares = 0;
+    BST_UNROLL
+    for (int j = 0; j < PAIR; j++) squares = bst_fma(x[j], x[j], squares);
+    return bst_rsqrt(bst_group_sum(squares, GROUP, scratch) * (1.0f / DIM) + eps);
+}
+
+BST_DEVICE void store_pieces(void *base, int64_t start, const float *in, int type, bst_pieces p) {
+    if (p.has_left) bst_store_once(base, start + p.left, in, type, VEC);
+    if (p.has_right) bst_store_once(base, start + p.right, in + VEC, type, VEC);
+}
+
+BST_DEVICE void read_pieces(bst_raw *out, const void *base, int64_t start, int type, bool wanted, bst_pieces p) {
+    const bst_raw none = {{0, 0, 0, 0}};
+    out[0] = out[1] = none;
+    if (wanted && p.has_left) out[0] = bst_raw_once(base, start + p.left, type, VEC);
+    if (wanted && p.has_right) out[1] = bst_raw_once(base, start + p.right, type, VEC);
+}
+
+BST_DEVICE void unpack_pieces(float *out, const bst_raw *raw, int type) {
+    bst_unpack(out, raw[0], type, VEC);
+    bst_unpack(out + VEC, raw[1], type, VEC);
+}
+#endif
+
+#ifdef FORWARD
+BST_KERNEL(qk_norm_rope_forward, qk_norm_rope_forward_args, THREADS, 1) {
+    BST_SHARED(float, scratch, 64);
+    const int lane = (int)bst_thread() % GROUP;
+    const uint32_t group = bst_block() * GROUPS + bst_thread() / GROUP;
+    const uint32_t token = group / SLOTS;
+    const slot_heads s = slot_at((int)(group % SLOTS));
+    const qk_norm_rope_forward_heads h = s.of_q ? a.q : a.k;
+    const bst_pieces p = bst_pieces_of(lane);
+    const bool live = token < a.tables.tokens;
+    const int64_t batch = token / a.tables.positions, position = token % a.tables.positions;
+    const int64_t x = bst_token_start(h.x_map, batch, position) + s.first * h.x_map.head;
+    const int64_t y = bst_token_start(h.y_map, batch, position) + s.first * h.y_map.head;
+    bst_raw raw[QK_EACH][2];
+    float own[PAIR], across[PAIR];
+    bst_wait_for_previous();
+    BST_UNROLL
+    for (int i = 0; i < QK_EACH; i++) read_pieces(raw[i], h.x, x + i * h.x_map.head, IN_TYPE, live && i < s.count, p);
+    {
+        float w[PAIR], sine[PAIR];
+        load_weight(w, h.weight, p);
+        load_tables(own, sine, &a.tables, batch, position, live, p);
+        BST_UNROLL
+        for (int j = 0; j < PAIR; j++) {
+            own[j] *= w[j];
+            across[j] = w[PARTNER(j)] * (FIRST(j) ? -sine[j] : sine[j]);
+        }
+    }
+    BST_UNROLL
+    for (int i = 0; i < QK_EACH; i++) {
+        float v[PAIR];
+        unpack_pieces(v, raw[i], IN_TYPE);
+        const float rstd = rstd_of(v, a.eps, scratch + i % 2 * 32);
+        BST_UNROLL
+        for (int j = 0; j < PAIR; j++) v[j] *= rstd;
+        turn(v, own, across, p);
+        if (live && i < s.count) store_pieces(h.y, y + i * h.y_map.head, v, OUT_TYPE, p);
+    }
+}
+#endif
+
+#ifdef BACKWARD
+#define BYTES(type) ((type) == BST_F32_CODE ? 4 : 2)
+/* Through shared memory where both inputs come in accesses of 16 bytes; else straight into registers. */
+#define RING (VEC * BYTES(IN_TYPE) == 16 && VEC * BYTES(OUT_TYPE) == 16)
+/* Where the first head of a slot lies in q and its incoming gradient, or in k and its. */
+typedef struct slot_source {
+    const void *x, *dy;
+    bool live;
+} slot_source;
+
+BST_DEVICE slot_source source_of(const qk_norm_rope_backward_args *a, slot_heads s, uint32_t token) {
+    slot_source from = {a->q.x, a->q.dy, token < a->tables.tokens};
+    if (!from.live) return from;
+    const int64_t batch = token / a->tables.positions, position = token % a->tables.positions;
+    const qk_norm_rope_backward_heads *q = &a->q, *k = &a->k;
+    from.x = s.of_q ? bst_at(q->x, bst_token_start(q->x_map, batch, position) + s.first * q->x_map.head, IN_TYPE)
+                    : bst_at(k->x, bst_token_start(k->x_map, batch, position) + s.first * k->x_map.head, IN_TYPE);
+    from.dy = s.of_q ? bst_at(q->dy, bst_token_start(q->dy_map, batch, position) + s.first * q->dy_map.head, OUT_TYPE)
+                     : bst_at(k->dy, bst_token_start(k->dy_map, batch, position) + s.first * k->dy_map.head, OUT_TYPE);
+    return from;
+}
+
+#if RING
+/* A thread copies its own pieces into its own places and reads nobody else's: waiting for its own copies is all the
+ * synchronisation there is. Places of one piece lie side by side, which keeps the banks apart. */
+BST_DEVICE unsigned char *place(unsigned char *ring, int i, int piece) {
+    return ring + ((i * 4 + piece) * THREADS + (int)bst_thread()) * 16;
+}
+
+BST_DEVICE void fetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
+    if (wanted && p.has_left) {
+        bst_copy_async16(place(ring, i, 0), bst_at(from->x, p.left, IN_TYPE));
+        bst_copy_async16(place(ring, i, 2), bst_at(from->dy, p.left, OUT_TYPE));
+    }
+    if (wanted && p.has_right) {
+        bst_copy_async16(place(ring, i, 1), bst_at(from->x, p.right, IN_TYPE));
+        bst_copy_async16(place(ring, i, 3), bst_at(from->dy, p.right, OUT_TYPE));
+    }
+    bst_copy_async_commit();
+}
+#endif
+
+/* Adds up the groups of the block, kind by kind, into its row of the partial sums. */
+BST_DEVICE void store_partial(float *out, float *sums, const float *dw, bst_pieces p) {
+    float *mine = sums + (int)bst_thread() / GROUP * DIM;
+    bst_sync(); /* of `sums`, others may still read what came before */
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) {
+        if (p.has_left) mine[p.left + j] = dw[j];
+        if (p.has_right) mine[p.right + j] = dw[VEC + j];
+    }
+    bst_sync();
+    for (int c = (int)bst_thread(); c < 2 * DIM; c += THREADS) {
+        float sum = 0;
+        for (int g = 0; g < GROUPS; g++) {
+            const bool of_q = (bst_block() * GROUPS + g) % SLOTS < Q_SLOTS;
+            if (of_q == (c < DIM)) sum += sums[g * DIM + c % DIM];
+        }
+        out[c] = sum;
+    }
+}
+
+/* With z = n w, n = x rstd: dz is dy turned back, m = dz w, dx = rstd (m - n mean(m n)), dweight = sum of dz n. */
+BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
+    BST_SHARED(float, scratch, 64);
+    BST_DYNAMIC_SHARED(memory);
+    const int lane = (int)bst_thread() % GROUP;
+    const uint32_t group = bst_block() * GROUPS + bst_thread() / GROUP, step = bst_blocks() * GROUPS / SLOTS;
+    const slot_heads s = slot_at((int)(group % SLOTS));
+    const bst_pieces p = bst_pieces_of(lane);
+    const bool dx_wanted = s.of_q ? WANTS & QK_DX : WANTS >> QK_OF_K & QK_DX;
+    const void *weight = s.of_q ? a.q.weight : a.k.weight;
+    const int64_t x_head = s.of_q ? a.q.x_map.head : a.k.x_map.head;
+    const int64_t dy_head = s.of_q ? a.q.dy_map.head : a.k.dy_map.head;
+    float dw[PAIR];
+    BST_UNROLL
+    for (int j = 0; j < PAIR; j++) dw[j] = 0;
+    bst_wait_for_previous();
+    bst_let_next_start(); /* the sum of the partial rows: it waits for this kernel's end on the multiprocessor */
+    /* The groups beyond the last whole token stay idle, but take part in every sum and barrier. */
+    uint32_t token = group / SLOTS < step ? group / SLOTS : a.tables.tokens;
+#if RING
+    slot_source first = source_of(&a, s, token);
+    for (int i = 0; i < QK_EACH; i++) {
+        fetch(memory, i, &first, first.live && i < s.count, p);
+        first.x = bst_at(first.x, x_head, IN_TYPE);
+        first.dy = bst_at(first.dy, dy_head, OUT_TYPE);
+    }
+#endif
+    for (uint32_t done = 0; done < a.tables.tokens; done += step) {
+        const bool live = token < a.tables.tokens;
+        const uint32_t next = live ? token + step : token;
+        slot_source from = source_of(&a, s, RING ? next : token);
+        const int64_t batch = token / a.tables.positions, position = token % a.tables.positions;
+        float c[PAIR], back[PAIR];
+        {
+            float sine[PAIR];
+            load_tables(c, sine, &a.tables, batch, position, live, p);
+            BST_UNROLL
+            for (int j = 0; j < PAIR; j++) back[j] = FIRST(j) ? sine[PARTNER(j)] : -sine[PARTNER(j)];
+        }
+        BST_ROLLED
+        for (int i = 0; i < QK_EACH; i++) {
+            const bool wanted = live && i < s.count;
+            const bst_raw none = {{0, 0, 0, 0}};
+            bst_raw raw_x[2] = {none, none}, raw_dy[2] = {none, none};
+            float n[PAIR], m[PAIR], w[PAIR];
+#if RING
+            bst_copy_async_wait(QK_EACH - 1);
+            if (wanted && p.has_left) raw_x[0] = bst_read(place(memory, i, 0), 16);
+            if (wanted && p.has_right) raw_x[1] = bst_read(place(memory, i, 1), 16);
+            if (wanted && p.has_left) raw_dy[0] = bst_read(place(memory, i, 2), 16);
+            if (wanted && p.has_right) raw_dy[1] = bst_read(place(memory, i, 3), 16);
+            fetch(memory, i, &from, from.live && i < s.count, p);
+#else
+            read_pieces(raw_x, from.x, 0, IN_TYPE, wanted, p);
+            read_pieces(raw_dy, from.dy, 0, OUT_TYPE, wanted, p);
+#endif
+            from.x = bst_at(from.x, x_head, IN_TYPE);
+            from.dy = bst_at(from.dy, dy_head, OUT_TYPE);
+            load_weight(w, weight, p);
+            unpack_pieces(n, raw_x, IN_TYPE);
+            const float rstd = rstd_of(n, a.eps, scratch);
+            unpack_pieces(m, raw_dy, OUT_TYPE);
+            turn(m, c, back, p);
+            unpack_pieces(n, raw_x, IN_TYPE);
+            float projection = 0;
+            BST_UNROLL
+            for (int j = 0; j < PAIR; j++) {
+                n[j] *= rstd;
+                if (WANTS & (QK_DWEIGHT | QK_DWEIGHT << QK_OF_K)) dw[j] = bst_fma(m[j], n[j], dw[j]);
+                m[j] *= w[j];
+                projection = bst_fma(m[j], n[j], projection);
+            }
+            if (!(WANTS & (QK_DX | QK_DX << QK_OF_K))) continue;
+            projection = bst_group_sum(projection, GROUP, scratch + 32) * (1.0f / DIM);
+            BST_UNROLL
+            for (int j = 0; j < PAIR; j++) m[j] = rstd * bst_fma(-projection, n[j], m[j]);
+            if (!dx_wanted || !wanted) continue;
+            const qk_norm_rope_backward_heads *q = &a.q, *k = &a.k;
+            const int head = s.first + i;
+            const int64_t at = s.of_q ? bst_token_start(q->dx_map, batch, position) + head * q->dx_map.head
+                                      : bst_token_start(k->dx_map, batch, position) + head * k->dx_map.head;
+            store_pieces(s.of_q ? q->dx : k->dx, at, m, IN_TYPE, p);
+        }
+        token = next;
+    }
+    if (WANTS & (QK_DWEIGHT | QK_DWEIGHT << QK_OF_K))
+        store_partial(a.partial + (int64_t)bst_block() * 2 * DIM, (float *)memory, dw, p);
+}
+#endif
+
+#ifdef REDUCE
+/* Each weight's gradient is the sum of its columns of the partial rows. A block takes 32 columns. */
+BST_KERNEL(qk_norm_rope_dweight, qk_norm_rope_dweight_args, 1024, 1) {
+    BST_SHARED(float, scratch, 32 * 33);
+    const int first = (int)bst_block() * 32, column = first + (int)bst_thread() / 32;
+    bst_wait_for_previous();
+    const float sum = bst_column_sums(a.partial, a.parts, 2 * DIM, first, scratch);
+    void *out = column < DIM ? a.dq_weight : a.dk_weight;
+    if (bst_lane() == 0 && column < 2 * DIM && out) bst_store(out, column % DIM, &sum, W_TYPE, 1);
+}
+#endif
