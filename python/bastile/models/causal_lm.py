@@ -4,7 +4,6 @@ With labels, in training, the output's `logits` is None and its `loss` comes fro
 weight at once. Every other call, and every model whose head or loss someone has changed, runs the original forward."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bastile.models.guards import untouched
+from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
@@ -22,7 +22,7 @@ from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 
 def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)[1:]  # without self
+    names = parameter_names(original)
     backbone, head = family.backbone, family.head
 
     @functools.wraps(original)

@@ -5,14 +5,13 @@ original computes; a call it does not serve it hands to the original, arguments 
 kernels are the operators' own business: they compute the same formula in plain torch there.)"""
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from transformers.activations import ACT2FN
 
-from bastile.models.guards import untouched
+from bastile.models.guards import mark_as_ours, untouched
 from bastile.models.table import Family
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
@@ -30,7 +29,7 @@ def norm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., 
             return original(self, *args, **kwargs)
         return rms_norm(args[0], self.weight, getattr(self, eps), casting=casting)
 
-    return forward
+    return mark_as_ours(forward)
 
 
 def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,16 +58,4 @@ def rotary_function(family: Family, original: Callable[..., Any]) -> Callable[..
             return original(q, k, cos, sin, *args, **kwargs)
         return rope(q, k, cos, sin, interleaved=interleaved)
 
-    return rotate
-
-
-def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """The same code, in which the global `name` is `value` and every other global is what it is now.
-
-    This is how one model's attention gets another rotary function while all others keep theirs. The copy of the globals
-    has no __name__: by it torch.compile would take them for those of the module, and mix the two functions up."""
-    scope = {key: item for key, item in function.__globals__.items() if key != "__name__"}
-    scope[name] = value
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
+    return mark_as_ours(rotate)
