@@ -16,7 +16,7 @@ _combine_forward = torch.ops.bastile.moe_combine_forward.default
 _combine_backward = torch.ops.bastile.moe_combine_backward.default
 
 #: The sort gives each expert a thread of one block.
-_MOST_EXPERTS = 1023
+MOST_EXPERTS = 1023
 
 
 def _none(like: torch.Tensor) -> torch.Tensor:
@@ -209,7 +209,7 @@ def moe_experts(
     if not (
         served(*floats)
         and same
-        and gate_up_proj.shape[0] <= _MOST_EXPERTS
+        and gate_up_proj.shape[0] <= MOST_EXPERTS
         and not torch.is_autocast_enabled(hidden.device.type)
     ):
         return _reference(*given, alpha, limit)
