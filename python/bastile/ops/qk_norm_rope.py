@@ -9,6 +9,7 @@ from bastile.ops._common import first_order_only, served
 from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
 from bastile.ops.rms_norm import _CASTING, Casting
 from bastile.ops.rms_norm import _reference as norm
+from bastile.recompute import offer
 
 _forward = torch.ops.bastile.qk_norm_rope_forward.default
 _backward = torch.ops.bastile.qk_norm_rope_backward.default
@@ -57,7 +58,6 @@ class _QKNormRope(torch.autograd.Function):
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved):
         ctx.options = eps, casting, interleaved
         ctx.tokens_first = tokens_first(q), tokens_first(k)
-        q, k = dense(q), dense(k)
         q_out, k_out = _forward(q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved, *ctx.tokens_first)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         # Attention computes no gradient for the one whose projection and norm are frozen.
@@ -141,5 +141,7 @@ def qk_norm_rope(
     if not _kernels_serve(q, k, q_weight, k_weight, cos, sin):
         q, k = norm(q, q_weight, eps, casting), norm(k, k_weight, eps, casting)
         return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
-    tables = dense(cos), dense(sin)
-    return _QKNormRope.apply(q, k, dense(q_weight), dense(k_weight), *tables, eps, code, interleaved)
+    inputs = (dense(q), dense(k), dense(q_weight), dense(k_weight), dense(cos), dense(sin), eps, code, interleaved)
+    turned = _QKNormRope.apply(*inputs)
+    offer(_forward, (*inputs, tokens_first(q), tokens_first(k)), *turned)
+    return turned

@@ -31,9 +31,11 @@
 
 #define SLOTS_OF(heads) (((heads) + QK_EACH - 1) / QK_EACH)
 #ifdef FORWARD
+#define QK_EACH QK_FORWARD_EACH
 #define Q_SLOTS SLOTS_OF(Q_HEADS)
 #define K_SLOTS SLOTS_OF(K_HEADS)
 #else
+#define QK_EACH QK_BACKWARD_EACH
 #define Q_SLOTS (WANTS & (QK_DX | QK_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
 #define K_SLOTS (WANTS >> QK_OF_K ? SLOTS_OF(K_HEADS) : 0)
 #endif
