@@ -46,6 +46,7 @@ def apply(
     fused_linear_cross_entropy: bool = True,
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
+    moe_experts: bool = True,
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
@@ -55,6 +56,7 @@ def apply(
     fused_linear_cross_entropy: in training, the loss from the last hidden states; the output's logits are None.
     qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
     add_rms_norm: the residual's addition and the norm after it in one pass.
+    moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
     recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there, bit
     by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
 
@@ -93,6 +95,7 @@ def apply_to_model(
     fused_linear_cross_entropy: bool = True,
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
+    moe_experts: bool = True,
     recompute: bool = True,
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only. PEFT, torch.compile, DDP and FSDP wrappers are

@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
-from bastile.models import attention, causal_lm, decoder, layers
+from bastile.models import attention, causal_lm, decoder, experts, layers
 from bastile.models.table import FAMILIES
 
 # The families in which every layer is norm, attention, norm, MLP.
@@ -115,6 +115,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counted(layers, name)
     counted(attention, "qk_norm_rope")
     counted(decoder, "add_rms_norm")
+    counted(experts, "moe_experts")
     counted(causal_lm, "fused_linear_cross_entropy")
     return counts
 

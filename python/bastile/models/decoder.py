@@ -35,7 +35,7 @@ ARGUMENTS = (
 
 def layer_forward(family: Family, norm: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """norm: the forward of the family's norm as Transformers has it."""
-    eps, casting = family.norm_eps, family.norm_casting
+    eps, casting, is_tuple = family.norm_eps, family.norm_casting, family.layer_mlp_is_tuple
     names = parameter_names(original)
     parameters = inspect.signature(original).parameters
     defaults = {name: parameters[name].default for name in names[1:]}
@@ -49,6 +49,7 @@ def layer_forward(family: Family, norm: Callable[..., Any], original: Callable[.
         x, residual = add_rms_norm(given.pop(names[0]), None, before.weight, getattr(before, eps), casting=casting)
         x, _ = getattr(self, ATTENTION)(hidden_states=x, **given)
         x, residual = add_rms_norm(x, residual, between.weight, getattr(between, eps), casting=casting)
-        return residual + getattr(self, MLP)(x)
+        x = getattr(self, MLP)(x)
+        return residual + (x[0] if is_tuple else x)
 
     return forward

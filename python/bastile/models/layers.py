@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -49,13 +50,15 @@ def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., A
 
 
 def rotary_function(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
-    interleaved = family.rotary_interleaved
+    interleaved, half_table = family.rotary_interleaved, family.rotary_half_table
 
     @functools.wraps(original)
     def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
         if args or not heads_first or q.dim() != 4 or cos.dim() != 3:
             return original(q, k, cos, sin, *args, **kwargs)
+        if half_table:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         return rope(q, k, cos, sin, interleaved=interleaved)
 
     return mark_as_ours(rotate)

@@ -87,7 +87,10 @@ def _fused_linear_cross_entropy(look: Lookup) -> Site:
     name = family.causal_lm_class
     look.need_parameters(f"{name}.forward", look.forward(name), ["labels", "logits_to_keep"])
     build = partial(_replacements(look, "causal_lm").causal_lm_forward, family)
-    return _forward_of(look, name, build, [family.backbone, family.head, "loss_function"])
+    reads = [family.backbone, family.head, "loss_function"]
+    if family.router_loss:
+        reads += ["load_balancing_loss_func", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
+    return _forward_of(look, name, build, reads)
 
 
 def _qk_norm_rope(look: Lookup) -> Site:
@@ -137,6 +140,18 @@ def _add_rms_norm(look: Lookup) -> Site:
     )
 
 
+def _moe_experts(look: Lookup) -> Site:
+    experts = _replacements(look, "experts")
+    name = look.family.experts_class
+    gate = getattr(look.get(name), experts.GATE, None)
+    if gate is None:
+        raise look.missing(f"{name}.{experts.GATE}")
+    look.know_all(f"{name}.{experts.GATE}", gate, experts.GATE_READS, ["gate_up"])
+    look.need_parameters(f"{name}.forward", look.forward(name), experts.ARGUMENTS)
+    build = partial(experts.experts_forward, look.family, gate)
+    return _forward_of(look, name, build, [*experts.PARAMETERS, experts.GATE, "num_experts"])
+
+
 def _recompute(look: Lookup) -> Site:
     name = look.family.backbone_class
     look.need_parameters(f"{name}.forward", look.forward(name), ["input_ids", "inputs_embeds"])
@@ -151,5 +166,6 @@ _FINDERS: dict[str, Callable[[Lookup], Site]] = {
     "fused_linear_cross_entropy": _fused_linear_cross_entropy,
     "qk_norm_rope": _qk_norm_rope,
     "add_rms_norm": _add_rms_norm,
+    "moe_experts": _moe_experts,
     "recompute": _recompute,
 }

@@ -23,6 +23,7 @@ OPERATORS: dict[str, Operator] = {
     "fused_linear_cross_entropy": Operator("causal_lm_class", "output head and loss at once, without logits"),
     "qk_norm_rope": Operator("q_norm", "norm and rotary embedding of queries and keys in one pass"),
     "add_rms_norm": Operator("layer_class", "the residual's addition and the norm after it in one pass"),
+    "moe_experts": Operator("experts_class", "the experts of a mixture of experts, sorted and multiplied in groups"),
     "recompute": Operator("backbone_class", "activations made again in the backward pass instead of kept"),
 }
 
@@ -40,7 +41,10 @@ class Family:
     causal_lm_class: str
     backbone_class: str
     layer_class: str | None = None  # its forward is norm, attention, addition, norm, MLP, addition
+    layer_mlp_is_tuple: bool = False  # the layer's MLP returns its output and something more
     mlp_class: str | None = None
+    experts_class: str | None = None
+    router_loss: bool = False  # its causal_lm_class adds a loss of the router's
     norm_casting: str = "llama"  # as in bastile.ops.rms_norm.rms_norm
     norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
     q_norm: str | None = None  # the attention's attributes that norm each head of queries and keys
@@ -50,6 +54,7 @@ class Family:
     down: str = "down_proj"
     activation: str = "act_fn"
     rotary_interleaved: bool = False
+    rotary_half_table: bool = False  # cos and sin have an element for each pair, not for each number
     backbone: str = "model"
     head: str = "lm_head"
 
@@ -91,6 +96,22 @@ FAMILIES: dict[str, Family] = {
             mlp_class="Qwen3MLP",
             q_norm="q_norm",
             k_norm="k_norm",
+        ),
+        Family(
+            model_type="gpt_oss",
+            since="5.0.0",
+            module="transformers.models.gpt_oss.modeling_gpt_oss",
+            norm_class="GptOssRMSNorm",
+            norm_casting="none",
+            attention_class="GptOssAttention",
+            rotary_function="apply_rotary_pos_emb",
+            rotary_half_table=True,
+            causal_lm_class="GptOssForCausalLM",
+            router_loss=True,
+            backbone_class="GptOssModel",
+            layer_class="GptOssDecoderLayer",
+            layer_mlp_is_tuple=True,
+            experts_class="GptOssExperts",
         ),
     )
 }
