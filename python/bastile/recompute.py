@@ -67,6 +67,11 @@ class _Call:
         self.stream = stream
         self.uses = 0  # how many saved tensors were dropped in favour of it
 
+    def can_be_kept(self) -> bool:
+        """Whether the inputs are still there. A weight that is sharded alone, apart from the layer it is in, is freed
+        when its module has run, and is not back when others want the output."""
+        return self.uses > 0 or not any(_is_freed(i[0]) for i in self.inputs if isinstance(i, tuple))
+
     def repeat(self) -> tuple[torch.Tensor, ...]:
         inputs = [_input(i) if isinstance(i, (tuple, _Dropped)) else i for i in self.inputs]
         with torch.no_grad():
@@ -114,6 +119,7 @@ class _Offer:
             and tensor.numel() == output.numel()
             and _is_dense(tensor)
             and _stream(tensor) == self.call.stream
+            and self.call.can_be_kept()
         )
 
 
@@ -123,6 +129,10 @@ def _is_dense(tensor: torch.Tensor) -> bool:
         return True
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * step for size, step in steps) == tensor.numel()
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    return bool(tensor.numel()) and tensor.untyped_storage().size() == 0
 
 
 def _stream(tensor: torch.Tensor) -> int | None:
@@ -216,11 +226,10 @@ def _unpack(packed: _Kept | _Dropped) -> torch.Tensor:
 
 def _input(packed: _Kept | _Dropped) -> torch.Tensor:
     tensor = _unpack(packed).detach()
-    if tensor.numel() and tensor.untyped_storage().size() == 0:
+    if _is_freed(tensor):
         raise RuntimeError(
             f"bastile: a tensor of shape {list(tensor.shape)} from which an activation is to be recomputed has been "
-            "freed, as sharding does with the weight of a module that is sharded alone; use "
-            "bastile.apply(recompute=False)"
+            "freed since; use bastile.apply(recompute=False)"
         )
     return tensor
 

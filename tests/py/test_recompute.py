@@ -318,6 +318,7 @@ def test_other_hooks_have_the_tensors_for_themselves() -> None:
         leaves = parameters((7, 32), (32,), (8, 32))
         with outer, inner:
             loss = projected(rms_norm(leaves[0], leaves[1]), leaves[2])
+            assert not bastile.recompute._thread.offers
         assert seen.count(7 * 32) == 2  # the norm's input and its output
         loss.backward()
     assert bastile.recompute._thread.offers is None
@@ -474,6 +475,17 @@ def test_a_weight_freed_meanwhile_is_named() -> None:
     leaves[1].untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match=r"shape \[32\].*has been freed.*recompute=False"):
         loss.backward()
+
+
+def test_an_output_is_kept_where_the_weight_is_freed_at_once() -> None:
+    """As sharding does with a norm that is a unit of its own."""
+    x, weight, projection = parameters((7, 32), (32,), (8, 32))
+    (want,) = torch.autograd.grad(projected(rms_norm(x, weight), projection), projection)
+    with recomputing():
+        y = rms_norm(x, weight)
+        weight.untyped_storage().resize_(0)
+        loss = projected(y, projection)
+    assert_same_bits(torch.autograd.grad(loss, projection)[0], want)
 
 
 @pytest.mark.parametrize("whole", [True, False])

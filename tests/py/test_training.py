@@ -207,9 +207,18 @@ def test_data_parallel_reduces_every_gradient(one_process_group: Any) -> None:
     assert sum(reduced) == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.fixture
+def recomputation_at_every_size() -> Iterator[None]:
+    bastile.set_recompute(0)
+    yield
+    bastile.set_recompute(None)
+
+
+@pytest.mark.usefixtures("recomputation_at_every_size")
 @pytest.mark.parametrize("head_apart", [False, True])
 def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_process_group: Any) -> None:
-    """Parameters are DTensors outside of forward, and the head's too where it is a unit of its own."""
+    """Parameters are DTensors outside of forward, and the head's too where it is a unit of its own. Recomputation takes
+    a norm's weight in the backward pass, where the shards have been gathered again."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
