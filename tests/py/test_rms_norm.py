@@ -61,6 +61,7 @@ SHAPES = [
     (4, 1000),  # vectors do not divide evenly among threads
     (70, 128),  # QK-norm: several rows of a block, the last block partial
     (2, 2, 3, 8),  # four dimensions, one vector a row
+    (5, 4096),  # a block a row: on chips with bulk copies, rows come by them
     (3, 4098),  # 4-byte accesses; more than one tile on CPU
     (2, 20000),  # too wide for registers: the reloading kernels, dweight apart
 ]
@@ -74,6 +75,13 @@ def test_matches_float64_as_well_as_stock(shape, casting, dtype, device):
     x = random_tensor(shape, dtype, device, scale=2.0)
     weight = random_tensor(shape[-1:], dtype, device, offset=0.0 if casting == "gemma" else 1.0)
     assert_no_worse(case(x, weight, casting))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_more_rows_than_blocks(device):
+    """Each block of the backward kernel takes several rows, so that they come through all stages of its ring."""
+    x = random_tensor((600, 2048), torch.bfloat16, device, scale=2.0)
+    assert_no_worse(case(x, random_tensor((2048,), torch.bfloat16, device, offset=1.0), "llama"))
 
 
 @few_examples

@@ -9,6 +9,7 @@ from bastile.ops._common import first_order_only, served
 from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
 from bastile.ops.rms_norm import _CASTING, Casting
 from bastile.ops.rms_norm import _reference as norm
+from bastile.recompute import offer
 
 _forward = torch.ops.bastile.qk_norm_rope_forward.default
 _backward = torch.ops.bastile.qk_norm_rope_backward.default
@@ -141,5 +142,8 @@ def qk_norm_rope(
     if not _kernels_serve(q, k, q_weight, k_weight, cos, sin):
         q, k = norm(q, q_weight, eps, casting), norm(k, k_weight, eps, casting)
         return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
-    tables = dense(cos), dense(sin)
-    return _QKNormRope.apply(q, k, dense(q_weight), dense(k_weight), *tables, eps, code, interleaved)
+    constants = dense(q_weight), dense(k_weight), dense(cos), dense(sin), eps, code, interleaved
+    q_out, k_out = _QKNormRope.apply(q, k, *constants)
+    if q.stride(-1) == k.stride(-1) == 1:  # else copies are kept, not q and k themselves
+        offer(_forward, (q, k, *constants, tokens_first(q), tokens_first(k)), q_out, k_out)
+    return q_out, k_out

@@ -178,8 +178,11 @@ def add_rms_norm(
         total = x if residual is None else x + residual
         return _reference(total, weight, eps, casting), total
     if residual is None and not x.requires_grad:  # no gradient will meet another
-        return _RMSNorm.apply(x, weight, eps, code), x
-    return _AddRMSNorm.apply(x, residual, weight, eps, code)
+        y, total = _RMSNorm.apply(x, weight, eps, code), x
+    else:
+        y, total = _AddRMSNorm.apply(x, residual, weight, eps, code)
+    offer(_forward, (total, weight, eps, code), y)
+    return y, total
 
 
 class BastileRMSNorm(nn.Module):

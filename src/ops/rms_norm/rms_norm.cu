@@ -31,13 +31,19 @@
 BST_DEVICE int column_of(int i, int lane) { return (i * THREADS + lane) * VEC; }
 BST_DEVICE bool inside(int column) { return COVERED || column < HIDDEN; }
 
-BST_DEVICE void load_weight(float *w, const void *weight, int column) {
-    if (HAS_WEIGHT) bst_load(w, weight, column, W_TYPE, VEC);
+/* What rows are multiplied by, from the weight as it lies in memory. */
+BST_DEVICE void unpack_weight(float *w, bst_raw raw) {
+    if (HAS_WEIGHT) bst_unpack(w, raw, W_TYPE, VEC);
     BST_UNROLL
     for (int j = 0; j < VEC; j++) {
         if (!HAS_WEIGHT) w[j] = 1.0f;
         if (HAS_WEIGHT && CASTING == GEMMA) w[j] += 1.0f;
     }
+}
+
+BST_DEVICE void load_weight(float *w, const void *weight, int column) {
+    bst_raw none = {{0, 0, 0, 0}};
+    unpack_weight(w, HAS_WEIGHT ? bst_read(bst_at(weight, column, W_TYPE), VEC * bst_type_size(W_TYPE)) : none);
 }
 
 #ifdef FORWARD
@@ -312,6 +318,124 @@ BST_KERNEL(rms_norm_backward, rms_norm_backward_args, BLOCK, 1) {
         for (int j = 0; j < VEC; j++) out[column + j] = dw[i][j];
     }
 #endif
+#endif
+}
+#endif
+
+#ifdef BACKWARD_ROWS
+#define INPUTS    (2 + ADD)
+#define ROW_BYTES (HIDDEN * 16 / VEC)
+
+/* Asks for row `row` of every input. One thread. */
+BST_DEVICE void fetch_row(const rms_norm_backward_args *a, unsigned char *stage, int64_t row, uint64_t *arrived) {
+    if (row >= a->rows) return;
+    bst_barrier_expect(arrived, INPUTS * ROW_BYTES);
+    bst_bulk_read(stage, bst_at(a->x, bst_row_start(&a->x_map, row, FOLDED), X_TYPE), ROW_BYTES, arrived);
+    bst_bulk_read(stage + ROW_BYTES, bst_at(a->dy, bst_row_start(&a->dy_map, row, FOLDED), Y_TYPE), ROW_BYTES, arrived);
+#if ADD
+    bst_bulk_read(stage + 2 * ROW_BYTES, bst_at(a->dsum, bst_row_start(&a->dsum_map, row, FOLDED), X_TYPE), ROW_BYTES,
+                  arrived);
+#endif
+}
+
+/* rms_norm_backward for rows that each take a whole block, on chips with bulk copies: one block a multiprocessor, with
+ * STAGES rows in shared memory or on their way there, and the weight in registers. */
+BST_KERNEL(rms_norm_backward_rows, rms_norm_backward_args, THREADS, 1) {
+    BST_DYNAMIC_SHARED(ring);
+    BST_SHARED(uint64_t, arrived, STAGES);
+    BST_SHARED(float, scratch, 64);
+    int lane = (int)bst_thread();
+    float dw[DW ? PER_THREAD : 1][VEC];
+    bst_raw weight[PER_THREAD];
+    if (lane == 0) {
+        for (int s = 0; s < STAGES; s++) bst_barrier_init(&arrived[s], 1);
+        bst_barrier_fence_init();
+    }
+    bst_sync();
+    bst_wait_for_previous();
+    bst_let_next_start(); /* the sum of the partial rows: it waits for this kernel's end on the multiprocessor */
+    int64_t row = bst_block(), step = bst_blocks();
+    if (lane == 0)
+        for (int s = 0; s < STAGES - 1; s++) fetch_row(&a, ring + s * INPUTS * ROW_BYTES, row + s * step, &arrived[s]);
+    BST_UNROLL
+    for (int i = 0; i < PER_THREAD; i++) {
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) dw[DW ? i : 0][j] = 0;
+        if (HAS_WEIGHT && inside(column_of(i, lane)))
+            weight[i] = bst_read(bst_at(a.weight, column_of(i, lane), W_TYPE), VEC * bst_type_size(W_TYPE));
+    }
+    float rstd = row < a.rows ? a.rstd[row] : 0.0f, next_rstd = 0.0f;
+    int stage = 0, turn = 0;
+    for (unsigned parity = 0; row < a.rows; row += step, rstd = next_rstd) {
+        if (row + step < a.rows) next_rstd = a.rstd[row + step];
+        /* The stage before this one is free: all threads had taken its row before they agreed on that row's sum. */
+        int free = stage ? stage - 1 : STAGES - 1;
+        if (lane == 0) fetch_row(&a, ring + free * INPUTS * ROW_BYTES, row + (STAGES - 1) * step, &arrived[free]);
+        bst_barrier_wait(&arrived[stage], parity);
+        const unsigned char *here = ring + stage * INPUTS * ROW_BYTES;
+        bst_raw x[PER_THREAD], dy[PER_THREAD];
+#if ADD
+        bst_raw dsum[PER_THREAD];
+#endif
+        float xv[VEC], dv[VEC], w[VEC], projection = 0;
+        BST_UNROLL
+        for (int i = 0; i < PER_THREAD; i++) {
+            int at = column_of(i, lane) * 16 / VEC;
+            if (!inside(column_of(i, lane))) continue;
+            x[i] = bst_read(here + at, 16);
+            dy[i] = bst_read(here + ROW_BYTES + at, 16);
+#if ADD
+            dsum[i] = bst_read(here + 2 * ROW_BYTES + at, 16);
+#endif
+        }
+        BST_UNROLL
+        for (int i = 0; i < PER_THREAD; i++) {
+            if (!inside(column_of(i, lane))) continue;
+            bst_unpack(xv, x[i], X_TYPE, VEC);
+            bst_unpack(dv, dy[i], Y_TYPE, VEC);
+            unpack_weight(w, weight[i]);
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) projection = bst_fma(dv[j] * w[j], xv[j], projection);
+        }
+        projection = bst_group_sum(projection, THREADS, scratch + turn);
+        float slope = projection * rstd * rstd * (1.0f / HIDDEN);
+        BST_UNROLL
+        for (int i = 0; i < PER_THREAD; i++) {
+            int column = column_of(i, lane);
+            if (!inside(column)) continue;
+            bst_unpack(xv, x[i], X_TYPE, VEC);
+            bst_unpack(dv, dy[i], Y_TYPE, VEC);
+            unpack_weight(w, weight[i]);
+            float dx[VEC];
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope);
+#if ADD
+            float ds[VEC];
+            bst_unpack(ds, dsum[i], X_TYPE, VEC);
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) dx[j] += ds[j];
+#endif
+            bst_store_once(a.dx, row * HIDDEN + column, dx, X_TYPE, VEC);
+            if (DW) {
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) xv[j] *= rstd;
+                if (CASTING == LLAMA) bst_round_all(xv, X_TYPE, VEC);
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) dw[DW ? i : 0][j] = bst_fma(dv[j], xv[j], dw[DW ? i : 0][j]);
+            }
+        }
+        turn ^= 32;
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+#if DW
+    float *out = a.partial + (int64_t)bst_block() * HIDDEN;
+    BST_UNROLL
+    for (int i = 0; i < PER_THREAD; i++) {
+        int column = column_of(i, lane);
+        if (!inside(column)) continue;
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) out[column + j] = dw[i][j];
+    }
 #endif
 }
 #endif

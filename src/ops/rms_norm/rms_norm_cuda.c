@@ -14,6 +14,7 @@ enum { HIDDEN, X_TYPE, W_TYPE, Y_TYPE, CASTING, HAS_WEIGHT, ADD, VEC, THREADS, R
 
 static const bst_kernel forward_kernel = {"rms_norm.cu", "rms_norm_forward", MACROS("FORWARD")};
 static const bst_kernel backward_kernel = {"rms_norm.cu", "rms_norm_backward", MACROS("BACKWARD")};
+static const bst_kernel rows_kernel = {"rms_norm.cu", "rms_norm_backward_rows", MACROS("BACKWARD_ROWS")};
 static const bst_kernel wide_kernel = {"rms_norm.cu", "rms_norm_dweight_wide", MACROS("WIDE")};
 static const bst_kernel reduce_kernel = {"rms_norm.cu", "rms_norm_dweight", MACROS("REDUCE")};
 
@@ -58,11 +59,10 @@ static void shape_rows(bst_launch *l, int bytes, int vectors_each, int least, in
 }
 
 static void shape_forward(bst_launch *l) {
-    /* 4 vectors a thread: at H = 4096 in bf16 128 threads a row. On an H200 as fast as 8 at 16384 rows (68 us), faster
-     * at 4096 (19.0 against 19.8). 1024 threads have 64 registers each; 32 words of x and residual leave room for the
-     * rest. */
+    /* 2 vectors a thread: at H = 4096 in bf16 256 threads a row. On an H200, at 16384 rows: 66.8 us; with 4, 68.0,
+     * with 1, 75.5. 1024 threads have 64 registers each; 32 words of x and residual leave room for the rest. */
     int inputs = l->values[ADD] ? 2 : 1;
-    shape_rows(l, inputs * bst__dtype_size((bst_dtype)l->values[X_TYPE]), 4, 8, 1024, 32);
+    shape_rows(l, inputs * bst__dtype_size((bst_dtype)l->values[X_TYPE]), 2, 8, 1024, 32);
 }
 
 /* Static shared memory of the backward kernel, at most: the reductions' scratch, and the sums of rows in one block. */
@@ -70,9 +70,35 @@ static int64_t backward_static_bytes(const bst_launch *l) {
     return 64 * 4 + (l->values[DW] && l->values[ROWS] > 1 ? l->values[HIDDEN] * 4 : 0);
 }
 
+/* Rows that each take a whole block, where the chip has bulk copies: one block a multiprocessor, as many rows ahead as
+ * there is room for, up to five. On an H200 at 16384 x 4096 103 us (the ring of backward_kernel: 116); two to four
+ * blocks a multiprocessor 106 to 109, 3 to 12 stages 102 to 105, a limit without dweight and without staying 94. False
+ * where that does not apply. */
+static bool shape_rows_backward(bst_launch *l, const bst_chip *chip) {
+    const int64_t vectors = l->values[HIDDEN] / l->values[VEC], most = 2 * 512, least = 256;
+    int bytes = bst__dtype_size((bst_dtype)l->values[X_TYPE]), dy_bytes = bst__dtype_size((bst_dtype)l->values[Y_TYPE]);
+    if (chip->arch < 90 || !l->values[DX] || l->values[HIDDEN] % l->values[VEC] || vectors < least || vectors > most ||
+        l->values[VEC] * bytes != 16 || l->values[VEC] * dy_bytes != 16)
+        return false;
+    int64_t row = vectors * 16 * (l->values[ADD] ? 3 : 2), stages = (chip->shared_memory - 1024) / row;
+    if (stages < 2) return false;
+    if (stages > 6) stages = 6;
+    l->kernel = &rows_kernel;
+    l->values[THREADS] = row_threads(vectors, 2, 128, 512);
+    l->values[ROWS] = l->values[KEEP] = 1;
+    l->values[STAGES] = stages;
+    l->block = (unsigned)l->values[THREADS];
+    l->shared = (unsigned)(stages * row);
+    return true;
+}
+
 /* Geometry of the backward kernel; returns the blocks to launch at most. */
 static int shape_backward(bst_launch *l, const bst_chip *chip, bool want_dw) {
     int bytes = bst__dtype_size((bst_dtype)l->values[X_TYPE]), dy_bytes = bst__dtype_size((bst_dtype)l->values[Y_TYPE]);
+    if (shape_rows_backward(l, chip)) {
+        l->values[DW] = want_dw;
+        return chip->processors;
+    }
     /* 2 vectors a thread, up to 4 in wide rows: their share of dweight takes 16 to 32 float registers in bf16. On an
      * H200 at H = 4096: 38.3 us at 4096 rows (4 vectors: 41.3), 116 at 16384 (113). Wider rows get dweight from a
      * kernel of its own. */

@@ -19,14 +19,12 @@ static const names backward_names = {"rope_backward", "dq_out", "dk_out", "dq", 
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
 
 /* An output may be its own input, but share no memory with anything else. */
-static bst_status check_apart(const names *n, const rope_cpu *c, int which, bool *in_place) {
+static bst_status check_apart(const names *n, const rope_cpu *c, int which) {
     const char *const in_name[] = {n->q, n->k}, *const out_name[] = {n->q_out, n->k_out};
     const bst_view *out = &c->pair[which].out;
     for (int i = 0; i < 2; i++) {
-        if (i == which && bst__same_memory(out, &c->pair[i].in))
-            *in_place = true;
-        else
-            BST_TRY(bst__need_apart(n->op, out_name[which], out, in_name[i], &c->pair[i].in));
+        if (i == which && bst__same_memory(out, &c->pair[i].in)) continue;
+        BST_TRY(bst__need_apart(n->op, out_name[which], out, in_name[i], &c->pair[i].in));
     }
     BST_TRY(bst__need_apart(n->op, out_name[which], out, "cos", &c->cos));
     return bst__need_apart(n->op, out_name[which], out, "sin", &c->sin);
@@ -46,7 +44,7 @@ static bst_status check_types(const names *n, const rope_cpu *c) {
 }
 
 static bst_status check(const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos, const DLTensor *sin,
-                        DLTensor *q_out, DLTensor *k_out, rope_cpu *c, bool *in_place) {
+                        DLTensor *q_out, DLTensor *k_out, rope_cpu *c) {
     bst_view *qv = &c->pair[0].in, *kv = &c->pair[1].in;
     BST_TRY(bst__heads(n->op, n->q, q, qv));
     BST_TRY(bst__rotary_table(n->op, "cos", cos, qv, n->q, &c->cos));
@@ -59,34 +57,19 @@ static bst_status check(const names *n, const DLTensor *q, const DLTensor *k, co
     else if (k_out)
         return bst__error(BST_INVALID, "%s: %s is given, but %s is NULL", n->op, n->k_out, n->k);
     BST_TRY(check_types(n, c));
-    BST_TRY(check_apart(n, c, 0, in_place));
+    BST_TRY(check_apart(n, c, 0));
     if (!k) return BST_OK;
-    BST_TRY(check_apart(n, c, 1, in_place));
+    BST_TRY(check_apart(n, c, 1));
     return bst__need_apart(n->op, n->k_out, &c->pair[1].out, n->q_out, &c->pair[0].out);
 }
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum {
-    DIM,
-    ROTARY,
-    Q_HEADS,
-    K_HEADS,
-    IN_TYPE,
-    OUT_TYPE,
-    TABLE_TYPE,
-    INTERLEAVED,
-    BACKWARD,
-    VEC,
-    SLOTS,
-    EACH,
-    TOKENS,
-    IN_PLACE
-};
+enum { DIM, ROTARY, Q_HEADS, K_HEADS, IN_TYPE, OUT_TYPE, TABLE_TYPE, INTERLEAVED, BACKWARD, VEC, SLOTS, EACH, TOKENS };
 static const bst_kernel kernel = {"rope.cu",
                                   "rope",
                                   {"DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE",
-                                   "INTERLEAVED", "BACKWARD", "VEC", "SLOTS", "EACH", "TOKENS", "IN_PLACE", NULL}};
+                                   "INTERLEAVED", "BACKWARD", "VEC", "SLOTS", "EACH", "TOKENS", NULL}};
 
 /* Four heads a thread: eight accesses under way, and one read of the tables for four heads, within 128 registers. A
  * block of 256 threads or less, so that a multiprocessor holds several. */
@@ -105,7 +88,7 @@ static int64_t vector(const rope_cpu *c) {
     return vec;
 }
 
-static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens, bool in_place) {
+static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
     int64_t dim = c->pair[0].in.size[3], rotary = c->cos.size[2], vec = vector(c);
     int64_t heads = c->pair[0].in.size[1] + c->pair[1].in.size[1];
     int64_t lanes = bst__rotary_lanes(dim, rotary, vec);
@@ -129,18 +112,17 @@ static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens, bool in_plac
     l->values[SLOTS] = slots;
     l->values[EACH] = HEADS_EACH;
     l->values[TOKENS] = best;
-    l->values[IN_PLACE] = in_place;
     l->grid_x = (unsigned)((tokens + best - 1) / best);
     l->block = (unsigned)(threads * best);
 }
 
-static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu *c, int64_t tokens, bool in_place) {
+static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu *c, int64_t tokens) {
     const rope_pair *q = &c->pair[0], *k = &c->pair[1];
     if (tokens > UINT32_MAX)
         return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; at most 2^32 - 1 are supported", op,
                           tokens);
     bst_launch l = {.kernel = &kernel};
-    shape(&l, c, tokens, in_place);
+    shape(&l, c, tokens);
     rope_args args = {q->in.data,
                       k->in.data,
                       c->cos.data,
@@ -163,13 +145,12 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu 
 static bst_status run(const bst_exec *exec, const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                       const DLTensor *sin, bool interleaved, bool backward, DLTensor *q_out, DLTensor *k_out) {
     rope_cpu call = {.interleaved = interleaved, .backward = backward};
-    bool in_place = false;
-    BST_TRY(check(n, q, k, cos, sin, q_out, k_out, &call, &in_place));
+    BST_TRY(check(n, q, k, cos, sin, q_out, k_out, &call));
     const bst_view *qv = &call.pair[0].in;
     int64_t tokens = qv->size[0] * qv->size[2], heads = qv->size[1] + call.pair[1].in.size[1];
     call.positions = qv->size[2];
     if (!tokens || !heads) return BST_OK;
-    if (qv->device.device_type == kDLCUDA) return run_cuda(exec, n->op, &call, tokens, in_place);
+    if (qv->device.device_type == kDLCUDA) return run_cuda(exec, n->op, &call, tokens);
     bst__parallel_for(exec, tokens, bst__grain(heads * qv->size[3]), BST_CPU_SELECT(bst__rope_cpu), &call);
     return BST_OK;
 }

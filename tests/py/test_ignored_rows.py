@@ -1,0 +1,284 @@
+"""The fused loss without its ignored rows: the same losses and gradients, from fewer products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import bastile
+from bastile.ops import _valid_rows
+from bastile.ops.fused_linear_cross_entropy import (
+    ValidCount,
+    fused_linear_cross_entropy,
+    set_compaction,
+    set_logits_memory,
+)
+from conftest import assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
+from oracle import DTYPES, EMULATED, assert_no_worse, assert_same_bits, devices, random_tensor
+from test_fused_linear_cross_entropy import OPTIONS, case
+
+
+@pytest.fixture(autouse=True)
+def from_few_tokens_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small shapes are compacted too, on every device alike."""
+    monkeypatch.setattr(_valid_rows, "MIN_TOKENS", {"cpu": 1, "cuda": 1})
+    monkeypatch.setattr(_valid_rows, "_MULTIPLE", {"cpu": 16, "cuda": 16})
+    yield
+    set_compaction(None)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each call's products have."""
+    from bastile.ops import fused_linear_cross_entropy as module
+
+    rows: list[int] = []
+    forward = module._forward
+
+    def counted(hidden: torch.Tensor, *rest: Any) -> Any:
+        rows.append(hidden.shape[0])
+        return forward(hidden, *rest)
+
+    monkeypatch.setattr(module, "_forward", counted)
+    return rows
+
+
+def inputs(tokens: int = 100, ignored: float = 0.5, device: str = "cpu") -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, weight = random_tensor((tokens, 24), torch.float32, device), random_tensor((70, 24), torch.float32, device)
+    target = torch.randint(70, (tokens,), generator=generator)
+    target[torch.rand(tokens, generator=generator) < ignored] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), target.to(device)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("mib", [None, 1e-3], ids=["one piece", "chunks"])
+def test_every_option_matches_float64_as_well_as_stock(
+    options: dict[str, Any], dtype: torch.dtype, device: str, mib: float | None, computed: list[int]
+) -> None:
+    set_logits_memory(mib)
+    try:
+        # Of 150 rows 68 count: 80 are computed.
+        assert_no_worse(case(150, 90, 48, dtype, device, ignored=0.55, **options))
+    finally:
+        set_logits_memory(None)
+    assert computed[0] <= 96
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("tokens", [41, 100, 333])
+def test_the_result_is_that_of_all_rows(tokens: int, reduction: str, device: str, computed: list[int]) -> None:
+    hidden, weight, target = inputs(tokens, device=device)
+    results = []
+    for enabled in (False, True):
+        set_compaction(enabled)
+        loss = fused_linear_cross_entropy(
+            hidden.view(1, tokens, 24), weight, target.view(1, tokens), reduction=reduction
+        )
+        upstream = torch.linspace(1, 2, loss.numel(), device=device).view_as(loss)
+        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight), upstream)))
+    assert computed[0] == tokens
+    assert computed[1] % 16 == 0
+    assert computed[1] <= 0.9 * tokens
+    assert int((target != -100).sum()) <= computed[1]
+    for got, want in zip(results[1], results[0], strict=True):
+        assert got.shape == want.shape
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    ignored = target == -100
+    assert not results[1][1][ignored].any()
+    if reduction == "none":
+        assert not results[1][0].view(-1)[ignored].any()
+
+
+@pytest.mark.parametrize("device", devices())
+def test_all_rows_ignored(device: str, computed: list[int]) -> None:
+    hidden, weight, target = inputs(ignored=2.0, device=device)
+    assert (target == -100).all()
+    loss = fused_linear_cross_entropy(hidden, weight, target)
+    assert loss.isnan()  # as torch has it
+    assert not any(g.any() for g in torch.autograd.grad(loss, (hidden, weight)))
+    for options in ({"reduction": "sum"}, {"num_items": 5}, {"reduction": "none"}):
+        loss = fused_linear_cross_entropy(hidden, weight, target, **options)
+        assert not loss.any()
+        assert not any(g.any() for g in torch.autograd.grad(loss.sum(), (hidden, weight)))
+    assert computed == [16] * 4
+
+
+def test_few_ignored_rows_are_not_worth_it(computed: list[int]) -> None:
+    fused_linear_cross_entropy(*inputs(tokens=320, ignored=0.05))
+    assert computed == [320]
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "both"])
+def test_frozen_parts(frozen: str, computed: list[int]) -> None:
+    hidden, weight, target = inputs()
+    set_compaction(False)
+    want = torch.autograd.grad(fused_linear_cross_entropy(hidden, weight, target), (hidden, weight))
+    set_compaction(True)
+    leaves = {"hidden": hidden.detach(), "weight": weight.detach()}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(frozen not in (name, "both"))
+    loss = fused_linear_cross_entropy(*leaves.values(), target)
+    assert computed[1] < computed[0]
+    assert loss.requires_grad == (frozen != "both")
+    if loss.requires_grad:
+        loss.backward()
+    for leaf, gradient in zip(leaves.values(), want, strict=True):
+        assert (leaf.grad is not None) == leaf.requires_grad
+        if leaf.requires_grad:
+            torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_pass_over_a_retained_graph() -> None:
+    hidden, weight, target = inputs()
+    loss = fused_linear_cross_entropy(hidden, weight, target)
+    first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0), retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(loss, (hidden, weight), torch.tensor(3.0)), strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_caller_who_knows_the_count(device: str, computed: list[int]) -> None:
+    hidden, weight, target = inputs(device=device)
+    there = int((target != -100).sum())
+    want = fused_linear_cross_entropy(hidden, weight, target)
+    for known in (there, there + 20, ValidCount(target)):
+        got = fused_linear_cross_entropy(hidden, weight, target, valid_rows=known)
+        torch.testing.assert_close(got, want)
+    assert computed == [computed[0], computed[0], -(-(there + 20) // 16) * 16, computed[0]]
+    if device == "cpu":
+        with pytest.raises(ValueError, match=rf"valid_rows is {there - 1}, but {there} targets are not ignore_index"):
+            fused_linear_cross_entropy(hidden, weight, target, valid_rows=there - 1)
+    else:
+        assert fused_linear_cross_entropy(hidden, weight, target, valid_rows=1).isnan()
+    with pytest.raises(ValueError, match="valid_rows is -3"):
+        fused_linear_cross_entropy(hidden, weight, target, valid_rows=-3)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch, computed: list[int]) -> None:
+    arguments = inputs()
+    for setting, enabled, compacted in (("1", None, True), ("0", None, False), ("0", True, True), ("1", False, False)):
+        monkeypatch.setenv("BASTILE_COMPACT", setting)
+        set_compaction(enabled)
+        fused_linear_cross_entropy(*arguments)
+        assert (computed[-1] < 100) == compacted
+    set_compaction(None)
+    monkeypatch.setenv("BASTILE_COMPACT", "maybe")
+    with pytest.raises(ValueError, match="BASTILE_COMPACT is 'maybe'; 0 or 1 is needed"):
+        fused_linear_cross_entropy(*arguments)
+
+
+def test_small_batches_are_not_counted(monkeypatch: pytest.MonkeyPatch, computed: list[int]) -> None:
+    monkeypatch.setattr(_valid_rows, "MIN_TOKENS", {"cpu": 101})
+    fused_linear_cross_entropy(*inputs(tokens=100))
+    fused_linear_cross_entropy(*inputs(tokens=101))
+    assert computed[0] == 100
+    assert computed[1] < 101
+
+
+def test_compiled_calls_compute_all_rows() -> None:
+    hidden, weight, target = inputs()
+    want = fused_linear_cross_entropy(hidden, weight, target)
+    compiled = torch.compile(fused_linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(hidden, weight, target), want)
+
+
+# ---- in models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_items", [None, 7])
+def test_a_model_counts_before_its_backbone_runs(
+    num_items: int | None, computed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model()
+    batch = tiny_batch(model, rows=4, columns=40)
+    batch["labels"][:, :25] = -100
+    bastile.apply()
+    results = []
+    for enabled in (False, True):
+        set_compaction(enabled)
+        loss = model(**batch, num_items_in_batch=num_items).loss
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+    assert computed == [160, 64]
+    assert_same_up_to_rounding(results[1][0], results[0][0], model, "loss")
+    for name, want in results[0][1].items():
+        assert_same_up_to_rounding(results[1][1][name], want, model, name)
+
+    from bastile.models import causal_lm
+
+    order: list[str] = []
+    count = causal_lm.ValidCount
+    monkeypatch.setattr(causal_lm, "ValidCount", lambda *given: order.append("count") or count(*given))
+    model.model.register_forward_pre_hook(lambda *given: order.append("backbone"))
+    model(**batch)
+    assert order == ["count", "backbone"]
+
+
+def test_instruction_tuning_in_pieces_equals_one_batch() -> None:
+    """With num_items the losses of pieces add up to that of the whole, however many labels each piece ignores."""
+    model = tiny_model()
+    batch = tiny_batch(model, rows=4, columns=40)
+    for row, prompt in enumerate((0, 10, 30, 40)):
+        batch["labels"][row, :prompt] = -100
+    items = (batch["labels"][:, 1:] != -100).sum()
+    bastile.apply()
+    whole = model(**batch).loss
+    whole.backward()
+    want = gradients(model)
+    pieces = 0.0
+    for row in range(4):
+        loss = model(**{name: value[row : row + 1] for name, value in batch.items()}, num_items_in_batch=items).loss
+        loss.backward()
+        pieces += loss.detach()
+    assert_same_up_to_rounding(pieces, whole.detach(), model, "loss")
+    for name, gradient in gradients(model).items():
+        assert_same_up_to_rounding(gradient, want[name], model, name)
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+on_a_gpu = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@on_a_gpu
+def test_a_captured_graph_computes_all_rows(computed: list[int]) -> None:
+    hidden, weight, target = inputs(device="cuda")
+    want = fused_linear_cross_entropy(hidden, weight, target)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        loss = fused_linear_cross_entropy(hidden, weight, target)
+    graph.replay()
+    torch.testing.assert_close(loss, want)
+    assert computed[-1] == 100
+
+
+@on_a_gpu
+def test_counts_on_a_side_stream_and_mailboxes_used_again() -> None:
+    stream = torch.cuda.Stream()
+    target = torch.full((5000,), -100, device="cuda")
+    _valid_rows._idle.clear()
+    for number in range(50):
+        with torch.cuda.stream(stream if number % 2 else torch.cuda.current_stream()):
+            target = torch.full((5000,), -100, device="cuda")
+            target[:number] = 1
+            count = ValidCount(target)
+            assert count.rows() == count.rows() == number
+    assert [len(mailboxes) for mailboxes in _valid_rows._idle.values()] == [1]
+
+
+@on_a_gpu
+def test_a_count_that_has_arrived_waits_for_nobody() -> None:
+    target = torch.zeros(4096, dtype=torch.int64, device="cuda")
+    count = ValidCount(target)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # half a second of other work, queued after the count
+    assert count.rows() == 4096
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
