@@ -400,8 +400,8 @@ def test_a_model_s_gradients_are_the_same_bits(dtype: torch.dtype, adapted: bool
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 def test_a_model_keeps_so_much_less(adapted: bool) -> None:
-    """In each layer two outputs of norms, one of SwiGLU, and the turned queries (the keys are kept as attention repeats
-    them); with adapters these are what the adapters keep."""
+    """In each layer two outputs of norms, one of SwiGLU, and the turned queries (of the keys, attention
+    keeps copies, one a query head); with adapters these are what the adapters keep."""
     model: Any = tiny_model()
     batch = tiny_batch(model)
     bastile.apply()
@@ -410,7 +410,28 @@ def test_a_model_keeps_so_much_less(adapted: bool) -> None:
         targets = ["q_proj", "k_proj", "gate_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(target_modules=targets, r=4))
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
-    assert without - with_recomputation == 2 * (2 * 32 + 48 + 64) * batch["input_ids"].numel() * 4
+    queries = model.config.num_attention_heads * model.config.head_dim
+    assert without - with_recomputation == 2 * (2 * 32 + 48 + queries) * batch["input_ids"].numel() * 4
+
+
+def test_what_outputs_are_made_from_goes_with_the_backward_pass() -> None:
+    """When the first layer's gradients come, nothing that the last layer kept is left."""
+    model: Any = tiny_model()
+    batch = tiny_batch(model)
+    bastile.apply()
+    kept: list[StorageWeakRef] = []
+    left: list[bool] = []
+
+    def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        kept.append(StorageWeakRef(output.untyped_storage()))
+
+    def look(weight: torch.Tensor) -> None:
+        left.append(kept[-1].expired())
+
+    model.model.layers[-1].mlp.gate_proj.register_forward_hook(keep)
+    model.model.layers[0].mlp.gate_proj.weight.register_post_accumulate_grad_hook(look)
+    with_and_without(lambda: model(**batch, use_cache=False).loss.backward())
+    assert left == [True, True]
 
 
 def test_gradients_under_autocast() -> None:
