@@ -2,6 +2,7 @@
 #
 #   make demo    train a small Qwen3 with stock Transformers and with Bastile, and compare
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
+#   make test-oldest   the tests of models with the oldest Transformers that is supported
 #   make lint    format and style only
 #   make bench   time the operators on this machine
 #   make clean   remove what the above made
@@ -17,7 +18,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test lint bench clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest lint bench clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -60,6 +61,17 @@ c-tests: $(if $(VENV),$(VENV)/test.stamp)
 
 py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(SITE) $(PY) -m pytest tests/py -n $(JOBS) --durations=5
+
+# The oldest Transformers lies in a folder of its own, before the others on Python's path.
+OLDEST := build/oldest
+MODEL_TESTS := compile families fused_layers generation patching training transformers_versions
+$(OLDEST)/stamp: requirements/oldest.txt
+	rm -rf $(OLDEST)
+	$(PY) -m pip install -q --target $(OLDEST) -r $<
+	touch $@
+
+test-oldest: install $(OLDEST)/stamp $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=$(OLDEST):$(SITE) $(PY) -m pytest -n $(JOBS) $(addprefix tests/py/test_,$(addsuffix .py,$(MODEL_TESTS)))
 
 # The same Python tests of the operators, with the CUDA kernels run on the CPU under AddressSanitizer and UBSan.
 emulated-tests: $(if $(VENV),$(VENV)/test.stamp)

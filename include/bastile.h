@@ -231,6 +231,54 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const
                                                      const bst_cross_entropy_options *options, int64_t chunk_bytes,
                                                      DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias);
 
+/* ---- moe --------------------------------------------------------------------------------------------------------- */
+
+/* A mixture of experts around its grouped products, which are the caller's: with T tokens of H numbers, K experts each
+ * out of E, and N = T K rows sorted by expert,
+ *   sort      indices [T, K]           -> order, position, ends
+ *   gather    x [T, H]                 -> rows [N, H]
+ *   product   rows, weight [E, H, 2I]  -> h [N, 2I]
+ *   glu       h, bias [E, 2I]          -> y [N, I]
+ *   product   y, weight [E, I, H]      -> y [N, H]
+ *   combine   y, weights, bias [E, H]  -> out [T, H]
+ * Backward in the other direction: combine_backward, product, glu_backward, products, and combine_forward without
+ * weights, which sums a token's rows. Matrices are contiguous, but for x and dout, whose rows may lie apart. Rows, gate
+ * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023. */
+
+/* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T, K]
+ * int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where the
+ * rows of an expert end. An index outside [0, E): BST_INVALID on CPU; on CUDA its position is -1, its row lies behind
+ * all experts', its token's output is NaN and its pair's gradients are zero. */
+BST_API bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor *order, DLTensor *position,
+                                DLTensor *ends);
+/* rows[n] = x[order[n] / K]. */
+BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows);
+
+/* The gate of GPT-OSS. g and u are the even and the odd columns of h [N, 2I] plus the bias of the row's expert (bias
+ * [E, 2I] or NULL), g at most `limit` (infinity: none) and u between -limit and limit:
+ *   y = (u + 1) g / (1 + exp(-alpha g))         [N, I], in float32, rounded once */
+BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias,
+                                       const DLTensor *ends, double alpha, double limit, DLTensor *y);
+/* Its gradients, where each row counts by its routing weight w, y being computed again from h. dy [N, I]: the gradient
+ * of w y, divided by w. dh [N, 2I]; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y, plus dots [N] float32 where
+ * given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed order. Each may be NULL. */
+BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
+                                        const DLTensor *bias, const DLTensor *ends, const DLTensor *order,
+                                        const DLTensor *weights, const DLTensor *dots, double alpha, double limit,
+                                        DLTensor *dh, DLTensor *wy, DLTensor *dweights, DLTensor *dbias);
+
+/* out[t] = sum over k of weights[t, k] (y[position[t, k]] + bias[indices[t, k]]), in this order, in float32, rounded
+ * once. weights NULL: ones; bias NULL: zeros, and indices is not read. */
+BST_API bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, const DLTensor *position,
+                                           const DLTensor *weights, const DLTensor *bias, const DLTensor *indices,
+                                           DLTensor *out);
+/* rows[n] = dout of the row's token: the gradient of y, divided by the routing weight. dots [N] float32: its product with
+ * the bias of the row's expert, a part of the weight's gradient; dbias [E, H]: the sum over an expert's rows of
+ * weight times dout, in a fixed order. Either may be NULL. */
+BST_API bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, const DLTensor *order,
+                                            const DLTensor *ends, const DLTensor *weights, const DLTensor *bias,
+                                            DLTensor *rows, DLTensor *dots, DLTensor *dbias);
+
 /* ---- PyTorch ----------------------------------------------------------------------------------------------------- */
 
 /* Registers every operator with PyTorch as torch.ops.bastile.<function>. `folder` holds libtorch_cpu.so. Once a

@@ -7,13 +7,14 @@ changes nothing unless all of it can be done; `reset` puts back the very objects
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from bastile.models.resolve import Site, families, sites
+from bastile.models.lookup import families
+from bastile.models.resolve import Site, sites
 from bastile.models.table import FAMILIES, OPERATORS
 
 
@@ -24,10 +25,18 @@ class _Applied:
     replacement: Any
 
 
+@dataclass(frozen=True)
+class _Given:
+    """What marks a method that apply_to_model gave to a module."""
+
+    function: Any  # the method's own, since functools.wraps copies the mark to whatever someone wraps around it
+    sites: tuple[Site, ...]
+
+
 _lock = threading.RLock()
 _applied: dict[str, _Applied] = {}  # process-wide, by name
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
-_MARK = "_bastile_patch"  # on the methods given to modules: the patch's name
+_MARK = "_bastile_given"
 
 
 def apply(
@@ -35,29 +44,47 @@ def apply(
     swiglu: bool = True,
     rope: bool = True,
     fused_linear_cross_entropy: bool = True,
+    qk_norm_rope: bool = True,
+    add_rms_norm: bool = True,
+    moe_experts: bool = True,
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
     """Puts the chosen operators into every model of the given types (None: all supported) in this process.
 
+    rms_norm, swiglu, rope: RMSNorm, the gated activation of the MLP, the rotary embedding.
+    fused_linear_cross_entropy: in training, the loss from the last hidden states; the output's logits are None.
+    qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
+    add_rms_norm: the residual's addition and the norm after it in one pass.
+    moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
     recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there, bit
     by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
 
-    Returns the names now in force for this choice, such as "rms_norm_qwen3"; a second call changes nothing."""
-    chosen = _chosen(rms_norm, swiglu, rope, fused_linear_cross_entropy, recompute)
+    Returns the names now in force for this choice, such as "rms_norm_qwen3"; a second call changes nothing. A family
+    that has no place for an operator does without it. docs/models.md says what falls back to the original, and when.
+
+    Raises:
+        ValueError: for a model type that is not supported.
+        RuntimeError: where the installed Transformers lacks a piece that an operator needs. Nothing is patched then.
+    """
+    chosen = _chosen(locals())
     with _lock:
         rows = families(model_types)
         wanted = [
             site
             for family in rows
-            for site in sites(family, [op for op in chosen if f"{op}_{family.model_type}" not in _applied])
+            for site in sites(
+                family,
+                [op for op in family.operators if op in chosen and f"{op}_{family.model_type}" not in _applied],
+                _stock,
+            )
         ]
         for site in wanted:
-            original = vars(site.owner)[site.attribute]
+            original = getattr(site.owner, site.attribute)
             replacement = site.build(original)
             setattr(site.owner, site.attribute, replacement)
             _applied[site.name] = _Applied(site, original, replacement)
-        return [f"{op}_{family.model_type}" for family in rows for op in chosen]
+        return [name for family in rows for name in family.patches(chosen)]
 
 
 def apply_to_model(
@@ -66,40 +93,49 @@ def apply_to_model(
     swiglu: bool = True,
     rope: bool = True,
     fused_linear_cross_entropy: bool = True,
+    qk_norm_rope: bool = True,
+    add_rms_norm: bool = True,
+    moe_experts: bool = True,
     recompute: bool = True,
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only. PEFT, torch.compile, DDP and FSDP wrappers are
     looked through.
 
     Returns the names of what was put in; an operator whose module the model lacks (a model without a language-model
-    head has no loss) or overrides with code of its own is not among them."""
+    head has no loss) or overrides with code of its own is not among them.
+
+    Raises:
+        ValueError: for a model of a type that is not supported, or in which there is nothing to replace.
+        RuntimeError: where the installed Transformers lacks a piece that an operator needs. Nothing is patched then.
+    """
+    chosen = _chosen(locals())
     core = _unwrapped(model)
-    model_type = getattr(getattr(core, "config", None), "model_type", None)
-    if model_type not in FAMILIES:
+    family = FAMILIES.get(getattr(getattr(core, "config", None), "model_type", None))
+    if family is None:
+        model_type = getattr(getattr(core, "config", None), "model_type", None)
         raise ValueError(
             f"apply_to_model: {type(core).__name__} has the model type {model_type!r}, which is not supported; "
             f"supported are: {', '.join(sorted(FAMILIES))}"
         )
-    chosen = _chosen(rms_norm, swiglu, rope, fused_linear_cross_entropy, recompute)
     with _lock:
-        names = []
-        for site in sites(FAMILIES[model_type], chosen):
-            modules = [module for module in core.modules() if _is_stock(module, site)]
-            if not modules:
-                continue
-            method = site.build_method(_original(site))
-            setattr(method, _MARK, site.name)
-            for module in modules:
-                setattr(module, _slot(module), types.MethodType(method, module))
-            names.append(site.name)
-        if chosen and not names:
+        found = sites(family, [op for op in family.operators if op in chosen], _stock)
+        wanted: dict[nn.Module, list[Site]] = {}
+        for module in core.modules():
+            fitting = [site for site in found if _is_stock(module, site)]
+            if fitting:
+                wanted[module] = fitting
+        if chosen and not wanted:
             raise ValueError(
-                f"apply_to_model: no module of {type(core).__name__} runs Transformers' own {model_type} code, so "
-                f"there is nothing to replace"
+                f"apply_to_model: no module of {type(core).__name__} runs Transformers' own {family.model_type} code, "
+                f"so there is nothing to replace"
             )
-        if names:
+        methods: dict[Any, Any] = {}
+        for module, fitting in wanted.items():
+            new = {site.name: site for site in (*_given(module), *fitting)}
+            _give(module, tuple(new[name] for name in family.patches() if name in new), methods)
+        if wanted:
             _models.add(core)
-        return names
+        return _in_order({site.name for fitting in wanted.values() for site in fitting})
 
 
 def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) -> list[str]:
@@ -109,7 +145,7 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
     apply put into classes and apply_to_model into any model."""
     wanted = None if names is None else frozenset([names] if isinstance(names, str) else names)
     if wanted is not None:
-        known = {f"{op}_{model_type}" for model_type in FAMILIES for op in OPERATORS}
+        known = {name for family in FAMILIES.values() for name in family.patches()}
         if wanted - known:
             raise ValueError(
                 f"reset: unknown patch {sorted(wanted - known)[0]!r}; known are: {', '.join(sorted(known))}"
@@ -119,21 +155,24 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
         if model is None:
             leaving = [entry for name, entry in _applied.items() if wanted is None or name in wanted]
             for entry in leaving:
-                if vars(entry.site.owner)[entry.site.attribute] is not entry.replacement:
+                if getattr(entry.site.owner, entry.site.attribute) is not entry.replacement:
                     raise RuntimeError(
-                        f"reset: other code has replaced {entry.site.owner.__name__}.{entry.site.attribute} since "
-                        f"bastile.apply(); undo that first. Nothing was reset"
+                        f"reset: other code has replaced {entry.site.where} since bastile.apply(); undo that first. "
+                        f"Nothing was reset"
                     )
             for entry in leaving:
                 setattr(entry.site.owner, entry.site.attribute, entry.original)
                 del _applied[entry.site.name]
                 done.add(entry.site.name)
         for core in list(_models) if model is None else [_unwrapped(model)]:
-            for module, slot, name in list(_own_methods(core)):
-                if wanted is None or name in wanted:
-                    _take_out(module, slot)
-                    done.add(name)
-            if next(_own_methods(core), None) is None:
+            methods: dict[Any, Any] = {}
+            for module in core.modules():
+                given = _given(module)
+                staying = tuple(site for site in given if wanted is not None and site.name not in wanted)
+                if len(staying) < len(given):
+                    _give(module, staying, methods)
+                    done.update(site.name for site in given if site not in staying)
+            if not any(_given(module) for module in core.modules()):
                 _models.discard(core)
         return _in_order(done)
 
@@ -144,23 +183,23 @@ def get_patched_ops(model: nn.Module | None = None) -> list[str]:
         names = set(_applied)
         if model is not None:
             core = _unwrapped(model)
-            model_type = getattr(getattr(core, "config", None), "model_type", None)
-            names &= {f"{op}_{model_type}" for op in OPERATORS}
-            names.update(name for _, _, name in _own_methods(core))
+            family = FAMILIES.get(getattr(getattr(core, "config", None), "model_type", None))
+            names.intersection_update(family.patches() if family else ())
+            names.update(site.name for module in core.modules() for site in _given(module))
         return _in_order(names)
 
 
-def _chosen(*flags: bool) -> list[str]:
-    return [operator for operator, flag in zip(OPERATORS, flags, strict=True) if flag]
+def _chosen(arguments: dict[str, Any]) -> list[str]:
+    return [operator for operator in OPERATORS if arguments[operator]]
 
 
 def _in_order(names: set[str]) -> list[str]:
-    return [f"{op}_{model_type}" for model_type in FAMILIES for op in OPERATORS if f"{op}_{model_type}" in names]
+    return [name for family in FAMILIES.values() for name in family.patches() if name in names]
 
 
-def _original(site: Site) -> Any:
-    entry = _applied.get(site.name)
-    return vars(site.owner)[site.attribute] if entry is None else entry.original
+def _stock(function: Any) -> Any:
+    """What apply has replaced by this; anything else is itself."""
+    return next((entry.original for entry in _applied.values() if entry.replacement is function), function)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -183,27 +222,48 @@ def _slot(module: nn.Module) -> str:
 
 def _is_stock(module: nn.Module, site: Site) -> bool:
     """Whether this module runs the class's own forward: no subclass and no one else has given it another."""
-    if not isinstance(module, site.instances) or type(module).forward is not site.instances.forward:
+    if not isinstance(module, site.instances) or not _is_same(type(module).forward, site.instances.forward):
         return False
     own = vars(module).get(_slot(module))
-    function = getattr(own, "__func__", None)
     # A hook of Accelerate's may hold the method that the class had before apply.
-    known = [type(module).forward, *(entry.original for entry in _applied.values())]
-    return own is None or hasattr(function, _MARK) or any(function is other for other in known)
+    return own is None or bool(_given(module)) or _stock(type(module).forward) is _stock(getattr(own, "__func__", None))
 
 
-def _own_methods(core: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
-    """Every method that apply_to_model gave to a module of this model: the module, where, the patch's name. Read from
-    the modules themselves, so that copies of a patched model can be reset too."""
-    for module in core.modules():
-        slot = _slot(module)
-        name = getattr(getattr(vars(module).get(slot), "__func__", None), _MARK, None)
-        if name is not None:
-            yield module, slot, name
+def _is_same(forward: Any, stock: Any) -> bool:
+    """Whether a class runs another's forward. It does too where both are the same wrapper of Transformers' and one
+    wraps the other: a layer's forward, in the class that FSDP makes of the layer's class."""
+    while forward is not stock:
+        if getattr(forward, "__code__", None) is not getattr(stock, "__code__", 0) or not hasattr(
+            forward, "__wrapped__"
+        ):
+            return False
+        forward = forward.__wrapped__
+    return True
 
 
-def _take_out(module: nn.Module, slot: str) -> None:
-    if slot == "forward":
-        delattr(module, slot)
-    else:
-        setattr(module, slot, types.MethodType(type(module).forward, module))
+def _given(module: nn.Module) -> tuple[Site, ...]:
+    """The sites whose method apply_to_model gave to this module. Read from the module itself, so that copies of a
+    patched model can be reset too."""
+    function = getattr(vars(module).get(_slot(module)), "__func__", None)
+    mark = getattr(function, _MARK, None)
+    return mark.sites if mark is not None and mark.function is function else ()
+
+
+def _give(module: nn.Module, given: tuple[Site, ...], methods: dict[Any, Any]) -> None:
+    """Makes the module's own method out of its class's, replaced at one site after the other; without sites the module
+    goes back to its class's. methods: those made already, which modules share."""
+    slot = _slot(module)
+    if not given:
+        if slot == "forward":
+            delattr(module, slot)
+        else:
+            setattr(module, slot, types.MethodType(type(module).forward, module))
+        return
+    key = type(module), tuple(site.name for site in given)
+    if key not in methods:
+        method = _stock(type(module).forward)
+        for site in given:
+            method = site.build_method(method)
+        setattr(method, _MARK, _Given(method, given))
+        methods[key] = method
+    setattr(module, slot, types.MethodType(methods[key], module))

@@ -250,6 +250,8 @@ def recomputing() -> Iterator[None]:
             yield
         finally:
             _thread.offers = _thread.pack = None
+            # Every saved tensor holds `pack` until its node is done: the inputs of all calls must not hang on that.
+            offers.clear()
 
 
 def offer(forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.Tensor | None) -> None:

@@ -13,7 +13,8 @@ import torch
 
 from bastile.models.table import FAMILIES, Family
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from bastile.ops.rms_norm import rms_norm
+from bastile.ops.qk_norm_rope import qk_norm_rope
+from bastile.ops.rms_norm import add_rms_norm, rms_norm
 from bastile.ops.rope import rope
 from bastile.ops.swiglu import swiglu
 
@@ -93,27 +94,50 @@ def _work(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[tup
     def norm(width: int) -> None:
         rms_norm(new(_ROWS, width), new(width), 1e-6, casting=family.norm_casting).sum().backward()
 
+    def add_and_norm() -> None:
+        x, residual, weight = new(_ROWS, config.hidden_size), new(_ROWS, config.hidden_size), new(config.hidden_size)
+        y, total = add_rms_norm(x, residual, weight, 1e-6, casting=family.norm_casting)
+        (y.sum() + total.sum()).backward()
+
     def activation() -> None:
         swiglu(new(_ROWS, config.intermediate_size), new(_ROWS, config.intermediate_size)).sum().backward()
 
-    def rotate() -> None:
+    def heads() -> list[torch.Tensor]:
         # As attention passes them: views of [B, S, heads, D].
-        q = new(1, _ROWS, config.num_attention_heads, head_dim).transpose(1, 2)
-        k = new(1, _ROWS, config.num_key_value_heads, head_dim).transpose(1, 2)
-        cos, sin = (new(1, _ROWS, head_dim, grad=False) for _ in range(2))
-        turned = rope(q, k, cos, sin, interleaved=family.rotary_interleaved)
-        (turned[0].sum() + turned[1].sum()).backward()
+        return [
+            new(1, _ROWS, count, head_dim).transpose(1, 2)
+            for count in (config.num_attention_heads, config.num_key_value_heads)
+        ]
+
+    def tables() -> list[torch.Tensor]:
+        return [new(1, _ROWS, head_dim, grad=False) for _ in range(2)]
+
+    def rotate() -> None:
+        q, k = rope(*heads(), *tables(), interleaved=family.rotary_interleaved)
+        (q.sum() + k.sum()).backward()
+
+    def norm_and_rotate() -> None:
+        weights = new(head_dim), new(head_dim)
+        options: Any = {"casting": family.norm_casting, "interleaved": family.rotary_interleaved}
+        q, k = qk_norm_rope(*heads(), *weights, *tables(), 1e-6, **options)
+        (q.sum() + k.sum()).backward()
 
     def loss() -> None:
         target = new(_ROWS, grad=False, kind=torch.int64)
         hidden, weight = new(_ROWS, config.hidden_size), new(config.vocab_size, config.hidden_size)
         fused_linear_cross_entropy(hidden, weight, target).backward()
 
-    for width in sorted({config.hidden_size, head_dim}):
+    for width in sorted({config.hidden_size} | ({head_dim} if family.q_norm else set())):
         yield f"rms_norm {width}", lambda width=width: norm(width)
-    yield "swiglu", activation
-    yield "rope", rotate
-    yield "fused_linear_cross_entropy", loss
+    for name, run in (
+        ("swiglu", activation),
+        ("rope", rotate),
+        ("fused_linear_cross_entropy", loss),
+        ("qk_norm_rope", norm_and_rotate),
+        ("add_rms_norm", add_and_norm),
+    ):
+        if name in family.operators:
+            yield name, run
 
 
 @contextmanager

@@ -6,13 +6,15 @@
 #define BST_BF16_CODE 1
 #define BST_F16_CODE  2
 #define BST_I64_CODE  3
+#define BST_I32_CODE  4
 
 #ifndef BST_DEVICE
 typedef enum bst_dtype {
     BST_F32 = BST_F32_CODE,
     BST_BF16 = BST_BF16_CODE,
     BST_F16 = BST_F16_CODE,
-    BST_I64 = BST_I64_CODE
+    BST_I64 = BST_I64_CODE,
+    BST_I32 = BST_I32_CODE
 } bst_dtype;
 
 /* Bytes of one element, and "float32". */

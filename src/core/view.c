@@ -6,13 +6,16 @@
 #include "core/core.h"
 
 int bst__dtype_size(bst_dtype dtype) {
-    static const int size[] = {[BST_F32] = 4, [BST_BF16] = 2, [BST_F16] = 2, [BST_I64] = 8};
+    static const int size[] = {[BST_F32] = 4, [BST_BF16] = 2, [BST_F16] = 2, [BST_I64] = 8, [BST_I32] = 4};
     return size[dtype];
 }
 
 const char *bst__dtype_name(bst_dtype dtype) {
-    static const char *const name[] = {
-        [BST_F32] = "float32", [BST_BF16] = "bfloat16", [BST_F16] = "float16", [BST_I64] = "int64"};
+    static const char *const name[] = {[BST_F32] = "float32",
+                                       [BST_BF16] = "bfloat16",
+                                       [BST_F16] = "float16",
+                                       [BST_I64] = "int64",
+                                       [BST_I32] = "int32"};
     return name[dtype];
 }
 
@@ -32,7 +35,7 @@ const char *bst__shape_text(const bst_view *v) {
 static const char *set_text(unsigned dtypes) {
     static _Thread_local char text[96];
     text[0] = 0;
-    for (int d = BST_F32; d <= BST_I64; d++) {
+    for (int d = BST_F32; d <= BST_I32; d++) {
         if (!(dtypes & 1u << d)) continue;
         unsigned left = dtypes >> (d + 1);
         if (text[0]) strcat(text, left ? ", " : " or ");
@@ -47,6 +50,7 @@ static bool read_dtype(DLDataType type, bst_dtype *out) {
     if (type.code == kDLFloat && type.bits == 16) return *out = BST_F16, true;
     if (type.code == kDLBfloat && type.bits == 16) return *out = BST_BF16, true;
     if (type.code == kDLInt && type.bits == 64) return *out = BST_I64, true;
+    if (type.code == kDLInt && type.bits == 32) return *out = BST_I32, true;
     return false;
 }
 

@@ -9,7 +9,8 @@ bst_torch_api bst__torch;
 
 static int32_t torch_dtype(DLDataType type) {
     if (type.code == kDLBfloat) return bst__torch.aoti_torch_dtype_bfloat16();
-    if (type.code == kDLInt) return bst__torch.aoti_torch_dtype_int64();
+    if (type.code == kDLInt)
+        return type.bits == 32 ? bst__torch.aoti_torch_dtype_int32() : bst__torch.aoti_torch_dtype_int64();
     if (type.code == kDLUInt) return bst__torch.aoti_torch_dtype_uint8();
     return type.bits == 16 ? bst__torch.aoti_torch_dtype_float16() : bst__torch.aoti_torch_dtype_float32();
 }
@@ -19,6 +20,7 @@ static DLDataType dl_type(int32_t dtype) {
     if (dtype == bst__torch.aoti_torch_dtype_bfloat16()) return (DLDataType){kDLBfloat, 16, 1};
     if (dtype == bst__torch.aoti_torch_dtype_float16()) return (DLDataType){kDLFloat, 16, 1};
     if (dtype == bst__torch.aoti_torch_dtype_int64()) return (DLDataType){kDLInt, 64, 1};
+    if (dtype == bst__torch.aoti_torch_dtype_int32()) return bst_type_i32;
     return (DLDataType){kDLOpaqueHandle, 0, 1}; /* any other: the operator's check refuses it */
 }
 

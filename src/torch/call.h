@@ -47,7 +47,7 @@ DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_fir
  * elements, which stands for None. Returns only if the call succeeded. */
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
 
-static const DLDataType bst_type_f32 = {kDLFloat, 32, 1};
+static const DLDataType bst_type_f32 = {kDLFloat, 32, 1}, bst_type_i32 = {kDLInt, 32, 1};
 
 static inline bool bst__same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits; }
 

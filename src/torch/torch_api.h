@@ -44,6 +44,7 @@ typedef void (*bst_torch_kernel)(bst_torch_value *stack, uint64_t inputs, uint64
     X(int32_t, aoti_torch_dtype_bfloat16, (void)) /* the type's code */                                            \
     X(int32_t, aoti_torch_dtype_float16, (void))  /* the type's code */                                            \
     X(int32_t, aoti_torch_dtype_int64, (void))    /* the type's code */                                            \
+    X(int32_t, aoti_torch_dtype_int32, (void))    /* the type's code */                                            \
     X(int32_t, aoti_torch_dtype_uint8, (void))    /* the type's code */                                            \
     X(int32_t, aoti_torch_device_type_cpu, (void))                                                                 \
     X(int32_t, aoti_torch_device_type_cuda, (void))                                                                \

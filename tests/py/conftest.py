@@ -1,18 +1,25 @@
-"""What the Python tests share: a tiny Qwen3 with random weights, a batch, and a process left as it was found."""
+"""What the Python tests share: a tiny model of each family with random weights, a batch, and a process left as it was
+found."""
 
+import importlib
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
-from bastile.models import causal_lm, layers
+from bastile.models import attention, causal_lm, decoder, experts, layers
+from bastile.models.table import FAMILIES
+
+# The families in which every layer is norm, attention, norm, MLP.
+DENSE = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -24,7 +31,14 @@ def stock_after_each_test() -> Iterator[None]:
     assert bastile.get_patched_ops() == []
 
 
-def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Qwen3ForCausalLM:
+def modeling(family: str) -> ModuleType:
+    """The family's module in Transformers."""
+    return importlib.import_module(FAMILIES[family].module)
+
+
+def tiny_model(
+    family: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
+) -> PreTrainedModel:
     """Two layers, grouped-query attention, a vocabulary that is no round number."""
     config: dict[str, Any] = {
         "vocab_size": 101,
@@ -39,8 +53,9 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
         "pad_token_id": 0,
         "eos_token_id": None,
     }
+    config_class, model_class = DENSE[family]
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**config, **changes})).to(dtype)
+    model = model_class(config_class(**{**config, **changes})).to(dtype)
     with torch.no_grad():  # the weights of norms are not all ones after training
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -48,7 +63,7 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any
     return model.train()
 
 
-def tiny_batch(model: Qwen3ForCausalLM, rows: int = 2, columns: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
+def tiny_batch(model: PreTrainedModel, rows: int = 2, columns: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
     """Left-padded rows of unequal length; labels ignore the padding and a few tokens more."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, model.config.vocab_size, (rows, columns), generator=generator)
@@ -68,7 +83,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_same_up_to_rounding(got: torch.Tensor, want: torch.Tensor, model: Qwen3ForCausalLM, what: str) -> None:
+def assert_same_up_to_rounding(got: torch.Tensor, want: torch.Tensor, model: PreTrainedModel, what: str) -> None:
     """Two float32 programs for one formula. A value's path through the model, there and back, takes about 40 roundings
     a layer, of products summed over at most `longest` terms; errors of a sum of n terms grow as sqrt(n). The scale is
     the largest element, since each element sums terms of that size."""
@@ -98,5 +113,27 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for name in ("rms_norm", "swiglu", "rope"):
         counted(layers, name)
+    counted(attention, "qk_norm_rope")
+    counted(decoder, "add_rms_norm")
+    counted(experts, "moe_experts")
     counted(causal_lm, "fused_linear_cross_entropy")
     return counts
+
+
+def calls_of_a_step(family: str, **without: bool) -> dict[str, int]:
+    """How often the forward of a tiny model in training calls each operator, with all of them but `without`.
+
+    Two norms in each of two layers and one at the end; in Qwen3 two more in each attention."""
+    row = FAMILIES[family]
+    chosen = {operator for operator in row.operators if not without.get(operator)}
+    counts = {
+        "rms_norm": 1 + 4 * ("add_rms_norm" not in chosen),
+        "swiglu": 2,
+        "rope": 2 * ("qk_norm_rope" not in chosen),
+        "fused_linear_cross_entropy": 1,
+        "qk_norm_rope": 2,
+        "add_rms_norm": 4,
+    }
+    if row.q_norm and "qk_norm_rope" not in chosen:
+        counts["rms_norm"] += 4
+    return {operator: count for operator, count in counts.items() if operator in chosen and count}

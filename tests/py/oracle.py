@@ -55,8 +55,9 @@ class Case:
     terms: dict[str, float] = field(default_factory=dict)
     #: Roundings to the output's type that an operator documents beyond the last one (sums over chunks).
     extra_roundings: dict[str, float] = field(default_factory=dict)
-    #: The gradient of a scalar output; None: a random number.
-    upstream: float | None = None
+    #: How many errors are independent of each other, where elements share those of what they are computed from, or many
+    #: are zero; None: as many as there are elements.
+    independent: int | None = None
     #: The upstream gradient of every output, where it is not to be drawn at random.
     upstream: float | None = None
 
@@ -106,7 +107,7 @@ def assert_no_worse(case: Case) -> None:
         # A rounding error is uniform within half a unit in the last place; the root mean square of n of them scatters
         # by 0.45/sqrt(n) of itself. Four standard deviations, of the difference to stock's and of the rounding alone,
         # keep luck out of a few thousand comparisons; at n = 10,000 that is 2.5 %.
-        unit, n = torch.finfo(got.dtype).eps / 2, want.numel()
+        unit, n = torch.finfo(got.dtype).eps / 2, min(want.numel(), case.independent or want.numel())
         rounding = max(unit / 3**0.5, 4 * torch.finfo(torch.float32).eps) * min(1 + 1.8 / n**0.5, 3**0.5)
         floor = _rms(want) * rounding + torch.finfo(got.dtype).smallest_normal * unit
         floor += 4 * torch.finfo(torch.float32).eps * case.terms.get(name, 0.0)

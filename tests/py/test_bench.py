@@ -22,6 +22,7 @@ from bastile.cli import main
 CPU = torch.device("cpu")
 TINY = {
     "rms_norm": (6, 32),
+    "add_rms_norm": (6, 32),
     "swiglu": (6, 32),
     "rope": (6, 4, 2, 8),
     "qk_norm_rope": (6, 4, 2, 8),
@@ -56,6 +57,8 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
         ("rms_norm", (16384, 4096), True): 157,
         ("rms_norm", (4096, 4096), True): 39.2,
         ("rms_norm", (131072, 128), True): 39.2,
+        ("add_rms_norm", (16384, 4096), False): 125.4,
+        ("add_rms_norm", (16384, 4096), True): 250.9,
         ("swiglu", (16384, 12288), True): 752,
         ("rope", (16384, 32, 8, 128), False): 78.4,
         ("rope", (16384, 32, 8, 128), True): 157,
@@ -82,7 +85,7 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_measured_and_agrees_with_what_it_replaces(op: str, dtype: str) -> None:
-    contenders = ("bastile", "torch", "hf")
+    contenders = ("bastile", "unfused", "torch", "hf")
     result = measure(Case(op, TINY[op]), contenders, dtype)
     assert [row["name"] for row in result["rows"]] == [name for name in contenders if op in PEERS[name]]
     for row in result["rows"]:
@@ -107,11 +110,14 @@ def test_forward_alone_and_ignored_labels_and_host_time() -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_torch_compile_traces_the_replaced_code_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler makes of the trace is torch's business, and would need a C++ compiler here."""
+def test_torch_compile_traces_the_code_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' and PyTorch's. What the compiler makes of the trace is torch's business, and would need a C++
+    compiler here."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    result = measure(Case(op, TINY[op]), ("hf", "compile"))
-    assert "seconds" in rows(result)["compile"], result
+    result = measure(Case(op, TINY[op]), ("hf", "compile", "compile-torch"))
+    assert [row["name"] for row in result["rows"] if "seconds" in row] == [
+        name for name in ("hf", "compile", "compile-torch") if op in PEERS[name]
+    ], result
 
 
 def test_a_contender_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +290,32 @@ def test_tables_fit_a_terminal() -> None:
     assert "unsteady" in report.as_text(result)
 
 
+def test_the_host_s_time_is_one_table(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(cases, "HOST", (Case("swiglu", (1, 32), host=True), Case("rope", (1, 4, 2, 8), host=True)))
+    arguments = ["bench", "swiglu", "rope", "--host", "--device", "cpu", "--dtype", "fp32", "--rounds", "1"]
+    assert main([*arguments, "--against", "torch,hf", "--out", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    (file,) = tmp_path.glob("bench-cpu-*.json")
+    results = json.loads(file.read_text())["results"]
+    assert [(result["op"], result["measured"]) for result in results] == [("swiglu", "host"), ("rope", "host")]
+    head, swiglu, rope = (line.split() for line in report.host_table(results).splitlines())
+    assert head[-3:] == ["bastile", "torch", "hf"]
+    assert swiglu[0] == "swiglu"
+    assert float(swiglu[1]) == pytest.approx(rows(results[0])["bastile"]["seconds"] * 1e6, rel=0.01)
+    assert rope[2] == "-"  # PyTorch has no such function
+    assert report.host_table(results) in printed
+    assert report.host_table([]) == ""
+    row = {"seconds": 12.3456e-3}
+    full = [
+        {"op": op, "dtype": dtype, "measured": "host", "rows": [{"name": name, **row} for name in PEERS]}
+        for dtype in ("bf16", "fp32")
+        for op in OPS
+    ]
+    shown = report.host_table(full)
+    assert max(map(len, shown.splitlines())) <= 100, shown
+    assert "rms_norm, fp32" in shown
+
+
 def test_the_command_writes_what_it_prints(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
     monkeypatch.setitem(cases.SHAPES, "small", (Case("swiglu", (6, 32)),))
     arguments = ["bench", "swiglu", "--device", "cpu", "--shapes", "small", "--dtype", "fp32", "--rounds", "1"]
@@ -321,7 +353,7 @@ def test_a_run_in_which_bastile_fails_ends_with_one(tmp_path: Path, capfd: pytes
 def test_mistakes_are_told_with_their_remedy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "other.json").write_text("[]")
     for arguments, told in (
-        (["sofmax"], "op: there is no 'sofmax'; give one or more of rms_norm, swiglu"),
+        (["sofmax"], "op: there is no 'sofmax'; give one or more of rms_norm, add_rms_norm"),
         (["--dtype", "fp8"], "--dtype: there is no 'fp8'; give one or more of bf16, fp16, fp32"),
         (["--against", "apex"], "--against: there is no 'apex'; give one or more of torch, hf"),
         (["--shapes", "huge"], "--shapes: there is no 'huge'; give one or more of limits, small"),

@@ -1,38 +1,25 @@
 """The bastile command, run as its users run it."""
 
+import http.server
 import json
-import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
-from bastile.cli import data
+from bastile.cli import data, strict_json
 from bastile.cli.report import compared
-from bastile.cli.train import _batches
-from conftest import tiny_model
+from bastile.models.table import OPERATORS
+from command import command, save_model
 
 TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]
-PATCHES = ["rms_norm_qwen3", "swiglu_qwen3", "rope_qwen3", "fused_linear_cross_entropy_qwen3"]
-
-
-def command(*arguments: object, status: int = 0) -> str:
-    """What it printed; both streams."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bastile", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # a model this small only waits for a second thread
-    )
-    assert done.returncode == status, done.stdout
-    return done.stdout
+PATCHES = [f"{operator}_qwen3" for operator in OPERATORS]
 
 
 @pytest.fixture(scope="module")
@@ -44,11 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved_model(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer: Tokenizer = data.train_tokenizer(text.read_text(), 300)
-    tiny_model(vocab_size=300).save_pretrained(folder)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("model"), text.read_text())
 
 
 def test_demo_trains_twice_and_reports(tmp_path: Path, text: Path) -> None:
@@ -61,6 +44,7 @@ def test_demo_trains_twice_and_reports(tmp_path: Path, text: Path) -> None:
         assert len(run["losses"]) == 4
         assert run["losses"][-1] < run["losses"][0]
         assert run["tokens_per_second"] == pytest.approx(3 * 2 * 32 / run["timed_seconds"])
+        assert run["seconds_per_step"] == pytest.approx(run["timed_seconds"] / 3)
         assert 0 < run["memory_before_training"] < run["peak_memory"] < 4 * 2**30
     # Three steps of a small learning rate part two float32 programs by no more than rounding: of the loss, 4 digits.
     assert result["comparison"]["largest_loss_difference"] < 1e-4 * stock["losses"][0]
@@ -87,8 +71,8 @@ def test_mistakes_are_told_with_their_remedy(
 
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
-    llama = tmp_path / "llama"
-    LlamaConfig().save_pretrained(llama)
+    other = tmp_path / "other"
+    OPTConfig().save_pretrained(other)
     good = ["finetune", "--model", saved_model, "--data", text, "--out", tmp_path, "--device", "cpu"]
     for change, told in (
         (["--data", tmp_path / "none.txt"], "none.txt cannot be read (No such file or directory); give the path"),
@@ -97,7 +81,7 @@ def test_mistakes_are_told_with_their_remedy(
         (["--out", binary], str(binary)),
         (["--data", binary], "not text in UTF-8 (byte 0); convert it first"),
         (["--model", tmp_path], "no config and tokenizer found there"),
-        (["--model", llama], "is of the type llama; supported are: qwen3"),
+        (["--model", other], "is of the type opt; supported are: "),
         (["--sequence", "10000000"], "give a longer text, or a smaller --batch or --sequence"),
         (["--steps", "1"], "--steps must be at least 2"),
         (["--device", "toaster"], "give cpu, cuda or cuda:N"),
@@ -110,6 +94,51 @@ def test_mistakes_are_told_with_their_remedy(
         assert "sees no CUDA device; leave --device out" in capsys.readouterr().err
     assert main(["demo", "--text", str(text), "--vocabulary", "10", "--out", str(tmp_path), "--device", "cpu"]) == 2
     assert "--vocabulary must be at least 256" in capsys.readouterr().err
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """A hub that knows no model."""
+
+    def do_GET(self) -> None:
+        body = b'{"error": "Repository not found"}'
+        self.send_response(404)
+        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_mistyped_hub_name_fails_fast(hub: str, tmp_path: Path, text: Path) -> None:
+    arguments = ["finetune", "--data", text, "--out", tmp_path, "--device", "cpu", "--model"]
+    online = {"HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "no_proxy": "127.0.0.1"}
+    for endpoint, name, told in (
+        (hub, "Quen/Quen3-0.6B", "neither a folder nor a model on the Hugging Face hub; check the spelling"),
+        (hub, "no/such/folder", "there is no such folder, and it is no hub name"),
+        ("http://127.0.0.1:1", "Qwen/Qwen3-0.6B", "the hub cannot be asked"),
+    ):
+        begin = time.perf_counter()
+        printed = command(*arguments, name, status=2, HF_ENDPOINT=endpoint, **online)
+        assert told in printed.replace("\n", " ")
+        assert time.perf_counter() - begin < 15  # most of it imports; the hub's client repeats itself for longer
+
+
+def test_results_are_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    strict_json.write(path, {"losses": (1.5, float("nan"), float("-inf")), 3: {"a": None}})
+    assert json.loads(path.read_text()) == {"losses": [1.5, None, None], "3": {"a": None}}
 
 
 def test_missing_packages_are_named() -> None:
@@ -135,20 +164,6 @@ def test_a_failed_run_shows_the_end_of_its_log(tmp_path: Path, text: Path, saved
     printed = command("finetune", *arguments, *TRAINING, status=1)
     assert f"its whole output is in {tmp_path / 'bastile.log'}" in printed
     assert "Error" in printed
-
-
-def test_the_order_of_the_data_depends_on_the_seed_alone() -> None:
-    tokens = torch.arange(1003)
-    plan = {"sequence": 10, "batch": 7, "seed": 3}
-    first, second = _batches(tokens, plan), _batches(tokens, plan)
-    seen = []
-    for _ in range(14):
-        batch = next(first)
-        assert torch.equal(batch, next(second))
-        assert batch.shape == (7, 10)
-        seen.append(batch)
-    assert len(torch.cat(seen).unique()) == 980  # no text twice before all but the incomplete batch has been seen
-    assert not torch.equal(seen[0], next(_batches(tokens, {**plan, "seed": 4})))
 
 
 def test_a_nan_loss_is_the_largest_difference() -> None:

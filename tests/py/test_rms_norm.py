@@ -77,6 +77,13 @@ def test_matches_float64_as_well_as_stock(shape, casting, dtype, device):
     assert_no_worse(case(x, weight, casting))
 
 
+@pytest.mark.parametrize("device", devices())
+def test_more_rows_than_blocks(device):
+    """Each block of the backward kernel takes several rows, so that they come through all stages of its ring."""
+    x = random_tensor((600, 2048), torch.bfloat16, device, scale=2.0)
+    assert_no_worse(case(x, random_tensor((2048,), torch.bfloat16, device, offset=1.0), "llama"))
+
+
 @few_examples
 @given(
     rows=st.integers(0, 9),

@@ -1,7 +1,7 @@
 """What is measured: one row per operator and shape, with what Bastile has to reach there.
 
 Shapes, by operator:
-    rms_norm                     (rows, columns)
+    rms_norm, add_rms_norm       (rows, columns)
     swiglu                       (rows, columns)
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
     cross_entropy                (rows, vocabulary)
@@ -56,6 +56,8 @@ def _loss(rows: int, hidden: int, vocabulary: int, ignored: float = 0.0, **need:
 
 
 _ROPE = (16384, 32, 8, 128)
+#: A fused operator has to beat the sequence that it replaces.
+_FUSED = {"unfused": 1.0}
 
 #: Qwen3-8B's and Llama-3's shapes on one large GPU. Limits at 4.28 TB/s, on an H200.
 LIMITS = (
@@ -63,11 +65,13 @@ LIMITS = (
     Case("rms_norm", (16384, 4096), needs=_floor(157, 172)),
     Case("rms_norm", (4096, 4096), needs=_floor(39, 52)),
     Case("rms_norm", (131072, 128), needs=_floor(39, 48)),  # QK-norm
+    Case("add_rms_norm", (16384, 4096), backward=False, needs=_bf16(peers=_FUSED)),
+    Case("add_rms_norm", (16384, 4096), needs=_bf16(peers=_FUSED)),
     Case("swiglu", (16384, 12288), needs=_floor(752, 762)),
     Case("rope", _ROPE, backward=False, needs=_floor(78, 82)),
     Case("rope", _ROPE, needs=_floor(157, 162)),
-    Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88)),
-    Case("qk_norm_rope", _ROPE),
+    Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88, peers=_FUSED)),
+    Case("qk_norm_rope", _ROPE, needs=_bf16(peers=_FUSED)),
     Case("cross_entropy", (4096, 128256), needs=_floor(493, 540, mib=1)),
     Case("cross_entropy", (1024, 128256), needs=_floor(123, 140, mib=1)),
     Case("cross_entropy", (4096, 151936), needs=_floor(584, 640, mib=1)),
@@ -95,6 +99,7 @@ _CPU_LEAN_LOSS = {t: Need(peers={"hf": 1.0}, memory_of=("hf", 0.25)) for t in ("
 SMALL = (
     Case("rms_norm", (512, 1024), needs=_CPU),
     Case("rms_norm", (8192, 128), needs=_CPU),  # QK-norm
+    Case("add_rms_norm", (512, 1024), needs=_CPU),
     Case("swiglu", (512, 3072), needs=_CPU),
     Case("rope", (512, 16, 8, 128), needs=_CPU),
     Case("qk_norm_rope", (512, 16, 8, 128), needs=_CPU),
@@ -107,6 +112,7 @@ SMALL = (
 _HOST_NORM = {t: Need(peers={"torch": 1.35, "liger": 0.35}) for t in ("bf16", "fp32")}
 HOST = (
     Case("rms_norm", (1, 4096), host=True, needs=_HOST_NORM),
+    Case("add_rms_norm", (1, 4096), host=True),
     Case("swiglu", (1, 4096), host=True),
     Case("rope", (1, 32, 8, 128), host=True),
     Case("qk_norm_rope", (1, 32, 8, 128), host=True),

@@ -32,13 +32,15 @@ class Operator:
     leaves: tuple[str, ...]  #: those that get a gradient
     cost: Callable[[Case, int], Cost]  #: given the size of an element
     model: str  #: the cost in words
+    #: Where the cost is in flops: a call that runs those products alone, on the operands of the given inputs.
+    products: Callable[[Case, Tensors], Callable[[Tensors], tuple[torch.Tensor, ...]]] | None = None
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape, dtype=torch.float32, device=device) * scale).to(dtype)
 
 
-# ---- rms_norm, swiglu ------------------------------------------------------------------------------------------------
+# ---- norms, swiglu ---------------------------------------------------------------------------------------------------
 
 
 def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -51,6 +53,16 @@ def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensor
 
 def _norm_cost(case: Case, size: int) -> Cost:
     return Cost(moved=(5 if case.backward else 2) * case.shape[0] * case.shape[1] * size)
+
+
+def _add_norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+    return _norm_inputs(case, dtype, device) | {
+        name: _random(case.shape, dtype, device) for name in ("residual", "upstream 1")
+    }
+
+
+def _add_norm_cost(case: Case, size: int) -> Cost:
+    return Cost(moved=(8 if case.backward else 4) * case.shape[0] * case.shape[1] * size)
 
 
 def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
@@ -132,6 +144,34 @@ def _linear_loss_cost(case: Case, size: int) -> Cost:
     return Cost(flops=(6 if case.backward else 2) * rows * hidden * vocabulary)
 
 
+def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
+    """The three products alone, as the framework runs them (forward alone: one).
+
+    Their second operands are the true gradient of the logits, not random numbers: power limits products, and power
+    depends on the values."""
+    hidden, weight, target = (tensors[name].detach() for name in ("hidden", "weight", "target"))
+    logits = hidden @ weight.t()
+    if not case.backward:
+        return lambda t: (torch.mm(t["hidden"].detach(), t["weight"].detach().t(), out=logits),)
+    kept = target != -100
+    gradient = torch.empty_like(logits)
+    for rows in range(0, len(logits), 512):
+        part = slice(rows, rows + 512)
+        p = logits[part].float().softmax(-1)
+        p.scatter_add_(1, target[part].clamp(min=0)[:, None], p.new_full((len(p), 1), -1.0))
+        gradient[part] = p * (kept[part, None] / kept.sum())
+    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run(t: Tensors) -> tuple[torch.Tensor, ...]:
+        hidden, weight = t["hidden"].detach(), t["weight"].detach()
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(gradient, weight, out=dhidden)
+        torch.mm(gradient.t(), hidden, out=dweight)
+        return ()
+
+    return run
+
+
 OPERATORS = {
     "rms_norm": Operator(
         inputs=_norm_inputs,
@@ -139,6 +179,13 @@ OPERATORS = {
         leaves=("x", "weight"),
         cost=_norm_cost,
         model="x read, y written; backward: x and dy read, dx written",
+    ),
+    "add_rms_norm": Operator(
+        inputs=_add_norm_inputs,
+        arguments=("x", "residual", "weight"),
+        leaves=("x", "residual", "weight"),
+        cost=_add_norm_cost,
+        model="x and residual read, sum and y written; backward: sum, dsum and dy read, one gradient for both written",
     ),
     "swiglu": Operator(
         inputs=_swiglu_inputs,
@@ -174,33 +221,6 @@ OPERATORS = {
         leaves=("hidden", "weight"),
         cost=_linear_loss_cost,
         model="three products of 2 x rows x hidden x vocabulary each (forward alone: one)",
+        products=_linear_loss_products,
     ),
 }
-
-
-def products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
-    """The products of fused_linear_cross_entropy alone, as the framework runs them: its floor.
-
-    Their second operands are the true gradient of the logits, not random numbers: power limits products, and power
-    depends on the values."""
-    hidden, weight, target = (tensors[name].detach() for name in ("hidden", "weight", "target"))
-    logits = hidden @ weight.t()
-    if not case.backward:
-        return lambda t: (torch.mm(t["hidden"].detach(), t["weight"].detach().t(), out=logits),)
-    kept = target != -100
-    gradient = torch.empty_like(logits)
-    for rows in range(0, len(logits), 512):
-        part = slice(rows, rows + 512)
-        p = logits[part].float().softmax(-1)
-        p.scatter_add_(1, target[part].clamp(min=0)[:, None], p.new_full((len(p), 1), -1.0))
-        gradient[part] = p * (kept[part, None] / kept.sum())
-    dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
-
-    def run(t: Tensors) -> tuple[torch.Tensor, ...]:
-        hidden, weight = t["hidden"].detach(), t["weight"].detach()
-        torch.mm(hidden, weight.t(), out=logits)
-        torch.mm(gradient, weight, out=dhidden)
-        torch.mm(gradient.t(), hidden, out=dweight)
-        return ()
-
-    return run

@@ -1,12 +1,14 @@
 """The contenders: what Bastile is measured against, each in its best form for the purpose.
 
-bastile   the operators of this package
-torch     PyTorch's own function, on tensors of their own type
-hf        the code of Transformers (Qwen3) that Bastile replaces
-compile   torch.compile of that code
-liger     Liger-Kernel's Triton operators
-cute      Liger-Kernel's CuTe operators
-quack     QuACK's operators
+bastile        the operators of this package
+unfused        where one of them fuses a sequence: that sequence, of this package's other operators
+torch          PyTorch's own functions, on tensors of their own type
+hf             the code of Transformers (Qwen3) that Bastile replaces
+compile        torch.compile of that code
+compile-torch  torch.compile of PyTorch's own functions
+liger          Liger-Kernel's Triton operators
+cute           Liger-Kernel's CuTe operators
+quack          QuACK's operators
 
 A builder imports what it needs and returns a function of the operator's arguments; ImportError says that a library is
 not there. Contenders may write over their inputs: the harness restores them.
@@ -52,11 +54,41 @@ def _bastile_rope() -> Function:
     return lambda q, k, cos, sin: rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
 
+def _bastile_add_rms_norm() -> Function:
+    from bastile.ops.rms_norm import add_rms_norm
+
+    return lambda x, residual, weight: add_rms_norm(x, residual, weight, EPS)
+
+
 def _bastile_qk_norm_rope() -> Function:
-    fused = _bastile("qk_norm_rope")
-    return lambda q, k, q_weight, k_weight, cos, sin: fused(
+    from bastile.ops.qk_norm_rope import qk_norm_rope
+
+    return lambda q, k, q_weight, k_weight, cos, sin: qk_norm_rope(
         q.transpose(1, 2), k.transpose(1, 2), q_weight, k_weight, cos, sin, EPS
     )
+
+
+def _unfused_add_rms_norm() -> Function:
+    return _added(_bastile_rms_norm())
+
+
+def _unfused_qk_norm_rope() -> Function:
+    return _normed(_bastile_rms_norm(), _bastile_rope())
+
+
+def _added(norm: Function) -> Function:
+    """The residual's sum and its norm, one after the other."""
+
+    def run(x, residual, weight):
+        total = residual + x
+        return norm(total, weight), total
+
+    return run
+
+
+def _normed(norm: Function, rope: Function) -> Function:
+    """Both norms and the rotation, one after the other."""
+    return lambda q, k, q_weight, k_weight, cos, sin: rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
 
 
 def _bastile_cross_entropy() -> Function:
@@ -70,6 +102,14 @@ def _bastile_cross_entropy() -> Function:
 
 def _torch_rms_norm() -> Function:
     return lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def _torch_add_rms_norm() -> Function:
+    return _added(_torch_rms_norm())
+
+
+def _torch_qk_norm_rope() -> Function:
+    return _normed(_torch_rms_norm(), _hf_rope())  # PyTorch has no rotary function
 
 
 def _torch_swiglu() -> Function:
@@ -104,9 +144,12 @@ def _hf_rope() -> Function:
     return lambda q, k, cos, sin: apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
 
+def _hf_add_rms_norm() -> Function:
+    return _added(_hf_rms_norm())
+
+
 def _hf_qk_norm_rope() -> Function:
-    norm, rope = _hf_rms_norm(), _hf_rope()
-    return lambda q, k, q_weight, k_weight, cos, sin: rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
+    return _normed(_hf_rms_norm(), _hf_rope())
 
 
 def _hf_cross_entropy() -> Function:
@@ -149,6 +192,11 @@ def _liger_rms_norm(place: str) -> Builder:
     return build
 
 
+def _liger_add_rms_norm() -> Function:
+    norm = _liger(_TRITON, "fused_add_rms_norm", "LigerFusedAddRMSNormFunction")
+    return lambda x, residual, weight: norm.apply(x, residual, weight, EPS, 0.0, "llama", False)
+
+
 def _liger_swiglu(place: str) -> Builder:
     return lambda: _liger(place, "swiglu", "LigerSiLUMulFunction").apply
 
@@ -159,6 +207,10 @@ def _liger_rope(place: str) -> Builder:
         return lambda q, k, cos, sin: rope.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
 
     return build
+
+
+def _liger_qk_norm_rope(place: str) -> Builder:
+    return lambda: _normed(_liger_rms_norm(place)(), _liger_rope(place)())
 
 
 def _liger_cross_entropy(place: str) -> Builder:
@@ -181,6 +233,16 @@ def _quack_rms_norm() -> Function:
     from quack.rmsnorm import rmsnorm
 
     return lambda x, weight: rmsnorm(x, weight, eps=EPS)
+
+
+def _quack_add_rms_norm() -> Function:
+    from quack.rmsnorm import rmsnorm
+
+    return lambda x, residual, weight: rmsnorm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+def _quack_qk_norm_rope() -> Function:
+    return _normed(_quack_rms_norm(), _quack_rope())
 
 
 def _quack_rope() -> Function:
@@ -208,8 +270,17 @@ def _quack_linear_cross_entropy() -> Function:
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
+_TORCH: dict[str, Builder] = {
+    "rms_norm": _torch_rms_norm,
+    "add_rms_norm": _torch_add_rms_norm,
+    "swiglu": _torch_swiglu,
+    "qk_norm_rope": _torch_qk_norm_rope,
+    "cross_entropy": _torch_cross_entropy,
+    "fused_linear_cross_entropy": _torch_linear_cross_entropy,
+}
 _HF: dict[str, Builder] = {
     "rms_norm": _hf_rms_norm,
+    "add_rms_norm": _hf_add_rms_norm,
     "swiglu": _hf_swiglu,
     "rope": _hf_rope,
     "qk_norm_rope": _hf_qk_norm_rope,
@@ -223,6 +294,7 @@ def _both(place: str) -> dict[str, Builder]:
         "rms_norm": _liger_rms_norm(place),
         "swiglu": _liger_swiglu(place),
         "rope": _liger_rope(place),
+        "qk_norm_rope": _liger_qk_norm_rope(place),
         "cross_entropy": _liger_cross_entropy(place),
         "fused_linear_cross_entropy": _liger_linear_cross_entropy(place),
     }
@@ -232,25 +304,28 @@ def _both(place: str) -> dict[str, Builder]:
 PEERS: dict[str, dict[str, Builder]] = {
     "bastile": {
         "rms_norm": _bastile_rms_norm,
+        "add_rms_norm": _bastile_add_rms_norm,
         "swiglu": lambda: _bastile("swiglu"),
         "rope": _bastile_rope,
         "qk_norm_rope": _bastile_qk_norm_rope,
         "cross_entropy": _bastile_cross_entropy,
         "fused_linear_cross_entropy": lambda: _bastile("fused_linear_cross_entropy"),
     },
-    "torch": {
-        "rms_norm": _torch_rms_norm,
-        "swiglu": _torch_swiglu,
-        "cross_entropy": _torch_cross_entropy,
-        "fused_linear_cross_entropy": _torch_linear_cross_entropy,
+    "unfused": {
+        "add_rms_norm": _unfused_add_rms_norm,
+        "qk_norm_rope": _unfused_qk_norm_rope,
     },
+    "torch": _TORCH,
     "hf": _HF,
     "compile": {op: _compiled(builder) for op, builder in _HF.items()},
-    "liger": _both(_TRITON),
+    "compile-torch": {op: _compiled(builder) for op, builder in _TORCH.items()},
+    "liger": {**_both(_TRITON), "add_rms_norm": _liger_add_rms_norm},
     "cute": _both(_CUTE),
     "quack": {
         "rms_norm": _quack_rms_norm,
+        "add_rms_norm": _quack_add_rms_norm,
         "rope": _quack_rope,
+        "qk_norm_rope": _quack_qk_norm_rope,
         "cross_entropy": _quack_cross_entropy,
         "fused_linear_cross_entropy": _quack_linear_cross_entropy,
     },
@@ -260,7 +335,7 @@ PEERS: dict[str, dict[str, Builder]] = {
 AGAINST = {
     "torch": ("torch",),
     "hf": ("hf",),
-    "compile": ("compile",),
+    "compile": ("compile", "compile-torch"),
     "liger": ("liger", "cute"),
     "quack": ("quack",),
 }

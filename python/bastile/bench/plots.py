@@ -7,9 +7,11 @@ from typing import Any
 
 _COLOURS = {
     "bastile": "#1b7f4d",
+    "unfused": "#8fcfae",
     "torch": "#888888",
     "hf": "#bbbbbb",
     "compile": "#e0a030",
+    "compile-torch": "#f0c878",
     "liger": "#7a5bb0",
     "cute": "#a98fd0",
     "quack": "#3f7fbf",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bastile.bench.peers import PEERS
+
 # Nine columns in 80 characters. "+-": half of what lies between the quartiles; "of floor": floor / time; "1st call"
 # includes compiling and tuning.
 _HEAD = ("", "time", "+-", "GB/s", "of floor", "x ours", "extra MiB", "1st call", "by")
@@ -111,6 +113,26 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.4g} us"
+
+
+def host_table(results: Sequence[dict[str, Any]]) -> str:
+    """The host's microseconds of a call, forward and backward: a row an operator, a column a contender. Empty where
+    none were measured."""
+    chosen = [result for result in results if result["measured"] == "host"]
+    times = [{row["name"]: row["seconds"] for row in result["rows"] if "seconds" in row} for result in chosen]
+    names = [name for name in PEERS if any(name in found for found in times)]
+    if not names:
+        return ""
+    several_types = len({result["dtype"] for result in chosen}) > 1
+    table = [("host us of a call", *names)]
+    for result, found in zip(chosen, times, strict=True):
+        cells = (_short(found[name] * 1e6) if name in found else "-" for name in names)
+        table.append((result["op"] + (f", {result['dtype']}" if several_types else ""), *cells))
+    widths = [max(len(row[i]) for row in table) for i in range(len(names) + 1)]
+    return "\n".join(
+        " ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    )
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:

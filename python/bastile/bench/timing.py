@@ -254,22 +254,37 @@ def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     """The most memory that a call, already run once, held at one time beyond what there was before it, results
     included. On CUDA by PyTorch's allocator. On CPU by the process's resident pages, which count every allocator's,
     to about 0.3 MiB; None where the system cannot reset that peak (only Linux can)."""
+    before = begin_peak(device)
+    call()
+    peak = peak_bytes(device)
+    return None if before is None or peak is None else max(0, peak - before)
+
+
+def begin_peak(device: torch.device) -> int | None:
+    """The bytes held now, from which on peak_bytes counts; None where the system cannot tell a new peak from an old
+    one."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.memory_allocated(device)
     if sys.platform != "linux":
         return None
     try:
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc holds back would hide what the call takes
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc holds back would hide what a call takes
         Path("/proc/self/clear_refs").write_text("5")
-        before = _resident("VmRSS")
-        call()
-        return max(0, _resident("VmHWM") - before)
+        return _resident("VmRSS")
     except (OSError, AttributeError):
+        return None
+
+
+def peak_bytes(device: torch.device) -> int | None:
+    """The most bytes held at one time since begin_peak; on CPU the process's resident pages."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return _resident("VmHWM")
+    except OSError:
         return None
 
 

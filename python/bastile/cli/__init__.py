@@ -1,5 +1,6 @@
-"""The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare; `bench`
-times the operators alone."""
+"""The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare; `profile`
+shows where a training step's time goes; `bench` times the operators alone, `sweep` whole models over
+sequence lengths."""
 
 import sys
 from collections.abc import Sequence

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
 from bastile.cli.folder import make_folder
+from bastile.cli.options import device_for
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,6 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--device", help="cpu, cuda or cuda:N; not given: cuda where there is one")
     parser.add_argument("--shapes", help="limits (a large GPU's) or small; not given: limits on CUDA, small on CPU")
+    parser.add_argument("--host", action="store_true", help="measure only the host's time of a call, at one row")
     parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the JSON and the plots")
     parser.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
     parser.add_argument("--plots", action="store_true", help="also draw bars, one PNG an operator (needs matplotlib)")
@@ -54,7 +57,8 @@ def bench(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(run, indent=1))
     else:
-        print(report.summary(run["results"]))
+        table = report.host_table(run["results"])
+        print("\n\n".join([*([table] if table else []), report.summary(run["results"])]))
     if options.plots:
         _plot(run, options.out)
     ours = [row for result in run["results"] for row in result["rows"] if row["name"] == "bastile"]
@@ -65,17 +69,21 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from bastile.bench import cases, machine, report, run, timing
     from bastile.bench.peers import AGAINST
 
-    device = _device(options.device)
+    device = torch.device(device_for(options.device))
     on_cuda = device.type == "cuda"
-    shapes = _chosen("--shapes", options.shapes, cases.SHAPES, ["limits" if on_cuda else "small"])
-    dtypes = _chosen("--dtype", options.dtype, run.DTYPES, ["bf16"] if on_cuda else ["bf16", "fp32"])
-    peers = _chosen("--against", options.against, AGAINST, list(AGAINST) if on_cuda else ["torch", "hf"])
-    ops = _chosen("op", ",".join(options.ops) or None, cases.OPS, list(cases.OPS))
+    if on_cuda:
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    shapes = chosen("--shapes", options.shapes, cases.SHAPES, ["limits" if on_cuda else "small"])
+    dtypes = chosen("--dtype", options.dtype, run.DTYPES, ["bf16"] if on_cuda else ["bf16", "fp32"])
+    peers = chosen("--against", options.against, AGAINST, list(AGAINST) if on_cuda else ["torch", "hf"])
+    ops = chosen("op", ",".join(options.ops) or None, cases.OPS, list(cases.OPS))
     if options.rounds < 1:
         raise UsageError("--rounds must be at least 1")
-    contenders = ["bastile", *(name for peer in peers for name in AGAINST[peer])]
-    table = [case for name in shapes for case in cases.SHAPES[name]] + list(cases.HOST)
-    chosen = [(case, dtype) for op in ops for dtype in dtypes for case in table if case.op == op]
+    contenders = ["bastile", "unfused", *(name for peer in peers for name in AGAINST[peer])]
+    on_device = [] if options.host else [case for name in shapes for case in cases.SHAPES[name]]
+    table = [*on_device, *cases.HOST]
+    selected = [(case, dtype) for op in ops for dtype in dtypes for case in table if case.op == op]
 
     now = datetime.now(timezone.utc)
     path = options.out / f"bench-{device.type}-{now:%Y%m%d-%H%M%S}.json"
@@ -94,7 +102,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         print(f"{measured['machine']['name']}, copy {speed / 1e9:.4g} GB/s; results in {path}\n", file=tell, flush=True)
         show = report.printer()
         for result in run.run_cases(
-            chosen,
+            selected,
             contenders,
             device,
             copy_speed=speed,
@@ -105,37 +113,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             measured["results"].append(result)
             report.save(measured, path)
             if options.json:
-                print(f"{len(measured['results'])}/{len(chosen)} {result['title']}", file=tell, flush=True)
+                print(f"{len(measured['results'])}/{len(selected)} {result['title']}", file=tell, flush=True)
             else:
                 show(result)
     return measured
-
-
-def _device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UsageError(f"--device {name}: give cpu, cuda or cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: give cpu, cuda or cuda:N")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError(
-                f"--device {name}: this PyTorch sees no CUDA device; leave --device out to measure the CPU"
-            )
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
-
-
-def _chosen(option: str, given: str | None, known: Any, otherwise: list[str]) -> list[str]:
-    if given is None:
-        return otherwise
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    for name in names:
-        if name not in known:
-            raise UsageError(f"{option}: there is no {name!r}; give one or more of {', '.join(known)}")
-    return list(dict.fromkeys(names))
 
 
 def _saved(path: Path) -> dict[str, Any]:

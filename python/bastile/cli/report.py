@@ -1,6 +1,6 @@
-"""What a comparison found: tables on the terminal, curves.png and result.json in the output folder."""
+"""What a comparison found: a table on the terminal, curves.png and result.json in the output folder."""
 
-import json
+import math
 import platform
 from datetime import datetime, timezone
 from pathlib import Path
@@ -12,24 +12,31 @@ from rich.console import Console
 from rich.table import Table
 
 import bastile
+from bastile.cli import strict_json
 
 _TITLES = {"stock": "Stock Transformers", "bastile": "Bastile"}
 
 
 def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path) -> None:
-    """Prints a table a run and the comparison, and writes both files."""
+    """Prints the runs side by side and the comparison, and writes both files."""
     console = Console()
-    for run in runs:
-        console.print(_table(run))
     comparison = compared(runs) if len(runs) == 2 else {}
+    console.print(_table(runs, comparison))
     if comparison:
+        gap = comparison["largest_loss_difference"]
         console.print(
-            f"Bastile against stock: {comparison['speed']:.2f} x the tokens/s, {comparison['memory']:.2f} x the peak "
-            f"memory, largest difference between the losses {comparison['largest_loss_difference']:.1e} "
-            f"(step {comparison['at_step']})"
+            f"Bastile against stock: {_times(comparison['speed'])} the tokens/s, {_times(comparison['memory'])} the "
+            f"peak memory, largest difference between the losses {gap:.1e} (step {comparison['at_step']})"
         )
     _plot(runs, out / "curves.png")
-    result = {
+    result = {**about(), "plan": plan, "runs": runs, "comparison": comparison}
+    strict_json.write(out / "result.json", result)
+    console.print(f"Curves: {out / 'curves.png'}   Figures: {out / 'result.json'}")
+
+
+def about() -> dict[str, Any]:
+    """When and with what a result was made."""
+    return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {
             "bastile": bastile.__version__,
@@ -37,46 +44,58 @@ def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path) -> None:
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "plan": plan,
-        "runs": runs,
-        "comparison": comparison,
     }
-    (out / "result.json").write_text(json.dumps(result, indent=1))
-    console.print(f"Curves: {out / 'curves.png'}   Figures: {out / 'result.json'}")
 
 
 def compared(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Bastile's run, the second, as a multiple of the stock run, and how far the loss curves part."""
     stock, ours = runs
-    # A NaN on either side is the largest difference there is: max alone would pass over it.
-    gaps = [
-        abs(a - b) if abs(a - b) == abs(a - b) else float("inf")
-        for a, b in zip(stock["losses"], ours["losses"], strict=True)
-    ]
+    # A NaN on either side, which a saved result holds as null, is the largest difference there is.
+    gaps = [_gap(a, b) for a, b in zip(stock["losses"], ours["losses"], strict=True)]
     largest = max(gaps)
+    timed = stock["tokens_per_second"] and ours["tokens_per_second"]
     return {
-        "speed": ours["tokens_per_second"] / stock["tokens_per_second"],
+        "speed": ours["tokens_per_second"] / stock["tokens_per_second"] if timed else None,
         "memory": ours["peak_memory"] / stock["peak_memory"],
         "largest_loss_difference": largest,
         "at_step": gaps.index(largest) + 1,
     }
 
 
-def _table(run: dict[str, Any]) -> Table:
-    table = Table(title=_TITLES[run["name"]], title_justify="left", show_header=False)
-    losses = run["losses"]
-    for step in sorted({1, *(max(1, len(losses) * quarter // 4) for quarter in (1, 2, 3, 4))}):
-        table.add_row(f"loss at step {step}", f"{losses[step - 1]:.4f}")
-    table.add_row("tokens/s", f"{run['tokens_per_second']:,.0f}")
-    table.add_row(
-        "peak memory", f"{_bytes(run['peak_memory'])} ({_bytes(run['memory_before_training'])} before the first step)"
-    )
-    table.add_row("patched", "\n".join(run["patched"]) or "nothing")
-    table.add_row("device", run["device"])
+def _gap(a: float | None, b: float | None) -> float:
+    if a is None or b is None or math.isnan(a - b):
+        return math.inf
+    return abs(a - b)
+
+
+def _table(runs: list[dict[str, Any]], comparison: dict[str, Any]) -> Table:
+    table = Table("", *(_TITLES[run["name"]] for run in runs), *(["ratio"] if comparison else []))
+    steps = len(runs[0]["losses"])
+
+    def row(title: str, cells: list[str], ratio: float | None = None) -> None:
+        table.add_row(title, *cells, *([_times(ratio) if ratio else ""] if comparison else []))
+
+    for step in sorted({1, *(max(1, steps * quarter // 4) for quarter in (1, 2, 3, 4))}):
+        row(f"loss at step {step}", [_number(run["losses"][step - 1], ".4f") for run in runs])
+    row("seconds a step", [_number(run["seconds_per_step"], ".4g") for run in runs])
+    row("tokens/s", [_number(run["tokens_per_second"], ",.0f") for run in runs], comparison.get("speed"))
+    row("peak memory", [bytes_text(run["peak_memory"]) for run in runs], comparison.get("memory"))
+    row("before the first step", [bytes_text(run["memory_before_training"]) for run in runs])
+    row("trained weights", [f"{run['trainable_parameters']:,} of {run['parameters']:,}" for run in runs])
+    row("patched", ["\n".join(run["patched"]) or "nothing" for run in runs])
+    row("device", [run["device"] for run in runs])
     return table
 
 
-def _bytes(count: float) -> str:
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f} x"
+
+
+def bytes_text(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
@@ -90,9 +109,11 @@ def _plot(runs: list[dict[str, Any]], path: Path) -> None:
     for run, style in zip(
         reversed(runs), ({"linewidth": 3, "alpha": 0.5}, {"linewidth": 1, "color": "black"}), strict=False
     ):
-        axes.plot(range(1, len(run["losses"]) + 1), run["losses"], label=_TITLES[run["name"]], **style)
+        losses = [math.nan if loss is None else loss for loss in run["losses"]]  # a gap in the curve
+        axes.plot(range(1, len(losses) + 1), losses, label=_TITLES[run["name"]], **style)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.legend(title=", ".join(f"{_TITLES[run['name']]}: {run['tokens_per_second']:,.0f} tokens/s" for run in runs))
+    speeds = (f"{_TITLES[run['name']]}: {_number(run['tokens_per_second'], ',.0f')} tokens/s" for run in runs)
+    axes.legend(title=", ".join(speeds))
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -1,19 +1,19 @@
 """The forward of a model's backbone, which records less than autograd asks for: see bastile.recompute."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
 from bastile.recompute import min_tokens, recomputing
 
 
 def backbone_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)[1:]  # without self
+    names = parameter_names(original)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -4,7 +4,6 @@ With labels, in training, the output's `logits` is None and its `loss` comes fro
 weight at once. Every other call, and every model whose head or loss someone has changed, runs the original forward."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bastile.models.guards import untouched
+from bastile.models.rebind import parameter_names
+from bastile.models.router_loss import ask_for_router_logits, with_router_loss
 from bastile.models.table import Family
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
@@ -22,8 +23,8 @@ from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 
 def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = tuple(inspect.signature(original).parameters)[1:]  # without self
-    backbone, head = family.backbone, family.head
+    names = parameter_names(original)
+    backbone, head, router_loss = family.backbone, family.head, family.router_loss
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -37,13 +38,18 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
         valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
         given.pop("logits_to_keep", None)
         return_dict = given.pop("return_dict", None)
+        routed = router_loss and ask_for_router_logits(self, given)
         outputs = getattr(self, backbone)(**given, return_dict=True)
-        output = CausalLMOutputWithPast(
-            loss=_loss(outputs.last_hidden_state, lm_head, targets, given, valid_rows),
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+        loss = _loss(outputs.last_hidden_state, lm_head, targets, given, valid_rows)
+        if router_loss:
+            output = with_router_loss(self, original, outputs, loss, given.get("attention_mask"), routed)
+        else:
+            output = CausalLMOutputWithPast(
+                loss=loss,
+                past_key_values=outputs.past_key_values,
+                hidden_states=outputs.hidden_states,
+                attentions=outputs.attentions,
+            )
         if return_dict is None:
             return_dict = getattr(self.config, "return_dict", True)
         return output if return_dict else output.to_tuple()

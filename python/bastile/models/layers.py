@@ -5,14 +5,14 @@ original computes; a call it does not serve it hands to the original, arguments 
 kernels are the operators' own business: they compute the same formula in plain torch there.)"""
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from bastile.models.guards import untouched
+from bastile.models.guards import mark_as_ours, untouched
 from bastile.models.table import Family
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
@@ -30,7 +30,7 @@ def norm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., 
             return original(self, *args, **kwargs)
         return rms_norm(args[0], self.weight, getattr(self, eps), casting=casting)
 
-    return forward
+    return mark_as_ours(forward)
 
 
 def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,25 +50,15 @@ def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., A
 
 
 def rotary_function(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
-    interleaved = family.rotary_interleaved
+    interleaved, half_table = family.rotary_interleaved, family.rotary_half_table
 
     @functools.wraps(original)
     def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
         heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
         if args or not heads_first or q.dim() != 4 or cos.dim() != 3:
             return original(q, k, cos, sin, *args, **kwargs)
+        if half_table:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         return rope(q, k, cos, sin, interleaved=interleaved)
 
-    return rotate
-
-
-def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """The same code, in which the global `name` is `value` and every other global is what it is now.
-
-    This is how one model's attention gets another rotary function while all others keep theirs. The copy of the globals
-    has no __name__: by it torch.compile would take them for those of the module, and mix the two functions up."""
-    scope = {key: item for key, item in function.__globals__.items() if key != "__name__"}
-    scope[name] = value
-    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
+    return mark_as_ours(rotate)

@@ -1,16 +1,18 @@
-"""From a row of the table to the objects it names in the installed Transformers.
+"""From a row of the table to the places in the installed Transformers where each operator goes.
 
 Everything that the replacements rely on is looked for here, before anything is changed: a release that moved a class,
 an argument or an attribute is reported by name, not met in the middle of a training run."""
 
-import importlib
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 from typing import Any
 
-from bastile.models.table import FAMILIES, Family
+from bastile.models.lookup import Lookup
+from bastile.models.rebind import with_global, with_wrapped, wrapped_cell
+from bastile.models.table import Family
+
+Replace = Callable[[Any], Callable[..., Any]]  # from an original to what takes its place
 
 
 @dataclass(frozen=True)
@@ -18,139 +20,152 @@ class Site:
     """One operator's place in one family."""
 
     name: str  # "rms_norm_qwen3"
-    owner: type | ModuleType  # where the process-wide replacement goes
+    where: str  # "Qwen3RMSNorm.forward"
+    owner: Any  # what holds the original for the whole process: a class, a module, or the cell of a wrapper
     attribute: str
-    build: Callable[[Any], Callable[..., Any]]  # from the original
+    build: Replace  # from the original in `owner`
     instances: type  # the modules that get a method of their own when one model alone is patched
-    build_method: Callable[[Any], Callable[..., Any]]  # from the original of `owner` to that method
+    build_method: Replace  # from their forward to that method
 
 
-def families(model_types: Iterable[str] | None) -> list[Family]:
-    """The rows asked for; None: all that the installed Transformers is new enough for."""
-    if model_types is None:
-        version = _transformers_version()
-        from packaging.version import Version  # comes with Transformers
+def sites(family: Family, operators: Iterable[str], stock: Callable[[Any], Any]) -> list[Site]:
+    """The places of these operators in this family; RuntimeError names the first piece that is not there.
 
-        installed = Version(version)
-        rows = [family for family in FAMILIES.values() if Version(family.since) <= installed]
-        if not rows:
-            oldest = min((family.since for family in FAMILIES.values()), key=Version)
-            raise RuntimeError(f"bastile needs transformers >= {oldest}; installed is {installed}")
-        return rows
-    if isinstance(model_types, str):
-        model_types = [model_types]
-    rows = []
-    for model_type in model_types:
-        if model_type not in FAMILIES:
-            raise ValueError(
-                f"model type {model_type!r} is not supported; supported are: {', '.join(sorted(FAMILIES))}"
-            )
-        rows.append(FAMILIES[model_type])
-    return rows
+    stock: from a function that Bastile has put somewhere to the one it replaced; any other to itself."""
+    return [_FINDERS[operator](Lookup(family, operator, stock)) for operator in operators]
 
 
-def sites(family: Family, operators: Iterable[str]) -> list[Site]:
-    """The places of these operators in this family; RuntimeError names the first piece that is not there."""
-    lookup = _Lookup(family)
+def _forward_of(look: Lookup, class_name: str, build: Replace, reads: Iterable[str]) -> Site:
+    """A place that is a class's forward, which mentions what its replacement reads."""
+    where = f"{class_name}.forward"
+    look.need_names(where, look.forward(class_name), reads)
+    owner = look.get(class_name)
+    return Site(f"{look.operator}_{look.family.model_type}", where, owner, "forward", build, owner, build)
+
+
+def _replacements(look: Lookup, name: str) -> Any:
+    """A module of bastile.models that imports from Transformers."""
+    import importlib
+
     try:
-        from bastile.models import backbone, causal_lm, layers
+        return importlib.import_module(f"bastile.models.{name}")
     except ImportError as error:
-        raise lookup.missing(str(error)) from error
-    wanted = frozenset(operators)
-    found = []
-
-    def add_class(operator: str, class_name: str, build: Callable[[Family, Any], Callable[..., Any]], reads: list[str]):
-        owner = lookup.get(class_name)
-        if "forward" not in vars(owner):
-            raise lookup.missing(f"{class_name}.forward")
-        lookup.need_names(f"{class_name}.forward", owner.forward, reads)
-        found.append(
-            Site(
-                f"{operator}_{family.model_type}",
-                owner,
-                "forward",
-                lambda original: build(family, original),
-                owner,
-                lambda original: build(family, original),
-            )
-        )
-
-    if "rms_norm" in wanted:
-        add_class("rms_norm", family.norm_class, layers.norm_forward, ["weight", family.norm_eps])
-    if "swiglu" in wanted:
-        reads = [family.gate, family.up, family.down, family.activation]
-        add_class("swiglu", family.mlp_class, layers.mlp_forward, reads)
-    if "rope" in wanted:
-        name = family.rotary_function
-        rotary, attention = lookup.get(name), lookup.get(family.attention_class)
-        lookup.need_parameters(name, rotary, ["q", "k", "cos", "sin", "unsqueeze_dim"])
-        lookup.need_names(f"{family.attention_class}.forward", attention.forward, [name], unwrap=False)
-
-        def build_attention(original: Any) -> Callable[..., Any]:
-            return layers.with_global(attention.forward, name, layers.rotary_function(family, original))
-
-        found.append(
-            Site(
-                f"rope_{family.model_type}",
-                lookup.module,
-                name,
-                lambda original: layers.rotary_function(family, original),
-                attention,
-                build_attention,
-            )
-        )
-    if "fused_linear_cross_entropy" in wanted:
-        owner = lookup.get(family.causal_lm_class)
-        lookup.need_parameters(f"{family.causal_lm_class}.forward", owner.forward, ["labels", "logits_to_keep"])
-        reads = [family.backbone, family.head, "loss_function"]
-        add_class("fused_linear_cross_entropy", family.causal_lm_class, causal_lm.causal_lm_forward, reads)
-    if "recompute" in wanted:
-        backbone_class = family.backbone_class or family.causal_lm_class.removesuffix("ForCausalLM") + "Model"
-        owner = lookup.get(backbone_class)
-        lookup.need_parameters(f"{backbone_class}.forward", owner.forward, ["input_ids", "inputs_embeds"])
-        add_class("recompute", backbone_class, backbone.backbone_forward, ["layers"])
-    return found
+        raise look.missing(str(error)) from error
 
 
-class _Lookup:
-    """Finds a family's pieces, and says which release lacks which."""
-
-    def __init__(self, family: Family) -> None:
-        self.family = family
-        try:
-            self.module = importlib.import_module(family.module)
-        except ModuleNotFoundError as error:
-            raise self.missing(f"module {family.module}") from error
-
-    def get(self, name: str) -> Any:
-        if not hasattr(self.module, name):
-            raise self.missing(f"{self.family.module}.{name}")
-        return getattr(self.module, name)
-
-    def need_parameters(self, what: str, function: Any, names: Iterable[str]) -> None:
-        parameters = inspect.signature(function).parameters
-        for name in names:
-            if name not in parameters:
-                raise self.missing(f"argument {name!r} of {what}")
-
-    def need_names(self, what: str, function: Any, names: Iterable[str], unwrap: bool = True) -> None:
-        """That the original's own code mentions these attributes or globals, which the replacement uses too."""
-        code = inspect.unwrap(function).__code__ if unwrap else function.__code__
-        for name in names:
-            if name not in code.co_names:
-                raise self.missing(f"the use of {name!r} in {what}")
-
-    def missing(self, piece: str) -> RuntimeError:
-        return RuntimeError(
-            f"transformers {_transformers_version()} lacks {piece}, which bastile needs for {self.family.model_type} "
-            f"(tested from transformers {self.family.since} on); nothing was patched. Another release of bastile or of "
-            f"transformers, or leaving this operator out of the call, helps"
-        )
+def _rms_norm(look: Lookup) -> Site:
+    build = partial(_replacements(look, "layers").norm_forward, look.family)
+    return _forward_of(look, look.family.norm_class, build, ["weight", look.family.norm_eps])
 
 
-def _transformers_version() -> str:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("patching models needs Hugging Face Transformers: pip install transformers") from error
-    return transformers.__version__
+def _swiglu(look: Lookup) -> Site:
+    family = look.family
+    build = partial(_replacements(look, "layers").mlp_forward, family)
+    return _forward_of(look, family.mlp_class, build, [family.gate, family.up, family.down, family.activation])
+
+
+def _rope(look: Lookup) -> Site:
+    family = look.family
+    name, where = family.rotary_function, f"{family.attention_class}.forward"
+    rotary, attention = look.get(name), look.get(family.attention_class)
+    look.need_parameters(name, rotary, ["q", "k", "cos", "sin", "unsqueeze_dim"])
+    look.need_names(where, look.forward(family.attention_class), [name], unwrap=False)
+    build = partial(_replacements(look, "layers").rotary_function, family)
+    return Site(
+        f"{look.operator}_{family.model_type}",
+        name,
+        look.module,
+        name,
+        build,
+        attention,
+        lambda forward: with_global(forward, name, build(rotary)),
+    )
+
+
+def _fused_linear_cross_entropy(look: Lookup) -> Site:
+    family = look.family
+    name = family.causal_lm_class
+    look.need_parameters(f"{name}.forward", look.forward(name), ["labels", "logits_to_keep"])
+    build = partial(_replacements(look, "causal_lm").causal_lm_forward, family)
+    reads = [family.backbone, family.head, "loss_function"]
+    if family.router_loss:
+        reads += ["load_balancing_loss_func", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
+    return _forward_of(look, name, build, reads)
+
+
+def _qk_norm_rope(look: Lookup) -> Site:
+    attention = _replacements(look, "attention")
+    family = look.family
+    norm, rotary, forward = (
+        look.forward(family.norm_class),
+        look.get(family.rotary_function),
+        look.forward(family.attention_class),
+    )
+    where = f"{family.attention_class}.forward"
+    look.need_names(f"{family.norm_class}.forward", norm, ["weight", family.norm_eps])
+    look.need_parameters(family.rotary_function, rotary, ["q", "k", "cos", "sin"])
+    look.need_parameters(where, forward, attention.NEEDED)
+    reads = [*attention.READS, family.q_norm, family.k_norm, family.rotary_function]
+    look.know_all(where, forward, [*reads, *attention.MAY_READ], attention.ARGUMENTS)
+    build = partial(attention.attention_forward, family, look.module, norm, rotary)
+    return _forward_of(look, family.attention_class, build, reads)
+
+
+def _add_rms_norm(look: Lookup) -> Site:
+    decoder = _replacements(look, "decoder")
+    family = look.family
+    norm, forward = look.forward(family.norm_class), look.forward(family.layer_class)
+    where = f"{family.layer_class}.forward"
+    look.need_names(f"{family.norm_class}.forward", norm, ["weight", family.norm_eps])
+    look.need_parameters(where, forward, decoder.ARGUMENTS[:1])
+    look.know_all(where, forward, decoder.READS, decoder.ARGUMENTS)
+    build = partial(decoder.layer_forward, family, norm)
+    site = _forward_of(look, family.layer_class, build, decoder.READS)
+    if not hasattr(forward, "__wrapped__"):
+        return site
+    # Transformers wraps the layer's forward in the one that checkpoints, and that one asks whether it is the class's
+    # own: so it stays where it is, and what it calls is exchanged.
+    cell = wrapped_cell(forward)
+    if cell is None:
+        raise look.missing(f"the function that {where} wraps")
+    layer = look.stock(cell.cell_contents)
+    return Site(
+        site.name,
+        where,
+        cell,
+        "cell_contents",
+        build,
+        site.instances,
+        lambda wrapper: with_wrapped(wrapper, build(layer)),
+    )
+
+
+def _moe_experts(look: Lookup) -> Site:
+    experts = _replacements(look, "experts")
+    name = look.family.experts_class
+    gate = getattr(look.get(name), experts.GATE, None)
+    if gate is None:
+        raise look.missing(f"{name}.{experts.GATE}")
+    look.know_all(f"{name}.{experts.GATE}", gate, experts.GATE_READS, ["gate_up"])
+    look.need_parameters(f"{name}.forward", look.forward(name), experts.ARGUMENTS)
+    build = partial(experts.experts_forward, look.family, gate)
+    return _forward_of(look, name, build, [*experts.PARAMETERS, experts.GATE, "num_experts"])
+
+
+def _recompute(look: Lookup) -> Site:
+    name = look.family.backbone_class
+    look.need_parameters(f"{name}.forward", look.forward(name), ["input_ids", "inputs_embeds"])
+    build = partial(_replacements(look, "backbone").backbone_forward, look.family)
+    return _forward_of(look, name, build, ["layers"])
+
+
+_FINDERS: dict[str, Callable[[Lookup], Site]] = {
+    "rms_norm": _rms_norm,
+    "swiglu": _swiglu,
+    "rope": _rope,
+    "fused_linear_cross_entropy": _fused_linear_cross_entropy,
+    "qk_norm_rope": _qk_norm_rope,
+    "add_rms_norm": _add_rms_norm,
+    "moe_experts": _moe_experts,
+    "recompute": _recompute,
+}

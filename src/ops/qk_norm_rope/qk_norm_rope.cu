@@ -22,7 +22,6 @@
 #include "rotary.cuh"
 
 #define GROUPS (THREADS / GROUP)
-#define HEADS  (Q_HEADS + K_HEADS)
 #define PAIR   (2 * VEC) /* elements of both pieces: the left one's, then the right one's */
 
 /* Where the partner of element j is, and whether j is the first of its pair. */
@@ -31,18 +30,20 @@
 
 #define SLOTS_OF(heads) (((heads) + QK_EACH - 1) / QK_EACH)
 #ifdef FORWARD
+#define QK_EACH QK_FORWARD_EACH
 #define Q_SLOTS SLOTS_OF(Q_HEADS)
 #define K_SLOTS SLOTS_OF(K_HEADS)
 #else
+#define QK_EACH QK_BACKWARD_EACH
 #define Q_SLOTS (WANTS & (QK_DX | QK_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
 #define K_SLOTS (WANTS >> QK_OF_K ? SLOTS_OF(K_HEADS) : 0)
 #endif
 #define SLOTS (Q_SLOTS + K_SLOTS)
 
 #ifndef REDUCE
-/* Heads `first` to `first` + `count` of q or of k; `index`: their place among all heads of the token. */
+/* A slot: up to QK_EACH heads of q or of k, from `first` on. */
 typedef struct slot_heads {
-    int first, count, index;
+    int first, count;
     bool of_q;
 } slot_heads;
 
@@ -50,8 +51,8 @@ BST_DEVICE slot_heads slot_at(int slot) {
     slot_heads s;
     s.of_q = slot < Q_SLOTS;
     s.first = (s.of_q ? slot : slot - Q_SLOTS) * QK_EACH;
-    s.count = (s.of_q ? Q_HEADS : K_HEADS) - s.first;
-    s.index = s.of_q ? s.first : Q_HEADS + s.first;
+    const int rest = (s.of_q ? Q_HEADS : K_HEADS) - s.first;
+    s.count = rest < QK_EACH ? rest : QK_EACH;
     return s;
 }
 

@@ -12,25 +12,8 @@
  */
 #include "pack.cuh"
 #include "row_map.h"
+#include "sigmoid.cuh"
 #include "swiglu_args.h"
-
-#define LOG2_E 1.44269504f
-/* What is missing in the line above. */
-#define LOG2_E_REST 1.92596299e-8f
-#define LN_2        0.693147181f
-
-/* exp(-v). The rounding of v * log2(e) costs up to |v| 2^-24 of the result: for float32 it is put back. */
-BST_DEVICE float exp_minus(float v) {
-    float power = -v * LOG2_E, e = bst_exp2(power);
-    if (TYPE == BST_F32_CODE) {
-        float rest = bst_fma(-v, LOG2_E_REST, bst_fma(-v, LOG2_E, -power));
-        if (bst_abs(v) < 87.0f) e = bst_fma(e * rest, LN_2, e); /* beyond, e is near 0 or infinite */
-    }
-    return e;
-}
-
-/* n / d; the approximation is good to 1 ulp of float32, which only float32 results could notice. */
-BST_DEVICE float quotient(float n, float d) { return TYPE == BST_F32_CODE ? bst_divide(n, d) : n * bst_reciprocal(d); }
 
 BST_DEVICE int64_t start_of(const bst_row_map *map, int64_t row) { return FLAT ? 0 : bst_row_start(map, row, FOLDED); }
 
@@ -67,7 +50,7 @@ BST_KERNEL(swiglu_forward, swiglu_forward_args, THREADS, 1) {
         bst_unpack(g, gate_raw[i], TYPE, VEC);
         bst_unpack(u, up_raw[i], TYPE, VEC);
         BST_UNROLL
-        for (int j = 0; j < VEC; j++) u[j] *= quotient(g[j], 1.0f + exp_minus(g[j]));
+        for (int j = 0; j < VEC; j++) u[j] *= bst_quotient(g[j], 1.0f + bst_exp_minus(g[j], TYPE), TYPE);
         bst_store_once(a.y, y + column, u, TYPE, VEC);
     }
 }
@@ -100,7 +83,7 @@ BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
         if (DGATE) bst_unpack(u, up_raw[i], TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) {
-            float s = quotient(1.0f, 1.0f + exp_minus(g[j]));
+            float s = bst_quotient(1.0f, 1.0f + bst_exp_minus(g[j], TYPE), TYPE);
             float ds = d[j] * s;
             if (DGATE) u[j] *= ds * bst_fma(g[j], 1.0f - s, 1.0f);
             g[j] *= ds;

@@ -1,4 +1,4 @@
-"""Qwen3 with Bastile means what it means in Transformers: losses, logits, gradients, and every argument of forward."""
+"""A family with Bastile means what it means in Transformers: losses, logits, gradients, arguments of forward."""
 
 import copy
 import math
@@ -11,14 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Qwen3ForCausalLM
-from transformers.models.qwen3 import modeling_qwen3
+from transformers import PreTrainedModel
 
 import bastile
-from conftest import assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
+from conftest import DENSE, assert_same_up_to_rounding, gradients, modeling, tiny_batch, tiny_model
+
+pytestmark = pytest.mark.parametrize("family", sorted(DENSE))
 
 
-def stock_and_patched(model: Qwen3ForCausalLM, run: Callable[[], Any]) -> tuple[Any, Any]:
+def stock_and_patched(model: PreTrainedModel, run: Callable[[], Any]) -> tuple[Any, Any]:
     """run() with stock Transformers, then with Bastile."""
     bastile.reset()
     stock = run()
@@ -26,13 +27,13 @@ def stock_and_patched(model: Qwen3ForCausalLM, run: Callable[[], Any]) -> tuple[
     return stock, run()
 
 
-def trained(model: Qwen3ForCausalLM, **batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+def trained(model: PreTrainedModel, **batch: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     output = model(**batch)
     output.loss.backward()
     return output, gradients(model)
 
 
-def assert_trains_alike(model: Qwen3ForCausalLM, fused: bool = True, **batch: Any) -> None:
+def assert_trains_alike(model: PreTrainedModel, fused: bool = True, **batch: Any) -> None:
     """The same loss and gradients; and the loss without logits exactly where that is promised."""
     (stock, stock_grads), (patched, patched_grads) = stock_and_patched(model, lambda: trained(model, **batch))
     assert (patched.logits is None) == fused
@@ -56,6 +57,7 @@ def assert_trains_alike(model: Qwen3ForCausalLM, fused: bool = True, **batch: An
     shifted=st.booleans(),
 )
 def test_training_computes_the_same_loss_and_gradients(
+    family: str,
     seed: int,
     rows: int,
     columns: int,
@@ -68,6 +70,7 @@ def test_training_computes_the_same_loss_and_gradients(
     shifted: bool,
 ) -> None:
     model = tiny_model(
+        family,
         seed,
         num_attention_heads=heads[0],
         num_key_value_heads=heads[1],
@@ -89,8 +92,8 @@ def test_training_computes_the_same_loss_and_gradients(
     assert_trains_alike(model, **batch)
 
 
-def test_inputs_may_be_embeddings_positions_and_a_cache() -> None:
-    model = tiny_model()
+def test_inputs_may_be_embeddings_positions_and_a_cache(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     embeddings = torch.randn(2, 11, 32)
     positions = torch.arange(11).flip(0).expand(2, 11)
@@ -99,8 +102,8 @@ def test_inputs_may_be_embeddings_positions_and_a_cache() -> None:
     assert patched.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length() == 11
 
 
-def test_positional_arguments_are_understood() -> None:
-    model = tiny_model()
+def test_positional_arguments_are_understood(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     arguments = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"], False)
     stock, patched = stock_and_patched(model, lambda: model(*arguments))
@@ -108,22 +111,22 @@ def test_positional_arguments_are_understood() -> None:
     assert_same_up_to_rounding(patched.loss, stock.loss, model, "loss")
 
 
-def test_a_head_with_a_bias() -> None:
-    model = tiny_model()
+def test_a_head_with_a_bias(family: str) -> None:
+    model = tiny_model(family)
     model.lm_head.bias = nn.Parameter(torch.randn(101))
     assert_trains_alike(model, **tiny_batch(model))
 
 
 @pytest.mark.parametrize("frozen", ["backbone", "head"])
-def test_frozen_parts(frozen: str) -> None:
-    model = tiny_model()
+def test_frozen_parts(family: str, frozen: str) -> None:
+    model = tiny_model(family)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(("lm_head" in name) == (frozen == "backbone"))
     assert_trains_alike(model, **tiny_batch(model))
 
 
-def test_all_labels_ignored() -> None:
-    model = tiny_model()
+def test_all_labels_ignored(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     batch["labels"] = torch.full_like(batch["labels"], -100)
     (stock, _), (patched, _) = stock_and_patched(model, lambda: trained(model, **batch))
@@ -134,8 +137,8 @@ def test_all_labels_ignored() -> None:
     assert all(not grad.any() for grad in grads.values())
 
 
-def test_the_head_is_not_called_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model()
+def test_the_head_is_not_called_in_training(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
     called = []
     stock = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (called.append(self), stock(self, x))[1])
@@ -145,8 +148,8 @@ def test_the_head_is_not_called_in_training(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(module is not model.lm_head for module in called)
 
 
-def test_outputs_asked_for_by_keyword() -> None:
-    model = tiny_model(attn_implementation="eager")
+def test_outputs_asked_for_by_keyword(family: str) -> None:
+    model = tiny_model(family, attn_implementation="eager")
     batch = tiny_batch(model)
     extra = {"output_hidden_states": True, "output_attentions": True}
     stock, patched = stock_and_patched(model, lambda: model(**batch, **extra))
@@ -162,8 +165,8 @@ def test_outputs_asked_for_by_keyword() -> None:
     assert model(**batch, return_dict=True).logits is None
 
 
-def test_evaluation_returns_logits_and_the_loss() -> None:
-    model = tiny_model().eval()
+def test_evaluation_returns_logits_and_the_loss(family: str) -> None:
+    model = tiny_model(family).eval()
     batch = tiny_batch(model)
     with torch.no_grad():
         stock, patched = stock_and_patched(model, lambda: model(**batch))
@@ -174,8 +177,8 @@ def test_evaluation_returns_logits_and_the_loss() -> None:
         assert num_items[1].item() != pytest.approx(patched.loss.item())
 
 
-def test_training_without_labels_returns_logits() -> None:
-    model = tiny_model()
+def test_training_without_labels_returns_logits(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     labels = batch.pop("labels")
     for extra in ({}, {"shift_labels": labels}):
@@ -186,8 +189,8 @@ def test_training_without_labels_returns_logits() -> None:
 
 
 @pytest.mark.parametrize("keep", [3, torch.tensor([0, 4, 5])])
-def test_logits_to_keep(keep: Any) -> None:
-    model = tiny_model()
+def test_logits_to_keep(family: str, keep: Any) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     labels = batch.pop("labels")
     stock, patched = stock_and_patched(model, lambda: model(**batch, logits_to_keep=keep).logits)
@@ -199,11 +202,11 @@ def test_logits_to_keep(keep: Any) -> None:
 # ---- heads and losses that someone has changed: the original code, with what they changed in force -------------------
 
 
-def _lora_on_the_head(model: Qwen3ForCausalLM) -> None:
+def _lora_on_the_head(model: PreTrainedModel) -> None:
     get_peft_model(model, LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False))
 
 
-def _subclass(model: Qwen3ForCausalLM) -> None:
+def _subclass(model: PreTrainedModel) -> None:
     class Halved(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) / 2
@@ -211,28 +214,28 @@ def _subclass(model: Qwen3ForCausalLM) -> None:
     model.lm_head.__class__ = Halved
 
 
-def _hook(model: Qwen3ForCausalLM) -> None:
+def _hook(model: PreTrainedModel) -> None:
     model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
 
 
-def _pre_hook(model: Qwen3ForCausalLM) -> None:
+def _pre_hook(model: PreTrainedModel) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
 
 
-def _gradient_hook(model: Qwen3ForCausalLM) -> None:
+def _gradient_hook(model: PreTrainedModel) -> None:
     model.lm_head.register_full_backward_hook(lambda module, grads, outputs: tuple(3 * grad for grad in grads))
 
 
-def _own_forward(model: Qwen3ForCausalLM) -> None:
+def _own_forward(model: PreTrainedModel) -> None:
     weight = model.lm_head.weight
     model.lm_head.forward = lambda x: nn.functional.linear(x, weight) - 1
 
 
-def _parametrized(model: Qwen3ForCausalLM) -> None:
+def _parametrized(model: PreTrainedModel) -> None:
     nn.utils.parametrizations.weight_norm(model.lm_head)
 
 
-def _sharded(model: Qwen3ForCausalLM) -> None:
+def _sharded(model: PreTrainedModel) -> None:
     """As ZeRO-3 does: the weight is whole only while its module runs."""
     whole, head = model.lm_head.weight.detach().clone(), model.lm_head
     head.weight.data = torch.empty(0)
@@ -240,18 +243,18 @@ def _sharded(model: Qwen3ForCausalLM) -> None:
     head.register_forward_pre_hook(lambda module, inputs: setattr(module.weight, "data", whole))
 
 
-def _loss_function(model: Qwen3ForCausalLM) -> None:
+def _loss_function(model: PreTrainedModel) -> None:
     def squared(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
         return logits.square().mean()
 
     model.loss_function = squared
 
 
-def _loss_type(model: Qwen3ForCausalLM) -> None:
+def _loss_type(model: PreTrainedModel) -> None:
     model.loss_type = "ForMaskedLM"  # does not shift
 
 
-def _float64(model: Qwen3ForCausalLM) -> None:
+def _float64(model: PreTrainedModel) -> None:
     model.lm_head.to(torch.float64)
     model.model.norm.register_forward_hook(lambda module, inputs, output: output.double())
 
@@ -272,14 +275,14 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__.strip("_") for change in CHANGES])
-def test_a_changed_head_or_loss_is_honoured(change: Callable[[Qwen3ForCausalLM], None]) -> None:
-    model = tiny_model()
+def test_a_changed_head_or_loss_is_honoured(family: str, change: Callable[[PreTrainedModel], None]) -> None:
+    model = tiny_model(family)
     change(model)
     assert_trains_alike(model, fused=False, **tiny_batch(model))
 
 
-def test_a_config_that_disagrees_with_the_head_gets_the_original_error() -> None:
-    model = tiny_model()
+def test_a_config_that_disagrees_with_the_head_gets_the_original_error(family: str) -> None:
+    model = tiny_model(family)
     model.config.vocab_size = 100
     errors = []
     for patched in (False, True):
@@ -293,58 +296,58 @@ def test_a_config_that_disagrees_with_the_head_gets_the_original_error() -> None
 # ---- the other modules -----------------------------------------------------------------------------------------------
 
 
-def test_another_activation_keeps_the_original_mlp(calls: dict[str, int]) -> None:
+def test_another_activation_keeps_the_original_mlp(family: str, calls: dict[str, int]) -> None:
     for act, used in (("gelu", 0), ("silu", 2), ("swish", 2)):
         calls.clear()
-        model = tiny_model(hidden_act=act)
+        model = tiny_model(family, hidden_act=act)
         assert_trains_alike(model, **tiny_batch(model))
         assert calls.get("swiglu", 0) == used
 
 
-def test_a_hook_on_the_activation_stays_in_force(calls: dict[str, int]) -> None:
-    model = tiny_model()
+def test_a_hook_on_the_activation_stays_in_force(family: str, calls: dict[str, int]) -> None:
+    model = tiny_model(family)
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, inputs, output: output + 1)
     assert_trains_alike(model, **tiny_batch(model))
     assert calls["swiglu"] == 1  # the other layer's
 
 
 @pytest.mark.parametrize("axis", [1, 2])
-def test_rotary_honours_the_unsqueezed_axis(axis: int, calls: dict[str, int]) -> None:
+def test_rotary_honours_the_unsqueezed_axis(family: str, axis: int, calls: dict[str, int]) -> None:
     q, k = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
     cos, sin = torch.randn(2, 2, 5 if axis == 1 else 3, 8)  # axis 2: q is [B, S, heads, D]
-    stock = modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=axis)
+    stock = modeling(family).apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=axis)
     bastile.apply()
     for arguments, keywords in (((axis,), {}), ((), {"unsqueeze_dim": axis})):
         for got, want in zip(
-            modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin, *arguments, **keywords), stock, strict=True
+            modeling(family).apply_rotary_pos_emb(q, k, cos, sin, *arguments, **keywords), stock, strict=True
         ):
             torch.testing.assert_close(got, want)
-    modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin) if axis == 1 else None
+    modeling(family).apply_rotary_pos_emb(q, k, cos, sin) if axis == 1 else None
     assert calls.get("rope", 0) == (2 if axis == 1 else 0)
 
 
-def test_mixed_types_are_promoted_as_by_the_original() -> None:
-    model = tiny_model(dtype=torch.bfloat16)
+def test_mixed_types_are_promoted_as_by_the_original(family: str) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
     mlp = model.model.layers[0].mlp
     mlp.up_proj.register_forward_hook(lambda module, inputs, output: output.float())
     mlp.down_proj.float()
     x = torch.randn(1, 3, 32).bfloat16()
     q, k = torch.randn(2, 1, 3, 5, 8).bfloat16()
     cos, sin = torch.randn(2, 1, 5, 8)
-    stock, patched = stock_and_patched(model, lambda: (mlp(x), *modeling_qwen3.apply_rotary_pos_emb(q, k, cos, sin)))
+    stock, patched = stock_and_patched(model, lambda: (mlp(x), *modeling(family).apply_rotary_pos_emb(q, k, cos, sin)))
     for got, want in zip(patched, stock, strict=True):
         assert got.dtype == want.dtype == torch.float32
         assert_same_up_to_rounding(got, want, model, "mixed types")
 
 
-def test_float64_models_stay_with_float64() -> None:
-    model = tiny_model(dtype=torch.float64)
+def test_float64_models_stay_with_float64(family: str) -> None:
+    model = tiny_model(family, dtype=torch.float64)
     assert_trains_alike(model, fused=False, **tiny_batch(model))
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32])
-def test_keyword_calls_and_other_types_of_norm_and_mlp(kind: torch.dtype) -> None:
-    model = tiny_model().to(kind)
+def test_keyword_calls_and_other_types_of_norm_and_mlp(family: str, kind: torch.dtype) -> None:
+    model = tiny_model(family).to(kind)
     norm, mlp = model.model.norm, model.model.layers[0].mlp
     x = torch.randn(2, 3, 32, dtype=kind)
     stock, patched = stock_and_patched(model, lambda: (norm(hidden_states=x), norm(x), mlp(x=x), mlp(x)))
@@ -353,8 +356,8 @@ def test_keyword_calls_and_other_types_of_norm_and_mlp(kind: torch.dtype) -> Non
         torch.testing.assert_close(got, want)
 
 
-def test_float32_norms_in_a_bfloat16_model_promote_as_the_original_does() -> None:
-    model = tiny_model(dtype=torch.bfloat16)
+def test_float32_norms_in_a_bfloat16_model_promote_as_the_original_does(family: str) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
     norm = model.model.norm.float()
     x = torch.randn(4, 32).bfloat16()
     stock, patched = stock_and_patched(model, lambda: norm(x))
@@ -363,8 +366,8 @@ def test_float32_norms_in_a_bfloat16_model_promote_as_the_original_does() -> Non
     torch.testing.assert_close(patched, stock, rtol=2**-7, atol=0)
 
 
-def test_autocast_with_float32_weights() -> None:
-    model = tiny_model()
+def test_autocast_with_float32_weights(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
 
     def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -388,33 +391,23 @@ def test_autocast_with_float32_weights() -> None:
 # ---- what people do with models --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache", [True, False])
-def test_greedy_generation_gives_the_same_tokens(cache: bool) -> None:
-    model = tiny_model(pad_token_id=0).eval()
-    batch = tiny_batch(model, rows=3)
-    del batch["labels"]
-    stock, patched = stock_and_patched(
-        model, lambda: model.generate(**batch, max_new_tokens=20, do_sample=False, use_cache=cache)
-    )
-    assert patched.shape == (3, 31)
-    assert torch.equal(patched, stock)
-
-
+@pytest.mark.parametrize("whole_process", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant: bool, calls: dict[str, int]) -> None:
-    model = tiny_model()
+def test_gradient_checkpointing(family: str, reentrant: bool, whole_process: bool, calls: dict[str, int]) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     _, want = trained(model, **batch)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    bastile.apply()
+    bastile.apply() if whole_process else bastile.apply_to_model(model)
     _, got = trained(model, **batch, use_cache=False)
     assert calls["swiglu"] == 4  # each layer again on the way back
+    assert calls["add_rms_norm"] == 8
     for name in want:
         assert_same_up_to_rounding(got[name], want[name], model, name)
 
 
-def test_accumulated_gradients_with_num_items_equal_one_large_batch() -> None:
-    model = tiny_model()
+def test_accumulated_gradients_with_num_items_equal_one_large_batch(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model, rows=4)
     items = (batch["labels"][:, 1:] != -100).sum()
     bastile.apply()
@@ -429,8 +422,8 @@ def test_accumulated_gradients_with_num_items_equal_one_large_batch() -> None:
         assert_same_up_to_rounding(grad, want[name], model, name)
 
 
-def test_lora_adapters_are_trained_through_the_replacements(calls: dict[str, int]) -> None:
-    model = tiny_model()
+def test_lora_adapters_are_trained_through_the_replacements(family: str, calls: dict[str, int]) -> None:
+    model = tiny_model(family)
     adapted = get_peft_model(
         model,
         LoraConfig(target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"], r=4, init_lora_weights=False),
@@ -453,8 +446,8 @@ def test_lora_adapters_are_trained_through_the_replacements(calls: dict[str, int
         assert_same_up_to_rounding(patched_grads[name], want, model, name)
 
 
-def test_the_model_is_left_as_it_was_by_a_step() -> None:
-    model = tiny_model()
+def test_the_model_is_left_as_it_was_by_a_step(family: str) -> None:
+    model = tiny_model(family)
     batch = tiny_batch(model)
     state, inputs = copy.deepcopy(model.state_dict()), copy.deepcopy(batch)
     bastile.apply()
@@ -463,8 +456,8 @@ def test_the_model_is_left_as_it_was_by_a_step() -> None:
     assert all(torch.equal(value, inputs[name]) for name, value in batch.items())
 
 
-def test_other_devices_run_the_original_code(calls: dict[str, int]) -> None:
-    model = tiny_model().to("meta")
+def test_other_devices_run_the_original_code(family: str, calls: dict[str, int]) -> None:
+    model = tiny_model(family).to("meta")
     batch = {name: value.to("meta") for name, value in tiny_batch(model).items() if name != "attention_mask"}
     try:
         model(**batch).loss.backward()

@@ -1,0 +1,106 @@
+"""`profile`: from options to a model, its profile, and the report."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bastile.cli import model, strict_json
+from bastile.cli.errors import RunFailed, UsageError
+from bastile.cli.folder import make_folder
+from bastile.cli.options import add_operators, add_run, count, device_for, dtype_for, need_packages, operators
+from bastile.models.table import FAMILIES
+from bastile.profile.shapes import SHAPES
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "profile",
+        help="see where a training step's time goes, before and after",
+        description="Profiles a training step of a model with stock Transformers and with Bastile, on random tokens: "
+        "time by group and by kernel, side by side, and what limits the step.",
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
+    parser.add_argument("--shape", choices=SHAPES, help="in place of MODEL: random weights of this model's shapes")
+    parser.add_argument("--layers", type=count, metavar="N", help="so many layers only (default: all)")
+    parser.add_argument("--batch", type=count, metavar="N", help="sequences (default: CPU 1, CUDA 4)")
+    parser.add_argument("--sequence", type=count, metavar="N", help="tokens a sequence (default: CPU 256, CUDA 2048)")
+    parser.add_argument(
+        "--steps", type=count, metavar="N", default=5, help="steps to time before one is profiled (default: 5)"
+    )
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations, as when memory is short")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace of both steps, for ui.perfetto.dev")
+    add_run(parser, "profile-out", "profile.json and profile.png")
+    add_operators(parser)
+    parser.set_defaults(command=profile)
+
+
+def profile(options: argparse.Namespace) -> int:
+    need_packages("transformers", "rich", "matplotlib")
+    if (options.model is None) == (options.shape is None):
+        raise UsageError(f"give either MODEL, or --shape with one of {', '.join(SHAPES)}")
+    if options.trace and not options.trace.absolute().parent.is_dir():
+        raise UsageError(f"--trace {options.trace}: there is no folder {options.trace.parent}")
+    device = device_for(options.device)
+    out = make_folder("--out", options.out)
+    name, config = _config(options)
+    if options.layers is not None and options.layers > config.num_hidden_layers:
+        raise UsageError(f"--layers is {options.layers}; the model has {config.num_hidden_layers}")
+    on_cuda = device.startswith("cuda")
+    batch, sequence = options.batch or (4 if on_cuda else 1), options.sequence or (2048 if on_cuda else 256)
+    if sequence < 2:
+        raise UsageError("--sequence must be at least 2: each token predicts the next one")
+
+    from rich.console import Console
+
+    from bastile.cli.report import about
+    from bastile.profile import record, report, run
+
+    console = Console()
+    dtype = dtype_for(options.dtype, device)
+    title = f"{options.model or options.shape}, {options.layers or config.num_hidden_layers} layers, "
+    title += f"{batch} x {sequence} tokens, {dtype}"
+    console.print(f"A training step of {title}, on {device}")
+    if on_cuda:
+        torch.cuda.set_device(torch.device(device))
+    try:
+        built = run.build(config, name, options.layers, dtype, device, options.seed)
+        if options.checkpointing:
+            built.gradient_checkpointing_enable({"use_reentrant": False})
+        runs, profilers = run.compare(built, batch, sequence, options.steps, operators(options), options.seed)
+    except torch.OutOfMemoryError as error:
+        reason = str(error).splitlines()[0]
+        raise RunFailed(f"{reason}\nA smaller --batch or --sequence, --checkpointing or fewer --layers help") from error
+    unit = "GPU" if on_cuda else "CPU"
+    for each in runs:
+        each["limit"] = report.sentence(each)
+    console.print(report.groups_table(runs, unit), report.kernels_table(runs, unit), sep="\n")
+    for each in runs:
+        console.print(each["limit"], soft_wrap=True)
+    report.draw(runs, title, out / "profile.png")
+    settings = {"model": options.model, "shape": options.shape, "layers": config.num_hidden_layers, "batch": batch}
+    settings |= {"sequence": sequence, "dtype": dtype, "steps": options.steps, "checkpointing": options.checkpointing}
+    where = torch.cuda.get_device_name() if on_cuda else f"CPU, threads: {torch.get_num_threads()}"
+    strict_json.write(out / "profile.json", {**about(), "device": where, "settings": settings, "runs": runs})
+    console.print(f"Figures: {out / 'profile.json'}   Plot: {out / 'profile.png'}", soft_wrap=True)
+    if options.trace:
+        record.write_trace(profilers, options.trace)
+        console.print(f"Trace: {options.trace} (open it at ui.perfetto.dev)", soft_wrap=True)
+    return 0
+
+
+def _config(options: argparse.Namespace) -> tuple[str | None, Any]:
+    """Where the weights are (None: random), and the config."""
+    if options.model is not None:
+        name = model.find_model(options.model)
+        return name, model.load_config(name)
+    from transformers import AutoConfig
+
+    shape = SHAPES[options.shape]
+    if shape["model_type"] not in FAMILIES:
+        raise UsageError(
+            f"--shape {options.shape}: this bastile does not support {shape['model_type']}; supported are: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
+    return None, AutoConfig.for_model(**shape)

@@ -1,0 +1,250 @@
+"""`sweep`: from options to a plan, its progress, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bastile.cli.choices import chosen
+from bastile.cli.errors import UsageError
+from bastile.cli.folder import make_folder
+from bastile.cli.options import count, device_for, dtype_for, need_packages, need_positive
+from bastile.sweep.implementations import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
+from bastile.sweep.shapes import LENGTHS, MODELS, TINY_LENGTHS
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "sweep",
+        help="run whole models over sequence lengths, beside other implementations",
+        description="Measures forward and backward of a model with random weights at several lengths: time, peak "
+        "memory, loss; each configuration in a process of its own. Running out of memory is a result. A sweep that was "
+        "stopped goes on when the same command is given again.",
+        epilog="implementations: " + "; ".join(f"{name}: {one.meaning}" for name, one in IMPLEMENTATIONS.items()),
+    )
+    model = parser.add_argument_group("what is run")
+    model.add_argument("--model", help=f"{', '.join(MODELS)} (default: qwen3-8b on CUDA, tiny on CPU)")
+    model.add_argument(
+        "--against",
+        metavar="NAMES",
+        help="implementations beside bastile, with commas (default: what suits the device)",
+    )
+    model.add_argument("--lengths", metavar="N,N", help="tokens a sequence (default: 256 to 16384 by doubling)")
+    model.add_argument("--batch", type=count, metavar="N", help="sequences a step (default: 1; loss curves 4)")
+    model.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    model.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="of the weights (default: bfloat16 on CUDA, else float32)"
+    )
+    model.add_argument("--seed", type=int, metavar="N", default=0, help="of weights and tokens (default: %(default)s)")
+
+    how = parser.add_argument_group("how it is measured")
+    states = how.add_mutually_exclusive_group()
+    states.add_argument("--step", action="store_true", help="also time the whole step, with fused AdamW")
+    states.add_argument(
+        "--no-optimizer", action="store_true", help="without the optimiser's states, which otherwise lie in memory"
+    )
+    how.add_argument("--repeats", type=count, metavar="N", default=5, help="timed steps (default: %(default)s)")
+    how.add_argument("--warm-up", type=count, metavar="N", default=3, help="steps before them (default: %(default)s)")
+    how.add_argument(
+        "--profile-floor",
+        action="store_true",
+        help="also profile Bastile's steps; the table then has times as multiples of their products and attention",
+    )
+    how.add_argument("--memory-limit", type=float, metavar="GIB", help="as if the device had no more than this")
+    how.add_argument("--timeout", type=float, metavar="S", default=900.0, help="of one length (default: %(default)s)")
+    how.add_argument("--budget", type=float, metavar="S", help="start no configuration after this time")
+    how.add_argument("--share-process", action="store_true", help="one process for all lengths of an implementation")
+
+    other = parser.add_argument_group("other measurements")
+    other.add_argument(
+        "--fsdp", action="store_true", help="on several GPUs by FSDP2; batch and tokens/s are per GPU, all"
+    )
+    other.add_argument("--gpus", type=count, metavar="N", help="processes of --fsdp (default: all GPUs; CPU 2)")
+    other.add_argument(
+        "--loss-curve", type=count, metavar="STEPS", help="train on the Python standard library's sources instead"
+    )
+
+    files = parser.add_argument_group("files")
+    files.add_argument("--out", type=Path, metavar="FOLDER", default=Path("sweep-out"), help="(default: %(default)s)")
+    files.add_argument("--fresh", action="store_true", help="forget what an earlier sweep has left in --out")
+    files.add_argument("--show", type=Path, metavar="FILE", help="table and plots of a saved JSON; measure nothing")
+    files.add_argument("--json", action="store_true", help="print the JSON in place of the table")
+    parser.set_defaults(command=sweep)
+
+
+def sweep(options: argparse.Namespace) -> int:
+    """0; 1 where Bastile itself failed, or where --budget left something undone."""
+    need_packages("transformers", "rich", "matplotlib")
+    from bastile.sweep.results import Results
+
+    if options.show:
+        return _report(Results.shown(options.show), make_folder("--out", options.out), options.json)
+    if int(os.environ.get("RANK", 0)) > 0:
+        return 0  # torchrun has started this once a GPU; the first of them starts the workers of all
+    settings, names, lengths = _plan(options)
+    folder = make_folder("--out", options.out)
+    results = Results.opened(folder / f"{_file_name(settings)}.json", settings, options.fresh)
+    complete = _measure(options, results, names, lengths, folder)
+    _report(results, folder, options.json)
+    if not complete:
+        print("Not all was measured: give the same command again to go on", file=sys.stderr)
+    ours = [record for record in results.records if record["implementation"] == "bastile"]
+    return 0 if complete and all(record["status"] in ("ok", "out of memory") for record in ours) else 1
+
+
+def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[int]]:
+    """The settings that all configurations share, the implementations, and the lengths."""
+    from bastile.bench.machine import versions
+
+    device = device_for(options.device)
+    on_cuda = device.startswith("cuda")
+    curve = options.loss_curve is not None
+    model = options.model or ("qwen3-8b" if on_cuda else "tiny")
+    if model not in MODELS:
+        raise UsageError(f"--model: there is no {model!r}; give one of {', '.join(MODELS)}")
+    gpus = _gpus(options, device)
+    if curve:
+        _refuse(options, "--loss-curve trains whole steps", fsdp=False, step=False, no_optimizer=False, budget=None)
+        if options.loss_curve < 2:
+            raise UsageError("--loss-curve must be at least 2: the first step warms up and is not timed")
+    for option, value in (("--timeout", options.timeout), ("--memory-limit", options.memory_limit)):
+        if value is not None:
+            need_positive(option, value)
+    on_one = (CURVES_ON_CUDA if curve else ON_CUDA) if on_cuda else ON_CPU
+    suited = SHARDED if gpus > 1 else on_one
+    names = chosen("--against", options.against, IMPLEMENTATIONS, suited)
+    if gpus > 1:
+        for name in names:
+            if "compile" in name:
+                raise UsageError(f"--fsdp: {name} is not measured on several GPUs; leave it out of --against")
+    otherwise = TINY_LENGTHS if model == "tiny" else LENGTHS
+    lengths = _lengths(options.lengths, ((64 if model == "tiny" else 1024),) if curve else otherwise)
+    if curve and len(lengths) > 1:
+        raise UsageError("--loss-curve: give one of --lengths, not several")
+    return (
+        {
+            "kind": "curve" if curve else "sweep",
+            "model": model,
+            "device": device,
+            "dtype": dtype_for(options.dtype, device),
+            "batch": options.batch or (4 if curve else 1),
+            "seed": options.seed,
+            "gpus": gpus,
+            "optimizer": "step" if options.step else "none" if options.no_optimizer else "states",
+            "warm_up": options.warm_up,
+            "repeats": options.repeats,
+            "curve_steps": options.loss_curve,
+            "profile_floor": options.profile_floor,
+            "memory_limit": options.memory_limit,
+            "share_process": options.share_process,
+            "versions": versions(),
+        },
+        [name for name in IMPLEMENTATIONS if name in names or name == "bastile"],
+        lengths,
+    )
+
+
+def _gpus(options: argparse.Namespace, device: str) -> int:
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if not options.fsdp:
+        if options.gpus is not None or world > 1:
+            raise UsageError("several processes are for --fsdp; give it too")
+        return 1
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+        raise UsageError("--fsdp: all processes must run on one host; give torchrun --nnodes=1")
+    on_cuda = device.startswith("cuda")
+    if ":" in device:
+        raise UsageError(f"--fsdp takes the first GPUs, not --device {device}: choose them by CUDA_VISIBLE_DEVICES")
+    here = torch.cuda.device_count() if on_cuda else 2
+    gpus = options.gpus or (world if world > 1 else here)
+    if world > 1 and gpus != world:
+        raise UsageError(f"--gpus {gpus}: torchrun has started {world} processes; leave --gpus out")
+    if gpus < 2:
+        raise UsageError(f"--fsdp needs at least 2 GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+    if on_cuda and gpus > here:
+        raise UsageError(f"--gpus {gpus}: this machine has {here}")
+    return gpus
+
+
+def _refuse(options: argparse.Namespace, because: str, **defaults: Any) -> None:
+    for name, default in defaults.items():
+        if getattr(options, name) != default:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with it: {because}")
+
+
+def _lengths(given: str | None, otherwise: tuple[int, ...]) -> list[int]:
+    if given is None:
+        return list(otherwise)
+    try:
+        lengths = sorted({int(part) for part in given.split(",") if part.strip()})
+    except ValueError as error:
+        raise UsageError(f"--lengths {given}: give whole numbers with commas") from error
+    if not lengths or lengths[0] < 2:
+        raise UsageError(f"--lengths {given}: at least 2 tokens are needed, for each predicts the next one")
+    return lengths
+
+
+def _file_name(settings: dict[str, Any]) -> str:
+    """One file for each kind of measurement, so that several go to one folder."""
+    parts = [settings["model"]]
+    if settings["kind"] == "curve":
+        parts.append("curve")
+    if settings["gpus"] > 1:
+        parts.append(f"fsdp{settings['gpus']}")
+    parts += {"step": ["step"], "none": ["no-optimizer"]}.get(settings["optimizer"], [])
+    return "-".join(parts)
+
+
+def _measure(options: argparse.Namespace, results: Any, names: list[str], lengths: list[int], folder: Path) -> bool:
+    from bastile.sweep import progress, run
+
+    extra = {}
+    if results.settings["kind"] == "curve":
+        extra["tokens"] = str(_tokens(results.settings, lengths[0], folder))
+    todo = run.jobs(names, lengths, options.share_process)
+    jobs = make_folder("--out", folder / "jobs" / results.path.stem)
+    with progress.shown(todo, results, sys.stderr if options.json else sys.stdout) as tell:
+        return run.carry_out(
+            results, todo, jobs, timeout=options.timeout, budget=options.budget, tell=tell, extra=extra
+        )
+
+
+def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
+    """The text as tokens, in a file that is made once."""
+    from bastile.cli import data
+
+    vocabulary = min(8192, MODELS[settings["model"]]["vocab_size"])
+    path = folder / f"tokens-{vocabulary}.pt"
+    if not path.exists():
+        text = data.standard_library_text()
+        print(f"Training a BPE vocabulary on {len(text):,} characters of text", file=sys.stderr, flush=True)
+        draft = path.with_suffix(".part")
+        torch.save(torch.tensor(data.train_tokenizer(text, vocabulary).encode(text).ids), draft)
+        draft.replace(path)
+    found = len(torch.load(path, weights_only=True))
+    if found < settings["batch"] * length:
+        raise UsageError(f"the text has {found} tokens, and one step takes {settings['batch']} x {length}")
+    return path.resolve()
+
+
+def _report(results: Any, folder: Path, as_json: bool) -> int:
+    from rich.console import Console
+
+    from bastile.sweep import plots, report
+
+    console = Console(width=None if sys.stdout.isatty() else 100)
+    if as_json:
+        print(json.dumps(report.as_json(results), indent=1))
+    else:
+        console.print(report.table(results))
+        for line in report.sentences(results):
+            console.print(line, markup=False, highlight=False)
+    for path in (results.path, *plots.draw(results, folder / results.path.stem)):
+        print(path, file=sys.stderr)
+    return 0

@@ -1,0 +1,54 @@
+"""Copies of a function in which one thing that it refers to is another. The original stays as it is."""
+
+import functools
+import inspect
+import types
+from typing import Any
+
+
+def parameter_names(function: Any) -> tuple[str, ...]:
+    """The names of a method's parameters that can be given by position, without self."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
+
+
+def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
+    """The same code, in which the global `name` is `value` and every other global is what it is now.
+
+    This is how one model's attention gets another rotary function while all others keep theirs. The copy of the globals
+    has no __name__: by it torch.compile would take them for those of the module, and mix the two functions up."""
+    scope = {key: item for key, item in function.__globals__.items() if key != "__name__"}
+    scope[name] = value
+    return _copy(function, scope, function.__closure__)
+
+
+def wrapped_cell(function: types.FunctionType) -> types.CellType | None:
+    """Where a decorator's wrapper keeps the function that it calls; None where that is not to be found."""
+    innermost = inspect.unwrap(function)
+    cells = [cell for cell in function.__closure__ or () if _leads_to(_contents(cell), innermost, function)]
+    return cells[0] if len(cells) == 1 else None
+
+
+def with_wrapped(function: types.FunctionType, inner: Any) -> types.FunctionType:
+    """The same wrapper around another function."""
+    cell = wrapped_cell(function)
+    closure = tuple(types.CellType(inner) if other is cell else other for other in function.__closure__ or ())
+    return _copy(function, function.__globals__, closure)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing in it yet
+        return None
+
+
+def _leads_to(value: Any, innermost: Any, wrapper: Any) -> bool:
+    """Whether this is the wrapped function or a replacement of it, rather than the wrapper's name for itself."""
+    return callable(value) and value is not wrapper and inspect.unwrap(value) is innermost
+
+
+def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(copy, function)

@@ -1,0 +1,93 @@
+"""Products of rows that are sorted into groups, each with the matrix of its group. They are PyTorch's.
+
+On Hopper and Blackwell data centre GPUs, in bfloat16, `torch.nn.functional.grouped_mm` reads the groups' ends on the
+device. Elsewhere the groups are multiplied one by one, which on CUDA waits for their ends.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch.library import Library, register_fake
+
+_library = Library("bastile", "FRAGMENT")
+_library.define("grouped_rows(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
+_library.define("grouped_matrices(Tensor left, Tensor right, Tensor ends) -> Tensor")
+
+_fused = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+
+
+@functools.cache
+def _chip_has_it(device: torch.device) -> bool:
+    return _fused is not None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def _aligned(t: torch.Tensor) -> bool:
+    """What the kernel needs: one dimension dense, the others' strides and the address multiples of 16 bytes."""
+    dense = 1 if t.stride(-1) != 1 else 0
+    size = t.element_size()
+    others = [s * size % 16 == 0 for i, s in enumerate(t.stride()) if i != t.dim() - 1 - dense]
+    return t.stride(-1 - dense) == 1 and all(others) and t.data_ptr() % 16 == 0
+
+
+def _on_device(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.is_cuda and a.dtype is torch.bfloat16 and _chip_has_it(a.device) and _aligned(a) and _aligned(b)
+
+
+def _one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Writes the product of each group that has rows. What is not matrices [E, ...] is rows."""
+    with torch.no_grad(), torch.autocast(left.device.type, enabled=False):
+        start = 0
+        for group, end in enumerate(ends.tolist()):
+            if end > start:
+                parts = (t[group] if t.dim() == 3 else t[start:end] for t in (left, right, out))
+                a, b, target = parts
+                torch.mm(a if out.dim() == 2 else a.t(), b, out=target)
+            start = end
+    return out
+
+
+def _rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if rows.shape[0] and _on_device(rows, matrices):
+        return _fused(rows, matrices, offs=ends)
+    out = rows.new_empty((rows.shape[0], matrices.shape[2]))
+    return _one_by_one(rows, matrices, ends, out) if rows.shape[0] else out
+
+
+def _matrices(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    if left.shape[0] and _on_device(left, right):
+        return _fused(left.t(), right, offs=ends)
+    out = left.new_zeros((ends.shape[0], left.shape[1], right.shape[1]))
+    return _one_by_one(left, right, ends, out) if left.shape[0] else out
+
+
+_library.impl("grouped_rows", _rows, "CompositeExplicitAutograd")
+_library.impl("grouped_matrices", _matrices, "CompositeExplicitAutograd")
+
+
+@register_fake("bastile::grouped_rows")
+def _(rows, matrices, ends):
+    return rows.new_empty((rows.shape[0], matrices.shape[2]))
+
+
+@register_fake("bastile::grouped_matrices")
+def _(left, right, ends):
+    return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
+
+
+def grouped_rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """rows [N, A] times matrices [E, A, B]: row n with the matrix of the group e that has ends[e - 1] <= n < ends[e].
+
+    Any strides; those of a transposed tensor cost no copy. Rows behind the last group's are left as they come.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.bastile.grouped_rows(rows, matrices, ends)
+    return _rows(rows, matrices, ends)
+
+
+def grouped_matrices(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """left [N, A] transposed times right [N, B], group by group: [E, A, B], zeros where a group is empty."""
+    if torch.compiler.is_compiling():
+        return torch.ops.bastile.grouped_matrices(left, right, ends)
+    return _matrices(left, right, ends)

@@ -1,0 +1,226 @@
+"""The experts of a mixture of experts, as GPT-OSS has them: two grouped products around a clamped gate."""
+
+from __future__ import annotations
+
+import torch
+
+from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops._common import first_order_only, served
+from bastile.ops._grouped import grouped_matrices, grouped_rows
+
+_sort = torch.ops.bastile.moe_sort.default
+_gather = torch.ops.bastile.moe_gather.default
+_glu_forward = torch.ops.bastile.moe_glu_forward.default
+_glu_backward = torch.ops.bastile.moe_glu_backward.default
+_combine_forward = torch.ops.bastile.moe_combine_forward.default
+_combine_backward = torch.ops.bastile.moe_combine_backward.default
+
+#: The sort gives each expert a thread of one block.
+MOST_EXPERTS = 1023
+
+
+def _none(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((0,), dtype=torch.float32)
+
+
+def _like(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted else _none(tensor)
+
+
+@torch.library.register_fake("bastile::moe_sort")
+def _(indices, experts):
+    order = indices.new_empty((indices.shape[0] * indices.shape[1],), dtype=torch.int32)
+    ends = indices.new_empty((experts,), dtype=torch.int32)
+    return order, indices.new_empty(indices.shape, dtype=torch.int32), ends
+
+
+@torch.library.register_fake("bastile::moe_gather")
+def _(x, order):
+    return x.new_empty((order.shape[0], x.shape[1]))
+
+
+@torch.library.register_fake("bastile::moe_glu_forward")
+def _(h, bias, ends, alpha, limit):
+    return h.new_empty((h.shape[0], h.shape[1] // 2))
+
+
+@torch.library.register_fake("bastile::moe_glu_backward")
+def _(dy, h, bias, ends, order, weights, dots, alpha, limit, want_dh, want_wy, want_dweights, want_dbias):
+    dbias = _like(bias, want_dbias) if bias is not None else _none(h)
+    return _like(h, want_dh), _like(dy, want_wy), _like(weights, want_dweights), dbias
+
+
+@torch.library.register_fake("bastile::moe_combine_forward")
+def _(y, position, weights, bias, indices):
+    return y.new_empty((position.shape[0], y.shape[1]))
+
+
+@torch.library.register_fake("bastile::moe_combine_backward")
+def _(dout, order, ends, weights, bias, want_dots, want_dbias):
+    rows = dout.new_empty((order.shape[0], dout.shape[1]))
+    dots = order.new_empty(order.shape if want_dots else (0,), dtype=torch.float32)
+    return rows, dots, _like(bias, want_dbias) if bias is not None else _none(dout)
+
+
+class _Experts(torch.autograd.Function):
+    """Keeps its inputs, the sort, and the first product's result. The rows are gathered and the gate is computed again
+    in the backward pass, and the routing weights' gradient comes from the gate's side of the second product: with dy
+    the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not be kept."""
+
+    @staticmethod
+    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
+        order, position, ends = _sort(indices, gate_up.shape[0])
+        h = grouped_rows(_gather(hidden, order), gate_up, ends)
+        y = grouped_rows(_glu_forward(h, gate_up_bias, ends, alpha, limit), down, ends)
+        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
+        ctx.alpha, ctx.limit = alpha, limit
+        return _combine_forward(y, position, weights, down_bias, indices)
+
+    @staticmethod
+    def backward(ctx, dout):
+        hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
+        want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, _, _ = (
+            ctx.needs_input_grad
+        )
+        dhidden = dweights = dgate_up = dgate_up_bias = ddown = ddown_bias = dots = None
+        if down_bias is not None and (want_weights or want_down_bias):
+            rows, dots, ddown_bias = _combine_backward(
+                dout, order, ends, weights, down_bias, want_weights, want_down_bias
+            )
+        else:
+            rows = _gather(dout, order)
+        want_dh = want_hidden or want_gate_up or want_gate_up_bias
+        if want_dh or want_weights or want_down:
+            dy = grouped_rows(rows, down.transpose(1, 2), ends)
+            dh, wy, dweights, dgate_up_bias = _glu_backward(
+                dy,
+                h,
+                gate_up_bias,
+                ends,
+                order,
+                weights,
+                dots if want_weights else None,
+                ctx.alpha,
+                ctx.limit,
+                want_dh,
+                want_down,
+                want_weights,
+                want_gate_up_bias,
+            )
+            del dy
+            if want_down:
+                ddown = grouped_matrices(wy, rows, ends)
+            del wy, rows
+            if want_gate_up:
+                dgate_up = grouped_matrices(_gather(hidden, order), dh, ends)
+            if want_hidden:
+                dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
+                dhidden = _combine_forward(dx, position, None, None, None)
+        gradients = (dhidden, None, dweights, dgate_up, dgate_up_bias, ddown, ddown_bias)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            gradients = tuple(first_order_only("moe_experts", g, dout, hidden) for g in gradients)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(g if want else None for g, want in wanted), None, None
+
+
+def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
+    """The definition in plain torch, for devices and types without kernels."""
+    out = torch.zeros_like(hidden)
+    for expert in range(gate_up.shape[0]):
+        token, choice = torch.where(indices == expert)
+        h = hidden[token] @ gate_up[expert]
+        if gate_up_bias is not None:
+            h = h + gate_up_bias[expert]
+        gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
+        y = ((up + 1) * gate * torch.sigmoid(gate * alpha)) @ down[expert]
+        if down_bias is not None:
+            y = y + down_bias[expert]
+        out = out.index_add(0, token, (y * weights[token, choice, None]).to(out.dtype))
+    return out
+
+
+def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
+    def need(name: str, t: torch.Tensor | None, what: str, *sizes: int):
+        if t is not None and t.shape != sizes:
+            raise RuntimeError(f"moe_experts: {name} has shape {list(t.shape)}; {what} is needed, here {list(sizes)}")
+
+    for name, t, dims, what in (
+        ("hidden", hidden, 2, "[T, H]"),
+        ("router_indices", indices, 2, "[T, K]"),
+        ("gate_up_proj", gate_up, 3, "[E, H, 2I]"),
+        ("down_proj", down, 3, "[E, I, H]"),
+    ):
+        if t.dim() != dims:
+            raise RuntimeError(f"moe_experts: {name} has shape {list(t.shape)}; {what} is needed")
+    if indices.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(f"moe_experts: router_indices is {indices.dtype}; int64 or int32 is needed")
+    (tokens, width), choices, (experts, inner, _) = hidden.shape, indices.shape[1], down.shape
+    need("router_indices", indices, "[T, K]", tokens, choices)
+    need("routing_weights", weights, "[T, K]", tokens, choices)
+    need("gate_up_proj", gate_up, "[E, H, 2I]", experts, width, 2 * inner)
+    need("gate_up_bias", gate_up_bias, "[E, 2I]", experts, 2 * inner)
+    need("down_proj", down, "[E, I, H]", experts, inner, width)
+    need("down_bias", down_bias, "[E, H]", experts, width)
+    if not limit > 0:
+        raise ValueError(f"moe_experts: limit is {limit}; more than 0 is needed")
+
+
+def moe_experts(
+    hidden: torch.Tensor,
+    router_indices: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_proj: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    *,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> torch.Tensor:
+    """The weighted sum of what each token's experts make of it.
+
+    For expert e, with h = hidden @ gate_up_proj[e] + gate_up_bias[e], whose even columns are the gate g, at most
+    `limit`, and whose odd ones u, between -limit and limit: (u + 1) * g * sigmoid(alpha * g) @ down_proj[e] +
+    down_bias[e].
+
+    Args:
+        hidden: [T, H], float32, bfloat16 or float16.
+        router_indices: [T, K], int64 or int32: each token's experts. One outside [0, E) is an error on CPU; on CUDA,
+            where checking would wait for the device, it makes the token's output NaN and its gradients zero.
+        routing_weights: [T, K], of any of the three types.
+        gate_up_proj: [E, H, 2I], of hidden's type, as are the next three.
+        gate_up_bias: [E, 2I] or None.
+        down_proj: [E, I, H].
+        down_bias: [E, H] or None.
+        alpha: of the sigmoid.
+        limit: of the clamps; float("inf") for none.
+
+    Returns:
+        [T, H], hidden's type. Gradients flow to everything but the indices; kept for them are the inputs, [T K, 2I]
+        numbers and the sort. Other types or devices, mixed types, and calls under autocast run plain torch code.
+
+    Raises:
+        RuntimeError, ValueError: naming the argument, what was given and what is needed.
+    """
+    given = (hidden, router_indices, routing_weights, gate_up_proj, gate_up_bias, down_proj, down_bias)
+    _check(*given, alpha, limit)
+    floats = [t for t in given if t is not None and t is not router_indices]
+    same = all(t.dtype == hidden.dtype for t in floats if t is not routing_weights)
+    if not (
+        served(*floats)
+        and same
+        and gate_up_proj.shape[0] <= MOST_EXPERTS
+        and not torch.is_autocast_enabled(hidden.device.type)
+    ):
+        return _reference(*given, alpha, limit)
+    return _Experts.apply(
+        hidden,
+        router_indices.long().contiguous(),
+        routing_weights.contiguous(),
+        gate_up_proj,
+        gate_up_bias if gate_up_bias is None else gate_up_bias.contiguous(),
+        down_proj,
+        down_bias if down_bias is None else down_bias.contiguous(),
+        float(alpha),
+        float(limit),
+    )

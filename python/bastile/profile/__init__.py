@@ -1,0 +1,1 @@
+"""Where a training step's time goes, with stock Transformers and with Bastile."""

@@ -1,0 +1,44 @@
+"""The floor of a step: its matrix products and its attention, which Bastile leaves to others, by the profiler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Names of CUDA kernels, and of PyTorch's operators where a CPU is profiled. Attention is asked first: its kernels hold
+# products too.
+_ATTENTION = re.compile(r"flash|fmha|attention|sdpa|mha_", re.I)
+_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$", re.I)
+
+
+def kind_of(name: str) -> str:
+    """ "attention", "products" or "rest"."""
+    if _ATTENTION.search(name):
+        return "attention"
+    return "products" if _PRODUCTS.search(name) else "rest"
+
+
+def profile(step: Callable[[], object], device: torch.device, steps: int = 2) -> dict[str, float]:
+    """Seconds of one step by kind, and all of them together: of the kernels on CUDA, of the operators on CPU."""
+    from torch.profiler import ProfilerActivity
+
+    on_cuda = device.type == "cuda"
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+        for _ in range(steps):
+            step()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    found = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    for event in profiler.key_averages():
+        found[kind_of(event.key)] += _microseconds(event, on_cuda) / 1e6 / steps
+    return {**found, "seconds": found["products"] + found["attention"]}
+
+
+def _microseconds(event: Any, on_cuda: bool) -> float:
+    """Only what ran itself: an operator's time on CUDA is that of its kernels, which are events of their own."""
+    if not on_cuda:
+        return event.self_cpu_time_total
+    return event.self_device_time_total if event.device_type == torch.autograd.DeviceType.CUDA else 0.0

@@ -1,0 +1,94 @@
+"""What the sweep compares, each prepared in a process of its own, so that nothing has to be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class CannotRun(Exception):
+    """This implementation is not here, or does not know the model; the message says which."""
+
+
+def _nothing(model_type: str) -> list[str]:
+    return []
+
+
+def _liger(**chosen: bool) -> Callable[[str], list[str]]:
+    def apply(model_type: str) -> list[str]:
+        try:
+            from liger_kernel import transformers as liger
+        except ImportError as error:
+            raise CannotRun(f"Liger-Kernel cannot be imported ({error}): pip install liger-kernel") from error
+        name = f"apply_liger_kernel_to_{model_type}"
+        patch = getattr(liger, name, None)
+        if patch is None:
+            raise CannotRun(f"this Liger-Kernel has no {name}")
+        patch(**chosen)
+        return [name, *(f"{key}={value}" for key, value in chosen.items())]
+
+    return apply
+
+
+def _bastile(model_type: str) -> list[str]:
+    import bastile
+    from bastile.models.table import FAMILIES
+
+    if model_type not in FAMILIES:
+        raise CannotRun(f"Bastile does not know the model type {model_type}")
+    return bastile.apply(model_types=[model_type])
+
+
+def _as_it_is(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _compile(model: nn.Module) -> nn.Module:
+    return torch.compile(model, dynamic=False)
+
+
+def _compile_layers(model: Any) -> nn.Module:
+    """Each decoder layer by itself, one compiled code for all, and the loss. The usual form for training."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    model.model.norm.compile(dynamic=False)
+    model.loss_function = torch.compile(model.loss_function, dynamic=False)
+    return model
+
+
+@dataclass(frozen=True)
+class Implementation:
+    meaning: str
+    #: Before the model is built; returns what it put in. CannotRun where it cannot.
+    patch: Callable[[str], list[str]] = _nothing
+    #: After the model is built.
+    wrap: Callable[[nn.Module], nn.Module] = _as_it_is
+    environment: dict[str, str] = field(default_factory=dict)  #: what its process is started with
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "hf": Implementation("Transformers as it is"),
+    "compile": Implementation("torch.compile of the whole model", wrap=_compile),
+    "compile-layers": Implementation("torch.compile of each layer, and of the loss", wrap=_compile_layers),
+    "liger": Implementation("Liger-Kernel, everything it offers by default", _liger()),
+    "liger-nofused": Implementation(
+        "Liger-Kernel with its cross-entropy in place of its fused linear one",
+        _liger(fused_linear_cross_entropy=False, cross_entropy=True),
+    ),
+    "liger-cute": Implementation(
+        "Liger-Kernel's CuTe operators", _liger(), environment={"LIGER_KERNEL_IMPL": "cutedsl"}
+    ),
+    "bastile-compile": Implementation("torch.compile of the whole patched model", _bastile, _compile),
+    "bastile": Implementation("Bastile, everything", _bastile),
+}
+
+#: Without --against; Bastile itself is always there.
+ON_CUDA = ("hf", "compile", "compile-layers", "liger", "liger-nofused")
+ON_CPU = ("hf",)
+CURVES_ON_CUDA = ("hf", "compile", "liger")
+#: The compiler does not see through the hooks of sharded layers.
+SHARDED = ("hf", "liger")

@@ -1,0 +1,441 @@
+/* moe.cu - what a mixture of experts does around its grouped products: the sort of (token, expert) pairs by expert, the
+ * gather of tokens into sorted rows, the clamped gate on them, the weighted sum back into tokens; and their gradients.
+ *
+ * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
+ * access, BIAS_VEC to the gate's biases; THREADS of a block; CHOICES experts a token; CHUNK pairs or rows a block; BIAS,
+ * WEIGHTS what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted.
+ *
+ * Bytes, with N rows of T tokens, s bytes an element, I = COLUMNS of the gate, H = COLUMNS of a token:
+ *   sort      12 N read, 8 N written: two kernels, of which neither waits for the host
+ *   gather    s H N written, s H T read (the tokens come from the second-level cache after the first time)
+ *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
+ *   combine   forward s H (N + T); backward as gather
+ *   bias      sums over an expert's rows, in registers while the rows pass: 4/CHUNK of a row's columns, written and read
+ * Each sum over rows: first the rows of a block, then the blocks, in that order, in float32. Pairs whose index is no
+ * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN.
+ */
+#include "pack.cuh"
+#include "reduce.cuh"
+#include "sigmoid.cuh"
+
+#include "moe_args.h"
+
+#define PER_TILE (THREADS * VEC)
+#define TILES    ((COLUMNS + PER_TILE - 1) / PER_TILE)
+#define WARPS    (THREADS / 32)
+
+/* The expert of a row: the first whose rows end behind it. */
+BST_DEVICE int expert_of(const int32_t *ends, int experts, int64_t row) {
+    int low = 0, high = experts;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (ends[middle] > row)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+/* A plain read: gates lose 2 % with L1::no_allocate (swiglu.cu). */
+BST_DEVICE bst_raw read_input(const void *base, int64_t index, int n) {
+    return bst_read(bst_at(base, index, TYPE), n * bst_type_size(TYPE));
+}
+
+BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- sort --------------------------------------------------------------------------------------------------------- */
+
+#if defined(COUNT) || defined(PLACE)
+/* A thread is an expert: it walks over the block's pairs, eight to a read that all threads share, and finds its own in
+ * order. That makes the sort stable with neither atomics nor votes. */
+#define NOBODY 0xffffu
+
+BST_DEVICE void load_experts(uint16_t *mine, const moe_sort_args *a) {
+    int64_t first = (int64_t)bst_block() * CHUNK;
+    for (int i = (int)bst_thread(); i < CHUNK; i += THREADS) {
+        uint64_t expert = NOBODY;
+        if (first + i < a->pairs) {
+            expert = (uint64_t)a->indices[first + i];
+            if (expert >= (uint64_t)a->experts) expert = (uint64_t)a->experts;
+        }
+        mine[i] = (uint16_t)expert;
+    }
+    bst_sync();
+}
+#endif
+
+#ifdef COUNT
+BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
+    BST_SHARED(uint16_t, mine, CHUNK);
+    bst_wait_for_previous();
+    bst_let_next_start();
+    load_experts(mine, &a);
+    uint32_t expert = bst_thread(), count = 0;
+    for (int i = 0; i < CHUNK; i += 8) {
+        bst_raw eight = bst_read(mine + i, 16);
+        BST_UNROLL
+        for (int j = 0; j < 4; j++) {
+            count += (eight.w[j] & 0xffffu) == expert;
+            count += (eight.w[j] >> 16) == expert;
+        }
+    }
+    if (expert <= (uint32_t)a.experts) a.counts[(int64_t)bst_block() * (a.experts + 1) + expert] = (int32_t)count;
+}
+#endif
+
+#ifdef PLACE
+BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
+    BST_SHARED(uint16_t, mine, CHUNK);
+    BST_SHARED(int32_t, totals, THREADS);
+    bst_wait_for_previous();
+    load_experts(mine, &a);
+    int expert = (int)bst_thread(), experts = a.experts;
+    /* This expert's pairs in the blocks before this one, and in all. */
+    int32_t before = 0, total = 0;
+    if (expert <= experts) {
+        for (unsigned b = 0; b < bst_blocks(); b++) {
+            int32_t count = a.counts[(int64_t)b * (experts + 1) + expert];
+            if (b < bst_block()) before += count;
+            total += count;
+        }
+    }
+    totals[expert] = total;
+    bst_sync();
+    if (expert > experts) return;
+    int32_t start = 0;
+    for (int e = 0; e < expert; e++) start += totals[e];
+    if (bst_block() == 0 && expert < experts) a.ends[expert] = start + total;
+    int32_t row = start + before;
+    int64_t first = (int64_t)bst_block() * CHUNK;
+    for (int i = 0; i < CHUNK; i += 8) {
+        bst_raw eight = bst_read(mine + i, 16);
+        BST_UNROLL
+        for (int j = 0; j < 8; j++) {
+            uint32_t found = j & 1 ? eight.w[j / 2] >> 16 : eight.w[j / 2] & 0xffffu;
+            if (found != (uint32_t)expert) continue;
+            a.order[row] = (int32_t)(first + i + j);
+            a.position[first + i + j] = expert < experts ? row : -1;
+            row++;
+        }
+    }
+}
+#endif
+
+/* ---- gather ------------------------------------------------------------------------------------------------------- */
+
+#ifdef GATHER
+/* Four accesses a thread, all under way at once behind the reads of `order`. */
+#define EACH    4
+#define VECTORS (COLUMNS / VEC)
+BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
+    int64_t first = (int64_t)bst_block() * EACH * THREADS + bst_thread();
+    bst_raw raw[EACH];
+    bst_wait_for_previous();
+    BST_UNROLL
+    for (int i = 0; i < EACH; i++) {
+        int64_t at = first + i * THREADS;
+        if (at >= a.count) continue;
+        int64_t token = a.order[at / VECTORS] / CHOICES;
+        raw[i] = read_input(a.x, token * a.x_stride + at % VECTORS * VEC, VEC);
+    }
+    BST_UNROLL
+    for (int i = 0; i < EACH; i++) {
+        int64_t at = first + i * THREADS;
+        if (at < a.count) bst_write_once(bst_at_out(a.rows, at * VEC, TYPE), raw[i], VEC * bst_type_size(TYPE));
+    }
+}
+#endif
+
+/* ---- the clamped gate ---------------------------------------------------------------------------------------------- */
+
+#if defined(GLU_FORWARD) || defined(GLU_BACKWARD)
+/* An access to h is VEC elements: VEC/2 pairs of gate and up, and as many elements of y. COLUMNS is 2I. */
+#define PAIRS (VEC / 2)
+
+/* As torch.clamp: NaN stays NaN. */
+BST_DEVICE float at_most(float v, float limit) { return v > limit ? limit : v; }
+BST_DEVICE float at_least(float v, float limit) { return v < limit ? limit : v; }
+
+/* This thread's biases, zeros where there are none. They may be aligned less than h. */
+BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int column) {
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) b[j] = 0;
+    if (!BIAS) return;
+    BST_UNROLL
+    for (int j = 0; j < VEC; j += BIAS_VEC)
+        bst_load(b + j, a->bias, (int64_t)expert * COLUMNS + column + j, TYPE, BIAS_VEC);
+}
+#endif
+
+#ifdef GLU_FORWARD
+#define AT_ONCE 4 /* rows whose reads are under way together */
+BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
+    int column = ((int)bst_block_y() * THREADS + (int)bst_thread()) * VEC;
+    if (column >= COLUMNS) return;
+    int64_t row = (int64_t)bst_block() * CHUNK, last = earlier(row + CHUNK, a.rows);
+    bst_wait_for_previous();
+    if (BIAS) last = earlier(last, a.ends[a.experts - 1]);
+    while (row < last) {
+        int expert = BIAS ? expert_of(a.ends, a.experts, row) : 0;
+        int64_t stop = BIAS ? earlier(last, a.ends[expert]) : last;
+        float b[VEC], h[VEC], y[PAIRS];
+        load_bias(b, &a, expert, column);
+        for (; row < stop; row += AT_ONCE) {
+            bst_raw raw[AT_ONCE];
+            BST_UNROLL
+            for (int i = 0; i < AT_ONCE; i++)
+                if (row + i < stop) raw[i] = read_input(a.h, (row + i) * COLUMNS + column, VEC);
+            BST_UNROLL
+            for (int i = 0; i < AT_ONCE; i++) {
+                if (row + i >= stop) continue;
+                bst_unpack(h, raw[i], TYPE, VEC);
+                BST_UNROLL
+                for (int j = 0; j < PAIRS; j++) {
+                    float gate = at_most(h[2 * j] + b[2 * j], a.limit);
+                    float up = at_least(at_most(h[2 * j + 1] + b[2 * j + 1], a.limit), -a.limit);
+                    y[j] = (up + 1.0f) * bst_quotient(gate, 1.0f + bst_exp_minus(a.alpha * gate, TYPE), TYPE);
+                }
+                bst_store_once(a.y, ((row + i) * COLUMNS + column) / 2, y, TYPE, PAIRS);
+            }
+        }
+        row = stop;
+    }
+}
+#endif
+
+#if defined(GLU_BACKWARD) || defined(COMBINE_BACKWARD)
+/* One number a row, from what its warps found, in their order. Shared: [CHUNK][WARPS]. */
+BST_DEVICE void add_dot(float *dots, int in_chunk, int tile, float dot) {
+    dot = bst_warp_reduce(dot, 32, false);
+    if (bst_lane() != 0) return;
+    float *mine = dots + in_chunk * WARPS + bst_thread() / 32;
+    *mine = tile ? *mine + dot : dot;
+}
+
+BST_DEVICE float dot_of_row(const float *dots, int in_chunk) {
+    float dot = 0;
+    for (int w = 0; w < WARPS; w++) dot += dots[in_chunk * WARPS + w];
+    return dot;
+}
+
+/* What this block found for an expert's biases. (block, expert) grows along the rows, so block + expert is a place of
+ * its own. */
+BST_DEVICE void store_partial(float *partial, int expert, int column, const float *sum) {
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) partial[((int64_t)bst_block() + expert) * COLUMNS + column + j] = sum[j];
+}
+
+/* The pair of each row of the block, and its weight. */
+BST_DEVICE void load_pairs(int32_t *pair, float *weight, const int32_t *order, const void *weights, int64_t first,
+                           int64_t rows) {
+    for (int i = (int)bst_thread(); i < CHUNK; i += THREADS) {
+        pair[i] = first + i < rows ? order[first + i] : 0;
+        if (first + i < rows) bst_load(weight + i, weights, pair[i], W_TYPE, 1);
+    }
+    bst_sync();
+}
+#endif
+
+#ifdef GLU_BACKWARD
+#define AT_ONCE 2
+/* With u = up + 1, s = sigmoid(alpha gate), y = u gate s, and weight w of the row:
+ *   dgate = w dy u s (1 + alpha gate (1 - s)) and dup = w dy gate s, or 0 where a clamp was at work; wy = w y;
+ *   dweight = sum of dy y over the row. */
+BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
+    BST_SHARED(int32_t, pair, CHUNK);
+    BST_SHARED(float, weight, CHUNK);
+    BST_SHARED(float, dots, DWEIGHTS ? CHUNK * WARPS : 1);
+    int64_t first = (int64_t)bst_block() * CHUNK, end = earlier(first + CHUNK, a.rows);
+    bst_wait_for_previous();
+    bst_let_next_start();
+    load_pairs(pair, weight, a.order, a.weights, first, a.rows);
+    int64_t last = earlier(end, a.ends[a.experts - 1]);
+    for (int tile = 0; tile < TILES; tile++) {
+        int column = (tile * THREADS + (int)bst_thread()) * VEC;
+        bool live = column < COLUMNS;
+        for (int64_t row = first; row < last;) {
+            int expert = expert_of(a.ends, a.experts, row);
+            int64_t stop = earlier(last, a.ends[expert]);
+            float b[VEC], sum[VEC], h[VEC], y[PAIRS], dy[PAIRS];
+            if (live) load_bias(b, &a, expert, column);
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) sum[j] = 0;
+            for (; row < stop; row += AT_ONCE) {
+                bst_raw h_raw[AT_ONCE], dy_raw[AT_ONCE];
+                BST_UNROLL
+                for (int i = 0; i < AT_ONCE; i++) {
+                    if (row + i >= stop || !live) continue;
+                    h_raw[i] = read_input(a.h, (row + i) * COLUMNS + column, VEC);
+                    dy_raw[i] = read_input(a.dy, ((row + i) * COLUMNS + column) / 2, PAIRS);
+                }
+                BST_UNROLL
+                for (int i = 0; i < AT_ONCE; i++) {
+                    if (row + i >= stop) continue;
+                    int64_t at = (row + i) * COLUMNS + column;
+                    float w = weight[row + i - first], dot = 0;
+                    if (live) {
+                        bst_unpack(h, h_raw[i], TYPE, VEC);
+                        bst_unpack(dy, dy_raw[i], TYPE, PAIRS);
+                        BST_UNROLL
+                        for (int j = 0; j < PAIRS; j++) {
+                            float given_gate = h[2 * j] + b[2 * j], given_up = h[2 * j + 1] + b[2 * j + 1];
+                            float gate = at_most(given_gate, a.limit);
+                            float up = at_least(at_most(given_up, a.limit), -a.limit) + 1.0f;
+                            float s = bst_quotient(1.0f, 1.0f + bst_exp_minus(a.alpha * gate, TYPE), TYPE);
+                            float slope = s * bst_fma(a.alpha * gate, 1.0f - s, 1.0f), wdy = w * dy[j];
+                            gate *= s;
+                            y[j] = up * gate;
+                            dot = bst_fma(dy[j], y[j], dot);
+                            y[j] *= w;
+                            h[2 * j] = given_gate <= a.limit ? wdy * up * slope : 0.0f;
+                            h[2 * j + 1] = given_up >= -a.limit && given_up <= a.limit ? wdy * gate : 0.0f;
+                            sum[2 * j] += h[2 * j];
+                            sum[2 * j + 1] += h[2 * j + 1];
+                        }
+                        if (DH) bst_store_once(a.dh, at, h, TYPE, VEC);
+                        if (WY) bst_store_once(a.wy, at / 2, y, TYPE, PAIRS);
+                    }
+                    if (DWEIGHTS) add_dot(dots, (int)(row + i - first), tile, dot);
+                }
+            }
+            if (DBIAS && live) store_partial(a.partial, expert, column, sum);
+            row = stop;
+        }
+    }
+#if DWEIGHTS
+    bst_sync();
+    for (int i = (int)bst_thread(); i < end - first; i += THREADS) {
+        float dot = 0;
+        if (first + i < last) dot = dot_of_row(dots, i) + (a.dots ? a.dots[first + i] : 0.0f);
+        bst_store(a.dweights, pair[i], &dot, W_TYPE, 1);
+    }
+#endif
+}
+#endif
+
+/* ---- the weighted sum ---------------------------------------------------------------------------------------------- */
+
+#ifdef COMBINE_FORWARD
+#define VECTORS (COLUMNS / VEC)
+#define AT_ONCE (CHOICES < 4 ? CHOICES : 4)
+/* out = sum over choices of weight (y + bias), in their order. Without WEIGHTS a plain sum, which leaves out the pairs of
+ * no expert. */
+BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
+    int64_t at = (int64_t)bst_block() * THREADS + bst_thread(), token = at / VECTORS;
+    int column = (int)(at % VECTORS) * VEC;
+    if (token >= a.tokens) return;
+    float sum[VEC], y[VEC], b[VEC];
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) sum[j] = 0;
+    bst_wait_for_previous();
+    for (int start = 0; start < CHOICES; start += AT_ONCE) {
+        bst_raw y_raw[AT_ONCE], b_raw[AT_ONCE];
+        int32_t row[AT_ONCE];
+        BST_UNROLL
+        for (int i = 0; i < AT_ONCE; i++) {
+            int64_t pair = token * CHOICES + start + i;
+            row[i] = start + i < CHOICES ? a.position[pair] : -1;
+            if (row[i] < 0) continue;
+            y_raw[i] = read_input(a.y, (int64_t)row[i] * COLUMNS + column, VEC);
+            if (BIAS) b_raw[i] = read_input(a.bias, a.indices[pair] * COLUMNS + column, VEC);
+        }
+        BST_UNROLL
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (start + i >= CHOICES) continue;
+            if (row[i] < 0) {
+                BST_UNROLL
+                for (int j = 0; j < VEC; j++) sum[j] = WEIGHTS ? BST_NAN : sum[j];
+                continue;
+            }
+            float w = 1.0f;
+            if (WEIGHTS) bst_load(&w, a.weights, token * CHOICES + start + i, W_TYPE, 1);
+            bst_unpack(y, y_raw[i], TYPE, VEC);
+            if (BIAS) bst_unpack(b, b_raw[i], TYPE, VEC);
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) sum[j] = bst_fma(w, BIAS ? y[j] + b[j] : y[j], sum[j]);
+        }
+    }
+    bst_store_once(a.out, token * COLUMNS + column, sum, TYPE, VEC);
+}
+#endif
+
+#ifdef COMBINE_BACKWARD
+#define AT_ONCE 4
+/* rows = dout of the row's token; dots = its product with the expert's bias; dbias = sum over rows of weight dout. */
+BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
+    BST_SHARED(int32_t, pair, CHUNK);
+    BST_SHARED(float, weight, CHUNK);
+    BST_SHARED(float, dots, DOTS ? CHUNK * WARPS : 1);
+    int64_t first = (int64_t)bst_block() * CHUNK, end = earlier(first + CHUNK, a.count);
+    bst_wait_for_previous();
+    bst_let_next_start();
+    load_pairs(pair, weight, a.order, a.weights, first, a.count);
+    int64_t last = earlier(end, a.ends[a.experts - 1]);
+    for (int tile = 0; tile < TILES; tile++) {
+        int column = (tile * THREADS + (int)bst_thread()) * VEC;
+        bool live = column < COLUMNS;
+        for (int64_t row = first; row < last;) {
+            int expert = expert_of(a.ends, a.experts, row);
+            int64_t stop = earlier(last, a.ends[expert]);
+            float b[VEC], sum[VEC], x[VEC];
+            if (DOTS && live) bst_load(b, a.bias, (int64_t)expert * COLUMNS + column, TYPE, VEC);
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) sum[j] = 0;
+            for (; row < stop; row += AT_ONCE) {
+                bst_raw raw[AT_ONCE];
+                BST_UNROLL
+                for (int i = 0; i < AT_ONCE; i++) {
+                    if (row + i >= stop || !live) continue;
+                    int64_t token = pair[row + i - first] / CHOICES;
+                    raw[i] = read_input(a.dout, token * a.dout_stride + column, VEC);
+                }
+                BST_UNROLL
+                for (int i = 0; i < AT_ONCE; i++) {
+                    if (row + i >= stop) continue;
+                    float dot = 0;
+                    if (live) {
+                        bst_write_once(bst_at_out(a.rows, (row + i) * COLUMNS + column, TYPE), raw[i],
+                                       VEC * bst_type_size(TYPE));
+                        bst_unpack(x, raw[i], TYPE, VEC);
+                        BST_UNROLL
+                        for (int j = 0; j < VEC; j++) {
+                            if (DOTS) dot = bst_fma(x[j], b[j], dot);
+                            sum[j] = bst_fma(weight[row + i - first], x[j], sum[j]);
+                        }
+                    }
+                    if (DOTS) add_dot(dots, (int)(row + i - first), tile, dot);
+                }
+            }
+            if (DBIAS && live) store_partial(a.partial, expert, column, sum);
+            row = stop;
+        }
+    }
+#if DOTS
+    bst_sync();
+    for (int i = (int)bst_thread(); i < last - first; i += THREADS) a.dots[first + i] = dot_of_row(dots, i);
+#endif
+}
+#endif
+
+/* ---- gradients of biases -------------------------------------------------------------------------------------------- */
+
+#ifdef BIAS_SUM
+/* A block takes an expert (blockIdx.y) and 32 columns; each of its warps every WARPS-th of the blocks that had rows of
+ * that expert. */
+BST_KERNEL(moe_bias_sum, moe_bias_args, THREADS, 1) {
+    BST_SHARED(float, sums, THREADS);
+    int expert = (int)bst_block_y(), warp = (int)bst_thread() / 32, column = (int)(bst_block() * 32 + bst_lane());
+    bst_wait_for_previous();
+    int64_t begin = expert ? a.ends[expert - 1] : 0, end = a.ends[expert];
+    float sum = 0;
+    if (column < COLUMNS && begin < end)
+        for (int64_t block = begin / CHUNK + warp; block <= (end - 1) / CHUNK; block += WARPS)
+            sum += a.partial[(block + expert) * COLUMNS + column];
+    sums[bst_thread()] = sum;
+    bst_sync();
+    if (warp != 0 || column >= COLUMNS) return;
+    for (int w = 1; w < WARPS; w++) sum += sums[w * 32 + bst_lane()];
+    bst_store(a.dbias, (int64_t)expert * COLUMNS + column, &sum, TYPE, 1);
+}
+#endif

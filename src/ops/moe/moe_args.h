@@ -1,0 +1,70 @@
+/* moe_args.h - the arguments of the mixture-of-experts kernels, as host and device see them.
+ *
+ * A pair is a token and one of its experts: pair = token * choices + choice. A row is a pair's place after sorting. */
+#ifndef BST_MOE_ARGS_H
+#define BST_MOE_ARGS_H
+
+typedef struct moe_sort_args {
+    const int64_t *indices; /* [pairs] */
+    int32_t *counts;        /* [blocks, experts + 1]; the last: pairs of no expert */
+    int32_t *order;         /* [pairs]: the pair of a row */
+    int32_t *position;      /* [pairs]: the row of a pair; -1: of no expert */
+    int32_t *ends;          /* [experts]: where an expert's rows end */
+    int64_t pairs;
+    int32_t experts, unused;
+} moe_sort_args;
+
+typedef struct moe_gather_args {
+    const void *x;
+    const int32_t *order;
+    void *rows;
+    int64_t x_stride, count; /* count: accesses to `rows` */
+} moe_gather_args;
+
+/* Backward, but for y. */
+typedef struct moe_glu_args {
+    const void *h, *bias;
+    const int32_t *ends;
+    void *y;
+    const void *dy, *weights;
+    const int32_t *order;
+    const float *dots; /* NULL: zeros */
+    void *dh, *wy, *dweights;
+    float *partial; /* [blocks + experts, 2I] */
+    int64_t rows;
+    float alpha, limit;
+    int32_t experts, unused;
+} moe_glu_args;
+
+typedef struct moe_combine_args {
+    const void *y, *weights, *bias;
+    const int32_t *position;
+    const int64_t *indices;
+    void *out;
+    int64_t tokens;
+} moe_combine_args;
+
+typedef struct moe_combine_backward_args {
+    const void *dout, *weights, *bias;
+    const int32_t *order, *ends;
+    void *rows;
+    float *dots;    /* [rows] */
+    float *partial; /* [blocks + experts, H] */
+    int64_t dout_stride, count;
+    int32_t experts, unused;
+} moe_combine_backward_args;
+
+typedef struct moe_bias_args {
+    const float *partial;
+    const int32_t *ends;
+    void *dbias;
+} moe_bias_args;
+
+static_assert(sizeof(moe_sort_args) == 56, "host and device must agree");
+static_assert(sizeof(moe_gather_args) == 40, "host and device must agree");
+static_assert(sizeof(moe_glu_args) == 120, "host and device must agree");
+static_assert(sizeof(moe_combine_args) == 56, "host and device must agree");
+static_assert(sizeof(moe_combine_backward_args) == 88, "host and device must agree");
+static_assert(sizeof(moe_bias_args) == 24, "host and device must agree");
+
+#endif

@@ -1,0 +1,255 @@
+/* test_moe.c - a mixture of experts through the C API: the whole of it around products of plain loops, against plain
+ * loops in double; what is left out, errors, its kernels on every chip. */
+#include <math.h>
+
+#include "chips.h"
+
+/* 70 rows are several blocks of the backward pass, on CPU and CUDA; expert 2 has no token, and experts end inside blocks.
+ */
+enum { T = 35, K = 2, E = 5, H = 12, I = 9, N = T * K };
+static const double alpha = 1.702, limit = 1.5;
+
+static int64_t pairs[] = {T, K}, tokens[] = {T, H}, sorted[] = {N}, experts[] = {E}, rows_h[] = {N, H},
+               rows_i[] = {N, I}, rows_2i[] = {N, 2 * I}, bias_2i[] = {E, 2 * I}, bias_h[] = {E, H};
+
+static int64_t indices[T][K];
+static int32_t order[N], position[T][K], ends[E];
+static float hidden[T][H], weights[T][K], gate_up[E][H][2 * I], gate_up_bias[E][2 * I], down[E][I][H], down_bias[E][H];
+static float x[N][H], h[N][2 * I], y[N][I], z[N][H], out[T][H];
+
+static DLTensor integers(void *data, int dims, int64_t *shape) {
+    return bst_tensor(data, dims, shape, NULL, (DLDataType){kDLInt, 32, 1});
+}
+
+/* All of them; a test uses some. */
+#define UNUSED __attribute__((unused)) DLTensor
+#define TENSORS                                                                                             \
+    UNUSED t_indices = bst_tensor(indices, 2, pairs, NULL, bst_test_i64);                                   \
+    UNUSED t_order = integers(order, 1, sorted), t_position = integers(position, 2, pairs);                 \
+    UNUSED t_ends = integers(ends, 1, experts), t_hidden = bst_f32(hidden, 2, tokens);                      \
+    UNUSED t_weights = bst_f32(weights, 2, pairs), t_gub = bst_f32(gate_up_bias, 2, bias_2i);               \
+    UNUSED t_db = bst_f32(down_bias, 2, bias_h), t_x = bst_f32(x, 2, rows_h), t_h = bst_f32(h, 2, rows_2i); \
+    UNUSED t_y = bst_f32(y, 2, rows_i), t_z = bst_f32(z, 2, rows_h), t_out = bst_f32(out, 2, tokens)
+
+static void fill(void) {
+    unsigned seed = 7;
+    for (int t = 0; t < T; t++) {
+        for (int k = 0; k < K; k++) {
+            seed = seed * 1664525u + 1013904223u;
+            indices[t][k] = (seed >> 16) % (E - 1);
+            if (indices[t][k] >= 2) indices[t][k]++;
+        }
+    }
+    bst_fill(&hidden[0][0], T * H, 1, 1);
+    bst_fill(&weights[0][0], T * K, 2, 1);
+    bst_fill(&gate_up[0][0][0], E * H * 2 * I, 3, 1);
+    bst_fill(&gate_up_bias[0][0], E * 2 * I, 4, 1);
+    bst_fill(&down[0][0][0], E * I * H, 5, 1);
+    bst_fill(&down_bias[0][0], E * H, 6, 1);
+}
+
+static int expert_of(int row) { return (int)indices[order[row] / K][order[row] % K]; }
+
+/* What the gate makes of a pair of h and its biases, and its derivatives. */
+typedef struct gate {
+    double y, dgate, dup;
+} gate;
+
+static gate gate_of(double g, double u) {
+    double clamped_g = g > limit ? limit : g, clamped_u = fmax(fmin(u, limit), -limit) + 1;
+    double s = 1 / (1 + exp(-alpha * clamped_g));
+    return (gate){clamped_u * clamped_g * s, g > limit ? 0 : clamped_u * s * (1 + alpha * clamped_g * (1 - s)),
+                  fabs(u) > limit ? 0 : clamped_g * s};
+}
+
+static gate gate_at(int row, int column) {
+    const float *b = gate_up_bias[expert_of(row)];
+    return gate_of((double)h[row][2 * column] + b[2 * column], (double)h[row][2 * column + 1] + b[2 * column + 1]);
+}
+
+TEST(sorts_by_expert_and_keeps_the_order) {
+    TENSORS;
+    fill();
+    CHECK_OK(bst_moe_sort(NULL, &t_indices, &t_order, &t_position, &t_ends));
+    int row = 0;
+    for (int e = 0; e < E; e++) {
+        for (int pair = 0; pair < N; pair++) {
+            if (indices[pair / K][pair % K] != e) continue;
+            CHECK_EQ_I(order[row], pair);
+            CHECK_EQ_I(position[pair / K][pair % K], row);
+            row++;
+        }
+        CHECK_EQ_I(ends[e], row);
+    }
+    CHECK_EQ_I(ends[1], ends[2]);
+}
+
+TEST(forward) {
+    TENSORS;
+    CHECK_OK(bst_moe_gather(NULL, &t_hidden, &t_order, &t_x));
+    for (int n = 0; n < N; n++) {
+        for (int c = 0; c < H; c++) CHECK(x[n][c] == hidden[order[n] / K][c]);
+        for (int c = 0; c < 2 * I; c++) {
+            h[n][c] = 0;
+            for (int j = 0; j < H; j++) h[n][c] += x[n][j] * gate_up[expert_of(n)][j][c];
+        }
+    }
+    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, limit, &t_y));
+    for (int n = 0; n < N; n++) {
+        for (int c = 0; c < I; c++) CHECK_CLOSE(y[n][c], gate_at(n, c).y, 2e-6);
+        for (int c = 0; c < H; c++) {
+            z[n][c] = 0;
+            for (int j = 0; j < I; j++) z[n][c] += y[n][j] * down[expert_of(n)][j][c];
+        }
+    }
+    CHECK_OK(bst_moe_combine_forward(NULL, &t_z, &t_position, &t_weights, &t_db, &t_indices, &t_out));
+    for (int t = 0; t < T; t++) {
+        for (int c = 0; c < H; c++) {
+            double sum = 0;
+            for (int k = 0; k < K; k++)
+                sum += weights[t][k] * ((double)z[position[t][k]][c] + down_bias[indices[t][k]][c]);
+            CHECK_CLOSE(out[t][c], sum, 4e-6);
+        }
+    }
+}
+
+static float dout[T][H], dx[N][H], dots[N], ddown_bias[E][H], dy[N][I], dh[N][2 * I], wy[N][I], dweights[T][K],
+    dgate_up_bias[E][2 * I];
+
+TEST(backward) {
+    TENSORS;
+    bst_fill(&dout[0][0], T * H, 8, 1);
+    bst_fill(&dy[0][0], N * I, 9, 1);
+    DLTensor t_dout = bst_f32(dout, 2, tokens), t_dx = bst_f32(dx, 2, rows_h), t_dots = bst_f32(dots, 1, sorted);
+    DLTensor t_ddb = bst_f32(ddown_bias, 2, bias_h), t_dy = bst_f32(dy, 2, rows_i), t_dh = bst_f32(dh, 2, rows_2i);
+    DLTensor t_wy = bst_f32(wy, 2, rows_i), t_dw = bst_f32(dweights, 2, pairs),
+             t_dgub = bst_f32(dgate_up_bias, 2, bias_2i);
+    CHECK_OK(bst_moe_combine_backward(NULL, &t_dout, &t_order, &t_ends, &t_weights, &t_db, &t_dx, &t_dots, &t_ddb));
+    CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, alpha, limit,
+                                  &t_dh, &t_wy, &t_dw, &t_dgub));
+    double sum_h[E][H] = {{0}}, sum_2i[E][2 * I] = {{0}};
+    for (int n = 0; n < N; n++) {
+        int e = expert_of(n), token = order[n] / K;
+        double w = weights[token][order[n] % K], dot = 0;
+        for (int c = 0; c < H; c++) {
+            CHECK(dx[n][c] == dout[token][c]);
+            dot += (double)dout[token][c] * down_bias[e][c];
+            sum_h[e][c] += w * dout[token][c];
+        }
+        CHECK_CLOSE(dots[n], dot, 4e-6);
+        for (int c = 0; c < I; c++) {
+            gate g = gate_at(n, c);
+            dot += dy[n][c] * g.y;
+            CHECK_CLOSE(wy[n][c], w * g.y, 2e-6);
+            CHECK_CLOSE(dh[n][2 * c], w * dy[n][c] * g.dgate, 4e-6);
+            CHECK_CLOSE(dh[n][2 * c + 1], w * dy[n][c] * g.dup, 4e-6);
+            sum_2i[e][2 * c] += w * dy[n][c] * g.dgate;
+            sum_2i[e][2 * c + 1] += w * dy[n][c] * g.dup;
+        }
+        CHECK_CLOSE(dweights[token][order[n] % K], dot, 1e-5);
+    }
+    for (int e = 0; e < E; e++) {
+        for (int c = 0; c < H; c++) CHECK_CLOSE(ddown_bias[e][c], sum_h[e][c], 1e-5);
+        for (int c = 0; c < 2 * I; c++) CHECK_CLOSE(dgate_up_bias[e][c], sum_2i[e][c], 1e-5);
+    }
+}
+
+TEST(without_biases_and_weights) {
+    TENSORS;
+    static float no_bias[E][2 * I], y_zeros[N][I], sums[T][H];
+    DLTensor t_none = bst_f32(no_bias, 2, bias_2i), t_y_zeros = bst_f32(y_zeros, 2, rows_i),
+             t_sums = bst_f32(sums, 2, tokens);
+    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, alpha, INFINITY, &t_y));
+    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_none, &t_ends, alpha, INFINITY, &t_y_zeros));
+    CHECK(!memcmp(y, y_zeros, sizeof y));
+    CHECK_OK(bst_moe_combine_forward(NULL, &t_z, &t_position, NULL, NULL, NULL, &t_sums));
+    for (int t = 0; t < T; t++)
+        for (int c = 0; c < H; c++) CHECK(sums[t][c] == z[position[t][0]][c] + z[position[t][1]][c]);
+}
+
+TEST(errors_name_the_argument_and_write_nothing) {
+    TENSORS;
+    static float other[N][2 * I];
+    int64_t odd[] = {N, 2 * I - 1}, short_pairs[] = {T, K - 1};
+    DLTensor t_odd = bst_f32(other, 2, odd), t_few = bst_f32(weights, 2, short_pairs);
+    DLTensor t_other_i = bst_f32(other, 2, rows_i), t_other_h = bst_f32(other, 2, tokens);
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_odd, NULL, &t_ends, alpha, limit, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "moe_glu_forward: h has shape [70, 17]; columns in pairs");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, 0, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "limit 0");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_db, &t_ends, alpha, limit, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "bias");
+    CHECK_EQ_I(bst_moe_combine_forward(NULL, &t_z, &t_position, &t_few, NULL, NULL, &t_other_h), BST_INVALID);
+    CHECK_STR(bst_last_error(), "moe_combine_forward: weights has shape [35, 1]; 70 elements, one a sorted row");
+    CHECK_EQ_I(bst_moe_combine_forward(NULL, &t_z, &t_position, NULL, &t_db, NULL, &t_other_h), BST_INVALID);
+    CHECK_STR(bst_last_error(), "indices is NULL");
+    CHECK_EQ_I(bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, NULL, &t_z, NULL, &t_db),
+               BST_INVALID);
+    CHECK_STR(bst_last_error(), "dots or dbias is wanted, but bias is NULL");
+    CHECK_EQ_I(bst_moe_glu_backward(NULL, &t_y, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha, limit, &t_h,
+                                    NULL, NULL, NULL),
+               BST_INVALID);
+    CHECK_STR(bst_last_error(), "moe_glu_backward: dh and h share memory");
+    CHECK_EQ_I(bst_moe_gather(NULL, &t_z, &t_order, &t_z), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rows and x share memory");
+#ifndef BST_EMULATE
+    int64_t kept = indices[4][1];
+    indices[4][1] = E;
+    int32_t first = order[0];
+    CHECK_EQ_I(bst_moe_sort(NULL, &t_indices, &t_order, &t_position, &t_ends), BST_INVALID);
+    CHECK_STR(bst_last_error(), "moe_sort: indices, of shape [35, 2], has 5; 0 to 4, the experts, are needed");
+    CHECK_EQ_I(order[0], first);
+    indices[4][1] = kept;
+#endif
+    for (int n = 0; n < N; n++)
+        for (int c = 0; c < 2 * I; c++) CHECK(other[n][c] == 0);
+}
+
+/* GPT-OSS's sizes, and in bfloat16 a width that no vector divides; all gradients, and those with frozen experts. */
+static void compile_calls(void) {
+    for (size_t t = 0; t < 3; t++) {
+        for (int64_t width = 2880; width >= (t == 1 ? 2879 : 2880); width--) {
+            DLDataType type = bst_test_types[t], i32 = {kDLInt, 32, 1};
+            int64_t n = 4096, e = 32;
+            bst_shape s[16];
+            DLTensor *d_indices = bst_device_tensor(&s[0], bst_test_i64, 2, (int64_t[]){n / 4, 4});
+            DLTensor *d_order = bst_device_tensor(&s[1], i32, 1, &n);
+            DLTensor *d_position = bst_device_tensor(&s[2], i32, 2, (int64_t[]){n / 4, 4});
+            DLTensor *d_ends = bst_device_tensor(&s[3], i32, 1, &e);
+            DLTensor *d_hidden = bst_device_tensor(&s[4], type, 2, (int64_t[]){n / 4, width});
+            DLTensor *d_weights = bst_device_tensor(&s[5], type, 2, (int64_t[]){n / 4, 4});
+            DLTensor *d_rows = bst_device_tensor(&s[6], type, 2, (int64_t[]){n, width});
+            DLTensor *d_out = bst_device_tensor(&s[7], type, 2, (int64_t[]){n / 4, width});
+            DLTensor *d_h = bst_device_tensor(&s[8], type, 2, (int64_t[]){n, 2 * width});
+            DLTensor *d_dh = bst_device_tensor(&s[9], type, 2, (int64_t[]){n, 2 * width});
+            DLTensor *d_gub = bst_device_tensor(&s[10], type, 2, (int64_t[]){e, 2 * width});
+            DLTensor *d_db = bst_device_tensor(&s[11], type, 2, (int64_t[]){e, width});
+            DLTensor *d_dots = bst_device_tensor(&s[12], bst_test_types[0], 1, &n);
+            DLTensor *d_wy = bst_device_tensor(&s[13], type, 2, (int64_t[]){n, width});
+            const bst_exec *exec = &bst_fake_exec;
+            CHECK_OK(bst_moe_sort(exec, d_indices, d_order, d_position, d_ends));
+            CHECK_OK(bst_moe_gather(exec, d_hidden, d_order, d_rows));
+            CHECK_OK(bst_moe_glu_forward(exec, d_h, d_gub, d_ends, alpha, limit, d_rows));
+            CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, d_weights, d_db, d_indices, d_out));
+            CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, NULL, NULL, NULL, d_out));
+            for (int frozen = 0; frozen < 2; frozen++) {
+                CHECK_OK(bst_moe_combine_backward(exec, d_out, d_order, d_ends, d_weights, d_db, d_rows, d_dots,
+                                                  frozen ? NULL : d_db));
+                CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, alpha,
+                                              limit, d_dh, frozen ? NULL : d_wy, d_weights, frozen ? NULL : d_gub));
+            }
+        }
+    }
+}
+
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("moe", compile_calls); }
+
+int main(void) {
+    RUN(sorts_by_expert_and_keeps_the_order);
+    RUN(forward);
+    RUN(backward);
+    RUN(without_biases_and_weights);
+    RUN(errors_name_the_argument_and_write_nothing);
+    RUN(kernels_compile_for_every_chip);
+    return bst_test_report();
+}

@@ -1,0 +1,191 @@
+"""Releases of Transformers that lack what a patch needs, or have what it does not know: a message that names the
+release and the piece, and everything left stock."""
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import transformers
+from transformers import PreTrainedModel
+
+import bastile
+from bastile.models import attention, decoder
+from bastile.models.table import FAMILIES, OPERATORS, Family
+from conftest import DENSE, modeling, tiny_batch, tiny_model
+
+
+def changed(function: Any, new_names: dict[str, str] | None = None, more: tuple[str, ...] = ()) -> types.FunctionType:
+    """A forward in which attributes, globals and parameters have other names, or which mentions one more."""
+    stock, new = inspect.unwrap(function), new_names or {}
+    code = stock.__code__
+    code = code.replace(
+        co_names=(*(new.get(name, name) for name in code.co_names), *more),
+        co_varnames=tuple(new.get(name, name) for name in code.co_varnames),
+    )
+    copy = types.FunctionType(code, stock.__globals__, stock.__name__, stock.__defaults__, stock.__closure__)
+    copy.__kwdefaults__ = stock.__kwdefaults__
+    return copy
+
+
+def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
+    """Operator, class, and what its forward must mention and name as arguments, as the replacements read it."""
+    found = [
+        ("rms_norm", row.norm_class, ["weight", row.norm_eps], []),
+        ("swiglu", row.mlp_class, [row.gate, row.up, row.down, row.activation], []),
+        ("rope", row.attention_class, [row.rotary_function], []),
+        (
+            "fused_linear_cross_entropy",
+            row.causal_lm_class,
+            [row.backbone, row.head, "loss_function"],
+            ["labels", "logits_to_keep"],
+        ),
+        (
+            "qk_norm_rope",
+            row.attention_class,
+            [*attention.READS, row.q_norm, row.k_norm, row.rotary_function],
+            [*attention.NEEDED, "past_key_values"],
+        ),
+        ("qk_norm_rope", row.norm_class, ["weight", row.norm_eps], []),
+        ("add_rms_norm", row.layer_class, list(decoder.READS), ["hidden_states", "position_ids"]),
+        ("add_rms_norm", row.norm_class, ["weight", row.norm_eps], []),
+        ("recompute", row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"]),
+    ]
+    assert {place[0] for place in found} == set(OPERATORS)
+    return [place for place in found if place[0] in row.operators]
+
+
+CASES = [
+    pytest.param(family, operator, class_name, name, id=f"{family}-{operator}-{class_name}-{name}")
+    for family in sorted(DENSE)
+    for operator, class_name, mentions, arguments in places(FAMILIES[family])
+    for name in (*mentions, *arguments)
+]
+
+
+def assert_refused(model: PreTrainedModel, *pieces: str) -> None:
+    """By both ways of patching, with nothing changed."""
+    family = model.config.model_type
+    module = modeling(family)
+
+    def state() -> tuple[dict[str, Any], list[Any]]:
+        classes = [item for item in vars(module).values() if isinstance(item, type)]
+        forwards = [vars(item).get("forward") for item in classes]
+        cells = [cell for forward in forwards for cell in getattr(forward, "__closure__", None) or ()]
+        return dict(vars(module)), [*forwards, *(cell.cell_contents for cell in cells)]
+
+    before = state()
+    for call in (lambda: bastile.apply(model_types=family), lambda: bastile.apply_to_model(model)):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        message = str(caught.value)
+        for piece in (f"transformers {transformers.__version__}", "nothing was patched", *pieces):
+            assert piece in message, message
+        assert bastile.get_patched_ops() == []
+        assert all("forward" not in vars(part) for part in model.modules())
+        names, forwards = state()
+        assert names == before[0]
+        assert all(now is then for now, then in zip(forwards, before[1], strict=True))
+
+
+@pytest.mark.parametrize(("family", "operator", "class_name", "name"), CASES)
+def test_a_renamed_attribute_or_argument(
+    family: str, operator: str, class_name: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, owner = tiny_model(family), getattr(modeling(family), class_name)
+    monkeypatch.setattr(owner, "forward", changed(owner.forward, {name: "renamed"}))
+    alone = {other: other == operator for other in OPERATORS}
+    with pytest.raises(RuntimeError) as caught:
+        bastile.apply(model_types=family, **alone)
+    assert f"bastile's {operator} " in str(caught.value)
+    assert f"{operator}=False" in str(caught.value)
+    assert f"{class_name}.forward" in str(caught.value)
+    assert name in str(caught.value) or "renamed" in str(caught.value)
+    assert_refused(model, f"{class_name}.forward")
+
+
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_a_moved_class_or_function(family: str) -> None:
+    row, model = FAMILIES[family], tiny_model(family)
+    for operator in row.operators:
+        place = getattr(row, OPERATORS[operator].place)
+        name = row.attention_class if operator == "qk_norm_rope" else place
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(modeling(family), name)
+            assert_refused(model, f"lacks {row.module}.{name}")
+
+
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_a_moved_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family)
+    monkeypatch.setitem(__import__("sys").modules, FAMILIES[family].module, None)
+    for call in (bastile.apply, lambda: bastile.apply_to_model(model)):
+        with pytest.raises(RuntimeError, match=f"lacks module {FAMILIES[family].module}"):
+            call()
+    assert bastile.get_patched_ops() == []
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "cos", "sin", "unsqueeze_dim"])
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_a_rotary_function_with_other_arguments(family: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rotary = tiny_model(family), modeling(family).apply_rotary_pos_emb
+    monkeypatch.setattr(modeling(family), "apply_rotary_pos_emb", changed(rotary, {argument: "renamed"}))
+    assert_refused(model, f"lacks argument {argument!r} of apply_rotary_pos_emb")
+
+
+@pytest.mark.parametrize("place", ["layer_class", "attention_class"])
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_something_new_in_a_forward_that_is_replaced_whole(
+    family: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replacement that knows nothing of it would leave it out."""
+    row, model = FAMILIES[family], tiny_model(family)
+    operator = "add_rms_norm" if place == "layer_class" else "qk_norm_rope"
+    if operator not in row.operators:
+        pytest.skip("this family's attention is not replaced")
+    owner = getattr(modeling(family), getattr(row, place))
+    stock = owner.forward
+    for forward, piece in (
+        (changed(stock, more=("sinks",)), f"has 'sinks' in {owner.__name__}.forward"),
+        (changed(stock, {"past_key_values": "memory"}), f"has argument 'memory' of {owner.__name__}.forward"),
+    ):
+        monkeypatch.setattr(owner, "forward", forward)
+        assert_refused(model, piece, f"bastile's {operator} does not know", f"{operator}=False")
+        # The rest can be had.
+        names = bastile.apply(model_types=family, **{operator: False})
+        assert names == row.patches([other for other in row.operators if other != operator])
+        bastile.reset()
+
+
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_another_wrapper_around_a_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, owner = tiny_model(family), getattr(modeling(family), FAMILIES[family].layer_class)
+    inner = inspect.unwrap(owner.forward)
+    calls: dict[str, Callable[..., Any]] = {"layer": inner}
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return calls["layer"](self, *args, **kwargs)
+
+    wrapper.__wrapped__ = inner  # type: ignore[attr-defined]
+    monkeypatch.setattr(owner, "forward", wrapper)
+    assert_refused(model, f"lacks the function that {owner.__name__}.forward wraps")
+
+
+def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    with pytest.raises(RuntimeError, match=r"needs transformers >= 5\.0\.0; installed is 4\.57\.1"):
+        bastile.apply()
+
+
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_the_changes_of_these_tests_are_all_that_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward that is a copy, with nothing renamed, is served: what is refused above is refused for its names."""
+    row, model = FAMILIES[family], tiny_model(family)
+    for name in (row.norm_class, row.mlp_class, row.attention_class, row.causal_lm_class, row.backbone_class):
+        owner = getattr(modeling(family), name)
+        if not hasattr(owner.forward, "__wrapped__"):
+            monkeypatch.setattr(owner, "forward", changed(owner.forward))
+    assert bastile.apply(model_types=family) == row.patches()
+    assert model(**tiny_batch(model)).logits is None
+    bastile.reset()
