@@ -404,13 +404,36 @@ def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
     """In each layer two outputs of norms and one of SwiGLU; with adapters these are what the adapters keep."""
     model: Any = tiny_model().to(device)
     batch = {name: value.to(device) for name, value in tiny_batch(model).items()}
-    bastile.apply()
+    bastile.apply(qk_norm_rope=False)
     if adapted:
         model.enable_input_require_grads()
         targets = ["q_proj", "k_proj", "gate_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(target_modules=targets, r=4))
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
     assert without - with_recomputation == 2 * (2 * 32 + 48) * batch["input_ids"].numel() * 4
+
+
+def test_attention_keeps_no_rotated_queries_and_keys() -> None:
+    """As many heads of keys as of queries, so that attention keeps them as they are."""
+    model = tiny_model(num_key_value_heads=4)
+    batch = tiny_batch(model)
+    bastile.apply()
+    without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
+    assert without - with_recomputation == 2 * (2 * 32 + 48 + 2 * 4 * 16) * batch["input_ids"].numel() * 4
+
+
+def test_the_backward_pass_frees_as_it_goes() -> None:
+    """What is left of the graph does not hold the inputs of calls whose readers are done."""
+    x, weight, projection = parameters((7, 32), (32,), (32, 32))
+    freed = []
+    with recomputing():
+        middle = nn.functional.linear(rms_norm(x, weight), projection)
+        storage = StorageWeakRef(middle.untyped_storage())
+        middle.register_hook(lambda gradient: freed.append(storage.expired()))
+        loss = projected(rms_norm(middle, weight), projection)
+        del middle
+    loss.backward()
+    assert freed == [True]
 
 
 def test_gradients_under_autocast() -> None:
