@@ -414,26 +414,32 @@ def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
 
 
 def test_attention_keeps_no_rotated_queries_and_keys() -> None:
-    """As many heads of keys as of queries, so that attention keeps them as they are."""
+    """With as many heads of keys as of queries, and no cache of keys, attention keeps them as they are."""
     model = tiny_model(num_key_value_heads=4)
     batch = tiny_batch(model)
     bastile.apply()
-    without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
+    without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch, use_cache=False).loss))
     assert without - with_recomputation == 2 * (2 * 32 + 48 + 2 * 4 * 16) * batch["input_ids"].numel() * 4
 
 
-def test_the_backward_pass_frees_as_it_goes() -> None:
-    """What is left of the graph does not hold the inputs of calls whose readers are done."""
-    x, weight, projection = parameters((7, 32), (32,), (32, 32))
-    freed = []
-    with recomputing():
-        middle = nn.functional.linear(rms_norm(x, weight), projection)
-        storage = StorageWeakRef(middle.untyped_storage())
-        middle.register_hook(lambda gradient: freed.append(storage.expired()))
-        loss = projected(rms_norm(middle, weight), projection)
-        del middle
-    loss.backward()
-    assert freed == [True]
+def test_what_outputs_are_made_from_goes_with_the_backward_pass() -> None:
+    """When the first layer's gradients come, nothing that the last layer kept is left."""
+    model: Any = tiny_model()
+    batch = tiny_batch(model)
+    bastile.apply()
+    kept: list[StorageWeakRef] = []
+    left: list[bool] = []
+
+    def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        kept.append(StorageWeakRef(output.untyped_storage()))
+
+    def look(weight: torch.Tensor) -> None:
+        left.append(kept[-1].expired())
+
+    model.model.layers[-1].mlp.gate_proj.register_forward_hook(keep)
+    model.model.layers[0].mlp.gate_proj.weight.register_post_accumulate_grad_hook(look)
+    with_and_without(lambda: model(**batch, use_cache=False).loss.backward())
+    assert left == [True, True]
 
 
 def test_gradients_under_autocast() -> None:
