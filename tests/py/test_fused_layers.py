@@ -219,6 +219,39 @@ def test_dropout_of_attention_draws_the_same_numbers(family: str) -> None:
     assert torch.equal(*losses)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_an_attention_function_is_told_what_it_was_told(
+    family: str, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not all implementations read all of it: a window is the mask's business in some and an argument in others."""
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    model = tiny_model(family, attention_dropout=0.25, **(windows if family == "qwen3" else {})).train(training)
+    functions = modeling(family).ALL_ATTENTION_FUNCTIONS
+    told: list[dict[str, Any]] = []
+    sdpa = functions["sdpa"]
+
+    def spy(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        told.append({**options, "module": module, "mask": mask, "shapes": (q.shape, k.shape, v.shape)})
+        return sdpa(module, q, k, v, mask, **{**options, "dropout": 0.0})
+
+    monkeypatch.setitem(functions, "sdpa", spy)
+    batch = tiny_batch(model)
+    want_loss = model(**batch, colour="blue").loss
+    want, told[:] = list(told), []
+    bastile.apply()
+    assert_same_up_to_rounding(model(**batch, colour="blue").loss, want_loss, model, "loss")
+    assert len(told) == len(want) == 2
+    for got, expected in zip(told, want, strict=True):
+        assert got.keys() == expected.keys()
+        assert expected["colour"] == "blue"
+        assert expected["dropout"] == (0.25 if training else 0.0)
+        assert torch.equal(got.pop("mask"), expected.pop("mask"))
+        for name in ("position_ids", "cache_position"):  # tensors in some releases, absent in others
+            assert torch.equal(torch.as_tensor(got.pop(name, 0)), torch.as_tensor(expected.pop(name, 0)))
+        assert got == expected
+
+
 @pytest.mark.parametrize("family", sorted(DENSE))
 def test_layers_and_attentions_called_by_hand(family: str) -> None:
     """Positional and keyword arguments, and errors for those that are wrong or not there."""

@@ -240,3 +240,33 @@ def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_p
     torch.testing.assert_close(got.loss, want.loss)
     for (name, parameter), other in zip(model.named_parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(other.grad.full_tensor(), parameter.grad, msg=name, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["apply, shard", "shard, apply", "shard, apply_to_model"])
+def test_sharded_layers_run_the_operators_and_are_checkpointed(
+    order: str, one_process_group: Any, calls: dict[str, int]
+) -> None:
+    """FSDP gives a layer a class of its own, with Transformers' wrapper for checkpointing around its forward anew."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model()
+    batch = tiny_batch(model)
+    want = model(**batch).loss
+    mesh = init_device_mesh("cpu", (1,))
+    for act in order.split(", "):
+        if act == "shard":
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        else:
+            bastile.apply() if act == "apply" else bastile.apply_to_model(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    got = model(**batch, use_cache=False).loss
+    torch.testing.assert_close(got, want)
+    got.backward()
+    assert (calls["add_rms_norm"], calls["qk_norm_rope"], calls["swiglu"]) == (8, 4, 4)  # each layer twice
+    bastile.reset()
+    calls.clear()
+    model(**batch, use_cache=False).loss.backward()
+    assert calls == {}

@@ -11,9 +11,10 @@ import transformers
 from transformers import PreTrainedModel
 
 import bastile
-from bastile.models import attention, decoder
+from bastile.models import attention, decoder, experts
 from bastile.models.table import FAMILIES, OPERATORS, Family
-from conftest import DENSE, modeling, tiny_batch, tiny_model
+from conftest import modeling, tiny_batch, tiny_model
+from test_gpt_oss import tiny_gpt_oss
 
 
 def changed(function: Any, new_names: dict[str, str] | None = None, more: tuple[str, ...] = ()) -> types.FunctionType:
@@ -29,6 +30,10 @@ def changed(function: Any, new_names: dict[str, str] | None = None, more: tuple[
     return copy
 
 
+def tiny(family: str) -> PreTrainedModel:
+    return tiny_gpt_oss() if family == "gpt_oss" else tiny_model(family)
+
+
 def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
     """Operator, class, and what its forward must mention and name as arguments, as the replacements read it."""
     found = [
@@ -38,9 +43,10 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
         (
             "fused_linear_cross_entropy",
             row.causal_lm_class,
-            [row.backbone, row.head, "loss_function"],
+            [row.backbone, row.head, "loss_function", *(["num_experts_per_tok"] if row.router_loss else [])],
             ["labels", "logits_to_keep"],
         ),
+        ("moe_experts", row.experts_class, [*experts.PARAMETERS, experts.GATE, "num_experts"], [*experts.ARGUMENTS]),
         (
             "qk_norm_rope",
             row.attention_class,
@@ -58,7 +64,7 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
 
 CASES = [
     pytest.param(family, operator, class_name, name, id=f"{family}-{operator}-{class_name}-{name}")
-    for family in sorted(DENSE)
+    for family in sorted(FAMILIES)
     for operator, class_name, mentions, arguments in places(FAMILIES[family])
     for name in (*mentions, *arguments)
 ]
@@ -93,7 +99,7 @@ def assert_refused(model: PreTrainedModel, *pieces: str) -> None:
 def test_a_renamed_attribute_or_argument(
     family: str, operator: str, class_name: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, owner = tiny_model(family), getattr(modeling(family), class_name)
+    model, owner = tiny(family), getattr(modeling(family), class_name)
     monkeypatch.setattr(owner, "forward", changed(owner.forward, {name: "renamed"}))
     alone = {other: other == operator for other in OPERATORS}
     with pytest.raises(RuntimeError) as caught:
@@ -105,9 +111,9 @@ def test_a_renamed_attribute_or_argument(
     assert_refused(model, f"{class_name}.forward")
 
 
-@pytest.mark.parametrize("family", sorted(DENSE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_moved_class_or_function(family: str) -> None:
-    row, model = FAMILIES[family], tiny_model(family)
+    row, model = FAMILIES[family], tiny(family)
     for operator in row.operators:
         place = getattr(row, OPERATORS[operator].place)
         name = row.attention_class if operator == "qk_norm_rope" else place
@@ -116,9 +122,9 @@ def test_a_moved_class_or_function(family: str) -> None:
             assert_refused(model, f"lacks {row.module}.{name}")
 
 
-@pytest.mark.parametrize("family", sorted(DENSE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_moved_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(family)
+    model = tiny(family)
     monkeypatch.setitem(__import__("sys").modules, FAMILIES[family].module, None)
     for call in (bastile.apply, lambda: bastile.apply_to_model(model)):
         with pytest.raises(RuntimeError, match=f"lacks module {FAMILIES[family].module}"):
@@ -127,20 +133,20 @@ def test_a_moved_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("argument", ["q", "k", "cos", "sin", "unsqueeze_dim"])
-@pytest.mark.parametrize("family", sorted(DENSE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_rotary_function_with_other_arguments(family: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, rotary = tiny_model(family), modeling(family).apply_rotary_pos_emb
+    model, rotary = tiny(family), modeling(family).apply_rotary_pos_emb
     monkeypatch.setattr(modeling(family), "apply_rotary_pos_emb", changed(rotary, {argument: "renamed"}))
     assert_refused(model, f"lacks argument {argument!r} of apply_rotary_pos_emb")
 
 
 @pytest.mark.parametrize("place", ["layer_class", "attention_class"])
-@pytest.mark.parametrize("family", sorted(DENSE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_something_new_in_a_forward_that_is_replaced_whole(
     family: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A replacement that knows nothing of it would leave it out."""
-    row, model = FAMILIES[family], tiny_model(family)
+    row, model = FAMILIES[family], tiny(family)
     operator = "add_rms_norm" if place == "layer_class" else "qk_norm_rope"
     if operator not in row.operators:
         pytest.skip("this family's attention is not replaced")
@@ -158,9 +164,9 @@ def test_something_new_in_a_forward_that_is_replaced_whole(
         bastile.reset()
 
 
-@pytest.mark.parametrize("family", sorted(DENSE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_another_wrapper_around_a_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, owner = tiny_model(family), getattr(modeling(family), FAMILIES[family].layer_class)
+    model, owner = tiny(family), getattr(modeling(family), FAMILIES[family].layer_class)
     inner = inspect.unwrap(owner.forward)
     calls: dict[str, Callable[..., Any]] = {"layer": inner}
 
@@ -178,11 +184,12 @@ def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         bastile.apply()
 
 
-@pytest.mark.parametrize("family", sorted(DENSE))
+@pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_changes_of_these_tests_are_all_that_is_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that is a copy, with nothing renamed, is served: what is refused above is refused for its names."""
-    row, model = FAMILIES[family], tiny_model(family)
-    for name in (row.norm_class, row.mlp_class, row.attention_class, row.causal_lm_class, row.backbone_class):
+    row, model = FAMILIES[family], tiny(family)
+    names = (row.norm_class, row.mlp_class, row.attention_class, row.causal_lm_class, row.backbone_class)
+    for name in filter(None, names):
         owner = getattr(modeling(family), name)
         if not hasattr(owner.forward, "__wrapped__"):
             monkeypatch.setattr(owner, "forward", changed(owner.forward))

@@ -32,7 +32,10 @@ def _aligned(t: torch.Tensor) -> bool:
 
 
 def _on_device(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.is_cuda and a.dtype is torch.bfloat16 and _chip_has_it(a.device) and _aligned(a) and _aligned(b)
+    """Whether the kernel serves this product, with a dense result: it pads the rows of one that is no round width."""
+    if not a.is_cuda or a.dtype is not torch.bfloat16 or not _chip_has_it(a.device):
+        return False
+    return b.shape[-1] % 8 == 0 and _aligned(a) and _aligned(b)
 
 
 def _one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -50,14 +53,14 @@ def _one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, out
 
 def _rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if rows.shape[0] and _on_device(rows, matrices):
-        return _fused(rows, matrices, offs=ends)
+        return _fused(rows, matrices, offs=ends).contiguous()  # its rows may begin at 16-byte boundaries
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     return _one_by_one(rows, matrices, ends, out) if rows.shape[0] else out
 
 
 def _matrices(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if left.shape[0] and _on_device(left, right):
-        return _fused(left.t(), right, offs=ends)
+        return _fused(left.t(), right, offs=ends).contiguous()
     out = left.new_zeros((ends.shape[0], left.shape[1], right.shape[1]))
     return _one_by_one(left, right, ends, out) if left.shape[0] else out
 
