@@ -131,8 +131,26 @@ def test_an_operator_s_output_is_dropped_and_made_again(
     assert before - after == dropped * leaves[0].element_size()
 
 
+@pytest.mark.parametrize("which", ["x", "residual"])
+@pytest.mark.parametrize("device", devices())
+def test_the_norm_of_a_sum_of_unaligned_tensors_is_kept(device: str, which: str) -> None:
+    """Kernels read these in smaller pieces than the sum, and add in another order."""
+    flat = random_tensor((3 * 512 + 1,), torch.bfloat16, device).requires_grad_()
+    aligned, weight, projection = (
+        random_tensor(shape, torch.bfloat16, device).requires_grad_() for shape in ((3, 512), (512,), (8, 512))
+    )
+
+    def run() -> torch.Tensor:
+        x, residual = flat[1:].view(3, 512), aligned
+        return projected(add_rms_norm(*((x, residual) if which == "x" else (residual, x)), weight)[0], projection)
+
+    plain = kept_by(run)
+    with recomputing():
+        assert kept_by(run) == plain
+
+
 @pytest.mark.parametrize("rows", [1, 300])
-@pytest.mark.parametrize("width", [128, 1000, 4096, 12288])
+@pytest.mark.parametrize("width", [128, 1000, 4096, 12288, 65536])
 @pytest.mark.parametrize("device", devices())
 def test_a_norm_of_a_sum_is_the_norm_of_the_kept_sum(device: str, width: int, rows: int) -> None:
     """add_rms_norm's output is made again by the norm alone: the two must agree to the bit at every width."""
