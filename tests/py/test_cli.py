@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig
 
 from bastile.cli import data, strict_json
 from bastile.cli.report import compared
-from bastile.models.table import OPERATORS
+from bastile.models.table import FAMILIES
 from command import command, save_model
 
 TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]
-PATCHES = [f"{operator}_qwen3" for operator in OPERATORS]
+PATCHES = [f"{operator}_qwen3" for operator in FAMILIES["qwen3"].operators]
 
 
 @pytest.fixture(scope="module")

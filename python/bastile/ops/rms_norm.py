@@ -181,8 +181,15 @@ def add_rms_norm(
         y, total = _RMSNorm.apply(x, weight, eps, code), x
     else:
         y, total = _AddRMSNorm.apply(x, residual, weight, eps, code)
-    offer(_forward, (total, weight, eps, code), y)
+    if residual is None or (not torch.compiler.is_compiling() and _is_aligned(x) and _is_aligned(residual)):
+        offer(_forward, (total, weight, eps, code), y)
     return y, total
+
+
+def _is_aligned(t: torch.Tensor) -> bool:
+    """Whether kernels read it in the widest pieces that its rows allow, as they do the sum, which is a tensor of its
+    own. From other pieces a norm is summed in another order, and could not be had again from the sum to the bit."""
+    return t.is_contiguous() and t.storage_offset() * t.element_size() % 16 == 0
 
 
 class BastileRMSNorm(nn.Module):
