@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-#: Each tensor that autograd keeps costs the host about a microsecond here, which a GPU with little to do would wait
+#: Each tensor that autograd keeps costs the host a few microseconds here, which a GPU with little to do would wait
 #: for: below so many tokens memory is not short either.
 DEFAULT_MIN_TOKENS = 2048
 

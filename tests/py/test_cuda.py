@@ -10,8 +10,10 @@ import sys
 import pytest
 import torch
 
+from bastile.ops._grouped import _chip_has_it
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, set_logits_memory
+from bastile.ops.moe import moe_experts
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
@@ -125,6 +127,29 @@ def test_linear_cross_entropy_beyond_2_31():
         assert error < 2**-7, error  # sums of five chunks, rounded to bfloat16 at each
 
 
+def test_moe_beyond_2_31():
+    needs_gib(40)
+    tokens, choices, experts, width, inner = 2**20 + 100, 1, 3, 64, 1024
+    indices = torch.randint(experts, (tokens, choices), device="cuda")
+    weights, dout = torch.rand(tokens, choices, device="cuda", dtype=BF16), normal(tokens, width)
+    hidden, gate_up, down = (
+        normal(tokens, width),
+        normal(experts, width, 2 * inner) / 8,
+        normal(experts, inner, width) / 32,
+    )
+    biases = normal(experts, 2 * inner), normal(experts, width)
+    # Sorted, the last expert's rows lie beyond 2^31 elements: its tokens alone must give the same.
+    last = (indices[:, 0] == experts - 1).nonzero()[-64:, 0]
+    results = []
+    for chosen in (slice(None), last):
+        leaves = [t[chosen].clone().requires_grad_() for t in (hidden, weights)]
+        out = moe_experts(leaves[0], indices[chosen], leaves[1], gate_up, biases[0], down, biases[1])
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, dout[chosen])])
+    for large, small in zip(*results, strict=True):
+        # Products of other sizes may sum in another order.
+        torch.testing.assert_close(large[last], small, rtol=2**-6, atol=2**-6)
+
+
 # ---- the host is spared ---------------------------------------------------------------------------------------------
 
 
@@ -146,13 +171,18 @@ def every_operator(tokens: int) -> list[torch.Tensor]:
     n = torch.full((), 7.0, device="cuda")
     outputs = [rms_norm(x, weight), swiglu(a, b), *rope(*heads, cos, sin)]
     outputs += qk_norm_rope(*heads, q_weight, k_weight, cos, sin)
+    experts: list[torch.Tensor] = []
+    if _chip_has_it(x.device):  # elsewhere the groups' ends are waited for
+        experts = [tensor(4, 1024, 512), tensor(4, 512), tensor(4, 256, 1024), tensor(4, 1024), tensor(tokens, 2)]
+        indices = torch.randint(4, (tokens, 2), device="cuda", generator=generator)
+        outputs += [moe_experts(x, indices, experts[4], *experts[:4])]
     losses = [
         cross_entropy(logits, target),
         cross_entropy(logits * 1, target, inplace=True),
         fused_linear_cross_entropy(x, head, target),
         fused_linear_cross_entropy(x, head, target, num_items=n),
     ]
-    leaves = [x, weight, a, b, q, k, q_weight, k_weight, logits, head]
+    leaves = [x, weight, a, b, q, k, q_weight, k_weight, logits, head, *experts]
     total = sum(o.float().square().mean() for o in outputs) + sum(losses)
     return [*outputs, *losses, *torch.autograd.grad(total, leaves)]
 

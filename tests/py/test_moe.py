@@ -101,6 +101,7 @@ SHAPES = [
     (3, 1, 1, 16, 8),  # one expert
     (12, 2, 3, 8, 2100),  # a gate wider than a block's threads, and than a tile on CPU
     (10, 2, 3, 4200, 8),  # a token wider than these
+    (1400, 3, 5, 8, 8),  # blocks of 32 rows: from 4096 rows on
 ]
 
 
@@ -150,9 +151,9 @@ def test_narrowest(shape, device):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("pairs", [(700, 3), (300, 1)], ids=str)
+@pytest.mark.parametrize("pairs", [(700, 3), (300, 1), (33000, 2)], ids=str)
 def test_sort_is_stable(pairs, device):
-    """Several blocks of 256 pairs, the last one not full."""
+    """Several blocks of 256 pairs, or of 1024, the last one not full."""
     indices = routing(*pairs, 70, device, kind="twice")
     order, position, ends = SORT(indices, 70)
     want = torch.sort(indices.flatten(), stable=True).indices

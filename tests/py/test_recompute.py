@@ -398,20 +398,28 @@ def test_a_model_s_gradients_are_the_same_bits(dtype: torch.dtype, adapted: bool
         assert_same_bits(got[name], want[name])
 
 
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-def test_a_model_keeps_so_much_less(adapted: bool) -> None:
-    """In each layer two outputs of norms, one of SwiGLU, and the turned queries (of the keys, attention
-    keeps copies, one a query head); with adapters these are what the adapters keep."""
-    model: Any = tiny_model()
-    batch = tiny_batch(model)
-    bastile.apply()
+def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
+    """In each layer two outputs of norms and one of SwiGLU; with adapters these are what the adapters keep."""
+    model: Any = tiny_model().to(device)
+    batch = {name: value.to(device) for name, value in tiny_batch(model).items()}
+    bastile.apply(qk_norm_rope=False)
     if adapted:
         model.enable_input_require_grads()
         targets = ["q_proj", "k_proj", "gate_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(target_modules=targets, r=4))
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
-    queries = model.config.num_attention_heads * model.config.head_dim
-    assert without - with_recomputation == 2 * (2 * 32 + 48 + queries) * batch["input_ids"].numel() * 4
+    assert without - with_recomputation == 2 * (2 * 32 + 48) * batch["input_ids"].numel() * 4
+
+
+def test_attention_keeps_no_rotated_queries_and_keys() -> None:
+    """With as many heads of keys as of queries, and no cache of keys, attention keeps them as they are."""
+    model = tiny_model(num_key_value_heads=4)
+    batch = tiny_batch(model)
+    bastile.apply()
+    without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch, use_cache=False).loss))
+    assert without - with_recomputation == 2 * (2 * 32 + 48 + 2 * 4 * 16) * batch["input_ids"].numel() * 4
 
 
 def test_what_outputs_are_made_from_goes_with_the_backward_pass() -> None:
@@ -539,3 +547,52 @@ def test_nothing_survives_a_step() -> None:
     for parameter in model.parameters():  # seen through their transposes
         memory.storages.pop(parameter.untyped_storage()._cdata, None)
     assert memory.kept() == 0
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+on_a_gpu = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def norm_gated(x: torch.Tensor, weight: torch.Tensor, *projections: torch.Tensor) -> torch.Tensor:
+    y = rms_norm(x, weight)
+    return swiglu(*[nn.functional.linear(y, projection) for projection in projections]).square().sum()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("capture", [False, True], ids=["side stream", "graph"])
+def test_streams_and_graphs(capture: bool) -> None:
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in parameters((7, 32), (32,), (64, 32), (64, 32))]
+    want = torch.autograd.grad(norm_gated(*leaves), leaves)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with recomputing():
+            loss = norm_gated(*leaves)
+        return torch.autograd.grad(loss, leaves)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        got = run()
+    torch.cuda.synchronize()
+    if capture:
+        with torch.cuda.graph(graph):
+            got = run()
+        graph.replay()
+        torch.cuda.synchronize()
+    for one, other in zip(want, got, strict=True):
+        assert_same_bits(one, other)
+
+
+@on_a_gpu
+def test_nothing_waits_for_the_device() -> None:
+    leaves = [leaf.detach().cuda().requires_grad_() for leaf in parameters((7, 32), (32,), (64, 32), (64, 32))]
+    norm_gated(*leaves).backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with recomputing():
+            loss = norm_gated(*leaves)
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -6,6 +6,7 @@ Shapes, by operator:
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
+    moe_experts                  (tokens, hidden size, size between the products, experts, experts of a token)
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ _ROPE = (16384, 32, 8, 128)
 #: A fused operator has to beat the sequence that it replaces.
 _FUSED = {"unfused": 1.0}
 
+#: The fastest of Transformers' ways is to be beaten. (A third, batched_mm, copies the weights for each row: 500 GiB.)
+_EXPERTS = {name: 1 / 1.12 for name in ("hf", "hf-eager")}
+
 #: Qwen3-8B's and Llama-3's shapes on one large GPU. Limits at 4.28 TB/s, on an H200.
 LIMITS = (
     Case("rms_norm", (16384, 4096), backward=False, needs=_floor(62.7, 65)),
@@ -86,6 +90,7 @@ LIMITS = (
     _loss(4096, 4096, 128256, floor=1.0),
     _loss(16384, 4096, 128256, floor=1.0),
     _loss(4096, 1024, 151936),  # Qwen3-0.6B's head
+    Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
 )
 
 
@@ -93,6 +98,7 @@ LIMITS = (
 # slower in float32.
 _CPU = {"bf16": Need(peers={"hf": 1 / 1.5}), "fp32": Need(peers={"hf": 1.0})}
 _CPU_LOSS = {t: Need(peers={"hf": 1.0}) for t in ("bf16", "fp32")}
+_CPU_EXPERTS = {t: Need(peers={"hf": 1.0, "hf-eager": 1.0}, memory_of=("hf", 1.0)) for t in ("bf16", "fp32")}
 _CPU_LEAN_LOSS = {t: Need(peers={"hf": 1.0}, memory_of=("hf", 0.25)) for t in ("bf16", "fp32")}
 
 #: The shapes of a small model (Qwen3-0.6B, 512 tokens; the demo's head), for a CPU or a quick look at a GPU.
@@ -106,6 +112,7 @@ SMALL = (
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
+    Case("moe_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
 )
 
 # One row: the kernels take microseconds, so that what is left is the host's work.

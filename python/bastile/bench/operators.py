@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bastile.bench import moe
 from bastile.bench.cases import Case
 
 Tensors = dict[str, torch.Tensor]
@@ -222,5 +223,13 @@ OPERATORS = {
         cost=_linear_loss_cost,
         model="three products of 2 x rows x hidden x vocabulary each (forward alone: one)",
         products=_linear_loss_products,
+    ),
+    "moe_experts": Operator(
+        inputs=moe.inputs,
+        arguments=moe.ARGUMENTS,
+        leaves=moe.LEAVES,
+        cost=lambda case, size: Cost(flops=moe.flops(case)),
+        model=moe.MODEL,
+        products=moe.products,
     ),
 }

@@ -3,7 +3,8 @@
 bastile        the operators of this package
 unfused        where one of them fuses a sequence: that sequence, of this package's other operators
 torch          PyTorch's own functions, on tensors of their own type
-hf             the code of Transformers (Qwen3) that Bastile replaces
+hf             the code of Transformers (Qwen3, GPT-OSS) that Bastile replaces; of experts, grouped_mm
+hf-eager       of experts, its loop over them; hf-batched: its batched_mm
 compile        torch.compile of that code
 compile-torch  torch.compile of PyTorch's own functions
 liger          Liger-Kernel's Triton operators
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from bastile.bench import moe
 
 Function = Callable[..., Any]
 Builder = Callable[[], Function]
@@ -286,6 +289,7 @@ _HF: dict[str, Builder] = {
     "qk_norm_rope": _hf_qk_norm_rope,
     "cross_entropy": _hf_cross_entropy,
     "fused_linear_cross_entropy": _hf_linear_cross_entropy,
+    "moe_experts": moe.transformers_experts("grouped_mm"),
 }
 
 
@@ -310,6 +314,7 @@ PEERS: dict[str, dict[str, Builder]] = {
         "qk_norm_rope": _bastile_qk_norm_rope,
         "cross_entropy": _bastile_cross_entropy,
         "fused_linear_cross_entropy": lambda: _bastile("fused_linear_cross_entropy"),
+        "moe_experts": moe.bastile_experts,
     },
     "unfused": {
         "add_rms_norm": _unfused_add_rms_norm,
@@ -317,6 +322,8 @@ PEERS: dict[str, dict[str, Builder]] = {
     },
     "torch": _TORCH,
     "hf": _HF,
+    "hf-eager": {"moe_experts": moe.transformers_experts("eager")},
+    "hf-batched": {"moe_experts": moe.transformers_experts("batched_mm")},
     "compile": {op: _compiled(builder) for op, builder in _HF.items()},
     "compile-torch": {op: _compiled(builder) for op, builder in _TORCH.items()},
     "liger": {**_both(_TRITON), "add_rms_norm": _liger_add_rms_norm},
@@ -334,7 +341,7 @@ PEERS: dict[str, dict[str, Builder]] = {
 #: What --against may name, and the contenders that it stands for.
 AGAINST = {
     "torch": ("torch",),
-    "hf": ("hf",),
+    "hf": ("hf", "hf-eager", "hf-batched"),
     "compile": ("compile", "compile-torch"),
     "liger": ("liger", "cute"),
     "quack": ("quack",),

@@ -10,6 +10,8 @@ _COLOURS = {
     "unfused": "#8fcfae",
     "torch": "#888888",
     "hf": "#bbbbbb",
+    "hf-eager": "#cccccc",
+    "hf-batched": "#dddddd",
     "compile": "#e0a030",
     "compile-torch": "#f0c878",
     "liger": "#7a5bb0",

@@ -2,15 +2,15 @@
  * gather of tokens into sorted rows, the clamped gate on them, the weighted sum back into tokens; and their gradients.
  *
  * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
- * access, BIAS_VEC to the gate's biases; THREADS of a block; CHOICES experts a token; CHUNK pairs or rows a block; BIAS,
- * WEIGHTS what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted.
+ * access, BIAS_VEC to the gate's biases; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS what is given; DH,
+ * WY, DWEIGHTS, DBIAS, DOTS what is wanted. How much a block takes is an argument, so that no kernel depends on lengths.
  *
- * Bytes, with N rows of T tokens, s bytes an element, I = COLUMNS of the gate, H = COLUMNS of a token:
+ * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the gate, where 2I = COLUMNS:
  *   sort      12 N read, 8 N written: two kernels, of which neither waits for the host
  *   gather    s H N written, s H T read (the tokens come from the second-level cache after the first time)
  *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
  *   combine   forward s H (N + T); backward as gather
- *   bias      sums over an expert's rows, in registers while the rows pass: 4/CHUNK of a row's columns, written and read
+ *   bias      sums over an expert's rows, in registers while the rows pass: 8 bytes a column for each chunk of rows
  * Each sum over rows: first the rows of a block, then the blocks, in that order, in float32. Pairs whose index is no
  * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN.
  */
@@ -52,8 +52,8 @@ BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 #define NOBODY 0xffffu
 
 BST_DEVICE void load_experts(uint16_t *mine, const moe_sort_args *a) {
-    int64_t first = (int64_t)bst_block() * CHUNK;
-    for (int i = (int)bst_thread(); i < CHUNK; i += THREADS) {
+    int64_t first = (int64_t)bst_block() * a->chunk;
+    for (int i = (int)bst_thread(); i < a->chunk; i += THREADS) {
         uint64_t expert = NOBODY;
         if (first + i < a->pairs) {
             expert = (uint64_t)a->indices[first + i];
@@ -67,12 +67,12 @@ BST_DEVICE void load_experts(uint16_t *mine, const moe_sort_args *a) {
 
 #ifdef COUNT
 BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
-    BST_SHARED(uint16_t, mine, CHUNK);
+    BST_SHARED(uint16_t, mine, MOE_MOST_PAIRS);
     bst_wait_for_previous();
     bst_let_next_start();
     load_experts(mine, &a);
     uint32_t expert = bst_thread(), count = 0;
-    for (int i = 0; i < CHUNK; i += 8) {
+    for (int i = 0; i < a.chunk; i += 8) {
         bst_raw eight = bst_read(mine + i, 16);
         BST_UNROLL
         for (int j = 0; j < 4; j++) {
@@ -86,7 +86,7 @@ BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
 
 #ifdef PLACE
 BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
-    BST_SHARED(uint16_t, mine, CHUNK);
+    BST_SHARED(uint16_t, mine, MOE_MOST_PAIRS);
     BST_SHARED(int32_t, totals, THREADS);
     bst_wait_for_previous();
     load_experts(mine, &a);
@@ -107,8 +107,8 @@ BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
     for (int e = 0; e < expert; e++) start += totals[e];
     if (bst_block() == 0 && expert < experts) a.ends[expert] = start + total;
     int32_t row = start + before;
-    int64_t first = (int64_t)bst_block() * CHUNK;
-    for (int i = 0; i < CHUNK; i += 8) {
+    int64_t first = (int64_t)bst_block() * a.chunk;
+    for (int i = 0; i < a.chunk; i += 8) {
         bst_raw eight = bst_read(mine + i, 16);
         BST_UNROLL
         for (int j = 0; j < 8; j++) {
@@ -173,7 +173,7 @@ BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int colum
 BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
     int column = ((int)bst_block_y() * THREADS + (int)bst_thread()) * VEC;
     if (column >= COLUMNS) return;
-    int64_t row = (int64_t)bst_block() * CHUNK, last = earlier(row + CHUNK, a.rows);
+    int64_t row = (int64_t)bst_block() * a.chunk, last = earlier(row + a.chunk, a.rows);
     bst_wait_for_previous();
     if (BIAS) last = earlier(last, a.ends[a.experts - 1]);
     while (row < last) {
@@ -205,7 +205,7 @@ BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
 #endif
 
 #if defined(GLU_BACKWARD) || defined(COMBINE_BACKWARD)
-/* One number a row, from what its warps found, in their order. Shared: [CHUNK][WARPS]. */
+/* One number a row, from what its warps found, in their order. Shared: [MOE_MOST_ROWS][WARPS]. */
 BST_DEVICE void add_dot(float *dots, int in_chunk, int tile, float dot) {
     dot = bst_warp_reduce(dot, 32, false);
     if (bst_lane() != 0) return;
@@ -228,10 +228,10 @@ BST_DEVICE void store_partial(float *partial, int expert, int column, const floa
 
 /* The pair of each row of the block, and its weight. */
 BST_DEVICE void load_pairs(int32_t *pair, float *weight, const int32_t *order, const void *weights, int64_t first,
-                           int64_t rows) {
-    for (int i = (int)bst_thread(); i < CHUNK; i += THREADS) {
-        pair[i] = first + i < rows ? order[first + i] : 0;
-        if (first + i < rows) bst_load(weight + i, weights, pair[i], W_TYPE, 1);
+                           int64_t end) {
+    for (int i = (int)bst_thread(); i < end - first; i += THREADS) {
+        pair[i] = order[first + i];
+        bst_load(weight + i, weights, pair[i], W_TYPE, 1);
     }
     bst_sync();
 }
@@ -243,13 +243,13 @@ BST_DEVICE void load_pairs(int32_t *pair, float *weight, const int32_t *order, c
  *   dgate = w dy u s (1 + alpha gate (1 - s)) and dup = w dy gate s, or 0 where a clamp was at work; wy = w y;
  *   dweight = sum of dy y over the row. */
 BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
-    BST_SHARED(int32_t, pair, CHUNK);
-    BST_SHARED(float, weight, CHUNK);
-    BST_SHARED(float, dots, DWEIGHTS ? CHUNK * WARPS : 1);
-    int64_t first = (int64_t)bst_block() * CHUNK, end = earlier(first + CHUNK, a.rows);
+    BST_SHARED(int32_t, pair, MOE_MOST_ROWS);
+    BST_SHARED(float, weight, MOE_MOST_ROWS);
+    BST_SHARED(float, dots, DWEIGHTS ? MOE_MOST_ROWS * WARPS : 1);
+    int64_t first = (int64_t)bst_block() * a.chunk, end = earlier(first + a.chunk, a.rows);
     bst_wait_for_previous();
     bst_let_next_start();
-    load_pairs(pair, weight, a.order, a.weights, first, a.rows);
+    load_pairs(pair, weight, a.order, a.weights, first, end);
     int64_t last = earlier(end, a.ends[a.experts - 1]);
     for (int tile = 0; tile < TILES; tile++) {
         int column = (tile * THREADS + (int)bst_thread()) * VEC;
@@ -364,13 +364,13 @@ BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
 #define AT_ONCE 4
 /* rows = dout of the row's token; dots = its product with the expert's bias; dbias = sum over rows of weight dout. */
 BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
-    BST_SHARED(int32_t, pair, CHUNK);
-    BST_SHARED(float, weight, CHUNK);
-    BST_SHARED(float, dots, DOTS ? CHUNK * WARPS : 1);
-    int64_t first = (int64_t)bst_block() * CHUNK, end = earlier(first + CHUNK, a.count);
+    BST_SHARED(int32_t, pair, MOE_MOST_ROWS);
+    BST_SHARED(float, weight, MOE_MOST_ROWS);
+    BST_SHARED(float, dots, DOTS ? MOE_MOST_ROWS * WARPS : 1);
+    int64_t first = (int64_t)bst_block() * a.chunk, end = earlier(first + a.chunk, a.count);
     bst_wait_for_previous();
     bst_let_next_start();
-    load_pairs(pair, weight, a.order, a.weights, first, a.count);
+    load_pairs(pair, weight, a.order, a.weights, first, end);
     int64_t last = earlier(end, a.ends[a.experts - 1]);
     for (int tile = 0; tile < TILES; tile++) {
         int column = (tile * THREADS + (int)bst_thread()) * VEC;
@@ -430,7 +430,7 @@ BST_KERNEL(moe_bias_sum, moe_bias_args, THREADS, 1) {
     int64_t begin = expert ? a.ends[expert - 1] : 0, end = a.ends[expert];
     float sum = 0;
     if (column < COLUMNS && begin < end)
-        for (int64_t block = begin / CHUNK + warp; block <= (end - 1) / CHUNK; block += WARPS)
+        for (int64_t block = begin / a.chunk + warp; block <= (end - 1) / a.chunk; block += WARPS)
             sum += a.partial[(block + expert) * COLUMNS + column];
     sums[bst_thread()] = sum;
     bst_sync();

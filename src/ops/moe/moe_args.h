@@ -4,6 +4,10 @@
 #ifndef BST_MOE_ARGS_H
 #define BST_MOE_ARGS_H
 
+/* The most pairs of a block of the sort, a multiple of 8, and the most rows of a block that also sums over rows. */
+#define MOE_MOST_PAIRS 4096
+#define MOE_MOST_ROWS  32
+
 typedef struct moe_sort_args {
     const int64_t *indices; /* [pairs] */
     int32_t *counts;        /* [blocks, experts + 1]; the last: pairs of no expert */
@@ -11,7 +15,7 @@ typedef struct moe_sort_args {
     int32_t *position;      /* [pairs]: the row of a pair; -1: of no expert */
     int32_t *ends;          /* [experts]: where an expert's rows end */
     int64_t pairs;
-    int32_t experts, unused;
+    int32_t experts, chunk; /* chunk: pairs of a block */
 } moe_sort_args;
 
 typedef struct moe_gather_args {
@@ -33,7 +37,7 @@ typedef struct moe_glu_args {
     float *partial; /* [blocks + experts, 2I] */
     int64_t rows;
     float alpha, limit;
-    int32_t experts, unused;
+    int32_t experts, chunk; /* chunk: rows of a block */
 } moe_glu_args;
 
 typedef struct moe_combine_args {
@@ -51,13 +55,14 @@ typedef struct moe_combine_backward_args {
     float *dots;    /* [rows] */
     float *partial; /* [blocks + experts, H] */
     int64_t dout_stride, count;
-    int32_t experts, unused;
+    int32_t experts, chunk;
 } moe_combine_backward_args;
 
 typedef struct moe_bias_args {
     const float *partial;
     const int32_t *ends;
     void *dbias;
+    int64_t chunk; /* rows that a partial sum comes from */
 } moe_bias_args;
 
 static_assert(sizeof(moe_sort_args) == 56, "host and device must agree");
@@ -65,6 +70,6 @@ static_assert(sizeof(moe_gather_args) == 40, "host and device must agree");
 static_assert(sizeof(moe_glu_args) == 120, "host and device must agree");
 static_assert(sizeof(moe_combine_args) == 56, "host and device must agree");
 static_assert(sizeof(moe_combine_backward_args) == 88, "host and device must agree");
-static_assert(sizeof(moe_bias_args) == 24, "host and device must agree");
+static_assert(sizeof(moe_bias_args) == 32, "host and device must agree");
 
 #endif

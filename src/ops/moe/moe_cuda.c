@@ -6,9 +6,9 @@
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
 /* Macros in the order of their values; one list serves all kernels of the file. */
-enum { TYPE, W_TYPE, COLUMNS, VEC, BIAS_VEC, THREADS, CHOICES, CHUNK, BIAS, WEIGHTS, DH, WY, DWEIGHTS, DBIAS, DOTS };
-#define MACROS(which)                                                                               \
-    {"TYPE",    "W_TYPE", "COLUMNS", "VEC",      "BIAS_VEC", "THREADS", "CHOICES", "CHUNK", "BIAS", \
+enum { TYPE, W_TYPE, COLUMNS, VEC, BIAS_VEC, THREADS, CHOICES, BIAS, WEIGHTS, DH, WY, DWEIGHTS, DBIAS, DOTS };
+#define MACROS(which)                                                                      \
+    {"TYPE",    "W_TYPE", "COLUMNS", "VEC",      "BIAS_VEC", "THREADS", "CHOICES", "BIAS", \
      "WEIGHTS", "DH",     "WY",      "DWEIGHTS", "DBIAS",    "DOTS",    which,     NULL}
 
 static const bst_kernel count_kernel = {"moe.cu", "moe_sort_count", MACROS("COUNT")};
@@ -44,18 +44,17 @@ static int row_threads(int64_t vectors) {
 }
 
 /* Rows of a block that also sums over rows: many, so that its partial sums weigh little beside the rows (at 32 rows of
- * two-byte elements an eighth of a row's bytes, 4 written and 4 read a column), but enough blocks for the chip. */
-static int row_chunk(int64_t rows) { return rows >= 4096 ? 32 : 8; }
+ * two-byte elements an eighth of one row's bytes, 4 written and 4 read a column), but enough blocks for the chip. */
+static int row_chunk(int64_t rows) { return rows >= 4096 ? MOE_MOST_ROWS : 8; }
 
 /* ---- sort and gather --------------------------------------------------------------------------------------------- */
 
 bst_status bst__moe_sort_cuda(const bst_exec *exec, const char *op, const bst_view *indices, moe_sort_args args) {
     /* A thread walks over a block's pairs: few of them, but not so few that reading the blocks' counts takes longer. */
-    int chunk = args.pairs <= 65536 ? 256 : args.pairs <= 262144 ? 1024 : 4096;
+    args.chunk = args.pairs <= 65536 ? 256 : args.pairs <= 262144 ? 1024 : MOE_MOST_PAIRS;
     bst_launch l = {.kernel = &count_kernel};
     l.values[THREADS] = args.experts < 64 ? 64 : whole_warps(args.experts + 1);
-    l.values[CHUNK] = chunk;
-    l.grid_x = blocks_for(args.pairs, chunk);
+    l.grid_x = blocks_for(args.pairs, args.chunk);
     l.block = (unsigned)l.values[THREADS];
     void *counts;
     BST_TRY(bst__allocate(exec, op, indices->device, (size_t)l.grid_x * (size_t)(args.experts + 1) * 4, &counts));
@@ -92,11 +91,10 @@ static bst_status add_up(const bst_exec *exec, const char *op, const float *part
     l.values[COLUMNS] = dbias->size[1];
     l.values[VEC] = l.values[BIAS_VEC] = l.values[CHOICES] = 1;
     l.values[THREADS] = l.block = 256;
-    l.values[CHUNK] = chunk;
     l.grid_x = blocks_for(dbias->size[1], 32);
     l.grid_y = (unsigned)dbias->size[0];
     l.overlap = true;
-    moe_bias_args args = {partial, ends, dbias->data};
+    moe_bias_args args = {partial, ends, dbias->data, chunk};
     return bst__cuda_launch(exec, op, dbias->device.device_id, &l, &args, sizeof args);
 }
 
@@ -122,7 +120,7 @@ bst_status bst__moe_glu_forward_cuda(const bst_exec *exec, const char *op, const
     shape_glu(&l, h, bias, glu_vector(narrower(8, h), y));
     int64_t vectors = (h->size[1] + l.values[VEC] - 1) / l.values[VEC];
     l.values[THREADS] = vectors < SHORT_BLOCK ? whole_warps(vectors) : SHORT_BLOCK;
-    l.values[CHUNK] = ROWS;
+    args.chunk = ROWS;
     l.block = (unsigned)l.values[THREADS];
     l.grid_x = blocks_for(args.rows, ROWS);
     l.grid_y = blocks_for(vectors, l.block);
@@ -138,18 +136,18 @@ bst_status bst__moe_glu_backward_cuda(const bst_exec *exec, const char *op, cons
     shape_glu(&l, h, bias, vec);
     l.values[W_TYPE] = weights->dtype;
     l.values[THREADS] = row_threads((h->size[1] + vec - 1) / vec);
-    l.values[CHUNK] = row_chunk(args.rows);
+    args.chunk = row_chunk(args.rows);
     l.values[DH] = g->dh.data != NULL;
     l.values[WY] = g->wy.data != NULL;
     l.values[DWEIGHTS] = g->dweights.data != NULL;
     l.values[DBIAS] = g->dbias.data != NULL;
-    l.grid_x = blocks_for(args.rows, l.values[CHUNK]);
+    l.grid_x = blocks_for(args.rows, args.chunk);
     l.block = (unsigned)l.values[THREADS];
     void *partial;
-    BST_TRY(bst__moe_partial_sums(exec, op, &g->dbias, args.rows, l.values[CHUNK], &partial));
+    BST_TRY(bst__moe_partial_sums(exec, op, &g->dbias, args.rows, args.chunk, &partial));
     args.partial = partial;
     bst_status status = bst__cuda_launch(exec, op, h->device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, l.values[CHUNK], &g->dbias);
+    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, args.chunk, &g->dbias);
     bst__release(exec, h->device, partial);
     return status;
 }
@@ -186,16 +184,16 @@ bst_status bst__moe_combine_backward_cuda(const bst_exec *exec, const char *op, 
     l.values[VEC] = vec;
     l.values[THREADS] = row_threads((dout->size[1] + vec - 1) / vec);
     l.values[CHOICES] = args.count / dout->size[0];
-    l.values[CHUNK] = row_chunk(args.count);
+    args.chunk = row_chunk(args.count);
     l.values[DBIAS] = dbias->data != NULL;
     l.values[DOTS] = args.dots != NULL;
-    l.grid_x = blocks_for(args.count, l.values[CHUNK]);
+    l.grid_x = blocks_for(args.count, args.chunk);
     l.block = (unsigned)l.values[THREADS];
     void *partial;
-    BST_TRY(bst__moe_partial_sums(exec, op, dbias, args.count, l.values[CHUNK], &partial));
+    BST_TRY(bst__moe_partial_sums(exec, op, dbias, args.count, args.chunk, &partial));
     args.partial = partial;
     bst_status status = bst__cuda_launch(exec, op, dout->device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, l.values[CHUNK], dbias);
+    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, args.chunk, dbias);
     bst__release(exec, dout->device, partial);
     return status;
 }
