@@ -97,7 +97,8 @@ def test_a_sweep_is_measured_shown_and_not_repeated(tmp_path: Path, capfd: pytes
     before = (tmp_path / "tiny-step.json").read_text()
     begin = time.monotonic()
     assert main(arguments) == 0
-    assert time.monotonic() - begin < 2, "a finished sweep starts no process"
+    # A process alone imports torch and builds a model; a busy machine draws the plots in three seconds.
+    assert time.monotonic() - begin < 6, "a finished sweep starts no process"
     assert (tmp_path / "tiny-step.json").read_text() == before
     assert "4 of 4 were measured before" in capfd.readouterr().out
 
