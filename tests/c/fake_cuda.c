@@ -228,13 +228,13 @@ DEFINE(cuEventDestroy_v2, (CUevent event)) {
 DEFINE(cuEventRecord, (CUevent event, CUstream stream)) {
     (void)stream;
     event->ms = clock_ms;
-    return state.capturing ? INVALID_VALUE : CUDA_SUCCESS;
+    return CUDA_SUCCESS; /* under capture too: it goes into the graph */
 }
 
 DEFINE(cuEventSynchronize, (CUevent event)) {
     (void)event;
     state.waits++;
-    return CUDA_SUCCESS;
+    return state.capturing ? INVALID_VALUE : CUDA_SUCCESS;
 }
 
 DEFINE(cuEventElapsedTime, (float *milliseconds, CUevent start, CUevent end)) {
