@@ -34,8 +34,8 @@ def devices() -> list[str]:
 
 
 class Numbers:
-    """The source of all random numbers here: on the CPU, so that every device sees the same. Set anew for each test, and
-    by hypothesis for each example, so that a test sees the same numbers whichever ran before it."""
+    """The source of all random numbers here: on the CPU, so that every device sees the same. It is set anew for each
+    test, and by hypothesis for each example, so that a test sees the same numbers whichever ran before it."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator()
