@@ -110,12 +110,11 @@ static bool same_launch(const bst_launch *a, const bst_launch *b) {
 static int gather(const bst_launch *launch, const bst_alternatives *a, bst_launch *launches, int *numbers) {
     int count = 0;
     bst_launch next = *launch;
-    for (int number = 0; count < BST_MOST_CANDIDATES; next = *launch) {
+    for (int number = 0; count < BST_MOST_CANDIDATES; number++, next = *launch) {
         int at = 0;
         if (number && !a->offer(&next, number, a->count)) break;
         while (at < count && !same_launch(&launches[at], &next)) at++;
         if (at == count) numbers[count] = number, launches[count++] = next;
-        number++;
     }
     return count;
 }

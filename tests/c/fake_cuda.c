@@ -2,6 +2,7 @@
  * takes the time that the test says, on a clock that events read. Two devices of different names. */
 #include "fake_cuda.h"
 
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,6 +18,7 @@ enum { INVALID_VALUE = 1, FAILED = 13 };
 
 static fake_cuda state;
 static double clock_ms;
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of both */
 
 FAKE fake_cuda *fake_cuda_state(void);
 fake_cuda *fake_cuda_state(void) { return &state; }
@@ -90,7 +92,7 @@ DEFINE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device)) {
     return CUDA_SUCCESS;
 }
 
-static CUcontext current;
+static _Thread_local CUcontext current;
 
 DEFINE(cuCtxGetCurrent, (CUcontext * context)) {
     *context = current;
@@ -109,7 +111,7 @@ DEFINE(cuCtxPopCurrent_v2, (CUcontext * context)) {
 }
 
 DEFINE(cuThreadExchangeStreamCaptureMode, (int *mode)) {
-    static int now;
+    static _Thread_local int now;
     int before = now;
     now = *mode;
     *mode = before;
@@ -152,12 +154,29 @@ DEFINE(cuFuncSetAttribute, (CUfunction function, int attribute, int value)) {
 }
 
 static CUresult launch(CUfunction function, unsigned block) {
-    double ms = state.kernel_ms((const char *)(void *)function, block);
-    if (ms < 0) return INVALID_VALUE;
-    clock_ms += ms;
-    state.launches++;
-    snprintf(state.last_options, sizeof state.last_options, "%s", (const char *)(void *)function);
-    return CUDA_SUCCESS;
+    const char *options = (const char *)(void *)function;
+    pthread_mutex_lock(&lock);
+    double ms = state.kernel_ms(options, block);
+    if (ms >= 0) {
+        clock_ms += ms;
+        state.launches++;
+        snprintf(state.last_options, sizeof state.last_options, "%s", options);
+    }
+    pthread_mutex_unlock(&lock);
+    return ms < 0 ? INVALID_VALUE : CUDA_SUCCESS;
+}
+
+static void count_live(int more) {
+    pthread_mutex_lock(&lock);
+    state.live += more;
+    pthread_mutex_unlock(&lock);
+}
+
+static double advance(double ms) {
+    pthread_mutex_lock(&lock);
+    double now = clock_ms += ms;
+    pthread_mutex_unlock(&lock);
+    return now;
 }
 
 DEFINE(cuLaunchKernel,
@@ -176,7 +195,7 @@ DEFINE(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, voi
 DEFINE(cuMemsetD8Async, (CUdeviceptr memory, unsigned char value, size_t bytes, CUstream stream)) {
     (void)stream;
     memset((void *)(uintptr_t)memory, value, bytes); /* so that a sanitizer sees what is not ours */
-    clock_ms += 0.01;
+    advance(0.01);
     return CUDA_SUCCESS;
 }
 
@@ -195,14 +214,14 @@ DEFINE(cuMemAllocAsync, (CUdeviceptr * memory, size_t bytes, CUstream stream)) {
     void *got = state.out_of_memory ? NULL : malloc(bytes);
     if (!got) return CUDA_ERROR_OUT_OF_MEMORY;
     *memory = (CUdeviceptr)(uintptr_t)got;
-    state.live++;
+    count_live(1);
     return CUDA_SUCCESS;
 }
 
 DEFINE(cuMemFreeAsync, (CUdeviceptr memory, CUstream stream)) {
     (void)stream;
     free((void *)(uintptr_t)memory);
-    state.live--;
+    count_live(-1);
     return CUDA_SUCCESS;
 }
 
@@ -215,19 +234,19 @@ DEFINE(cuStreamIsCapturing, (CUstream stream, int *status)) {
 DEFINE(cuEventCreate, (CUevent * event, unsigned flags)) {
     (void)flags;
     *event = calloc(1, sizeof **event);
-    state.live++;
+    count_live(1);
     return *event ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 DEFINE(cuEventDestroy_v2, (CUevent event)) {
     free(event);
-    state.live--;
+    count_live(-1);
     return CUDA_SUCCESS;
 }
 
 DEFINE(cuEventRecord, (CUevent event, CUstream stream)) {
     (void)stream;
-    event->ms = clock_ms;
+    event->ms = advance(0);
     return CUDA_SUCCESS; /* under capture too: it goes into the graph */
 }
 

@@ -1,6 +1,8 @@
 /* test_tuned.c - what autotuning launches, and when, on a driver that is none (fake_cuda.c): how often a kernel runs on
  * the caller's memory, which alternative is taken, what is left alone. */
 #include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -251,6 +253,38 @@ TEST(what_is_forgotten_is_measured_again) {
     end();
 }
 
+enum { CALLERS = 6, WIDTHS = 5 };
+static atomic_int failures;
+
+/* Every caller meets the problems in another order. */
+static void *call_all(void *first) {
+    for (int i = 0; i < 20 * WIDTHS; i++)
+        if (call(1 + (i + *(int *)first) % WIDTHS, 1000) != BST_OK) atomic_fetch_add(&failures, 1);
+    return NULL;
+}
+
+/* The clock stands still: what one thread launches would count in the measurements of another. */
+static double no_time(const char *options, unsigned block) {
+    (void)options;
+    return block == 64 ? -1.0 : 0.0;
+}
+
+/* Ten rounds of three candidates for each problem, whoever comes first, and a launch for each call. */
+TEST(threads_measure_each_problem_once) {
+    begin(no_time);
+    pthread_t threads[CALLERS];
+    int first[CALLERS];
+    for (int i = 0; i < CALLERS; i++) {
+        first[i] = i;
+        if (pthread_create(&threads[i], NULL, call_all, &first[i]) != 0) abort();
+    }
+    for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], NULL);
+    CHECK_EQ_I(atomic_load(&failures), 0);
+    CHECK_EQ_I(choices(), WIDTHS);
+    CHECK_EQ_I(fake->launches, WIDTHS * 3 * 10 + CALLERS * 20 * WIDTHS);
+    end();
+}
+
 TEST(more_problems_than_it_remembers_take_the_default) {
     begin(fastest_512);
     setenv("BASTILE_CACHE", "off", 1);
@@ -350,6 +384,7 @@ int main(void) {
     RUN(devices_have_choices_of_their_own);
     RUN(another_process_has_measured_it);
     RUN(what_is_forgotten_is_measured_again);
+    RUN(threads_measure_each_problem_once);
     RUN(more_problems_than_it_remembers_take_the_default);
     RUN(a_product_takes_the_fastest_algorithm);
     RUN(a_product_that_adds_runs_once);
