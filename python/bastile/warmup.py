@@ -62,12 +62,6 @@ def warmup_all_kernels(
     return Warmup(str(target), seconds)
 
 
-def clear_autotune_cache() -> int:
-    """Forgets every measured choice of kernel configuration and returns how many there were. Configurations are a pure
-    function of shape and chip in this release, so there are none; compiled kernels are no such choice and stay."""
-    return 0
-
-
 def _configs(model_or_config: Any, dtype: torch.dtype | None) -> list[tuple[Any, torch.dtype]]:
     if model_or_config is None:
         from transformers import AutoConfig
