@@ -16,7 +16,7 @@ from bastile.ops.fused_linear_cross_entropy import (
     set_compaction,
     set_logits_memory,
 )
-from conftest import assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
+from conftest import EPS, assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
 from oracle import DTYPES, EMULATED, assert_no_worse, assert_same_bits, devices, random_tensor
 from test_fused_linear_cross_entropy import OPTIONS, case
 
@@ -89,7 +89,8 @@ def test_the_result_is_that_of_all_rows(tokens: int, reduction: str, device: str
     assert int((target != -100).sum()) <= computed[1]
     for got, want in zip(results[1], results[0], strict=True):
         assert got.shape == want.shape
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        # Sums of as many terms in another order; elements sum terms of the size of the largest.
+        assert (got - want).abs().max() <= EPS * tokens**0.5 * want.abs().max()
     ignored = target == -100
     assert not results[1][1][ignored].any()
     if reduction == "none":

@@ -16,12 +16,12 @@ REGION = "bastile.profile/"
 _OWN = [
     ("norms", r"\w*rms_norm\w*"),
     ("rotary", r"(qk_norm_)?rope\w*"),  # that norm is computed in the rotation's pass over memory
-    ("activation", r"\w*swiglu\w*"),
+    ("activation", r"\w*swiglu\w*|moe_\w+"),
     ("loss", r"(linear_)?cross_entropy\w*|scale_?"),
 ]
 _ATTENTION = (
     r"flash_(fwd|bwd)|flash::|FlashAttn|fmha|AttentionKernel|AttentionBackwardKernel|_sdpa_|\bsdpa|flash_attn|"
-    r"flash_attention|flex_attention|efficient_attention|cudnn_attention|scaled_dot_product|ScaledDotProduct"
+    r"flash_attention|flex_attention|efficient_attention|cudnn_attention|cudnn::fusion|scaled_dot_product|ScaledDotProduct"
 )
 _PRODUCT = (
     r"gemm|gemv|nvjet|splitKreduce|split_k_reduce|\bxmma|cutlass.*(tensorop|wgmma|simt|warpspecialized)|"

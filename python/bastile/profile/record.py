@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from bastile.profile.groups import GROUPS, REGION, group_of
 
 _PYTHON = "(Python between operators)"
+_DRIVER_CALL = re.compile(r"(cuda|cu|hip)[A-Z]")
 
 
 def measure(
@@ -75,20 +77,15 @@ def summary(events: Iterable[Any], device: str, step_seconds: float) -> dict[str
     else:
         # A region shows among the device's events too, from its first kernel to its last.
         launched = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
-        missing: dict[str, list[float]] = {}
-        for event in launched:
-            entry = missing.setdefault(event.name, [0, 0.0])
-            entry[0] += 1
-            entry[1] += event.time_range.elapsed_us()
-        for event in host:
+        own = _Own(launched)
+        # The profiler can show a kernel below several events, for operators and calls of the driver are numbered apart:
+        # it counts once, for an operator where there is one.
+        for event in sorted(host, key=lambda event: bool(_DRIVER_CALL.match(event.name))):
             for kernel in event.kernels:
-                if kernel.name in missing:
-                    add(kernel.name, kernel.duration, find.context(event))
-                    missing[kernel.name][0] -= 1
-                    missing[kernel.name][1] -= kernel.duration
-        for name, (calls, microseconds) in missing.items():  # launched by no operator that the profiler saw
-            if calls > 0:
-                add(name, microseconds, [], int(calls))
+                if (microseconds := own.take(kernel.name, kernel.duration)) is not None:
+                    add(kernel.name, microseconds, find.context(event))
+        for name, microseconds in own.left():  # launched by no operator that the profiler saw
+            add(name, microseconds, [])
         busy = min(1.0, covered((e.time_range.start, e.time_range.end) for e in launched) * 1e-6 / step_seconds)
     kernels = [
         {"name": name, "group": group, "calls": calls, "seconds": seconds}
@@ -99,6 +96,32 @@ def summary(events: Iterable[Any], device: str, step_seconds: float) -> dict[str
         "groups": {group: sum(k["seconds"] for k in kernels if k["group"] == group) for group in GROUPS},
         "busy": busy,
     }
+
+
+class _Own:
+    """The part of each kernel's time in which none before it ran: a dependent launch begins before the kernel that it
+    waits for has ended."""
+
+    def __init__(self, launched: list[Any]) -> None:
+        self._times: dict[tuple[str, int], list[float]] = {}
+        reached = float("-inf")
+        for event in sorted(launched, key=lambda event: event.time_range.start):
+            begin, end = event.time_range.start, event.time_range.end
+            own = max(0.0, end - max(begin, reached))
+            self._times.setdefault(self._key(event.name, event.time_range.elapsed_us()), []).append(own)
+            reached = max(reached, end)
+
+    @staticmethod
+    def _key(name: str, microseconds: float) -> tuple[str, int]:
+        return name, round(1000 * microseconds)
+
+    def take(self, name: str, microseconds: float) -> float | None:
+        """Of a kernel of that name and length, once; None where all have been taken."""
+        times = self._times.get(self._key(name, microseconds))
+        return times.pop() if times else None
+
+    def left(self) -> Iterable[tuple[str, float]]:
+        return ((name, own) for (name, _), times in self._times.items() for own in times)
 
 
 class _Contexts:
