@@ -61,6 +61,10 @@ BST_API const char *bst_last_error(void);
  * package brought, say. An absolute path; it need not exist. Calls before the first use of a GPU count. */
 BST_API bst_status bst_add_library_path(const char *folder);
 
+/* How many CUDA kernels this process has made ready since it began: those that it compiled, and those that it read from
+ * the cache on disk. Each counts once. Either may be NULL. */
+BST_API void bst_kernel_counts(int64_t *compiled, int64_t *cached);
+
 /* ---- Where a call runs ------------------------------------------------------------------------------------------ */
 
 /* One matrix product, row-major: out[m, n] = alpha * op(a) op(b) + beta * out, with op(a) [m, k] and op(b) [k, n].
