@@ -37,8 +37,11 @@ class Warmup:
 
     def __str__(self) -> str:
         if self.device is None:
-            return f"Nothing to compile: {self.reason}"
-        done = f"{self.compiled} kernels of {', '.join(self.model_types)} compiled"
+            return f"Nothing was compiled: {self.reason}"
+        whose = ", ".join(self.model_types)
+        if not self.compiled + self.cached:
+            return f"Nothing was compiled: this process has all kernels of {whose} already"
+        done = f"{self.compiled} kernel{'' if self.compiled == 1 else 's'} of {whose} compiled"
         if self.cached:
             done += f" and {self.cached} read from the cache"
         return f"{done} in {self.total_seconds:.1f} s"
@@ -67,10 +70,10 @@ def warmup_all_kernels(
     if threads is not None and threads < 1:
         raise ValueError(f"warmup_all_kernels: threads is {threads}; 1 or more is needed")
     if not torch.cuda.is_available():
-        return Warmup(None, reason="no CUDA device: CPU kernels are compiled when Bastile is built")
+        return Warmup(None, reason="there is no CUDA device; CPU kernels are compiled when Bastile is built")
     target = torch.device("cuda" if device is None else device)
     if target.type != "cuda":
-        return Warmup(None, reason=f"{target} is not a CUDA device: only CUDA kernels are compiled at run time")
+        return Warmup(None, reason=f"{target} is not a CUDA device; only CUDA kernels are compiled at run time")
     if target.index is None:  # the current device is this thread's alone
         target = torch.device("cuda", torch.cuda.current_device())
     return _warm(model_or_config, dtype, target, progress, threads)
