@@ -390,3 +390,23 @@ def test_budget_from_the_environment(monkeypatch):
     set_logits_memory(3)
     assert module._chunk_bytes(torch.device("cpu")) == 3 << 20
     set_logits_memory(None)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_memory_held_before_does_not_show(dtype, device):
+    """Odd vocabularies are padded in memory, and a product that reads the padding may multiply it by zero."""
+    tokens, vocabulary, width = 128, 101, 32
+    hidden = random_tensor((tokens, width), dtype, device).requires_grad_()
+    weight = random_tensor((vocabulary, width), dtype, device).requires_grad_()
+    target = torch.arange(tokens, device=device) % vocabulary
+    for _ in range(10):
+        garbage = [
+            torch.full((count,), float("nan"), dtype=dtype, device=device)
+            for count in (tokens * vocabulary, tokens * 104, tokens * width, vocabulary * width)
+            for _ in range(6)
+        ]
+        del garbage
+        loss = fused_linear_cross_entropy(hidden, weight, target)
+        for result in (loss, *torch.autograd.grad(loss, (hidden, weight))):
+            assert result.isfinite().all()

@@ -85,7 +85,7 @@ def case(tensors, indices) -> Case:
         exact=partial(stock, limit=limit),
         inputs=tensors,
         constants={"indices": indices},
-        independent=max(1, indices.numel() * tensors["down"].shape[1] // 4),
+        independent=max(1, indices.numel() * tensors["down"].shape[1] // 8),
         extra_roundings={"dweights": 1},  # of dy, where stock rounds y
     )
 

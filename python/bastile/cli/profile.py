@@ -63,7 +63,7 @@ def profile(options: argparse.Namespace) -> int:
     title += f"{batch} x {sequence} tokens, {dtype}"
     console.print(f"A training step of {title}, on {device}")
     if on_cuda:
-        torch.cuda.set_device(torch.device(device))
+        torch.cuda.set_device(torch.device(device).index or 0)
     try:
         built = run.build(config, name, options.layers, dtype, device, options.seed)
         if options.checkpointing:

@@ -339,6 +339,17 @@ static bst_status run_chunks(const problem *p, const pass *r, void *memory, cons
     return total_end(p, dbias);
 }
 
+/* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs: of an odd number of columns the last is paired
+ * with what lies behind it, times zero, which is a NaN where that is one. So on CPU the padding is cleared. */
+static bst_status allocate_logits(const problem *p, void **memory) {
+    int64_t stride = padded(p), bytes = bst__dtype_size(p->dtype);
+    BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)(p->chunk_rows * stride * bytes), memory));
+    if (p->device.device_type != kDLCPU) return BST_OK;
+    for (int64_t row = 0; row < p->chunk_rows && stride > p->vocabulary; row++)
+        memset(at(*memory, row * stride + p->vocabulary, p->dtype), 0, (size_t)((stride - p->vocabulary) * bytes));
+    return BST_OK;
+}
+
 /* A chunk's memory, and ones for dbias, around `run_chunks`. */
 static bst_status run_pass(const problem *p, const pass *r) {
     total dweight = {0}, dbias = {0};
@@ -346,8 +357,7 @@ static bst_status run_pass(const problem *p, const pass *r) {
     int64_t bytes = bst__dtype_size(p->dtype);
     bst_status status = total_begin(p, &p->dweight, &dweight);
     if (status == BST_OK) status = total_begin(p, &p->dbias, &dbias);
-    if (status == BST_OK && !r->kept)
-        status = bst__allocate(p->exec, p->op, p->device, (size_t)(p->chunk_rows * padded(p) * bytes), &memory);
+    if (status == BST_OK && !r->kept) status = allocate_logits(p, &memory);
     if (status == BST_OK && dbias.out)
         status = bst__allocate(p->exec, p->op, p->device, (size_t)(p->chunk_rows * bytes), &ones);
     if (status == BST_OK && dbias.out) status = spread(p, NULL, ones, 1, p->chunk_rows, p->chunk_rows);
