@@ -6,9 +6,10 @@ bastile.apply()  # every supported model of this process, built before or after
 
 from bastile import ops
 from bastile._library import version
+from bastile.autotune import clear_autotune_cache, set_autotune
 from bastile.patching import apply, apply_to_model, get_patched_ops, reset
 from bastile.recompute import set_recompute
-from bastile.warmup import Warmup, clear_autotune_cache, warmup_all_kernels
+from bastile.warmup import Warmup, warmup_all_kernels
 
 __version__ = version()
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "get_patched_ops",
     "ops",
     "reset",
+    "set_autotune",
     "set_recompute",
     "warmup_all_kernels",
 ]

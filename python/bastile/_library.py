@@ -39,6 +39,8 @@ def _load() -> ctypes.CDLL:
     library.bst_torch_register.argtypes = [ctypes.c_char_p]
     library.bst_kernel_counts.argtypes = [ctypes.POINTER(ctypes.c_int64)] * 2
     library.bst_kernel_counts.restype = None
+    library.bst_set_autotune.argtypes = [ctypes.c_int]
+    library.bst_autotune_clear.argtypes = []
     for folder in _library_folders():
         library.bst_add_library_path(os.fsencode(folder))
     if library.bst_torch_register(os.fsencode(Path(torch.__file__).parent / "lib")):

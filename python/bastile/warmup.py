@@ -79,12 +79,6 @@ def warmup_all_kernels(
     return _warm(model_or_config, dtype, target, progress, threads)
 
 
-def clear_autotune_cache() -> int:
-    """Forgets every measured choice of kernel configuration and returns how many there were. Configurations are a pure
-    function of shape and chip in this release, so there are none; compiled kernels are no such choice and stay."""
-    return 0
-
-
 def _warm(
     model_or_config: Any, dtype: torch.dtype | None, device: torch.device, progress: bool, threads: int | None
 ) -> Warmup:

@@ -5,8 +5,10 @@
  *
  * Workspace is what the chosen algorithm needs (at most WORKSPACE bytes), taken from the caller's allocator at each
  * call: stream-ordered, so no two streams share it, it belongs to a graph that is being captured, and nothing is kept
- * that the caller does not see. The choice of algorithm is remembered by everything that it depends on. */
+ * that the caller does not see. The choice of algorithm is remembered by everything that it depends on: the heuristic's,
+ * or, with autotuning, the fastest of its candidates. */
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "cuda/blas_choice.h"
@@ -14,12 +16,13 @@
 #include "cuda/cublaslt_api.h"
 #include "cuda/driver.h"
 #include "cuda/library.h"
+#include "cuda/stopwatch.h"
 
 enum {
-    WORKSPACE = 32 << 20, /* with less, Hopper and Blackwell silently lose algorithms */
-    REMEMBERED = 1024,    /* choices; a step has a few, times the lengths of sequences in turn */
-    CANDIDATES = 8,       /* answers of the heuristic to choose from */
-    CELL = 256,           /* the alignment of workspace, and the room that a scalar gets in it */
+    WORKSPACE = 32 << 20,             /* with less, Hopper and Blackwell silently lose algorithms */
+    REMEMBERED = 1024,                /* choices; a step has a few, times the lengths of sequences in turn */
+    CANDIDATES = BST_MOST_CANDIDATES, /* answers of the heuristic to choose from */
+    CELL = 256,                       /* the alignment of workspace, and the room that a scalar gets in it */
 };
 
 static const bst_library_name cublaslt = {
@@ -28,6 +31,7 @@ static const bst_library_name cublaslt = {
 /* What the choice of an algorithm depends on. Compared as bytes: cleared before it is filled. */
 typedef struct problem_key {
     int64_t m, n, k, lda, ldb, ldo;
+    int64_t generation; /* of measured choices (autotune.h); 0: the heuristic's */
     int32_t device, input, output, a_transposed, b_transposed, beta_is_zero, device_alpha;
     uint32_t a_alignment, b_alignment, out_alignment;
 } problem_key;
@@ -159,21 +163,36 @@ static void destroy(const descriptors *d) {
 
 /* ---- choosing ---------------------------------------------------------------------------------------------------- */
 
-/* The place of the candidate to take. */
-static int preferred(const problem_key *p, int arch, const cublasLtMatmulHeuristicResult_t *results, int count) {
-    uint32_t tiles[CANDIDATES];
+/* The heuristic's answers, the one to take without measuring first. */
+typedef struct answers {
+    int count;
+    uint32_t tiles[CANDIDATES]; /* cublasLtMatmulTile_t */
+    choice choices[CANDIDATES];
+} answers;
+
+static void swap_first(answers *a, int with) {
+    choice c = a->choices[with];
+    uint32_t tile = a->tiles[with];
+    a->choices[with] = a->choices[0], a->tiles[with] = a->tiles[0];
+    a->choices[0] = c, a->tiles[0] = tile;
+}
+
+static void take(const problem_key *p, int arch, const cublasLtMatmulHeuristicResult_t *results, int count,
+                 answers *out) {
+    out->count = count;
     for (int i = 0; i < count; i++) {
         size_t written;
-        if (api.cublasLtMatmulAlgoConfigGetAttribute(&results[i].algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &tiles[i],
-                                                     sizeof tiles[i], &written) != CUBLAS_STATUS_SUCCESS)
-            tiles[i] = 0; /* CUBLASLT_MATMUL_TILE_UNDEFINED */
+        if (api.cublasLtMatmulAlgoConfigGetAttribute(&results[i].algo, CUBLASLT_ALGO_CONFIG_TILE_ID, &out->tiles[i],
+                                                     sizeof out->tiles[i], &written) != CUBLAS_STATUS_SUCCESS)
+            out->tiles[i] = 0; /* CUBLASLT_MATMUL_TILE_UNDEFINED */
+        out->choices[i] = (choice){results[i].algo, results[i].workspaceSize};
     }
     bst_product product = {arch, p->m, p->n, p->k, p->a_transposed, p->b_transposed, p->input != CUDA_R_32F};
-    return bst__preferred_candidate(&product, tiles, count);
+    swap_first(out, bst__preferred_candidate(&product, out->tiles, count));
 }
 
 static bst_status ask(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p, const descriptors *d,
-                      cublasLtMatmulPreference_t preference, choice *out) {
+                      cublasLtMatmulPreference_t preference, answers *out) {
     size_t workspace = WORKSPACE;
     /* Partial sums in float32 only: in the output's type they would be rounded once for each part of k. */
     uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
@@ -203,14 +222,12 @@ static bst_status ask(const char *op, cublasLtHandle_t handle, int arch, const p
                           op, (long long)p->m, (long long)p->n, (long long)p->k, (long long)p->lda, (long long)p->ldb,
                           (long long)p->ldo);
     if (status != CUBLAS_STATUS_SUCCESS) return blas_error(op, "cublasLtMatmulAlgoGetHeuristic", status);
-    const cublasLtMatmulHeuristicResult_t *best = &results[preferred(p, arch, results, count)];
-    *out = (choice){best->algo, best->workspaceSize};
+    take(p, arch, results, count, out);
     return BST_OK;
 }
 
-/* The algorithm for a problem. A search by time would stand here; it may replace what is remembered at any moment. */
-static bst_status choose(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p, const descriptors *d,
-                         choice *out) {
+static bst_status candidates(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p,
+                             const descriptors *d, answers *out) {
     cublasLtMatmulPreference_t preference;
     BLAS_TRY(op, cublasLtMatmulPreferenceCreate, &preference);
     bst_status status = ask(op, handle, arch, p, d, preference, out);
@@ -229,28 +246,41 @@ static size_t place_of(const problem_key *p) {
     return h % REMEMBERED;
 }
 
-/* The device's handle and the choice for a problem, remembered or made. */
-static bst_status plan(const char *op, int arch, const problem_key *p, const descriptors *d, cublasLtHandle_t handle,
-                       choice *out) {
+static bool recall(const problem_key *p, choice *out) {
     size_t at = place_of(p);
     pthread_mutex_lock(&lock);
     bool hit = remembered[at].used && memcmp(&remembered[at].key, p, sizeof *p) == 0;
     if (hit) *out = remembered[at].choice;
     pthread_mutex_unlock(&lock);
-    if (hit) return BST_OK;
-    BST_TRY(choose(op, handle, arch, p, d, out));
+    return hit;
+}
+
+static void remember(const problem_key *p, const choice *c) {
+    size_t at = place_of(p);
     pthread_mutex_lock(&lock);
     remembered[at].used = true;
     remembered[at].key = *p;
-    remembered[at].choice = *out;
+    remembered[at].choice = *c;
     pthread_mutex_unlock(&lock);
-    return BST_OK;
 }
 
 /* ---- multiplying ------------------------------------------------------------------------------------------------- */
 
-static bst_status run(const bst_exec *exec, const char *op, const bst_gemm *g, cublasLtHandle_t handle,
-                      const descriptors *d, const choice *c) {
+/* A product under way. */
+typedef struct product {
+    const bst_exec *exec;
+    const char *op;
+    const bst_device *device;
+    const bst_gemm *g;
+    cublasLtHandle_t handle;
+    descriptors descriptors;
+} product;
+
+static bst_status run(const product *t, const choice *c) {
+    const bst_exec *exec = t->exec;
+    const bst_gemm *g = t->g;
+    const descriptors *d = &t->descriptors;
+    const char *op = t->op;
     CUstream stream = exec ? exec->stream : NULL;
     const void *alpha = &g->alpha, *beta = &g->beta;
     /* Where alpha is on the device, beta must be too: at the end of the workspace. */
@@ -267,25 +297,89 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_gemm *g, c
         written = bst__driver()->cuMemsetD32Async((CUdeviceptr)(uintptr_t)beta, bits, 1, stream);
     }
     if (written == CUDA_SUCCESS)
-        result = api.cublasLtMatmul(handle, d->product, alpha, g->b, d->b, g->a, d->a, beta, g->out, d->out, g->out,
+        result = api.cublasLtMatmul(t->handle, d->product, alpha, g->b, d->b, g->a, d->a, beta, g->out, d->out, g->out,
                                     d->out, &c->algo, workspace, c->workspace, stream);
     bst__release(exec, g->device, workspace);
     if (written != CUDA_SUCCESS) return bst__driver_error(op, "cuMemsetD32Async", written);
     return result == CUBLAS_STATUS_SUCCESS ? BST_OK : blas_error(op, "cublasLtMatmul", result);
 }
 
-static bst_status multiply(const bst_exec *exec, const char *op, int arch, const bst_gemm *g, const problem_key *p) {
-    cublasLtHandle_t handle = NULL;
+/* ---- measuring --------------------------------------------------------------------------------------------------- */
+
+typedef struct contest {
+    const product *product;
+    const answers *answers;
+} contest;
+
+static bst_status queue(void *context, int candidate) {
+    const contest *c = context;
+    return run(c->product, &c->answers->choices[candidate]);
+}
+
+static bst_status choice_key(const product *t, const problem_key *p, const answers *a, bst_digest *out) {
+    bst_machine machine;
+    problem_key anywhere = *p;
+    anywhere.device = 0; /* what counts is the machine, not the device's number */
+    anywhere.generation = 0;
+    BST_TRY(bst__stopwatch_machine(t->op, t->device, (int)api.cublasLtGetVersion(), &machine));
+    bst_sha256 h;
+    bst__choice_key(&h, &machine);
+    bst__sha256_add(&h, "cuBLASLt", sizeof "cuBLASLt");
+    bst__sha256_add(&h, &anywhere, sizeof anywhere);
+    bst__sha256_add(&h, a->tiles, (size_t)a->count * sizeof *a->tiles);
+    *out = bst__sha256_end(&h);
+    return BST_OK;
+}
+
+/* The fastest of the answers: the first where nothing is known. */
+static bst_status fastest(const product *t, const problem_key *p, const answers *a, const choice **out) {
+    *out = &a->choices[0];
+    if (a->count < 2) return BST_OK;
+    bst_digest key;
+    char what[96];
+    snprintf(what, sizeof what, "matrix product m=%lld n=%lld k=%lld", (long long)p->m, (long long)p->n,
+             (long long)p->k);
+    contest c = {t, a};
+    bst_stopwatch watch = {t->exec, t->op, t->device, a->count, queue, &c};
+    bst_race race = {a->count, what, bst__stopwatch_round, &watch};
+    BST_TRY(choice_key(t, p, a, &key));
+    int mode = bst__capture_relax();
+    int won = bst__choice(&key, &race, true);
+    bst__stopwatch_end(&watch);
+    bst__capture_restore(mode);
+    if (won > 0) *out = &a->choices[won];
+    return BST_OK;
+}
+
+/* The choice for a problem, remembered or made. What is added to cannot be run twice, and so is never measured. */
+static bst_status plan(const product *t, problem_key *p, choice *out) {
+    if (bst__tuning() == 1 && p->beta_is_zero) p->generation = bst__tuning_generation();
+    if (recall(p, out)) return BST_OK;
+    if (p->generation && !bst__stopwatch_allowed(t->exec)) {
+        p->generation = 0; /* for this call alone */
+        if (recall(p, out)) return BST_OK;
+    }
+    answers a;
+    const choice *best = &a.choices[0];
+    BST_TRY(candidates(t->op, t->handle, t->device->chip.arch, p, &t->descriptors, &a));
+    if (p->generation) BST_TRY(fastest(t, p, &a, &best));
+    *out = *best;
+    remember(p, out);
+    return BST_OK;
+}
+
+static bst_status multiply(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g,
+                           problem_key *p) {
+    product t = {exec, op, device, g};
+    choice c;
     pthread_mutex_lock(&lock);
-    bst_status status = open_handle(op, p->device, &handle);
+    bst_status status = open_handle(op, p->device, &t.handle);
     pthread_mutex_unlock(&lock);
     BST_TRY(status);
-    descriptors d = {0};
-    choice c;
-    status = describe(op, p, &d);
-    if (status == BST_OK) status = plan(op, arch, p, &d, handle, &c);
-    if (status == BST_OK) status = run(exec, op, g, handle, &d, &c);
-    destroy(&d);
+    status = describe(op, p, &t.descriptors);
+    if (status == BST_OK) status = plan(&t, p, &c);
+    if (status == BST_OK) status = run(&t, &c);
+    destroy(&t.descriptors);
     return status;
 }
 
@@ -310,8 +404,7 @@ bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *
     bst_scope scope;
     BST_TRY(bst__device(op, problem->device.device_id, &device));
     BST_TRY(bst__enter(op, device, &scope));
-    bst_status status =
-        problem->k ? multiply(exec, op, device->chip.arch, problem, &key) : multiply_nothing(exec, op, problem);
+    bst_status status = problem->k ? multiply(exec, op, device, problem, &key) : multiply_nothing(exec, op, problem);
     bst__leave(scope);
     return status;
 }

@@ -1,4 +1,4 @@
-/* cache.c - one file per compiled kernel in a folder that only we can write to.
+/* cache.c - one file per compiled kernel, and per measured choice, in a folder that only we can write to.
  *
  * Folder: $BASTILE_CACHE ("off": none), else $XDG_CACHE_HOME/bastile, else $HOME/.cache/bastile. It and its files are
  * used only if they belong to us and nobody else may write to them, which is asked of the opened descriptors: an entry
@@ -145,9 +145,9 @@ static bool read_entry(int file, const bst_digest *key, bst_blob *out) {
 }
 
 /* The entry, if the folder has a good one; a bad one is deleted. */
-static bool load(int folder, const bst_digest *key, bst_blob *out) {
+static bool load(int folder, const bst_digest *key, const char *kind, bst_blob *out) {
     char name[NAME_BYTES];
-    entry_name(key, ".cubin", name);
+    entry_name(key, kind, name);
     /* O_NONBLOCK: a FIFO under this name must not hold us up. */
     int file = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (file < 0 && errno == ENOENT) return false;
@@ -169,26 +169,26 @@ static bool write_all(int file, const void *data, size_t bytes) {
     return true;
 }
 
-/* Deletes what writers that were killed have left behind. */
-static void sweep(int folder) {
-    int again = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+/* Deletes the files with this ending that were last written before a time; how many there were. */
+static int delete_files(int folder, const char *ending, time_t before) {
+    int again = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), count = 0;
     DIR *list = again < 0 ? NULL : fdopendir(again);
     if (!list) {
         if (again >= 0) close(again);
-        return;
+        return 0;
     }
-    time_t now = time(NULL);
     for (struct dirent *entry; (entry = readdir(list));) {
         const char *suffix = strrchr(entry->d_name, '.');
         struct stat s;
-        if (suffix && strcmp(suffix, ".tmp") == 0 && fstatat(folder, entry->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 &&
-            now - s.st_mtime > STALE)
-            unlinkat(folder, entry->d_name, 0);
+        if (suffix && strcmp(suffix, ending) == 0 && fstatat(folder, entry->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 &&
+            s.st_mtime < before)
+            count += unlinkat(folder, entry->d_name, 0) == 0;
     }
     closedir(list);
+    return count;
 }
 
-static void store(int folder, const bst_digest *key, const bst_blob *blob) {
+static void store(int folder, const bst_digest *key, const char *kind, const bst_blob *blob) {
     header h = {.key = *key, .length = blob->bytes, .checksum = checksum(blob->data, blob->bytes)};
     memcpy(h.magic, magic, sizeof magic);
     /* A random name, for writers may be on several machines that share a home. */
@@ -197,8 +197,8 @@ static void store(int folder, const bst_digest *key, const bst_blob *blob) {
     if (getrandom(&random, sizeof random, 0) != sizeof random) random = (uint64_t)getpid();
     snprintf(suffix, sizeof suffix, ".%016llx.tmp", (unsigned long long)random);
     entry_name(key, suffix, temporary);
-    entry_name(key, ".cubin", name);
-    sweep(folder);
+    entry_name(key, kind, name);
+    delete_files(folder, ".tmp", time(NULL) - STALE); /* what writers that were killed have left behind */
     int file = openat(folder, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (file < 0) {
         give_reason("the cache folder cannot be written to: %s", strerror(errno));
@@ -226,14 +226,15 @@ static int try_lock(int folder, const char *name) {
 
 /* Waits for the key's lock, or for the entry to appear, which is as good (true, *out filled). *held: the lock's
  * descriptor, or -1 where there is none, because of the entry, the time, or a file system without locks. */
-static bool wait_for_turn(int folder, const bst_digest *key, const char *name, int *held, bst_blob *out) {
+static bool wait_for_turn(int folder, const bst_digest *key, const char *kind, const char *name, int *held,
+                          bst_blob *out) {
     struct timespec start, now, pause = {0, 1000000};
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (;;) {
         *held = try_lock(folder, name);
         if (*held < 0 && errno != EWOULDBLOCK) return false;
         /* Also with the lock in hand: its last holder may have stored the entry since we looked. */
-        if (load(folder, key, out)) return true;
+        if (load(folder, key, kind, out)) return true;
         clock_gettime(CLOCK_MONOTONIC, &now);
         if (*held >= 0 || now.tv_sec - start.tv_sec > LONGEST_WAIT) return false;
         nanosleep(&pause, NULL);
@@ -241,18 +242,18 @@ static bool wait_for_turn(int folder, const bst_digest *key, const char *name, i
     }
 }
 
-bst_status bst__cache_get(const bst_digest *key, bst_cache_make make, void *context, bst_blob *out) {
+bst_status bst__cache_get(const bst_digest *key, const char *kind, bst_cache_make make, void *context, bst_blob *out) {
     reason[0] = '\0';
     int folder = open_folder();
     if (folder < 0) return make(context, out);
     bst_status status = BST_OK;
-    if (!load(folder, key, out)) {
+    if (!load(folder, key, kind, out)) {
         char lock_name[NAME_BYTES];
         int held = -1;
         entry_name(key, ".lock", lock_name);
-        if (!wait_for_turn(folder, key, lock_name, &held, out)) {
+        if (!wait_for_turn(folder, key, kind, lock_name, &held, out)) {
             status = make(context, out);
-            if (status == BST_OK) store(folder, key, out);
+            if (status == BST_OK) store(folder, key, kind, out);
         }
         if (held >= 0) {
             unlinkat(folder, lock_name, 0);
@@ -263,11 +264,19 @@ bst_status bst__cache_get(const bst_digest *key, bst_cache_make make, void *cont
     return status;
 }
 
-void bst__cache_drop(const bst_digest *key) {
+void bst__cache_drop(const bst_digest *key, const char *kind) {
     char name[NAME_BYTES];
     int folder = open_folder();
     if (folder < 0) return;
-    entry_name(key, ".cubin", name);
+    entry_name(key, kind, name);
     unlinkat(folder, name, 0);
     close(folder);
+}
+
+int bst__cache_clear(const char *kind) {
+    int folder = open_folder();
+    if (folder < 0) return 0;
+    int count = delete_files(folder, kind, INT64_MAX);
+    close(folder);
+    return count;
 }

@@ -55,6 +55,7 @@ enum { CUBLASLT_ALGO_CONFIG_TILE_ID = 1 };
 /* X(name, result, arguments) */
 #define BST_CUBLASLT_FUNCTIONS(X)                                                                                \
     X(cublasLtGetStatusString, const char *, (cublasStatus_t status))                                            \
+    X(cublasLtGetVersion, size_t, (void))                                                                        \
     X(cublasLtCreate, cublasStatus_t, (cublasLtHandle_t * handle))                                               \
     X(cublasLtMatmulDescCreate, cublasStatus_t, (cublasLtMatmulDesc_t * desc, int compute_type, int scale_type)) \
     X(cublasLtMatmulDescDestroy, cublasStatus_t, (cublasLtMatmulDesc_t desc))                                    \

@@ -15,6 +15,7 @@ typedef struct CUstream_st *CUstream;
 typedef struct CUfunc_st *CUfunction;
 typedef struct CUkern_st *CUkernel;
 typedef struct CUlib_st *CUlibrary;
+typedef struct CUevent_st *CUevent;
 
 enum {
     CUDA_SUCCESS = 0,
@@ -46,6 +47,8 @@ enum {
 
 /* CUstreamCaptureMode */
 enum { CU_STREAM_CAPTURE_MODE_RELAXED = 2 };
+/* CUstreamCaptureStatus */
+enum { CU_STREAM_CAPTURE_STATUS_NONE = 0 };
 
 typedef union CUlaunchAttributeValue {
     char pad[64];
@@ -80,6 +83,7 @@ typedef struct CUlaunchConfig {
     X(cuDeviceGetCount, "cuDeviceGetCount", (int *count))                                                            \
     X(cuDeviceGet, "cuDeviceGet", (CUdevice * device, int index))                                                    \
     X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int *value, int attribute, CUdevice device))                    \
+    X(cuDeviceGetName, "cuDeviceGetName", (char *name, int bytes, CUdevice device))                                  \
     X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext * context, CUdevice device))                  \
     X(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext * context))                                                     \
     X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CUcontext context))                                                  \
@@ -103,7 +107,13 @@ typedef struct CUlaunchConfig {
     X(cuMemsetD2D8Async, "cuMemsetD2D8Async",                                                                        \
       (CUdeviceptr memory, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))         \
     X(cuMemAllocAsync, "cuMemAllocAsync", (CUdeviceptr * memory, size_t bytes, CUstream stream))                     \
-    X(cuMemFreeAsync, "cuMemFreeAsync", (CUdeviceptr memory, CUstream stream))
+    X(cuMemFreeAsync, "cuMemFreeAsync", (CUdeviceptr memory, CUstream stream))                                       \
+    X(cuStreamIsCapturing, "cuStreamIsCapturing", (CUstream stream, int *status))                                    \
+    X(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned flags))                                             \
+    X(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                                          \
+    X(cuEventRecord, "cuEventRecord", (CUevent event, CUstream stream))                                              \
+    X(cuEventSynchronize, "cuEventSynchronize", (CUevent event))                                                     \
+    X(cuEventElapsedTime, "cuEventElapsedTime", (float *milliseconds, CUevent start, CUevent end))
 
 typedef struct bst_driver_api {
 #define BST_DECLARE(name, symbol, arguments) CUresult(*name) arguments;

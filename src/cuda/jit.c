@@ -198,12 +198,12 @@ static bst_status build_code(job *j, CUkernel *code) {
     CUresult result;
     do {
         bst_blob cubin;
-        BST_TRY(bst__cache_get(&digest, compile, j, &cubin));
+        BST_TRY(bst__cache_get(&digest, BST_CACHE_CODE, compile, j, &cubin));
         result = bst__driver()->cuLibraryLoadData(&library, cubin.data, NULL, NULL, 0, NULL, NULL, 0);
         free(cubin.data);
         if (result == CUDA_SUCCESS) break;
         /* An entry from disk that the driver refuses is made anew, once. */
-        bst__cache_drop(&digest);
+        bst__cache_drop(&digest, BST_CACHE_CODE);
     } while (!j->compiled);
     if (result != CUDA_SUCCESS) return load_error(j->op, result, major, minor);
     result = bst__driver()->cuLibraryGetKernel(code, library, j->key->kernel->entry);

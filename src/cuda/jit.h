@@ -12,6 +12,10 @@ typedef struct bst_jit_entry bst_jit_entry;
  * where it does not compile, every later call gets the same error without trying again. */
 bst_status bst__jit_function(const char *op, const bst_device *device, const bst_launch *launch, CUfunction *out);
 
+/* Queues a launch whose grid is not empty. The device's context is current. (launch.c) */
+bst_status bst__launch(const bst_exec *exec, const char *op, const bst_device *device, const bst_launch *launch,
+                       const void *arguments);
+
 /* Compiles a launch's kernel for the collector's chip, reports it, and loads nothing; once for each kernel. */
 bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, const bst_launch *launch);
 

@@ -39,6 +39,14 @@ bst_status bst__cuda_chip(const char *op, int device, bst_chip *out) {
     return BST_OK;
 }
 
+bst_status bst__launch(const bst_exec *exec, const char *op, const bst_device *device, const bst_launch *launch,
+                       const void *arguments) {
+    CUfunction function;
+    void *parameters[1] = {(void *)arguments}; /* only read */
+    BST_TRY(bst__jit_function(op, device, launch, &function));
+    return submit(op, device, stream_of(exec), launch, function, parameters);
+}
+
 bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, const bst_launch *launch,
                             const void *arguments, size_t bytes) {
     (void)bytes; /* the driver knows from the kernel how much to copy */
@@ -49,10 +57,7 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     bst_scope scope;
     BST_TRY(bst__device(op, device, &d));
     BST_TRY(bst__enter(op, d, &scope));
-    CUfunction function;
-    void *parameters[1] = {(void *)arguments}; /* only read */
-    bst_status status = bst__jit_function(op, d, launch, &function);
-    if (status == BST_OK) status = submit(op, d, stream_of(exec), launch, function, parameters);
+    bst_status status = bst__launch(exec, op, d, launch, arguments);
     bst__leave(scope);
     return status;
 }

@@ -101,7 +101,7 @@ static bool get(int n, size_t bytes) {
     source s = {bytes, 0, BST_OK};
     bst_digest key = key_of(n);
     bst_blob blob = {0};
-    bool right = bst__cache_get(&key, make, &s, &blob) == BST_OK && is_right(&blob, bytes);
+    bool right = bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob) == BST_OK && is_right(&blob, bytes);
     free(blob.data);
     return right;
 }
@@ -167,7 +167,7 @@ TEST(an_entry_is_made_once) {
     CHECK_EQ_I(count_files(".cubin"), 2);
     CHECK_EQ_I(count_files(".tmp"), 0);
     CHECK_EQ_I(count_files(".lock"), 0);
-    bst__cache_drop(&key);
+    bst__cache_drop(&key, BST_CACHE_CODE);
     CHECK(get(1, 1000));
     CHECK_EQ_I(made(), 3);
     end();
@@ -178,7 +178,7 @@ TEST(a_failure_is_passed_on_and_not_kept) {
     source s = {10, 0, BST_COMPILE};
     bst_digest key = key_of(1);
     bst_blob blob = {0};
-    CHECK_EQ_I(bst__cache_get(&key, make, &s, &blob), BST_COMPILE);
+    CHECK_EQ_I(bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob), BST_COMPILE);
     CHECK_EQ_I(count_files(""), 0);
     CHECK(get(1, 10));
     CHECK_EQ_I(made(), 2);
@@ -201,7 +201,7 @@ TEST(eight_processes_make_it_once) {
             source s = {5000, 20000, BST_OK};
             bst_digest key = key_of(round);
             bst_blob blob = {0};
-            bool right = bst__cache_get(&key, make, &s, &blob) == BST_OK && is_right(&blob, 5000);
+            bool right = bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob) == BST_OK && is_right(&blob, 5000);
             _exit(right ? 0 : 1);
         }
         close(gate[0]);
@@ -251,7 +251,7 @@ TEST(a_killed_maker_is_succeeded) {
         source s = {100, 20000000, BST_OK};
         bst_digest key = key_of(1);
         bst_blob blob;
-        bst__cache_get(&key, make, &s, &blob);
+        bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob);
         _exit(0);
     }
     while (made() == 0) usleep(1000);
@@ -310,7 +310,7 @@ TEST(a_corrupt_entry_is_deleted) {
     edit(entry_path(&key), HEADER, 1);
     source s = {10, 0, BST_COMPILE};
     bst_blob blob = {0};
-    CHECK_EQ_I(bst__cache_get(&key, make, &s, &blob), BST_COMPILE);
+    CHECK_EQ_I(bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob), BST_COMPILE);
     CHECK_EQ_I(count_files(""), 0);
     end();
 }

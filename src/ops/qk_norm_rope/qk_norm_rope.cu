@@ -2,8 +2,8 @@
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k, W_TYPE, TABLE_TYPE,
  * OUT_TYPE (codes of dtype.h); INTERLEAVED; GEMMA: the factor is 1 + weight; VEC elements of an access (rotary.cuh);
- * GROUP threads of a head, a power of two, at least LANES; THREADS of a block; backward: WANTS (bits of
- * qk_norm_rope_args.h), BLOCKS that a multiprocessor holds.
+ * GROUP threads of a head, a power of two, at least LANES; THREADS of a block; forward: EACH, the heads of a group;
+ * backward: WANTS (bits of qk_norm_rope_args.h), BLOCKS that a multiprocessor holds.
  *
  * A group of threads holds a whole head, each thread both members of its pairs: the mean is a sum over the group, the
  * rotation needs no exchange. What a group takes of a token, QK_EACH heads of q or of k, is a slot of the token; its
@@ -30,7 +30,7 @@
 
 #define SLOTS_OF(heads) (((heads) + QK_EACH - 1) / QK_EACH)
 #ifdef FORWARD
-#define QK_EACH QK_FORWARD_EACH
+#define QK_EACH EACH
 #define Q_SLOTS SLOTS_OF(Q_HEADS)
 #define K_SLOTS SLOTS_OF(K_HEADS)
 #else

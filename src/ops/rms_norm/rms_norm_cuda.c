@@ -65,6 +65,21 @@ static void shape_forward(bst_launch *l) {
     shape_rows(l, inputs * bst__dtype_size((bst_dtype)l->values[X_TYPE]), 2, 8, 1024, 32);
 }
 
+static void cover(bst_launch *l, int64_t rows) {
+    l->grid_x = (unsigned)((rows + l->values[ROWS] - 1) / l->values[ROWS]);
+    l->block = (unsigned)(l->values[THREADS] * l->values[ROWS]);
+}
+
+/* Larger and smaller blocks. The threads of a row stay, for they decide the order of its sum. */
+static bool alternative_forward(bst_launch *l, int number, int64_t rows) {
+    static const int blocks[] = {64, 256, 512};
+    if (number > (int)(sizeof blocks / sizeof *blocks)) return false;
+    int64_t rows_of_block = blocks[number - 1] / l->values[THREADS];
+    l->values[ROWS] = rows_of_block > 0 ? rows_of_block : 1;
+    cover(l, rows);
+    return true;
+}
+
 /* Static shared memory of the backward kernel, at most: the reductions' scratch, and the sums of rows in one block. */
 static int64_t backward_static_bytes(const bst_launch *l) {
     return 64 * 4 + (l->values[DW] && l->values[ROWS] > 1 ? l->values[HIDDEN] * 4 : 0);
@@ -143,7 +158,8 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
     l.values[VEC] = vec;
     l.values[FOLDED] = bst__rows_folded(&c->x_rows) && (!add || bst__rows_folded(&c->residual_rows));
     shape_forward(&l);
-    l.grid_x = (unsigned)((rows + l.values[ROWS] - 1) / l.values[ROWS]);
+    cover(&l, rows);
+    bst_alternatives alternatives = {alternative_forward, rows, false};
     rms_norm_forward_args args = {.x = c->x.data,
                                   .weight = c->weight.data,
                                   .y = c->y.data,
@@ -154,7 +170,7 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
                                   .residual = c->residual.data,
                                   .sum = c->sum.data,
                                   .residual_map = bst__row_map(&c->residual_rows)};
-    return bst__cuda_launch(exec, RMS_NORM_FORWARD, c->x.device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch_tuned(exec, RMS_NORM_FORWARD, c->x.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
 static bst_status reduce(const bst_exec *exec, int device, bst_launch l, const float *partial, int64_t parts,

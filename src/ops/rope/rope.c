@@ -88,19 +88,36 @@ static int64_t vector(const rope_cpu *c) {
     return vec;
 }
 
-static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
-    int64_t dim = c->pair[0].in.size[3], rotary = c->cos.size[2], vec = vector(c);
-    int64_t heads = c->pair[0].in.size[1] + c->pair[1].in.size[1];
-    int64_t lanes = bst__rotary_lanes(dim, rotary, vec);
-    int64_t slots = lesser((heads + HEADS_EACH - 1) / HEADS_EACH, lanes < BLOCK ? BLOCK / lanes : 1);
+/* Geometry, for at most `each` heads a thread and blocks of `block` threads. */
+static void arrange(bst_launch *l, int64_t tokens, int64_t each, int64_t block) {
+    int64_t lanes = bst__rotary_lanes(l->values[DIM], l->values[ROTARY], l->values[VEC]);
+    int64_t heads = l->values[Q_HEADS] + l->values[K_HEADS];
+    int64_t slots = lesser((heads + each - 1) / each, lanes < block ? block / lanes : 1);
     /* Tokens of a block: as many as leave the fewest lanes of its warps idle. */
     int64_t best = 1, least = INT64_MAX, threads = lanes * slots;
-    for (int64_t n = 1; n == 1 || n * threads <= BLOCK; n++) {
-        int64_t idle = (32 - n * threads % 32) % 32 * BLOCK / n;
+    for (int64_t n = 1; n == 1 || n * threads <= block; n++) {
+        int64_t idle = (32 - n * threads % 32) % 32 * block / n;
         if (idle <= least) least = idle, best = n;
     }
-    l->values[DIM] = dim;
-    l->values[ROTARY] = rotary;
+    l->values[SLOTS] = slots;
+    l->values[EACH] = each;
+    l->values[TOKENS] = best;
+    l->grid_x = (unsigned)((tokens + best - 1) / best);
+    l->block = (unsigned)(threads * best);
+}
+
+static bool alternative(bst_launch *l, int number, int64_t tokens) {
+    static const struct {
+        int64_t each, block;
+    } others[] = {{2, 256}, {4, 128}, {8, 256}};
+    if (number > (int)(sizeof others / sizeof *others)) return false;
+    arrange(l, tokens, others[number - 1].each, others[number - 1].block);
+    return true;
+}
+
+static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
+    l->values[DIM] = c->pair[0].in.size[3];
+    l->values[ROTARY] = c->cos.size[2];
     l->values[Q_HEADS] = c->pair[0].in.size[1];
     l->values[K_HEADS] = c->pair[1].in.size[1];
     l->values[IN_TYPE] = c->pair[0].in.dtype;
@@ -108,12 +125,8 @@ static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
     l->values[TABLE_TYPE] = c->cos.dtype;
     l->values[INTERLEAVED] = c->interleaved;
     l->values[BACKWARD] = c->backward;
-    l->values[VEC] = vec;
-    l->values[SLOTS] = slots;
-    l->values[EACH] = HEADS_EACH;
-    l->values[TOKENS] = best;
-    l->grid_x = (unsigned)((tokens + best - 1) / best);
-    l->block = (unsigned)(threads * best);
+    l->values[VEC] = vector(c);
+    arrange(l, tokens, HEADS_EACH, BLOCK);
 }
 
 static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu *c, int64_t tokens) {
@@ -123,6 +136,8 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu 
                           tokens);
     bst_launch l = {.kernel = &kernel};
     shape(&l, c, tokens);
+    bool in_place = q->in.data == q->out.data || (k->in.data && k->in.data == k->out.data);
+    bst_alternatives alternatives = {alternative, tokens, in_place};
     rope_args args = {q->in.data,
                       k->in.data,
                       c->cos.data,
@@ -139,7 +154,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu 
                       c->sin.stride[1],
                       (uint32_t)tokens,
                       (uint32_t)c->positions};
-    return bst__cuda_launch(exec, op, q->in.device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch_tuned(exec, op, q->in.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
 static bst_status run(const bst_exec *exec, const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos,

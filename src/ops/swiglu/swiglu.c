@@ -55,8 +55,29 @@ static const bst_kernel backward_kernel = {"swiglu.cu", "swiglu_backward", MACRO
  * 16384 x 12288 in bf16: 292 + 467 us; two accesses 294 + 469, four 309 + 479; 256 threads instead of 128: the same. */
 enum { ACCESSES = 1, MOST_THREADS = 128 };
 
+/* Geometry; `count`: the rows, or, FLAT, the elements. */
+static void arrange(bst_launch *l, int64_t count, int threads, int each) {
+    int64_t vec = l->values[VEC], columns = l->values[FLAT] ? count : l->values[COLUMNS];
+    while (!l->values[FLAT] && threads > 32 && threads / 2 * vec * each >= columns) threads /= 2;
+    int64_t chunk = threads * vec * each, chunks = (columns + chunk - 1) / chunk;
+    l->values[THREADS] = threads;
+    l->values[EACH] = each;
+    l->values[CHUNKS] = l->values[FLAT] ? 1 : chunks;
+    l->grid_x = (unsigned)(l->values[FLAT] ? chunks : chunks * count);
+    l->block = (unsigned)threads;
+}
+
+static bool alternative(bst_launch *l, int number, int64_t count) {
+    static const struct {
+        int threads, each;
+    } others[] = {{256, 1}, {128, 2}, {256, 4}};
+    if (number > (int)(sizeof others / sizeof *others)) return false;
+    arrange(l, count, others[number - 1].threads, others[number - 1].each);
+    return true;
+}
+
 /* Everything that depends on the tensors' layout; `operands` ends with NULL. */
-static void shape(bst_launch *l, const operand *const operands[]) {
+static bst_alternatives shape(bst_launch *l, const operand *const operands[]) {
     const operand *a = operands[0];
     bool flat = true, one_stride = true;
     int vec = 8;
@@ -66,20 +87,14 @@ static void shape(bst_launch *l, const operand *const operands[]) {
         flat = flat && bst__rows_packed(&operands[i]->rows);
         one_stride = one_stride && bst__rows_folded(&operands[i]->rows);
     }
-    int64_t columns = flat ? a->view.count : a->rows.columns;
-    int threads = MOST_THREADS;
-    while (!flat && threads > 32 && (int64_t)threads / 2 * vec * ACCESSES >= columns) threads /= 2;
-    int64_t chunk = (int64_t)threads * vec * ACCESSES, chunks = (columns + chunk - 1) / chunk;
     l->values[TYPE] = a->view.dtype;
     l->values[VEC] = vec;
-    l->values[THREADS] = threads;
-    l->values[EACH] = ACCESSES;
     l->values[FLAT] = flat;
-    l->values[COLUMNS] = flat ? 0 : columns;
-    l->values[CHUNKS] = flat ? 1 : chunks;
+    l->values[COLUMNS] = flat ? 0 : a->rows.columns;
     l->values[FOLDED] = one_stride;
-    l->grid_x = (unsigned)(flat ? chunks : chunks * a->rows.rows);
-    l->block = (unsigned)threads;
+    bst_alternatives alternatives = {alternative, flat ? a->view.count : a->rows.rows, false};
+    arrange(l, alternatives.count, MOST_THREADS, ACCESSES);
+    return alternatives;
 }
 
 /* For the CPU: without gaps anywhere, all is one row. */
@@ -109,10 +124,11 @@ bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLT
     const operand *operands[] = {&av, &bv, &yv, NULL};
     if (av.view.device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &forward_kernel};
-        shape(&l, operands);
+        bst_alternatives alternatives = shape(&l, operands);
         swiglu_forward_args args = {av.view.data,  bv.view.data,           yv.view.data,
                                     av.view.count, bst__row_map(&av.rows), bst__row_map(&bv.rows)};
-        return bst__cuda_launch(exec, forward_op, av.view.device.device_id, &l, &args, sizeof args);
+        return bst__cuda_launch_tuned(exec, forward_op, av.view.device.device_id, &l, &alternatives, &args,
+                                      sizeof args);
     }
     bool flat = packed(operands);
     swiglu_cpu call = {av.view.dtype, .gate = matrix(&av, flat), .up = matrix(&bv, flat), .y = matrix(&yv, flat)};
@@ -129,14 +145,17 @@ static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const o
     if (da->view.data) operands[count++] = da;
     if (db->view.data) operands[count++] = db;
     bst_launch l = {.kernel = &backward_kernel};
-    shape(&l, operands);
+    bst_alternatives alternatives = shape(&l, operands);
+    for (int i = 0; i < 3; i++)
+        if (operands[i]->view.data == da->view.data || operands[i]->view.data == db->view.data)
+            alternatives.once = true;
     l.values[DGATE] = da->view.data != NULL;
     l.values[DUP] = db->view.data != NULL;
     swiglu_backward_args args = {dy->view.data,           a->view.data,           b->view.data,
                                  da->view.data,           db->view.data,          a->view.count,
                                  bst__row_map(&dy->rows), bst__row_map(&a->rows), bst__row_map(&b->rows),
                                  bst__row_map(&da->rows), bst__row_map(&db->rows)};
-    return bst__cuda_launch(exec, backward_op, a->view.device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch_tuned(exec, backward_op, a->view.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
 bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,

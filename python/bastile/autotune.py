@@ -1,0 +1,28 @@
+"""Measured choices of kernel configurations: switching the measurements on, and forgetting what they led to."""
+
+from __future__ import annotations
+
+from bastile._library import library
+
+
+def set_autotune(on: bool | None) -> None:
+    """Whether GPU kernels and matrix products are launched as measurements on this machine say. None: as the variable
+    BASTILE_AUTOTUNE says (1: yes), which is also how a process begins; else configurations are a pure function of shape
+    and chip. It holds for calls that begin from now on, in every thread.
+
+    The first call of its kind measures, and waits for the device; its choice is kept on disk for this chip, driver and
+    version. Anything but the default is chosen only where it was clearly faster. Kernels give the same bits either way;
+    matrix products may sum in another order.
+
+    Raises:
+        ValueError: for anything but True, False and None.
+    """
+    if on not in (True, False, None):
+        raise ValueError(f"set_autotune: on is {on!r}; True, False or None is needed")
+    library.bst_set_autotune(-1 if on is None else int(on))
+
+
+def clear_autotune_cache() -> int:
+    """Forgets every measured choice, on disk too, and returns how many there were. Compiled kernels stay. Other
+    processes keep the choices that they have read, until they end."""
+    return library.bst_autotune_clear()

@@ -1,0 +1,21 @@
+/* fake_cuda.h - what a test sets in, and reads from, the driver that is none. */
+#ifndef BST_FAKE_CUDA_H
+#define BST_FAKE_CUDA_H
+
+#include <stdbool.h>
+
+typedef struct fake_cuda {
+    /* How long a kernel takes, by its compiler options and the threads of a block; negative: it does not launch. */
+    double (*kernel_ms)(const char *options, unsigned block);
+    double product_ms[8]; /* likewise cuBLASLt's algorithms; 0: there are no more */
+    bool capturing;       /* the stream is being captured */
+    bool out_of_memory;   /* for workspace */
+
+    int launches, products; /* so far */
+    int waits;              /* for the device */
+    char last_options[512]; /* of the kernel that was launched last */
+    int last_algorithm;     /* of the product likewise */
+    int live;               /* events and pieces of workspace that have not been freed */
+} fake_cuda;
+
+#endif

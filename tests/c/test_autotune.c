@@ -1,0 +1,446 @@
+/* test_autotune.c - searches with a clock that the test sets, and the choices that they leave on disk. */
+#include <fcntl.h>
+#include <math.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "bastile.h"
+#include "cuda/autotune.h"
+#include "cuda/cache.h"
+#include "test.h"
+
+static char root[64], folder[128];
+
+/* A new empty place for a test. */
+static void begin(void) {
+    snprintf(root, sizeof root, "/tmp/bastile-tune-XXXXXX");
+    if (!mkdtemp(root)) abort();
+    snprintf(folder, sizeof folder, "%s/cache", root);
+    setenv("BASTILE_CACHE", folder, 1);
+    bst__set_search_time(60);
+}
+
+static void end(void) {
+    char command[160];
+    snprintf(command, sizeof command, "rm -r %s", root);
+    if (system(command) != 0) abort();
+}
+
+static int count_files(const char *suffix) {
+    char command[256];
+    snprintf(command, sizeof command, "ls -A %s 2>/dev/null | grep -c '%s$'", folder, suffix);
+    FILE *pipe = popen(command, "r");
+    int count = -1;
+    if (!pipe || fscanf(pipe, "%d", &count) != 1) abort();
+    pclose(pipe);
+    return count;
+}
+
+/* ---- the clock --------------------------------------------------------------------------------------------------- */
+
+/* What each candidate takes, in ms; negative: it fails. `drift` makes everything slower by that part a round; `hiccup`
+ * makes that candidate, if it is not 0, take ten times as long in one round in three. */
+typedef struct track {
+    float ms[BST_MOST_CANDIDATES], drift;
+    int hiccup, fails_from_round; /* fails_from_round: candidate 1 fails from then on */
+    bool broken;                  /* no measuring at all */
+    int rounds, runs[BST_MOST_CANDIDATES], firsts[BST_MOST_CANDIDATES];
+} track;
+
+static bool run(void *context, const bool *running, int first, float *ms) {
+    track *t = context;
+    if (t->broken) return false;
+    for (int i = 0; i < BST_MOST_CANDIDATES && (i < 2 || t->ms[i] != 0.0f); i++) {
+        ms[i] = t->ms[i];
+        if (!running[i]) continue;
+        t->runs[i]++;
+        if (ms[i] < 0) continue;
+        ms[i] *= 1.0f + t->drift * (float)t->rounds;
+        if (i == t->hiccup && i && t->rounds % 3 == 2) ms[i] *= 10;
+        if (i == 1 && t->fails_from_round && t->rounds >= t->fails_from_round) ms[i] = -1;
+    }
+    t->firsts[first]++;
+    t->rounds++;
+    return true;
+}
+
+static bst_race race_of(track *t) {
+    int count = 1;
+    while (count < BST_MOST_CANDIDATES && t->ms[count] != 0.0f) count++;
+    return (bst_race){count, "a test", run, t};
+}
+
+static int search(track *t) {
+    bst_race race = race_of(t);
+    bst_times times = {0};
+    return bst__search(&race, &times);
+}
+
+/* ---- the verdict ------------------------------------------------------------------------------------------------- */
+
+enum { ROUNDS = 8 };
+
+/* Two candidates, and the verdict on their eight rounds. */
+static int verdict(const float *first, const float *second) {
+    bst_times t = {.running = {true, true}, .rounds = ROUNDS};
+    memcpy(t.ms[0], first, ROUNDS * sizeof *first);
+    memcpy(t.ms[1], second, ROUNDS * sizeof *second);
+    return bst__verdict(&t, 2);
+}
+
+TEST(the_verdict_is_for_what_is_faster_beyond_the_noise) {
+    static const float steady[ROUNDS] = {100, 100, 100, 100, 100, 100, 100, 100};
+    static const float faster[ROUNDS] = {97, 97, 97, 97, 97, 97, 97, 97};
+    static const float within_margin[ROUNDS] = {98.5, 98.5, 98.5, 98.5, 98.5, 98.5, 98.5, 98.5};
+    static const float noisy[ROUNDS] = {90, 110, 92, 108, 94, 106, 96, 104};
+    static const float one_hiccup[ROUNDS] = {97, 97, 97, 500, 97, 97, 97, 97};
+    static const float lucky_once[ROUNDS] = {100, 100, 20, 100, 100, 100, 100, 100};
+    CHECK_EQ_I(verdict(steady, faster), 1);
+    CHECK_EQ_I(verdict(faster, steady), 0);
+    CHECK_EQ_I(verdict(steady, steady), 0);
+    CHECK_EQ_I(verdict(steady, within_margin), 0);
+    /* Where either of them is noisy, a median of 97 is not enough. */
+    CHECK_EQ_I(verdict(noisy, faster), 0);
+    CHECK_EQ_I(verdict(steady, noisy), 0);
+    /* One round that went wrong decides nothing. */
+    CHECK_EQ_I(verdict(steady, one_hiccup), 1);
+    CHECK_EQ_I(verdict(one_hiccup, steady), 0);
+    CHECK_EQ_I(verdict(steady, lucky_once), 0);
+    CHECK_EQ_I(verdict(lucky_once, faster), 1);
+}
+
+TEST(of_several_winners_the_fastest_is_taken) {
+    bst_times t = {.running = {true, true, true, true}, .rounds = 5};
+    static const float medians[] = {100, 80, 70, 75};
+    for (int i = 0; i < 4; i++)
+        for (int r = 0; r < 5; r++) t.ms[i][r] = medians[i] + (float)((r * 3 + i) % 5) / 10;
+    CHECK_EQ_I(bst__verdict(&t, 4), 2);
+    CHECK_CLOSE(bst__median(&t, 2), 70.2, 1e-4);
+    t.running[2] = false;
+    CHECK_EQ_I(bst__verdict(&t, 4), 3);
+    CHECK_EQ_I(bst__verdict(&t, 2), 1);
+    CHECK_EQ_I(bst__verdict(&t, 1), 0);
+}
+
+/* ---- the search -------------------------------------------------------------------------------------------------- */
+
+TEST(the_faster_one_is_found) {
+    track t = {.ms = {1.0f, 1.1f, 0.9f, 0.95f}};
+    CHECK_EQ_I(search(&t), 2);
+    /* A round to warm up and nine that count, each beginning with another candidate. */
+    CHECK_EQ_I(t.rounds, 10);
+    for (int i = 0; i < 4; i++) CHECK_EQ_I(t.runs[i], 10);
+    for (int i = 0; i < 4; i++) CHECK(t.firsts[i] >= 2);
+}
+
+TEST(the_default_stays_where_nothing_stands_out) {
+    track alike = {.ms = {1.0f, 0.99f, 1.0f}}, alone = {.ms = {1.0f}};
+    CHECK_EQ_I(search(&alike), 0);
+    CHECK_EQ_I(search(&alone), 0);
+    CHECK_EQ_I(alone.rounds, 1);
+    /* A device that slows down under the measurements is slow for all. */
+    track hot = {.ms = {1.0f, 0.995f, 1.01f}, .drift = 0.1f};
+    CHECK_EQ_I(search(&hot), 0);
+    track interrupted = {.ms = {1.0f, 0.9f}, .hiccup = 1};
+    CHECK_EQ_I(search(&interrupted), 0); /* slow in three rounds of nine: it may be its own fault */
+}
+
+TEST(who_fails_drops_out) {
+    track t = {.ms = {1.0f, -1.0f, 0.9f, -1.0f}};
+    CHECK_EQ_I(search(&t), 2);
+    CHECK_EQ_I(t.runs[1], 1);
+    CHECK_EQ_I(t.runs[3], 1);
+    track later = {.ms = {1.0f, 0.5f, 0.9f}, .fails_from_round = 6};
+    CHECK_EQ_I(search(&later), 2);
+    track all = {.ms = {1.0f, -1.0f, -1.0f}};
+    CHECK_EQ_I(search(&all), 0);
+    CHECK_EQ_I(all.rounds, 1);
+    track no_default = {.ms = {-1.0f, 1.0f}};
+    CHECK_EQ_I(search(&no_default), -1);
+    track broken = {.ms = {1.0f, 0.5f}, .broken = true};
+    CHECK_EQ_I(search(&broken), -1);
+}
+
+TEST(a_search_is_short) {
+    track hopeless = {.ms = {1.0f, 1.5f, 0.9f}};
+    CHECK_EQ_I(search(&hopeless), 2);
+    CHECK_EQ_I(hopeless.runs[1], 2); /* to warm up, and once more */
+    track slow = {.ms = {400.0f, 300.0f}};
+    CHECK_EQ_I(search(&slow), 1);
+    CHECK_EQ_I(slow.rounds, 6);
+    track too_slow = {.ms = {1000.0f, 900.0f}};
+    CHECK_EQ_I(search(&too_slow), 0);
+    CHECK_EQ_I(too_slow.rounds, 2);
+}
+
+/* ---- the mode ---------------------------------------------------------------------------------------------------- */
+
+TEST(the_mode_is_the_calls_or_the_environments) {
+    unsetenv("BASTILE_AUTOTUNE");
+    unsetenv("BASTILE_ALTERNATIVE");
+    CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
+    CHECK_EQ_I(bst__tuning(), 0);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
+    CHECK_EQ_I(bst__tuning(), 1);
+    CHECK_EQ_I(bst_set_autotune(2), BST_INVALID);
+    CHECK_STR(bst_last_error(), "bst_set_autotune: on is 2; 1, 0, or -1 for BASTILE_AUTOTUNE is needed");
+    CHECK_EQ_I(bst__tuning(), 1);
+    setenv("BASTILE_AUTOTUNE", "1", 1);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
+    CHECK_EQ_I(bst__tuning(), 0);
+    CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
+    CHECK_EQ_I(bst__tuning(), 1);
+    setenv("BASTILE_AUTOTUNE", "0", 1);
+    CHECK_EQ_I(bst__tuning(), 1); /* read once */
+    CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
+    CHECK_EQ_I(bst__tuning(), 0);
+    unsetenv("BASTILE_AUTOTUNE");
+}
+
+/* ---- choices ----------------------------------------------------------------------------------------------------- */
+
+static const bst_machine machine = {"NVIDIA H200", 90, 132, 13000, 13000};
+
+static bst_digest key_of(const bst_machine *m, int problem) {
+    bst_sha256 h;
+    bst__choice_key(&h, m);
+    bst__sha256_add(&h, &problem, sizeof problem);
+    return bst__sha256_end(&h);
+}
+
+static int choose_on(const bst_machine *m, int problem, track *t, bool may_search) {
+    bst_digest key = key_of(m, problem);
+    bst_race race = race_of(t);
+    return bst__choice(&key, &race, may_search);
+}
+
+static int choose(int problem, track *t) { return choose_on(&machine, problem, t, true); }
+
+static const char *path_of(int problem) {
+    static char path[512];
+    bst_digest key = key_of(&machine, problem);
+    int at = snprintf(path, sizeof path, "%s/", folder);
+    for (int i = 0; i < 32; i++) at += snprintf(path + at, sizeof path - (size_t)at, "%02x", key.bytes[i]);
+    snprintf(path + at, sizeof path - (size_t)at, ".choice");
+    return path;
+}
+
+TEST(a_choice_is_measured_once) {
+    begin();
+    track t = {.ms = {1.0f, 1.1f, 0.9f}}, other = {.ms = {1.0f, 0.8f, 0.9f}};
+    CHECK_EQ_I(choose(1, &t), 2);
+    CHECK_EQ_I(t.rounds, 10);
+    CHECK_EQ_I(choose(1, &other), 2);
+    CHECK_EQ_I(other.rounds, 0);
+    CHECK_EQ_I(choose(2, &other), 1);
+    CHECK_EQ_I(count_files(".choice"), 2);
+    /* People can read it. */
+    char text[256] = {0};
+    FILE *f = fopen(path_of(1), "rb");
+    CHECK(f && fseek(f, 80, SEEK_SET) == 0 && fread(text, 1, sizeof text - 1, f) > 0);
+    if (f) fclose(f);
+    CHECK_STR(text, "2 of 3: a test, 0.9000 ms; the default 1.0000 ms\n");
+    /* That the default is the best is a choice too. */
+    track alike = {.ms = {1.0f, 1.0f}};
+    CHECK_EQ_I(choose(3, &alike), 0);
+    CHECK_EQ_I(choose(3, &alike), 0);
+    CHECK_EQ_I(alike.rounds, 10);
+    end();
+}
+
+TEST(where_it_may_not_search_nothing_is_kept) {
+    begin();
+    track t = {.ms = {1.0f, 0.9f}};
+    CHECK_EQ_I(choose_on(&machine, 1, &t, false), -1);
+    bst__set_search_time(0);
+    CHECK(!bst__may_search());
+    CHECK_EQ_I(choose(1, &t), -1);
+    CHECK_EQ_I(t.rounds, 0);
+    bst__set_search_time(60);
+    CHECK(bst__may_search());
+    t.broken = true;
+    CHECK_EQ_I(choose(1, &t), -1);
+    CHECK_EQ_I(count_files(""), 0);
+    t.broken = false;
+    CHECK_EQ_I(choose(1, &t), 1);
+    CHECK_EQ_I(choose_on(&machine, 1, &t, false), 1); /* what is stored serves nevertheless */
+    end();
+}
+
+static bool slow_round(void *context, const bool *running, int first, float *ms) {
+    usleep(20000);
+    return run(context, running, first, ms);
+}
+
+TEST(searches_use_up_their_time) {
+    begin();
+    track t = {.ms = {1.0f, 0.9f}};
+    bst_race race = race_of(&t);
+    race.round = slow_round;
+    bst_digest key = key_of(&machine, 1);
+    bst__set_search_time(0.15);
+    CHECK_EQ_I(bst__choice(&key, &race, true), 1); /* what has begun is finished */
+    CHECK(!bst__may_search());
+    CHECK_EQ_I(choose(2, &t), -1);
+    end();
+}
+
+TEST(machines_do_not_share_choices) {
+    begin();
+    bst_machine others[] = {machine, machine, machine, machine, machine};
+    snprintf(others[0].chip, sizeof others[0].chip, "NVIDIA H100");
+    others[1].arch = 100;
+    others[2].processors = 16; /* a part of a chip */
+    others[3].driver = 12080;
+    others[4].compiler = 13010;
+    track t = {.ms = {1.0f, 0.9f}};
+    CHECK_EQ_I(choose(1, &t), 1);
+    for (int i = 0; i < 5; i++) {
+        track own = {.ms = {1.0f, 1.0f}};
+        CHECK_EQ_I(choose_on(&others[i], 1, &own, true), 0);
+        CHECK_EQ_I(own.rounds, 10);
+    }
+    CHECK_EQ_I(choose(1, &t), 1);
+    CHECK_EQ_I(t.rounds, 10);
+    CHECK_EQ_I(count_files(".choice"), 6);
+    end();
+}
+
+static void write_at(const char *path, long at, const char *bytes) {
+    FILE *f = fopen(path, "r+b");
+    if (!f) abort();
+    fseek(f, at, SEEK_SET);
+    fputs(bytes, f);
+    fclose(f);
+}
+
+static bst_status make_text(void *context, bst_blob *out) {
+    *out = (bst_blob){strdup(context), strlen(context)};
+    return BST_OK;
+}
+
+/* Damaged, cut short, or whole and yet no choice of this race. */
+TEST(what_cannot_be_read_is_measured_anew) {
+    static const char *const texts[] = {"7 of 2: too many", "1 of 3: of another race", "-1 of 2: none", "1",
+                                        "\xff\xff"};
+    begin();
+    track t = {.ms = {1.0f, 0.9f}};
+    CHECK_EQ_I(choose(1, &t), 1);
+    write_at(path_of(1), 80, "0");
+    CHECK_EQ_I(choose(1, &t), 1);
+    CHECK_EQ_I(t.rounds, 20);
+    CHECK(truncate(path_of(1), 85) == 0);
+    CHECK_EQ_I(choose(1, &t), 1);
+    CHECK_EQ_I(t.rounds, 30);
+    CHECK(truncate(path_of(1), 0) == 0);
+    CHECK_EQ_I(choose(1, &t), 1);
+    CHECK_EQ_I(t.rounds, 40);
+    for (int i = 0; i < 5; i++) {
+        bst_digest key = key_of(&machine, 10 + i);
+        bst_blob entry;
+        CHECK_EQ_I(bst__cache_get(&key, BST_CACHE_CHOICE, make_text, (void *)(uintptr_t)texts[i], &entry), BST_OK);
+        free(entry.data);
+        CHECK_EQ_I(choose(10 + i, &t), -1);
+        CHECK_EQ_I(choose(10 + i, &t), 1);
+        CHECK_EQ_I(t.rounds, 50 + 10 * i);
+    }
+    end();
+}
+
+TEST(forgetting_forgets_choices_alone) {
+    begin();
+    track t = {.ms = {1.0f, 0.9f}};
+    bst_digest key = key_of(&machine, 1);
+    bst_blob code;
+    CHECK_EQ_I(bst_autotune_clear(), 0);
+    CHECK_EQ_I(bst__cache_get(&key, BST_CACHE_CODE, make_text, "code", &code), BST_OK);
+    free(code.data);
+    for (int i = 1; i <= 3; i++) CHECK_EQ_I(choose(i, &t), 1);
+    int generation = bst__tuning_generation();
+    CHECK_EQ_I(bst_autotune_clear(), 3);
+    CHECK(bst__tuning_generation() != generation);
+    CHECK_EQ_I(count_files(".choice"), 0);
+    CHECK_EQ_I(count_files(".cubin"), 1);
+    CHECK_EQ_I(bst_autotune_clear(), 0);
+    CHECK_EQ_I(choose(1, &t), 1);
+    CHECK_EQ_I(t.rounds, 40);
+    /* What no folder holds counts too. */
+    setenv("BASTILE_CACHE", "off", 1);
+    CHECK_EQ_I(choose(2, &t), 1);
+    CHECK_EQ_I(bst_autotune_clear(), 1);
+    CHECK_EQ_I(bst_autotune_clear(), 0);
+    end();
+}
+
+/* Counts searches of all processes together: a byte each in <root>/count. */
+static bool counted_round(void *context, const bool *running, int first, float *ms) {
+    const track *t = context;
+    if (t->rounds == 0) {
+        char path[160];
+        snprintf(path, sizeof path, "%s/count", root);
+        int file = open(path, O_WRONLY | O_CREAT | O_APPEND, 0600);
+        if (file < 0 || write(file, "x", 1) != 1) abort();
+        close(file);
+    }
+    usleep(2000);
+    return run(context, running, first, ms);
+}
+
+TEST(eight_processes_search_once_and_agree) {
+    begin();
+    for (int round = 0; round < 5; round++) {
+        int gate[2];
+        pid_t children[8];
+        if (pipe(gate) != 0) abort();
+        for (int c = 0; c < 8; c++) {
+            children[c] = fork();
+            if (children[c]) continue;
+            char byte;
+            close(gate[1]);
+            if (read(gate[0], &byte, 1) != 0) _exit(9); /* returns when the parent closes its end */
+            /* Each would find another one the fastest. */
+            track t = {.ms = {1, 1, 1, 1, 1, 1, 1, 1}};
+            t.ms[c] = 0.5f;
+            bst_race race = race_of(&t);
+            race.round = counted_round;
+            bst_digest key = key_of(&machine, round);
+            _exit(bst__choice(&key, &race, true));
+        }
+        close(gate[0]);
+        close(gate[1]);
+        int first = -1;
+        for (int c = 0; c < 8; c++) {
+            int status = -1;
+            waitpid(children[c], &status, 0);
+            if (c == 0) first = status;
+            CHECK(WIFEXITED(status) && WEXITSTATUS(status) < 8);
+            CHECK_EQ_I(status, first);
+        }
+        char path[160];
+        struct stat s;
+        snprintf(path, sizeof path, "%s/count", root);
+        CHECK(stat(path, &s) == 0);
+        CHECK_EQ_I(s.st_size, round + 1);
+    }
+    end();
+}
+
+int main(void) {
+    RUN(the_verdict_is_for_what_is_faster_beyond_the_noise);
+    RUN(of_several_winners_the_fastest_is_taken);
+    RUN(the_faster_one_is_found);
+    RUN(the_default_stays_where_nothing_stands_out);
+    RUN(who_fails_drops_out);
+    RUN(a_search_is_short);
+    RUN(the_mode_is_the_calls_or_the_environments);
+    RUN(a_choice_is_measured_once);
+    RUN(where_it_may_not_search_nothing_is_kept);
+    RUN(searches_use_up_their_time);
+    RUN(machines_do_not_share_choices);
+    RUN(what_cannot_be_read_is_measured_anew);
+    RUN(forgetting_forgets_choices_alone);
+    RUN(eight_processes_search_once_and_agree);
+    return bst_test_report();
+}

@@ -1,0 +1,422 @@
+/* test_tuned.c - what autotuning launches, and when, on a driver that is none (fake_cuda.c): how often a kernel runs on
+ * the caller's memory, which alternative is taken, what is left alone. */
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "cuda/autotune.h"
+#include "cuda/cuda.h"
+#include "fake_cuda.h"
+#include "tensors.h"
+
+const bst_source bst__sources[] = {{"toy.cu", "extern \"C\" __global__ void toy() {}\n"}, {NULL, NULL}};
+
+static fake_cuda *fake;
+static char root[64], folder[128];
+
+/* ---- a kernel with alternatives ---------------------------------------------------------------------------------- */
+
+enum { WIDTH, THREADS, BROKEN };
+static const bst_kernel toy = {"toy.cu", "toy", {"WIDTH", "THREADS", "BROKEN"}};
+
+/* 128 threads; alternatives: 256, the same again, 512, one that does not compile, 64. */
+static bool offer(bst_launch *l, int number, int64_t count) {
+    static const int threads[] = {256, 128, 512, 1024, 64};
+    if (number > 5) return false;
+    l->values[THREADS] = threads[number - 1];
+    l->values[BROKEN] = number == 4;
+    l->block = (unsigned)threads[number - 1];
+    l->grid_x = (unsigned)((count + l->block - 1) / l->block);
+    return true;
+}
+
+/* A call for `count` elements; every width is another problem. */
+static bst_status call_on(int device, int width, int64_t count, bool once) {
+    bst_launch l = {.kernel = &toy, .values = {width, 128}, .block = 128, .grid_x = (unsigned)((count + 127) / 128)};
+    bst_alternatives a = {offer, count, once};
+    int64_t arguments = count;
+    return bst__cuda_launch_tuned(NULL, "a_test", device, &l, &a, &arguments, sizeof arguments);
+}
+
+static bst_status call(int width, int64_t count) { return call_on(0, width, count, false); }
+
+/* By threads: 512 is the fastest; 64 does not launch. */
+static double fastest_512(const char *options, unsigned block) {
+    CHECK(!strstr(options, "-DBROKEN=1"));
+    return block == 512 ? 0.8 : block == 256 ? 0.9 : block == 128 ? 1.0 : -1.0;
+}
+
+static double fastest_128(const char *options, unsigned block) {
+    (void)options;
+    return block == 128 ? 1.0 : 1.1;
+}
+
+static void begin(double (*kernel_ms)(const char *options, unsigned block)) {
+    static const double products[8] = {1.0, 1.5, 0.7, -1.0, 0.8};
+    snprintf(root, sizeof root, "/tmp/bastile-tuned-XXXXXX");
+    if (!mkdtemp(root)) abort();
+    snprintf(folder, sizeof folder, "%s/cache", root);
+    setenv("BASTILE_CACHE", folder, 1);
+    *fake = (fake_cuda){.kernel_ms = kernel_ms};
+    memcpy(fake->product_ms, products, sizeof products);
+    bst__set_search_time(60);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
+}
+
+static void end(void) {
+    char command[160];
+    CHECK_EQ_I(fake->live, 0); /* whatever was taken for measurements has been given back */
+    bst_autotune_clear();
+    snprintf(command, sizeof command, "rm -rf %s", root);
+    if (system(command) != 0) abort();
+}
+
+static int choices(void) {
+    char command[256];
+    snprintf(command, sizeof command, "ls -A %s 2>/dev/null | grep -c '.choice$'", folder);
+    FILE *pipe = popen(command, "r");
+    int count = -1;
+    if (!pipe || fscanf(pipe, "%d", &count) != 1) abort();
+    pclose(pipe);
+    return count;
+}
+
+/* The number of launches of one call. */
+static int launches_of(int width, int64_t count, bool once) {
+    int before = fake->launches;
+    CHECK_OK(call_on(0, width, count, once));
+    return fake->launches - before;
+}
+
+#define CHECK_TOOK(threads) CHECK_STR(fake->last_options, "-DTHREADS=" #threads " ")
+
+/* ---- kernels ----------------------------------------------------------------------------------------------------- */
+
+TEST(off_it_launches_the_default_once) {
+    begin(fastest_512);
+    bst_set_autotune(0);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(128);
+    CHECK_EQ_I(fake->waits, 0);
+    CHECK_EQ_I(choices(), 0);
+    end();
+}
+
+TEST(the_first_call_measures_and_every_call_takes_the_fastest) {
+    begin(fastest_512);
+    /* Three that run: ten rounds, then the result; one more that was tried and did not compile, one that did not launch. */
+    CHECK_EQ_I(launches_of(1, 1000, false), 3 * 10 + 1);
+    CHECK_TOOK(512);
+    int waits = fake->waits;
+    CHECK(waits > 0);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(512);
+    CHECK_EQ_I(fake->waits, waits);
+    CHECK_EQ_I(choices(), 1);
+    bst_set_autotune(0);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(128);
+    end();
+}
+
+TEST(the_default_stays_where_it_is_the_fastest) {
+    begin(fastest_128);
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK_TOOK(128);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(128);
+    CHECK_EQ_I(choices(), 1);
+    end();
+}
+
+/* 1000 elements: 8 blocks; 1900: 15; 2000: 16. */
+TEST(lengths_of_one_magnitude_share_a_choice) {
+    begin(fastest_512);
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK_EQ_I(launches_of(1, 1900, false), 1);
+    CHECK_TOOK(512);
+    CHECK(launches_of(1, 2000, false) > 1);
+    CHECK_EQ_I(choices(), 2);
+    CHECK(launches_of(2, 1000, false) > 1);
+    CHECK_EQ_I(choices(), 3);
+    CHECK_EQ_I(launches_of(1, 0, false), 0);
+    end();
+}
+
+TEST(what_overwrites_its_input_runs_once) {
+    begin(fastest_512);
+    for (int i = 0; i < 3; i++) {
+        CHECK_EQ_I(launches_of(1, 1000, true), 1);
+        CHECK_TOOK(128);
+    }
+    CHECK_EQ_I(choices(), 0);
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK_EQ_I(launches_of(1, 1000, true), 1);
+    CHECK_TOOK(512);
+    end();
+}
+
+TEST(under_capture_nothing_is_measured) {
+    begin(fastest_512);
+    fake->capturing = true;
+    for (int i = 0; i < 2; i++) {
+        CHECK_EQ_I(launches_of(1, 1000, false), 1);
+        CHECK_TOOK(128);
+    }
+    CHECK_EQ_I(fake->waits, 0);
+    CHECK_EQ_I(choices(), 0);
+    fake->capturing = false;
+    CHECK(launches_of(1, 1000, false) > 1);
+    fake->capturing = true;
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(512);
+    end();
+}
+
+TEST(without_memory_or_time_the_default_is_taken) {
+    begin(fastest_512);
+    fake->out_of_memory = true;
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(128);
+    fake->out_of_memory = false;
+    bst__set_search_time(0);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(128);
+    CHECK_EQ_I(choices(), 0);
+    bst__set_search_time(60);
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK_TOOK(512);
+    end();
+}
+
+static double none_runs(const char *options, unsigned block) {
+    (void)options, (void)block;
+    return -1.0;
+}
+
+TEST(an_error_of_the_default_is_an_error) {
+    begin(none_runs);
+    CHECK_EQ_I(call(1, 1000), BST_CUDA);
+    CHECK_STR(bst_last_error(), "a_test: cuLaunchKernel failed");
+    CHECK_EQ_I(choices(), 0);
+    end();
+}
+
+TEST(devices_have_choices_of_their_own) {
+    begin(fastest_512);
+    CHECK_OK(call_on(0, 1, 1000, false));
+    fake->kernel_ms = fastest_128;
+    CHECK_OK(call_on(1, 1, 1000, false));
+    CHECK_TOOK(128);
+    CHECK_EQ_I(choices(), 2);
+    CHECK_OK(call_on(0, 1, 1000, false));
+    CHECK_TOOK(512);
+    end();
+}
+
+TEST(another_process_has_measured_it) {
+    begin(fastest_512);
+    pid_t child = fork();
+    if (!child) _exit(call(1, 1000) == BST_OK && call(2, 1000) == BST_OK ? 0 : 1);
+    int status = -1;
+    waitpid(child, &status, 0);
+    CHECK_EQ_I(status, 0);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(512);
+    CHECK_EQ_I(launches_of(2, 1000, true), 1); /* not even that it may not measure matters */
+    CHECK_TOOK(512);
+    end();
+}
+
+TEST(what_is_forgotten_is_measured_again) {
+    begin(fastest_512);
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK(launches_of(2, 1000, false) > 1);
+    CHECK_EQ_I(bst_autotune_clear(), 2);
+    fake->kernel_ms = fastest_128;
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK_TOOK(128);
+    CHECK_EQ_I(choices(), 1);
+    /* Without a folder, the process remembers. */
+    setenv("BASTILE_CACHE", "off", 1);
+    CHECK_EQ_I(bst_autotune_clear(), 0);
+    fake->kernel_ms = fastest_512;
+    CHECK(launches_of(1, 1000, false) > 1);
+    CHECK_EQ_I(launches_of(1, 1000, false), 1);
+    CHECK_TOOK(512);
+    CHECK_EQ_I(bst_autotune_clear(), 1);
+    CHECK(launches_of(1, 1000, false) > 1);
+    setenv("BASTILE_CACHE", folder, 1);
+    end();
+}
+
+enum { CALLERS = 6, WIDTHS = 5 };
+static atomic_int failures;
+
+/* Every caller meets the problems in another order. */
+static void *call_all(void *first) {
+    for (int i = 0; i < 20 * WIDTHS; i++)
+        if (call(1 + (i + *(int *)first) % WIDTHS, 1000) != BST_OK) atomic_fetch_add(&failures, 1);
+    return NULL;
+}
+
+/* The clock stands still: what one thread launches would count in the measurements of another. */
+static double no_time(const char *options, unsigned block) {
+    (void)options;
+    return block == 64 ? -1.0 : 0.0;
+}
+
+/* Ten rounds of three candidates for each problem, whoever comes first, and a launch for each call. */
+TEST(threads_measure_each_problem_once) {
+    begin(no_time);
+    pthread_t threads[CALLERS];
+    int first[CALLERS];
+    for (int i = 0; i < CALLERS; i++) {
+        first[i] = i;
+        if (pthread_create(&threads[i], NULL, call_all, &first[i]) != 0) abort();
+    }
+    for (int i = 0; i < CALLERS; i++) pthread_join(threads[i], NULL);
+    CHECK_EQ_I(atomic_load(&failures), 0);
+    CHECK_EQ_I(choices(), WIDTHS);
+    CHECK_EQ_I(fake->launches, WIDTHS * 3 * 10 + CALLERS * 20 * WIDTHS);
+    end();
+}
+
+TEST(more_problems_than_it_remembers_take_the_default) {
+    begin(fastest_512);
+    setenv("BASTILE_CACHE", "off", 1);
+    bst__set_search_time(0);
+    for (int width = 1000; width < 4000; width++) CHECK_EQ_I(launches_of(width, 1000, true), 1);
+    bst__set_search_time(60);
+    CHECK_EQ_I(launches_of(3999, 1000, false), 1);
+    CHECK_TOOK(128);
+    CHECK(launches_of(1000, 1000, false) > 1);
+    CHECK_TOOK(512);
+    end();
+}
+
+/* ---- matrix products --------------------------------------------------------------------------------------------- */
+
+static int products_of(int64_t m, float beta) {
+    static float memory[64];
+    int before = fake->products;
+    bst_gemm g = {.device = {kDLCUDA, 0}, .m = m, .n = 4, .k = 4, .a = memory, .b = memory, .out = memory};
+    g.lda = g.ldb = g.ldo = 4;
+    g.input_type = g.output_type = bst_test_types[0];
+    g.alpha = 1;
+    g.beta = beta;
+    CHECK_OK(bst__cuda_gemm(NULL, "a_test", &g));
+    return fake->products - before;
+}
+
+TEST(a_product_takes_the_fastest_algorithm) {
+    begin(fastest_512);
+    bst_set_autotune(0);
+    CHECK_EQ_I(products_of(4, 0), 1);
+    CHECK_EQ_I(fake->last_algorithm, 0);
+    CHECK_EQ_I(fake->waits, 0);
+    bst_set_autotune(1);
+    /* Three in ten rounds, one that fails, and one so slow that it runs twice; then the result. */
+    CHECK_EQ_I(products_of(4, 0), 3 * 10 + 2 + 1);
+    CHECK_EQ_I(fake->last_algorithm, 2);
+    CHECK_EQ_I(choices(), 1);
+    CHECK_EQ_I(products_of(4, 0), 1);
+    CHECK_EQ_I(fake->last_algorithm, 2);
+    CHECK(products_of(5, 0) > 1); /* another shape is another problem */
+    bst_set_autotune(0);
+    CHECK_EQ_I(products_of(4, 0), 1);
+    CHECK_EQ_I(fake->last_algorithm, 0);
+    bst_set_autotune(1);
+    CHECK_EQ_I(bst_autotune_clear(), 2);
+    fake->product_ms[2] = 1.0;
+    CHECK(products_of(4, 0) > 1);
+    CHECK_EQ_I(fake->last_algorithm, 4);
+    end();
+}
+
+TEST(a_product_that_adds_runs_once) {
+    begin(fastest_512);
+    CHECK_EQ_I(products_of(4, 1), 1);
+    CHECK_EQ_I(products_of(4, 1), 1);
+    CHECK_EQ_I(fake->last_algorithm, 0);
+    CHECK_EQ_I(choices(), 0);
+    end();
+}
+
+TEST(a_captured_product_runs_once) {
+    begin(fastest_512);
+    fake->capturing = true;
+    CHECK_EQ_I(products_of(4, 0), 1);
+    CHECK_EQ_I(fake->last_algorithm, 0);
+    CHECK_EQ_I(fake->waits, 0);
+    fake->capturing = false;
+    CHECK(products_of(4, 0) > 1);
+    fake->capturing = true;
+    CHECK_EQ_I(products_of(4, 0), 1);
+    CHECK_EQ_I(fake->last_algorithm, 2);
+    end();
+}
+
+/* A kernel that is called twice, one that does not compile, and one that another process has compiled. */
+TEST(kernels_that_are_made_ready_are_counted) {
+    enum { FIRST = 5000, OTHERS = 5001 }; /* widths that no other test has */
+    begin(fastest_128);
+    CHECK_OK(bst_set_autotune(0));
+    int64_t compiled, cached, before, cached_before;
+    bst_kernel_counts(&before, &cached_before);
+    pid_t child = fork();
+    if (!child) _exit(call(OTHERS, 1000) == BST_OK ? 0 : 1);
+    int ended = -1;
+    waitpid(child, &ended, 0);
+    CHECK_EQ_I(ended, 0);
+    CHECK_OK(call(FIRST, 1000));
+    CHECK_OK(call(FIRST, 10));
+    CHECK_OK(call_on(1, FIRST, 10, false)); /* the same code on another device */
+    bst_launch broken = {.kernel = &toy, .values = {FIRST, 128, 1}, .block = 128, .grid_x = 1};
+    CHECK_EQ_I(bst__cuda_launch(NULL, "a_test", 0, &broken, &compiled, sizeof compiled), BST_COMPILE);
+    bst_kernel_counts(&compiled, &cached);
+    CHECK_EQ_I(compiled, before + 1);
+    CHECK_EQ_I(cached, cached_before);
+    CHECK_OK(call(OTHERS, 1000));
+    bst_kernel_counts(NULL, &cached);
+    bst_kernel_counts(&compiled, NULL);
+    CHECK_EQ_I(compiled, before + 1);
+    CHECK_EQ_I(cached, cached_before + 1);
+    end();
+}
+
+int main(void) {
+    /* Loaded under its soname, it is what the library finds for the driver. */
+    void *library = dlopen(FAKE_CUDA, RTLD_NOW | RTLD_LOCAL);
+    fake_cuda *(*state)(void) = NULL;
+    if (library) *(void **)&state = dlsym(library, "fake_cuda_state");
+    if (!state) {
+        printf("%s\n", dlerror());
+        return EXIT_FAILURE;
+    }
+    fake = state();
+    setenv("BASTILE_NVRTC", FAKE_CUDA, 1);
+    setenv("BASTILE_CUBLASLT", FAKE_CUDA, 1);
+    unsetenv("BASTILE_ALTERNATIVE");
+    RUN(off_it_launches_the_default_once);
+    RUN(the_first_call_measures_and_every_call_takes_the_fastest);
+    RUN(the_default_stays_where_it_is_the_fastest);
+    RUN(lengths_of_one_magnitude_share_a_choice);
+    RUN(what_overwrites_its_input_runs_once);
+    RUN(under_capture_nothing_is_measured);
+    RUN(without_memory_or_time_the_default_is_taken);
+    RUN(an_error_of_the_default_is_an_error);
+    RUN(devices_have_choices_of_their_own);
+    RUN(another_process_has_measured_it);
+    RUN(what_is_forgotten_is_measured_again);
+    RUN(threads_measure_each_problem_once);
+    RUN(more_problems_than_it_remembers_take_the_default);
+    RUN(a_product_takes_the_fastest_algorithm);
+    RUN(a_product_that_adds_runs_once);
+    RUN(a_captured_product_runs_once);
+    RUN(kernels_that_are_made_ready_are_counted);
+    return bst_test_report();
+}
