@@ -154,6 +154,27 @@ TEST(backward) {
     }
 }
 
+/* dh over h and wy over dy, then one of them alone: the bits of the call that has memory for all. */
+TEST(backward_in_place) {
+    TENSORS;
+    static float own_h[N][2 * I], own_dy[N][I], own_dw[T][K], own_dgub[E][2 * I];
+    DLTensor t_own_h = bst_f32(own_h, 2, rows_2i), t_own_dy = bst_f32(own_dy, 2, rows_i);
+    DLTensor t_own_dw = bst_f32(own_dw, 2, pairs), t_own_dgub = bst_f32(own_dgub, 2, bias_2i);
+    DLTensor t_dots = bst_f32(dots, 1, sorted);
+    for (int wanted = 1; wanted < 4; wanted++) {
+        bool want_dh = wanted & 1, want_wy = wanted & 2;
+        memcpy(own_h, h, sizeof h);
+        memcpy(own_dy, dy, sizeof dy);
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_own_dy, &t_own_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, alpha,
+                                      limit, want_dh ? &t_own_h : NULL, want_wy ? &t_own_dy : NULL, &t_own_dw,
+                                      &t_own_dgub));
+        CHECK(!memcmp(own_h, want_dh ? dh : h, sizeof h));
+        CHECK(!memcmp(own_dy, want_wy ? wy : dy, sizeof dy));
+        CHECK(!memcmp(own_dw, dweights, sizeof dweights));
+        CHECK(!memcmp(own_dgub, dgate_up_bias, sizeof dgate_up_bias));
+    }
+}
+
 TEST(without_biases_and_weights) {
     TENSORS;
     static float no_bias[E][2 * I], y_zeros[N][I], sums[T][H];
@@ -172,7 +193,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
     static float other[N][2 * I];
     int64_t odd[] = {N, 2 * I - 1}, short_pairs[] = {T, K - 1};
     DLTensor t_odd = bst_f32(other, 2, odd), t_few = bst_f32(weights, 2, short_pairs);
-    DLTensor t_other_i = bst_f32(other, 2, rows_i), t_other_h = bst_f32(other, 2, tokens);
+    DLTensor t_other_i = bst_f32(other, 2, rows_i), t_other_h = bst_f32(other, 2, tokens),
+             t_other_2i = bst_f32(other, 2, rows_2i);
     CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_odd, NULL, &t_ends, alpha, limit, &t_other_i), BST_INVALID);
     CHECK_STR(bst_last_error(), "moe_glu_forward: h has shape [70, 17]; columns in pairs");
     CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, 0, &t_other_i), BST_INVALID);
@@ -186,10 +208,25 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK_EQ_I(bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, NULL, &t_z, NULL, &t_db),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "dots or dbias is wanted, but bias is NULL");
-    CHECK_EQ_I(bst_moe_glu_backward(NULL, &t_y, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha, limit, &t_h,
-                                    NULL, NULL, NULL),
-               BST_INVALID);
-    CHECK_STR(bst_last_error(), "moe_glu_backward: dh and h share memory");
+    struct {
+        DLTensor dy, dh, wy;
+        const char *message;
+    } shared[] = {
+        {t_y, bst_f32(h[1], 2, rows_2i), t_other_i, "dh and h share memory, but do not begin together"},
+        {t_y, t_h, bst_f32(y[1], 2, rows_i), "wy and dy share memory, but do not begin together"},
+        {t_other_i, t_other_2i, t_y, "dh and dy share memory"},
+        {t_y, t_other_2i, bst_f32(h, 2, rows_i), "wy and h share memory"},
+        {t_y, t_other_2i, t_other_i, "wy and dh share memory"},
+    };
+    memcpy(dh, h, sizeof h);
+    memcpy(wy, y, sizeof y);
+    for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) {
+        CHECK_EQ_I(bst_moe_glu_backward(NULL, &shared[i].dy, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
+                                        limit, &shared[i].dh, &shared[i].wy, NULL, NULL),
+                   BST_INVALID);
+        CHECK_STR(bst_last_error(), shared[i].message);
+    }
+    CHECK(!memcmp(dh, h, sizeof h) && !memcmp(wy, y, sizeof y));
     CHECK_EQ_I(bst_moe_gather(NULL, &t_z, &t_order, &t_z), BST_INVALID);
     CHECK_STR(bst_last_error(), "rows and x share memory");
 #ifndef BST_EMULATE
@@ -248,6 +285,7 @@ int main(void) {
     RUN(sorts_by_expert_and_keeps_the_order);
     RUN(forward);
     RUN(backward);
+    RUN(backward_in_place);
     RUN(without_biases_and_weights);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 from bastile.ops.moe import moe_experts
+from memory import Peak
 from oracle import DTYPES, EMULATED, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
 GATHER = torch.ops.bastile.moe_gather.default
@@ -276,7 +279,8 @@ def test_an_index_that_is_no_expert(device):
 
 @pytest.mark.parametrize("device", devices())
 def test_inputs_are_left_alone_and_bits_repeat(device):
-    """On one thread and on several, and in a second backward pass over the same graph."""
+    """On one thread and on several, and in a second backward pass over the same graph, and a last one: the graph goes
+    with it, and the gate's gradients are written over what it kept."""
     shape = (70, 2, 5, 24, 48)
     tensors, indices = inputs(shape, torch.bfloat16, device), routing(*shape[:3], device)
     kept = {name: t.clone() for name, t in tensors.items()}
@@ -285,8 +289,8 @@ def test_inputs_are_left_alone_and_bits_repeat(device):
         torch.set_num_threads(count)
         given = leaves(tensors)
         out = ours(**given, indices=indices)
-        for _ in range(2):
-            gradients = torch.autograd.grad(out, tuple(given.values()), torch.ones_like(out), retain_graph=True)
+        for retain in (True, True, False):
+            gradients = torch.autograd.grad(out, tuple(given.values()), torch.ones_like(out), retain_graph=retain)
             results.append((out.detach(), *gradients))
     torch.set_num_threads(threads)
     for other in results[1:]:
@@ -305,6 +309,65 @@ def test_keeps_inputs_the_first_product_and_the_sort():
         ours(**tensors, indices=indices)
     extra = sorted((t.dtype == torch.int32, tuple(t.shape)) for t in saved if t.data_ptr() not in own)
     assert extra == [(False, (40, 32)), (True, (5,)), (True, (20, 2)), (True, (40,))]
+
+
+def peak(run: Callable[[], object]) -> int:
+    with Peak() as memory:
+        run()
+    return memory.most
+
+
+# [T, K, E, H, I]: matrices larger than all rows together, and rows larger than these.
+@pytest.mark.parametrize("shape", [(16, 2, 8, 64, 48), (128, 2, 2, 16, 64)], ids=str)
+@pytest.mark.parametrize("wanted", [NAMES, ("hidden", "weights")], ids=["trained", "frozen"])
+def test_the_last_backward_pass_needs_no_more_memory_than_its_steps(shape, wanted):
+    """What a step reads and makes, what later ones read, the gradients so far: nothing else is there, but for the sort,
+    the output, its gradient, and a few numbers a pair. Without gradients wanted, h goes before the second product."""
+    tokens, choices, experts, width, inner = shape
+    tensors, indices = leaves(inputs(shape, torch.float32, "cpu"), wanted), routing(*shape[:3], "cpu")
+    pairs = 4 * tokens * choices
+    rows, gate, h, token = pairs * width, pairs * inner, pairs * 2 * inner, 4 * tokens * width
+    trained = "down" in wanted
+    ddown = 4 * experts * width * inner if trained else 0
+    dgate_up, dbiases = 2 * ddown, 4 * experts * (width + 2 * inner) if trained else 0
+    read_by_ddown = rows + gate if trained else 0
+    steps = [
+        rows + gate + h,  # dy, then dh and wy in the memory of h and dy
+        h + read_by_ddown + rows + dgate_up,
+        h + read_by_ddown + rows + dgate_up + token,  # dhidden
+        read_by_ddown + dgate_up + token + ddown,
+    ]
+    few = 2 * pairs + 4 * experts + 2 * pairs + dbiases  # the sort; dots, the gradients of weights and biases
+
+    def backward():
+        out = ours(**tensors, indices=indices)
+        torch.autograd.grad(out, [tensors[name] for name in wanted], torch.ones_like(out))
+
+    assert peak(backward) <= few + 2 * token + max(steps)
+    with torch.no_grad():
+        assert peak(lambda: ours(**tensors, indices=indices)) <= few + h + max(rows, gate)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("reentrant", [True, False, None], ids=["reentrant", "checkpoint", "hooks"])
+def test_hooks_and_checkpoints_change_no_bit(reentrant, device):
+    """They hand the kept tensors to the backward pass in their own ways."""
+    shape = (20, 2, 5, 24, 16)
+    tensors, indices = inputs(shape, torch.bfloat16, device), routing(*shape[:3], device)
+    dout = random_tensor((20, 24), torch.bfloat16, device)
+    want = run(leaves(tensors), indices, dout)
+    given = leaves(tensors)
+    if reentrant is None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.cpu().clone(), lambda t: t.to(device)):
+            out = ours(**given, indices=indices)
+    else:
+        out = checkpoint(ours, *given.values(), indices, use_reentrant=reentrant)
+    for retain in (True, False):
+        out.backward(dout, retain_graph=retain)
+        for tensor, gradient in zip(given.values(), want[1], strict=True):
+            assert_same_bits(tensor.grad, gradient)
+            tensor.grad = None
+    assert_same_bits(out.detach(), want[0])
 
 
 def test_what_no_kernel_serves_runs_plain_torch():
@@ -383,6 +446,7 @@ def test_what_the_compiler_is_told_is_true(device):
     for wanted in ((True,) * 4, (True, False, False, False), (False, True, True, False)):
         given = (y, h, t["gate_up_bias"], ends, order, t["weights"], None, 1.7, 7.0, *wanted)
         check(ops.moe_glu_backward.default, given)
+        check(ops.moe_glu_backward_inplace.default, (y.clone(), h.clone(), *given[2:]))
     check(ops.moe_combine_forward.default, (rows, position, t["weights"], t["down_bias"], indices))
     check(ops.moe_combine_forward.default, (rows, position, None, None, None))
     for wanted in ((True, True), (False, True)):

@@ -32,9 +32,10 @@ def _aligned(t: torch.Tensor) -> bool:
 
 
 def _on_device(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the kernel serves this product, with a dense result: it pads the rows of one that is no round width."""
+    """Whether the kernel serves this product, with a dense result."""
     if not a.is_cuda or a.dtype is not torch.bfloat16 or not _chip_has_it(a.device):
         return False
+    # The result's rows, too, begin at multiples of 16 bytes: it is padded, not dense, unless they are so long.
     return b.shape[-1] % 8 == 0 and _aligned(a) and _aligned(b)
 
 
@@ -53,14 +54,14 @@ def _one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, out
 
 def _rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if rows.shape[0] and _on_device(rows, matrices):
-        return _fused(rows, matrices, offs=ends).contiguous()  # its rows may begin at 16-byte boundaries
+        return _fused(rows, matrices, offs=ends)
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     return _one_by_one(rows, matrices, ends, out) if rows.shape[0] else out
 
 
 def _matrices(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     if left.shape[0] and _on_device(left, right):
-        return _fused(left.t(), right, offs=ends).contiguous()
+        return _fused(left.t(), right, offs=ends)
     out = left.new_zeros((ends.shape[0], left.shape[1], right.shape[1]))
     return _one_by_one(left, right, ends, out) if left.shape[0] else out
 

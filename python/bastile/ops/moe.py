@@ -12,6 +12,7 @@ _sort = torch.ops.bastile.moe_sort.default
 _gather = torch.ops.bastile.moe_gather.default
 _glu_forward = torch.ops.bastile.moe_glu_forward.default
 _glu_backward = torch.ops.bastile.moe_glu_backward.default
+_glu_backward_inplace = torch.ops.bastile.moe_glu_backward_inplace.default
 _combine_forward = torch.ops.bastile.moe_combine_forward.default
 _combine_backward = torch.ops.bastile.moe_combine_backward.default
 
@@ -50,6 +51,11 @@ def _(dy, h, bias, ends, order, weights, dots, alpha, limit, want_dh, want_wy, w
     return _like(h, want_dh), _like(dy, want_wy), _like(weights, want_dweights), dbias
 
 
+@torch.library.register_fake("bastile::moe_glu_backward_inplace")
+def _(dy, h, bias, ends, order, weights, dots, alpha, limit, want_dh, want_wy, want_dweights, want_dbias):
+    return _like(weights, want_dweights), _like(bias, want_dbias) if bias is not None else _none(h)
+
+
 @torch.library.register_fake("bastile::moe_combine_forward")
 def _(y, position, weights, bias, indices):
     return y.new_empty((position.shape[0], y.shape[1]))
@@ -62,16 +68,37 @@ def _(dout, order, ends, weights, bias, want_dots, want_dbias):
     return rows, dots, _like(bias, want_dbias) if bias is not None else _none(dout)
 
 
+def _is_last_pass() -> bool:
+    """Whether the graph goes with this backward pass, so that nobody reads h again. Not asked while compiling: the
+    compiler plans the memory."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _gate_gradients(in_place, dy, h, given, want):
+    """dh, w y, and the gradients of the routing weights and of the bias; in place: the first two over h and dy."""
+    if not in_place:
+        return _glu_backward(dy, h, *given, *want)
+    want_dh, want_wy, _, _ = want
+    dweights, dbias = _glu_backward_inplace(dy, h, *given, *want)
+    torch.autograd.graph.increment_version(h)
+    return h if want_dh else None, dy if want_wy else None, dweights, dbias
+
+
 class _Experts(torch.autograd.Function):
     """Keeps its inputs, the sort, and the first product's result. The rows are gathered and the gate is computed again
     in the backward pass, and the routing weights' gradient comes from the gate's side of the second product: with dy
-    the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not be kept."""
+    the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not be kept.
+
+    What is as large as the rows is let go of as soon as it has been read."""
 
     @staticmethod
-    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
+    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit, with_grad):
         order, position, ends = _sort(indices, gate_up.shape[0])
         h = grouped_rows(_gather(hidden, order), gate_up, ends)
-        y = grouped_rows(_glu_forward(h, gate_up_bias, ends, alpha, limit), down, ends)
+        y = _glu_forward(h, gate_up_bias, ends, alpha, limit)
+        if not (with_grad and any(ctx.needs_input_grad)):
+            h = None  # no backward pass will read it
+        y = grouped_rows(y, down, ends)
         ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
         ctx.alpha, ctx.limit = alpha, limit
         return _combine_forward(y, position, weights, down_bias, indices)
@@ -79,7 +106,10 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
-        want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, _, _ = (
+        last = _is_last_pass()
+        if last:
+            ctx.maybe_clear_saved_tensors()  # otherwise autograd holds h until this function returns
+        want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, *_ = (
             ctx.needs_input_grad
         )
         dhidden = dweights = dgate_up = dgate_up_bias = ddown = ddown_bias = dots = None
@@ -92,35 +122,26 @@ class _Experts(torch.autograd.Function):
         want_dh = want_hidden or want_gate_up or want_gate_up_bias
         if want_dh or want_weights or want_down:
             dy = grouped_rows(rows, down.transpose(1, 2), ends)
-            dh, wy, dweights, dgate_up_bias = _glu_backward(
-                dy,
-                h,
-                gate_up_bias,
-                ends,
-                order,
-                weights,
-                dots if want_weights else None,
-                ctx.alpha,
-                ctx.limit,
-                want_dh,
-                want_down,
-                want_weights,
-                want_gate_up_bias,
-            )
-            del dy
-            if want_down:
-                ddown = grouped_matrices(wy, rows, ends)
-            del wy, rows
+            if not want_down:
+                del rows
+            given = (gate_up_bias, ends, order, weights, dots if want_weights else None, ctx.alpha, ctx.limit)
+            want = (want_dh, want_down, want_weights, want_gate_up_bias)
+            dh, wy, dweights, dgate_up_bias = _gate_gradients(last, dy, h, given, want)
+            del dy, h
             if want_gate_up:
                 dgate_up = grouped_matrices(_gather(hidden, order), dh, ends)
             if want_hidden:
                 dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
                 dhidden = _combine_forward(dx, position, None, None, None)
+                del dx
+            del dh
+            if want_down:  # last, when all gradients are there: wy and rows take less memory than dh and its rows
+                ddown = grouped_matrices(wy, rows, ends)
         gradients = (dhidden, None, dweights, dgate_up, dgate_up_bias, ddown, ddown_bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = tuple(first_order_only("moe_experts", g, dout, hidden) for g in gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(g if want else None for g, want in wanted), None, None
+        return *(g if want else None for g, want in wanted), None, None, None
 
 
 def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
@@ -223,4 +244,5 @@ def moe_experts(
         down_bias if down_bias is None else down_bias.contiguous(),
         float(alpha),
         float(limit),
+        torch.is_grad_enabled(),
     )

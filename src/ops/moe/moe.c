@@ -208,6 +208,13 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
     return BST_OK;
 }
 
+/* An output that may take the place of an input of its shape: both contiguous, so that beginning together is enough. */
+static bst_status need_itself_or_apart(const char *op, const char *name, const bst_view *v, const char *other_name,
+                                       const bst_view *other) {
+    if (v->data == other->data || !bst__overlap(v, other)) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s and %s share memory, but do not begin together", op, name, other_name);
+}
+
 bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h, const DLTensor *bias,
                                 const DLTensor *ends, const DLTensor *order, const DLTensor *weights,
                                 const DLTensor *dots, double alpha, double limit, DLTensor *dh, DLTensor *wy,
@@ -226,11 +233,11 @@ bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const 
     if (dweights) BST_TRY(bst__output(op, "dweights", dweights, &wv, "weights", wv.dtype, &g.dweights));
     if (dbias && !bias) return bst__error(BST_INVALID, "%s: dbias is wanted, but bias is NULL", op);
     if (dbias) BST_TRY(bst__output(op, "dbias", dbias, &bv, "bias", bv.dtype, &g.dbias));
-    const bst_view *outputs[] = {&g.dh, &g.wy};
-    for (int i = 0; i < 2; i++) {
-        BST_TRY(bst__need_apart(op, i ? "wy" : "dh", outputs[i], "h", &hv));
-        BST_TRY(bst__need_apart(op, i ? "wy" : "dh", outputs[i], "dy", &dyv));
-    }
+    BST_TRY(need_itself_or_apart(op, "dh", &g.dh, "h", &hv));
+    BST_TRY(need_itself_or_apart(op, "wy", &g.wy, "dy", &dyv));
+    BST_TRY(bst__need_apart(op, "dh", &g.dh, "dy", &dyv));
+    BST_TRY(bst__need_apart(op, "wy", &g.wy, "h", &hv));
+    BST_TRY(bst__need_apart(op, "wy", &g.wy, "dh", &g.dh));
     if (!hv.count) { /* sums of nothing */
         if (dweights) BST_TRY(bst__zero(exec, op, &g.dweights));
         return dbias ? bst__zero(exec, op, &g.dbias) : BST_OK;

@@ -241,7 +241,9 @@ BST_DEVICE void load_pairs(int32_t *pair, float *weight, const int32_t *order, c
 #define AT_ONCE 2
 /* With u = up + 1, s = sigmoid(alpha gate), y = u gate s, and weight w of the row:
  *   dgate = w dy u s (1 + alpha gate (1 - s)) and dup = w dy gate s, or 0 where a clamp was at work; wy = w y;
- *   dweight = sum of dy y over the row. */
+ *   dweight = sum of dy y over the row.
+ * dh may be h, and wy dy: a thread reads its elements, which no other reads, before it writes them. So neither may be
+ * read by bst_read_once, which is for memory that the kernel does not write. */
 BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
     BST_SHARED(int32_t, pair, MOE_MOST_ROWS);
     BST_SHARED(float, weight, MOE_MOST_ROWS);

@@ -92,6 +92,7 @@ static void add_partial(float *restrict partial, const float *restrict values, f
     for (int64_t i = 0; i < n; i++) partial[i] = (first ? 0.0f : partial[i]) + weight * values[i];
 }
 
+/* dh may be h, and wy dy: a tile is read before its place is written. */
 void BST_CPU(bst__moe_glu_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
     float h[BST_TILE], dy[BST_TILE / 2], y[BST_TILE / 2];

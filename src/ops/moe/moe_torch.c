@@ -45,8 +45,7 @@ static void glu_forward(bst_torch_value *stack, uint64_t inputs, uint64_t output
     bst__call_end(&call, stack, 1, (DLTensor *[]){y});
 }
 
-static void glu_backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
-    (void)inputs, (void)outputs;
+static void glu_backward_into(bst_torch_value *stack, bool in_place) {
     bst_call call;
     bst__call_begin(&call);
     DLTensor *dy = bst__call_tensor(&call, stack[0]), *h = bst__call_tensor(&call, stack[1]);
@@ -54,14 +53,26 @@ static void glu_backward(bst_torch_value *stack, uint64_t inputs, uint64_t outpu
     DLTensor *order = bst__call_tensor(&call, stack[4]), *weights = bst__call_tensor(&call, stack[5]);
     DLTensor *dots = bst__call_optional(&call, stack[6]);
     double alpha = bst__call_double(stack[7]), limit = bst__call_double(stack[8]);
-    DLTensor *dh = (stack[9] & 1) ? bst__call_empty_like(&call, h) : NULL;
-    DLTensor *wy = (stack[10] & 1) ? bst__call_empty_like(&call, dy) : NULL;
+    DLTensor *dh = !(stack[9] & 1) ? NULL : in_place ? h : bst__call_empty_like(&call, h);
+    DLTensor *wy = !(stack[10] & 1) ? NULL : in_place ? dy : bst__call_empty_like(&call, dy);
     DLTensor *dweights = (stack[11] & 1) ? bst__call_empty_like(&call, weights) : NULL;
     DLTensor *dbias = (stack[12] & 1) ? bst__call_empty_like(&call, bias) : NULL;
     if (call.status == BST_OK)
         call.status = bst_moe_glu_backward(&call.exec, dy, h, bias, ends, order, weights, dots, alpha, limit, dh, wy,
                                            dweights, dbias);
-    bst__call_end(&call, stack, 4, (DLTensor *[]){dh, wy, dweights, dbias});
+    DLTensor *results[] = {dh, wy, dweights, dbias};
+    bst__call_end(&call, stack, in_place ? 2 : 4, in_place ? results + 2 : results);
+}
+
+static void glu_backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    glu_backward_into(stack, false);
+}
+
+/* dh takes the place of h, and wy that of dy. */
+static void glu_backward_inplace(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    glu_backward_into(stack, true);
 }
 
 static void combine_forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
@@ -93,14 +104,18 @@ static void combine_backward(bst_torch_value *stack, uint64_t inputs, uint64_t o
     bst__call_end(&call, stack, 3, (DLTensor *[]){rows, dots, dbias});
 }
 
+/* What both ways of the gate's backward pass take besides dy and h. */
+#define GLU_BACKWARD                                                                                                  \
+    "Tensor? bias, Tensor ends, Tensor order, Tensor weights, Tensor? dots, float alpha, float limit, bool want_dh, " \
+    "bool want_wy, bool want_dweights, bool want_dbias"
+
 const bst_torch_function bst__moe_torch[] = {
     {"moe_sort", "(Tensor indices, int experts) -> (Tensor, Tensor, Tensor)", sort},
     {"moe_gather", "(Tensor x, Tensor order) -> Tensor", gather},
     {"moe_glu_forward", "(Tensor h, Tensor? bias, Tensor ends, float alpha, float limit) -> Tensor", glu_forward},
-    {"moe_glu_backward",
-     "(Tensor dy, Tensor h, Tensor? bias, Tensor ends, Tensor order, Tensor weights, Tensor? dots, float alpha, float "
-     "limit, bool want_dh, bool want_wy, bool want_dweights, bool want_dbias) -> (Tensor, Tensor, Tensor, Tensor)",
-     glu_backward},
+    {"moe_glu_backward", "(Tensor dy, Tensor h, " GLU_BACKWARD ") -> (Tensor, Tensor, Tensor, Tensor)", glu_backward},
+    {"moe_glu_backward_inplace", "(Tensor(a!) dy, Tensor(b!) h, " GLU_BACKWARD ") -> (Tensor, Tensor)",
+     glu_backward_inplace},
     {"moe_combine_forward", "(Tensor y, Tensor position, Tensor? weights, Tensor? bias, Tensor? indices) -> Tensor",
      combine_forward},
     {"moe_combine_backward",
