@@ -62,6 +62,10 @@ BST_API const char *bst_last_error(void);
  * package brought, say. An absolute path; it need not exist. Calls before the first use of a GPU count. */
 BST_API bst_status bst_add_library_path(const char *folder);
 
+/* How many CUDA kernels this process has made ready since it began: those that it compiled, and those that it read from
+ * the cache on disk. Each counts once. Either may be NULL. */
+BST_API void bst_kernel_counts(int64_t *compiled, int64_t *cached);
+
 /* 1: on CUDA, where a computation can be launched in several ways, the first call of its kind measures which one is the
  * fastest, waiting for the device, and stores the choice on disk for this chip, driver and version; later calls take
  * it. Anything but the default is taken only if it was clearly faster. Kernels give the same bits whatever is chosen;

@@ -37,6 +37,8 @@ def _load() -> ctypes.CDLL:
     library.bst_version.restype = ctypes.c_char_p
     library.bst_add_library_path.argtypes = [ctypes.c_char_p]
     library.bst_torch_register.argtypes = [ctypes.c_char_p]
+    library.bst_kernel_counts.argtypes = [ctypes.POINTER(ctypes.c_int64)] * 2
+    library.bst_kernel_counts.restype = None
     library.bst_set_autotune.argtypes = [ctypes.c_int]
     library.bst_autotune_clear.argtypes = []
     for folder in _library_folders():
@@ -52,3 +54,10 @@ library = _load()
 def version() -> str:
     """The library's version."""
     return library.bst_version().decode()
+
+
+def kernel_counts() -> tuple[int, int]:
+    """How many CUDA kernels this process has compiled, and how many it has read from the cache."""
+    compiled, cached = ctypes.c_int64(), ctypes.c_int64()
+    library.bst_kernel_counts(compiled, cached)
+    return compiled.value, cached.value

@@ -1,24 +1,26 @@
 """Compiling a model's kernels before the first step needs them.
 
 GPU kernels are compiled for a model's exact shapes when first used (a fraction of a second each, kept on disk). Calling
-`warmup_all_kernels(model)` before training moves that time to where it can be seen."""
+`warmup_all_kernels(model)` before training moves that time to where it can be seen, and compiles several at once."""
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
+from bastile._library import kernel_counts
+from bastile.models.kernels import Call, Types, calls
 from bastile.models.table import FAMILIES, Family
-from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from bastile.ops.qk_norm_rope import qk_norm_rope
-from bastile.ops.rms_norm import add_rms_norm, rms_norm
-from bastile.ops.rope import rope
-from bastile.ops.swiglu import swiglu
+from bastile.ops._common import FLOATS
+from bastile.patching import _unwrapped, get_patched_ops
 
-_ROWS = 8  # kernels are specialised by the width of a row, not by the number of rows
+_MOST_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,23 @@ class Warmup:
     """What warmup_all_kernels did. device is None where it did nothing; reason then says why."""
 
     device: str | None
-    seconds: dict[str, float] = field(default_factory=dict)  # by operator, and shape where it runs at several
+    seconds: dict[str, float] = field(default_factory=dict)  # of each operator at each width; they overlap in time
     reason: str = ""
+    total_seconds: float = 0.0  # from the first kernel's begin to the last one's end
+    compiled: int = 0  # kernels
+    cached: int = 0  # kernels that had been compiled before and were read from the disk
+    model_types: tuple[str, ...] = ()
 
-    @property
-    def total_seconds(self) -> float:
-        return sum(self.seconds.values())
+    def __str__(self) -> str:
+        if self.device is None:
+            return f"Nothing was compiled: {self.reason}"
+        whose = ", ".join(self.model_types)
+        if not self.compiled + self.cached:
+            return f"Nothing was compiled: this process has all kernels of {whose} already"
+        done = f"{self.compiled} kernel{'' if self.compiled == 1 else 's'} of {whose} compiled"
+        if self.cached:
+            done += f" and {self.cached} read from the cache"
+        return f"{done} in {self.total_seconds:.1f} s"
 
 
 def warmup_all_kernels(
@@ -39,99 +52,120 @@ def warmup_all_kernels(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
+    threads: int | None = None,
 ) -> Warmup:
-    """Runs every operator forward and backward once, on a few rows of the model's shapes, and reports the seconds.
+    """Compiles every kernel that a training step of the model needs, several at once, and reports the seconds. Memory
+    for a few rows is enough, and nothing of the model is touched.
 
-    model_or_config: a model, a PEFT or compiled one too, or its config; None: the default config of each supported
-    family. dtype: the model's own, bfloat16 for a config. progress: draw a bar where `rich` is installed."""
+    model_or_config: a model, wrapped or not (PEFT, torch.compile, DDP, FSDP), or its config; None: the default config
+        of each supported family. Of a model it matters what it is patched with and what of it is trained, of a config
+        what `apply` has patched; where nothing is patched, it is as if `apply` had patched all.
+    dtype: of the weights; the model's own, bfloat16 for a config. Under torch.autocast, call this under it too.
+    progress: draw a bar where `rich` is installed.
+    threads: how many kernels to compile at once; None: as many as there are CPU cores, but at most 8.
+
+    Raises:
+        ValueError: for what is no supported model or config, a type without kernels, or no threads.
+        RuntimeError: naming each operator that failed, after the others have been compiled."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"warmup_all_kernels: threads is {threads}; 1 or more is needed")
     if not torch.cuda.is_available():
-        return Warmup(None, reason="no CUDA device: CPU kernels are compiled when Bastile is built")
+        return Warmup(None, reason="there is no CUDA device; CPU kernels are compiled when Bastile is built")
     target = torch.device("cuda" if device is None else device)
     if target.type != "cuda":
-        return Warmup(None, reason=f"{target} is not a CUDA device: only CUDA kernels are compiled at run time")
-    work = [item for config, kind in _configs(model_or_config, dtype) for item in _work(config, kind, target)]
-    seconds: dict[str, float] = {}
-    with _bar(len(work) if progress else 0) as advance, torch.enable_grad():
-        for name, run in work:
-            torch.cuda.synchronize(target)
-            begin = time.perf_counter()
-            run()
-            torch.cuda.synchronize(target)
-            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin
-            advance(name)
-    return Warmup(str(target), seconds)
+        return Warmup(None, reason=f"{target} is not a CUDA device; only CUDA kernels are compiled at run time")
+    if target.index is None:  # the current device is this thread's alone
+        target = torch.device("cuda", torch.cuda.current_device())
+    return _warm(model_or_config, dtype, target, progress, threads)
 
 
-def _configs(model_or_config: Any, dtype: torch.dtype | None) -> list[tuple[Any, torch.dtype]]:
+def _warm(
+    model_or_config: Any, dtype: torch.dtype | None, device: torch.device, progress: bool, threads: int | None
+) -> Warmup:
+    families, work = _work(model_or_config, dtype, device)
+    before, begin = kernel_counts(), time.perf_counter()
+    seconds = _run(work, device, progress, threads or min(_MOST_THREADS, os.cpu_count() or 1))
+    total = time.perf_counter() - begin
+    compiled, cached = (now - then for now, then in zip(kernel_counts(), before, strict=True))
+    return Warmup(str(device), seconds, "", total, compiled, cached, tuple(family.model_type for family in families))
+
+
+def _work(model_or_config: Any, dtype: torch.dtype | None, device: torch.device) -> tuple[list[Family], list[Call]]:
+    """The families, and each call that their kernels need, once."""
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     if model_or_config is None:
         from transformers import AutoConfig
 
-        return [(AutoConfig.for_model(model_type), dtype or torch.bfloat16) for model_type in FAMILIES]
-    config = getattr(model_or_config, "config", model_or_config)
-    if getattr(config, "model_type", None) not in FAMILIES:
+        configs: list[Any] = [AutoConfig.for_model(model_type) for model_type in FAMILIES]
+        model, own = None, None
+    else:
+        model = _unwrapped(model_or_config) if isinstance(model_or_config, nn.Module) else None
+        configs = [model_or_config if model is None else getattr(model, "config", None)]
+        own = getattr(model, "dtype", None)
+    for config in configs:
+        if getattr(config, "model_type", None) not in FAMILIES:
+            raise ValueError(
+                f"warmup_all_kernels: {type(model_or_config).__name__} is no supported model or config; supported "
+                f"model types are: {', '.join(sorted(FAMILIES))}"
+            )
+    stream = dtype or own or torch.bfloat16
+    if stream not in FLOATS:
         raise ValueError(
-            f"warmup_all_kernels: {type(model_or_config).__name__} is no supported model or config; supported model "
-            f"types are: {', '.join(sorted(FAMILIES))}"
+            f"warmup_all_kernels: dtype is {stream}; kernels serve torch.float32, torch.bfloat16 and torch.float16"
         )
-    own = getattr(model_or_config, "dtype", None)
-    return [(config, dtype or (own if isinstance(own, torch.dtype) else None) or torch.bfloat16)]
+    families, types = [FAMILIES[config.model_type] for config in configs], Types(stream, dtype, autocast)
+    work = [
+        call
+        for family, config in zip(families, configs, strict=True)
+        for call in calls(config, family, _operators(family, model), types, model)
+    ]
+    return families, list(dict.fromkeys(work))
 
 
-def _work(config: Any, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Each operator at each shape this config's model calls it with."""
-    family: Family = FAMILIES[config.model_type]
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _operators(family: Family, model: nn.Module | None) -> list[str]:
+    """Those in force, or all that could be."""
+    patched = get_patched_ops(model)
+    names = dict(zip(family.patches(), family.operators, strict=True))
+    return [operator for name, operator in names.items() if name in patched] or list(family.operators)
 
-    def new(*shape: int, grad: bool = True, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.zeros(shape, device=device, dtype=kind, requires_grad=grad)
 
-    def norm(width: int) -> None:
-        rms_norm(new(_ROWS, width), new(width), 1e-6, casting=family.norm_casting).sum().backward()
+def _run(work: Sequence[Call], device: torch.device, progress: bool, threads: int) -> dict[str, float]:
+    """Makes the calls, each thread on a stream of its own, and returns the seconds of each title."""
+    seconds = dict.fromkeys((call.title for call in work), 0.0)
+    failed: dict[str, BaseException] = {}
+    pool = ThreadPoolExecutor(threads, "bastile-warmup", _use_own_stream, (device,))
+    try:
+        with _bar(len(work) if progress else 0) as advance:
+            running: dict[Future[float], Call] = {pool.submit(_timed, call, device): call for call in work}
+            for done in as_completed(running):
+                title = running[done].title
+                error = done.exception()
+                if error is None:
+                    seconds[title] += done.result()
+                else:
+                    failed.setdefault(title, error)
+                advance(title)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failed:
+        reasons = "; ".join(f"{title}: {error}" for title, error in failed.items())
+        raise RuntimeError(f"warmup_all_kernels: {reasons}") from next(iter(failed.values()))
+    return seconds
 
-    def add_and_norm() -> None:
-        x, residual, weight = new(_ROWS, config.hidden_size), new(_ROWS, config.hidden_size), new(config.hidden_size)
-        y, total = add_rms_norm(x, residual, weight, 1e-6, casting=family.norm_casting)
-        (y.sum() + total.sum()).backward()
 
-    def activation() -> None:
-        swiglu(new(_ROWS, config.intermediate_size), new(_ROWS, config.intermediate_size)).sum().backward()
+def _use_own_stream(device: torch.device) -> None:
+    """In a new thread: so that no call waits for what another has queued."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream(device))
 
-    def heads() -> list[torch.Tensor]:
-        # As attention passes them: views of [B, S, heads, D].
-        return [
-            new(1, _ROWS, count, head_dim).transpose(1, 2)
-            for count in (config.num_attention_heads, config.num_key_value_heads)
-        ]
 
-    def tables() -> list[torch.Tensor]:
-        return [new(1, _ROWS, head_dim, grad=False) for _ in range(2)]
-
-    def rotate() -> None:
-        q, k = rope(*heads(), *tables(), interleaved=family.rotary_interleaved)
-        (q.sum() + k.sum()).backward()
-
-    def norm_and_rotate() -> None:
-        weights = new(head_dim), new(head_dim)
-        options: Any = {"casting": family.norm_casting, "interleaved": family.rotary_interleaved}
-        q, k = qk_norm_rope(*heads(), *weights, *tables(), 1e-6, **options)
-        (q.sum() + k.sum()).backward()
-
-    def loss() -> None:
-        target = new(_ROWS, grad=False, kind=torch.int64)
-        hidden, weight = new(_ROWS, config.hidden_size), new(config.vocab_size, config.hidden_size)
-        fused_linear_cross_entropy(hidden, weight, target).backward()
-
-    for width in sorted({config.hidden_size} | ({head_dim} if family.q_norm else set())):
-        yield f"rms_norm {width}", lambda width=width: norm(width)
-    for name, run in (
-        ("swiglu", activation),
-        ("rope", rotate),
-        ("fused_linear_cross_entropy", loss),
-        ("qk_norm_rope", norm_and_rotate),
-        ("add_rms_norm", add_and_norm),
-    ):
-        if name in family.operators:
-            yield name, run
+def _timed(call: Call, device: torch.device) -> float:
+    begin = time.perf_counter()
+    call.run(device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - begin
 
 
 @contextmanager

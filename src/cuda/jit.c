@@ -43,6 +43,7 @@ typedef struct table {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t built = PTHREAD_COND_INITIALIZER;
 static _Atomic(table *) entries;
+static _Atomic(int64_t) compiled_count, cached_count;
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 
@@ -217,6 +218,7 @@ static bst_status build(const char *op, bst_jit_entry *e, const void *context) {
     int mode = bst__capture_relax();
     bst_status status = build_code(&j, &e->code);
     bst__capture_restore(mode);
+    if (status == BST_OK) atomic_fetch_add(j.compiled ? &compiled_count : &cached_count, 1);
     bst__reached_free(&j.reached);
     return status;
 }
@@ -253,6 +255,11 @@ bst_status bst__jit_function(const char *op, const bst_device *device, const bst
     }
     *out = atomic_load_explicit(&e->functions[device->index], memory_order_relaxed);
     return BST_OK;
+}
+
+void bst_kernel_counts(int64_t *compiled, int64_t *cached) {
+    if (compiled) *compiled = atomic_load(&compiled_count);
+    if (cached) *cached = atomic_load(&cached_count);
 }
 
 /* ---- compiling only ---------------------------------------------------------------------------------------------- */

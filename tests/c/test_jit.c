@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <time.h>
 
 #include "cuda/cuda.h"
 #include "test.h"
@@ -33,10 +34,22 @@ static const char broken_good[] = "extern \"C\" __global__ void broken(int *x) {
 static const char broken_bad[] = "extern \"C\" __global__ void broken(int *x) { *x = no_such_name; }\n";
 _Static_assert(sizeof broken_good == sizeof broken_bad, "one is copied over the other");
 static char broken_cu[sizeof broken_good];
+static const char slow_cu[] =
+    "extern \"C\" __global__ void slow(float *x) {\n"
+    "    float v = *x;\n"
+    "#pragma unroll\n"
+    "    for (int i = 0; i < STEPS; i++) v = v * v / (x[i] + v);\n"
+    "    *x = v;\n"
+    "}\n";
 
 const bst_source bst__sources[] = {
-    {"scale.cu", scale_cu},     {"scale_args.h", scale_args_h}, {"helper.cuh", helper_cuh},
-    {"deeper.cuh", deeper_cuh}, {"broken.cu", broken_cu},       {NULL, NULL},
+    {"scale.cu", scale_cu},
+    {"scale_args.h", scale_args_h},
+    {"helper.cuh", helper_cuh},
+    {"deeper.cuh", deeper_cuh},
+    {"broken.cu", broken_cu},
+    {"slow.cu", slow_cu},
+    {NULL, NULL},
 };
 
 typedef struct scale_args {
@@ -47,6 +60,7 @@ typedef struct scale_args {
 
 static const bst_kernel scale = {"scale.cu", "scale", {"FACTOR", "OFFSET"}};
 static const bst_kernel broken = {"broken.cu", "broken", {"A"}};
+static const bst_kernel slow = {"slow.cu", "slow", {"STEPS"}};
 static const bst_kernel absent = {"absent.cu", "absent", {NULL}};
 
 static bst_launch launch_of(int64_t factor, int64_t offset) {
@@ -280,6 +294,56 @@ TEST(threads_compile_each_kernel_once) {
     bst__cuda_compile_only(NULL);
 }
 
+enum { SLOW_STEPS = 1500, LONGEST_ORDER = 4 };
+
+typedef struct order {
+    int count;
+    const bst_kernel *kernels[LONGEST_ORDER];
+} order;
+
+/* A kernel that takes NVRTC long: each step is unrolled. */
+static void *compile_slow(void *context) {
+    bst_launch launch = {.kernel = &slow, .values = {SLOW_STEPS}, .grid_x = 1, .block = 32};
+    atomic_store((atomic_bool *)context, true);
+    if (compile(&launch) != BST_OK) atomic_fetch_add(&failures, 1);
+    return NULL;
+}
+
+static void note_order(void *context, const bst_launch *launch, const char *options, const char *log) {
+    (void)options, (void)log;
+    order *o = context;
+    if (o->count < LONGEST_ORDER) o->kernels[o->count++] = launch->kernel;
+}
+
+/* Were there a lock around the compiler, a quick kernel that is asked for second would be done second. */
+TEST(a_quick_kernel_overtakes_a_slow_one) {
+    pthread_t thread;
+    atomic_bool begun = false;
+    order o = {0};
+    bst_compile_only collector = {90, note_order, &o};
+    bst_launch quick = launch_of(900, 0);
+    atomic_store(&failures, 0);
+    bst__cuda_compile_only(&collector);
+    if (pthread_create(&thread, NULL, compile_slow, &begun) != 0) abort();
+    while (!atomic_load(&begun)) nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+    nanosleep(&(struct timespec){.tv_nsec = 200000000}, NULL); /* into the compiler */
+    must_compile(&quick);
+    pthread_join(thread, NULL);
+    bst__cuda_compile_only(NULL);
+    CHECK_EQ_I(atomic_load(&failures), 0);
+    CHECK_EQ_I(o.count, 2);
+    CHECK(o.kernels[0] == &scale && o.kernels[1] == &slow);
+}
+
+/* What is only compiled is not ready to be launched. */
+TEST(only_kernels_that_are_ready_count) {
+    int64_t compiled = -1, cached = -1;
+    bst_kernel_counts(&compiled, &cached);
+    CHECK_EQ_I(compiled, 0);
+    CHECK_EQ_I(cached, 0);
+    bst_kernel_counts(NULL, NULL);
+}
+
 TEST(compiling_only_touches_no_device) {
     reports r;
     void *one = NULL, *two = NULL;
@@ -317,6 +381,8 @@ int main(void) {
     RUN(a_compile_error_names_everything_and_stays);
     RUN(a_source_that_is_not_there_is_named);
     RUN(threads_compile_each_kernel_once);
+    RUN(a_quick_kernel_overtakes_a_slow_one);
+    RUN(only_kernels_that_are_ready_count);
     RUN(compiling_only_touches_no_device);
     return bst_test_report();
 }

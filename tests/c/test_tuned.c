@@ -360,6 +360,34 @@ TEST(a_captured_product_runs_once) {
     end();
 }
 
+/* A kernel that is called twice, one that does not compile, and one that another process has compiled. */
+TEST(kernels_that_are_made_ready_are_counted) {
+    enum { FIRST = 5000, OTHERS = 5001 }; /* widths that no other test has */
+    begin(fastest_128);
+    CHECK_OK(bst_set_autotune(0));
+    int64_t compiled, cached, before, cached_before;
+    bst_kernel_counts(&before, &cached_before);
+    pid_t child = fork();
+    if (!child) _exit(call(OTHERS, 1000) == BST_OK ? 0 : 1);
+    int ended = -1;
+    waitpid(child, &ended, 0);
+    CHECK_EQ_I(ended, 0);
+    CHECK_OK(call(FIRST, 1000));
+    CHECK_OK(call(FIRST, 10));
+    CHECK_OK(call_on(1, FIRST, 10, false)); /* the same code on another device */
+    bst_launch broken = {.kernel = &toy, .values = {FIRST, 128, 1}, .block = 128, .grid_x = 1};
+    CHECK_EQ_I(bst__cuda_launch(NULL, "a_test", 0, &broken, &compiled, sizeof compiled), BST_COMPILE);
+    bst_kernel_counts(&compiled, &cached);
+    CHECK_EQ_I(compiled, before + 1);
+    CHECK_EQ_I(cached, cached_before);
+    CHECK_OK(call(OTHERS, 1000));
+    bst_kernel_counts(NULL, &cached);
+    bst_kernel_counts(&compiled, NULL);
+    CHECK_EQ_I(compiled, before + 1);
+    CHECK_EQ_I(cached, cached_before + 1);
+    end();
+}
+
 int main(void) {
     /* Loaded under its soname, it is what the library finds for the driver. */
     void *library = dlopen(FAKE_CUDA, RTLD_NOW | RTLD_LOCAL);
@@ -389,5 +417,6 @@ int main(void) {
     RUN(a_product_takes_the_fastest_algorithm);
     RUN(a_product_that_adds_runs_once);
     RUN(a_captured_product_runs_once);
+    RUN(kernels_that_are_made_ready_are_counted);
     return bst_test_report();
 }

@@ -9,6 +9,7 @@
 #include <ftw.h>
 #include <limits.h>
 #include <spawn.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -62,6 +63,7 @@ static char cache[PATH_MAX - 256]; /* the folder */
 static char sources[PATH_MAX];     /* in it, of these texts */
 static hash sources_key;
 static pid_t owner; /* whose temporary folder it is; 0: not temporary */
+static _Atomic(int64_t) compiled_count, cached_count;
 
 static const char *compiler(void) {
     const char *name = getenv("BASTILE_EMU_CXX");
@@ -257,7 +259,8 @@ static bst_status load_library(const char *op, const bst_launch *launch, int arc
     char object[PATH_MAX];
     snprintf(object, sizeof object, "%s/%016llx%016llx.so", cache, (unsigned long long)key.a,
              (unsigned long long)key.b);
-    if (access(object, R_OK) != 0) BST_TRY(compile(op, launch->kernel->file, options, option_count, object));
+    const bool cached = access(object, R_OK) == 0;
+    if (!cached) BST_TRY(compile(op, launch->kernel->file, options, option_count, object));
     library *l = calloc(1, sizeof *l);
     if (l == NULL) return bst__error(BST_NO_MEMORY, "%s: no memory to load a kernel", op);
     l->key = key;
@@ -271,7 +274,13 @@ static bst_status load_library(const char *op, const bst_launch *launch, int arc
     l->next = loaded;
     loaded = l;
     *out = l->handle;
+    atomic_fetch_add(cached ? &cached_count : &compiled_count, 1);
     return BST_OK;
+}
+
+void bst_kernel_counts(int64_t *compiled, int64_t *cached) {
+    if (compiled != NULL) *compiled = atomic_load(&compiled_count);
+    if (cached != NULL) *cached = atomic_load(&cached_count);
 }
 
 bst_status emu_load(const char *op, const bst_launch *launch, int arch, const emu_kernel **out) {

@@ -18,3 +18,5 @@ for arch in 90 80; do
     # shellcheck disable=SC2086
     BASTILE_EMU_ARCH=$arch "$python" -m pytest $files -n "$jobs"
 done
+# Whether warming up finds every kernel of a whole model: one chip will do.
+BASTILE_EMU_ARCH=90 "$python" -m pytest "$here/tests/py/test_warmup.py" -n "$jobs"

@@ -14,7 +14,6 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import bastile
-from bastile import warmup
 from bastile.models.rebind import wrapped_cell
 from bastile.models.table import FAMILIES, OPERATORS
 from bastile.ops.rms_norm import BastileRMSNorm
@@ -350,24 +349,3 @@ def test_hooks_of_accelerate_stay_in_force(calls: dict[str, int]) -> None:
     assert calls == {"rms_norm": 1}
     remove_hook_from_module(norm)
     assert torch.equal(norm(x), plain)
-
-
-@families
-def test_warmup_runs_what_a_family_calls(family: str) -> None:
-    """On a GPU; without one it does nothing, and says so. The work itself is tried here on the CPU."""
-    model = tiny_model(family)
-    widths = {"rms_norm 32", *(["rms_norm 16"] if FAMILIES[family].q_norm else [])}
-    names = widths | (set(FAMILIES[family].operators) - {"rms_norm", "recompute"})
-    work = dict(warmup._work(model.config, torch.bfloat16, torch.device("cpu")))
-    assert work.keys() == names
-    for run in work.values():
-        run()
-    done = bastile.warmup_all_kernels(model)
-    if torch.cuda.is_available():
-        assert done.seconds.keys() == names
-        assert done.total_seconds > 0
-        assert done.device.startswith("cuda")
-    else:
-        assert done.device is None
-        assert done.seconds == {}
-        assert "no CUDA device" in done.reason

@@ -1,6 +1,6 @@
 """The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare; `profile`
-shows where a training step's time goes; `bench` times the operators alone, `sweep` whole models over
-sequence lengths."""
+shows where a training step's time goes; `bench` times the operators alone, `sweep` whole models over sequence lengths;
+`warmup` compiles a model's GPU kernels ahead."""
 
 import sys
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 import bastile
-from bastile.cli import bench, demo, finetune, profile, sweep
+from bastile.cli import bench, demo, finetune, profile, sweep, warmup
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -16,6 +16,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"bastile {bastile.__version__}")
     subparsers = parser.add_subparsers(dest="name", required=True, metavar="command")
-    for command in (demo, finetune, profile, bench, sweep):
+    for command in (demo, finetune, profile, bench, sweep, warmup):
         command.add_parser(subparsers)
     return parser.parse_args(arguments)
