@@ -137,9 +137,10 @@ BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *d
  * "GLU Variants Improve Transformer", 2020. */
 BST_API bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y);
 /* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
- * Each may take the place of dy, a or b, element for element. */
+ * y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a weight that y is
+ * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
-                                       DLTensor *da, DLTensor *db);
+                                       DLTensor *da, DLTensor *db, DLTensor *y);
 
 /* ---- rope -------------------------------------------------------------------------------------------------------- */
 

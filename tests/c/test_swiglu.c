@@ -1,4 +1,4 @@
-/* test_swiglu.c - SwiGLU through the C API: values, gradients in the place of inputs, errors, its kernels on every
+/* test_swiglu.c - SwiGLU through the C API: values, results in the place of inputs, errors, its kernels on every
  * chip. */
 #include <math.h>
 
@@ -11,7 +11,8 @@ static int64_t shape[] = {ROWS, COLUMNS}, pitched[] = {PITCH, 1};
 static DLTensor matrix(void *data, int64_t *strides) { return bst_tensor(data, 2, shape, strides, bst_test_types[0]); }
 
 /* a and b as slices of one buffer, with columns between and behind them that nothing may touch. */
-static float buffer[ROWS][PITCH], dy[ROWS][COLUMNS], y[ROWS][COLUMNS], da[ROWS][COLUMNS], db[ROWS][COLUMNS];
+static float buffer[ROWS][PITCH], dy[ROWS][COLUMNS], y[ROWS][COLUMNS], da[ROWS][COLUMNS], db[ROWS][COLUMNS],
+    again[ROWS][COLUMNS];
 enum { B_AT = 40 };
 
 TEST(values_and_gradients) {
@@ -20,7 +21,7 @@ TEST(values_and_gradients) {
     DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), ty = matrix(y, NULL);
     DLTensor tdy = matrix(dy, NULL), tda = matrix(da, NULL), tdb = matrix(db, NULL);
     CHECK_OK(bst_swiglu_forward(NULL, &ta, &tb, &ty));
-    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, &tda, &tdb));
+    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, &tda, &tdb, NULL));
     for (int r = 0; r < ROWS; r++) {
         for (int c = 0; c < COLUMNS; c++) {
             double a = buffer[r][c], b = buffer[r][B_AT + c], s = 1 / (1 + exp(-a));
@@ -31,12 +32,50 @@ TEST(values_and_gradients) {
     }
 }
 
-TEST(gradients_take_the_place_of_inputs) {
+/* With each gradient or without: y is what forward wrote, and the gradients are what they are without it. */
+TEST(backward_writes_y_once_more) {
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), tdy = matrix(dy, NULL);
+    static float others[2][ROWS][COLUMNS];
+    DLTensor ty = matrix(again, NULL), tda = matrix(others[0], NULL), tdb = matrix(others[1], NULL);
+    for (int wanted = 0; wanted < 4; wanted++) {
+        memset(again, 0xff, sizeof again);
+        memset(others, 0xff, sizeof others);
+        CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, wanted & 1 ? &tda : NULL, wanted & 2 ? &tdb : NULL, &ty));
+        CHECK(!memcmp(again, y, sizeof y));
+        if (wanted & 1) CHECK(!memcmp(others[0], da, sizeof da));
+        if (wanted & 2) CHECK(!memcmp(others[1], db, sizeof db));
+    }
+}
+
+/* In each type: whole vectors, and single elements with what is left over of a row. */
+TEST(y_has_the_bits_that_forward_gave) {
+    enum { MOST = 3 * 301 };
+    static float numbers[4][MOST];
+    for (int t = 0; t < 3; t++) {
+        for (int64_t width = 296; width <= 301; width += 5) {
+            int64_t sizes[] = {3, width};
+            DLTensor tensors[4];
+            for (unsigned i = 0; i < 4; i++) {
+                bst_fill(numbers[i], MOST, i + 3, 8);
+                /* The upper half of a float32 is a bfloat16, and some number of float16. */
+                for (int j = 0; j < MOST && t; j++)
+                    memcpy((char *)numbers[i] + 2 * j, (char *)&numbers[i][j] + 2, sizeof(uint16_t));
+                tensors[i] = bst_tensor(numbers[i], 2, sizes, NULL, bst_test_types[t]);
+            }
+            DLTensor *ta = &tensors[0], *tb = &tensors[1], *ty = &tensors[2], *tdy = &tensors[3];
+            CHECK_OK(bst_swiglu_forward(NULL, ta, tb, ty));
+            CHECK_OK(bst_swiglu_backward(NULL, tdy, ta, tb, ta, tb, tdy));
+            CHECK(!memcmp(numbers[2], numbers[3], (size_t)(3 * width * (t ? 2 : 4))));
+        }
+    }
+}
+
+TEST(results_take_the_place_of_inputs) {
     static float copy[ROWS][PITCH], dy_copy[ROWS][COLUMNS];
     memcpy(copy, buffer, sizeof copy);
     memcpy(dy_copy, dy, sizeof dy_copy);
     DLTensor ta = matrix(copy, pitched), tb = matrix(&copy[0][B_AT], pitched), tdy = matrix(dy_copy, NULL);
-    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, &ta, &tb));
+    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, &ta, &tb, &tdy));
     for (int r = 0; r < ROWS; r++) {
         for (int c = 0; c < PITCH; c++) {
             float want = buffer[r][c];
@@ -45,8 +84,10 @@ TEST(gradients_take_the_place_of_inputs) {
             CHECK(copy[r][c] == want);
         }
     }
+    CHECK(!memcmp(dy_copy, y, sizeof y));
     memcpy(copy, buffer, sizeof copy);
-    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, NULL, &tdy));
+    memcpy(dy_copy, dy, sizeof dy_copy);
+    CHECK_OK(bst_swiglu_backward(NULL, &tdy, &ta, &tb, NULL, &tdy, NULL));
     CHECK(!memcmp(dy_copy, db, sizeof db));
 }
 
@@ -56,13 +97,22 @@ TEST(errors_name_the_argument_and_write_nothing) {
     DLTensor across = matrix(&buffer[0][1], pitched), shifted = matrix(&buffer[0][B_AT - 5], pitched);
     CHECK_EQ_I(bst_swiglu_forward(NULL, &ta, &tb, &across), BST_INVALID);
     CHECK_STR(bst_last_error(), "swiglu_forward: y, of shape [5, 37], is not contiguous");
-    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, &across, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, &across, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "swiglu_backward: da and a share memory");
-    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, NULL, &shifted), BST_INVALID);
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, NULL, &shifted, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "swiglu_backward: db and a share memory");
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ty, &ta, &tb, NULL, NULL, &across), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: y and a share memory");
     DLTensor one = matrix(other[1], pitched), two = matrix(&other[1][30], pitched);
-    CHECK_EQ_I(bst_swiglu_backward(NULL, &ta, &ta, &tb, &one, &two), BST_INVALID);
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ta, &ta, &tb, &one, &two, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "swiglu_backward: da and db share memory");
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ta, &ta, &tb, &one, NULL, &two), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: y and da share memory");
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ta, &ta, &tb, NULL, &one, &one), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: y and db share memory");
+    DLTensor shorter = bst_tensor(other, 2, (int64_t[]){ROWS, COLUMNS - 1}, NULL, bst_test_types[0]);
+    CHECK_EQ_I(bst_swiglu_backward(NULL, &ta, &ta, &tb, &one, NULL, &shorter), BST_INVALID);
+    CHECK_STR(bst_last_error(), "swiglu_backward: y has shape [5, 36]; it must have that of a, [5, 37]");
     CHECK_EQ_I(bst_swiglu_forward(NULL, &ta, NULL, &ty), BST_INVALID);
     CHECK_STR(bst_last_error(), "b is NULL");
     DLTensor half = tb;
@@ -83,8 +133,9 @@ static void compile_calls(void) {
             for (int halves = 0; halves < 2; halves++) {
                 if (halves) s[1].stride[0] = s[2].stride[0] = 2 * width;
                 CHECK_OK(bst_swiglu_forward(&bst_fake_exec, tensors[1], tensors[2], tensors[0]));
-                CHECK_OK(
-                    bst_swiglu_backward(&bst_fake_exec, tensors[3], tensors[1], tensors[2], tensors[4], tensors[5]));
+                for (int with_y = 0; with_y < 2; with_y++)
+                    CHECK_OK(bst_swiglu_backward(&bst_fake_exec, tensors[3], tensors[1], tensors[2], tensors[4],
+                                                 tensors[5], with_y ? tensors[0] : NULL));
             }
         }
     }
@@ -94,7 +145,9 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("swiglu", compile_call
 
 int main(void) {
     RUN(values_and_gradients);
-    RUN(gradients_take_the_place_of_inputs);
+    RUN(backward_writes_y_once_more);
+    RUN(y_has_the_bits_that_forward_gave);
+    RUN(results_take_the_place_of_inputs);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();

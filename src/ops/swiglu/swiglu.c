@@ -30,9 +30,8 @@ static bst_status check_like(const char *op, const char *name, const DLTensor *t
     return bst__need_device(op, name, &out->view, &a->view, a->name);
 }
 
-/* A gradient may take the place of an input, element for element, but not lie across one. */
-static bst_status check_gradient(const char *name, const DLTensor *tensor, const operand *const inputs[3],
-                                 operand *out) {
+/* A result of the backward pass may take the place of an input, element for element, but not lie across one. */
+static bst_status check_result(const char *name, const DLTensor *tensor, const operand *const inputs[3], operand *out) {
     BST_TRY(check_like(backward_op, name, tensor, inputs[0], out));
     for (int i = 0; i < 3; i++) {
         if (bst__same_memory(&out->view, &inputs[i]->view)) continue;
@@ -43,9 +42,9 @@ static bst_status check_gradient(const char *name, const DLTensor *tensor, const
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP };
+enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP, Y };
 #define MACROS(which) \
-    {"TYPE", "VEC", "THREADS", "EACH", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "DGATE", "DUP", which, NULL}
+    {"TYPE", "VEC", "THREADS", "EACH", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "DGATE", "DUP", "Y", which, NULL}
 
 static const bst_kernel forward_kernel = {"swiglu.cu", "swiglu_forward", MACROS("FORWARD")};
 static const bst_kernel backward_kernel = {"swiglu.cu", "swiglu_backward", MACROS("BACKWARD")};
@@ -139,43 +138,59 @@ bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLT
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
 static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const operand *a, const operand *b,
-                                const operand *da, const operand *db) {
-    const operand *operands[6] = {a, dy, b}; /* the rest NULL */
-    int count = 3;
-    if (da->view.data) operands[count++] = da;
-    if (db->view.data) operands[count++] = db;
+                                const operand *da, const operand *db, const operand *y) {
+    const operand *operands[7] = {a, dy, b}, *const results[] = {da, db, y}; /* the rest NULL */
+    bool in_place = false;
+    for (int i = 0, count = 3; i < 3; i++) {
+        const void *data = results[i]->view.data;
+        if (!data) continue;
+        operands[count++] = results[i];
+        in_place = in_place || data == a->view.data || data == b->view.data || data == dy->view.data;
+    }
     bst_launch l = {.kernel = &backward_kernel};
     bst_alternatives alternatives = shape(&l, operands);
-    for (int i = 0; i < 3; i++)
-        if (operands[i]->view.data == da->view.data || operands[i]->view.data == db->view.data)
-            alternatives.once = true;
+    alternatives.once = in_place;
     l.values[DGATE] = da->view.data != NULL;
     l.values[DUP] = db->view.data != NULL;
-    swiglu_backward_args args = {dy->view.data,           a->view.data,           b->view.data,
-                                 da->view.data,           db->view.data,          a->view.count,
-                                 bst__row_map(&dy->rows), bst__row_map(&a->rows), bst__row_map(&b->rows),
-                                 bst__row_map(&da->rows), bst__row_map(&db->rows)};
+    l.values[Y] = y->view.data != NULL;
+    swiglu_backward_args args = {.dy = dy->view.data,
+                                 .gate = a->view.data,
+                                 .up = b->view.data,
+                                 .dgate = da->view.data,
+                                 .dup = db->view.data,
+                                 .y = y->view.data,
+                                 .count = a->view.count,
+                                 .dy_map = bst__row_map(&dy->rows),
+                                 .gate_map = bst__row_map(&a->rows),
+                                 .up_map = bst__row_map(&b->rows),
+                                 .dgate_map = bst__row_map(&da->rows),
+                                 .dup_map = bst__row_map(&db->rows),
+                                 .y_map = bst__row_map(&y->rows)};
     return bst__cuda_launch_tuned(exec, backward_op, a->view.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
 bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
-                               DLTensor *da, DLTensor *db) {
-    operand av, bv, dyv, dav = {0}, dbv = {0};
+                               DLTensor *da, DLTensor *db, DLTensor *y) {
+    operand av, bv, dyv, dav = {0}, dbv = {0}, yv = {0};
     BST_TRY(check_first(backward_op, "a", a, &av));
     BST_TRY(check_like(backward_op, "b", b, &av, &bv));
     BST_TRY(check_like(backward_op, "dy", dy, &av, &dyv));
     const operand *inputs[] = {&av, &bv, &dyv};
-    if (da) BST_TRY(check_gradient("da", da, inputs, &dav));
-    if (db) BST_TRY(check_gradient("db", db, inputs, &dbv));
+    if (da) BST_TRY(check_result("da", da, inputs, &dav));
+    if (db) BST_TRY(check_result("db", db, inputs, &dbv));
+    if (y) BST_TRY(check_result("y", y, inputs, &yv));
     if (da && db) BST_TRY(bst__need_apart(backward_op, "da", &dav.view, "db", &dbv.view));
-    if (!av.view.count || (!da && !db)) return BST_OK;
-    if (av.view.device.device_type == kDLCUDA) return backward_cuda(exec, &dyv, &av, &bv, &dav, &dbv);
-    /* An absent gradient has no rows: it is left out of the question. */
-    const operand *operands[] = {&av, &bv, &dyv, da ? &dav : &av, db ? &dbv : &av, NULL};
+    if (y && da) BST_TRY(bst__need_apart(backward_op, "y", &yv.view, "da", &dav.view));
+    if (y && db) BST_TRY(bst__need_apart(backward_op, "y", &yv.view, "db", &dbv.view));
+    if (!av.view.count || (!da && !db && !y)) return BST_OK;
+    if (av.view.device.device_type == kDLCUDA) return backward_cuda(exec, &dyv, &av, &bv, &dav, &dbv, &yv);
+    /* A result that is not wanted has no rows: it is left out of the question. */
+    const operand *operands[] = {&av, &bv, &dyv, da ? &dav : &av, db ? &dbv : &av, y ? &yv : &av, NULL};
     bool flat = packed(operands);
     swiglu_cpu call = {av.view.dtype,
                        .gate = matrix(&av, flat),
                        .up = matrix(&bv, flat),
+                       .y = matrix(&yv, flat),
                        .dy = matrix(&dyv, flat),
                        .dgate = matrix(&dav, flat),
                        .dup = matrix(&dbv, flat)};

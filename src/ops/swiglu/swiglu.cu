@@ -2,12 +2,13 @@
  *
  * Macros: TYPE (a code of dtype.h); VEC elements of an access; THREADS of a block; EACH accesses of a thread to each
  * tensor, all under way at once; FLAT: every tensor is one block of memory and has a.count elements; else COLUMNS of a
- * row, CHUNKS blocks a row, FOLDED: one stride describes all rows of each tensor; backward: DGATE, DUP what is wanted;
- * a gradient may take the place of an input.
+ * row, CHUNKS blocks a row, FOLDED: one stride describes all rows of each tensor; backward: DGATE, DUP, Y what is
+ * wanted, which may take the place of an input.
  *
  * forward   reads gate and up, writes y. Bytes: 3 * size an element (6 in bf16). Measured on an H200, bf16: 292 us at
  *           16384 x 12288 (0.95 of the copy bandwidth).
- * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 467 us (1.0). The sigmoid is computed again: nothing was kept.
+ * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 467 us (1.0). The sigmoid is computed again:
+ *           nothing was kept. With y, which forward wrote: 6 * size.
  * Two special-function operations an element, 40 % of their rate at full bandwidth in bf16 (calculated, H200).
  */
 #include "pack.cuh"
@@ -57,12 +58,13 @@ BST_KERNEL(swiglu_forward, swiglu_forward_args, THREADS, 1) {
 #endif
 
 #ifdef BACKWARD
-/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). A thread reads all that it needs of an
- * element before it writes there, so a gradient may take an input's place. */
+/* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)); y is computed as forward does, so that
+ * its bits are the same. A thread reads all that it needs of an element before it writes there, so a result may take an
+ * input's place. */
 BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
     const int64_t row = row_of_block(), first = first_column(), columns = FLAT ? a.count : COLUMNS;
     const int64_t dy = start_of(&a.dy_map, row), gate = start_of(&a.gate_map, row), up = start_of(&a.up_map, row);
-    const int64_t dgate = start_of(&a.dgate_map, row), dup = start_of(&a.dup_map, row);
+    const int64_t dgate = start_of(&a.dgate_map, row), dup = start_of(&a.dup_map, row), y = start_of(&a.y_map, row);
     bst_raw dy_raw[EACH], gate_raw[EACH], up_raw[EACH];
     bst_wait_for_previous();
     BST_UNROLL
@@ -71,7 +73,7 @@ BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
         if (column >= columns) continue;
         dy_raw[i] = read_input(a.dy, dy + column);
         gate_raw[i] = read_input(a.gate, gate + column);
-        if (DGATE) up_raw[i] = read_input(a.up, up + column);
+        if (DGATE || Y) up_raw[i] = read_input(a.up, up + column);
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
@@ -80,16 +82,17 @@ BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
         float d[VEC], g[VEC], u[VEC];
         bst_unpack(d, dy_raw[i], TYPE, VEC);
         bst_unpack(g, gate_raw[i], TYPE, VEC);
-        if (DGATE) bst_unpack(u, up_raw[i], TYPE, VEC);
+        if (DGATE || Y) bst_unpack(u, up_raw[i], TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) {
-            float s = bst_quotient(1.0f, 1.0f + bst_exp_minus(g[j], TYPE), TYPE);
-            float ds = d[j] * s;
+            float e = 1.0f + bst_exp_minus(g[j], TYPE), s = bst_quotient(1.0f, e, TYPE), ds = d[j] * s;
+            if (Y) d[j] = u[j] * bst_quotient(g[j], e, TYPE);
             if (DGATE) u[j] *= ds * bst_fma(g[j], 1.0f - s, 1.0f);
             g[j] *= ds;
         }
         if (DGATE) bst_store_once(a.dgate, dgate + column, u, TYPE, VEC);
         if (DUP) bst_store_once(a.dup, dup + column, g, TYPE, VEC);
+        if (Y) bst_store_once(a.y, y + column, d, TYPE, VEC);
     }
 }
 #endif

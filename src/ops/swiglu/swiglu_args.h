@@ -14,12 +14,12 @@ typedef struct swiglu_forward_args {
 
 typedef struct swiglu_backward_args {
     const void *dy, *gate, *up;
-    void *dgate, *dup; /* NULL: not wanted */
+    void *dgate, *dup, *y; /* NULL: not wanted */
     int64_t count;
-    bst_row_map dy_map, gate_map, up_map, dgate_map, dup_map;
+    bst_row_map dy_map, gate_map, up_map, dgate_map, dup_map, y_map;
 } swiglu_backward_args;
 
 static_assert(sizeof(swiglu_forward_args) == 80, "host and device must agree");
-static_assert(sizeof(swiglu_backward_args) == 168, "host and device must agree");
+static_assert(sizeof(swiglu_backward_args) == 200, "host and device must agree");
 
 #endif

@@ -104,16 +104,26 @@ static inline void forward_run(const void *gate, const void *up, void *y, int64_
     }
 }
 
-/* want_gate, want_up: constants too. */
-static inline void backward_run(const void *dy, const void *gate, const void *up, void *dgate, void *dup, int64_t n,
-                                bst_dtype dtype, bool want_gate, bool want_up) {
+/* A part of one row. */
+typedef struct backward_part {
+    const void *dy, *gate, *up;
+    void *dgate, *dup, *y; /* NULL: not wanted */
+    int64_t n;
+} backward_part;
+
+/* want_gate, want_up, want_y: constants too. */
+static inline void backward_run(const backward_part *part, bst_dtype dtype, bool want_gate, bool want_up, bool want_y) {
+    const void *dy = part->dy, *gate = part->gate, *up = part->up;
+    void *dgate = part->dgate, *dup = part->dup, *y = part->y;
+    const int64_t n = part->n;
     if (dtype == BST_F32) {
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) {
-            gradients d = backward_one(bst_float_from_bits(word_at(dy, i)), bst_float_from_bits(word_at(gate, i)),
-                                       bst_float_from_bits(word_at(up, i)), dtype);
+            float g = bst_float_from_bits(word_at(gate, i)), u = bst_float_from_bits(word_at(up, i));
+            gradients d = backward_one(bst_float_from_bits(word_at(dy, i)), g, u, dtype);
             if (want_gate) put_float(dgate, i, d.dgate);
             if (want_up) put_float(dup, i, d.dup);
+            if (want_y) put_float(y, i, forward_one(g, u, dtype));
         }
         return;
     }
@@ -124,6 +134,10 @@ static inline void backward_run(const void *dy, const void *gate, const void *up
         gradients high = backward_one(high_half(d, dtype), high_half(g, dtype), high_half(u, dtype), dtype);
         if (want_gate) put_word(dgate, i, half_of(low.dgate, dtype) | half_of(high.dgate, dtype) << 16);
         if (want_up) put_word(dup, i, half_of(low.dup, dtype) | half_of(high.dup, dtype) << 16);
+        if (want_y)
+            put_word(y, i,
+                     half_of(forward_one(low_half(g, dtype), low_half(u, dtype), dtype), dtype) |
+                         half_of(forward_one(high_half(g, dtype), high_half(u, dtype), dtype), dtype) << 16);
     }
     if (n % 2) {
         float d, g, u;
@@ -133,17 +147,30 @@ static inline void backward_run(const void *dy, const void *gate, const void *up
         gradients last = backward_one(d, g, u, dtype);
         if (want_gate) bst_store(bst_at(dgate, n - 1, dtype), &last.dgate, dtype, 1);
         if (want_up) bst_store(bst_at(dup, n - 1, dtype), &last.dup, dtype, 1);
+        if (want_y) {
+            float value = forward_one(g, u, dtype);
+            bst_store(bst_at(y, n - 1, dtype), &value, dtype, 1);
+        }
     }
 }
 
-static inline void backward_wanted(const void *dy, const void *gate, const void *up, void *dgate, void *dup, int64_t n,
-                                   bst_dtype dtype) {
-    if (dgate && dup)
-        backward_run(dy, gate, up, dgate, dup, n, dtype, true, true);
-    else if (dgate)
-        backward_run(dy, gate, up, dgate, dup, n, dtype, true, false);
-    else
-        backward_run(dy, gate, up, dgate, dup, n, dtype, false, true);
+static inline void backward_wanted(const backward_part *part, bst_dtype dtype) {
+    switch ((part->dgate != NULL) | (part->dup != NULL) << 1 | (part->y != NULL) << 2) {
+        case 1:
+            return backward_run(part, dtype, true, false, false);
+        case 2:
+            return backward_run(part, dtype, false, true, false);
+        case 3:
+            return backward_run(part, dtype, true, true, false);
+        case 4:
+            return backward_run(part, dtype, false, false, true);
+        case 5:
+            return backward_run(part, dtype, true, false, true);
+        case 6:
+            return backward_run(part, dtype, false, true, true);
+        case 7:
+            return backward_run(part, dtype, true, true, true);
+    }
 }
 
 void BST_CPU(bst__swiglu_forward_cpu)(void *context, int64_t begin, int64_t end) {
@@ -162,10 +189,15 @@ void BST_CPU(bst__swiglu_backward_cpu)(void *context, int64_t begin, int64_t end
     const swiglu_cpu *a = context;
     for (int64_t e = begin, n; e < end; e += n) {
         n = run_length(a, e, end);
-        const void *dy = element(a, &a->dy, e), *gate = element(a, &a->gate, e), *up = element(a, &a->up, e);
-        void *dgate = element(a, &a->dgate, e), *dup = element(a, &a->dup, e);
-        if (a->dtype == BST_F32) backward_wanted(dy, gate, up, dgate, dup, n, BST_F32);
-        if (a->dtype == BST_BF16) backward_wanted(dy, gate, up, dgate, dup, n, BST_BF16);
-        if (a->dtype == BST_F16) backward_wanted(dy, gate, up, dgate, dup, n, BST_F16);
+        backward_part part = {.dy = element(a, &a->dy, e),
+                              .gate = element(a, &a->gate, e),
+                              .up = element(a, &a->up, e),
+                              .dgate = element(a, &a->dgate, e),
+                              .dup = element(a, &a->dup, e),
+                              .y = element(a, &a->y, e),
+                              .n = n};
+        if (a->dtype == BST_F32) backward_wanted(&part, BST_F32);
+        if (a->dtype == BST_BF16) backward_wanted(&part, BST_BF16);
+        if (a->dtype == BST_F16) backward_wanted(&part, BST_F16);
     }
 }

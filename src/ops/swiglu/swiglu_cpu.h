@@ -12,8 +12,8 @@ typedef struct swiglu_matrix {
 
 typedef struct swiglu_cpu {
     bst_dtype dtype;
-    swiglu_matrix gate, up, y;    /* forward */
-    swiglu_matrix dy, dgate, dup; /* backward, with gate and up */
+    swiglu_matrix gate, up, y;
+    swiglu_matrix dy, dgate, dup; /* backward alone */
 } swiglu_cpu;
 
 BST_CPU_DECLARE(bst__swiglu_forward_cpu);  /* over elements */
