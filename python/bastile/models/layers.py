@@ -16,7 +16,7 @@ from bastile.models.guards import mark_as_ours, untouched
 from bastile.models.table import Family
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
-from bastile.ops.swiglu import swiglu
+from bastile.ops.swiglu import swiglu_mlp
 
 _SILU = frozenset({nn.SiLU, type(ACT2FN["silu"])})
 
@@ -41,10 +41,7 @@ def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., A
         act = getattr(self, activation)
         if len(args) != 1 or kwargs or type(act) not in _SILU or not untouched(act):
             return original(self, *args, **kwargs)
-        # The projections are called as modules, so adapters, quantised weights and hooks on them stay in force.
-        a = getattr(self, gate)(args[0])
-        b = getattr(self, up)(args[0])
-        return getattr(self, down)(swiglu(a, b))
+        return swiglu_mlp(args[0], getattr(self, gate), getattr(self, up), getattr(self, down))
 
     return forward
 

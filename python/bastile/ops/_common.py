@@ -20,12 +20,13 @@ def served(*tensors: torch.Tensor | None) -> bool:
             continue
         if t.device.type not in _DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
             return False
-        if type(t) not in _PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
+        if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
             return False
     return not _in_transform()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+#: Tensors whose operations are PyTorch's own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_fake(t: torch.Tensor) -> bool:
@@ -38,6 +39,21 @@ def _in_transform() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def cast_as_linear(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a linear layer multiplies, given these: under autocast, all of one type."""
+    device = tensors[0].device.type
+    if device not in _DEVICES or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([t.to(dtype) if t.dtype in FLOATS else t for t in tensors])
+
+
+def is_last_pass() -> bool:
+    """For a backward pass: whether the graph goes with it, so that nobody reads again what was kept for it. Not asked
+    while compiling: the compiler plans the memory."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 class _Tie(torch.autograd.Function):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, served
+from bastile.ops._common import first_order_only, is_last_pass, served
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 
 _sort = torch.ops.bastile.moe_sort.default
@@ -68,12 +68,6 @@ def _(dout, order, ends, weights, bias, want_dots, want_dbias):
     return rows, dots, _like(bias, want_dbias) if bias is not None else _none(dout)
 
 
-def _is_last_pass() -> bool:
-    """Whether the graph goes with this backward pass, so that nobody reads h again. Not asked while compiling: the
-    compiler plans the memory."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def _gate_gradients(in_place, dy, h, given, want):
     """dh, w y, and the gradients of the routing weights and of the bias; in place: the first two over h and dy."""
     if not in_place:
@@ -106,7 +100,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
-        last = _is_last_pass()
+        last = is_last_pass()
         if last:
             ctx.maybe_clear_saved_tensors()  # otherwise autograd holds h until this function returns
         want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, *_ = (

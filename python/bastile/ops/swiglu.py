@@ -7,40 +7,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.models.guards import plain_linear
+from bastile.ops import _swiglu
 from bastile.ops._common import first_order_only, served
+from bastile.ops.gated_mlp import gated_mlp
 from bastile.recompute import offer
-
-_forward = torch.ops.bastile.swiglu_forward.default
-_backward = torch.ops.bastile.swiglu_backward.default
-
-
-@torch.library.register_fake("bastile::swiglu_forward")
-def _(a, b):
-    return torch.empty(a.shape, dtype=a.dtype, device=a.device)
-
-
-@torch.library.register_fake("bastile::swiglu_backward")
-def _(dy, a, b, want_da, want_db):
-    def gradient(like, wanted):
-        return torch.empty(
-            like.shape if wanted else (0,), dtype=like.dtype if wanted else torch.float32, device=a.device
-        )
-
-    return gradient(a, want_da), gradient(b, want_db)
-
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
-        return _forward(a, b)
+        return _swiglu.forward(a, b)
 
     @staticmethod
     def backward(ctx, dy):
         a, b = ctx.saved_tensors
         want_da, want_db = ctx.needs_input_grad
-        da, db = _backward(dy, a, b, want_da, want_db)
+        da, db = _swiglu.backward(dy, a, b, want_da, want_db)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             da = first_order_only("swiglu", da, dy, a, b)
             db = first_order_only("swiglu", db, dy, a, b)
@@ -63,8 +46,16 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if not served(a, b) or a.dtype != b.dtype:
         return nn.functional.silu(a) * b
     y = _SwiGLU.apply(a, b)
-    offer(_forward, (a, b), y)
+    offer(_swiglu.forward, (a, b), y)
     return y
+
+
+def swiglu_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> torch.Tensor:
+    """down(swiglu(gate(x), up(x))): by `gated_mlp` where the three do nothing but multiply by their weights. All others
+    are called as modules, so adapters, quantised weights and hooks on them stay in force."""
+    if plain_linear(gate) and plain_linear(up) and plain_linear(down):
+        return gated_mlp(x, gate.weight, up.weight, down.weight)
+    return down(swiglu(gate(x), up(x)))
 
 
 _SILU_NAMES = ("silu", "swish")
@@ -102,4 +93,4 @@ class BastileSwiGLUMLP(nn.Module):
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj)

@@ -1,0 +1,129 @@
+"""The gated MLP, y = silu(x Wg^T) * (x Wu^T), out = y Wd^T (Shazeer, 2020), with its gradients in one function."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear, silu
+
+from bastile.ops import _swiglu
+from bastile.ops._common import cast_as_linear, first_order_only, is_last_pass, served
+
+
+def _swiglu_gradients(
+    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """da, db and y; in place: over a, b and dy."""
+    want_da, want_db, want_y = wanted
+    if in_place:
+        _swiglu.backward_inplace(dy, a, b, *wanted)
+        for kept, is_changed in ((a, want_da), (b, want_db)):
+            if is_changed:
+                torch.autograd.graph.increment_version(kept)
+        return a, b, dy
+    if want_y:
+        return _swiglu.backward_with_y(dy, a, b, want_da, want_db)
+    return *_swiglu.backward(dy, a, b, want_da, want_db), dy
+
+
+class _GatedMLP(torch.autograd.Function):
+    """Keeps x, a = x Wg^T and b = x Wu^T. y comes out of the kernel that makes da and db, and the second half of dx is
+    added to the first by the product that makes it."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up, down):
+        rows = x.reshape(-1, x.shape[-1])
+        a, b = rows.mm(gate.t()), rows.mm(up.t())
+        out = _swiglu.forward(a, b).mm(down.t())
+        want_x, want_gate, want_up, _ = ctx.needs_input_grad
+        weights = (gate, up) if want_x else (None, None)
+        ctx.save_for_backward(x if want_gate or want_up else None, *weights, down, a, b)
+        ctx.shape = x.shape
+        return out.view(*x.shape[:-1], down.shape[0])
+
+    @staticmethod
+    def backward(ctx, dout):
+        device = dout.device.type
+        if torch.is_autocast_enabled(device):  # nothing here is to be cast: what the products read has one type
+            with torch.autocast(device, enabled=False):
+                return _gradients(ctx, dout)
+        return _gradients(ctx, dout)
+
+
+def _gradients(ctx, dout):
+    x, gate, up, down, a, b = ctx.saved_tensors
+    last = is_last_pass()
+    if last:
+        ctx.maybe_clear_saved_tensors()  # otherwise autograd holds a and b until this function returns
+    want_x, want_gate, want_up, want_down = ctx.needs_input_grad
+    dx = dgate = dup = ddown = None
+    drows = dout.reshape(-1, dout.shape[-1])
+    wanted = want_x or want_gate, want_x or want_up, want_down
+    a, b, y = _swiglu_gradients(drows.mm(down), a, b, wanted, last)
+    if want_down:
+        ddown = drows.t().mm(y)
+    del y
+    if want_gate or want_up:
+        rows = x.reshape(-1, x.shape[-1])
+    if want_gate:
+        dgate = a.t().mm(rows)
+    if want_x:
+        dx = a.mm(gate)
+    del a
+    if want_up:
+        dup = b.t().mm(rows)
+    if want_x:
+        dx = dx.addmm_(b, up).view(ctx.shape)
+    gradients = dx, dgate, dup, ddown
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gradients = tuple([first_order_only("gated_mlp", g, dout, x, gate, up, down) for g in gradients])
+    return gradients
+
+
+def _check(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+    def fault(name: str, t: torch.Tensor, needed: str) -> RuntimeError:
+        return RuntimeError(f"gated_mlp: {name} has shape {list(t.shape)}; {needed} is needed")
+
+    if x.dim() == 0:
+        raise fault("x", x, "[..., H]")
+    if gate.dim() != 2 or gate.shape[1] != x.shape[-1]:
+        raise fault("gate_weight", gate, f"[I, {x.shape[-1]}]")
+    if up.shape != gate.shape:
+        raise fault("up_weight", up, f"{list(gate.shape)}")
+    if down.dim() != 2 or down.shape[1] != gate.shape[0]:
+        raise fault("down_weight", down, f"[H, {gate.shape[0]}]")
+
+
+def gated_mlp(
+    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
+) -> torch.Tensor:
+    """The three linear layers of a gated MLP, without biases, and SwiGLU between them.
+
+    Args:
+        x: [..., H]; float32, bfloat16 or float16.
+        gate_weight: [I, H], of x's type (under autocast all four are cast as a linear layer casts them).
+        up_weight: as gate_weight.
+        down_weight: [H, I].
+
+    Returns:
+        [..., H]. Gradients flow to all four, each computed only where it is wanted; kept for them are the inputs and
+        [..., 2I] numbers, which the last backward pass over a graph writes over. Other types or devices and mixed types
+        run the original torch code.
+
+    Raises:
+        RuntimeError: naming the argument, what was given and what is needed.
+    """
+    _check(x, gate_weight, up_weight, down_weight)
+    given = x, gate_weight, up_weight, down_weight
+    if not served(*given):
+        return _original(*given)
+    x, gate, up, down = given = cast_as_linear(*given)
+    if not x.dtype == gate.dtype == up.dtype == down.dtype:
+        return _original(*given)
+    if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
+        return _GatedMLP.apply(*given)
+    # y is all that the gradient of the last weight needs.
+    return linear(_swiglu.forward(linear(x, gate), linear(x, up)), down)
+
+
+def _original(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return linear(silu(linear(x, gate)) * linear(x, up), down)
