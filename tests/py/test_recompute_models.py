@@ -60,7 +60,8 @@ def test_a_model_s_gradients_are_the_same_bits(dtype: torch.dtype, adapted: bool
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
-    """In each layer two outputs of norms and one of SwiGLU; with adapters these are what the adapters keep."""
+    """In each layer two outputs of norms; with adapters these are what the adapters keep, and one of SwiGLU, which an
+    MLP without them keeps in no case."""
     model: Any = tiny_model().to(device)
     batch = {name: value.to(device) for name, value in tiny_batch(model).items()}
     bastile.apply(qk_norm_rope=False)
@@ -69,7 +70,8 @@ def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
         targets = ["q_proj", "k_proj", "gate_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(target_modules=targets, r=4))
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
-    assert without - with_recomputation == 2 * (2 * 32 + 48) * batch["input_ids"].numel() * 4
+    dropped = 2 * 32 + (48 if adapted else 0)
+    assert without - with_recomputation == 2 * dropped * batch["input_ids"].numel() * 4
 
 
 def test_attention_keeps_no_rotated_queries_and_keys() -> None:
@@ -78,7 +80,7 @@ def test_attention_keeps_no_rotated_queries_and_keys() -> None:
     batch = tiny_batch(model)
     bastile.apply()
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch, use_cache=False).loss))
-    assert without - with_recomputation == 2 * (2 * 32 + 48 + 2 * 4 * 16) * batch["input_ids"].numel() * 4
+    assert without - with_recomputation == 2 * (2 * 32 + 2 * 4 * 16) * batch["input_ids"].numel() * 4
 
 
 def test_what_outputs_are_made_from_goes_with_the_backward_pass() -> None:

@@ -270,3 +270,46 @@ def test_sharded_layers_run_the_operators_and_are_checkpointed(
     calls.clear()
     model(**batch, use_cache=False).loss.backward()
     assert calls == {}
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["layers", "projections too"])
+def test_sharded_mlps_are_one_call_where_their_weights_are_whole(
+    alone: bool, one_process_group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A projection that is a unit of its own gathers its weight when it is called, so it must be called."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from bastile import warmup
+    from bastile.ops import swiglu
+
+    shapes: list[tuple[int, ...]] = []
+
+    def call(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return gated_mlp(x, *weights)
+
+    gated_mlp = swiglu.gated_mlp
+    monkeypatch.setattr(swiglu, "gated_mlp", call)
+    mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
+    model = tiny_model()
+    batch = tiny_batch(model)
+    want = model(**batch)
+    want.loss.backward()
+    sharded = tiny_model()
+    for layer in sharded.model.layers:
+        if alone:
+            fully_shard(layer.mlp.up_proj, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    bastile.apply()
+    operators = {call.operator for call in warmup._work(sharded, None, torch.device("cpu"))[1]}
+    assert ("swiglu_backward_with_y" in operators) == (not alone)
+    for _ in range(2):
+        got = sharded(**batch)
+        got.loss.backward()
+        torch.testing.assert_close(got.loss, want.loss)
+        for (name, parameter), other in zip(model.named_parameters(), sharded.parameters(), strict=True):
+            torch.testing.assert_close(other.grad.full_tensor(), parameter.grad, msg=name, rtol=1e-4, atol=1e-5)
+        sharded.zero_grad()
+    assert shapes == ([] if alone else [(2, 11, 32)] * 4)

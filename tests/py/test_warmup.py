@@ -32,8 +32,8 @@ on_a_gpu = pytest.mark.skipif(
 )
 
 
-def tiny(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    model = tiny_model(family, dtype=dtype) if family in DENSE else tiny_gpt_oss(dtype=dtype)
+def tiny(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    model = tiny_model(family, dtype=dtype, **changes) if family in DENSE else tiny_gpt_oss(dtype=dtype, **changes)
     return model.to(DEVICE)
 
 
@@ -64,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "more tokens than logits fit": ("llama", {"dtype": torch.bfloat16, "columns": 600, "logits_memory": 1 / 1024}),
     "the same in float16": ("llama", {"dtype": torch.float16, "columns": 200, "logits_memory": 1 / 1024}),
+    "an adapter behind the gate": ("llama", {"adapters": ["down_proj"]}),
+    "MLPs with biases": ("llama", {"mlp_bias": True}),
     "a config alone": ("qwen3", {"dtype": torch.bfloat16, "by_config": True}),
     "a model that is compiled": ("llama", {"compiled": True}),
 }
@@ -81,12 +83,13 @@ def steps_that_compile(
     logits_memory: float | None = None,
     by_config: bool = False,
     compiled: bool = False,
+    **changes: Any,
 ) -> tuple[int, list[str]]:
     """How many kernels the warm-up made ready, and after what, of all that a user does then, there were more. In a
     process of its own, for kernels that another test has made ready would not count."""
     from bastile.ops.fused_linear_cross_entropy import set_logits_memory
 
-    model: Any = tiny(family, dtype)
+    model: Any = tiny(family, dtype, **changes)
     set_logits_memory(logits_memory)
     if norm_type is not None:
         for name, module in model.named_modules():

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bastile.models import decoder, experts
+from bastile.models.guards import plain_linear
 from bastile.models.table import Family
 from bastile.ops._common import FLOATS
 from bastile.ops.cross_entropy import REDUCTION
@@ -106,6 +107,14 @@ class _Part:
             return self._is_assumed
         parameters = self._part.parameters() if isinstance(self._part, nn.Module) else [self._part]
         return any(parameter.requires_grad for parameter in parameters)
+
+    @property
+    def is_linear(self) -> bool:
+        return self._is_assumed or (type(self._part) is nn.Linear and self._part.bias is None)
+
+    @property
+    def is_plain_linear(self) -> bool:
+        return self._is_assumed or plain_linear(self._part)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -233,11 +242,20 @@ class _Step:
         if "swiglu" not in self.operators:
             return
         width = self.config.intermediate_size
+        title = f"swiglu {width}"
         rows = Zeros((_ROWS, width), self.types.product)
-        wanted = [x or mlp[name].is_trained for name in (self.family.gate, self.family.up)]
-        yield Call("swiglu_forward", (rows, rows), f"swiglu {width}")
-        if any(wanted):
-            yield Call("swiglu_backward", (rows, rows, rows, *wanted), f"swiglu {width}")
+        projections = gate, up, down = [mlp[name] for name in (self.family.gate, self.family.up, self.family.down)]
+        yield Call("swiglu_forward", (rows, rows), title)
+        wanted = x or gate.is_trained, x or up.is_trained
+        if not any(wanted):
+            return
+        # Weights that are shards now are whole when the layer runs: then both ways are made ready.
+        has_bias = getattr(self.config, "mlp_bias", False)
+        is_fused = not has_bias and down.is_trained and all(p.is_linear for p in projections)
+        if is_fused:
+            yield Call("swiglu_backward_with_y", (rows, rows, rows, *wanted), title)
+        if not is_fused or not all(p.is_plain_linear for p in projections):
+            yield Call("swiglu_backward", (rows, rows, rows, *wanted), title)
 
     def _experts(self, mlp: _Part, dtype: torch.dtype, x: bool) -> Iterator[Call]:
         """What surrounds the grouped products of moe_experts, which runs the original code under autocast."""

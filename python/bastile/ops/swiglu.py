@@ -13,6 +13,7 @@ from bastile.ops._common import first_order_only, served
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.recompute import offer
 
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, b):
