@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bastile.bench import moe
+from bastile.bench import mlp, moe
 from bastile.bench.cases import Case
 
 Tensors = dict[str, torch.Tensor]
@@ -194,6 +194,14 @@ OPERATORS = {
         leaves=("a", "b"),
         cost=_swiglu_cost,
         model="a and b read, y written; backward: a, b and dy read, da and db written",
+    ),
+    "gated_mlp": Operator(
+        inputs=mlp.inputs,
+        arguments=mlp.ARGUMENTS,
+        leaves=mlp.LEAVES,
+        cost=lambda case, size: Cost(flops=mlp.flops(case)),
+        model=mlp.MODEL,
+        products=mlp.products,
     ),
     "rope": Operator(
         inputs=_rope_inputs,

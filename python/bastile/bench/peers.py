@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bastile.bench import moe
+from bastile.bench import mlp, moe
 
 Function = Callable[..., Any]
 Builder = Callable[[], Function]
@@ -277,6 +277,7 @@ _TORCH: dict[str, Builder] = {
     "rms_norm": _torch_rms_norm,
     "add_rms_norm": _torch_add_rms_norm,
     "swiglu": _torch_swiglu,
+    "gated_mlp": lambda: mlp.around(_torch_swiglu()),
     "qk_norm_rope": _torch_qk_norm_rope,
     "cross_entropy": _torch_cross_entropy,
     "fused_linear_cross_entropy": _torch_linear_cross_entropy,
@@ -285,6 +286,7 @@ _HF: dict[str, Builder] = {
     "rms_norm": _hf_rms_norm,
     "add_rms_norm": _hf_add_rms_norm,
     "swiglu": _hf_swiglu,
+    "gated_mlp": lambda: mlp.around(_hf_swiglu()),
     "rope": _hf_rope,
     "qk_norm_rope": _hf_qk_norm_rope,
     "cross_entropy": _hf_cross_entropy,
@@ -297,6 +299,7 @@ def _both(place: str) -> dict[str, Builder]:
     return {
         "rms_norm": _liger_rms_norm(place),
         "swiglu": _liger_swiglu(place),
+        "gated_mlp": lambda: mlp.around(_liger_swiglu(place)()),
         "rope": _liger_rope(place),
         "qk_norm_rope": _liger_qk_norm_rope(place),
         "cross_entropy": _liger_cross_entropy(place),
@@ -310,6 +313,7 @@ PEERS: dict[str, dict[str, Builder]] = {
         "rms_norm": _bastile_rms_norm,
         "add_rms_norm": _bastile_add_rms_norm,
         "swiglu": lambda: _bastile("swiglu"),
+        "gated_mlp": lambda: _bastile("gated_mlp"),
         "rope": _bastile_rope,
         "qk_norm_rope": _bastile_qk_norm_rope,
         "cross_entropy": _bastile_cross_entropy,
@@ -318,6 +322,7 @@ PEERS: dict[str, dict[str, Builder]] = {
     },
     "unfused": {
         "add_rms_norm": _unfused_add_rms_norm,
+        "gated_mlp": lambda: mlp.around(_bastile("swiglu")),
         "qk_norm_rope": _unfused_qk_norm_rope,
     },
     "torch": _TORCH,
