@@ -288,7 +288,7 @@ def test_what_is_kept_and_the_peak_are_smaller_than_unfused(device):
 
     weights, rows = 4 * 3 * width * inner, 4 * tokens * inner
     assert peak(gated_mlp) <= 3 * rows + 4 * 4 * tokens * width + weights
-    assert peak(unfused) - peak(gated_mlp) >= rows
+    assert peak(unfused) - peak(gated_mlp) >= 2 * rows - weights
     with torch.no_grad():
         assert peak_without_gradients(given) <= 3 * rows + 4 * tokens * width
 
