@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 #: Element types the kernels serve; anything else runs the original torch code.
@@ -41,13 +43,13 @@ def _in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def cast_as_linear(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a linear layer multiplies, given these: under autocast, all of one type."""
-    device = tensors[0].device.type
+def cast_as_linear(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
+    """These as a linear layer casts them: under autocast to its type."""
+    device = x.device.type
     if device not in _DEVICES or not torch.is_autocast_enabled(device):
-        return tensors
+        return x, *weights
     dtype = torch.get_autocast_dtype(device)
-    return tuple([t.to(dtype) if t.dtype in FLOATS else t for t in tensors])
+    return tuple([None if t is None else t.to(dtype) for t in (x, *weights)])
 
 
 def is_last_pass() -> bool:

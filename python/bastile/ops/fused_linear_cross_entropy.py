@@ -7,7 +7,7 @@ import os
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, served
+from bastile.ops._common import cast_as_linear, first_order_only, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scale_
 
@@ -206,11 +206,7 @@ def fused_linear_cross_entropy(
         raise ValueError("fused_linear_cross_entropy: num_items divides a sum; reduction 'none' has none")
     if isinstance(valid_rows, int) and valid_rows < 0:
         raise ValueError(f"fused_linear_cross_entropy: valid_rows is {valid_rows}; a number of rows is needed")
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and device in ("cpu", "cuda"):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    hidden, weight, bias = cast_as_linear(hidden, weight, bias)
     shape = target.shape
     flat, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
