@@ -122,6 +122,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     for name in ("rms_norm", "swiglu", "rope"):
         counted(layers, name)
+    counted(attention, "projections")
     counted(attention, "qk_norm_rope")
     counted(decoder, "add_rms_norm")
     counted(experts, "moe_experts")
@@ -145,4 +146,7 @@ def calls_of_a_step(family: str, **without: bool) -> dict[str, int]:
     }
     if row.q_norm and "qk_norm_rope" not in chosen:
         counts["rms_norm"] += 4
-    return {operator: count for operator, count in counts.items() if operator in chosen and count}
+    found = {operator: count for operator, count in counts.items() if operator in chosen and count}
+    if "qk_norm_rope" in found:
+        found["projections"] = found["qk_norm_rope"]  # of the same attentions
+    return found

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from bastile.ops._common import PLAIN
 
 _OURS = "_bastile_replacement"
+_LINEAR = nn.Linear.forward
 
 
 def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,6 +34,21 @@ def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
     own = module.__dict__.get("forward")
     forward = type(module).forward if own is None else getattr(own, "__func__", None)
     return (forward is stock or is_ours(forward)) and not _has_hooks(module)
+
+
+def plain_linear(module: nn.Module) -> bool:
+    """Whether calling this module multiplies by its weight and does nothing else, so that the weight may stand for it.
+
+    It does more where it has a bias or an adapter, is quantised, parametrised or offloaded, or where a hook would run,
+    its own or one on all modules. A weight of another tensor class, such as a shard's, may do anything."""
+    parameters = module._parameters  # Module's own lookup is slow; and sharding may have put tensors elsewhere
+    return (
+        type(module) is nn.Linear
+        and parameters.get("bias", module) is None
+        and type(parameters.get("weight")) in PLAIN
+        and runs(module, _LINEAR)
+        and not _has_any_global_hook()
+    )
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -6,7 +6,9 @@ import torch
 
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda")
+#: Tensors whose operations are PyTorch's own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def served(*tensors: torch.Tensor | None) -> bool:
@@ -18,14 +20,11 @@ def served(*tensors: torch.Tensor | None) -> bool:
     for t in tensors:
         if t is None:
             continue
-        if t.device.type not in _DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
+        if t.device.type not in DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
             return False
-        if type(t) not in _PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
+        if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
             return False
-    return not _in_transform()
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return not in_transform()
 
 
 def _is_fake(t: torch.Tensor) -> bool:
@@ -34,7 +33,8 @@ def _is_fake(t: torch.Tensor) -> bool:
     return isinstance(t, FakeTensor)
 
 
-def _in_transform() -> bool:
+def in_transform() -> bool:
+    """Whether this runs under vmap or another functorch transform."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None
