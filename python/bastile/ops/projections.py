@@ -31,18 +31,19 @@ class _Projections(torch.autograd.Function):
 
 
 def _gradients(ctx, gradients, x, weights):
-    """Of x and the weights. Made of what autograd knows, so they can be differentiated."""
-    wanted = ctx.needs_input_grad[1:]  # x's always is
+    """Of x and the weights. Made of what autograd knows, so they can be differentiated.
+
+    The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
+    here is rounded there too."""
     rows = x if x is None else x.flatten(0, -2)
-    dx, dweights = None, []
-    for dy, weight, want in zip(gradients, weights, wanted, strict=True):
-        dweight = None
+    dx, dweights = None, [None] * len(weights)
+    for i in reversed(range(len(weights))):
+        dy = gradients[i]
         if dy is not None:
             dy = dy.flatten(0, -2)
-            dx = dy.mm(weight) if dx is None else dx.addmm_(dy, weight)
-            if want:
-                dweight = dy.t().mm(rows)
-        dweights.append(dweight)
+            dx = dy.mm(weights[i]) if dx is None else dx.addmm_(dy, weights[i])
+            if ctx.needs_input_grad[i + 1]:
+                dweights[i] = dy.t().mm(rows)
     return dx if dx is None else dx.view(ctx.shape), *dweights
 
 
@@ -66,10 +67,10 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
 
     Returns:
         One [..., N] for each weight, the bits that the layers give. Gradients flow to x and the weights, where they are
-        wanted; x's is summed in the order of the weights, within the products. Kept for them are x and the weights.
-        Where that gains nothing (one weight, an x without gradient) or is not served (autocast to another type, an x of
-        one dimension, devices other than CPU and CUDA, subclasses of tensors, functorch), each product is a node of its
-        own.
+        wanted; x's is summed within the products, from the last weight to the first. Kept for them are x and the
+        weights. Where that gains nothing (one weight, an x without gradient) or is not served (autocast to another
+        type, an x of one dimension, devices other than CPU and CUDA, subclasses of tensors, functorch), each product is
+        a node of its own.
     """
     if x.requires_grad and torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights):
         return _Projections.apply(x, *weights)
