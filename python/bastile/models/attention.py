@@ -77,7 +77,7 @@ def attention_forward(
         heads = (*hidden.shape[:-1], -1, self.head_dim)
 
         layers = self.q_proj, self.k_proj, self.v_proj
-        if all([plain_linear(layer) for layer in layers]):
+        if all(map(plain_linear, layers)):
             projected = projections(hidden, *[layer.weight for layer in layers])
         else:
             projected = [layer(hidden) for layer in layers]

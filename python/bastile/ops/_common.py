@@ -6,7 +6,7 @@ import torch
 
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda")
 #: Tensors whose operations are PyTorch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -20,7 +20,7 @@ def served(*tensors: torch.Tensor | None) -> bool:
     for t in tensors:
         if t is None:
             continue
-        if t.device.type not in DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
+        if t.device.type not in _DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
             return False
         if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
             return False

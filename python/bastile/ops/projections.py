@@ -6,9 +6,10 @@ add its result to what is there, so one node for all readers needs no such pass.
 from __future__ import annotations
 
 import torch
+from torch._C import _is_any_autocast_enabled  # a fraction of the host time of asking for one device
 from torch.nn.functional import linear
 
-from bastile.ops._common import DEVICES, PLAIN, in_transform
+from bastile.ops._common import PLAIN, in_transform
 
 
 class _Projections(torch.autograd.Function):
@@ -22,11 +23,10 @@ class _Projections(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
-        device = weights[0].device.type
-        if not torch.is_autocast_enabled(device):
+        if not _is_any_autocast_enabled():
             return _gradients(ctx, gradients, x, weights)
         # The products would be cast here, but not the sum that the second one adds to.
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(weights[0].device.type, enabled=False):
             return _gradients(ctx, gradients, x, weights)
 
 
@@ -35,27 +35,30 @@ def _gradients(ctx, gradients, x, weights):
 
     The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
     here is rounded there too."""
+    wanted = ctx.needs_input_grad
     rows = x if x is None else x.flatten(0, -2)
     dx, dweights = None, [None] * len(weights)
-    for i in reversed(range(len(weights))):
+    for i in range(len(weights) - 1, -1, -1):
         dy = gradients[i]
         if dy is not None:
             dy = dy.flatten(0, -2)
             dx = dy.mm(weights[i]) if dx is None else dx.addmm_(dy, weights[i])
-            if ctx.needs_input_grad[i + 1]:
+            if wanted[i + 1]:
                 dweights[i] = dy.t().mm(rows)
     return dx if dx is None else dx.view(ctx.shape), *dweights
 
 
 def _served(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
     """Whether the products of these may share a node: PyTorch's own tensors, which autocast leaves as they are."""
-    device = x.device.type
-    if device not in DEVICES or x.dim() < 2 or any([type(t) not in PLAIN for t in (x, *weights)]) or in_transform():
+    if not (x.is_cuda or x.is_cpu) or x.dim() < 2 or any([type(t) not in PLAIN for t in (x, *weights)]):
         return False
-    if not torch.is_autocast_enabled(device):
-        return True
+    return not in_transform() and not (_is_any_autocast_enabled() and _is_cast(x, weights))
+
+
+def _is_cast(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
+    device = x.device.type
     dtype = torch.get_autocast_dtype(device)
-    return all([t.dtype is dtype for t in (x, *weights)])
+    return torch.is_autocast_enabled(device) and any(t.dtype is not dtype for t in (x, *weights))
 
 
 def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
