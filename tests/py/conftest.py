@@ -124,6 +124,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     for name in ("rms_norm", "rope"):
         counted(layers, name)
     counted(layers, "swiglu", "swiglu_mlp")  # by either of its ways
+    counted(attention, "projections")
     counted(attention, "qk_norm_rope")
     counted(decoder, "add_rms_norm")
     counted(experts, "moe_experts")
@@ -147,4 +148,7 @@ def calls_of_a_step(family: str, **without: bool) -> dict[str, int]:
     }
     if row.q_norm and "qk_norm_rope" not in chosen:
         counts["rms_norm"] += 4
-    return {operator: count for operator, count in counts.items() if operator in chosen and count}
+    found = {operator: count for operator, count in counts.items() if operator in chosen and count}
+    if "qk_norm_rope" in found:
+        found["projections"] = found["qk_norm_rope"]  # of the same attentions
+    return found

@@ -13,6 +13,7 @@ import torch
 import bastile
 from bastile._library import library
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
 from bastile.ops.rope import rope
@@ -50,7 +51,10 @@ def kernels(tokens: int) -> dict[str, torch.Tensor]:
     cos, sin = tensor(1, tokens, 64).detach(), tensor(1, tokens, 64).detach()
     outputs = [rms_norm(x, weight), *add_rms_norm(x, residual, weight), swiglu(a, b), *rope(q, k, cos, sin)]
     outputs += qk_norm_rope(q, k, q_weight, k_weight, cos, sin)
+    gate, up, down = tensor(1304, 640), tensor(1304, 640), tensor(640, 1304)
+    outputs += [gated_mlp(x, gate, up, down)]  # its backward pass overwrites what it reads
     leaves = {"x": x, "residual": residual, "weight": weight, "a": a, "b": b, "q_weight": q_weight}
+    leaves |= {"gate": gate, "up": up, "down": down}
     grads = torch.autograd.grad(sum(o.float().square().sum() for o in outputs), list(leaves.values()))
     made = {f"output {i}": o.detach() for i, o in enumerate(outputs)}
     return made | {f"gradient of {name}": g for name, g in zip(leaves, grads, strict=True)}

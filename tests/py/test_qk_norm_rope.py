@@ -7,12 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.cohere import modeling_cohere
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3 import modeling_qwen3
 
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from test_rope import stock as stock_rope
+from test_rope import turned
 
 EPS = 1e-6
 NAMES = ("q", "k", "q_weight", "k_weight")
@@ -26,30 +27,17 @@ def stock_norm(x, weight, casting):
 
 
 def stock(q, k, q_weight, k_weight, cos, sin, casting="llama", interleaved=False):
-    """The code a model would run without Bastile; the part of a head that does not turn is put back behind."""
-    module = modeling_cohere if interleaved else modeling_qwen3
-    rotary = cos.shape[-1]
+    """The code a model would run without Bastile."""
     q, k = stock_norm(q, q_weight, casting), stock_norm(k, k_weight, casting)
-    turned = module.apply_rotary_pos_emb(q[..., :rotary], k[..., :rotary], cos, sin)
-    return tuple(torch.cat((t, x[..., rotary:]), dim=-1) for t, x in zip(turned, (q, k), strict=True))
+    return stock_rope(q, k, cos, sin, interleaved)
 
 
 def exact(q, k, q_weight, k_weight, cos, sin, casting="llama", interleaved=False):
-    """The definition, pair by pair."""
+    """The definition, without any rounding in between."""
 
     def norm_and_turn(x, weight):
         z = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * (1 + weight if casting == "gemma" else weight)
-        rotary = cos.shape[-1]
-        first, second = (
-            (slice(0, rotary, 2), slice(1, rotary, 2))
-            if interleaved
-            else (slice(0, rotary // 2), slice(rotary // 2, rotary))
-        )
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        y = z.clone()
-        y[..., first] = z[..., first] * c[..., first] - z[..., second] * s[..., first]
-        y[..., second] = z[..., second] * c[..., second] + z[..., first] * s[..., second]
-        return y
+        return turned(z, cos, sin, interleaved)
 
     return norm_and_turn(q, q_weight), norm_and_turn(k, k_weight)
 

@@ -17,27 +17,24 @@ def stock(q, k, cos, sin, interleaved):
     """The code a model would run without Bastile; the part of a head that does not turn is put back behind."""
     module = modeling_cohere if interleaved else modeling_qwen3
     rotary = cos.shape[-1]
-    turned = module.apply_rotary_pos_emb(q[..., :rotary], k[..., :rotary], cos, sin)
-    return tuple(torch.cat((t, x[..., rotary:]), dim=-1) for t, x in zip(turned, (q, k), strict=True))
+    both = module.apply_rotary_pos_emb(q[..., :rotary], k[..., :rotary], cos, sin)
+    return tuple(torch.cat((t, x[..., rotary:]), dim=-1) for t, x in zip(both, (q, k), strict=True))
+
+
+def turned(x, cos, sin, interleaved):
+    """The definition, pair by pair."""
+    rotary = cos.shape[-1]
+    halves = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    first, second = (slice(0, rotary, 2), slice(1, rotary, 2)) if interleaved else halves
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    y = x.clone()
+    y[..., first] = x[..., first] * c[..., first] - x[..., second] * s[..., first]
+    y[..., second] = x[..., second] * c[..., second] + x[..., first] * s[..., second]
+    return y
 
 
 def exact(q, k, cos, sin, interleaved):
-    """The definition, pair by pair."""
-
-    def turn(x):
-        rotary = cos.shape[-1]
-        first, second = (
-            (slice(0, rotary, 2), slice(1, rotary, 2))
-            if interleaved
-            else (slice(0, rotary // 2), slice(rotary // 2, rotary))
-        )
-        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-        y = x.clone()
-        y[..., first] = x[..., first] * c[..., first] - x[..., second] * s[..., first]
-        y[..., second] = x[..., second] * c[..., second] + x[..., first] * s[..., second]
-        return y
-
-    return turn(q), turn(k)
+    return turned(q, cos, sin, interleaved), turned(k, cos, sin, interleaved)
 
 
 def case(q, k, cos, sin, interleaved) -> Case:

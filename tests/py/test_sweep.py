@@ -20,12 +20,12 @@ from torch import nn
 
 from bastile.cli import main
 from bastile.cli.errors import UsageError
+from bastile.shapes import MODELS
 from bastile.sweep import floor, plots, report, run
 from bastile.sweep.implementations import IMPLEMENTATIONS
 from bastile.sweep.jobs import run_job
 from bastile.sweep.model import build, fill, random_tokens
 from bastile.sweep.results import Results, largest_loss_difference, loss_difference
-from bastile.sweep.shapes import MODELS
 from bastile.sweep.worker import is_out_of_memory
 
 CPU = torch.device("cpu")

@@ -14,6 +14,7 @@ from transformers import EvalPrediction, Qwen3ForCausalLM, Trainer, TrainingArgu
 
 import bastile
 from conftest import tiny_batch, tiny_model
+from memory import Memory
 
 STEPS = 200
 
@@ -236,7 +237,11 @@ def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_p
     fully_shard(sharded, mesh=mesh)
     got = sharded(**batch)
     assert (got.logits is None) == (not head_apart)
-    got.loss.backward()
+    with Memory() as memory:
+        got.loss.backward()
+    assert (
+        memory.calls.count("aten.addmm_.default") == 2 * 2
+    )  # the gradients of queries, keys and values, in each layer
     torch.testing.assert_close(got.loss, want.loss)
     for (name, parameter), other in zip(model.named_parameters(), sharded.parameters(), strict=True):
         torch.testing.assert_close(other.grad.full_tensor(), parameter.grad, msg=name, rtol=1e-4, atol=1e-5)
@@ -265,7 +270,8 @@ def test_sharded_layers_run_the_operators_and_are_checkpointed(
     got = model(**batch, use_cache=False).loss
     torch.testing.assert_close(got, want)
     got.backward()
-    assert (calls["add_rms_norm"], calls["qk_norm_rope"], calls["swiglu"]) == (8, 4, 4)  # each layer twice
+    twice_each_layer = ("qk_norm_rope", "projections", "swiglu")
+    assert (calls["add_rms_norm"], *(calls[name] for name in twice_each_layer)) == (8, 4, 4, 4)
     bastile.reset()
     calls.clear()
     model(**batch, use_cache=False).loss.backward()

@@ -11,7 +11,7 @@ from bastile.cli.errors import RunFailed, UsageError
 from bastile.cli.folder import make_folder
 from bastile.cli.options import add_operators, add_run, count, device_for, dtype_for, need_packages, operators
 from bastile.models.table import FAMILIES
-from bastile.profile.shapes import SHAPES
+from bastile.shapes import MODELS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
         "time by group and by kernel, side by side, and what limits the step.",
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("--shape", choices=SHAPES, help="in place of MODEL: random weights of this model's shapes")
+    parser.add_argument("--shape", choices=MODELS, help="in place of MODEL: random weights of this model's shapes")
     parser.add_argument("--layers", type=count, metavar="N", help="so many layers only (default: all)")
     parser.add_argument("--batch", type=count, metavar="N", help="sequences (default: CPU 1, CUDA 4)")
     parser.add_argument("--sequence", type=count, metavar="N", help="tokens a sequence (default: CPU 256, CUDA 2048)")
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
 def profile(options: argparse.Namespace) -> int:
     need_packages("transformers", "rich", "matplotlib")
     if (options.model is None) == (options.shape is None):
-        raise UsageError(f"give either MODEL, or --shape with one of {', '.join(SHAPES)}")
+        raise UsageError(f"give either MODEL, or --shape with one of {', '.join(MODELS)}")
     if options.trace and not options.trace.absolute().parent.is_dir():
         raise UsageError(f"--trace {options.trace}: there is no folder {options.trace.parent}")
     device = device_for(options.device)
@@ -97,7 +97,7 @@ def _config(options: argparse.Namespace) -> tuple[str | None, Any]:
         return name, model.load_config(name)
     from transformers import AutoConfig
 
-    shape = SHAPES[options.shape]
+    shape = MODELS[options.shape]
     if shape["model_type"] not in FAMILIES:
         raise UsageError(
             f"--shape {options.shape}: this bastile does not support {shape['model_type']}; supported are: "

@@ -15,8 +15,11 @@ from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
 from bastile.cli.folder import make_folder
 from bastile.cli.options import count, device_for, dtype_for, need_packages, need_positive
+from bastile.shapes import MODELS
 from bastile.sweep.implementations import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
-from bastile.sweep.shapes import LENGTHS, MODELS, TINY_LENGTHS
+
+_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_TINY_LENGTHS = (64, 128, 256)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -123,7 +126,7 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
         for name in names:
             if "compile" in name:
                 raise UsageError(f"--fsdp: {name} is not measured on several GPUs; leave it out of --against")
-    otherwise = TINY_LENGTHS if model == "tiny" else LENGTHS
+    otherwise = _TINY_LENGTHS if model == "tiny" else _LENGTHS
     lengths = _lengths(options.lengths, ((64 if model == "tiny" else 1024),) if curve else otherwise)
     if curve and len(lengths) > 1:
         raise UsageError("--loss-curve: give one of --lengths, not several")

@@ -8,7 +8,7 @@ import torch
 from bastile.cli import model
 from bastile.cli.errors import RunFailed, UsageError
 from bastile.cli.options import count, device_for, need_packages
-from bastile.profile.shapes import SHAPES
+from bastile.shapes import MODELS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,7 +20,7 @@ def add_parser(subparsers: Any) -> None:
         "model type's default config.",
     )
     parser.add_argument("--model", metavar="NAME", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("--shape", choices=SHAPES, help="in place of --model: this model's shapes")
+    parser.add_argument("--shape", choices=MODELS, help="in place of --model: this model's shapes")
     parser.add_argument(
         "--dtype",
         choices=["float32", "bfloat16", "float16"],
@@ -66,7 +66,7 @@ def _config(options: argparse.Namespace) -> Any:
         return None
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**SHAPES[options.shape])
+    return AutoConfig.for_model(**MODELS[options.shape])
 
 
 def _table(seconds: dict[str, float]) -> Any:

@@ -1,7 +1,8 @@
 """The forward of an attention whose queries and keys are normed head by head and then turned, both in one operator.
 
-Projections, cache and the attention itself are called as the original calls them, so adapters, quantised weights, hooks
-and every attention implementation stay in force."""
+Its first three projections are one operator where they are plain linear layers. All others, the cache and the attention
+itself are called as the original calls them, so adapters, quantised weights, hooks and every attention implementation
+stay in force."""
 
 import functools
 import inspect
@@ -11,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from bastile.models.guards import is_ours, runs
+from bastile.models.guards import is_ours, plain_linear, runs
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
+from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
 
 #: What the original's code mentions, beside the names in the family's row.
@@ -74,9 +76,12 @@ def attention_forward(
         mask, cache = given.pop("attention_mask"), given.pop("past_key_values", None)
         heads = (*hidden.shape[:-1], -1, self.head_dim)
 
-        q = self.q_proj(hidden).view(heads).transpose(1, 2)
-        k = self.k_proj(hidden).view(heads).transpose(1, 2)
-        v = self.v_proj(hidden).view(heads).transpose(1, 2)
+        layers = self.q_proj, self.k_proj, self.v_proj
+        if all(map(plain_linear, layers)):
+            projected = projections(hidden, *[layer.weight for layer in layers])
+        else:
+            projected = [layer(hidden) for layer in layers]
+        q, k, v = [each.view(heads).transpose(1, 2) for each in projected]
         q_norm, k_norm = getattr(self, family.q_norm), getattr(self, family.k_norm)
         q, k = qk_norm_rope(
             q, k, q_norm.weight, k_norm.weight, cos, sin, getattr(q_norm, eps), casting=casting, interleaved=interleaved

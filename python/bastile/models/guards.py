@@ -8,8 +8,8 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from bastile.ops._common import PLAIN
 
-_LINEAR = nn.Linear.forward
 _OURS = "_bastile_replacement"
+_LINEAR = nn.Linear.forward
 
 
 def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,12 +41,15 @@ def plain_linear(module: nn.Module) -> bool:
 
     It does more where it has a bias or an adapter, is quantised, parametrised or offloaded, or where a hook would run,
     its own or one on all modules. A weight of another tensor class, such as a shard's, may do anything."""
-    parameters = module._parameters  # Module's own lookup is slow; and sharding may have put tensors elsewhere
+    own = module.__dict__  # Module's own lookup is slow
+    weights = own["_parameters"]  # without those that sharding has put elsewhere
     return (
         type(module) is nn.Linear
-        and parameters.get("bias", module) is None
-        and type(parameters.get("weight")) in PLAIN
-        and runs(module, _LINEAR)
+        and type(weights.get("weight")) in PLAIN
+        and weights.get("bias", module) is None
+        and nn.Linear.forward is _LINEAR
+        and "forward" not in own
+        and not _has_hooks(module)
         and not _has_any_global_hook()
     )
 

@@ -9,6 +9,8 @@ import torch
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
+#: Tensors whose operations are PyTorch's own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def served(*tensors: torch.Tensor | None) -> bool:
@@ -24,11 +26,7 @@ def served(*tensors: torch.Tensor | None) -> bool:
             return False
         if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
             return False
-    return not _in_transform()
-
-
-#: Tensors whose operations are PyTorch's own.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+    return not in_transform()
 
 
 def _is_fake(t: torch.Tensor) -> bool:
@@ -37,7 +35,8 @@ def _is_fake(t: torch.Tensor) -> bool:
     return isinstance(t, FakeTensor)
 
 
-def _in_transform() -> bool:
+def in_transform() -> bool:
+    """Whether this runs under vmap or another functorch transform."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None

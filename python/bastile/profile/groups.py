@@ -26,7 +26,7 @@ _ATTENTION = (
 _PRODUCT = (
     r"gemm|gemv|nvjet|splitKreduce|split_k_reduce|\bxmma|cutlass.*(tensorop|wgmma|simt|warpspecialized)|"
     r"cublas|GroupProblemShape|\baten::(addmm|mm|bmm|baddbmm|addmv|mv|dot|_scaled_mm|_grouped_mm|mkldnn_linear|linear|"
-    r"matmul|addbmm|_addmm_activation)_?(out)?$|\bmkldnn::_linear|^(Mm|Addmm|Bmm|Baddbmm)Backward"
+    r"matmul|addbmm|_addmm_activation)_?(out)?$|\bmkldnn::_linear|^(Mm|Addmm|Bmm|Baddbmm)Backward|^_Projections"
 )
 # Operators and, where nothing encloses a kernel, kernels that can belong to one group only.
 _TELLING = [

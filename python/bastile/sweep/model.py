@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from bastile.sweep.shapes import MODELS
+from bastile.shapes import MODELS
 
 _STD = 0.02
 

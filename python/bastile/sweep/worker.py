@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from bastile.bench import machine
+from bastile.shapes import MODELS
 from bastile.sweep import curve
 from bastile.sweep.implementations import IMPLEMENTATIONS, CannotRun
 from bastile.sweep.measure import measure, optimizer_for
 from bastile.sweep.model import build, random_tokens
-from bastile.sweep.shapes import MODELS
 from bastile.sweep.sharded import Ranks
 
 Send = Callable[[dict[str, Any]], None]

@@ -11,6 +11,8 @@
  *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
  *   combine   forward s H (N + T); backward as gather
  *   bias      sums over an expert's rows, in registers while the rows pass: 8 bytes a column for each chunk of rows
+ * Measured on an H200, bf16, at GPT-OSS-20B's shape (4096 tokens, 4 of 32 experts, H = I = 2880): all of them, forward and
+ * backward, 0.30 ms beside 4.67 ms of products: no more than their 1.4 GB take at the copy's speed (0.34 ms).
  * Each sum over rows: first the rows of a block, then the blocks, in that order, in float32. Pairs whose index is no
  * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN.
  */

@@ -5,9 +5,9 @@
  * row, CHUNKS blocks a row, FOLDED: one stride describes all rows of each tensor; backward: DGATE, DUP, Y what is
  * wanted, which may take the place of an input.
  *
- * forward   reads gate and up, writes y. Bytes: 3 * size an element (6 in bf16). Measured on an H200, bf16: 292 us at
- *           16384 x 12288 (0.95 of the copy bandwidth).
- * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 467 us (1.0). The sigmoid is computed again:
+ * forward   reads gate and up, writes y. Bytes: 3 * size an element (6 in bf16). Measured on an H200, bf16: 276 us at
+ *           16384 x 12288 (1.0 of the copy bandwidth).
+ * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 465 us (1.0). The sigmoid is computed again:
  *           nothing was kept. With y, which forward wrote: 6 * size; not measured yet.
  * Two special-function operations an element, 40 % of their rate at full bandwidth in bf16 (calculated, H200).
  */

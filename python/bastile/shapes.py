@@ -1,9 +1,11 @@
-"""The shapes of well-known models, to be profiled with random weights: no download, the same kernels."""
+"""Models by name: their published shapes, as Transformers' configs take them. Weights are random, so nothing is
+downloaded."""
+
+from __future__ import annotations
 
 from typing import Any
 
-#: As AutoConfig.for_model takes them.
-SHAPES: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "qwen3-8b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -36,20 +38,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
+        "head_dim": 128,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
-    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "tie_word_embeddings": False,
+    },
+    # For a CPU: every part of a large one, a second to run.
     "tiny": {
         "model_type": "qwen3",
-        "vocab_size": 2048,
-        "hidden_size": 128,
-        "intermediate_size": 256,
+        "vocab_size": 1024,
+        "hidden_size": 64,
+        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        "head_dim": 16,
+        "max_position_embeddings": 16384,
         "tie_word_embeddings": False,
     },
 }
