@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from transformers.utils.import_utils import is_kernels_available
 
 import bastile
-from bastile.models.guards import untouched
+from bastile.guards import untouched
 from conftest import assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
 
 kernels = pytest.importorskip("kernels", reason="the package kernels is not installed")

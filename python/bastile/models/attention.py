@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from bastile.models.guards import is_ours, plain_linear, runs
+from bastile.guards import is_ours, plain_linear, runs
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
 from bastile.ops.projections import projections

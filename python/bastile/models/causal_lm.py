@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bastile.models.guards import untouched
+from bastile.guards import untouched
 from bastile.models.rebind import parameter_names
 from bastile.models.router_loss import ask_for_router_logits, with_router_loss
 from bastile.models.table import Family

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from bastile.models.guards import runs
+from bastile.guards import runs
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
 from bastile.ops.rms_norm import add_rms_norm

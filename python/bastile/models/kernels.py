@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.guards import plain_linear
 from bastile.models import decoder, experts
-from bastile.models.guards import plain_linear
 from bastile.models.table import Family
 from bastile.ops._common import FLOATS
 from bastile.ops.cross_entropy import REDUCTION

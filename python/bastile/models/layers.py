@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from bastile.models.guards import mark_as_ours, untouched
+from bastile.guards import mark_as_ours, untouched
 from bastile.models.table import Family
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope

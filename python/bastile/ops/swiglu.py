@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.models.guards import plain_linear
+from bastile.guards import plain_linear
 from bastile.ops import _swiglu
 from bastile.ops._common import first_order_only, served
 from bastile.ops.gated_mlp import gated_mlp

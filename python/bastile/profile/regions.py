@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.profiler import record_function
 
-from bastile.models.guards import is_ours, mark_as_ours
+from bastile.guards import is_ours, mark_as_ours
 from bastile.profile.groups import REGION
 
 # By the end of a class's name, as Transformers names its modules. Products within them are products all the same.
