@@ -1,6 +1,7 @@
 """When a module's own call may be skipped, because its weights alone say what it computes."""
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -26,13 +27,13 @@ def is_ours(function: Any) -> bool:
 def untouched(module: nn.Module) -> bool:
     """Whether calling this module does what its class's forward does and nothing else."""
     own = module.__dict__.get("forward")  # Hugging Face's `kernels` puts the class's own there
-    return (own is None or getattr(own, "__func__", None) is type(module).forward) and not _has_hooks(module)
+    return (own is None or _function_of(own) is type(module).forward) and not _has_hooks(module)
 
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
     """Whether calling this module runs this forward, or what Bastile has put in its place, and nothing else."""
     own = module.__dict__.get("forward")
-    forward = type(module).forward if own is None else getattr(own, "__func__", None)
+    forward = type(module).forward if own is None else _function_of(own)
     return (forward is stock or is_ours(forward)) and not _has_hooks(module)
 
 
@@ -52,6 +53,11 @@ def plain_linear(module: nn.Module) -> bool:
         and not _has_hooks(module)
         and not _has_any_global_hook()
     )
+
+
+def _function_of(method: Any) -> Any:
+    # torch.compile of PyTorch 2.10 does not see __func__ through a getattr with a default.
+    return method.__func__ if isinstance(method, MethodType) else None
 
 
 def _has_hooks(module: nn.Module) -> bool:
