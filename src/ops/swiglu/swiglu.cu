@@ -64,7 +64,9 @@ BST_KERNEL(swiglu_forward, swiglu_forward_args, THREADS, 1) {
 BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
     const int64_t row = row_of_block(), first = first_column(), columns = FLAT ? a.count : COLUMNS;
     const int64_t dy = start_of(&a.dy_map, row), gate = start_of(&a.gate_map, row), up = start_of(&a.up_map, row);
-    const int64_t dgate = start_of(&a.dgate_map, row), dup = start_of(&a.dup_map, row), y = start_of(&a.y_map, row);
+    /* What is not wanted has no map. */
+    const int64_t dgate = DGATE ? start_of(&a.dgate_map, row) : 0, dup = DUP ? start_of(&a.dup_map, row) : 0;
+    const int64_t y = Y ? start_of(&a.y_map, row) : 0;
     bst_raw dy_raw[EACH], gate_raw[EACH], up_raw[EACH];
     bst_wait_for_previous();
     BST_UNROLL
