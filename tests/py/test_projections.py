@@ -274,12 +274,12 @@ def test_inputs_of_any_strides(device):
 
 @pytest.mark.parametrize("device", devices())
 def test_expanded_upstream_gradient(device):
-    """`y.sum().backward()` sends a gradient whose strides are all zero."""
+    """`y.sum().backward()` sends a gradient whose strides are all zero; products may choose another kernel for it."""
     leaves = leaves_of(inputs((2, 5, 32), (16, 8), device=device))
     outputs = projections(*leaves)
     first = torch.autograd.grad(sum(o.sum() for o in outputs), leaves, retain_graph=True)
     for g, w in zip(first, torch.autograd.grad(outputs, leaves, [torch.ones_like(o) for o in outputs]), strict=True):
-        assert_same_bits(g, w)
+        torch.testing.assert_close(g, w)
 
 
 # ---- what else may happen to a graph ---------------------------------------------------------------------------------
