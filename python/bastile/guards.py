@@ -27,13 +27,13 @@ def is_ours(function: Any) -> bool:
 def untouched(module: nn.Module) -> bool:
     """Whether calling this module does what its class's forward does and nothing else."""
     own = module.__dict__.get("forward")  # Hugging Face's `kernels` puts the class's own there
-    return (own is None or _function_of(own) is type(module).forward) and not _has_hooks(module)
+    return (own is None or function_of(own) is type(module).forward) and not _has_hooks(module)
 
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
     """Whether calling this module runs this forward, or what Bastile has put in its place, and nothing else."""
     own = module.__dict__.get("forward")
-    forward = type(module).forward if own is None else _function_of(own)
+    forward = type(module).forward if own is None else function_of(own)
     return (forward is stock or is_ours(forward)) and not _has_hooks(module)
 
 
@@ -55,7 +55,8 @@ def plain_linear(module: nn.Module) -> bool:
     )
 
 
-def _function_of(method: Any) -> Any:
+def function_of(method: Any) -> Any:
+    """What a method is made of; None for anything else."""
     # torch.compile of PyTorch 2.10 does not see __func__ through a getattr with a default.
     return method.__func__ if isinstance(method, MethodType) else None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from bastile.guards import function_of
 from bastile.models.lookup import families
 from bastile.models.resolve import Site, sites
 from bastile.models.table import FAMILIES, OPERATORS
@@ -226,7 +227,7 @@ def _is_stock(module: nn.Module, site: Site) -> bool:
         return False
     own = vars(module).get(_slot(module))
     # A hook of Accelerate's may hold the method that the class had before apply.
-    return own is None or bool(_given(module)) or _stock(type(module).forward) is _stock(getattr(own, "__func__", None))
+    return own is None or bool(_given(module)) or _stock(type(module).forward) is _stock(function_of(own))
 
 
 def _is_same(forward: Any, stock: Any) -> bool:
@@ -244,7 +245,7 @@ def _is_same(forward: Any, stock: Any) -> bool:
 def _given(module: nn.Module) -> tuple[Site, ...]:
     """The sites whose method apply_to_model gave to this module. Read from the module itself, so that copies of a
     patched model can be reset too."""
-    function = getattr(vars(module).get(_slot(module)), "__func__", None)
+    function = function_of(vars(module).get(_slot(module)))
     mark = getattr(function, _MARK, None)
     return mark.sites if mark is not None and mark.function is function else ()
 

@@ -3,15 +3,13 @@
 #include <math.h>
 #include <stdio.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "bastile.h"
+#include "cache_folder.h"
 #include "cuda/autotune.h"
 #include "cuda/cache.h"
 #include "test.h"
-
-static char root[64], folder[128];
 
 /* A new empty place for a test. */
 static void begin(void) {
@@ -26,16 +24,6 @@ static void end(void) {
     char command[160];
     snprintf(command, sizeof command, "rm -r %s", root);
     if (system(command) != 0) abort();
-}
-
-static int count_files(const char *suffix) {
-    char command[256];
-    snprintf(command, sizeof command, "ls -A %s 2>/dev/null | grep -c '%s$'", folder, suffix);
-    FILE *pipe = popen(command, "r");
-    int count = -1;
-    if (!pipe || fscanf(pipe, "%d", &count) != 1) abort();
-    pclose(pipe);
-    return count;
 }
 
 /* ---- the clock --------------------------------------------------------------------------------------------------- */
@@ -388,35 +376,24 @@ static bool counted_round(void *context, const bool *running, int first, float *
     return run(context, running, first, ms);
 }
 
+/* Each would find another one the fastest. */
+static int search_together(int process, int round) {
+    track t = {.ms = {1, 1, 1, 1, 1, 1, 1, 1}};
+    t.ms[process] = 0.5f;
+    bst_race race = race_of(&t);
+    race.round = counted_round;
+    bst_digest key = key_of(&machine, round);
+    return bst__choice(&key, &race, true);
+}
+
 TEST(eight_processes_search_once_and_agree) {
     begin();
     for (int round = 0; round < 5; round++) {
-        int gate[2];
-        pid_t children[8];
-        if (pipe(gate) != 0) abort();
+        int found[8];
+        in_eight_processes(search_together, round, found);
         for (int c = 0; c < 8; c++) {
-            children[c] = fork();
-            if (children[c]) continue;
-            char byte;
-            close(gate[1]);
-            if (read(gate[0], &byte, 1) != 0) _exit(9); /* returns when the parent closes its end */
-            /* Each would find another one the fastest. */
-            track t = {.ms = {1, 1, 1, 1, 1, 1, 1, 1}};
-            t.ms[c] = 0.5f;
-            bst_race race = race_of(&t);
-            race.round = counted_round;
-            bst_digest key = key_of(&machine, round);
-            _exit(bst__choice(&key, &race, true));
-        }
-        close(gate[0]);
-        close(gate[1]);
-        int first = -1;
-        for (int c = 0; c < 8; c++) {
-            int status = -1;
-            waitpid(children[c], &status, 0);
-            if (c == 0) first = status;
-            CHECK(WIFEXITED(status) && WEXITSTATUS(status) < 8);
-            CHECK_EQ_I(status, first);
+            CHECK(found[c] >= 0 && found[c] < 8);
+            CHECK_EQ_I(found[c], found[0]);
         }
         char path[160];
         struct stat s;

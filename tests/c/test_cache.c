@@ -12,6 +12,7 @@
 #include <unistd.h>
 #include <utime.h>
 
+#include "cache_folder.h"
 #include "cuda/cache.h"
 #include "cuda/cuda.h"
 #include "test.h"
@@ -19,8 +20,6 @@
 const bst_source bst__sources[] = {{NULL, NULL}};
 
 enum { HEADER = 80, NOBODY = 65534 };
-
-static char root[64], folder[128];
 
 /* ---- helpers ----------------------------------------------------------------------------------------------------- */
 
@@ -96,9 +95,9 @@ static int made(void) {
     return stat(path, &s) == 0 ? (int)s.st_size : 0;
 }
 
-/* Gets a key whose bytes `make` gives in this length, and says whether the bytes are right. */
-static bool get(int n, size_t bytes) {
-    source s = {bytes, 0, BST_OK};
+/* Gets a key whose bytes `make` gives in this length, after a pause, and says whether they are right. */
+static bool get_slowly(int n, size_t bytes, unsigned pause_us) {
+    source s = {bytes, pause_us, BST_OK};
     bst_digest key = key_of(n);
     bst_blob blob = {0};
     bool right = bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob) == BST_OK && is_right(&blob, bytes);
@@ -106,15 +105,7 @@ static bool get(int n, size_t bytes) {
     return right;
 }
 
-static int count_files(const char *suffix) {
-    char command[256];
-    snprintf(command, sizeof command, "ls -A %s 2>/dev/null | grep -c '%s$'", folder, suffix);
-    FILE *pipe = popen(command, "r");
-    int count = -1;
-    if (!pipe || fscanf(pipe, "%d", &count) != 1) abort();
-    pclose(pipe);
-    return count;
-}
+static bool get(int n, size_t bytes) { return get_slowly(n, bytes, 0); }
 
 static void edit(const char *path, long at, int flip) {
     FILE *f = fopen(path, "r+b");
@@ -185,32 +176,18 @@ TEST(a_failure_is_passed_on_and_not_kept) {
     end();
 }
 
+static int get_together(int process, int round) {
+    (void)process;
+    return get_slowly(round, 5000, 20000) ? 0 : 1;
+}
+
 /* Several rounds: the window between one process's store and another's look is narrow. */
 TEST(eight_processes_make_it_once) {
     begin();
     for (int round = 0; round < 10; round++) {
-        int gate[2];
-        pid_t children[8];
-        if (pipe(gate) != 0) abort();
-        for (int c = 0; c < 8; c++) {
-            children[c] = fork();
-            if (children[c]) continue;
-            char byte;
-            close(gate[1]);
-            if (read(gate[0], &byte, 1) != 0) _exit(2); /* returns when the parent closes its end */
-            source s = {5000, 20000, BST_OK};
-            bst_digest key = key_of(round);
-            bst_blob blob = {0};
-            bool right = bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob) == BST_OK && is_right(&blob, 5000);
-            _exit(right ? 0 : 1);
-        }
-        close(gate[0]);
-        close(gate[1]);
-        for (int c = 0; c < 8; c++) {
-            int status = -1;
-            waitpid(children[c], &status, 0);
-            CHECK_EQ_I(status, 0);
-        }
+        int failed[8];
+        in_eight_processes(get_together, round, failed);
+        for (int c = 0; c < 8; c++) CHECK_EQ_I(failed[c], 0);
         CHECK_EQ_I(made(), round + 1);
     }
     CHECK_EQ_I(count_files(".cubin"), 10);

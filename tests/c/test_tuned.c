@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "cache_folder.h"
 #include "cuda/autotune.h"
 #include "cuda/cuda.h"
 #include "fake_cuda.h"
@@ -15,7 +16,6 @@
 const bst_source bst__sources[] = {{"toy.cu", "extern \"C\" __global__ void toy() {}\n"}, {NULL, NULL}};
 
 static fake_cuda *fake;
-static char root[64], folder[128];
 
 /* ---- a kernel with alternatives ---------------------------------------------------------------------------------- */
 
@@ -74,15 +74,7 @@ static void end(void) {
     if (system(command) != 0) abort();
 }
 
-static int choices(void) {
-    char command[256];
-    snprintf(command, sizeof command, "ls -A %s 2>/dev/null | grep -c '.choice$'", folder);
-    FILE *pipe = popen(command, "r");
-    int count = -1;
-    if (!pipe || fscanf(pipe, "%d", &count) != 1) abort();
-    pclose(pipe);
-    return count;
-}
+static int choices(void) { return count_files(".choice"); }
 
 /* The number of launches of one call. */
 static int launches_of(int width, int64_t count, bool once) {

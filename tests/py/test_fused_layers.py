@@ -20,6 +20,7 @@ from conftest import (
     tiny_batch,
     tiny_model,
 )
+from hooks import HOOKS
 
 WITH_QK_NORM = [family for family in sorted(DENSE) if FAMILIES[family].q_norm]
 
@@ -53,22 +54,6 @@ def test_every_operator_is_called(family: str, whole_process: bool, calls: dict[
 # ---- changes to a norm, each of which the original's forward honours -------------------------------------------------
 
 
-def _hook(norm: nn.Module) -> None:
-    norm.register_forward_hook(lambda module, inputs, output: output * 1.5)
-
-
-def _pre_hook(norm: nn.Module) -> None:
-    norm.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
-
-
-def _gradient_hook(norm: nn.Module) -> None:
-    norm.register_full_backward_hook(lambda module, grads, outputs: tuple(3 * grad for grad in grads))
-
-
-def _gradient_pre_hook(norm: nn.Module) -> None:
-    norm.register_full_backward_pre_hook(lambda module, outputs: tuple(3 * grad for grad in outputs))
-
-
 def _own_forward(norm: nn.Module) -> None:
     norm.forward = lambda x: torch.tanh(x)
 
@@ -81,7 +66,7 @@ def _subclass(norm: nn.Module) -> None:
     norm.__class__ = Shifted
 
 
-CHANGES = [_hook, _pre_hook, _gradient_hook, _gradient_pre_hook, _own_forward, _subclass]
+CHANGES = [*HOOKS, _own_forward, _subclass]
 NORMS = [(family, name) for family in sorted(DENSE) for name in ("input_layernorm", "post_attention_layernorm")]
 NORMS += [(family, f"self_attn.{name}") for family in WITH_QK_NORM for name in ("q_norm", "k_norm")]
 

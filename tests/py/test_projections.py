@@ -21,6 +21,7 @@ from bastile.ops.projections import projections
 from bastile.ops.rms_norm import rms_norm
 from bastile.recompute import recomputing
 from conftest import assert_same_up_to_rounding, gradients, tiny_batch, tiny_model
+from hooks import HOOKS
 from memory import Memory, Peak, kept_by
 from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
@@ -455,22 +456,6 @@ class Louder(nn.Linear):
         return 2 * super().forward(x)
 
 
-def _hook(layer: nn.Module) -> None:
-    layer.register_forward_hook(lambda module, inputs, output: output * 1.5)
-
-
-def _pre_hook(layer: nn.Module) -> None:
-    layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
-
-
-def _gradient_hook(layer: nn.Module) -> None:
-    layer.register_full_backward_hook(lambda module, grads, outputs: tuple(3 * grad for grad in grads))
-
-
-def _gradient_pre_hook(layer: nn.Module) -> None:
-    layer.register_full_backward_pre_hook(lambda module, outputs: tuple(3 * grad for grad in outputs))
-
-
 def _own_forward(layer: nn.Module) -> None:
     layer.forward = lambda x: torch.tanh(linear(x, layer.weight))
 
@@ -487,7 +472,7 @@ def _bias(layer: nn.Module) -> None:
     layer.bias = nn.Parameter(torch.randn(layer.out_features))
 
 
-CHANGES = [_hook, _pre_hook, _gradient_hook, _gradient_pre_hook, _own_forward, _subclass, _parametrised, _bias]
+CHANGES = [*HOOKS, _own_forward, _subclass, _parametrised, _bias]
 
 
 @pytest.mark.parametrize("whole_process", [True, False])

@@ -57,6 +57,15 @@ def is_last_pass() -> bool:
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def release_on_last_pass(ctx) -> bool:
+    """As is_last_pass. In a last pass autograd lets go of the saved tensors, which it would otherwise hold until the
+    backward function returns: call it once they have been read."""
+    last = is_last_pass()
+    if last:
+        ctx.maybe_clear_saved_tensors()
+    return last
+
+
 class _Tie(torch.autograd.Function):
     """Makes a gradient depend on what it was computed from, so that a second backward pass reaches the error above."""
 

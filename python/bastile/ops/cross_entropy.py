@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, served
+from bastile.ops._common import first_order_only, is_last_pass, served
 
 Reduction = Literal["none", "mean", "sum"]
 REDUCTION = {"none": 0, "mean": 1, "sum": 2}
@@ -75,7 +75,7 @@ class _CrossEntropyInplace(torch.autograd.Function):
     def backward(ctx, grad_loss):
         (logits,) = ctx.saved_tensors
         dlogits = logits.detach()
-        if torch._C._autograd._get_current_graph_task_keep_graph() or not dlogits.is_contiguous():
+        if not is_last_pass() or not dlogits.is_contiguous():
             # A second backward pass may follow: it needs the unscaled gradient again.
             dlogits = dlogits.clone(memory_format=torch.contiguous_format)
         scale_(dlogits, grad_loss)

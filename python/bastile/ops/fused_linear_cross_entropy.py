@@ -7,7 +7,7 @@ import os
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import cast_as_linear, first_order_only, served
+from bastile.ops._common import cast_as_linear, first_order_only, is_last_pass, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scale_
 
@@ -83,7 +83,7 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """gradient · factor, in the gradient's own memory unless a second pass over a retained graph may need it again."""
     if torch.compiler.is_compiling():
         return (gradient * factor).to(gradient.dtype)
-    if torch._C._autograd._get_current_graph_task_keep_graph():
+    if not is_last_pass():
         gradient = gradient.clone()
     scale_(gradient, factor)
     return gradient

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from bastile.ops import _swiglu
-from bastile.ops._common import cast_as_linear, first_order_only, is_last_pass, served
+from bastile.ops._common import cast_as_linear, first_order_only, release_on_last_pass, served
 
 
 def _swiglu_gradients(
@@ -51,9 +51,7 @@ class _GatedMLP(torch.autograd.Function):
 
 def _gradients(ctx, dout):
     x, gate, up, down, a, b = ctx.saved_tensors
-    last = is_last_pass()
-    if last:
-        ctx.maybe_clear_saved_tensors()  # otherwise autograd holds a and b until this function returns
+    last = release_on_last_pass(ctx)  # a and b above all
     want_x, want_gate, want_up, want_down = ctx.needs_input_grad
     dx = dgate = dup = ddown = None
     drows = dout.reshape(-1, dout.shape[-1])

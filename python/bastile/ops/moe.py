@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, is_last_pass, served
+from bastile.ops._common import first_order_only, release_on_last_pass, served
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 
 _sort = torch.ops.bastile.moe_sort.default
@@ -100,9 +100,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
-        last = is_last_pass()
-        if last:
-            ctx.maybe_clear_saved_tensors()  # otherwise autograd holds h until this function returns
+        last = release_on_last_pass(ctx)  # h above all
         want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, *_ = (
             ctx.needs_input_grad
         )

@@ -104,12 +104,10 @@ class _Own:
 
     def __init__(self, launched: list[Any]) -> None:
         self._times: dict[tuple[str, int], list[float]] = {}
-        reached = float("-inf")
-        for event in sorted(launched, key=lambda event: event.time_range.start):
-            begin, end = event.time_range.start, event.time_range.end
-            own = max(0.0, end - max(begin, reached))
+        launched = sorted(launched, key=lambda event: event.time_range.start)
+        parts = _new_parts((e.time_range.start, e.time_range.end) for e in launched)
+        for event, own in zip(launched, parts, strict=True):
             self._times.setdefault(self._key(event.name, event.time_range.elapsed_us()), []).append(own)
-            reached = max(reached, end)
 
     @staticmethod
     def _key(name: str, microseconds: float) -> tuple[str, int]:
@@ -152,11 +150,15 @@ class _Contexts:
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
     """The length of the union of these (begin, end)."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(intervals):
-        total += max(0.0, end - max(begin, reached))
+    return sum(_new_parts(sorted(intervals)))
+
+
+def _new_parts(intervals: Iterable[tuple[float, float]]) -> Iterable[float]:
+    """The length of each of these (begin, end), sorted by begin, that none before it covers."""
+    reached = float("-inf")
+    for begin, end in intervals:
+        yield max(0.0, end - max(begin, reached))
         reached = max(reached, end)
-    return total
 
 
 def write_trace(profilers: dict[str, Any], path: Path) -> None:
