@@ -39,11 +39,6 @@ BST_DEVICE int expert_of(const int32_t *ends, int experts, int64_t row) {
     return low;
 }
 
-/* A plain read: gates lose 2 % with L1::no_allocate (swiglu.cu). */
-BST_DEVICE bst_raw read_input(const void *base, int64_t index, int n) {
-    return bst_read(bst_at(base, index, TYPE), n * bst_type_size(TYPE));
-}
-
 BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- sort --------------------------------------------------------------------------------------------------------- */
@@ -139,7 +134,7 @@ BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
         int64_t at = first + i * THREADS;
         if (at >= a.count) continue;
         int64_t token = a.order[at / VECTORS] / CHOICES;
-        raw[i] = read_input(a.x, token * a.x_stride + at % VECTORS * VEC, VEC);
+        raw[i] = bst_raw_at(a.x, token * a.x_stride + at % VECTORS * VEC, TYPE, VEC);
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
@@ -187,7 +182,7 @@ BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
             bst_raw raw[AT_ONCE];
             BST_UNROLL
             for (int i = 0; i < AT_ONCE; i++)
-                if (row + i < stop) raw[i] = read_input(a.h, (row + i) * COLUMNS + column, VEC);
+                if (row + i < stop) raw[i] = bst_raw_at(a.h, (row + i) * COLUMNS + column, TYPE, VEC);
             BST_UNROLL
             for (int i = 0; i < AT_ONCE; i++) {
                 if (row + i >= stop) continue;
@@ -270,8 +265,8 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
                     if (row + i >= stop || !live) continue;
-                    h_raw[i] = read_input(a.h, (row + i) * COLUMNS + column, VEC);
-                    dy_raw[i] = read_input(a.dy, ((row + i) * COLUMNS + column) / 2, PAIRS);
+                    h_raw[i] = bst_raw_at(a.h, (row + i) * COLUMNS + column, TYPE, VEC);
+                    dy_raw[i] = bst_raw_at(a.dy, ((row + i) * COLUMNS + column) / 2, TYPE, PAIRS);
                 }
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
@@ -341,8 +336,8 @@ BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
             int64_t pair = token * CHOICES + start + i;
             row[i] = start + i < CHOICES ? a.position[pair] : -1;
             if (row[i] < 0) continue;
-            y_raw[i] = read_input(a.y, (int64_t)row[i] * COLUMNS + column, VEC);
-            if (BIAS) b_raw[i] = read_input(a.bias, a.indices[pair] * COLUMNS + column, VEC);
+            y_raw[i] = bst_raw_at(a.y, (int64_t)row[i] * COLUMNS + column, TYPE, VEC);
+            if (BIAS) b_raw[i] = bst_raw_at(a.bias, a.indices[pair] * COLUMNS + column, TYPE, VEC);
         }
         BST_UNROLL
         for (int i = 0; i < AT_ONCE; i++) {
@@ -392,7 +387,7 @@ BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
                 for (int i = 0; i < AT_ONCE; i++) {
                     if (row + i >= stop || !live) continue;
                     int64_t token = pair[row + i - first] / CHOICES;
-                    raw[i] = read_input(a.dout, token * a.dout_stride + column, VEC);
+                    raw[i] = bst_raw_at(a.dout, token * a.dout_stride + column, TYPE, VEC);
                 }
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {

@@ -44,13 +44,13 @@ BST_DEVICE void unpack_weight(float *w, bst_raw raw) {
 
 BST_DEVICE void load_weight(float *w, const void *weight, int column) {
     bst_raw none = {{0, 0, 0, 0}};
-    unpack_weight(w, HAS_WEIGHT ? bst_read(bst_at(weight, column, W_TYPE), VEC * bst_type_size(W_TYPE)) : none);
+    unpack_weight(w, HAS_WEIGHT ? bst_raw_at(weight, column, W_TYPE, VEC) : none);
 }
 
 #ifdef FORWARD
 /* The vector at this column, packed: out of registers where the row is kept there. */
 #define PACKED(kept, row, i, column) \
-    (KEEP ? kept[KEEP ? i : 0] : bst_read(bst_at(row, column, X_TYPE), VEC * bst_type_size(X_TYPE)))
+    (KEEP ? kept[KEEP ? i : 0] : bst_raw_at(row, column, X_TYPE, VEC))
 
 BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 32);
@@ -69,9 +69,9 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
         BST_UNROLL
         for (int i = 0; i < PER_THREAD; i++) {
             if (live && inside(column_of(i, lane))) {
-                kept[KEEP ? i : 0] = bst_raw_once(x, column_of(i, lane), X_TYPE, VEC);
+                kept[KEEP ? i : 0] = bst_raw_at(x, column_of(i, lane), X_TYPE, VEC);
 #if ADD
-                residual_kept[KEEP ? i : 0] = bst_raw_once(residual, column_of(i, lane), X_TYPE, VEC);
+                residual_kept[KEEP ? i : 0] = bst_raw_at(residual, column_of(i, lane), X_TYPE, VEC);
 #endif
             }
         }
@@ -88,11 +88,7 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] += w[j];
         bst_raw sum = bst_pack(v, X_TYPE, VEC);
-        void *out = bst_at_out(a.sum, row * HIDDEN + column, X_TYPE);
-        if (KEEP)
-            bst_write_once(out, sum, VEC * bst_type_size(X_TYPE));
-        else
-            bst_write(out, sum, VEC * bst_type_size(X_TYPE)); /* read again below */
+        bst_write(bst_at_out(a.sum, row * HIDDEN + column, X_TYPE), sum, VEC * bst_type_size(X_TYPE));
         bst_unpack(v, sum, X_TYPE, VEC);
         kept[KEEP ? i : 0] = sum;
 #endif
@@ -119,7 +115,7 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
         if (CASTING == LLAMA) bst_round_all(v, X_TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] *= w[j];
-        bst_store_once(a.y, row * HIDDEN + column, v, Y_TYPE, VEC);
+        bst_store(a.y, row * HIDDEN + column, v, Y_TYPE, VEC);
     }
 }
 #endif
@@ -363,7 +359,7 @@ BST_KERNEL(rms_norm_backward_rows, rms_norm_backward_args, THREADS, 1) {
         BST_UNROLL
         for (int j = 0; j < VEC; j++) dw[DW ? i : 0][j] = 0;
         if (HAS_WEIGHT && inside(column_of(i, lane)))
-            weight[i] = bst_read(bst_at(a.weight, column_of(i, lane), W_TYPE), VEC * bst_type_size(W_TYPE));
+            weight[i] = bst_raw_at(a.weight, column_of(i, lane), W_TYPE, VEC);
     }
     float rstd = row < a.rows ? a.rstd[row] : 0.0f, next_rstd = 0.0f;
     int stage = 0, turn = 0;

@@ -86,9 +86,10 @@ static int64_t backward_static_bytes(const bst_launch *l) {
 }
 
 /* Rows that each take a whole block, where the chip has bulk copies: one block a multiprocessor, as many rows ahead as
- * there is room for, up to five. On an H200 at 16384 x 4096 103 us (the ring of backward_kernel: 116); two to four
- * blocks a multiprocessor 106 to 109, 3 to 12 stages 102 to 105, a limit without dweight and without staying 94. False
- * where that does not apply. */
+ * there is room for, up to three: the more, the longer the last rows wait with nothing left to read. On an H200, with
+ * the sum of dweight, at 2048, 4096 and 16384 x 4096: 22.2, 34.7, 107.3 us; six stages 22.8, 35.4, 107.9, three 22.1,
+ * 34.5, 107.7; two blocks a multiprocessor 25, 37, 116; the ring of backward_kernel 116 without the sum at the largest.
+ * False where that does not apply. */
 static bool shape_rows_backward(bst_launch *l, const bst_chip *chip) {
     const int64_t vectors = l->values[HIDDEN] / l->values[VEC], most = 2 * 512, least = 256;
     int bytes = bst__dtype_size((bst_dtype)l->values[X_TYPE]), dy_bytes = bst__dtype_size((bst_dtype)l->values[Y_TYPE]);
@@ -97,7 +98,7 @@ static bool shape_rows_backward(bst_launch *l, const bst_chip *chip) {
         return false;
     int64_t row = vectors * 16 * (l->values[ADD] ? 3 : 2), stages = (chip->shared_memory - 1024) / row;
     if (stages < 2) return false;
-    if (stages > 6) stages = 6;
+    if (stages > 4) stages = 4;
     l->kernel = &rows_kernel;
     l->values[THREADS] = row_threads(vectors, 2, 128, 512);
     l->values[ROWS] = l->values[KEEP] = 1;

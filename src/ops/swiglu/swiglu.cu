@@ -25,11 +25,6 @@ BST_DEVICE int64_t first_column(void) {
     return (chunk * EACH * THREADS + bst_thread()) * VEC;
 }
 
-/* A plain read: with L1::no_allocate 761 instead of 747 us, forward and backward. */
-BST_DEVICE bst_raw read_input(const void *base, int64_t index) {
-    return bst_read(bst_at(base, index, TYPE), VEC * bst_type_size(TYPE));
-}
-
 #ifdef FORWARD
 BST_KERNEL(swiglu_forward, swiglu_forward_args, THREADS, 1) {
     const int64_t row = row_of_block(), first = first_column(), columns = FLAT ? a.count : COLUMNS;
@@ -40,8 +35,8 @@ BST_KERNEL(swiglu_forward, swiglu_forward_args, THREADS, 1) {
     for (int i = 0; i < EACH; i++) {
         const int64_t column = first + i * THREADS * VEC;
         if (column >= columns) continue;
-        gate_raw[i] = read_input(a.gate, gate + column);
-        up_raw[i] = read_input(a.up, up + column);
+        gate_raw[i] = bst_raw_at(a.gate, gate + column, TYPE, VEC);
+        up_raw[i] = bst_raw_at(a.up, up + column, TYPE, VEC);
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
@@ -73,9 +68,9 @@ BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
     for (int i = 0; i < EACH; i++) {
         const int64_t column = first + i * THREADS * VEC;
         if (column >= columns) continue;
-        dy_raw[i] = read_input(a.dy, dy + column);
-        gate_raw[i] = read_input(a.gate, gate + column);
-        if (DGATE || Y) up_raw[i] = read_input(a.up, up + column);
+        dy_raw[i] = bst_raw_at(a.dy, dy + column, TYPE, VEC);
+        gate_raw[i] = bst_raw_at(a.gate, gate + column, TYPE, VEC);
+        if (DGATE || Y) up_raw[i] = bst_raw_at(a.up, up + column, TYPE, VEC);
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
