@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 #: Each tensor that autograd keeps costs the host a few microseconds here, which a GPU with little to do would wait
-#: for: below so many tokens memory is not short either.
-DEFAULT_MIN_TOKENS = 2048
+#: for: below so many tokens memory is not short either. Of Qwen3-8B the peak of a step at 2048 tokens is the same.
+DEFAULT_MIN_TOKENS = 4096
 
 _min_tokens: int | None = None
 

@@ -458,6 +458,8 @@ def test_every_shape_is_a_model(name: str) -> None:
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob", "attention"),
+        ("cudnn::fusion::compute_dot_do_o_specialized<true, 128>", "attention"),
+        ("void cudnn::fusion::convert_dq_to_16bits<true>", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", "rest"),
         ("bst_rms_norm_forward", "rest"),

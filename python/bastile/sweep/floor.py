@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-# Names of CUDA kernels, and of PyTorch's operators where a CPU is profiled. Attention is asked first: its kernels hold
-# products too.
-_ATTENTION = re.compile(r"flash|fmha|attention|sdpa|mha_", re.I)
-_PRODUCTS = re.compile(r"gemm|gemv|nvjet|cublas|cutlass|xmma|splitk|aten::(mm|addmm|bmm|baddbmm|_grouped_mm)$", re.I)
+from bastile.profile.groups import group_of
 
 
 def kind_of(name: str) -> str:
     """ "attention", "products" or "rest"."""
-    if _ATTENTION.search(name):
-        return "attention"
-    return "products" if _PRODUCTS.search(name) else "rest"
+    group = group_of(name)
+    return group if group in ("attention", "products") else "rest"
 
 
 def profile(step: Callable[[], object], device: torch.device, steps: int = 2) -> dict[str, float]:

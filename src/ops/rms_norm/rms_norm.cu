@@ -49,8 +49,7 @@ BST_DEVICE void load_weight(float *w, const void *weight, int column) {
 
 #ifdef FORWARD
 /* The vector at this column, packed: out of registers where the row is kept there. */
-#define PACKED(kept, row, i, column) \
-    (KEEP ? kept[KEEP ? i : 0] : bst_raw_at(row, column, X_TYPE, VEC))
+#define PACKED(kept, row, i, column) (KEEP ? kept[KEEP ? i : 0] : bst_raw_at(row, column, X_TYPE, VEC))
 
 BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 32);
@@ -358,8 +357,7 @@ BST_KERNEL(rms_norm_backward_rows, rms_norm_backward_args, THREADS, 1) {
     for (int i = 0; i < PER_THREAD; i++) {
         BST_UNROLL
         for (int j = 0; j < VEC; j++) dw[DW ? i : 0][j] = 0;
-        if (HAS_WEIGHT && inside(column_of(i, lane)))
-            weight[i] = bst_raw_at(a.weight, column_of(i, lane), W_TYPE, VEC);
+        if (HAS_WEIGHT && inside(column_of(i, lane))) weight[i] = bst_raw_at(a.weight, column_of(i, lane), W_TYPE, VEC);
     }
     float rstd = row < a.rows ? a.rstd[row] : 0.0f, next_rstd = 0.0f;
     int stage = 0, turn = 0;
