@@ -84,7 +84,7 @@ def test_a_sweep_is_measured_shown_and_not_repeated(tmp_path: Path, capfd: pytes
         ours, stock = found["bastile", length], found["hf", length]
         # One step of random weights: two float32 programs for one loss part by no more than rounding.
         assert ours["losses"][0] == pytest.approx(stock["losses"][0], rel=1e-6)
-        assert 0 < ours["floor"]["products"] <= ours["floor"]["seconds"]
+        assert 0 < ours["floor"]["products"] <= ours["floor"]["seconds"] < ours["floor"]["wall"]
         assert ours["floor"]["attention"] > 0
     assert "rms_norm_qwen3" in found["bastile", 32]["patched"]
     assert found["hf", 32]["patched"] == []
@@ -349,7 +349,7 @@ def made_up(tmp_path: Path, **settings: Any) -> Results:
         ("bastile", 512, 0.09, 9.0),
     ):
         figures = {"seconds": seconds, "tokens_per_second": length / seconds, "peak_bytes": 61 << 30, "took": took}
-        figures |= {"losses": [12.25, 12.0], "step_seconds": 2 * seconds, "floor": {"seconds": 0.04}}
+        figures |= {"losses": [12.25, 12.0], "step_seconds": 2 * seconds, "floor": {"seconds": 0.04, "wall": 0.05}}
         results.add({"implementation": name, "length": length, "status": "ok", **figures})
     results.add({"implementation": "hf", "length": 512, "status": "out of memory", "took": 0.0})
     return results

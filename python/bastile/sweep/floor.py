@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bastile.bench.timing import seconds_of
 from bastile.profile.groups import group_of
 
 
@@ -16,20 +17,18 @@ def kind_of(name: str) -> str:
     return group if group in ("attention", "products") else "rest"
 
 
-def profile(step: Callable[[], object], device: torch.device, steps: int = 2) -> dict[str, float]:
-    """Seconds of one step by kind, and all of them together: of the kernels on CUDA, of the operators on CPU."""
+def profile(step: Callable[[], object], device: torch.device, steps: int = 4) -> dict[str, float]:
+    """Seconds of one step by kind: of the kernels on CUDA, of the operators on CPU; as "seconds" those of products and
+    attention together, as "wall" those of the whole step, each begun and ended when the device is idle."""
     from torch.profiler import ProfilerActivity
 
     on_cuda = device.type == "cuda"
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
-        for _ in range(steps):
-            step()
-        if on_cuda:
-            torch.cuda.synchronize(device)
+        wall = sum(seconds_of(step, device) for _ in range(steps)) / steps
     found = {"products": 0.0, "attention": 0.0, "rest": 0.0}
     for event in profiler.key_averages():
         found[kind_of(event.key)] += _microseconds(event, on_cuda) / 1e6 / steps
-    return {**found, "seconds": found["products"] + found["attention"]}
+    return {**found, "seconds": found["products"] + found["attention"], "wall": wall}
 
 
 def _microseconds(event: Any, on_cuda: bool) -> float:

@@ -70,9 +70,12 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def floor_at(results: Results, length: int) -> float | None:
-    """Seconds of matrix products and attention in one step: Bastile's, for its profile holds the fewest others."""
+    """Seconds of matrix products and attention in one step: Bastile's, for its profile holds the fewest others. It is
+    their share of the profiled steps, taken of the timed ones: a chip at its power limit has another clock in each."""
     record = results.find("bastile", length)
-    return record["floor"]["seconds"] if record and "floor" in record else None
+    if not record or "floor" not in record:
+        return None
+    return record["seconds"] * record["floor"]["seconds"] / record["floor"]["wall"]
 
 
 def one_line(record: Record) -> str:
