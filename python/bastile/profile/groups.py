@@ -77,7 +77,7 @@ def short_name(name: str, longest: int = 60) -> str:
     if name.startswith(("aten::", "bastile::", "autograd::")):
         return name
     plain, depth = [], 0
-    for character in name.removeprefix("void "):
+    for character in name.removeprefix("void ").replace("(anonymous namespace)::", ""):
         depth += character in "<("
         if depth == 0:
             plain.append(character)
