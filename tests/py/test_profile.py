@@ -122,7 +122,9 @@ def test_context_tells_the_group_of_what_has_no_name(name: str, context: list[st
 def test_short_names_can_be_read() -> None:
     assert short_name(MULTIPLY) == "vectorized_elementwise_kernel (MulFunctor)"
     assert short_name("void cutlass::Kernel2<cutlass_80_tensorop>(Params)") == "cutlass::Kernel2"
-    of_nowhere = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::X>(X)"
+    of_nowhere = (
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::X>(X)"
+    )
     assert short_name(of_nowhere) == "multi_tensor_apply_kernel"
     assert short_name("aten::mm") == "aten::mm"
     assert len(short_name("x" * 100)) == 60
