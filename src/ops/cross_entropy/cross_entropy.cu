@@ -10,8 +10,8 @@
  * clusters  LOSS_AND_GRADIENT on sm_90 and later. Bytes: one read and one write per logit. A cluster shares a row; each
  *           block keeps its slice packed in registers between its uses, while a bulk copy brings its slice of the
  *           cluster's next row into shared memory. Partial maxima and sums meet through distributed shared memory, one
- *           exchange a row. Measured on an H200, bf16, with divisors and reduce: 577 us at 4096 x 128256 (0.85), 668 at
- *           4096 x 151936 (0.87), 138 at 4096 x 32000 (0.89).
+ *           exchange a row. Measured on an H200, bf16, with divisors and reduce: 569 us at 4096 x 128256 (0.87), 665 at
+ *           4096 x 151936 (0.89), 141 at 4096 x 32000 (0.88).
  * Rows to be ignored are not read. Exponentials are powers of two relative to a running reference, so that the plain case
  * costs one multiply-add and one exponential per logit. All sums have a fixed order; no atomics. */
 #include "pack.cuh"

@@ -10,12 +10,12 @@
  * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, rstd. Bytes: x + y.
  *           Measured on an H200, bf16: 67 us at 16384 x 4096 (0.94 of the copy bandwidth; an elementwise kernel of
  *           PyTorch's that reads and writes as much took 65 in the same run), 17.3 us at 131072 x 128.
- *           ADD: reads residual too and writes sum. Bytes: x + residual + sum + y. 140 us at 16384 x 4096 (0.90).
+ *           ADD: reads residual too and writes sum. Bytes: x + residual + sum + y. 134 us at 16384 x 4096 (0.95).
  * backward  persistent: each block takes every gridDim-th group of rows, keeps its share of dweight in float32
  *           registers and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and
  *           blocks * HIDDEN * 4 written and read back by rms_norm_dweight, mostly within the L2.
- *           Measured on an H200, bf16: 108 us at 16384 x 4096 (0.88), 29.4 us at 131072 x 128 (0.80).
- *           ADD: reads dsum too. Bytes: x + dy + dsum + dx, and the partial rows. 134 us at 16384 x 4096 (0.94).
+ *           Measured on an H200, bf16: 107 us at 16384 x 4096 (0.88), 29.4 us at 131072 x 128 (0.80).
+ *           ADD: reads dsum too. Bytes: x + dy + dsum + dx, and the partial rows. 131 us at 16384 x 4096 (0.96).
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
 #include "pack.cuh"
 #include "reduce.cuh"
