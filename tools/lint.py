@@ -4,11 +4,13 @@
 - every row of src/ops.def has its room, its Python file and its two tests, and no room lacks a row;
 - no source file is longer than 600 lines;
 - every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
-- the shared library's public prefix is the only one the header declares.
+- the shared library's public prefix is the only one the header declares;
+- docs/api.md says what the docstrings say.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -102,8 +104,17 @@ def sources() -> list[str]:
     return faults
 
 
+def reference() -> list[str]:
+    if not importlib.util.find_spec("griffe"):
+        print("lint: griffelib is not installed; docs/api.md is not checked")
+        return []
+    command = [sys.executable, ROOT / "tools" / "api_reference.py", "--check"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [run.stdout + run.stderr] if run.returncode else []
+
+
 def main() -> int:
-    faults = formatting() + operators() + sources()
+    faults = formatting() + operators() + sources() + reference()
     for fault in faults:
         print(f"lint: {fault}")
     print(f"lint: {len(faults)} faults")

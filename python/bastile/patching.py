@@ -53,16 +53,23 @@ def apply(
 ) -> list[str]:
     """Puts the chosen operators into every model of the given types (None: all supported) in this process.
 
-    rms_norm, swiglu, rope: RMSNorm, the gated activation of the MLP, the rotary embedding.
-    fused_linear_cross_entropy: in training, the loss from the last hidden states; the output's logits are None.
-    qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
-    add_rms_norm: the residual's addition and the norm after it in one pass.
-    moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
-    recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there, bit
-    by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+    A family that has no place for an operator does without it. A second call changes nothing. docs/models.md says what
+    falls back to the original, and when.
 
-    Returns the names now in force for this choice, such as "rms_norm_qwen3"; a second call changes nothing. A family
-    that has no place for an operator does without it. docs/models.md says what falls back to the original, and when.
+    Args:
+        rms_norm: RMSNorm.
+        swiglu: the gated activation of the MLP, or the whole MLP where it is one of plain matrices.
+        rope: the rotary embedding.
+        fused_linear_cross_entropy: in training, the loss from the last hidden states; the output's logits are None.
+        qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
+        add_rms_norm: the residual's addition and the norm after it in one pass.
+        moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
+        recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
+            bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+        model_types: such as ["qwen3"]; None: all that are supported.
+
+    Returns:
+        The names now in force for this choice, such as "rms_norm_qwen3".
 
     Raises:
         ValueError: for a model type that is not supported.
@@ -102,8 +109,20 @@ def apply_to_model(
     """Puts the chosen operators, those of `apply`, into this model only. PEFT, torch.compile, DDP and FSDP wrappers are
     looked through.
 
-    Returns the names of what was put in; an operator whose module the model lacks (a model without a language-model
-    head has no loss) or overrides with code of its own is not among them.
+    Args:
+        model: a model of Transformers, wrapped or not.
+        rms_norm: this and the following are as for `apply`.
+        swiglu: as for `apply`.
+        rope: as for `apply`.
+        fused_linear_cross_entropy: as for `apply`.
+        qk_norm_rope: as for `apply`.
+        add_rms_norm: as for `apply`.
+        moe_experts: as for `apply`.
+        recompute: as for `apply`.
+
+    Returns:
+        The names of what was put in; an operator whose module the model lacks (a model without a language-model head
+        has no loss) or overrides with code of its own is not among them.
 
     Raises:
         ValueError: for a model of a type that is not supported, or in which there is nothing to replace.
@@ -140,10 +159,19 @@ def apply_to_model(
 
 
 def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) -> list[str]:
-    """Puts back the original code and returns the names of what was taken out.
+    """Puts back the original code.
 
-    names: only these patches (None: all). model: only what apply_to_model put into it; without it, everything that
-    apply put into classes and apply_to_model into any model."""
+    Args:
+        names: only these patches; None: all.
+        model: only what apply_to_model put into it; None: everything that apply put into classes and apply_to_model
+            into any model.
+
+    Returns:
+        The names of what was taken out.
+
+    Raises:
+        ValueError: for a name that no patch has.
+    """
     wanted = None if names is None else frozenset([names] if isinstance(names, str) else names)
     if wanted is not None:
         known = {name for family in FAMILIES.values() for name in family.patches()}

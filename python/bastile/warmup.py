@@ -57,12 +57,17 @@ def warmup_all_kernels(
     """Compiles every kernel that a training step of the model needs, several at once, and reports the seconds. Memory
     for a few rows is enough, and nothing of the model is touched.
 
-    model_or_config: a model, wrapped or not (PEFT, torch.compile, DDP, FSDP), or its config; None: the default config
-        of each supported family. Of a model it matters what it is patched with and what of it is trained, of a config
-        what `apply` has patched; where nothing is patched, it is as if `apply` had patched all.
-    dtype: of the weights; the model's own, bfloat16 for a config. Under torch.autocast, call this under it too.
-    progress: draw a bar where `rich` is installed.
-    threads: how many kernels to compile at once; None: as many as there are CPU cores, but at most 8.
+    Args:
+        model_or_config: a model, wrapped or not (PEFT, torch.compile, DDP, FSDP), or its config; None: the default
+            config of each supported family. Of a model it matters what it is patched with and what of it is trained, of
+            a config what `apply` has patched; where nothing is patched, it is as if `apply` had patched all.
+        dtype: of the weights; the model's own, bfloat16 for a config. Under torch.autocast, call this under it too.
+        device: where the model will run; None: the current CUDA device.
+        progress: draw a bar where `rich` is installed.
+        threads: how many kernels to compile at once; None: as many as there are CPU cores, but at most 8.
+
+    Returns:
+        What was done: the seconds of each operator, and how many kernels were compiled and how many on disk already.
 
     Raises:
         ValueError: for what is no supported model or config, a type without kernels, or no threads.

@@ -10,6 +10,8 @@ from torch import nn
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, is_last_pass, served
 
+__all__ = ["BastileCrossEntropyLoss", "cross_entropy"]
+
 Reduction = Literal["none", "mean", "sum"]
 REDUCTION = {"none": 0, "mean": 1, "sum": 2}
 

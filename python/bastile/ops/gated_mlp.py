@@ -8,6 +8,8 @@ from torch.nn.functional import linear, silu
 from bastile.ops import _swiglu
 from bastile.ops._common import cast_as_linear, first_order_only, release_on_last_pass, served
 
+__all__ = ["gated_mlp"]
+
 
 def _swiglu_gradients(
     dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool

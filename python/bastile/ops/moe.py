@@ -8,6 +8,8 @@ from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, release_on_last_pass, served
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 
+__all__ = ["moe_experts"]
+
 _sort = torch.ops.bastile.moe_sort.default
 _gather = torch.ops.bastile.moe_gather.default
 _glu_forward = torch.ops.bastile.moe_glu_forward.default

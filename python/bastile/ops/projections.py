@@ -11,6 +11,8 @@ from torch.nn.functional import linear
 
 from bastile.ops._common import PLAIN, in_transform
 
+__all__ = ["projections"]
+
 
 class _Projections(torch.autograd.Function):
     @staticmethod

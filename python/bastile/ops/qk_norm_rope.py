@@ -11,6 +11,8 @@ from bastile.ops.rms_norm import _CASTING, Casting
 from bastile.ops.rms_norm import _reference as norm
 from bastile.recompute import offer
 
+__all__ = ["qk_norm_rope"]
+
 _forward = torch.ops.bastile.qk_norm_rope_forward.default
 _backward = torch.ops.bastile.qk_norm_rope_backward.default
 

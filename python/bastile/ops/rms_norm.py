@@ -11,6 +11,8 @@ from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import first_order_only, served
 from bastile.recompute import offer
 
+__all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm"]
+
 Casting = Literal["llama", "gemma", "none"]
 _CASTING = {"llama": 0, "gemma": 1, "none": 2}
 

@@ -8,6 +8,8 @@ from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import FLOATS, first_order_only, served
 from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
 
+__all__ = ["rope"]
+
 _forward = torch.ops.bastile.rope_forward.default
 _backward = torch.ops.bastile.rope_backward.default
 

@@ -13,6 +13,8 @@ from bastile.ops._common import first_order_only, served
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.recompute import offer
 
+__all__ = ["BastileSwiGLUMLP", "swiglu", "swiglu_mlp"]
+
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
