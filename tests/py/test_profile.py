@@ -89,6 +89,13 @@ KERNELS = [
     ("bastile::rms_norm_backward", "norms"),
     ("bastile::linear_cross_entropy_forward", "loss"),
     ("bastile::rope_forward", "rotary"),
+    ("_RopeBackward", "rotary"),
+    ("_QKNormRopeBackward", "rotary"),
+    ("_AddRMSNormBackward", "norms"),
+    ("_SwiGLUBackward", "activation"),
+    ("_GatedMLPBackward", "activation"),
+    ("_ExpertsBackward", "activation"),
+    ("_LinearCrossEntropyBackward", "loss"),
 ]
 MULTIPLY = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, MulFunctor<float>>>"
 
