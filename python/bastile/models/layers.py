@@ -18,6 +18,9 @@ from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
 from bastile.ops.swiglu import swiglu_mlp
 
+#: What a norm's code may mention beside its weight and epsilon, and no more: so nothing that it computes is left out.
+NORM_MAY_READ = ("dtype", "to", "torch", "float32", "pow", "mean", "rsqrt")
+
 _SILU = frozenset({nn.SiLU, type(ACT2FN["silu"])})
 
 
