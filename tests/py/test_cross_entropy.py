@@ -352,6 +352,13 @@ def test_in_place_refuses_what_it_would_get_wrong(device):
     other = logits.square().sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (cross_entropy(logits, target, inplace=True) + other).backward()
+    # The backward pass writes there, too.
+    logits = x * 1
+    loss = cross_entropy(logits, target, inplace=True) * 3
+    later = logits.square().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.backward()
 
 
 @pytest.mark.parametrize("device", devices())
