@@ -16,8 +16,10 @@ from oracle import (
     EMULATED,
     Case,
     assert_no_worse,
+    assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
+    far_apart,
     few_examples,
     random_tensor,
 )
@@ -207,6 +209,18 @@ def test_strided_inputs(device):
         beside.as_strided(*layout).fill_(False)
         assert_same_bits(holder.detach()[beside], base[beside])
         assert (holder.detach() != base).as_strided(*layout).sum() > 0.9 * logits.numel()
+
+
+def test_rows_far_apart():
+    logits, target = random_tensor((2, 64), torch.bfloat16, "cpu"), torch.tensor([3, 60])
+    for options in ({}, {"reduction": "none"}):
+        assert_offsets_have_64_bits(lambda x, options=options: cross_entropy(x, target, **options), logits)
+    holder = far_apart(logits).requires_grad_() * 1
+    (want,) = torch.autograd.grad(
+        cross_entropy(near := logits.clone().requires_grad_() * 1, target, inplace=True), near
+    )
+    (got,) = torch.autograd.grad(cross_entropy(holder, target, inplace=True), holder)
+    assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("device", devices())

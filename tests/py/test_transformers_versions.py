@@ -162,7 +162,9 @@ def test_something_new_in_a_forward_that_is_replaced_whole(
         pytest.skip("this is not replaced in this family")
     owner = getattr(modeling(family), getattr(row, place))
     stock = owner.forward
-    argument = {"norm_class": "hidden_states", "mlp_class": "x", "causal_lm_class": "use_cache"}.get(place, "past_key_values")
+    argument = {"norm_class": "hidden_states", "mlp_class": "x", "causal_lm_class": "use_cache"}.get(
+        place, "past_key_values"
+    )
     for forward, piece in (
         (changed(stock, more=("sinks",)), f"has 'sinks' in {owner.__name__}.forward"),
         (changed(stock, {argument: "memory"}), f"has argument 'memory' of {owner.__name__}.forward"),
