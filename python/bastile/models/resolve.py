@@ -100,7 +100,11 @@ def _fused_linear_cross_entropy(look: Lookup) -> Site:
     name = family.causal_lm_class
     look.need_parameters(f"{name}.forward", look.forward(name), ["labels", "logits_to_keep"])
     build = partial(causal_lm.causal_lm_forward, family)
-    reads, may_read, arguments = [family.backbone, family.head, "loss_function"], causal_lm.MAY_READ, causal_lm.ARGUMENTS
+    reads, may_read, arguments = (
+        [family.backbone, family.head, "loss_function"],
+        causal_lm.MAY_READ,
+        causal_lm.ARGUMENTS,
+    )
     if family.router_loss:
         router_loss = _replacements(look, "router_loss")
         reads += router_loss.READS
