@@ -21,8 +21,8 @@ from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
-#: What the original's code may mention beside what is read here, and no more: so nothing that it does to the logits, such
-#: as a softcap, is left out.
+#: What the original's code may mention beside what is read here, and no more: so nothing that it does to the logits,
+#: such as a softcap, is left out.
 MAY_READ = (
     "last_hidden_state",
     "slice_logits_to_keep",

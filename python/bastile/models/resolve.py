@@ -3,6 +3,7 @@
 Everything that the replacements rely on is looked for here, before anything is changed: a release that moved a class,
 an argument or an attribute is reported by name, not met in the middle of a training run."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -76,11 +77,20 @@ def _swiglu(look: Lookup) -> Site:
     return site
 
 
+def _know_rotary(look: Lookup) -> Any:
+    """The family's rotary function, which computes what the operators compute."""
+    name, layers = look.family.rotary_function, _replacements(look, "layers")
+    rotary = look.get(name)
+    look.need_parameters(name, rotary, layers.ROTARY_ARGUMENTS)
+    if inspect.isfunction(rotary):  # with Hugging Face's `kernels` it is a module that calls the function
+        look.know_all(name, rotary, layers.ROTARY_MAY_READ, [*layers.ROTARY_ARGUMENTS, "position_ids"])
+    return rotary
+
+
 def _rope(look: Lookup) -> Site:
     family = look.family
     name, where = family.rotary_function, f"{family.attention_class}.forward"
-    rotary, attention = look.get(name), look.get(family.attention_class)
-    look.need_parameters(name, rotary, ["q", "k", "cos", "sin", "unsqueeze_dim"])
+    rotary, attention = _know_rotary(look), look.get(family.attention_class)
     look.need_names(where, look.forward(family.attention_class), [name], unwrap=False)
     build = partial(_replacements(look, "layers").rotary_function, family)
     return Site(
@@ -119,12 +129,11 @@ def _qk_norm_rope(look: Lookup) -> Site:
     family = look.family
     norm, rotary, forward = (
         look.forward(family.norm_class),
-        look.get(family.rotary_function),
+        _know_rotary(look),
         look.forward(family.attention_class),
     )
     where = f"{family.attention_class}.forward"
     _know_norm(look)
-    look.need_parameters(family.rotary_function, rotary, ["q", "k", "cos", "sin"])
     look.need_parameters(where, forward, attention.NEEDED)
     reads = [*attention.READS, family.q_norm, family.k_norm, family.rotary_function]
     look.know_all(where, forward, [*reads, *attention.MAY_READ], attention.ARGUMENTS)
@@ -170,7 +179,10 @@ def _moe_experts(look: Lookup) -> Site:
     look.know_all(f"{name}.{experts.GATE}", gate, experts.GATE_READS, ["gate_up"])
     look.need_parameters(f"{name}.forward", look.forward(name), experts.ARGUMENTS)
     build = partial(experts.experts_forward, look.family, gate)
-    return _forward_of(look, name, build, [*experts.PARAMETERS, experts.GATE, "num_experts"])
+    reads = [*experts.PARAMETERS, experts.GATE, "num_experts"]
+    site = _forward_of(look, name, build, reads)
+    look.know_all(site.where, look.forward(name), [*reads, *experts.MAY_READ], experts.ARGUMENTS)
+    return site
 
 
 def _recompute(look: Lookup) -> Site:
