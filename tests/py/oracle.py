@@ -144,11 +144,15 @@ def assert_no_worse(case: Case) -> None:
         )
 
 
+_MAP_NORESERVE = 0x4000  # of Linux; Python names it from 3.13 on: the memory need not be there
+
+
 def far_apart(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """The same numbers with 2^32 elements from one to the next along `dim`. The memory between is mapped, not used."""
     strides = list(torch.empty_like(t, memory_format=torch.contiguous_format).stride())
     strides[dim] = 2**32
-    memory = mmap.mmap(-1, ((t.shape[dim] - 1) * 2**32 + t.numel()) * t.element_size())
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, ((t.shape[dim] - 1) * 2**32 + t.numel()) * t.element_size(), flags=flags)
     return torch.frombuffer(memory, dtype=t.dtype).as_strided(t.shape, strides).copy_(t)
 
 
