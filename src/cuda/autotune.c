@@ -35,9 +35,9 @@ static int mode_of_environment(void) {
 int bst__tuning(void) {
     int now = atomic_load_explicit(&mode, memory_order_relaxed);
     if (now != UNREAD) return now;
-    now = mode_of_environment();
-    atomic_store_explicit(&mode, now, memory_order_relaxed);
-    return now;
+    /* Unless another thread has set it meanwhile. */
+    int found = mode_of_environment();
+    return atomic_compare_exchange_strong(&mode, &now, found) ? found : now;
 }
 
 bst_status bst_set_autotune(int on) {

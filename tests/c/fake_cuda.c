@@ -96,7 +96,7 @@ static _Thread_local CUcontext current;
 
 DEFINE(cuCtxGetCurrent, (CUcontext * context)) {
     *context = current;
-    return CUDA_SUCCESS;
+    return state.forked ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
 }
 
 DEFINE(cuCtxPushCurrent_v2, (CUcontext context)) {

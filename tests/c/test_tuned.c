@@ -197,6 +197,15 @@ TEST(an_error_of_the_default_is_an_error) {
     end();
 }
 
+TEST(a_fork_is_told_to_spawn) {
+    begin(fastest_128);
+    fake->forked = true;
+    CHECK_EQ_I(call(0, 1000), BST_CUDA);
+    CHECK_STR(bst_last_error(), "a process that has used CUDA cannot use it again in a fork: start it by spawn");
+    fake->forked = false;
+    end();
+}
+
 TEST(devices_have_choices_of_their_own) {
     begin(fastest_512);
     CHECK_OK(call_on(0, 1, 1000, false));
@@ -401,6 +410,7 @@ int main(void) {
     RUN(under_capture_nothing_is_measured);
     RUN(without_memory_or_time_the_default_is_taken);
     RUN(an_error_of_the_default_is_an_error);
+    RUN(a_fork_is_told_to_spawn);
     RUN(devices_have_choices_of_their_own);
     RUN(another_process_has_measured_it);
     RUN(what_is_forgotten_is_measured_again);

@@ -100,6 +100,8 @@ bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor 
     BST_TRY(take_sized(sort_op, "order", I32, order, &iv, "indices", 1, iv.count, -1, why, &ov));
     BST_TRY(take_pairs(sort_op, "position", I32, position, &iv, "indices", iv.count, &pv));
     BST_TRY(take_ends(sort_op, ends, &iv, "indices", &ev));
+    BST_TRY(bst__need_all_apart(sort_op, (bst_named[]){{"order", &ov}, {"position", &pv}, {"ends", &ev}}, 3,
+                                (bst_named[]){{"indices", &iv}}, 1));
     if (!iv.count) return bst__zero(exec, sort_op, &ev);
     moe_sort_args args = {iv.data, NULL, ov.data, pv.data, ev.data, iv.count, (int32_t)ev.count, 0};
     return iv.device.device_type == kDLCUDA ? bst__moe_sort_cuda(exec, sort_op, &iv, args) : sort_cpu(&iv, args);
@@ -115,7 +117,8 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
     BST_TRY(take_order(gather_op, order, &xv, "x", &ov));
     BST_TRY(take_sized(gather_op, "rows", 1u << xv.dtype, rows, &xv, "x", 2, ov.count, xv.size[1],
                        "the elements of order, and the columns of x", &rv));
-    BST_TRY(bst__need_apart(gather_op, "rows", &rv, "x", &xv));
+    BST_TRY(
+        bst__need_all_apart(gather_op, (bst_named[]){{"rows", &rv}}, 1, (bst_named[]){{"x", &xv}, {"order", &ov}}, 2));
     if (!rv.count) return BST_OK;
     if (xv.device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, &xv, &ov, &rv);
     moe_cpu call = {.dtype = xv.dtype,
@@ -181,7 +184,8 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
     bst_view hv, bv, ev, yv;
     BST_TRY(check_glu(glu_forward_op, h, bias, ends, alpha, limit, &hv, &bv, &ev));
     BST_TRY(take_half(glu_forward_op, "y", y, &hv, &yv));
-    BST_TRY(bst__need_apart(glu_forward_op, "y", &yv, "h", &hv));
+    BST_TRY(bst__need_all_apart(glu_forward_op, (bst_named[]){{"y", &yv}}, 1,
+                                (bst_named[]){{"h", &hv}, {"bias", &bv}, {"ends", &ev}}, 3));
     if (!yv.count) return BST_OK;
     if (hv.device.device_type == kDLCUDA) {
         moe_glu_args args = {.h = hv.data,
@@ -237,7 +241,11 @@ bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const 
     BST_TRY(need_itself_or_apart(op, "wy", &g.wy, "dy", &dyv));
     BST_TRY(bst__need_apart(op, "dh", &g.dh, "dy", &dyv));
     BST_TRY(bst__need_apart(op, "wy", &g.wy, "h", &hv));
-    BST_TRY(bst__need_apart(op, "wy", &g.wy, "dh", &g.dh));
+    const bst_named outputs[] = {{"wy", &g.wy}, {"dh", &g.dh}, {"dweights", &g.dweights}, {"dbias", &g.dbias}};
+    const bst_named inputs[] = {{"bias", &bv}, {"ends", &ev}, {"order", &ov}, {"weights", &wv},
+                                {"dots", &dv}, {"h", &hv},    {"dy", &dyv}};
+    BST_TRY(bst__need_all_apart(op, outputs, 4, inputs, 5));
+    BST_TRY(bst__need_all_apart(op, outputs + 2, 2, inputs + 5, 2));
     if (!hv.count) { /* sums of nothing */
         if (dweights) BST_TRY(bst__zero(exec, op, &g.dweights));
         return dbias ? bst__zero(exec, op, &g.dbias) : BST_OK;
@@ -300,7 +308,8 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
     }
     BST_TRY(take_sized(op, "out", 1u << yv.dtype, out, &yv, "y", 2, pv.size[0], yv.size[1],
                        "the rows of position, and the columns of y", &ov));
-    BST_TRY(bst__need_apart(op, "out", &ov, "y", &yv));
+    const bst_named inputs[] = {{"y", &yv}, {"position", &pv}, {"weights", &wv}, {"bias", &bv}, {"indices", &iv}};
+    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"out", &ov}}, 1, inputs, 5));
     if (!ov.count) return BST_OK;
     if (!yv.count) return bst__zero(exec, op, &ov);
     if (yv.device.device_type == kDLCUDA) {
@@ -337,11 +346,12 @@ bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, 
     if (!bias && (dots || dbias)) return bst__error(BST_INVALID, "%s: dots or dbias is wanted, but bias is NULL", op);
     BST_TRY(take_sized(op, "rows", 1u << xv.dtype, rows, &xv, "dout", 2, ov.count, xv.size[1],
                        "the elements of order, and the columns of dout", &rv));
-    BST_TRY(bst__need_apart(op, "rows", &rv, "dout", &xv));
     if (dots)
         BST_TRY(
             take_sized(op, "dots", 1u << BST_F32, dots, &xv, "dout", 1, ov.count, -1, "the elements of order", &dv));
     if (dbias) BST_TRY(bst__output(op, "dbias", dbias, &bv, "bias", bv.dtype, &dbv));
+    const bst_named inputs[] = {{"dout", &xv}, {"order", &ov}, {"ends", &ev}, {"weights", &wv}, {"bias", &bv}};
+    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"rows", &rv}, {"dots", &dv}, {"dbias", &dbv}}, 3, inputs, 5));
     if (!rv.count) {
         if (dots) BST_TRY(bst__zero(exec, op, &dv));
         return dbias ? bst__zero(exec, op, &dbv) : BST_OK;
