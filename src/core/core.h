@@ -18,6 +18,13 @@
 /* Sets this thread's message and returns `status`. */
 bst_status bst__error(bst_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* This thread's message, put aside for an attempt that may fail without the call's failing. */
+typedef struct bst_message {
+    char text[1024];
+} bst_message;
+bst_message bst__message(void);
+void bst__put_back(const bst_message *message);
+
 /* Returns from the calling function unless `expression` is BST_OK. */
 #define BST_TRY(expression)                  \
     do {                                     \

@@ -114,6 +114,7 @@ int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
     job j = {race, may_search};
     bst_blob entry;
     int won = -1;
+    bst_message message = bst__message(); /* a candidate that fails is no error of the call */
     pthread_mutex_lock(&searching);
     if (bst__cache_get(key, BST_CACHE_CHOICE, make, &j, &entry) == BST_OK) {
         won = parse(&entry, race->count);
@@ -124,5 +125,6 @@ int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
             atomic_fetch_add(&unkept, 1);
     }
     pthread_mutex_unlock(&searching);
+    bst__put_back(&message);
     return won;
 }

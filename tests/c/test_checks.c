@@ -240,6 +240,35 @@ TEST(more_than_a_grid_holds) {
         BST_UNSUPPORTED, "linear_cross_entropy_forward: weight has 2147483647 rows; 1 to 1073741823 are supported");
 }
 
+/* Pairs are counted in 32 bits. */
+TEST(more_pairs_than_can_be_counted) {
+    clear();
+    const DLDataType f = bst_test_types[1], i32 = {kDLInt, 32, 1};
+    const int64_t n = (int64_t)1 << 31, e = 1;
+    bst_shape x, y, o, p, w, r, h, ends;
+    DLTensor *to = bst_device_tensor(&o, i32, 1, &n), *tx = bst_device_tensor(&x, f, 2, (int64_t[]){n, 1}),
+             *ty = bst_device_tensor(&y, f, 2, (int64_t[]){n, 1}), *te = bst_device_tensor(&ends, i32, 1, &e),
+             *tp = bst_device_tensor(&p, i32, 2, (int64_t[]){n, 1}),
+             *tw = bst_device_tensor(&w, f, 2, (int64_t[]){n, 1}), *tr = bst_device_tensor(&r, f, 2, (int64_t[]){n, 1}),
+             *th = bst_device_tensor(&h, f, 2, (int64_t[]){n, 2});
+#ifndef BST_EMULATE
+    bst_compile_only collector = {.arch = 90};
+    bst__cuda_compile_only(&collector);
+#endif
+    const char *message = "has 2147483648 elements; at most 2147483647 are supported";
+    check_refused(bst_moe_gather(&bst_fake_exec, tx, to, tr), BST_UNSUPPORTED, message);
+    check_refused(bst_moe_combine_backward(&bst_fake_exec, tx, to, te, tw, NULL, tr, NULL, NULL), BST_UNSUPPORTED,
+                  message);
+    check_refused(bst_moe_combine_forward(&bst_fake_exec, tx, tp, NULL, NULL, NULL, tr), BST_UNSUPPORTED, message);
+    message = "h has 2147483648 rows; at most 2147483647 are supported";
+    check_refused(bst_moe_glu_forward(&bst_fake_exec, th, NULL, te, 1.7, 7, ty), BST_UNSUPPORTED, message);
+    check_refused(bst_moe_glu_backward(&bst_fake_exec, ty, th, NULL, te, to, tw, NULL, 1.7, 7, NULL, tr, NULL, NULL),
+                  BST_UNSUPPORTED, message);
+#ifndef BST_EMULATE
+    bst__cuda_compile_only(NULL);
+#endif
+}
+
 /* Where nothing can be looked up, the argument is named, and not a file "(null)". */
 TEST(no_folder_of_pytorch) {
     CHECK_EQ_I(bst_torch_register(NULL), BST_INVALID);
@@ -255,6 +284,7 @@ int main(void) {
     RUN(fused_losses_are_apart);
     RUN(experts_outputs_are_apart);
     RUN(more_than_a_grid_holds);
+    RUN(more_pairs_than_can_be_counted);
     RUN(no_folder_of_pytorch);
     return bst_test_report();
 }

@@ -28,10 +28,18 @@ static bst_status take_sized(const char *op, const char *name, unsigned dtypes, 
     return dims > 1 && columns >= 0 ? bst__need_size(op, name, out, 1, columns, why) : BST_OK;
 }
 
+/* Pairs and rows are counted in 32 bits. */
+static bst_status need_countable(const char *op, const char *name, const char *what, int64_t count) {
+    if (count <= INT32_MAX) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: %s has %" PRId64 " %s; at most %d are supported", op, name, count, what,
+                      INT32_MAX);
+}
+
 /* [T, K] with as many elements as there are rows. */
 static bst_status take_pairs(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor,
                              const bst_view *beside, const char *beside_name, int64_t rows, bst_view *out) {
     BST_TRY(take(op, name, dtypes, tensor, 2, beside, beside_name, out));
+    BST_TRY(need_countable(op, name, "elements", out->count));
     if (out->count == rows) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a sorted row, are needed", op, name,
                       bst__shape_text(out), rows);
@@ -56,6 +64,7 @@ static bst_status take_tokens(const char *op, const char *name, const DLTensor *
 static bst_status take_order(const char *op, const DLTensor *order, const bst_view *tokens, const char *name,
                              bst_view *out) {
     BST_TRY(take(op, "order", I32, order, 1, tokens, name, out));
+    BST_TRY(need_countable(op, "order", "elements", out->count));
     if (tokens->size[0] ? out->count % tokens->size[0] == 0 : !out->count) return BST_OK;
     return bst__error(BST_INVALID,
                       "%s: order has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
@@ -93,9 +102,7 @@ bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor 
                         DLTensor *ends) {
     bst_view iv, ov, pv, ev;
     BST_TRY(take(sort_op, "indices", I64, indices, 2, NULL, NULL, &iv));
-    if (iv.count > INT32_MAX)
-        return bst__error(BST_UNSUPPORTED, "%s: indices has %" PRId64 " elements; at most %d are supported", sort_op,
-                          iv.count, INT32_MAX);
+    BST_TRY(need_countable(sort_op, "indices", "elements", iv.count));
     const char *why = "the elements of indices";
     BST_TRY(take_sized(sort_op, "order", I32, order, &iv, "indices", 1, iv.count, -1, why, &ov));
     BST_TRY(take_pairs(sort_op, "position", I32, position, &iv, "indices", iv.count, &pv));
@@ -160,6 +167,7 @@ static bst_status check_glu(const char *op, const DLTensor *h, const DLTensor *b
                             double limit, bst_view *hv, bst_view *bv, bst_view *ev) {
     BST_TRY(check_gate(op, alpha, limit));
     BST_TRY(take(op, "h", BST_FLOATS, h, 2, NULL, NULL, hv));
+    BST_TRY(need_countable(op, "h", "rows", hv->size[0]));
     if (hv->size[1] % 2)
         return bst__error(BST_INVALID, "%s: h has shape %s; columns in pairs, gate and up, are needed", op,
                           bst__shape_text(hv));
