@@ -92,21 +92,26 @@ DEFINE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device)) {
     return CUDA_SUCCESS;
 }
 
-static _Thread_local CUcontext current;
+static _Thread_local CUcontext contexts[4];
+static _Thread_local int depth;
+
+static CUcontext current(void) { return depth ? contexts[depth - 1] : NULL; }
 
 DEFINE(cuCtxGetCurrent, (CUcontext * context)) {
-    *context = current;
+    *context = current();
     return state.forked ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
 }
 
 DEFINE(cuCtxPushCurrent_v2, (CUcontext context)) {
-    current = context;
+    if (depth == (int)(sizeof contexts / sizeof *contexts)) return INVALID_VALUE;
+    contexts[depth++] = context;
     return CUDA_SUCCESS;
 }
 
 DEFINE(cuCtxPopCurrent_v2, (CUcontext * context)) {
-    *context = current;
-    current = NULL;
+    *context = current();
+    if (!depth) return INVALID_VALUE;
+    depth--;
     return CUDA_SUCCESS;
 }
 
@@ -160,6 +165,7 @@ static CUresult launch(CUfunction function, unsigned block) {
     if (ms >= 0) {
         clock_ms += ms;
         state.launches++;
+        state.last_device = (int)(uintptr_t)current() - 1;
         snprintf(state.last_options, sizeof state.last_options, "%s", options);
     }
     pthread_mutex_unlock(&lock);

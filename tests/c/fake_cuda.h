@@ -15,6 +15,7 @@ typedef struct fake_cuda {
     int launches, products; /* so far */
     int waits;              /* for the device */
     char last_options[512]; /* of the kernel that was launched last */
+    int last_device;        /* whose context was current then */
     int last_algorithm;     /* of the product likewise */
     int live;               /* events and pieces of workspace that have not been freed */
 } fake_cuda;

@@ -86,6 +86,44 @@ TEST(gradients_made_at_once_or_later) {
     check_gradients(3);
 }
 
+#ifndef BST_EMULATE /* a GPU's products do not go through the caller */
+static int products;
+static int64_t most_logits;
+
+static bst_status count_product(void *user, const bst_gemm *g) {
+    (void)user;
+    products++;
+    for (int64_t row = 0; row < g->m; row++) memset((float *)g->out + row * g->ldo, 0, (size_t)g->n * sizeof(float));
+    if (g->b_transposed && g->m * g->n > most_logits) most_logits = g->m * g->n;
+    return BST_OK;
+}
+
+/* As few chunks as the budget allows, whether the vocabulary is larger than the width or not. */
+TEST(chunks_follow_the_budget_and_nothing_else) {
+    enum { ROWS = 1024, MOST = 256 };
+    static float h[ROWS * MOST], w[MOST * MOST], dh[ROWS * MOST], dw[MOST * MOST];
+    static int64_t classes[ROWS];
+    bst_exec exec = {.gemm = count_product};
+    for (int64_t vocabulary = 16; vocabulary <= MOST; vocabulary *= 16) {
+        for (int64_t width = 16; width <= MOST; width *= 16) {
+            int64_t hs[] = {ROWS, width}, ws[] = {vocabulary, width};
+            DLTensor th = bst_f32(h, 2, hs), tw = bst_f32(w, 2, ws), tl = bst_f32(&loss, 0, NULL);
+            DLTensor tdh = bst_f32(dh, 2, hs), tdw = bst_f32(dw, 2, ws);
+            DLTensor tt = bst_tensor(classes, 1, hs, NULL, bst_test_i64);
+            for (int64_t chunks = 1; chunks <= 8; chunks *= 2) {
+                int64_t logits = ROWS / chunks * vocabulary;
+                products = 0, most_logits = 0;
+                CHECK_OK(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean,
+                                                          logits * (int64_t)sizeof(float), &tl, NULL, NULL, &tdh, &tdw,
+                                                          NULL));
+                CHECK_EQ_I(products, 3 * chunks); /* logits, dhidden, dweight */
+                CHECK_EQ_I(most_logits, logits);
+            }
+        }
+    }
+}
+#endif
+
 TEST(errors_name_the_argument) {
     inputs();
     DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape), tl = bst_f32(&loss, 0, NULL);
@@ -142,6 +180,9 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("linear_cross_entropy"
 
 int main(void) {
     RUN(gradients_made_at_once_or_later);
+#ifndef BST_EMULATE
+    RUN(chunks_follow_the_budget_and_nothing_else);
+#endif
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();

@@ -10,6 +10,7 @@
 #include "cache_folder.h"
 #include "cuda/autotune.h"
 #include "cuda/cuda.h"
+#include "cuda/driver.h"
 #include "fake_cuda.h"
 #include "tensors.h"
 
@@ -212,6 +213,27 @@ TEST(a_fork_is_told_to_spawn) {
     CHECK_EQ_I(call(0, 1000), BST_CUDA);
     CHECK_STR(bst_last_error(), "a process that has used CUDA cannot use it again in a fork: start it by spawn");
     fake->forked = false;
+    end();
+}
+
+/* Whichever device the caller's thread is at: it stays there. */
+TEST(a_launch_is_on_the_device_of_its_tensors) {
+    begin(fastest_512);
+    bst_device *any;
+    CHECK_OK(bst__device("a_test", 0, &any)); /* opens the driver */
+    const bst_driver_api *driver = bst__driver();
+    for (int there = 0; there < 2; there++) {
+        CUcontext mine, now = NULL;
+        CHECK_EQ_I(driver->cuDevicePrimaryCtxRetain(&mine, there), CUDA_SUCCESS);
+        CHECK_EQ_I(driver->cuCtxPushCurrent(mine), CUDA_SUCCESS);
+        for (int device = 0; device < 2; device++) {
+            CHECK_OK(call_on(device, 1, 1000, false));
+            CHECK_EQ_I(fake->last_device, device);
+            CHECK_EQ_I(driver->cuCtxGetCurrent(&now), CUDA_SUCCESS);
+            CHECK(now == mine);
+        }
+        CHECK_EQ_I(driver->cuCtxPopCurrent(&now), CUDA_SUCCESS);
+    }
     end();
 }
 
@@ -421,6 +443,7 @@ int main(void) {
     RUN(an_error_of_the_default_is_an_error);
     RUN(what_drops_out_is_no_error_of_the_call);
     RUN(a_fork_is_told_to_spawn);
+    RUN(a_launch_is_on_the_device_of_its_tensors);
     RUN(devices_have_choices_of_their_own);
     RUN(another_process_has_measured_it);
     RUN(what_is_forgotten_is_measured_again);

@@ -8,6 +8,7 @@ two units in the last place (float32: eight; a maximum over few elements is a ma
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -141,6 +142,28 @@ def assert_no_worse(case: Case) -> None:
         assert worst <= bound, (
             f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
         )
+
+
+def far_apart(t: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """The same numbers with 2^32 elements from one to the next along `dim`. The memory between is mapped, not used."""
+    strides = list(torch.empty_like(t, memory_format=torch.contiguous_format).stride())
+    strides[dim] = 2**32
+    memory = mmap.mmap(-1, ((t.shape[dim] - 1) * 2**32 + t.numel()) * t.element_size())
+    return torch.frombuffer(memory, dtype=t.dtype).as_strided(t.shape, strides).copy_(t)
+
+
+def assert_offsets_have_64_bits(function: Callable, *tensors: torch.Tensor, dim: int = 0) -> None:
+    """The same bits from tensors and upstream gradients that are spread so far."""
+    results, upstream = [], None
+    for place in (lambda t: t, lambda t: far_apart(t, dim)):
+        leaves = [place(t).requires_grad_() for t in tensors]
+        outputs = function(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        upstream = upstream or [random_tensor(o.shape, o.dtype, o.device) for o in outputs]
+        spread = [place(u) if u.dim() else u for u in upstream]
+        results.append([*(o.detach() for o in outputs), *torch.autograd.grad(outputs, leaves, spread)])
+    for far, near in zip(results[1], results[0], strict=True):
+        assert_same_bits(far, near)
 
 
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:

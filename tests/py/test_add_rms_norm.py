@@ -10,7 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from oracle import (
+    DTYPES,
+    Case,
+    assert_no_worse,
+    assert_offsets_have_64_bits,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
 from test_rms_norm import EPS, SHAPES, exact, stock
 
 
@@ -205,6 +214,12 @@ def test_strided_inputs_and_gradients(device):
             changed[i] = like(upstream[i], kind)
             for got, expected in zip(results(plain, changed), want, strict=True):
                 assert_same_bits(got, expected)
+
+
+def test_rows_far_apart():
+    inputs, _ = random_inputs((2, 64), torch.bfloat16, "cpu")
+    weight = inputs["weight"].requires_grad_()
+    assert_offsets_have_64_bits(lambda x, r: add_rms_norm(x, r, weight), inputs["x"], inputs["residual"])
 
 
 @pytest.mark.parametrize("device", devices())

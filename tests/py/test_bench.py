@@ -291,6 +291,8 @@ def test_tables_fit_a_terminal() -> None:
     table = [line for line in text.splitlines()[1:] if not line.startswith("  time")]
     assert max(map(len, table)) <= 80, text
     assert "TFLOP/s" in text
+    missed = {"text": "time / torch", "limit": 1.0, "found": 1.0009, "met": False}
+    assert "time / torch <= 1: 1.001, MISSED" in report.as_text({**result, "needs": [missed]})
     assert "time / floor <= 1e-09: " in text
     assert "MISSED" in text
     result["rows"][0]["spread"] = 0.01
@@ -346,6 +348,9 @@ def test_the_command_writes_what_it_prints(tmp_path: Path, capfd: pytest.Capture
     shown = capfd.readouterr().out
     assert "swiglu 6x32 forward+backward, fp32" in shown
     assert "liger: needs CUDA" in shown
+    assert "needs met" not in shown  # this case has none
+    assert main(["bench", "rope", "--show", str(file), "--out", str(tmp_path)]) == 1
+    assert "swiglu" not in capfd.readouterr().out
 
 
 def test_a_run_in_which_bastile_fails_ends_with_one(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
@@ -369,8 +374,9 @@ def test_mistakes_are_told_with_their_remedy(tmp_path: Path, capsys: pytest.Capt
         (["--against", "apex"], "--against: there is no 'apex'; give one or more of torch, hf"),
         (["--shapes", "huge"], "--shapes: there is no 'huge'; give one or more of limits, small"),
         (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--budget", "0"], "--budget is 0.0; a positive number is needed"),
         (["--device", "toaster"], "give cpu, cuda or cuda:N"),
-        (["--show", str(tmp_path / "none.json")], "not a file that bench has written"),
+        (["--show", str(tmp_path / "none.json")], "none.json cannot be read (No such file or directory)"),
         (["--show", str(tmp_path / "other.json")], "not a file that bench has written"),
     ):
         assert main(["bench", *arguments, "--out", str(tmp_path)]) == 2

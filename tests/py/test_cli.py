@@ -55,7 +55,8 @@ def test_demo_trains_twice_and_reports(tmp_path: Path, text: Path) -> None:
 
 def test_finetune_trains_checkpointed_and_saves(tmp_path: Path, text: Path, saved_model: Path) -> None:
     arguments = ["--model", saved_model, "--data", text, "--no-baseline", "--gradient-checkpointing", "--lr", "1e-3"]
-    command("finetune", *arguments, *TRAINING, "--save", tmp_path / "saved", "--out", tmp_path)
+    printed = command("finetune", *arguments, *TRAINING, "--save", tmp_path / "saved", "--out", tmp_path)
+    assert f"Model and tokenizer: {tmp_path / 'saved'}" in printed
     result = json.loads((tmp_path / "result.json").read_text())
     assert [run["name"] for run in result["runs"]] == ["bastile"]
     assert result["comparison"] == {}

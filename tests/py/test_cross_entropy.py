@@ -16,8 +16,10 @@ from oracle import (
     EMULATED,
     Case,
     assert_no_worse,
+    assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
+    far_apart,
     few_examples,
     random_tensor,
 )
@@ -209,6 +211,18 @@ def test_strided_inputs(device):
         assert (holder.detach() != base).as_strided(*layout).sum() > 0.9 * logits.numel()
 
 
+def test_rows_far_apart():
+    logits, target = random_tensor((2, 64), torch.bfloat16, "cpu"), torch.tensor([3, 60])
+    for options in ({}, {"reduction": "none"}):
+        assert_offsets_have_64_bits(lambda x, options=options: cross_entropy(x, target, **options), logits)
+    holder = far_apart(logits).requires_grad_() * 1
+    (want,) = torch.autograd.grad(
+        cross_entropy(near := logits.clone().requires_grad_() * 1, target, inplace=True), near
+    )
+    (got,) = torch.autograd.grad(cross_entropy(holder, target, inplace=True), holder)
+    assert_same_bits(got, want)
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("classes", [24, 61])
@@ -352,6 +366,13 @@ def test_in_place_refuses_what_it_would_get_wrong(device):
     other = logits.square().sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (cross_entropy(logits, target, inplace=True) + other).backward()
+    # The backward pass writes there, too.
+    logits = x * 1
+    loss = cross_entropy(logits, target, inplace=True) * 3
+    later = logits.square().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.backward()
 
 
 @pytest.mark.parametrize("device", devices())

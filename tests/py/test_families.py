@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import bastile
 from conftest import DENSE, assert_same_up_to_rounding, gradients, modeling, tiny_batch, tiny_model
+from memory import Memory
 
 pytestmark = pytest.mark.parametrize("family", sorted(DENSE))
 
@@ -175,6 +176,44 @@ def test_evaluation_returns_logits_and_the_loss(family: str) -> None:
         num_items = stock_and_patched(model, lambda: model(**batch, num_items_in_batch=3).loss)
         assert_same_up_to_rounding(num_items[1], num_items[0], model, "loss")
         assert num_items[1].item() != pytest.approx(patched.loss.item())
+
+
+def test_evaluation_in_pieces_with_num_items_equals_one_large_batch(family: str) -> None:
+    model = tiny_model(family).eval()
+    batch = tiny_batch(model, rows=4)
+    items = (batch["labels"][:, 1:] != -100).sum()
+    bastile.apply()
+    with torch.no_grad():
+        whole = model(**batch).loss
+        pieces = [
+            model(**{name: value[row : row + 1] for name, value in batch.items()}, num_items_in_batch=items).loss
+            for row in range(4)
+        ]
+    assert_same_up_to_rounding(sum(pieces), whole, model, "loss")
+
+
+def test_a_number_of_items_for_each_replica(family: str) -> None:
+    """As DataParallel hands it out, and the original's loss is a vector then."""
+    model = tiny_model(family)
+    batch = tiny_batch(model)
+    items = torch.tensor([7, 9])
+    stock, patched = stock_and_patched(model, lambda: model(**batch, num_items_in_batch=items))
+    assert patched.logits is not None
+    assert_same_up_to_rounding(patched.loss, stock.loss, model, "loss")
+
+
+def test_no_number_is_fetched_that_the_original_does_not_fetch(family: str) -> None:
+    """On a GPU each would wait for the device."""
+    model = tiny_model(family)
+    batch = tiny_batch(model)
+
+    def fetched() -> int:
+        with Memory() as memory:
+            trained(model, **batch, num_items_in_batch=torch.tensor(7))
+        return memory.calls.count("aten._local_scalar_dense.default")
+
+    stock, patched = stock_and_patched(model, fetched)
+    assert patched <= stock
 
 
 def test_training_without_labels_returns_logits(family: str) -> None:

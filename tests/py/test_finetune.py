@@ -176,6 +176,11 @@ def test_what_cannot_be_resumed_is_told(here: Callable[..., str], model: Path, t
     assert "holds checkpoints of an earlier run; --resume continues it" in printed.replace("\n", " ")
     printed = here(model, text, tmp_path, *size, "--steps", 3, "--save-every", 1, "--resume", status=2)
     assert "was started differently: steps (was 2, now 3)" in printed.replace("\n", " ")
+    again = ["--steps", 2, "--save-every", 1, "--resume", "--save", tmp_path / "late"]
+    printed = here(model, text, tmp_path, *size, *again, status=2).replace("\n", " ")
+    assert "late: the run in" in printed
+    assert "checkpoint-2, holds what it trained" in printed
+    assert list((tmp_path / "late").iterdir()) == []
     changed = tmp_path / "changed.txt"
     changed.write_text(text.read_text().replace("JSON", "YAML"))
     printed = here(model, changed, tmp_path, *size, "--steps", 2, "--save-every", 1, "--resume", status=2)
@@ -211,6 +216,10 @@ def test_every_kind_of_data(model: Path, tmp_path: Path) -> None:
     examples, what = data.load(str(tmp_path / "texts.jsonl"), "train", tokenizer, 16)
     assert tokenizer.eos_token_id in examples.ids
     assert what.startswith("a text of")
+    # A line separator of Unicode stands within a text, and an editor of Windows puts a mark first.
+    (tmp_path / "marked.jsonl").write_text('\ufeff{"text": "one\u2028two \x85"}\r\n', encoding="utf-8")
+    examples, _ = data.load(str(tmp_path / "marked.jsonl"), "train", tokenizer, 2)
+    assert tokenizer.decode(examples.ids).startswith("one\u2028two")
     pytest.importorskip("datasets", reason="the data set library is not installed")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text((tmp_path / "chats.jsonl").read_text())
@@ -223,6 +232,7 @@ def test_every_kind_of_data(model: Path, tmp_path: Path) -> None:
     ("lines", "told"),
     [
         ("{", "line 1: not JSON"),
+        ('{"text": "a"}\n{"text": ', "line 2: not JSON .* at column 10"),
         ("[1]", "line 1: must be an object"),
         ('{"prompt": "a"}', "line 1: needs 'messages' or 'text'; it has prompt"),
         ('{"text": "a"}\n{"messages": []}', "line 2: has no 'text', which the first row has"),

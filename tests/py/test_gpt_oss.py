@@ -166,6 +166,26 @@ def test_evaluation_returns_logits() -> None:
         assert_same_up_to_rounding(patched[name], stock[name], model, name)
 
 
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_pieces_with_num_items_equal_one_large_batch(training: bool) -> None:
+    """Without the router's loss, which Transformers takes of each piece."""
+    model = tiny_gpt_oss().train(training)
+    batch = tiny_batch(model, rows=4)
+    items = (batch["labels"][:, 1:] != -100).sum()
+    bastile.apply()
+    whole, want = trained(model, **batch)
+    losses = []
+    for row in range(4):
+        piece = {name: value[row : row + 1] for name, value in batch.items()}
+        output = model(**piece, num_items_in_batch=items)
+        assert (output.logits is None) == training
+        output.loss.backward()
+        losses.append(output.loss.detach())
+    assert_same_up_to_rounding(sum(losses), whole.loss.detach(), model, "loss")
+    for name, gradient in gradients(model).items():
+        assert_same_up_to_rounding(gradient, want[name], model, name)
+
+
 @pytest.mark.parametrize("router_logits", [False, True])
 def test_training_steps_in_float32(router_logits: bool) -> None:
     def losses(model: nn.Module) -> list[torch.Tensor]:
@@ -352,10 +372,13 @@ def test_rotary_with_half_a_table(axis: int, calls: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("rows", [1, 3])
-def test_generates_the_same_tokens(rows: int, device: str, calls: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "way", [{}, {"cache_implementation": "static", "disable_compile": True}, {"use_cache": False}], ids=str
+)
+def test_generates_the_same_tokens(way: dict[str, Any], rows: int, device: str, calls: dict[str, int]) -> None:
     model = tiny_gpt_oss().eval().to(device)
     prompt = {name: t.to(device) for name, t in tiny_batch(model, rows=rows).items() if name != "labels"}
-    options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, **way}
     want = model.generate(**prompt, **options)
     bastile.apply()
     got = model.generate(**prompt, **options)
@@ -364,6 +387,21 @@ def test_generates_the_same_tokens(rows: int, device: str, calls: dict[str, int]
     assert (best[..., 0] - best[..., 1]).min() > 1e-4  # two tokens as likely up to rounding: no fair test
     assert want.sequences[:, -16:].unique().numel() > 5
     assert torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_token_by_token_gives_the_logits_of_the_whole(device: str) -> None:
+    model = tiny_gpt_oss().eval().to(device)
+    ids = tiny_batch(model, rows=1)["input_ids"].to(device)
+    bastile.apply()
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache, steps = None, []
+        for column in range(ids.shape[1]):
+            output = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -89,6 +89,13 @@ KERNELS = [
     ("bastile::rms_norm_backward", "norms"),
     ("bastile::linear_cross_entropy_forward", "loss"),
     ("bastile::rope_forward", "rotary"),
+    ("_RopeBackward", "rotary"),
+    ("_QKNormRopeBackward", "rotary"),
+    ("_AddRMSNormBackward", "norms"),
+    ("_SwiGLUBackward", "activation"),
+    ("_GatedMLPBackward", "activation"),
+    ("_ExpertsBackward", "activation"),
+    ("_LinearCrossEntropyBackward", "loss"),
 ]
 MULTIPLY = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, MulFunctor<float>>>"
 
@@ -265,7 +272,9 @@ def test_profile_of_a_shape(tmp_path: Path) -> None:
 def test_profile_of_a_saved_model_with_one_operator(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "text to cut into tokens")
     arguments = [model, "--sequence", 16, "--steps", 1, "--device", "cpu", "--checkpointing", "--rms-norm"]
-    command("profile", *arguments, "--out", tmp_path)
+    printed = command("profile", *arguments, "--out", tmp_path)
+    assert "Loading weights" not in printed, "no bars where nobody watches"
+    assert "Warning" not in printed
     result = json.loads((tmp_path / "profile.json").read_text())
     assert result["runs"][1]["patched"] == ["rms_norm_qwen3"]
     assert result["settings"]["layers"] == 2
@@ -281,6 +290,7 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
         ([*tiny, "--layers", "3"], "--layers is 3; the model has 2"),
         ([*tiny, "--sequence", "1"], "--sequence must be at least 2"),
         ([*tiny, "--trace", str(tmp_path / "no" / "trace.json")], "there is no folder"),
+        ([*tiny, "--trace", str(tmp_path)], "is a folder; give the name of a file"),
     ):
         assert main(["profile", *arguments]) == 2
         assert told in capsys.readouterr().err

@@ -11,7 +11,17 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3 import modeling_qwen3
 
 from bastile.ops.qk_norm_rope import qk_norm_rope
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from oracle import (
+    DTYPES,
+    Case,
+    assert_no_worse,
+    assert_offsets_have_64_bits,
+    assert_same_bits,
+    devices,
+    far_apart,
+    few_examples,
+    random_tensor,
+)
 from test_rope import stock as stock_rope
 from test_rope import turned
 
@@ -241,6 +251,17 @@ def test_any_layout_gives_the_same_result(interleaved, device):
                 torch.testing.assert_close(g, w, rtol=2**-7, atol=1e-6)
             else:
                 assert_same_bits(g, w)
+
+
+@pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "positions"])
+def test_heads_far_apart(dim):
+    q, k, *weights, cos, sin = inputs(2, 2, 3, 1, 16, 16, torch.bfloat16, "cpu", table_batch=2)
+    tables = far_apart(cos), far_apart(sin)
+    assert_offsets_have_64_bits(lambda q, k: qk_norm_rope(q, k, *weights, *tables, EPS), q, k, dim=dim)
+    for got, want in zip(
+        qk_norm_rope(q, k, *weights, *tables, EPS), qk_norm_rope(q, k, *weights, cos, sin, EPS), strict=True
+    ):
+        assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -14,6 +14,7 @@ from oracle import (
     DTYPES,
     Case,
     assert_no_worse,
+    assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
     few_examples,
@@ -121,6 +122,12 @@ def test_strided_inputs(device):
     for x in [*views, random_tensor((64, 5), torch.bfloat16, device).t()]:
         assert_no_worse(case(x, weight, "llama"))
         assert_same_bits(rms_norm(x, weight), rms_norm(x.contiguous(), weight))
+
+
+def test_rows_far_apart():
+    x, weight = random_tensor((2, 64), torch.bfloat16, "cpu"), random_tensor((64,), torch.bfloat16, "cpu")
+    for w in (weight, weight.clone().requires_grad_()):
+        assert_offsets_have_64_bits(lambda x, w=w: rms_norm(x, w), x)
 
 
 @pytest.mark.parametrize("device", devices())

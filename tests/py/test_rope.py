@@ -10,7 +10,17 @@ from transformers.models.cohere import modeling_cohere
 from transformers.models.qwen3 import modeling_qwen3
 
 from bastile.ops.rope import rope
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from oracle import (
+    DTYPES,
+    Case,
+    assert_no_worse,
+    assert_offsets_have_64_bits,
+    assert_same_bits,
+    devices,
+    far_apart,
+    few_examples,
+    random_tensor,
+)
 
 
 def stock(q, k, cos, sin, interleaved):
@@ -157,6 +167,15 @@ def test_any_layout_gives_the_same_bits(interleaved, device):
     for other in results[1:]:
         for g, w in zip(other, results[0], strict=True):
             assert_same_bits(g, w)
+
+
+@pytest.mark.parametrize("dim", [0, 2], ids=["sequences", "positions"])
+def test_heads_far_apart(dim):
+    *heads, cos, sin = inputs(2, 2, 3, 1, 16, 16, torch.bfloat16, "cpu", table_batch=2)
+    tables = far_apart(cos), far_apart(sin)
+    assert_offsets_have_64_bits(lambda q, k: rope(q, k, *tables), *heads, dim=dim)
+    for got, want in zip(rope(*heads, *tables), rope(*heads, cos, sin), strict=True):
+        assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("device", devices())

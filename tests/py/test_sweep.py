@@ -496,14 +496,15 @@ def test_mistakes_are_told_with_their_remedy(
         (["--device", "toaster"], "give cpu, cuda or cuda:N"),
         (["--timeout", "0"], "--timeout is 0.0; a positive number is needed"),
         (["--memory-limit", "nan"], "--memory-limit is nan"),
+        (["--budget", "-1"], "--budget is -1.0; a positive number is needed"),
         (["--gpus", "2"], "several processes are for --fsdp"),
-        (["--fsdp", "--gpus", "1"], "--fsdp needs at least 2 GPUs; there is 1"),
+        (["--fsdp", "--gpus", "1"], "--fsdp needs at least 2 GPUs; --gpus is 1"),
         (["--fsdp", "--against", "compile"], "compile is not measured on several GPUs"),
         (["--loss-curve", "20", "--fsdp"], "--fsdp does not go with it: --loss-curve trains whole steps"),
         (["--loss-curve", "20", "--lengths", "8,16"], "give one of --lengths, not several"),
         (["--loss-curve", "1"], "--loss-curve must be at least 2"),
         (["--loss-curve", "2", "--lengths", "100000000"], "the text has"),
-        (["--show", str(tmp_path / "none.json")], "is not a file that sweep has written"),
+        (["--show", str(tmp_path / "none.json")], "none.json cannot be read (No such file or directory)"),
         (["--show", str(tmp_path / "other.json")], "is not a file that sweep has written"),
     ):
         (tmp_path / "tokens-1024.pt").unlink(missing_ok=True)

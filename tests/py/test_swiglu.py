@@ -11,7 +11,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from bastile.ops.swiglu import BastileSwiGLUMLP, swiglu
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from oracle import (
+    DTYPES,
+    Case,
+    assert_no_worse,
+    assert_offsets_have_64_bits,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
 
 
 def stock(a, b):
@@ -84,6 +93,10 @@ def test_strided_inputs(device):
             results += [y.detach(), *torch.autograd.grad(y, (left, right), dy if results is got else dy.contiguous())]
         for g, w in zip(got, want, strict=True):
             assert_same_bits(g, w)
+
+
+def test_rows_far_apart():
+    assert_offsets_have_64_bits(swiglu, *(random_tensor((2, 64), torch.bfloat16, "cpu") for _ in range(2)))
 
 
 @pytest.mark.parametrize("device", devices())

@@ -246,6 +246,72 @@ def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_p
         torch.testing.assert_close(other.grad.full_tensor(), parameter.grad, msg=name, rtol=1e-4, atol=1e-5)
 
 
+def first_fsdp(rank: int, rendezvous: str) -> None:
+    """A process of two: what each sharding leaves of the weights after a step, patched and stock."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    for head_apart in (False, True):
+        for original_parameters in (False, True):
+            weights = []
+            for patched in (False, True):
+                options = {"device_id": torch.device("cpu"), "use_orig_params": original_parameters}
+                model = tiny_model()
+                for index, layer in enumerate(model.model.layers):
+                    model.model.layers[index] = Fsdp(layer, **options)
+                if head_apart:
+                    model.lm_head = Fsdp(model.lm_head, **options)
+                sharded = Fsdp(model, **options)
+                if patched:
+                    assert len(bastile.apply_to_model(sharded)) > 5
+                batch = {name: value[rank::2] for name, value in tiny_batch(model).items()}
+                output = sharded(**batch)
+                assert (output.logits is None) == (patched and not head_apart)
+                output.loss.backward()
+                torch.optim.SGD(sharded.parameters(), lr=1.0).step()
+                with Fsdp.summon_full_params(sharded):
+                    weights.append([output.loss.detach(), *(p.detach().clone() for p in sharded.parameters())])
+            torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
+    distributed.destroy_process_group()
+
+
+def test_the_first_fsdp_shards_what_the_loss_reads(tmp_path: Path) -> None:
+    """On two processes, for on one it does not shard. The head's weight is whole within the model's own forward; where
+    it is a unit of its own, only within the head's."""
+    torch.multiprocessing.spawn(first_fsdp, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+
+
+def test_tensor_parallel_training_gives_the_same_gradients(one_process_group: Any) -> None:
+    """Norms get DTensors, and projections are called with their weights' parts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    model = tiny_model()
+    batch = tiny_batch(model)
+    want = model(**batch)
+    want.loss.backward()
+    parallel = tiny_model()
+    plan = {"model.norm": SequenceParallel(use_local_output=True)}
+    for layer in range(2):
+        plan[f"model.layers.{layer}.input_layernorm"] = SequenceParallel(use_local_output=True)
+        for name, style in (("gate", ColwiseParallel()), ("up", ColwiseParallel()), ("down", RowwiseParallel())):
+            plan[f"model.layers.{layer}.mlp.{name}_proj"] = style
+    parallelize_module(parallel, init_device_mesh("cpu", (1,)), plan)
+    bastile.apply()
+    got = parallel(**batch)
+    got.loss.backward()
+    torch.testing.assert_close(got.loss, want.loss)
+    for (name, parameter), other in zip(model.named_parameters(), parallel.parameters(), strict=True):
+        gradient = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
+        torch.testing.assert_close(gradient, parameter.grad, msg=name, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("order", ["apply, shard", "shard, apply", "shard, apply_to_model"])
 def test_sharded_layers_run_the_operators_and_are_checkpointed(
     order: str, one_process_group: Any, calls: dict[str, int]

@@ -140,27 +140,50 @@ def test_a_rotary_function_with_other_arguments(family: str, argument: str, monk
     assert_refused(model, f"lacks argument {argument!r} of apply_rotary_pos_emb")
 
 
-@pytest.mark.parametrize("place", ["layer_class", "attention_class"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_something_new_in_a_rotary_function(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rotary = tiny(family), modeling(family).apply_rotary_pos_emb
+    monkeypatch.setattr(modeling(family), "apply_rotary_pos_emb", changed(rotary, more=("rescale",)))
+    assert_refused(model, "has 'rescale' in apply_rotary_pos_emb")
+
+
+# Each place whose replacement does all that the original does, and the operators that replace it.
+WHOLE = {
+    "norm_class": ("rms_norm", "qk_norm_rope", "add_rms_norm"),
+    "mlp_class": ("swiglu",),
+    "causal_lm_class": ("fused_linear_cross_entropy",),
+    "attention_class": ("qk_norm_rope",),
+    "layer_class": ("add_rms_norm",),
+    "experts_class": ("moe_experts",),
+}
+
+
+@pytest.mark.parametrize("place", WHOLE)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_something_new_in_a_forward_that_is_replaced_whole(
     family: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replacement that knows nothing of it would leave it out."""
+    """A replacement that knows nothing of it, a softcap of the logits say, would leave it out."""
     row, model = FAMILIES[family], tiny(family)
-    operator = "add_rms_norm" if place == "layer_class" else "qk_norm_rope"
-    if operator not in row.operators:
-        pytest.skip("this family's attention is not replaced")
+    operators = [operator for operator in WHOLE[place] if operator in row.operators]
+    if not operators:
+        pytest.skip("this is not replaced in this family")
     owner = getattr(modeling(family), getattr(row, place))
     stock = owner.forward
-    for forward, piece in (
-        (changed(stock, more=("sinks",)), f"has 'sinks' in {owner.__name__}.forward"),
-        (changed(stock, {"past_key_values": "memory"}), f"has argument 'memory' of {owner.__name__}.forward"),
-    ):
+    new = [(changed(stock, more=("sinks",)), f"has 'sinks' in {owner.__name__}.forward")]
+    if place != "experts_class":  # all of whose arguments are needed
+        others = {"norm_class": "hidden_states", "mlp_class": "x", "causal_lm_class": "use_cache"}
+        renamed = changed(stock, {others.get(place, "past_key_values"): "memory"})
+        new.append((renamed, f"has argument 'memory' of {owner.__name__}.forward"))
+    for forward, piece in new:
         monkeypatch.setattr(owner, "forward", forward)
-        assert_refused(model, piece, f"bastile's {operator} does not know", f"{operator}=False")
-        # The rest can be had.
-        names = bastile.apply(model_types=family, **{operator: False})
-        assert names == row.patches([other for other in row.operators if other != operator])
+        assert_refused(model, piece, f"bastile's {operators[0]} does not know", f"{operators[0]}=False")
+        # Each operator that replaces it refuses it, and the rest can be had.
+        for operator in operators:
+            with pytest.raises(RuntimeError, match=f"bastile's {operator} does not know"):
+                bastile.apply(model_types=family, **{other: other == operator for other in OPERATORS})
+        names = bastile.apply(model_types=family, **dict.fromkeys(operators, False))
+        assert names == row.patches([other for other in row.operators if other not in operators])
         bastile.reset()
 
 

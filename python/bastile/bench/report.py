@@ -74,7 +74,7 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
     tail = []
     for need in result["needs"]:
         verdict = {True: "met", False: "MISSED", None: "not known"}[need["met"]]
-        found = "" if need["found"] is None else f"{need['found']:.3g}, "
+        found = "" if need["found"] is None else f"{_found(need)}, "
         tail.append(f"{need['text']} <= {need['limit']:.3g}: {found}{verdict}")
     tail += [f"{row['name']}: {row['note']}" for row in result["rows"] if "note" in row]
     if any(row.get("spread", 0) > _STEADY for row in result["rows"]):
@@ -83,6 +83,12 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
         tail.append(f"floor: {floor['note']}")
     tail += [result[key] for key in ("unchecked", "note") if key in result]
     return head, tuple("TFLOP/s" if name == "GB/s" and floor.get("flops") else name for name in _HEAD), rows, tail
+
+
+def _found(need: dict[str, Any]) -> str:
+    """In three digits, or in as many as show that a limit is missed."""
+    texts = [f"{need['found']:.{digits}g}" for digits in range(3, 7)]
+    return next((text for text in texts if need["met"] or float(text) > need["limit"]), texts[-1])
 
 
 def _cells(row: dict[str, Any], floor: dict[str, Any], ours: float | None) -> tuple[str, ...]:
@@ -138,8 +144,9 @@ def host_table(results: Sequence[dict[str, Any]]) -> str:
 def summary(results: Sequence[dict[str, Any]]) -> str:
     verdicts = [need["met"] for result in results for need in result["needs"]]
     text = f"{verdicts.count(True)} needs met, {verdicts.count(False)} missed, {verdicts.count(None)} not known"
+    counted = [text] if verdicts else []
     missed = [
-        f"  {result['title']}: {need['text']} {need['found']:.3g}, <= {need['limit']:.3g} needed"
+        f"  {result['title']}: {need['text']} {_found(need)}, <= {need['limit']:.3g} needed"
         for result in results
         for need in result["needs"]
         if need["met"] is False
@@ -151,7 +158,9 @@ def summary(results: Sequence[dict[str, Any]]) -> str:
         if row["name"] == "bastile" and row.get("failed")
     ]
     broken += [f"  {result['title']}: {result['note']}" for result in results if "note" in result]
-    return "\n".join([text, *(["Missed:", *missed] if missed else []), *(["Not measured:", *broken] if broken else [])])
+    return "\n".join(
+        [*counted, *(["Missed:", *missed] if missed else []), *(["Not measured:", *broken] if broken else [])]
+    )
 
 
 def save(run: dict[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ note in its row; the other rows go on."""
 from __future__ import annotations
 
 import gc
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ class _Entry:
 
     def fail(self, what: str, error: BaseException, device: torch.device) -> None:
         """Turns an exception into the row's note."""
-        first = (str(error).strip().splitlines() or [""])[0][:160]
+        first = textwrap.shorten((str(error).strip().splitlines() or [""])[0], 160, placeholder=" …")
         missing = isinstance(error, ImportError) and self.name != "bastile"
         self.row["note"] = f"not installed: {first}" if missing else f"{what}: {type(error).__name__}: {first}"
         self.row["failed"] = not missing

@@ -14,7 +14,7 @@ import torch
 from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
 from bastile.cli.folder import make_folder
-from bastile.cli.options import device_for
+from bastile.cli.options import device_for, need_positive
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         description="Measures each operator's time, host time and memory, beside other libraries in turns, against the "
         "limit of this machine. Peers that are not installed are left out with a note.",
     )
-    parser.add_argument("ops", nargs="*", metavar="op", help="operators to measure; none given: all")
+    parser.add_argument("ops", nargs="*", metavar="op", help="operators to measure or show; none given: all")
     parser.add_argument("--dtype", help="bf16, fp16, fp32, with commas; not given: bf16 on CUDA, bf16,fp32 on CPU")
     parser.add_argument(
         "--against", help="torch, hf, compile, liger, quack, with commas; not given: all on CUDA, torch,hf on CPU"
@@ -47,6 +47,8 @@ def bench(options: argparse.Namespace) -> int:
 
     if options.show:
         run = _saved(options.show)
+        ops = _operators(options)
+        run["results"] = [result for result in run["results"] if result["op"] in ops]
         if not options.json:
             show = report.printer()
             for result in run["results"]:
@@ -58,7 +60,7 @@ def bench(options: argparse.Namespace) -> int:
         print(json.dumps(run, indent=1))
     else:
         table = report.host_table(run["results"])
-        print("\n\n".join([*([table] if table else []), report.summary(run["results"])]))
+        print("\n\n".join(text for text in (table, report.summary(run["results"])) if text))
     if options.plots:
         _plot(run, options.out)
     ours = [row for result in run["results"] for row in result["rows"] if row["name"] == "bastile"]
@@ -77,9 +79,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     shapes = chosen("--shapes", options.shapes, cases.SHAPES, ["limits" if on_cuda else "small"])
     dtypes = chosen("--dtype", options.dtype, run.DTYPES, ["bf16"] if on_cuda else ["bf16", "fp32"])
     peers = chosen("--against", options.against, AGAINST, list(AGAINST) if on_cuda else ["torch", "hf"])
-    ops = chosen("op", ",".join(options.ops) or None, cases.OPS, list(cases.OPS))
+    ops = _operators(options)
     if options.rounds < 1:
         raise UsageError("--rounds must be at least 1")
+    if options.budget is not None:
+        need_positive("--budget", options.budget)
     contenders = ["bastile", "unfused", *(name for peer in peers for name in AGAINST[peer])]
     on_device = [] if options.host else [case for name in shapes for case in cases.SHAPES[name]]
     table = [*on_device, *cases.HOST]
@@ -119,12 +123,20 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     return measured
 
 
+def _operators(options: argparse.Namespace) -> list[str]:
+    from bastile.bench import cases
+
+    return chosen("op", ",".join(options.ops) or None, cases.OPS, list(cases.OPS))
+
+
 def _saved(path: Path) -> dict[str, Any]:
     try:
         run = json.loads(path.read_text())
         if not isinstance(run, dict) or not {"results", "machine", "date"} <= run.keys():
             raise ValueError("its keys are others")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(f"--show {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
         raise UsageError(f"--show {path}: not a file that bench has written ({error})") from error
     return run
 

@@ -49,6 +49,11 @@ def _check_earlier(plan: dict[str, Any], out: Path, resume: bool) -> None:
             raise UsageError(f"--resume: there is no run in {out} to go on with")
         return
     earlier = json.loads(file.read_text())
+    ended = (out / f"{plan['name']}.result.json").exists()
+    if ended and plan["save"] not in (None, earlier["save"]):
+        checkpoint = _newest_checkpoint(plan)
+        held = f"; its last checkpoint, {checkpoint}, holds what it trained" if checkpoint else ""
+        raise UsageError(f"--save {plan['save']}: the run in {out} had ended and is not repeated{held}")
     differs = [
         f"{key} (was {earlier.get(key)}, now {value})"
         for key, value in plan.items()

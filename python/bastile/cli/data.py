@@ -60,20 +60,21 @@ def _of_rows(rows: Iterable[tuple[str, Any]], given: str, tokenizer: Any, length
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):  # splitlines would also cut within a text
         if line.strip():
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
-                raise UsageError(f"{where}: not JSON ({error})") from error
+            except json.JSONDecodeError as error:
+                raise UsageError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
             if not isinstance(row, dict):
                 raise UsageError(f'{where}: must be an object, such as {{"messages": [...]}}')
             yield where, row
 
 
 def _data_set(name: str, split: str) -> Iterator[tuple[str, Any]]:
-    need_packages("datasets", purpose=f"--data {name} (no such file, so a data set of the hub)")
+    what = "a folder" if Path(name).is_dir() else "no such file"
+    need_packages("datasets", purpose=f"--data {name} ({what}, so read as a data set)")
     import datasets
 
     try:
@@ -87,7 +88,7 @@ def _data_set(name: str, split: str) -> Iterator[tuple[str, Any]]:
 
 def read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # a mark that some editors put first is no text
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); give the path of a text file") from error
     except UnicodeDecodeError as error:

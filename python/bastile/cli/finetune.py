@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,16 @@ def finetune(options: argparse.Namespace) -> int:
         batches = len(examples) // options.batch
         options.steps = max(2, math.ceil(options.epochs * math.ceil(batches / options.accumulate)))
     if options.save:
-        tokenizer.save_pretrained(make_folder("--save", options.save))
+        make_folder("--save", options.save)
     plan = runs.plan(options, {"pretrained": name})
-    return runs.train(
-        plan, examples, out, ("stock", "bastile") if options.baseline else ("bastile",), resume=options.resume
-    )
+    names = ("stock", "bastile") if options.baseline else ("bastile",)
+    try:
+        runs.train(plan, examples, out, names, resume=options.resume)
+    except KeyboardInterrupt:
+        if options.save_every:
+            print("The same command with --resume goes on from the newest checkpoint", file=sys.stderr)
+        raise
+    if options.save:
+        tokenizer.save_pretrained(options.save)
+        print(f"{'Adapters' if options.lora else 'Model'} and tokenizer: {options.save}")
+    return 0

@@ -56,6 +56,12 @@ def load_config(name: str) -> Any:
     return config
 
 
+def checkpoint_activations(model: Any) -> None:
+    """Layers then keep their inputs alone. Newer releases of Transformers have another name for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 

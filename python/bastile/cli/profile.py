@@ -1,6 +1,8 @@
 """`profile`: from options to a model, its profile, and the report."""
 
 import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,8 @@ def profile(options: argparse.Namespace) -> int:
     need_packages("transformers", "rich", "matplotlib")
     if (options.model is None) == (options.shape is None):
         raise UsageError(f"give either MODEL, or --shape with one of {', '.join(MODELS)}")
-    if options.trace and not options.trace.absolute().parent.is_dir():
-        raise UsageError(f"--trace {options.trace}: there is no folder {options.trace.parent}")
+    if options.trace:
+        _check_file("--trace", options.trace)
     device = device_for(options.device)
     out = make_folder("--out", options.out)
     name, config = _config(options)
@@ -67,7 +69,7 @@ def profile(options: argparse.Namespace) -> int:
     try:
         built = run.build(config, name, options.layers, dtype, device, options.seed)
         if options.checkpointing:
-            built.gradient_checkpointing_enable({"use_reentrant": False})
+            model.checkpoint_activations(built)
         runs, profilers = run.compare(built, batch, sequence, options.steps, operators(options), options.seed)
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
@@ -90,10 +92,24 @@ def profile(options: argparse.Namespace) -> int:
     return 0
 
 
+def _check_file(option: str, path: Path) -> None:
+    """That the file can be written, before an hour's work is done for it."""
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder; give the name of a file")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise UsageError(f"{option} {path}: may not be written to; give another file")
+
+
 def _config(options: argparse.Namespace) -> tuple[str | None, Any]:
     """Where the weights are (None: random), and the config."""
     if options.model is not None:
         name = model.find_model(options.model)
+        if not sys.stderr.isatty():
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
         return name, model.load_config(name)
     from transformers import AutoConfig
 

@@ -70,6 +70,8 @@ def _gap(a: float | None, b: float | None) -> float:
 
 def _table(runs: list[dict[str, Any]], comparison: dict[str, Any]) -> Table:
     table = Table("", *(_TITLES[run["name"]] for run in runs), *(["ratio"] if comparison else []))
+    for column in table.columns:
+        column.overflow = "fold"  # the names of patches whole, also in a narrow terminal
     steps = len(runs[0]["losses"])
 
     def row(title: str, cells: list[str], ratio: float | None = None) -> None:

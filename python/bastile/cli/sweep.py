@@ -93,8 +93,13 @@ def sweep(options: argparse.Namespace) -> int:
     settings, names, lengths = _plan(options)
     folder = make_folder("--out", options.out)
     results = Results.opened(folder / f"{_file_name(settings)}.json", settings, options.fresh)
-    complete = _measure(options, results, names, lengths, folder)
-    _report(results, folder, options.json)
+    try:
+        complete = _measure(options, results, names, lengths, folder)
+    except KeyboardInterrupt:
+        print("Give the same command again to go on", file=sys.stderr)
+        raise
+    if results.records or options.json:
+        _report(results, folder, options.json)
     if not complete:
         print("Not all was measured: give the same command again to go on", file=sys.stderr)
     ours = [record for record in results.records if record["implementation"] == "bastile"]
@@ -116,9 +121,10 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
         _refuse(options, "--loss-curve trains whole steps", fsdp=False, step=False, no_optimizer=False, budget=None)
         if options.loss_curve < 2:
             raise UsageError("--loss-curve must be at least 2: the first step warms up and is not timed")
-    for option, value in (("--timeout", options.timeout), ("--memory-limit", options.memory_limit)):
+    for option in ("timeout", "memory_limit", "budget"):
+        value = getattr(options, option)
         if value is not None:
-            need_positive(option, value)
+            need_positive(f"--{option.replace('_', '-')}", value)
     on_one = (CURVES_ON_CUDA if curve else ON_CUDA) if on_cuda else ON_CPU
     suited = SHARDED if gpus > 1 else on_one
     names = chosen("--against", options.against, IMPLEMENTATIONS, suited)
@@ -169,7 +175,8 @@ def _gpus(options: argparse.Namespace, device: str) -> int:
     if world > 1 and gpus != world:
         raise UsageError(f"--gpus {gpus}: torchrun has started {world} processes; leave --gpus out")
     if gpus < 2:
-        raise UsageError(f"--fsdp needs at least 2 GPUs; there {'is' if gpus == 1 else 'are'} {gpus}")
+        given = "--gpus is" if options.gpus else "this machine has"
+        raise UsageError(f"--fsdp needs at least 2 GPUs; {given} {gpus}")
     if on_cuda and gpus > here:
         raise UsageError(f"--gpus {gpus}: this machine has {here}")
     return gpus

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 
 import bastile
 from bastile.cli.examples import Examples, batch
+from bastile.cli.model import checkpoint_activations
 
 #: The products that LoRA adapts: all of a decoder layer's.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -105,7 +106,7 @@ def train(plan: dict[str, Any], report: Report) -> dict[str, Any]:
     model = _build_model(plan)
     model.config.use_cache = False
     if plan["checkpointing"]:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     patched = (
         bastile.apply(model_types=[model.config.model_type], **plan["operators"]) if plan["name"] == "bastile" else []
     )

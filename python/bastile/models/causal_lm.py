@@ -21,6 +21,35 @@ from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
+#: What the original's code may mention beside what is read here, and no more: so nothing that it does to the logits,
+#: such as a softcap, is left out.
+MAY_READ = (
+    "last_hidden_state",
+    "slice_logits_to_keep",
+    "slice",
+    "isinstance",
+    "int",
+    "config",
+    "vocab_size",
+    "CausalLMOutputWithPast",
+    "past_key_values",
+    "hidden_states",
+    "attentions",
+)
+
+#: The arguments it may name. All but labels and logits_to_keep go to the backbone.
+ARGUMENTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "labels",
+    "use_cache",
+    "cache_position",
+    "logits_to_keep",
+)
+
 
 def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)

@@ -22,6 +22,25 @@ GATE = "_apply_gate"
 #: All that the code of the gate may mention, so that it is the one that the operator computes.
 GATE_READS = ("limit", "clamp", "alpha", "sigmoid", "torch")
 
+#: What the experts' own loop may mention beside its parameters and the gate, and no more.
+MAY_READ = (
+    "torch",
+    "nn",
+    "functional",
+    "no_grad",
+    "zeros_like",
+    "dtype",
+    "device",
+    "one_hot",
+    "permute",
+    "greater",
+    "sum",
+    "nonzero",
+    "where",
+    "index_add_",
+    "to",
+)
+
 #: The arguments, in their order.
 ARGUMENTS = ("hidden_states", "router_indices", "routing_weights")
 

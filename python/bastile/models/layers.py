@@ -18,6 +18,13 @@ from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
 from bastile.ops.swiglu import swiglu_mlp
 
+#: What a norm's code may mention beside its weight and epsilon, and no more: so nothing that it computes is left out.
+NORM_MAY_READ = ("dtype", "to", "torch", "float32", "pow", "mean", "rsqrt")
+
+#: Likewise a rotary function's code, and its arguments.
+ROTARY_MAY_READ = ("unsqueeze", "rotate_half", "_apply_rotary_emb")
+ROTARY_ARGUMENTS = ("q", "k", "cos", "sin", "unsqueeze_dim")
+
 _SILU = frozenset({nn.SiLU, type(ACT2FN["silu"])})
 
 

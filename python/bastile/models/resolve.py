@@ -3,6 +3,7 @@
 Everything that the replacements rely on is looked for here, before anything is changed: a release that moved a class,
 an argument or an attribute is reported by name, not met in the middle of a training run."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -53,22 +54,43 @@ def _replacements(look: Lookup, name: str) -> Any:
         raise look.missing(str(error)) from error
 
 
+def _know_norm(look: Lookup) -> list[str]:
+    """That the family's norm is what the operators compute; what it reads."""
+    reads = ["weight", look.family.norm_eps]
+    where, forward = f"{look.family.norm_class}.forward", look.forward(look.family.norm_class)
+    look.need_names(where, forward, reads)
+    look.know_all(where, forward, [*reads, *_replacements(look, "layers").NORM_MAY_READ], ["hidden_states"])
+    return reads
+
+
 def _rms_norm(look: Lookup) -> Site:
     build = partial(_replacements(look, "layers").norm_forward, look.family)
-    return _forward_of(look, look.family.norm_class, build, ["weight", look.family.norm_eps])
+    return _forward_of(look, look.family.norm_class, build, _know_norm(look))
 
 
 def _swiglu(look: Lookup) -> Site:
     family = look.family
     build = partial(_replacements(look, "layers").mlp_forward, family)
-    return _forward_of(look, family.mlp_class, build, [family.gate, family.up, family.down, family.activation])
+    reads = [family.gate, family.up, family.down, family.activation]
+    site = _forward_of(look, family.mlp_class, build, reads)
+    look.know_all(site.where, look.forward(family.mlp_class), reads, ["x"])
+    return site
+
+
+def _know_rotary(look: Lookup) -> Any:
+    """The family's rotary function, which computes what the operators compute."""
+    name, layers = look.family.rotary_function, _replacements(look, "layers")
+    rotary = look.get(name)
+    look.need_parameters(name, rotary, layers.ROTARY_ARGUMENTS)
+    if inspect.isfunction(rotary):  # with Hugging Face's `kernels` it is a module that calls the function
+        look.know_all(name, rotary, layers.ROTARY_MAY_READ, [*layers.ROTARY_ARGUMENTS, "position_ids"])
+    return rotary
 
 
 def _rope(look: Lookup) -> Site:
     family = look.family
     name, where = family.rotary_function, f"{family.attention_class}.forward"
-    rotary, attention = look.get(name), look.get(family.attention_class)
-    look.need_parameters(name, rotary, ["q", "k", "cos", "sin", "unsqueeze_dim"])
+    rotary, attention = _know_rotary(look), look.get(family.attention_class)
     look.need_names(where, look.forward(family.attention_class), [name], unwrap=False)
     build = partial(_replacements(look, "layers").rotary_function, family)
     return Site(
@@ -83,14 +105,23 @@ def _rope(look: Lookup) -> Site:
 
 
 def _fused_linear_cross_entropy(look: Lookup) -> Site:
+    causal_lm = _replacements(look, "causal_lm")
     family = look.family
     name = family.causal_lm_class
     look.need_parameters(f"{name}.forward", look.forward(name), ["labels", "logits_to_keep"])
-    build = partial(_replacements(look, "causal_lm").causal_lm_forward, family)
-    reads = [family.backbone, family.head, "loss_function"]
+    build = partial(causal_lm.causal_lm_forward, family)
+    reads, may_read, arguments = (
+        [family.backbone, family.head, "loss_function"],
+        causal_lm.MAY_READ,
+        causal_lm.ARGUMENTS,
+    )
     if family.router_loss:
-        reads += ["load_balancing_loss_func", "num_experts", "num_experts_per_tok", "router_aux_loss_coef"]
-    return _forward_of(look, name, build, reads)
+        router_loss = _replacements(look, "router_loss")
+        reads += router_loss.READS
+        may_read, arguments = may_read + router_loss.MAY_READ, arguments + router_loss.ARGUMENTS
+    site = _forward_of(look, name, build, reads)
+    look.know_all(site.where, look.forward(name), [*reads, *may_read], arguments)
+    return site
 
 
 def _qk_norm_rope(look: Lookup) -> Site:
@@ -98,12 +129,11 @@ def _qk_norm_rope(look: Lookup) -> Site:
     family = look.family
     norm, rotary, forward = (
         look.forward(family.norm_class),
-        look.get(family.rotary_function),
+        _know_rotary(look),
         look.forward(family.attention_class),
     )
     where = f"{family.attention_class}.forward"
-    look.need_names(f"{family.norm_class}.forward", norm, ["weight", family.norm_eps])
-    look.need_parameters(family.rotary_function, rotary, ["q", "k", "cos", "sin"])
+    _know_norm(look)
     look.need_parameters(where, forward, attention.NEEDED)
     reads = [*attention.READS, family.q_norm, family.k_norm, family.rotary_function]
     look.know_all(where, forward, [*reads, *attention.MAY_READ], attention.ARGUMENTS)
@@ -116,7 +146,7 @@ def _add_rms_norm(look: Lookup) -> Site:
     family = look.family
     norm, forward = look.forward(family.norm_class), look.forward(family.layer_class)
     where = f"{family.layer_class}.forward"
-    look.need_names(f"{family.norm_class}.forward", norm, ["weight", family.norm_eps])
+    _know_norm(look)
     look.need_parameters(where, forward, decoder.ARGUMENTS[:1])
     look.know_all(where, forward, decoder.READS, decoder.ARGUMENTS)
     build = partial(decoder.layer_forward, family, norm)
@@ -149,7 +179,10 @@ def _moe_experts(look: Lookup) -> Site:
     look.know_all(f"{name}.{experts.GATE}", gate, experts.GATE_READS, ["gate_up"])
     look.need_parameters(f"{name}.forward", look.forward(name), experts.ARGUMENTS)
     build = partial(experts.experts_forward, look.family, gate)
-    return _forward_of(look, name, build, [*experts.PARAMETERS, experts.GATE, "num_experts"])
+    reads = [*experts.PARAMETERS, experts.GATE, "num_experts"]
+    site = _forward_of(look, name, build, reads)
+    look.know_all(site.where, look.forward(name), [*reads, *experts.MAY_READ], experts.ARGUMENTS)
+    return site
 
 
 def _recompute(look: Lookup) -> Site:

@@ -8,6 +8,11 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+#: What the forward of such a model reads for it, what it may mention beside, and its argument.
+READS = ("load_balancing_loss_func", "num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+MAY_READ = ("output_router_logits", "router_logits", "to", "device", "MoeCausalLMOutputWithPast")
+ARGUMENTS = ("output_router_logits",)
+
 
 def ask_for_router_logits(model: nn.Module, given: dict[str, Any]) -> bool:
     """Settles whether the backbone is to return its router's logits, and says so to it."""

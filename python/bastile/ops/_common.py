@@ -12,6 +12,17 @@ _DEVICES = ("cpu", "cuda")
 #: Tensors whose operations are PyTorch's own.
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+class Function(torch.autograd.Function):
+    """An autograd function that is never called `in_transform`. Its `apply` does not look for transforms again, which
+    takes torch's 1.7 of the 8 us of a call."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        cls.apply = super(torch.autograd.Function, cls).apply
+
 
 def served(*tensors: torch.Tensor | None) -> bool:
     """Whether Bastile's kernels run on these tensors: float32, bfloat16 or float16, on CPU or CUDA, with strides.
@@ -19,14 +30,15 @@ def served(*tensors: torch.Tensor | None) -> bool:
     Mixed devices count as served: the operator then names the tensor that is in the wrong place. Tensors under vmap or
     another functorch transform, and subclasses such as DTensor, are not served.
     """
+    compiling = torch.compiler.is_compiling()
     for t in tensors:
         if t is None:
             continue
-        if t.device.type not in _DEVICES or t.dtype not in FLOATS or t.layout is not torch.strided:
+        if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not torch.strided:
             return False
-        if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
+        if type(t) not in PLAIN and not compiling and not _is_fake(t):
             return False
-    return not in_transform()
+    return compiling or not in_transform(*tensors)
 
 
 def _is_fake(t: torch.Tensor) -> bool:
@@ -35,10 +47,13 @@ def _is_fake(t: torch.Tensor) -> bool:
     return isinstance(t, FakeTensor)
 
 
-def in_transform() -> bool:
-    """Whether this runs under vmap or another functorch transform."""
+def in_transform(*tensors: torch.Tensor | None) -> bool:
+    """Whether this runs under vmap or another functorch transform, or one of the tensors has leaked out of one."""
     if torch.compiler.is_compiling():
         return False
+    for t in tensors:
+        if t is not None and _is_wrapped(t):
+            return True
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, is_last_pass, served
+from bastile.ops._common import Function, first_order_only, is_last_pass, served
 
 __all__ = ["BastileCrossEntropyLoss", "cross_entropy"]
 
@@ -43,7 +43,7 @@ def _(tensor, scale):
     return None
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Function):
     """Reads the logits in each pass, and leaves them alone."""
 
     @staticmethod
@@ -62,7 +62,7 @@ class _CrossEntropy(torch.autograd.Function):
         return dlogits, *[None] * (3 + len(ctx.options))
 
 
-class _CrossEntropyInplace(torch.autograd.Function):
+class _CrossEntropyInplace(Function):
     """Writes the gradient, for an upstream gradient of one, over the logits in the forward pass."""
 
     @staticmethod

@@ -7,7 +7,7 @@ import os
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import cast_as_linear, first_order_only, is_last_pass, served
+from bastile.ops._common import Function, cast_as_linear, first_order_only, is_last_pass, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scale_
 
@@ -89,7 +89,7 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(Function):
     """Where the gradients are made depends on what fits: see bst_linear_cross_entropy_forward in bastile.h.
 
     `keep` all the logits' gradients and multiply in the backward pass (CUDA, within the memory budget); else make the

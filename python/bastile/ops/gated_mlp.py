@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from bastile.ops import _swiglu
-from bastile.ops._common import cast_as_linear, first_order_only, release_on_last_pass, served
+from bastile.ops._common import Function, cast_as_linear, first_order_only, release_on_last_pass, served
 
 __all__ = ["gated_mlp"]
 
@@ -27,7 +27,7 @@ def _swiglu_gradients(
     return *_swiglu.backward(dy, a, b, want_da, want_db), dy
 
 
-class _GatedMLP(torch.autograd.Function):
+class _GatedMLP(Function):
     """Keeps x, a = x Wg^T and b = x Wu^T. y comes out of the kernel that makes da and db, and the second half of dx is
     added to the first by the product that makes it."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, release_on_last_pass, served
+from bastile.ops._common import Function, first_order_only, release_on_last_pass, served
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 
 __all__ = ["moe_experts"]
@@ -80,7 +80,7 @@ def _gate_gradients(in_place, dy, h, given, want):
     return h if want_dh else None, dy if want_wy else None, dweights, dbias
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(Function):
     """Keeps its inputs, the sort, and the first product's result. The rows are gathered and the gate is computed again
     in the backward pass, and the routing weights' gradient comes from the gate's side of the second product: with dy
     the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not be kept.

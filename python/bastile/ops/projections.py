@@ -9,12 +9,12 @@ import torch
 from torch._C import _is_any_autocast_enabled  # a fraction of the host time of asking for one device
 from torch.nn.functional import linear
 
-from bastile.ops._common import PLAIN, in_transform
+from bastile.ops._common import PLAIN, Function, in_transform
 
 __all__ = ["projections"]
 
 
-class _Projections(torch.autograd.Function):
+class _Projections(Function):
     @staticmethod
     def forward(ctx, x, *weights):
         ctx.set_materialize_grads(False)
@@ -54,7 +54,7 @@ def _served(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
     """Whether the products of these may share a node: PyTorch's own tensors, which autocast leaves as they are."""
     if not (x.is_cuda or x.is_cpu) or x.dim() < 2 or any([type(t) not in PLAIN for t in (x, *weights)]):
         return False
-    return not in_transform() and not (_is_any_autocast_enabled() and _is_cast(x, weights))
+    return not in_transform(x, *weights) and not (_is_any_autocast_enabled() and _is_cast(x, weights))
 
 
 def _is_cast(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, served
+from bastile.ops._common import Function, first_order_only, served
 from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
 from bastile.ops.rms_norm import _CASTING, Casting
 from bastile.ops.rms_norm import _reference as norm
@@ -55,7 +55,7 @@ def _(
     )
 
 
-class _QKNormRope(torch.autograd.Function):
+class _QKNormRope(Function):
     @staticmethod
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved):
         ctx.options = eps, casting, interleaved

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import first_order_only, served
+from bastile.ops._common import Function, first_order_only, served
 from bastile.recompute import offer
 
 __all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm"]
@@ -47,7 +47,7 @@ def _(dy, dsum, x, weight, rstd, casting, want_dx, want_dweight):
     return _fake_backward(dy, x, weight, rstd, casting, want_dx, want_dweight)
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps, casting):
         y, rstd = _forward(x, weight, eps, casting)
@@ -66,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx if want_dx else None, dweight if want_dweight else None, None, None
 
 
-class _AddRMSNorm(torch.autograd.Function):
+class _AddRMSNorm(Function):
     """y and the sum. Without a residual the sum is x: autograd returns it as a view, whose gradient comes here."""
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import FLOATS, first_order_only, served
+from bastile.ops._common import FLOATS, Function, first_order_only, served
 from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
 
 __all__ = ["rope"]
@@ -28,7 +28,7 @@ def _(dq_out, dk_out, cos, sin, interleaved, q_tokens_first, k_tokens_first, dty
     return dq, new_heads(dk_out, k_tokens_first, FLOATS[dtype])
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(Function):
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
         ctx.save_for_backward(cos, sin)

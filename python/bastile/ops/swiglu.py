@@ -9,14 +9,14 @@ from torch import nn
 
 from bastile.guards import plain_linear
 from bastile.ops import _swiglu
-from bastile.ops._common import first_order_only, served
+from bastile.ops._common import Function, first_order_only, served
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.recompute import offer
 
 __all__ = ["BastileSwiGLUMLP", "swiglu", "swiglu_mlp"]
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)

@@ -31,10 +31,10 @@ _PRODUCT = (
 # Operators and, where nothing encloses a kernel, kernels that can belong to one group only.
 _TELLING = [
     ("optimiser", r"Optimizer\.|multi_tensor_apply|_foreach_|_fused_adam|adam|clip_grad"),
-    ("loss", r"cross_entropy|nll_loss|NllLoss|log_softmax|LogSoftmax|LogSoftMax"),
-    ("activation", r"silu|Silu|gelu|Gelu|swiglu"),
+    ("loss", r"cross_entropy|CrossEntropy|nll_loss|NllLoss|log_softmax|LogSoftmax|LogSoftMax"),
+    ("activation", r"silu|Silu|gelu|Gelu|swiglu|SwiGLU|GatedMLP|_Experts"),
     ("norms", r"rms_?norm|RMSNorm|RmsNorm|layer_norm|LayerNorm"),
-    ("rotary", r"rotary|rope\b|_rope_"),
+    ("rotary", r"rotary|rope\b|_rope_|Rope(Backward)?$"),
 ]
 
 _own = [(group, re.compile(rf"(bastile::)?({pattern})")) for group, pattern in _OWN]

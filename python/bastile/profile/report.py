@@ -54,6 +54,9 @@ def kernels_table(runs: list[dict[str, Any]], device: str, most: int = 20) -> Ta
             entry[1] += kernel["seconds"]
     what = "kernel" if device == "GPU" else "operator"
     table = Table("group", what, "stock ms", "calls", "bastile ms", "calls", title=f"The {most} that take longest")
+    table.columns[0].no_wrap = True
+    if device == "CPU":
+        table.columns[1].overflow = "fold"  # operators' names are short, and told apart by their ends
     for column in table.columns[2:]:
         column.justify = "right"
     ordered = sorted(rows.items(), key=lambda item: -max(seconds for _, seconds in item[1].values()))

@@ -45,7 +45,9 @@ class Results:
             content = json.loads(path.read_text())
             if not isinstance(content, dict) or not {"date", "settings", "records"} <= content.keys():
                 raise ValueError("its keys are others")
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise UsageError(f"{path} cannot be read ({error.strerror})") from error
+        except ValueError as error:
             raise UsageError(f"{path} is not a file that sweep has written ({error})") from error
         return cls(path, content)
 
