@@ -10,7 +10,8 @@
  * Element types are float32, bfloat16 and float16 unless an argument says otherwise; sums are kept in float32. Shapes
  * are written [rows, columns]; `...` stands for any number of leading dimensions. Inputs may have any strides as long
  * as their last dimension is contiguous and their leading dimensions fold into at most two; outputs are contiguous
- * unless an argument says otherwise. An output may not overlap an input unless an argument says so.
+ * unless an argument says otherwise, and their elements never share a place. An output may not overlap an input, unless
+ * an argument says so, nor another output. Data begins at a multiple of its element's size.
  *
  * All functions may be called from several threads at once. */
 #ifndef BASTILE_H

@@ -18,6 +18,13 @@
 /* Sets this thread's message and returns `status`. */
 bst_status bst__error(bst_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
+/* This thread's message, put aside for an attempt that may fail without the call's failing. */
+typedef struct bst_message {
+    char text[1024];
+} bst_message;
+bst_message bst__message(void);
+void bst__put_back(const bst_message *message);
+
 /* Returns from the calling function unless `expression` is BST_OK. */
 #define BST_TRY(expression)                  \
     do {                                     \
@@ -41,8 +48,9 @@ typedef struct bst_view {
 /* Sets of types: 1u << bst_dtype. */
 #define BST_FLOATS (1u << BST_F32 | 1u << BST_BF16 | 1u << BST_F16)
 
-/* Reads a tensor. BST_INVALID where it is NULL, has an unsupported type or device, more than BST_MAX_DIMS dimensions, a
- * negative size, or no memory though it has elements. */
+/* Reads a tensor. BST_INVALID where it is NULL, has more than BST_MAX_DIMS dimensions, a negative size, sizes or strides
+ * whose products pass 63 bits, or no memory though it has elements; BST_UNSUPPORTED where its type or device is none of
+ * ours, or its elements are not aligned. What works with a view need not look out for overflow. */
 bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out);
 /* The following name the argument and what was given. */
 bst_status bst__need_dims(const char *op, const char *name, const bst_view *v, int dims);
@@ -67,6 +75,15 @@ bool bst__overlap(const bst_view *a, const bst_view *b);
 bool bst__same_memory(const bst_view *a, const bst_view *b);
 bst_status bst__need_apart(const char *op, const char *name, const bst_view *v, const char *other_name,
                            const bst_view *other);
+/* The same for many: no output shares memory with an input or with another output. Views that are not given are empty. */
+typedef struct bst_named {
+    const char *name;
+    const bst_view *view;
+} bst_named;
+bst_status bst__need_all_apart(const char *op, const bst_named *outputs, int output_count, const bst_named *inputs,
+                               int input_count);
+/* BST_INVALID where two elements of an output of any strides share memory. */
+bst_status bst__need_distinct(const char *op, const char *name, const bst_view *v);
 
 /* A tensor [..., columns] as rows: row r begins at element (r / inner) * outer_stride + (r % inner) * inner_stride. */
 typedef struct bst_rows {

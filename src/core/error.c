@@ -4,7 +4,7 @@
 
 #include "core/core.h"
 
-static _Thread_local char message[1024];
+static _Thread_local bst_message message;
 
 const char *bst_version(void) { return BST_VERSION; }
 
@@ -30,12 +30,16 @@ const char *bst_status_text(bst_status status) {
     return "an unknown status";
 }
 
-const char *bst_last_error(void) { return message; }
+const char *bst_last_error(void) { return message.text; }
+
+bst_message bst__message(void) { return message; }
+
+void bst__put_back(const bst_message *kept) { message = *kept; }
 
 bst_status bst__error(bst_status status, const char *format, ...) {
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(message, sizeof message, format, arguments);
+    vsnprintf(message.text, sizeof message.text, format, arguments);
     va_end(arguments);
     return status;
 }

@@ -66,23 +66,30 @@ bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DL
     if (!read_dtype(tensor->dtype, &dtype) || !(dtypes & 1u << dtype))
         return bst__error(BST_UNSUPPORTED, "%s: %s has elements of DLPack type %d with %d bits; %s is needed", op, name,
                           tensor->dtype.code, tensor->dtype.bits, set_text(dtypes));
-    *out = (bst_view){.device = tensor->device, .dtype = dtype, .dims = tensor->ndim, .count = 1};
-    for (int i = 0; i < out->dims; i++) {
-        if (tensor->shape[i] < 0)
-            return bst__error(BST_INVALID, "%s: %s has a negative size in dimension %d", op, name, i);
-        out->size[i] = tensor->shape[i];
-        if (__builtin_mul_overflow(out->count, out->size[i], &out->count))
-            return bst__error(BST_INVALID, "%s: %s has more elements than 63 bits can count", op, name);
-    }
-    int64_t packed = 1;
+    *out = (bst_view){.device = tensor->device, .dtype = dtype, .dims = tensor->ndim};
+    /* Dimensions without elements do not count here: however the others are multiplied, 63 bits suffice. */
+    int64_t packed = 1, reach = 0, span;
+    bool empty = false, overflow = false;
     for (int i = out->dims - 1; i >= 0; i--) {
-        out->stride[i] = tensor->strides ? tensor->strides[i] : packed;
-        packed *= out->size[i];
+        int64_t size = tensor->shape[i], stride = tensor->strides ? tensor->strides[i] : packed;
+        out->size[i] = size;
+        out->stride[i] = stride;
+        if (size < 0) return bst__error(BST_INVALID, "%s: %s has a negative size in dimension %d", op, name, i);
+        empty |= !size;
+        if (size < 2) continue;
+        overflow |= __builtin_mul_overflow(packed, size, &packed) | __builtin_mul_overflow(size, stride, &span);
+        overflow |= __builtin_add_overflow(reach, span < 0 ? ~span : span, &reach);
     }
+    out->count = empty ? 0 : packed;
+    int bytes = bst__dtype_size(dtype);
+    if (overflow || packed > INT64_MAX / bytes || reach > INT64_MAX / bytes)
+        return bst__error(BST_INVALID, "%s: %s has a shape or strides that 63 bits cannot address", op, name);
     if (!tensor->data && out->count)
         return bst__error(BST_INVALID, "%s: %s has shape %s but no memory", op, name, bst__shape_text(out));
     out->data = tensor->data ? (char *)tensor->data + tensor->byte_offset : NULL;
-    return BST_OK;
+    if (!out->count || (uintptr_t)out->data % (unsigned)bytes == 0) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: %s does not begin at a multiple of its elements' %d bytes; copy it", op,
+                      name, bytes);
 }
 
 bst_status bst__need_dims(const char *op, const char *name, const bst_view *v, int dims) {
@@ -207,6 +214,37 @@ bst_status bst__need_apart(const char *op, const char *name, const bst_view *v, 
                            const bst_view *other) {
     if (!bst__overlap(v, other)) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s and %s share memory; they must not", op, name, other_name);
+}
+
+bst_status bst__need_all_apart(const char *op, const bst_named *outputs, int output_count, const bst_named *inputs,
+                               int input_count) {
+    for (int o = 0; o < output_count; o++) {
+        const bst_named *out = &outputs[o];
+        if (!out->view->count) continue;
+        for (int i = 0; i < input_count; i++)
+            BST_TRY(bst__need_apart(op, out->name, out->view, inputs[i].name, inputs[i].view));
+        for (int i = o + 1; i < output_count; i++)
+            BST_TRY(bst__need_apart(op, out->name, out->view, outputs[i].name, outputs[i].view));
+    }
+    return BST_OK;
+}
+
+static int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }
+
+bst_status bst__need_distinct(const char *op, const char *name, const bst_view *v) {
+    for (int i = 0; v->count && i < v->dims; i++) {
+        /* A dimension must step over all that those with smaller steps reach. */
+        int64_t step = magnitude(v->stride[i]), reach = 0;
+        if (v->size[i] == 1) continue;
+        for (int j = 0; j < v->dims; j++) {
+            int64_t other = v->size[j] > 1 ? magnitude(v->stride[j]) : 0;
+            if (other < step || (other == step && j > i)) reach += (v->size[j] - 1) * other;
+        }
+        if (step <= reach)
+            return bst__error(BST_INVALID, "%s: rows of %s lie over each other; each needs a place of its own", op,
+                              name);
+    }
+    return BST_OK;
 }
 
 bst_status bst__rows(const char *op, const char *name, const bst_view *v, bst_rows *out) {

@@ -35,9 +35,9 @@ static int mode_of_environment(void) {
 int bst__tuning(void) {
     int now = atomic_load_explicit(&mode, memory_order_relaxed);
     if (now != UNREAD) return now;
-    now = mode_of_environment();
-    atomic_store_explicit(&mode, now, memory_order_relaxed);
-    return now;
+    /* Unless another thread has set it meanwhile. */
+    int found = mode_of_environment();
+    return atomic_compare_exchange_strong(&mode, &now, found) ? found : now;
 }
 
 bst_status bst_set_autotune(int on) {
@@ -114,6 +114,7 @@ int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
     job j = {race, may_search};
     bst_blob entry;
     int won = -1;
+    bst_message message = bst__message(); /* a candidate that fails is no error of the call */
     pthread_mutex_lock(&searching);
     if (bst__cache_get(key, BST_CACHE_CHOICE, make, &j, &entry) == BST_OK) {
         won = parse(&entry, race->count);
@@ -124,5 +125,6 @@ int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
             atomic_fetch_add(&unkept, 1);
     }
     pthread_mutex_unlock(&searching);
+    bst__put_back(&message);
     return won;
 }

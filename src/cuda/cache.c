@@ -144,15 +144,16 @@ static bool read_entry(int file, const bst_digest *key, bst_blob *out) {
     return false;
 }
 
-/* The entry, if the folder has a good one; a bad one is deleted. */
+/* The entry, if the folder has a good one; a bad one is deleted. One that cannot be opened stays: that says nothing of
+ * it, where this process has too many files open. */
 static bool load(int folder, const bst_digest *key, const char *kind, bst_blob *out) {
     char name[NAME_BYTES];
     entry_name(key, kind, name);
     /* O_NONBLOCK: a FIFO under this name must not hold us up. */
     int file = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
-    if (file < 0 && errno == ENOENT) return false;
-    bool good = file >= 0 && read_entry(file, key, out);
-    if (file >= 0) close(file);
+    if (file < 0) return false;
+    bool good = read_entry(file, key, out);
+    close(file);
     if (!good) unlinkat(folder, name, 0);
     return good;
 }
@@ -191,6 +192,7 @@ static int delete_files(int folder, const char *ending, time_t before) {
 static void store(int folder, const bst_digest *key, const char *kind, const bst_blob *blob) {
     header h = {.key = *key, .length = blob->bytes, .checksum = checksum(blob->data, blob->bytes)};
     memcpy(h.magic, magic, sizeof magic);
+    reason[0] = '\0'; /* `make` may have got another entry, with a reason of its own */
     /* A random name, for writers may be on several machines that share a home. */
     uint64_t random = 0;
     char suffix[32], temporary[NAME_BYTES], name[NAME_BYTES];

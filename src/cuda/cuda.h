@@ -38,6 +38,13 @@ typedef struct bst_chip {
 
 /* The chip behind a device index; opens the driver at the first call. */
 bst_status bst__cuda_chip(const char *op, int device, bst_chip *out);
+/* BST_UNSUPPORTED where rows that take a block each, or several, are more than a grid has blocks. */
+static inline bst_status bst__cuda_need_rows(const char *op, int64_t rows, int64_t blocks_each) {
+    int64_t most = INT32_MAX / blocks_each;
+    if (rows <= most) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: %lld rows are given; at most %lld are supported: split them", op,
+                      (long long)rows, (long long)most);
+}
 /* Queues a kernel on exec's stream, compiling it first where this process has not yet done so. A grid of zero blocks
  * does nothing. */
 bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, const bst_launch *launch,

@@ -32,11 +32,19 @@ static const char *name_of(CUresult result) {
     return api.cuGetErrorName && api.cuGetErrorName(result, &name) == CUDA_SUCCESS && name ? name : "unknown error";
 }
 
+/* What to do about an error, where there is more to say than its own text. */
+static const char *advice_on(CUresult result) {
+    return result == CUDA_ERROR_NOT_INITIALIZED
+               ? "; a process that has used CUDA cannot use it again in a fork: start it by spawn"
+               : "";
+}
+
 bst_status bst__driver_error(const char *op, const char *call, CUresult result) {
     const char *text = NULL;
     if (api.cuGetErrorString(result, &text) != CUDA_SUCCESS || !text) text = "no text";
     bst_status status = result == CUDA_ERROR_OUT_OF_MEMORY ? BST_NO_MEMORY : BST_CUDA;
-    return bst__error(status, "%s: %s failed: %s (%d, %s)", op, call, name_of(result), (int)result, text);
+    return bst__error(status, "%s: %s failed: %s (%d, %s)%s", op, call, name_of(result), (int)result, text,
+                      advice_on(result));
 }
 
 /* Opens the driver; what went wrong goes into `failure`, without the operator's name. */
@@ -70,10 +78,7 @@ static progress open_driver(void) {
     }
     CUresult result = api.cuInit(0);
     if (result == CUDA_SUCCESS) return READY;
-    const char *hint = result == CUDA_ERROR_NOT_INITIALIZED
-                           ? "; a process that has used CUDA cannot use it again in a fork: start it by spawn"
-                           : "";
-    snprintf(failure, sizeof failure, "the CUDA driver does not start: %s%s", name_of(result), hint);
+    snprintf(failure, sizeof failure, "the CUDA driver does not start: %s%s", name_of(result), advice_on(result));
     return FAILED;
 }
 

@@ -1,5 +1,6 @@
 /* register.c - the operators of ops.def as PyTorch operators in the namespace `bastile`, for CPU and CUDA tensors. */
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdio.h>
 
 #include "torch/call.h"
@@ -39,9 +40,7 @@ static void look_up_cuda(const char *folder) {
         *(void **)&bst__torch.aoti_torch_get_current_cuda_stream = dlsym(library, "aoti_torch_get_current_cuda_stream");
 }
 
-bst_status bst_torch_register(const char *folder) {
-    static bool registered;
-    if (registered) return BST_OK;
+static bst_status register_all(const char *folder) {
     char path[4096];
     snprintf(path, sizeof path, "%s/libtorch_cpu.so", folder);
     void *library = dlopen(path, RTLD_LAZY | RTLD_LOCAL);
@@ -63,6 +62,16 @@ bst_status bst_torch_register(const char *folder) {
                 return bst__error(BST_HOST, "torch: the operator bastile::%s could not be registered", f->name);
         }
     }
-    registered = true;
     return BST_OK;
+}
+
+bst_status bst_torch_register(const char *folder) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static bool registered;
+    if (!folder) return bst__error(BST_INVALID, "bst_torch_register: folder is NULL; PyTorch's lib folder is needed");
+    pthread_mutex_lock(&lock);
+    bst_status status = registered ? BST_OK : register_all(folder);
+    registered = status == BST_OK;
+    pthread_mutex_unlock(&lock);
+    return status;
 }

@@ -99,7 +99,7 @@ static CUcontext current(void) { return depth ? contexts[depth - 1] : NULL; }
 
 DEFINE(cuCtxGetCurrent, (CUcontext * context)) {
     *context = current();
-    return CUDA_SUCCESS;
+    return state.forked ? CUDA_ERROR_NOT_INITIALIZED : CUDA_SUCCESS;
 }
 
 DEFINE(cuCtxPushCurrent_v2, (CUcontext context)) {

@@ -10,6 +10,7 @@ typedef struct fake_cuda {
     double product_ms[8]; /* likewise cuBLASLt's algorithms; 0: there are no more */
     bool capturing;       /* the stream is being captured */
     bool out_of_memory;   /* for workspace */
+    bool forked;          /* this process is a fork of one that has used the driver */
 
     int launches, products; /* so far */
     int waits;              /* for the device */

@@ -1,6 +1,8 @@
 /* test_autotune.c - searches with a clock that the test sets, and the choices that they leave on disk. */
 #include <fcntl.h>
 #include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -185,6 +187,28 @@ TEST(the_mode_is_the_calls_or_the_environments) {
     CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
     CHECK_EQ_I(bst__tuning(), 0);
     unsetenv("BASTILE_AUTOTUNE");
+}
+
+static void *ask_for_the_mode(void *done) {
+    while (!atomic_load((atomic_bool *)done)) bst__tuning();
+    return NULL;
+}
+
+/* A thread that is reading the environment must not write its answer over what another has set meanwhile. */
+TEST(a_set_mode_stays_while_others_ask) {
+    atomic_bool done = false;
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, ask_for_the_mode, &done) != 0) abort();
+    int lost = 0;
+    for (int i = 0; i < 200000; i++) {
+        bst_set_autotune(-1);
+        bst_set_autotune(1);
+        lost += bst__tuning() != 1;
+    }
+    atomic_store(&done, true);
+    pthread_join(thread, NULL);
+    CHECK_EQ_I(lost, 0);
+    CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
 }
 
 /* ---- choices ----------------------------------------------------------------------------------------------------- */
@@ -412,6 +436,7 @@ int main(void) {
     RUN(who_fails_drops_out);
     RUN(a_search_is_short);
     RUN(the_mode_is_the_calls_or_the_environments);
+    RUN(a_set_mode_stays_while_others_ask);
     RUN(a_choice_is_measured_once);
     RUN(where_it_may_not_search_nothing_is_kept);
     RUN(searches_use_up_their_time);

@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -445,6 +446,47 @@ TEST(the_folder_is_found_by_its_three_variables) {
     }
 }
 
+/* A process that may open no more files than its folder's: the entry is there, and cannot be looked at. */
+TEST(an_entry_that_cannot_be_opened_stays) {
+    begin();
+    CHECK(get(1, 100));
+    struct rlimit usual, tight;
+    int next = dup(0);
+    if (next < 0 || getrlimit(RLIMIT_NOFILE, &usual) != 0) abort();
+    close(next);
+    tight = usual;
+    tight.rlim_cur = (rlim_t)next + 1;
+    CHECK_EQ_I(setrlimit(RLIMIT_NOFILE, &tight), 0);
+    CHECK(get(1, 100));
+    CHECK_EQ_I(setrlimit(RLIMIT_NOFILE, &usual), 0);
+    CHECK_EQ_I(count_files(".cubin"), 1);
+    end();
+}
+
+static bst_status make_by_another(void *context, bst_blob *out) {
+    const bst_digest *key = context;
+    bst_blob inner = {0};
+    source s = {100, 0, BST_OK};
+    CHECK_EQ_I(bst__cache_get(key, BST_CACHE_CODE, make, &s, &inner), BST_OK);
+    CHECK_STR(bst__cache_reason(), "could not be written");
+    *out = inner;
+    return BST_OK;
+}
+
+/* A search compiles kernels, which are entries too. */
+TEST(the_reason_is_that_of_the_last_get) {
+    begin();
+    CHECK(get(1, 100));
+    bst_digest blocked = key_of(2), key = key_of(3);
+    CHECK_EQ_I(mkdir(entry_path(&blocked), 0700), 0);
+    bst_blob blob = {0};
+    CHECK_EQ_I(bst__cache_get(&key, BST_CACHE_CHOICE, make_by_another, &blocked, &blob), BST_OK);
+    free(blob.data);
+    CHECK_EQ_I(count_files(".choice"), 1);
+    CHECK(bst__cache_reason()[0] == 0);
+    end();
+}
+
 TEST(what_dead_writers_left_is_swept) {
     begin();
     CHECK(get(1, 100));
@@ -479,6 +521,8 @@ int main(void) {
     RUN(a_read_only_folder_serves_and_is_not_needed);
     RUN(where_no_folder_can_be_it_works_without);
     RUN(the_folder_is_found_by_its_three_variables);
+    RUN(an_entry_that_cannot_be_opened_stays);
+    RUN(the_reason_is_that_of_the_last_get);
     RUN(what_dead_writers_left_is_swept);
     return bst_test_report();
 }

@@ -248,7 +248,7 @@ static void compile_calls(void) {
         for (int64_t width = 2880; width >= (t == 1 ? 2879 : 2880); width--) {
             DLDataType type = bst_test_types[t], i32 = {kDLInt, 32, 1};
             int64_t n = 4096, e = 32;
-            bst_shape s[16];
+            bst_shape s[17];
             DLTensor *d_indices = bst_device_tensor(&s[0], bst_test_i64, 2, (int64_t[]){n / 4, 4});
             DLTensor *d_order = bst_device_tensor(&s[1], i32, 1, &n);
             DLTensor *d_position = bst_device_tensor(&s[2], i32, 2, (int64_t[]){n / 4, 4});
@@ -263,6 +263,9 @@ static void compile_calls(void) {
             DLTensor *d_db = bst_device_tensor(&s[11], type, 2, (int64_t[]){e, width});
             DLTensor *d_dots = bst_device_tensor(&s[12], bst_test_types[0], 1, &n);
             DLTensor *d_wy = bst_device_tensor(&s[13], type, 2, (int64_t[]){n, width});
+            DLTensor *d_dweights = bst_device_tensor(&s[14], type, 2, (int64_t[]){n / 4, 4});
+            DLTensor *d_dgub = bst_device_tensor(&s[15], type, 2, (int64_t[]){e, 2 * width});
+            DLTensor *d_ddb = bst_device_tensor(&s[16], type, 2, (int64_t[]){e, width});
             const bst_exec *exec = &bst_fake_exec;
             CHECK_OK(bst_moe_sort(exec, d_indices, d_order, d_position, d_ends));
             CHECK_OK(bst_moe_gather(exec, d_hidden, d_order, d_rows));
@@ -271,9 +274,9 @@ static void compile_calls(void) {
             CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, NULL, NULL, NULL, d_out));
             for (int frozen = 0; frozen < 2; frozen++) {
                 CHECK_OK(bst_moe_combine_backward(exec, d_out, d_order, d_ends, d_weights, d_db, d_rows, d_dots,
-                                                  frozen ? NULL : d_db));
+                                                  frozen ? NULL : d_ddb));
                 CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, alpha,
-                                              limit, d_dh, frozen ? NULL : d_wy, d_weights, frozen ? NULL : d_gub));
+                                              limit, d_dh, frozen ? NULL : d_wy, d_dweights, frozen ? NULL : d_dgub));
             }
         }
     }

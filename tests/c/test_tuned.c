@@ -198,6 +198,24 @@ TEST(an_error_of_the_default_is_an_error) {
     end();
 }
 
+/* One alternative does not compile, and one does not launch; the call succeeds. */
+TEST(what_drops_out_is_no_error_of_the_call) {
+    begin(fastest_512);
+    CHECK_EQ_I(bst_set_autotune(2), BST_INVALID);
+    CHECK_OK(call(0, 1000));
+    CHECK_STR(bst_last_error(), "bst_set_autotune: on is 2");
+    end();
+}
+
+TEST(a_fork_is_told_to_spawn) {
+    begin(fastest_128);
+    fake->forked = true;
+    CHECK_EQ_I(call(0, 1000), BST_CUDA);
+    CHECK_STR(bst_last_error(), "a process that has used CUDA cannot use it again in a fork: start it by spawn");
+    fake->forked = false;
+    end();
+}
+
 /* Whichever device the caller's thread is at: it stays there. */
 TEST(a_launch_is_on_the_device_of_its_tensors) {
     begin(fastest_512);
@@ -423,6 +441,8 @@ int main(void) {
     RUN(under_capture_nothing_is_measured);
     RUN(without_memory_or_time_the_default_is_taken);
     RUN(an_error_of_the_default_is_an_error);
+    RUN(what_drops_out_is_no_error_of_the_call);
+    RUN(a_fork_is_told_to_spawn);
     RUN(a_launch_is_on_the_device_of_its_tensors);
     RUN(devices_have_choices_of_their_own);
     RUN(another_process_has_measured_it);

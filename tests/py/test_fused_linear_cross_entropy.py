@@ -328,6 +328,16 @@ def test_bad_input_is_named(device):
         set_logits_memory(0)
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (), (1, 5, 8)])
+def test_kept_logits_of_another_shape_are_refused(shape):
+    # One row has no stride that would tell: its columns alone say whether it is long enough to be read.
+    hidden, weight, row, scalar = torch.ones(1, 8), torch.ones(5, 8), torch.ones(1), torch.ones(())
+    options = (-100, 2, 0.0, 0.0, 1.0, 0.0, 0)  # the sum, plainly; no budget
+    inputs = (scalar, hidden, weight, torch.zeros(1, dtype=torch.int64), None, None, None, row, torch.ones(shape))
+    with pytest.raises(RuntimeError, match="dlogits has shape"):
+        torch.ops.bastile.linear_cross_entropy_backward(*inputs, *options, True, True, False)
+
+
 @pytest.mark.parametrize("device", devices())
 def test_autocast_casts_as_a_linear_layer_does(device):
     hidden = random_tensor((20, 16), torch.float32, device).requires_grad_()

@@ -31,7 +31,7 @@ bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entr
 
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index) {
-    if (device.device_type != kDLCPU) return BST_OK;
+    if (device.device_type != kDLCPU) return bst__cuda_need_rows(op, rows, 1);
     for (int64_t i = 0; i < rows; i++) {
         if ((target[i] >= 0 && target[i] < vocabulary) || target[i] == ignore_index) continue;
         return bst__error(BST_INVALID,
@@ -61,18 +61,17 @@ static bst_status check_scalar(const char *op, const char *name, const DLTensor 
 }
 
 /* lse: [T], or [T, 2] for what the backward pass needs to be exact. */
-static bst_status check_lse(const char *op, const DLTensor *tensor, const bst_view *logits,
+static bst_status check_lse(const char *op, const DLTensor *tensor, const bst_view *logits, bst_view *out,
                             bst_cross_entropy_rows_call *c) {
-    bst_view v;
     bool pairs = tensor && tensor->ndim == 2 && tensor->shape[1] == 2;
-    BST_TRY(check_per_row(op, "lse", 1u << BST_F32, tensor, pairs ? 2 * c->rows : c->rows, logits, &v));
-    *(pairs ? &c->kept : &c->lse) = v.data;
+    BST_TRY(check_per_row(op, "lse", 1u << BST_F32, tensor, pairs ? 2 * c->rows : c->rows, logits, out));
+    *(pairs ? &c->kept : &c->lse) = out->data;
     return BST_OK;
 }
 
 /* The inputs that forward and backward share, and the call that they describe. */
 typedef struct problem {
-    bst_view logits, target, class_weight, num_items, dlogits;
+    bst_view logits, target, class_weight, num_items, lse, dlogits;
     bst_rows rows;
     bst_cross_entropy_rows_call call;
 } problem;
@@ -84,9 +83,9 @@ static bst_status check_input(const char *op, const DLTensor *logits, const DLTe
     BST_TRY(bst__cross_entropy_check_options(op, options));
     BST_TRY(bst__view(op, "logits", BST_FLOATS, logits, &p->logits));
     BST_TRY(bst__rows(op, "logits", &p->logits, &p->rows));
-    if (p->rows.columns < 1 || p->rows.columns > INT32_MAX / 2)
+    if (p->rows.columns < 1 || p->rows.columns > BST_CROSS_ENTROPY_MOST_CLASSES)
         return bst__error(BST_UNSUPPORTED, "%s: logits has rows of %" PRId64 " elements; 1 to %d are supported", op,
-                          p->rows.columns, INT32_MAX / 2);
+                          p->rows.columns, BST_CROSS_ENTROPY_MOST_CLASSES);
     BST_TRY(check_per_row(op, "target", 1u << BST_I64, target, p->rows.rows, &p->logits, &p->target));
     if (class_weight) {
         BST_TRY(bst__view(op, "class_weight", 1u << BST_F32, class_weight, &p->class_weight));
@@ -128,6 +127,7 @@ static bst_status check_dlogits(const char *op, const DLTensor *tensor, problem 
         return bst__error(BST_INVALID, "%s: dlogits and logits share memory, but do not begin together", op);
     }
     BST_TRY(bst__rows(op, "dlogits", &p->dlogits, &rows));
+    BST_TRY(bst__need_distinct(op, "dlogits", &p->dlogits));
     if (rows.inner == p->rows.inner && rows.inner_stride == p->rows.inner_stride &&
         rows.outer_stride == p->rows.outer_stride)
         return BST_OK;
@@ -371,10 +371,16 @@ bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logit
     } else {
         BST_TRY(check_scalar(forward_op, "loss", loss, &p.logits, &loss_view));
     }
-    if (lse) BST_TRY(check_lse(forward_op, lse, &p.logits, &p.call));
+    if (lse) BST_TRY(check_lse(forward_op, lse, &p.logits, &p.lse, &p.call));
     if (dlogits && none)
         return bst__error(BST_INVALID, "%s: dlogits is wanted with reduction none; mean or sum is needed", forward_op);
     if (dlogits) BST_TRY(check_dlogits(forward_op, dlogits, &p));
+    const bst_named outputs[] = {{"loss", &loss_view}, {"lse", &p.lse}, {"dlogits", &p.dlogits}};
+    const bst_named inputs[] = {
+        {"target", &p.target}, {"class_weight", &p.class_weight}, {"num_items", &p.num_items}, {"logits", &p.logits}};
+    BST_TRY(bst__need_all_apart(forward_op, outputs, 2, inputs, 4));
+    BST_TRY(bst__need_all_apart(forward_op, outputs + 2, 1, inputs, 3)); /* dlogits may be logits */
+    BST_TRY(bst__need_all_apart(forward_op, outputs, 3, NULL, 0));
     bst_cross_entropy_rows_call *c = &p.call;
     BST_TRY(bst__cross_entropy_check_targets(forward_op, c->device, c->target, c->rows, c->vocabulary,
                                              options->ignore_index));
@@ -403,8 +409,14 @@ bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad
     } else {
         BST_TRY(check_scalar(backward_op, "grad_loss", grad_loss, &p.logits, &upstream));
     }
-    BST_TRY(check_lse(backward_op, lse, &p.logits, &p.call));
+    BST_TRY(check_lse(backward_op, lse, &p.logits, &p.lse, &p.call));
     BST_TRY(check_dlogits(backward_op, dlogits, &p));
+    const bst_named inputs[] = {{"target", &p.target},
+                                {"class_weight", &p.class_weight},
+                                {"num_items", &p.num_items},
+                                {"lse", &p.lse},
+                                {"grad_loss", &upstream}};
+    BST_TRY(bst__need_all_apart(backward_op, (bst_named[]){{"dlogits", &p.dlogits}}, 1, inputs, 5));
     bst_cross_entropy_rows_call *c = &p.call;
     BST_TRY(bst__cross_entropy_check_targets(backward_op, c->device, c->target, c->rows, c->vocabulary,
                                              options->ignore_index));
@@ -426,6 +438,7 @@ bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *sca
     BST_TRY(bst__view(scale_op, "scale", 1u << BST_F32, scale, &s));
     BST_TRY(bst__need_one(scale_op, "scale", &s));
     BST_TRY(bst__need_device(scale_op, "scale", &s, &t, "tensor"));
+    BST_TRY(bst__need_apart(scale_op, "tensor", &t, "scale", &s));
     if (!t.count) return BST_OK;
     if (t.device.device_type == kDLCPU) {
         scale_cpu call = {t, *(const float *)s.data};

@@ -11,6 +11,9 @@
 #include "core/core.h"
 #include "ops/cross_entropy/cross_entropy_args.h"
 
+/* The widest row: its columns, and what a kernel's loops add to them, fit 32 bits. */
+#define BST_CROSS_ENTROPY_MOST_CLASSES (INT32_MAX / 2)
+
 typedef enum bst_cross_entropy_mode {
     BST_CROSS_ENTROPY_LOSS,              /* loss_rows, lse and kept are written */
     BST_CROSS_ENTROPY_LOSS_AND_GRADIENT, /* and dlogits, in one pass over the logits where the chip allows it */
@@ -47,7 +50,8 @@ typedef struct bst_cross_entropy_rows_call {
 /* BST_INVALID, naming the option, where one has no meaning. */
 bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *options);
 /* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA,
- * where that would wait for the device, nothing: the kernels make such a row's loss NaN and its gradient zero. */
+ * where that would wait for the device, the kernels make such a row's loss NaN and its gradient zero; BST_UNSUPPORTED
+ * where there are more rows than a grid has blocks. */
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index);
 /* Writes *out, on the device. num_items: one float32 on the device, or NULL; upstream: likewise, for out->gradient. */

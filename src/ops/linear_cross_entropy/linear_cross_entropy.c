@@ -80,6 +80,9 @@ static bst_status check(problem *p, const DLTensor *hidden, const DLTensor *weig
     if (p->vocabulary < 1 || p->width < 1)
         return bst__error(BST_INVALID, "%s: weight has shape %s; both dimensions must be at least 1", op,
                           bst__shape_text(&p->weight));
+    if (p->vocabulary > BST_CROSS_ENTROPY_MOST_CLASSES)
+        return bst__error(BST_UNSUPPORTED, "%s: weight has %" PRId64 " rows; 1 to %d are supported", op, p->vocabulary,
+                          BST_CROSS_ENTROPY_MOST_CLASSES);
     BST_TRY(bst__view(op, "target", 1u << BST_I64, target, &p->target));
     BST_TRY(bst__need_dims(op, "target", &p->target, 1));
     BST_TRY(bst__need_size(op, "target", &p->target, 0, p->tokens, "the rows of hidden"));
@@ -122,6 +125,21 @@ static bst_status check_dlogits(const problem *p, const DLTensor *tensor, bst_vi
     if (p->options->reduction == BST_REDUCTION_NONE)
         return bst__error(BST_UNSUPPORTED, "%s: dlogits cannot be kept for reduction none", p->op);
     return BST_OK;
+}
+
+/* Outputs share no memory with what is read, nor with each other. `more`: loss, lse, dlogits or their like, the first
+ * `written` of which are outputs. */
+static bst_status check_apart(const problem *p, const bst_named *more, int written, int count) {
+    bst_named outputs[6] = {{"dhidden", &p->dhidden}, {"dweight", &p->dweight}, {"dbias", &p->dbias}};
+    bst_named inputs[9] = {{"hidden", &p->hidden},
+                           {"weight", &p->weight},
+                           {"target", &p->target},
+                           {"bias", &p->bias},
+                           {"class_weight", &p->class_weight},
+                           {"num_items", &p->num_items}};
+    for (int i = 0; i < written; i++) outputs[3 + i] = more[i];
+    for (int i = written; i < count; i++) inputs[6 + i - written] = more[i];
+    return bst__need_all_apart(p->op, outputs, 3 + written, inputs, 6 + count - written);
 }
 
 /* ---- chunks ------------------------------------------------------------------------------------------------------ */
@@ -424,6 +442,7 @@ bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor
             BST_INVALID, "%s: dlogits and other gradients are both given; keep the one or make the others", forward_op);
     if (now && none)
         return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", forward_op);
+    BST_TRY(check_apart(&p, (bst_named[]){{"loss", &loss_view}, {"lse", &lse_view}, {"dlogits", &kept}}, 3, 3));
     choose_chunks(&p, chunk_bytes);
     if (dlogits) p.chunks = 1, p.chunk_rows = p.tokens;
     pass r = {.mode = now || dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS,
@@ -455,13 +474,14 @@ bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTenso
                                              const bst_cross_entropy_options *options, int64_t chunk_bytes,
                                              DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
     problem p = {.exec = exec, .op = backward_op, .options = options};
-    bst_view upstream, lse_view, kept;
+    bst_view upstream, lse_view, kept = {0};
     BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, dhidden, dweight, dbias));
     BST_TRY(check_rows_of_float(&p, "grad_loss", grad_loss, options->reduction == BST_REDUCTION_NONE, &upstream));
     BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
+    if (dlogits) BST_TRY(check_dlogits(&p, dlogits, &kept));
+    BST_TRY(check_apart(&p, (bst_named[]){{"grad_loss", &upstream}, {"lse", &lse_view}, {"dlogits", &kept}}, 0, 3));
     if (!p.tokens) return zero_gradients(&p);
     if (dlogits) {
-        BST_TRY(check_dlogits(&p, dlogits, &kept));
         pass kept_pass = {.upstream = upstream.data, .kept = kept.data, .kept_stride = kept.stride[0]};
         return with_divisors(&p, &kept_pass, multiply_kept);
     }

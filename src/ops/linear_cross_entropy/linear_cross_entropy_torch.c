@@ -69,7 +69,8 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
     DLTensor *dbias = (rest[3] & 1) ? bst__call_empty_like(&call, bias) : NULL;
     if (call.status == BST_OK) {
         int64_t shape[2];
-        if (dlogits) {
+        /* Without the padding that forward gave them. What is no such matrix goes as it is, to be refused. */
+        if (dlogits && dlogits->ndim == 2 && weight->ndim == 2 && dlogits->shape[1] >= weight->shape[0]) {
             shape[0] = dlogits->shape[0], shape[1] = weight->shape[0];
             dlogits->shape = shape;
         }

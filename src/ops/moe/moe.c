@@ -28,10 +28,18 @@ static bst_status take_sized(const char *op, const char *name, unsigned dtypes, 
     return dims > 1 && columns >= 0 ? bst__need_size(op, name, out, 1, columns, why) : BST_OK;
 }
 
+/* Pairs and rows are counted in 32 bits. */
+static bst_status need_countable(const char *op, const char *name, const char *what, int64_t count) {
+    if (count <= INT32_MAX) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: %s has %" PRId64 " %s; at most %d are supported", op, name, count, what,
+                      INT32_MAX);
+}
+
 /* [T, K] with as many elements as there are rows. */
 static bst_status take_pairs(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor,
                              const bst_view *beside, const char *beside_name, int64_t rows, bst_view *out) {
     BST_TRY(take(op, name, dtypes, tensor, 2, beside, beside_name, out));
+    BST_TRY(need_countable(op, name, "elements", out->count));
     if (out->count == rows) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a sorted row, are needed", op, name,
                       bst__shape_text(out), rows);
@@ -56,6 +64,7 @@ static bst_status take_tokens(const char *op, const char *name, const DLTensor *
 static bst_status take_order(const char *op, const DLTensor *order, const bst_view *tokens, const char *name,
                              bst_view *out) {
     BST_TRY(take(op, "order", I32, order, 1, tokens, name, out));
+    BST_TRY(need_countable(op, "order", "elements", out->count));
     if (tokens->size[0] ? out->count % tokens->size[0] == 0 : !out->count) return BST_OK;
     return bst__error(BST_INVALID,
                       "%s: order has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
@@ -93,13 +102,13 @@ bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor 
                         DLTensor *ends) {
     bst_view iv, ov, pv, ev;
     BST_TRY(take(sort_op, "indices", I64, indices, 2, NULL, NULL, &iv));
-    if (iv.count > INT32_MAX)
-        return bst__error(BST_UNSUPPORTED, "%s: indices has %" PRId64 " elements; at most %d are supported", sort_op,
-                          iv.count, INT32_MAX);
+    BST_TRY(need_countable(sort_op, "indices", "elements", iv.count));
     const char *why = "the elements of indices";
     BST_TRY(take_sized(sort_op, "order", I32, order, &iv, "indices", 1, iv.count, -1, why, &ov));
     BST_TRY(take_pairs(sort_op, "position", I32, position, &iv, "indices", iv.count, &pv));
     BST_TRY(take_ends(sort_op, ends, &iv, "indices", &ev));
+    BST_TRY(bst__need_all_apart(sort_op, (bst_named[]){{"order", &ov}, {"position", &pv}, {"ends", &ev}}, 3,
+                                (bst_named[]){{"indices", &iv}}, 1));
     if (!iv.count) return bst__zero(exec, sort_op, &ev);
     moe_sort_args args = {iv.data, NULL, ov.data, pv.data, ev.data, iv.count, (int32_t)ev.count, 0};
     return iv.device.device_type == kDLCUDA ? bst__moe_sort_cuda(exec, sort_op, &iv, args) : sort_cpu(&iv, args);
@@ -115,7 +124,8 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
     BST_TRY(take_order(gather_op, order, &xv, "x", &ov));
     BST_TRY(take_sized(gather_op, "rows", 1u << xv.dtype, rows, &xv, "x", 2, ov.count, xv.size[1],
                        "the elements of order, and the columns of x", &rv));
-    BST_TRY(bst__need_apart(gather_op, "rows", &rv, "x", &xv));
+    BST_TRY(
+        bst__need_all_apart(gather_op, (bst_named[]){{"rows", &rv}}, 1, (bst_named[]){{"x", &xv}, {"order", &ov}}, 2));
     if (!rv.count) return BST_OK;
     if (xv.device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, &xv, &ov, &rv);
     moe_cpu call = {.dtype = xv.dtype,
@@ -157,6 +167,7 @@ static bst_status check_glu(const char *op, const DLTensor *h, const DLTensor *b
                             double limit, bst_view *hv, bst_view *bv, bst_view *ev) {
     BST_TRY(check_gate(op, alpha, limit));
     BST_TRY(take(op, "h", BST_FLOATS, h, 2, NULL, NULL, hv));
+    BST_TRY(need_countable(op, "h", "rows", hv->size[0]));
     if (hv->size[1] % 2)
         return bst__error(BST_INVALID, "%s: h has shape %s; columns in pairs, gate and up, are needed", op,
                           bst__shape_text(hv));
@@ -181,7 +192,8 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
     bst_view hv, bv, ev, yv;
     BST_TRY(check_glu(glu_forward_op, h, bias, ends, alpha, limit, &hv, &bv, &ev));
     BST_TRY(take_half(glu_forward_op, "y", y, &hv, &yv));
-    BST_TRY(bst__need_apart(glu_forward_op, "y", &yv, "h", &hv));
+    BST_TRY(bst__need_all_apart(glu_forward_op, (bst_named[]){{"y", &yv}}, 1,
+                                (bst_named[]){{"h", &hv}, {"bias", &bv}, {"ends", &ev}}, 3));
     if (!yv.count) return BST_OK;
     if (hv.device.device_type == kDLCUDA) {
         moe_glu_args args = {.h = hv.data,
@@ -237,7 +249,11 @@ bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const 
     BST_TRY(need_itself_or_apart(op, "wy", &g.wy, "dy", &dyv));
     BST_TRY(bst__need_apart(op, "dh", &g.dh, "dy", &dyv));
     BST_TRY(bst__need_apart(op, "wy", &g.wy, "h", &hv));
-    BST_TRY(bst__need_apart(op, "wy", &g.wy, "dh", &g.dh));
+    const bst_named outputs[] = {{"wy", &g.wy}, {"dh", &g.dh}, {"dweights", &g.dweights}, {"dbias", &g.dbias}};
+    const bst_named inputs[] = {{"bias", &bv}, {"ends", &ev}, {"order", &ov}, {"weights", &wv},
+                                {"dots", &dv}, {"h", &hv},    {"dy", &dyv}};
+    BST_TRY(bst__need_all_apart(op, outputs, 4, inputs, 5));
+    BST_TRY(bst__need_all_apart(op, outputs + 2, 2, inputs + 5, 2));
     if (!hv.count) { /* sums of nothing */
         if (dweights) BST_TRY(bst__zero(exec, op, &g.dweights));
         return dbias ? bst__zero(exec, op, &g.dbias) : BST_OK;
@@ -300,7 +316,8 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
     }
     BST_TRY(take_sized(op, "out", 1u << yv.dtype, out, &yv, "y", 2, pv.size[0], yv.size[1],
                        "the rows of position, and the columns of y", &ov));
-    BST_TRY(bst__need_apart(op, "out", &ov, "y", &yv));
+    const bst_named inputs[] = {{"y", &yv}, {"position", &pv}, {"weights", &wv}, {"bias", &bv}, {"indices", &iv}};
+    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"out", &ov}}, 1, inputs, 5));
     if (!ov.count) return BST_OK;
     if (!yv.count) return bst__zero(exec, op, &ov);
     if (yv.device.device_type == kDLCUDA) {
@@ -337,11 +354,12 @@ bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, 
     if (!bias && (dots || dbias)) return bst__error(BST_INVALID, "%s: dots or dbias is wanted, but bias is NULL", op);
     BST_TRY(take_sized(op, "rows", 1u << xv.dtype, rows, &xv, "dout", 2, ov.count, xv.size[1],
                        "the elements of order, and the columns of dout", &rv));
-    BST_TRY(bst__need_apart(op, "rows", &rv, "dout", &xv));
     if (dots)
         BST_TRY(
             take_sized(op, "dots", 1u << BST_F32, dots, &xv, "dout", 1, ov.count, -1, "the elements of order", &dv));
     if (dbias) BST_TRY(bst__output(op, "dbias", dbias, &bv, "bias", bv.dtype, &dbv));
+    const bst_named inputs[] = {{"dout", &xv}, {"order", &ov}, {"ends", &ev}, {"weights", &wv}, {"bias", &bv}};
+    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"rows", &rv}, {"dots", &dv}, {"dbias", &dbv}}, 3, inputs, 5));
     if (!rv.count) {
         if (dots) BST_TRY(bst__zero(exec, op, &dv));
         return dbias ? bst__zero(exec, op, &dbv) : BST_OK;

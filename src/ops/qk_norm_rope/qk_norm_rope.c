@@ -56,15 +56,13 @@ static bst_status check_inputs(const char *op, const DLTensor *const x[2], const
     return BST_OK;
 }
 
-/* An output of heads shares no memory with what is read. */
-static bst_status check_apart(const char *op, const char *name, const bst_view *out, const qk_norm_rope_cpu *c,
-                              bool backward) {
-    for (int i = 0; i < 2; i++) {
-        BST_TRY(bst__need_apart(op, name, out, names[i].x, &c->of[i].x));
-        if (backward) BST_TRY(bst__need_apart(op, name, out, names[i].dy, &c->of[i].y));
-    }
-    BST_TRY(bst__need_apart(op, name, out, "cos", &c->cos));
-    return bst__need_apart(op, name, out, "sin", &c->sin);
+/* Outputs share no memory with what is read, nor with each other. */
+static bst_status check_apart(const char *op, const qk_norm_rope_cpu *c, const bst_named *outputs, int count) {
+    const qk_norm_rope_heads *q = &c->of[0], *k = &c->of[1];
+    const bst_named inputs[] = {{"q", &q->x},     {"k", &k->x},     {"q_weight", &q->weight}, {"k_weight", &k->weight},
+                                {"cos", &c->cos}, {"sin", &c->sin}, {"dq_out", &q->y},        {"dk_out", &k->y}};
+    /* y is read in the backward pass alone. */
+    return bst__need_all_apart(op, outputs, count, inputs, op == backward_op ? 8 : 6);
 }
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
@@ -203,10 +201,10 @@ bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, con
             return bst__error(BST_INVALID, "%s: %s is given, but %s is NULL", forward_op, names[i].y, names[i].x);
         if (!x[i]) continue;
         BST_TRY(bst__heads_like(forward_op, names[i].y, y[i], &h->x, names[i].x, &h->y));
+        BST_TRY(bst__need_distinct(forward_op, names[i].y, &h->y));
         BST_TRY(bst__need_dtype(forward_op, names[i].y, &h->y, y_dtype, "the promoted type of the inputs"));
     }
-    for (int i = 0; i < 2; i++) BST_TRY(check_apart(forward_op, names[i].y, &c.of[i].y, &c, false));
-    BST_TRY(bst__need_apart(forward_op, "k_out", &c.of[1].y, "q_out", &c.of[0].y));
+    BST_TRY(check_apart(forward_op, &c, (bst_named[]){{"q_out", &c.of[0].y}, {"k_out", &c.of[1].y}}, 2));
     if (!c.of[0].x.count && !c.of[1].x.count) return BST_OK;
     if (c.of[0].x.device.device_type == kDLCUDA) return forward_cuda(exec, &c);
     int64_t work = (c.of[0].x.count + c.of[1].x.count) / c.tokens;
@@ -308,6 +306,7 @@ static bst_status check_gradients(int which, const DLTensor *dy, DLTensor *dx, D
     BST_TRY(bst__need_dtype(backward_op, dy_name, &h->y, y_dtype, "the type of the forward result"));
     if (dx) {
         BST_TRY(bst__heads_like(backward_op, names[which].dx, dx, &h->x, x_name, &h->dx));
+        BST_TRY(bst__need_distinct(backward_op, names[which].dx, &h->dx));
         BST_TRY(bst__need_dtype(backward_op, names[which].dx, &h->dx, h->x.dtype, "that of q and k"));
     }
     if (!dweight) return BST_OK;
@@ -326,8 +325,9 @@ bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_ou
     BST_TRY(check_inputs(backward_op, x, weight, cos, sin, casting, &c, &y_dtype));
     BST_TRY(check_gradients(0, dq_out, dq, dq_weight, y_dtype, &c.of[0]));
     BST_TRY(check_gradients(1, dk_out, dk, dk_weight, y_dtype, &c.of[1]));
-    for (int i = 0; i < 2; i++) BST_TRY(check_apart(backward_op, names[i].dx, &c.of[i].dx, &c, true));
-    BST_TRY(bst__need_apart(backward_op, "dk", &c.of[1].dx, "dq", &c.of[0].dx));
+    const bst_named outputs[] = {
+        {"dq", &c.of[0].dx}, {"dk", &c.of[1].dx}, {"dq_weight", &c.of[0].dweight}, {"dk_weight", &c.of[1].dweight}};
+    BST_TRY(check_apart(backward_op, &c, outputs, 4));
     bool work = false;
     for (int i = 0; i < 2; i++) {
         qk_norm_rope_heads *h = &c.of[i];

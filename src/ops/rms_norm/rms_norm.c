@@ -58,11 +58,7 @@ static bst_status check_residual(const char *op, const DLTensor *residual, const
         return bst__error(BST_INVALID, "%s: sum is given, but residual is NULL; without it the sum is x itself", op);
     if (!residual) return BST_OK;
     BST_TRY(check_like_x(op, "residual", residual, c->x.dtype, "as x has it", &c->x, &c->residual, &c->residual_rows));
-    BST_TRY(bst__output(op, "sum", sum, &c->x, "x", c->x.dtype, &c->sum));
-    BST_TRY(bst__need_apart(op, "y", &c->y, "residual", &c->residual));
-    BST_TRY(bst__need_apart(op, "sum", &c->sum, "x", &c->x));
-    BST_TRY(bst__need_apart(op, "sum", &c->sum, "residual", &c->residual));
-    return bst__need_apart(op, "sum", &c->sum, "y", &c->y);
+    return bst__output(op, "sum", sum, &c->x, "x", c->x.dtype, &c->sum);
 }
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
@@ -76,9 +72,10 @@ bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const D
     bst_dtype y_dtype = BST_F32;
     BST_TRY(check_input(op, x, weight, casting, &c.x, &c.weight, &c.x_rows, &y_dtype));
     BST_TRY(bst__output(op, "y", y, &c.x, "x", y_dtype, &c.y));
-    BST_TRY(bst__need_apart(op, "y", &c.y, "x", &c.x));
     BST_TRY(check_residual(op, residual, sum, &c));
     if (rstd) BST_TRY(check_rstd(op, rstd, &c.x, c.x_rows.rows, &rstd_view));
+    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"sum", &c.sum}, {"y", &c.y}, {"rstd", &rstd_view}}, 3,
+                                (bst_named[]){{"x", &c.x}, {"residual", &c.residual}, {"weight", &c.weight}}, 3));
     c.rstd = rstd_view.data;
     if (!c.x_rows.rows) return BST_OK;
     if (c.x.device.device_type == kDLCUDA) return bst__rms_norm_forward_cuda(exec, &c);
@@ -116,16 +113,14 @@ bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const
     if (dsum) BST_TRY(check_like_x(op, "dsum", dsum, c.x.dtype, "as x has it", &c.x, &c.dsum, &c.dsum_rows));
     BST_TRY(check_rstd(op, rstd, &c.x, c.x_rows.rows, &rstd_view));
     c.rstd = rstd_view.data;
-    if (dx) {
-        BST_TRY(bst__output(op, "dx", dx, &c.x, "x", c.x.dtype, &c.dx));
-        BST_TRY(bst__need_apart(op, "dx", &c.dx, "x", &c.x));
-        BST_TRY(bst__need_apart(op, "dx", &c.dx, "dy", &c.dy));
-        if (dsum) BST_TRY(bst__need_apart(op, "dx", &c.dx, "dsum", &c.dsum));
-    }
+    if (dx) BST_TRY(bst__output(op, "dx", dx, &c.x, "x", c.x.dtype, &c.dx));
     if (dweight) {
         if (!weight) return bst__error(BST_INVALID, "%s: dweight is wanted, but weight is NULL", op);
         BST_TRY(bst__output(op, "dweight", dweight, &c.weight, "weight", c.weight.dtype, &c.dweight));
     }
+    const bst_named inputs[] = {
+        {"x", &c.x}, {"dy", &c.dy}, {"dsum", &c.dsum}, {"weight", &c.weight}, {"rstd", &rstd_view}};
+    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"dx", &c.dx}, {"dweight", &c.dweight}}, 2, inputs, 5));
     if (!dx && !dweight) return BST_OK;
     if (!c.x_rows.rows) return dweight ? bst__zero(exec, op, &c.dweight) : BST_OK;
     return c.x.device.device_type == kDLCPU ? backward_cpu(exec, &c) : bst__rms_norm_backward_cuda(exec, &c);

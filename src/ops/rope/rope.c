@@ -22,6 +22,7 @@ static const names backward_names = {"rope_backward", "dq_out", "dk_out", "dq", 
 static bst_status check_apart(const names *n, const rope_cpu *c, int which) {
     const char *const in_name[] = {n->q, n->k}, *const out_name[] = {n->q_out, n->k_out};
     const bst_view *out = &c->pair[which].out;
+    BST_TRY(bst__need_distinct(n->op, out_name[which], out));
     for (int i = 0; i < 2; i++) {
         if (i == which && bst__same_memory(out, &c->pair[i].in)) continue;
         BST_TRY(bst__need_apart(n->op, out_name[which], out, in_name[i], &c->pair[i].in));

@@ -33,6 +33,7 @@ static bst_status check_like(const char *op, const char *name, const DLTensor *t
 /* A result of the backward pass may take the place of an input, element for element, but not lie across one. */
 static bst_status check_result(const char *name, const DLTensor *tensor, const operand *const inputs[3], operand *out) {
     BST_TRY(check_like(backward_op, name, tensor, inputs[0], out));
+    BST_TRY(bst__need_distinct(backward_op, name, &out->view));
     for (int i = 0; i < 3; i++) {
         if (bst__same_memory(&out->view, &inputs[i]->view)) continue;
         BST_TRY(bst__need_apart(backward_op, name, &out->view, inputs[i]->name, &inputs[i]->view));
@@ -96,6 +97,11 @@ static bst_alternatives shape(bst_launch *l, const operand *const operands[]) {
     return alternatives;
 }
 
+/* Without gaps there are elements in place of rows: memory ends before they fill a grid. */
+static bst_status need_grid(const char *op, const bst_launch *l, const bst_alternatives *a) {
+    return l->values[FLAT] ? BST_OK : bst__cuda_need_rows(op, a->count, l->values[CHUNKS]);
+}
+
 /* For the CPU: without gaps anywhere, all is one row. */
 static swiglu_matrix matrix(const operand *o, bool flat) {
     int64_t count = o->view.count;
@@ -124,6 +130,7 @@ bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLT
     if (av.view.device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &forward_kernel};
         bst_alternatives alternatives = shape(&l, operands);
+        BST_TRY(need_grid(forward_op, &l, &alternatives));
         swiglu_forward_args args = {av.view.data,  bv.view.data,           yv.view.data,
                                     av.view.count, bst__row_map(&av.rows), bst__row_map(&bv.rows)};
         return bst__cuda_launch_tuned(exec, forward_op, av.view.device.device_id, &l, &alternatives, &args,
@@ -149,6 +156,7 @@ static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const o
     }
     bst_launch l = {.kernel = &backward_kernel};
     bst_alternatives alternatives = shape(&l, operands);
+    BST_TRY(need_grid(backward_op, &l, &alternatives));
     alternatives.once = in_place;
     l.values[DGATE] = da->view.data != NULL;
     l.values[DUP] = db->view.data != NULL;

@@ -1,0 +1,290 @@
+/* test_checks.c - what operators refuse alike: tensors that no memory can hold, outputs that share memory with anything
+ * they may not, sizes beyond what a kernel counts. */
+#include "chips.h"
+
+enum { T = 70, H = 6, V = 6, E = 2, K = 2, N = T * K };
+
+static const bst_cross_entropy_options mean = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1};
+
+/* Every tensor of a test is a piece of this, and no call here may write to it. */
+static _Alignas(64) unsigned char arena[1 << 16];
+static const unsigned char zeros[sizeof arena];
+static size_t used;
+
+static void clear(void) {
+    used = 0;
+    memset(arena, 0, sizeof arena);
+}
+
+/* A new contiguous tensor. */
+static bst_shape *make(bst_shape *s, DLDataType type, int dims, int64_t rows, int64_t columns) {
+    bst_device_tensor(s, type, dims, (int64_t[]){rows, columns});
+    s->tensor.device = bst_test_device;
+    s->tensor.data = arena + used;
+    used += ((size_t)(rows * (dims > 1 ? columns : 1) * type.bits / 8) + 63) / 64 * 64;
+    if (used > sizeof arena) abort();
+    return s;
+}
+
+static void check_refused(bst_status status, bst_status expected, const char *message) {
+    CHECK_EQ_I(status, expected);
+    if (status == expected) CHECK_STR(bst_last_error(), message);
+    CHECK(!memcmp(arena, zeros, sizeof arena));
+    memset(arena, 0, sizeof arena);
+}
+
+/* ---- one tensor -------------------------------------------------------------------------------------------------- */
+
+static bst_status half_of(void *data, int dims, int64_t *shape, int64_t *strides, DLDataType type) {
+    DLTensor x = bst_tensor(data, dims, shape, strides, type);
+    return bst_swiglu_forward(NULL, &x, &x, &x);
+}
+
+TEST(tensors_that_cannot_be) {
+    clear();
+    const DLDataType f32 = bst_test_types[0], bf16 = bst_test_types[1];
+    int64_t large = (int64_t)1 << 40, huge[] = {large, large}, empty[] = {0, large, large}, late[] = {large, large, 0};
+    int64_t rows[] = {2, 4}, far[] = {INT64_MAX / 2, 1}, back[] = {INT64_MIN, 1}, repeated[] = {0, 0};
+    const char *message = "swiglu_forward: a has a shape or strides that 63 bits cannot address";
+    check_refused(half_of(arena, 2, huge, NULL, f32), BST_INVALID, message);
+    check_refused(half_of(arena, 2, huge, repeated, f32), BST_INVALID, message);
+    check_refused(half_of(arena, 3, empty, NULL, f32), BST_INVALID, message);
+    check_refused(half_of(arena, 3, late, NULL, f32), BST_INVALID, message);
+    check_refused(half_of(arena, 2, rows, far, f32), BST_INVALID, message);
+    check_refused(half_of(arena, 2, rows, back, f32), BST_INVALID, message);
+    message = "swiglu_forward: a does not begin at a multiple of its elements' ";
+    check_refused(half_of(arena + 2, 2, rows, NULL, f32), BST_UNSUPPORTED, message);
+    check_refused(half_of(arena + 1, 2, rows, NULL, bf16), BST_UNSUPPORTED, message);
+}
+
+/* ---- memory that outputs share ----------------------------------------------------------------------------------- */
+
+#define SHARED(call, message) check_refused((call), BST_INVALID, message)
+
+TEST(rms_norm_outputs_are_apart) {
+    clear();
+    bst_shape x, w, y, r, s, rs;
+    const DLDataType f = bst_test_types[0];
+    DLTensor *tx = &make(&x, f, 2, T, H)->tensor, *tw = &make(&w, f, 1, H, 0)->tensor,
+             *ty = &make(&y, f, 2, T, H)->tensor, *tr = &make(&r, f, 2, T, H)->tensor,
+             *ts = &make(&s, f, 2, T, H)->tensor, *trs = &make(&rs, f, 1, T, 0)->tensor;
+    DLTensor weight_in_y = *tw, weight_in_sum = *tw, rstd_in_x = *trs, rstd_in_y = *trs;
+    weight_in_y.data = ty->data, weight_in_sum.data = ts->data, rstd_in_x.data = tx->data, rstd_in_y.data = ty->data;
+#define FORWARD(w, rstd) bst_rms_norm_forward(NULL, tx, tr, w, 1e-6, BST_CASTING_LLAMA, ty, ts, rstd)
+    SHARED(FORWARD(&weight_in_y, trs), "y and weight share memory");
+    SHARED(FORWARD(&weight_in_sum, trs), "sum and weight share memory");
+    SHARED(FORWARD(tw, &rstd_in_x), "rstd and x share memory");
+    SHARED(FORWARD(tw, &rstd_in_y), "y and rstd share memory");
+#define BACKWARD(w, rstd, dw) bst_rms_norm_backward(NULL, tr, NULL, tx, w, rstd, BST_CASTING_LLAMA, ty, dw)
+    SHARED(BACKWARD(&weight_in_y, trs, NULL), "dx and weight share memory");
+    SHARED(BACKWARD(tw, &rstd_in_y, NULL), "dx and rstd share memory");
+    SHARED(BACKWARD(tw, trs, &weight_in_y), "dx and dweight share memory");
+    SHARED(BACKWARD(tw, trs, tw), "dweight and weight share memory");
+#undef FORWARD
+#undef BACKWARD
+}
+
+TEST(swiglu_results_have_places_of_their_own) {
+    clear();
+    bst_shape a, b, d;
+    const DLDataType f = bst_test_types[0];
+    DLTensor *ta = &make(&a, f, 2, T, H)->tensor, *tb = &make(&b, f, 2, T, H)->tensor,
+             *td = &make(&d, f, 2, T, H)->tensor;
+    int64_t all_one[] = {0, 1};
+    td->strides = all_one; /* an expanded gradient is a fine input, and no place for a result */
+    SHARED(bst_swiglu_backward(NULL, td, ta, tb, NULL, NULL, td), "rows of y lie over each other");
+}
+
+TEST(heads_have_places_of_their_own) {
+    clear();
+    const DLDataType f = bst_test_types[0];
+    int64_t shape[] = {1, 2, T, H}, one[] = {T * H, 0, H, 1}, table[] = {1, T, H}, weight[] = {H}, lots = T * H * 2;
+    float *at = (float *)(void *)arena;
+    DLTensor q = bst_tensor(at, 4, shape, NULL, f), out = bst_tensor(at + lots, 4, shape, one, f);
+    DLTensor c = bst_tensor(at + 2 * lots, 3, table, NULL, f), w = bst_tensor(at + 3 * lots, 1, weight, NULL, f);
+    DLTensor whole = bst_tensor(at + lots, 4, shape, NULL, f), w_in_out = bst_tensor(at + lots, 1, weight, NULL, f);
+    SHARED(bst_rope_forward(NULL, &q, NULL, &c, &c, 0, &out, NULL), "rows of q_out lie over each other");
+    SHARED(bst_qk_norm_rope_forward(NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &out, NULL),
+           "rows of q_out lie over each other");
+    SHARED(bst_qk_norm_rope_forward(NULL, &q, NULL, &w_in_out, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &whole, NULL),
+           "q_out and q_weight share memory");
+#define BACKWARD(dq, dw)                                                                                            \
+    bst_qk_norm_rope_backward(NULL, &q, NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, dq, NULL, dw, \
+                              NULL)
+    SHARED(BACKWARD(&out, NULL), "rows of dq lie over each other");
+    SHARED(BACKWARD(NULL, &w), "dq_weight and q_weight share memory");
+    SHARED(BACKWARD(&whole, &w_in_out), "dq and dq_weight share memory");
+#undef BACKWARD
+}
+
+TEST(losses_are_apart) {
+    clear();
+    bst_shape z, t, l, s, d, g, n;
+    const DLDataType f = bst_test_types[0];
+    DLTensor *tz = &make(&z, f, 2, T, V)->tensor, *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor,
+             *tl = &make(&l, f, 1, 1, 0)->tensor, *ts = &make(&s, f, 1, T, 0)->tensor,
+             *td = &make(&d, f, 2, T, V)->tensor, *tg = &make(&g, f, 1, 1, 0)->tensor,
+             *tn = &make(&n, f, 1, 1, 0)->tensor;
+    DLTensor lse_in_logits = *ts, target_in_d = *tt, loss_in_lse = *tl, lse_in_d = *ts, expanded = *tz;
+    lse_in_logits.data = tz->data, target_in_d.data = td->data, loss_in_lse.data = ts->data, lse_in_d.data = td->data;
+    int64_t all_one[] = {0, 1};
+    expanded.strides = all_one;
+#define FORWARD(z, t, n, l, s, d) bst_cross_entropy_forward(NULL, z, t, NULL, n, &mean, l, s, d)
+    SHARED(FORWARD(tz, tt, NULL, tl, &lse_in_logits, NULL), "lse and logits share memory");
+    SHARED(FORWARD(tz, &target_in_d, NULL, tl, ts, td), "dlogits and target share memory");
+    SHARED(FORWARD(tz, tt, NULL, &loss_in_lse, ts, NULL), "loss and lse share memory");
+    SHARED(FORWARD(tz, tt, tl, tl, ts, NULL), "loss and num_items share memory");
+    SHARED(FORWARD(&expanded, tt, NULL, tl, ts, &expanded), "rows of dlogits lie over each other");
+    SHARED(bst_cross_entropy_backward(NULL, tg, tz, tt, NULL, tn, &lse_in_d, &mean, td),
+           "dlogits and lse share memory");
+    DLTensor grad_in_d = *tg;
+    grad_in_d.data = td->data;
+    SHARED(bst_cross_entropy_backward(NULL, &grad_in_d, tz, tt, NULL, tn, ts, &mean, td),
+           "dlogits and grad_loss share memory");
+    DLTensor first = *tl;
+    first.data = tz->data;
+    SHARED(bst_scale(NULL, tz, &first), "tensor and scale share memory");
+#undef FORWARD
+}
+
+TEST(fused_losses_are_apart) {
+    clear();
+    bst_shape h, w, t, b, l, s, z, dw;
+    const DLDataType f = bst_test_types[0];
+    DLTensor *th = &make(&h, f, 2, T, H)->tensor, *tw = &make(&w, f, 2, V, H)->tensor,
+             *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor, *tb = &make(&b, f, 1, V, 0)->tensor,
+             *tl = &make(&l, f, 1, 1, 0)->tensor, *ts = &make(&s, f, 1, T, 0)->tensor,
+             *tz = &make(&z, f, 2, T, V)->tensor, *tdw = &make(&dw, f, 2, V, H)->tensor;
+    DLTensor hidden_in_lse = *ts, bias_in_dweight = *tb;
+    hidden_in_lse.data = th->data, bias_in_dweight.data = tdw->data;
+#define FORWARD(l, s, z, dh, dw, db) \
+    bst_linear_cross_entropy_forward(NULL, th, tw, tt, tb, NULL, NULL, &mean, 0, l, s, z, dh, dw, db)
+    SHARED(FORWARD(tl, ts, NULL, th, tdw, NULL), "dhidden and hidden share memory");
+    SHARED(FORWARD(tl, ts, NULL, NULL, tw, NULL), "dweight and weight share memory");
+    SHARED(FORWARD(tl, ts, NULL, NULL, NULL, tb), "dbias and bias share memory");
+    SHARED(FORWARD(tl, &hidden_in_lse, NULL, NULL, NULL, NULL), "lse and hidden share memory");
+    SHARED(FORWARD(tl, ts, th, NULL, NULL, NULL), "dlogits and hidden share memory");
+    SHARED(FORWARD(tl, ts, NULL, NULL, tdw, &bias_in_dweight), "dweight and dbias share memory");
+#define BACKWARD(z, dh, dw) \
+    bst_linear_cross_entropy_backward(NULL, tl, th, tw, tt, tb, NULL, NULL, ts, z, &mean, 0, dh, dw, NULL)
+    SHARED(BACKWARD(NULL, th, tdw), "dhidden and hidden share memory");
+    SHARED(BACKWARD(NULL, NULL, tw), "dweight and weight share memory");
+    SHARED(BACKWARD(tz, tz, NULL), "dhidden and dlogits share memory");
+#undef FORWARD
+#undef BACKWARD
+}
+
+TEST(experts_outputs_are_apart) {
+    clear();
+    bst_shape i, o, p, e, x, r, w, b, h, y, d;
+    const DLDataType f = bst_test_types[0], i32 = {kDLInt, 32, 1};
+    DLTensor *ti = &make(&i, bst_test_i64, 2, T, K)->tensor, *to = &make(&o, i32, 1, N, 0)->tensor,
+             *tp = &make(&p, i32, 2, T, K)->tensor, *te = &make(&e, i32, 1, E, 0)->tensor,
+             *tx = &make(&x, f, 2, T, H)->tensor, *tr = &make(&r, f, 2, N, H)->tensor,
+             *tw = &make(&w, f, 2, T, K)->tensor, *tb = &make(&b, f, 2, E, H)->tensor,
+             *th = &make(&h, f, 2, N, H)->tensor, *ty = &make(&y, f, 2, N, H / 2)->tensor,
+             *td = &make(&d, f, 1, N, 0)->tensor;
+    DLTensor order_in_indices = *to, ends_in_order = *te, order_in_rows = *to, bias_in_y = *tb, weights_in_out = *tw,
+             dots_in_rows = *td, ends_in_dh = *te, indices_in_out = *ti;
+    order_in_indices.data = ti->data, ends_in_order.data = to->data, order_in_rows.data = tr->data;
+    bias_in_y.data = ty->data, weights_in_out.data = tx->data, dots_in_rows.data = tr->data;
+    ends_in_dh.data = tr->data, indices_in_out.data = tx->data;
+    SHARED(bst_moe_sort(NULL, ti, &order_in_indices, tp, te), "order and indices share memory");
+    SHARED(bst_moe_sort(NULL, ti, to, tp, &ends_in_order), "order and ends share memory");
+    SHARED(bst_moe_gather(NULL, tx, &order_in_rows, tr), "rows and order share memory");
+    SHARED(bst_moe_glu_forward(NULL, th, &bias_in_y, te, 1.7, 7, ty), "y and bias share memory");
+#define GLU(ends, dh, dweights, dbias) \
+    bst_moe_glu_backward(NULL, ty, th, tb, ends, to, tw, NULL, 1.7, 7, dh, NULL, dweights, dbias)
+    SHARED(GLU(&ends_in_dh, tr, NULL, NULL), "dh and ends share memory");
+    SHARED(GLU(te, NULL, tw, NULL), "dweights and weights share memory");
+    SHARED(GLU(te, NULL, NULL, tb), "dbias and bias share memory");
+#undef GLU
+    SHARED(bst_moe_combine_forward(NULL, th, tp, &weights_in_out, NULL, NULL, tx), "out and weights share memory");
+    SHARED(bst_moe_combine_forward(NULL, th, tp, tw, tb, &indices_in_out, tx), "out and indices share memory");
+    SHARED(bst_moe_combine_backward(NULL, tx, to, te, tw, tb, tr, &dots_in_rows, NULL), "rows and dots share memory");
+    SHARED(bst_moe_combine_backward(NULL, tx, to, te, tw, tb, tr, NULL, tb), "dbias and bias share memory");
+}
+
+/* ---- sizes ------------------------------------------------------------------------------------------------------- */
+
+/* Shapes without memory: whatever is not refused would be a launch with a grid cut to 32 bits. */
+TEST(more_than_a_grid_holds) {
+    clear();
+    const DLDataType f = bst_test_types[0], half = bst_test_types[1];
+    const int64_t rows = ((int64_t)1 << 32) + 1, one = 1;
+    bst_shape z, t, l, a, b, y, h, w, tt;
+    bst_exec nowhere = bst_fake_exec;
+#ifndef BST_EMULATE
+    bst_compile_only collector = {.arch = 90};
+    bst__cuda_compile_only(&collector);
+#endif
+    check_refused(bst_cross_entropy_forward(&nowhere, bst_device_tensor(&z, half, 2, (int64_t[]){rows, 1}),
+                                            bst_device_tensor(&t, bst_test_i64, 1, &rows), NULL, NULL, &mean,
+                                            bst_device_tensor(&l, f, 1, &one), NULL, NULL),
+                  BST_UNSUPPORTED,
+                  "cross_entropy_forward: 4294967297 rows are given; at most 2147483647 are supported");
+    DLTensor *strided = bst_device_tensor(&a, half, 2, (int64_t[]){rows, 2});
+    strided->shape[1] = 1;
+    check_refused(bst_swiglu_forward(&nowhere, strided, bst_device_tensor(&b, half, 2, (int64_t[]){rows, 1}),
+                                     bst_device_tensor(&y, half, 2, (int64_t[]){rows, 1})),
+                  BST_UNSUPPORTED, "swiglu_forward: 4294967297 rows are given; at most 2147483647 are supported");
+#ifndef BST_EMULATE
+    bst__cuda_compile_only(NULL);
+#endif
+    const int64_t none = 0;
+    check_refused(
+        bst_linear_cross_entropy_forward(&nowhere, bst_device_tensor(&h, half, 2, (int64_t[]){0, 1}),
+                                         bst_device_tensor(&w, half, 2, (int64_t[]){INT32_MAX, 1}),
+                                         bst_device_tensor(&tt, bst_test_i64, 1, &none), NULL, NULL, NULL, &mean, 0,
+                                         bst_device_tensor(&l, f, 1, &one), NULL, NULL, NULL, NULL, NULL),
+        BST_UNSUPPORTED, "linear_cross_entropy_forward: weight has 2147483647 rows; 1 to 1073741823 are supported");
+}
+
+/* Pairs are counted in 32 bits. */
+TEST(more_pairs_than_can_be_counted) {
+    clear();
+    const DLDataType f = bst_test_types[1], i32 = {kDLInt, 32, 1};
+    const int64_t n = (int64_t)1 << 31, e = 1;
+    bst_shape x, y, o, p, w, r, h, ends;
+    DLTensor *to = bst_device_tensor(&o, i32, 1, &n), *tx = bst_device_tensor(&x, f, 2, (int64_t[]){n, 1}),
+             *ty = bst_device_tensor(&y, f, 2, (int64_t[]){n, 1}), *te = bst_device_tensor(&ends, i32, 1, &e),
+             *tp = bst_device_tensor(&p, i32, 2, (int64_t[]){n, 1}),
+             *tw = bst_device_tensor(&w, f, 2, (int64_t[]){n, 1}), *tr = bst_device_tensor(&r, f, 2, (int64_t[]){n, 1}),
+             *th = bst_device_tensor(&h, f, 2, (int64_t[]){n, 2});
+#ifndef BST_EMULATE
+    bst_compile_only collector = {.arch = 90};
+    bst__cuda_compile_only(&collector);
+#endif
+    const char *message = "has 2147483648 elements; at most 2147483647 are supported";
+    check_refused(bst_moe_gather(&bst_fake_exec, tx, to, tr), BST_UNSUPPORTED, message);
+    check_refused(bst_moe_combine_backward(&bst_fake_exec, tx, to, te, tw, NULL, tr, NULL, NULL), BST_UNSUPPORTED,
+                  message);
+    check_refused(bst_moe_combine_forward(&bst_fake_exec, tx, tp, NULL, NULL, NULL, tr), BST_UNSUPPORTED, message);
+    message = "h has 2147483648 rows; at most 2147483647 are supported";
+    check_refused(bst_moe_glu_forward(&bst_fake_exec, th, NULL, te, 1.7, 7, ty), BST_UNSUPPORTED, message);
+    check_refused(bst_moe_glu_backward(&bst_fake_exec, ty, th, NULL, te, to, tw, NULL, 1.7, 7, NULL, tr, NULL, NULL),
+                  BST_UNSUPPORTED, message);
+#ifndef BST_EMULATE
+    bst__cuda_compile_only(NULL);
+#endif
+}
+
+/* Where nothing can be looked up, the argument is named, and not a file "(null)". */
+TEST(no_folder_of_pytorch) {
+    CHECK_EQ_I(bst_torch_register(NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "bst_torch_register: folder is NULL");
+}
+
+int main(void) {
+    RUN(tensors_that_cannot_be);
+    RUN(rms_norm_outputs_are_apart);
+    RUN(swiglu_results_have_places_of_their_own);
+    RUN(heads_have_places_of_their_own);
+    RUN(losses_are_apart);
+    RUN(fused_losses_are_apart);
+    RUN(experts_outputs_are_apart);
+    RUN(more_than_a_grid_holds);
+    RUN(more_pairs_than_can_be_counted);
+    RUN(no_folder_of_pytorch);
+    return bst_test_report();
+}
