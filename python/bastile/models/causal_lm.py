@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bastile.guards import untouched
@@ -21,6 +21,8 @@ from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
+_LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
+
 
 def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)
@@ -30,6 +32,8 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         lm_head = getattr(self, head)
+        if len(given) < len(args) + len(kwargs):  # more than it has parameters, or one of them twice
+            return original(self, *args, **kwargs)
         if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
             return original(self, *args, **kwargs)
         targets = _targets(given.pop("labels"), given)
@@ -66,7 +70,8 @@ def _wants_only_the_loss(model: nn.Module, given: dict[str, Any]) -> bool:
         and given.get("labels") is not None
         and isinstance(keep, int)
         and keep == 0
-        and model.loss_function is ForCausalLMLoss
+        and model.loss_function is _LOSS
+        and loss_utils.fixed_cross_entropy is _CROSS_ENTROPY  # which that one calls
         # DataParallel hands each replica a vector, which makes the original's loss a vector too.
         and (not torch.is_tensor(num_items) or num_items.dim() == 0)
     )
