@@ -38,7 +38,7 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
             return original(self, *args, **kwargs)
         targets = _targets(given.pop("labels"), given)
         # Counted ahead of the backbone, so that nobody waits for the count when the loss asks for it.
-        counted = is_worthwhile(targets.numel(), lm_head.weight.device)
+        counted = is_worthwhile(targets.numel(), lm_head.weight)
         valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
         given.pop("logits_to_keep", None)
         return_dict = given.pop("return_dict", None)
