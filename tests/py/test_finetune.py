@@ -219,6 +219,16 @@ def test_every_kind_of_data(model: Path, tmp_path: Path) -> None:
     assert len(from_set) == 3
 
 
+def test_lines_end_where_json_lines_end_them(model: Path, tmp_path: Path) -> None:
+    """Text may hold what Unicode calls ends of lines; and a file that Windows wrote begins with a mark."""
+    rows = [{"text": f"{end}import json{end}"} for end in ("\u2028", "\u0085", "\v", "\f")]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    examples, _ = data.load(str(tmp_path / "rows.jsonl"), "train", tokenizer, 4)
+    assert tokenizer.decode(examples.ids).startswith("\u2028import json\u2028")
+
+
 @pytest.mark.parametrize(
     ("lines", "told"),
     [

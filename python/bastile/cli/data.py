@@ -60,7 +60,7 @@ def _of_rows(rows: Iterable[tuple[str, Any]], given: str, tokenizer: Any, length
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             where = f"{path}, line {number}"
             try:
@@ -87,7 +87,7 @@ def _data_set(name: str, split: str) -> Iterator[tuple[str, Any]]:
 
 def read_text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without the mark that Windows puts before it
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}); give the path of a text file") from error
     except UnicodeDecodeError as error:
