@@ -51,7 +51,6 @@ def plain_linear(module: nn.Module) -> bool:
         and nn.Linear.forward is _LINEAR
         and "forward" not in own
         and not _has_hooks(module)
-        and not _has_any_global_hook()
     )
 
 
@@ -62,6 +61,11 @@ def function_of(method: Any) -> Any:
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Its own, or hooks on all modules."""
     return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
     )

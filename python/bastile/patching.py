@@ -38,6 +38,7 @@ _lock = threading.RLock()
 _applied: dict[str, _Applied] = {}  # process-wide, by name
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
 _MARK = "_bastile_given"
+_REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on each module
 
 
 def apply(
@@ -287,6 +288,7 @@ def _give(module: nn.Module, given: tuple[Site, ...], methods: dict[Any, Any]) -
             delattr(module, slot)
         else:
             setattr(module, slot, types.MethodType(type(module).forward, module))
+        vars(module).pop(_REPLICATE, None)
         return
     key = type(module), tuple(site.name for site in given)
     if key not in methods:
@@ -296,3 +298,14 @@ def _give(module: nn.Module, given: tuple[Site, ...], methods: dict[Any, Any]) -
         setattr(method, _MARK, _Given(method, given))
         methods[key] = method
     setattr(module, slot, types.MethodType(methods[key], module))
+    setattr(module, _REPLICATE, types.MethodType(_replicate_for_data_parallel, module))
+
+
+def _replicate_for_data_parallel(self: nn.Module) -> Any:
+    """A replica gets all that the module has, and would run the module's own method, on the weights of another device.
+    It has the name of Module's method, by which a pickled one is found again."""
+    replica: Any = getattr(type(self), _REPLICATE)(self)
+    function = function_of(vars(self).get(_slot(self)))
+    if function is not None:  # else someone has put something else there since
+        setattr(replica, _slot(self), types.MethodType(function, replica))
+    return replica

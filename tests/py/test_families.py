@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss import loss_utils
 
 import bastile
 from conftest import DENSE, assert_same_up_to_rounding, gradients, modeling, tiny_batch, tiny_model
@@ -110,6 +111,20 @@ def test_positional_arguments_are_understood(family: str) -> None:
     stock, patched = stock_and_patched(model, lambda: model(*arguments))
     assert patched.logits is None
     assert_same_up_to_rounding(patched.loss, stock.loss, model, "loss")
+
+
+def test_arguments_that_the_original_refuses(family: str) -> None:
+    model = tiny_model(family)
+    batch = tiny_batch(model)
+    too_many = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"], None, 0, "one more")
+    for arguments, keywords in ((too_many, {}), ((batch["input_ids"],), batch)):
+        errors = []
+        for patched in (False, True):
+            bastile.apply() if patched else bastile.reset()
+            with pytest.raises(TypeError, match=r"positional arguments|multiple values") as caught:
+                model(*arguments, **keywords)
+            errors.append(str(caught.value))
+        assert errors[0] == errors[1]
 
 
 def test_a_head_with_a_bias(family: str) -> None:
@@ -317,6 +332,13 @@ CHANGES = [
 def test_a_changed_head_or_loss_is_honoured(family: str, change: Callable[[PreTrainedModel], None]) -> None:
     model = tiny_model(family)
     change(model)
+    assert_trains_alike(model, fused=False, **tiny_batch(model))
+
+
+def test_a_cross_entropy_that_others_put_into_the_loss_is_called(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = loss_utils.fixed_cross_entropy
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", lambda *args, **kwargs: 3 * stock(*args, **kwargs))
+    model = tiny_model(family)
     assert_trains_alike(model, fused=False, **tiny_batch(model))
 
 

@@ -216,16 +216,22 @@ def test_every_kind_of_data(model: Path, tmp_path: Path) -> None:
     examples, what = data.load(str(tmp_path / "texts.jsonl"), "train", tokenizer, 16)
     assert tokenizer.eos_token_id in examples.ids
     assert what.startswith("a text of")
-    # A line separator of Unicode stands within a text, and an editor of Windows puts a mark first.
-    (tmp_path / "marked.jsonl").write_text('\ufeff{"text": "one\u2028two \x85"}\r\n', encoding="utf-8")
-    examples, _ = data.load(str(tmp_path / "marked.jsonl"), "train", tokenizer, 2)
-    assert tokenizer.decode(examples.ids).startswith("one\u2028two")
     pytest.importorskip("datasets", reason="the data set library is not installed")
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "train.jsonl").write_text((tmp_path / "chats.jsonl").read_text())
     from_set, _ = data.load(str(tmp_path / "set"), "train", tokenizer, 200)
     assert torch.equal(from_set.ids[: len(from_set.ids) // 3], from_set[0]["input_ids"])
     assert len(from_set) == 3
+
+
+def test_lines_end_where_json_lines_end_them(model: Path, tmp_path: Path) -> None:
+    """Text may hold what Unicode calls ends of lines; and a file that Windows wrote begins with a mark."""
+    rows = [{"text": f"{end}import json{end}"} for end in ("\u2028", "\u0085", "\v", "\f")]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_bytes(lines.encode("utf-8-sig"))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    examples, _ = data.load(str(tmp_path / "rows.jsonl"), "train", tokenizer, 4)
+    assert tokenizer.decode(examples.ids).startswith("\u2028import json\u2028")
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,19 @@ def test_a_changed_norm_is_called(
     assert calls.get("rope", 0) == (1 if fused == "qk_norm_rope" else calls_of_a_step(family).get("rope", 0))
 
 
+@pytest.mark.parametrize("module", ["norm", "q_norm", "act_fn", "lm_head"])
+def test_a_hook_on_all_modules_changes_what_it_changes_in_stock(module: str) -> None:
+    model = tiny_model("qwen3")
+    changed = {found for name, found in model.named_modules() if name.endswith(module)}
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda found, inputs, output: 1.5 * output if found in changed else None
+    )
+    try:
+        assert_same_step(model)
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("family", sorted(DENSE))
 def test_a_weight_that_is_computed_is_computed(family: str, calls: dict[str, int]) -> None:
     """A parametrised norm still runs its class's forward; only where its weight comes from is new."""

@@ -62,7 +62,7 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
 def computed_rows(target: torch.Tensor, device: str) -> int:
     """How many rows are worked off: the ignored ones are left out where that pays."""
     tokens = target.numel()
-    if not _valid_rows.is_worthwhile(tokens, torch.device(device)):
+    if not _valid_rows.is_worthwhile(tokens, torch.empty(0, device=device)):
         return tokens
     chosen = _valid_rows.valid_first(target.to(device), -100, int((target != -100).sum()))
     return tokens if chosen is None else chosen.numel()

@@ -209,6 +209,18 @@ def test_a_hook_that_keeps_what_is_written_over_can_tell():
     assert changed == [(9, 96), (9, 96)]
 
 
+@pytest.mark.parametrize("shape", [(2, 5, 16), (5, 16), (16,)], ids=str)
+def test_the_output_may_be_changed_in_place(shape):
+    tensors = inputs(shape, 24, torch.float32, "cpu")
+    results = []
+    for function in (gated_mlp, stock):
+        given = leaves(tensors)
+        function(*given.values()).mul_(2).square().sum().backward()
+        results.append([leaf.grad for leaf in given.values()])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_as_linear_layers_do(dtype, device):

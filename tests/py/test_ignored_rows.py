@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bastile
 from bastile.ops import _valid_rows
@@ -188,6 +189,21 @@ def test_compiled_calls_compute_all_rows() -> None:
     want = fused_linear_cross_entropy(hidden, weight, target)
     compiled = torch.compile(fused_linear_cross_entropy, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(hidden, weight, target), want)
+
+
+def test_tensors_without_values_are_not_counted() -> None:
+    """Under FakeTensorMode, by which tools learn how much memory a step needs."""
+    model = tiny_model()
+    with FakeTensorMode() as mode:
+        hidden, weight, target = [mode.from_tensor(tensor) for tensor in inputs()]
+        fused_linear_cross_entropy(hidden, weight, target).backward()
+        assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)
+        labels = torch.ones(2, 200, dtype=torch.long)
+        weights = {name: mode.from_tensor(parameter) for name, parameter in model.named_parameters()}
+        buffers = {name: mode.from_tensor(buffer) for name, buffer in model.named_buffers()}
+        bastile.apply()
+        torch.func.functional_call(model, {**weights, **buffers}, (labels,), {"labels": labels}).loss.backward()
+    assert all(weight.grad.shape == weight.shape for weight in weights.values())
 
 
 # ---- in models ------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
@@ -380,6 +381,18 @@ def test_what_no_kernel_serves_runs_plain_torch():
         torch.testing.assert_close(
             ours(**tensors, indices=indices), stock(**tensors, indices=indices), rtol=0.02, atol=0.02
         )
+
+
+def test_tensors_without_values_have_their_shapes():
+    """Under FakeTensorMode, by which tools learn how much memory a step needs."""
+    shape = (20, 2, 5, 24, 16)
+    tensors, indices = inputs(shape, torch.float32, "cpu"), routing(*shape[:3], "cpu")
+    with FakeTensorMode() as mode:
+        fakes = {name: mode.from_tensor(t).requires_grad_() for name, t in tensors.items()}
+        out = ours(**fakes, indices=mode.from_tensor(indices))
+        out.sum().backward()
+    assert out.shape == tensors["hidden"].shape
+    assert all(fake.grad.shape == fake.shape for fake in fakes.values())
 
 
 @pytest.mark.parametrize("device", devices())

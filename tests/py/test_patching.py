@@ -309,6 +309,36 @@ def test_copies_of_a_patched_model_run_their_own_weights_and_can_be_reset() -> N
     assert not runs_stock(model)
 
 
+def replica(model: torch.nn.Module, factor: float) -> torch.nn.Module:
+    """What DataParallel makes for another device: copies of the modules, with tensors in place of their parameters.
+    Here they are `factor` times as large, to tell them from the model's."""
+    made = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, copied in made.items():
+        copied._former_parameters = {}
+        for name, child in module.named_children():
+            setattr(copied, name, made[child])
+        for name, parameter in module._parameters.items():
+            setattr(copied, name, None if parameter is None else factor * parameter)
+    return made[model]
+
+
+@families
+def test_replicas_of_a_patched_model_run_their_own_weights(family: str, calls: dict[str, int]) -> None:
+    model = tiny_model(family)
+    batch = tiny_batch(model)
+    want = replica(model, 0.5)(**batch).loss
+    assert bastile.apply_to_model(model) == all_of(family)
+    got = replica(model, 0.5)(**batch).loss
+    torch.testing.assert_close(got, want)
+    assert "projections" not in calls  # the weights are no parameters now, and their layers are called
+    assert {**calls_of_a_step(family), **calls} == calls_of_a_step(family)
+    got.backward()
+    assert model.lm_head.weight.grad.any()
+    assert bastile.reset(model=model) == all_of(family)
+    assert runs_stock(model)
+    assert all("_replicate_for_data_parallel" not in vars(module) for module in model.modules())
+
+
 @families
 def test_single_modules_are_replaced(family: str, calls: dict[str, int]) -> None:
     """The modules of bastile.ops in place of a model's own, without any patch."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bastile.guards import untouched
@@ -20,6 +20,8 @@ from bastile.models.table import Family
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+
+_LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
 
 #: What the original's code may mention beside what is read here, and no more: so nothing that it does to the logits,
 #: such as a softcap, is left out.
@@ -59,11 +61,13 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         lm_head = getattr(self, head)
+        if len(given) < len(args) + len(kwargs):  # more than it has parameters, or one of them twice
+            return original(self, *args, **kwargs)
         if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
             return original(self, *args, **kwargs)
         targets = _targets(given.pop("labels"), given)
         # Counted ahead of the backbone, so that nobody waits for the count when the loss asks for it.
-        counted = is_worthwhile(targets.numel(), lm_head.weight.device)
+        counted = is_worthwhile(targets.numel(), lm_head.weight)
         valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
         given.pop("logits_to_keep", None)
         return_dict = given.pop("return_dict", None)
@@ -95,7 +99,8 @@ def _wants_only_the_loss(model: nn.Module, given: dict[str, Any]) -> bool:
         and given.get("labels") is not None
         and isinstance(keep, int)
         and keep == 0
-        and model.loss_function is ForCausalLMLoss
+        and model.loss_function is _LOSS
+        and loss_utils.fixed_cross_entropy is _CROSS_ENTROPY  # which that one calls
         # DataParallel hands each replica a vector, which makes the original's loss a vector too.
         and (not torch.is_tensor(num_items) or num_items.dim() == 0)
     )

@@ -11,6 +11,8 @@ import functools
 import torch
 from torch.library import Library, register_fake
 
+from bastile.ops._common import PLAIN
+
 _library = Library("bastile", "FRAGMENT")
 _library.define("grouped_rows(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 _library.define("grouped_matrices(Tensor left, Tensor right, Tensor ends) -> Tensor")
@@ -80,18 +82,23 @@ def _(left, right, ends):
     return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
 
 
+def _lacks_values(tensor: torch.Tensor) -> bool:
+    """Whether only shapes are wanted: while compiling, and of fake tensors."""
+    return torch.compiler.is_compiling() or type(tensor) not in PLAIN
+
+
 def grouped_rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [N, A] times matrices [E, A, B]: row n with the matrix of the group e that has ends[e - 1] <= n < ends[e].
 
     Any strides; those of a transposed tensor cost no copy. Rows behind the last group's are left as they come.
     """
-    if torch.compiler.is_compiling():
+    if _lacks_values(rows):
         return torch.ops.bastile.grouped_rows(rows, matrices, ends)
     return _rows(rows, matrices, ends)
 
 
 def grouped_matrices(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """left [N, A] transposed times right [N, B], group by group: [E, A, B], zeros where a group is empty."""
-    if torch.compiler.is_compiling():
+    if _lacks_values(left):
         return torch.ops.bastile.grouped_matrices(left, right, ends)
     return _matrices(left, right, ends)

@@ -10,6 +10,8 @@ import os
 
 import torch
 
+from bastile.ops._common import PLAIN
+
 #: Below so many tokens the products take less time than counting and gathering.
 MIN_TOKENS = {"cuda": 2048, "cpu": 256}
 #: Rows are gathered in multiples of this; the last ones are ignored rows then. Products run faster on round sizes.
@@ -78,11 +80,13 @@ class ValidCount:
         return self._count
 
 
-def is_worthwhile(tokens: int, device: torch.device) -> bool:
-    """Whether ignored rows may be left out at this size, on this device, now. A graph that is being captured will be
-    replayed with other labels, and cannot wait for a count."""
+def is_worthwhile(tokens: int, like: torch.Tensor) -> bool:
+    """Whether ignored rows may be left out at this size, among tensors like this one, now. A graph that is being
+    captured will be replayed with other labels, and cannot wait for a count; fake tensors have nothing to count."""
+    device = like.device
     return (
         not torch.compiler.is_compiling()
+        and type(like) in PLAIN
         and tokens >= MIN_TOKENS.get(device.type, tokens + 1)
         and _is_enabled()
         and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -141,7 +141,7 @@ def _rows_to_compute(
 ) -> torch.Tensor | None:
     """The rows that go into the products; None: all."""
     tokens = hidden.shape[0]
-    if target.shape[0] != tokens or target.device != hidden.device or not is_worthwhile(tokens, hidden.device):
+    if target.shape[0] != tokens or target.device != hidden.device or not is_worthwhile(tokens, hidden):
         return None
     if not isinstance(valid_rows, int):
         valid_rows = (valid_rows or ValidCount(target, ignore_index)).rows()

@@ -35,12 +35,13 @@ class _GatedMLP(Function):
     def forward(ctx, x, gate, up, down):
         rows = x.reshape(-1, x.shape[-1])
         a, b = rows.mm(gate.t()), rows.mm(up.t())
-        out = _swiglu.forward(a, b).mm(down.t())
+        y = _swiglu.forward(a, b)
         want_x, want_gate, want_up, _ = ctx.needs_input_grad
         weights = (gate, up) if want_x else (None, None)
         ctx.save_for_backward(x if want_gate or want_up else None, *weights, down, a, b)
         ctx.shape = x.shape
-        return out.view(*x.shape[:-1], down.shape[0])
+        # Of its shape from the start: autograd lets nobody change a view in place that was made here.
+        return linear(y.view(*x.shape[:-1], down.shape[1]), down)
 
     @staticmethod
     def backward(ctx, dout):
