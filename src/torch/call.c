@@ -154,8 +154,22 @@ static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
     return t;
 }
 
-DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value) {
+DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value) {
     return adopt(call, (bst_torch_tensor)(uintptr_t)value);
+}
+
+static DLTensor *contiguous_copy(bst_call *call, DLTensor *tensor) {
+    bst_torch_tensor source = call->handle[tensor - call->tensor];
+    DLTensor *copy = bst__call_empty(call, tensor->ndim, tensor->shape, NULL, tensor->dtype);
+    if (copy && bst__torch.aoti_torch_copy_(call->handle[copy - call->tensor], source, 0))
+        call->status = torch_error("making a tensor contiguous");
+    return copy;
+}
+
+DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value) {
+    DLTensor *tensor = bst__call_in_place(call, value);
+    unsigned bytes = tensor->dtype.bits / 8;
+    return bytes && (uintptr_t)tensor->data % bytes ? contiguous_copy(call, tensor) : tensor;
 }
 
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
@@ -174,11 +188,7 @@ static DLTensor *rows_of(bst_call *call, DLTensor *tensor) {
     bst_rows rows;
     if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
     if (view.dims == 0 || bst__rows("", "", &view, &rows) == BST_OK) return tensor;
-    bst_torch_tensor source = call->handle[tensor - call->tensor];
-    DLTensor *copy = bst__call_empty(call, tensor->ndim, tensor->shape, NULL, tensor->dtype);
-    if (copy && bst__torch.aoti_torch_copy_(call->handle[copy - call->tensor], source, 0))
-        call->status = torch_error("making a tensor contiguous");
-    return copy;
+    return contiguous_copy(call, tensor);
 }
 
 DLTensor *bst__call_rows(bst_call *call, bst_torch_value value) { return rows_of(call, bst__call_tensor(call, value)); }

@@ -31,8 +31,10 @@ typedef struct bst_torch_function {
 } bst_torch_function;
 
 void bst__call_begin(bst_call *call);
-/* An argument. NULL after a failure, and for None. */
+/* An argument; a copy where its data is not aligned to its elements. NULL after a failure, and for None. */
 DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value);
+/* The same for one that is written to: never a copy. */
+DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value);
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
 /* The same for an operator that needs rows: where the tensor's strides do not fold into rows, a contiguous copy. */
 DLTensor *bst__call_rows(bst_call *call, bst_torch_value value);

@@ -3,48 +3,7 @@
 import pytest
 import torch
 
-from bastile.ops.cross_entropy import cross_entropy
-from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from bastile.ops.gated_mlp import gated_mlp
-from bastile.ops.moe import moe_experts
-from bastile.ops.projections import projections
-from bastile.ops.qk_norm_rope import qk_norm_rope
-from bastile.ops.rms_norm import add_rms_norm, rms_norm
-from bastile.ops.rope import rope
-from bastile.ops.swiglu import swiglu
-
-T, H = 4, 8
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def tables() -> tuple[torch.Tensor, torch.Tensor]:
-    angles = random(1, T, H)
-    return angles.cos(), angles.sin()
-
-
-def heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, H] as queries of one sequence and two heads."""
-    return torch.stack([x, 2 * x])[None]
-
-
-#: Each operator as a function of one tensor [T, H].
-CALLS = {
-    "rms_norm": lambda x: rms_norm(x, random(H)),
-    "add_rms_norm": lambda x: torch.cat(add_rms_norm(x, x.square(), random(H))),
-    "swiglu": lambda x: swiglu(x, x.cos()),
-    "gated_mlp": lambda x: gated_mlp(x, random(16, H), random(16, H), random(H, 16)),
-    "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),
-    "qk_norm_rope": lambda x: torch.cat(qk_norm_rope(heads(x), heads(x), random(H), random(H), *tables())),
-    "cross_entropy": lambda x: cross_entropy(x, torch.arange(T)),
-    "fused_linear_cross_entropy": lambda x: fused_linear_cross_entropy(x, random(11, H), torch.arange(T)),
-    "moe_experts": lambda x: moe_experts(
-        x, torch.tensor([[0, 1]] * T), random(T, 2), random(2, H, 16) / 4, None, random(2, 8, H) / 4, None
-    ),
-    "projections": lambda x: torch.cat(projections(x, random(3, H), random(5, H)), dim=-1),
-}
+from every_operator import CALLS, H, T, random
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

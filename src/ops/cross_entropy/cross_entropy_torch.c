@@ -47,7 +47,7 @@ static void forward_inplace(bst_torch_value *stack, uint64_t inputs, uint64_t ou
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *logits = bst__call_tensor(&call, stack[0]), *target = bst__call_tensor(&call, stack[1]);
+    DLTensor *logits = bst__call_in_place(&call, stack[0]), *target = bst__call_tensor(&call, stack[1]);
     DLTensor *class_weight = bst__call_optional(&call, stack[2]), *num_items = bst__call_optional(&call, stack[3]);
     bst_cross_entropy_options options = options_of(stack + 4);
     DLTensor *loss = new_loss(&call, logits, options.reduction);
@@ -77,7 +77,7 @@ static void scale(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *tensor = bst__call_tensor(&call, stack[0]), *factor = bst__call_tensor(&call, stack[1]);
+    DLTensor *tensor = bst__call_in_place(&call, stack[0]), *factor = bst__call_tensor(&call, stack[1]);
     call.status = bst_scale(&call.exec, tensor, factor);
     bst__call_end(&call, stack, 0, NULL);
 }

@@ -48,7 +48,7 @@ static void glu_forward(bst_torch_value *stack, uint64_t inputs, uint64_t output
 static void glu_backward_into(bst_torch_value *stack, bool in_place) {
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *dy = bst__call_tensor(&call, stack[0]), *h = bst__call_tensor(&call, stack[1]);
+    DLTensor *dy = bst__call_in_place(&call, stack[0]), *h = bst__call_in_place(&call, stack[1]);
     DLTensor *bias = bst__call_optional(&call, stack[2]), *ends = bst__call_tensor(&call, stack[3]);
     DLTensor *order = bst__call_tensor(&call, stack[4]), *weights = bst__call_tensor(&call, stack[5]);
     DLTensor *dots = bst__call_optional(&call, stack[6]);

@@ -8,7 +8,7 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     bst_call call;
     bst__call_begin(&call);
     DLTensor *q = bst__call_tensor(&call, stack[0]), *k = bst__call_tensor(&call, stack[1]);
-    DLTensor *q_weight = bst__call_tensor(&call, stack[2]), *k_weight = bst__call_tensor(&call, stack[3]);
+    DLTensor *q_weight = bst__call_rows(&call, stack[2]), *k_weight = bst__call_rows(&call, stack[3]);
     DLTensor *cos = bst__call_tensor(&call, stack[4]), *sin = bst__call_tensor(&call, stack[5]);
     double eps = bst__call_double(stack[6]);
     bst_casting casting = (bst_casting)stack[7];
@@ -29,7 +29,7 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
     bst__call_begin(&call);
     DLTensor *dq_out = bst__call_optional(&call, stack[0]), *dk_out = bst__call_optional(&call, stack[1]);
     DLTensor *q = bst__call_tensor(&call, stack[2]), *k = bst__call_tensor(&call, stack[3]);
-    DLTensor *q_weight = bst__call_tensor(&call, stack[4]), *k_weight = bst__call_tensor(&call, stack[5]);
+    DLTensor *q_weight = bst__call_rows(&call, stack[4]), *k_weight = bst__call_rows(&call, stack[5]);
     DLTensor *cos = bst__call_tensor(&call, stack[6]), *sin = bst__call_tensor(&call, stack[7]);
     double eps = bst__call_double(stack[8]);
     uint64_t wants = stack[13];

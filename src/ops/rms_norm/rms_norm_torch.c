@@ -27,7 +27,7 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *x = bst__call_rows(&call, stack[0]), *weight = bst__call_optional(&call, stack[1]);
+    DLTensor *x = bst__call_rows(&call, stack[0]), *weight = bst__call_optional_rows(&call, stack[1]);
     double eps = bst__call_double(stack[2]);
     bst_casting casting = (bst_casting)stack[3];
     DLTensor *y = empty_y(&call, x, weight, casting), *rstd = empty_rstd(&call, x);
@@ -41,7 +41,7 @@ static void add_forward(bst_torch_value *stack, uint64_t inputs, uint64_t output
     bst_call call;
     bst__call_begin(&call);
     DLTensor *x = bst__call_rows(&call, stack[0]), *residual = bst__call_rows(&call, stack[1]);
-    DLTensor *weight = bst__call_optional(&call, stack[2]);
+    DLTensor *weight = bst__call_optional_rows(&call, stack[2]);
     double eps = bst__call_double(stack[3]);
     bst_casting casting = (bst_casting)stack[4];
     DLTensor *y = empty_y(&call, x, weight, casting), *sum = bst__call_empty_like(&call, x);
@@ -54,7 +54,7 @@ static void add_forward(bst_torch_value *stack, uint64_t inputs, uint64_t output
 /* What both backward operators do, with the arguments from `stack` on. */
 static void finish_backward(bst_call *call, bst_torch_value *results, const bst_torch_value *stack, const DLTensor *dy,
                             const DLTensor *dsum) {
-    DLTensor *x = bst__call_rows(call, stack[0]), *weight = bst__call_optional(call, stack[1]);
+    DLTensor *x = bst__call_rows(call, stack[0]), *weight = bst__call_optional_rows(call, stack[1]);
     DLTensor *rstd = bst__call_tensor(call, stack[2]);
     bst_casting casting = (bst_casting)stack[3];
     DLTensor *dx = (stack[4] & 1) ? bst__call_empty_like(call, x) : NULL;

@@ -38,8 +38,8 @@ static void backward_inplace(bst_torch_value *stack, uint64_t inputs, uint64_t o
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *dy = bst__call_tensor(&call, stack[0]);
-    DLTensor *a = bst__call_tensor(&call, stack[1]), *b = bst__call_tensor(&call, stack[2]);
+    DLTensor *dy = bst__call_in_place(&call, stack[0]);
+    DLTensor *a = bst__call_in_place(&call, stack[1]), *b = bst__call_in_place(&call, stack[2]);
     DLTensor *da = (stack[3] & 1) ? a : NULL, *db = (stack[4] & 1) ? b : NULL, *y = (stack[5] & 1) ? dy : NULL;
     if (call.status == BST_OK) call.status = bst_swiglu_backward(&call.exec, dy, a, b, da, db, y);
     bst__call_end(&call, stack, 0, NULL);
