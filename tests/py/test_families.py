@@ -1,6 +1,7 @@
 """A family with Bastile means what it means in Transformers: losses, logits, gradients, arguments of forward."""
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -116,7 +117,8 @@ def test_positional_arguments_are_understood(family: str) -> None:
 def test_arguments_that_the_original_refuses(family: str) -> None:
     model = tiny_model(family)
     batch = tiny_batch(model)
-    too_many = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"], None, 0, "one more")
+    parameters = inspect.signature(type(model).forward).parameters.values()  # self, too
+    too_many = (batch["input_ids"],) * [p.kind for p in parameters].count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
     for arguments, keywords in ((too_many, {}), ((batch["input_ids"],), batch)):
         errors = []
         for patched in (False, True):
