@@ -106,6 +106,18 @@ def assert_same_up_to_rounding(got: torch.Tensor, want: torch.Tensor, model: Pre
     assert error <= tolerance, f"{what}: differs by {error:.1e} of its largest element, allowed {tolerance:.1e}"
 
 
+def assert_token_by_token_gives_the_whole(model: PreTrainedModel, ids: torch.Tensor) -> None:
+    """The logits of all positions at once, from a cache that grows by one."""
+    with torch.no_grad():
+        whole = model(ids).logits
+        cache, steps = None, []
+        for column in range(ids.shape[1]):
+            output = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            steps.append(output.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counts the calls of each operator that models make. To be asked for before anything is patched."""

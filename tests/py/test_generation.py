@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import bastile
-from conftest import DENSE, tiny_batch, tiny_model
+from conftest import DENSE, assert_token_by_token_gives_the_whole, tiny_batch, tiny_model
 from oracle import devices
 
 pytestmark = [
@@ -74,11 +74,4 @@ def test_token_by_token_gives_the_logits_of_the_whole(family: str, device: str) 
     model = tiny_model(family).eval().to(device)
     ids = prompts(model, 1)["input_ids"]
     bastile.apply()
-    with torch.no_grad():
-        whole = model(ids).logits
-        cache, steps = None, []
-        for column in range(ids.shape[1]):
-            output = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+    assert_token_by_token_gives_the_whole(model, ids)

@@ -12,7 +12,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 from transformers.integrations import moe as implementations
 
 import bastile
-from conftest import assert_same_up_to_rounding, gradients, modeling, tiny_batch
+from conftest import assert_same_up_to_rounding, assert_token_by_token_gives_the_whole, gradients, modeling, tiny_batch
 from oracle import devices
 
 PATCHES = [
@@ -394,14 +394,7 @@ def test_token_by_token_gives_the_logits_of_the_whole(device: str) -> None:
     model = tiny_gpt_oss().eval().to(device)
     ids = tiny_batch(model, rows=1)["input_ids"].to(device)
     bastile.apply()
-    with torch.no_grad():
-        whole = model(ids).logits
-        cache, steps = None, []
-        for column in range(ids.shape[1]):
-            output = model(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+    assert_token_by_token_gives_the_whole(model, ids)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -30,15 +30,14 @@ def served(*tensors: torch.Tensor | None) -> bool:
     Mixed devices count as served: the operator then names the tensor that is in the wrong place. Tensors under vmap or
     another functorch transform, and subclasses such as DTensor, are not served.
     """
-    compiling = torch.compiler.is_compiling()
     for t in tensors:
         if t is None:
             continue
         if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not torch.strided:
             return False
-        if type(t) not in PLAIN and not compiling and not _is_fake(t):
+        if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
             return False
-    return compiling or not in_transform(*tensors)
+    return not in_transform(*tensors)
 
 
 def _is_fake(t: torch.Tensor) -> bool:
