@@ -68,6 +68,12 @@ int64_t bst__rotary_vector(int64_t dim, int64_t rotary, int64_t most) {
     return most;
 }
 
-int64_t bst__rotary_lanes(int64_t dim, int64_t rotary, int64_t vec) {
-    return rotary / 2 / vec + (dim - rotary + 2 * vec - 1) / (2 * vec);
+int64_t bst__rotary_pieces(int64_t dim, int64_t rotary, int64_t vec, bool interleaved) {
+    int64_t lanes = dim / vec;
+    bool in_a_warp = lanes <= 32 && !(lanes & (lanes - 1));
+    return in_a_warp && rotary == dim && !interleaved ? 1 : 2;
+}
+
+int64_t bst__rotary_lanes(int64_t dim, int64_t rotary, int64_t vec, int64_t pieces) {
+    return rotary / pieces / vec + (dim - rotary + 2 * vec - 1) / (2 * vec);
 }

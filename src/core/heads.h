@@ -24,7 +24,8 @@ bst_status bst__rotary_table(const char *op, const char *name, const DLTensor *t
 int64_t bst__aligned(const bst_view *v, int64_t most);
 /* Elements of an access, at most `most`, such that pieces of that size (rotary.cuh) cover a head. */
 int64_t bst__rotary_vector(int64_t dim, int64_t rotary, int64_t most);
-/* Threads that a head then takes, with two pieces each. */
-int64_t bst__rotary_lanes(int64_t dim, int64_t rotary, int64_t vec);
+/* Pieces that a thread then takes, 1 or 2, and the threads of a head. */
+int64_t bst__rotary_pieces(int64_t dim, int64_t rotary, int64_t vec, bool interleaved);
+int64_t bst__rotary_lanes(int64_t dim, int64_t rotary, int64_t vec, int64_t pieces);
 
 #endif

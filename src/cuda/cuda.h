@@ -7,7 +7,7 @@
 
 #include "core/core.h"
 
-#define BST_MAX_MACROS 16
+#define BST_MAX_MACROS 20
 
 /* One __global__ function: the text it is in, its name, and the macros that specialise it. */
 typedef struct bst_kernel {

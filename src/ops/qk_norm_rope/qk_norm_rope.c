@@ -79,6 +79,7 @@ enum {
     INTERLEAVED,
     GEMMA,
     VEC,
+    PIECES,
     GROUP,
     THREADS,
     WANTS,
@@ -87,14 +88,15 @@ enum {
 };
 #define MACROS(which, wants)                                                                                \
     {"DIM",   "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "W_TYPE", "TABLE_TYPE", "OUT_TYPE", "INTERLEAVED", \
-     "GEMMA", "VEC",    "GROUP",   "THREADS", wants,     "BLOCKS", which,        NULL}
+     "GEMMA", "VEC",    "PIECES",  "GROUP",   "THREADS", wants,    "BLOCKS",     which,      NULL}
 static const bst_kernel forward_kernel = {"qk_norm_rope.cu", "qk_norm_rope_forward", MACROS("FORWARD", "EACH")};
 static const bst_kernel backward_kernel = {"qk_norm_rope.cu", "qk_norm_rope_backward", MACROS("BACKWARD", "WANTS")};
 static const bst_kernel reduce_kernel = {"qk_norm_rope.cu", "qk_norm_rope_dweight", MACROS("REDUCE", "WANTS")};
 
-/* Forward, on an H200, 16384 tokens of 32 + 8 heads of 128 in bf16: 256 threads: 106 us instead of 103. Many heads of a
- * token a group, for they share a read of the weight and of the tables: 2: 109 us, 4: 103, 8: 96. */
-enum { FORWARD_THREADS = 128, FORWARD_EACH = 8, BACKWARD_THREADS = 128 };
+/* Forward: many heads of a token a group, for they share a read of the weight and of the tables, in small blocks. On an
+ * H200, 16384 tokens of 32 + 8 heads of 128 in bf16: 84 us; blocks of 128 threads 85, four heads 88, and 89 in blocks of
+ * 128. */
+enum { FORWARD_THREADS = 64, FORWARD_EACH = 8, BACKWARD_THREADS = 128 };
 
 static int64_t slots_of(int64_t heads, int64_t each) { return (heads + each - 1) / each; }
 
@@ -121,10 +123,12 @@ static void set_threads(bst_launch *l, int64_t threads) {
 
 static void shape(bst_launch *l, const qk_norm_rope_cpu *c, bst_dtype y_dtype, int64_t threads) {
     const bst_view *x = &c->of[0].x;
-    int64_t vec = vector(c, y_dtype), lanes = bst__rotary_lanes(x->size[3], c->cos.size[2], vec), group = 1;
+    int64_t dim = x->size[3], rotary = c->cos.size[2], vec = vector(c, y_dtype);
+    int64_t pieces = bst__rotary_pieces(dim, rotary, vec, c->interleaved), group = 1;
+    int64_t lanes = bst__rotary_lanes(dim, rotary, vec, pieces);
     while (group < lanes) group *= 2;
-    l->values[DIM] = x->size[3];
-    l->values[ROTARY] = c->cos.size[2];
+    l->values[DIM] = dim;
+    l->values[ROTARY] = rotary;
     l->values[Q_HEADS] = x->size[1];
     l->values[K_HEADS] = c->of[1].x.size[1];
     l->values[IN_TYPE] = x->dtype;
@@ -134,6 +138,7 @@ static void shape(bst_launch *l, const qk_norm_rope_cpu *c, bst_dtype y_dtype, i
     l->values[INTERLEAVED] = c->interleaved;
     l->values[GEMMA] = c->gemma;
     l->values[VEC] = vec;
+    l->values[PIECES] = pieces;
     l->values[GROUP] = group;
     set_threads(l, threads);
 }
@@ -164,7 +169,7 @@ static int64_t arrange_forward(bst_launch *l, int64_t tokens, int64_t each) {
 static bool alternative_forward(bst_launch *l, int number, int64_t tokens) {
     static const struct {
         int64_t each, threads;
-    } others[] = {{8, 256}, {4, 128}, {4, 256}};
+    } others[] = {{4, 64}, {4, 128}, {8, 128}};
     if (number > (int)(sizeof others / sizeof *others)) return false;
     bst_launch other = *l;
     set_threads(&other, others[number - 1].threads);
@@ -221,7 +226,7 @@ static bst_status reduce_cuda(const bst_exec *exec, const qk_norm_rope_cpu *c, b
     r.values[DIM] = l.values[DIM];
     r.values[W_TYPE] = l.values[W_TYPE];
     /* What this kernel does not depend on must not make new kernels of it. */
-    r.values[ROTARY] = r.values[VEC] = r.values[GROUP] = r.values[THREADS] = 1;
+    r.values[ROTARY] = r.values[VEC] = r.values[PIECES] = r.values[GROUP] = r.values[THREADS] = 1;
     return bst__cuda_launch(exec, backward_op, c->of[0].x.device.device_id, &r, &args, sizeof args);
 }
 
@@ -239,7 +244,7 @@ static bst_status backward_cuda(const bst_exec *exec, qk_norm_rope_cpu *c, bst_d
         const qk_norm_rope_heads *h = &c->of[i];
         int wants = (h->dx.data ? QK_DX : 0) | (h->dweight.data ? QK_DWEIGHT : 0);
         l.values[WANTS] |= wants << i * QK_OF_K;
-        slots += wants ? slots_of(h->x.size[1], QK_BACKWARD_EACH) : 0;
+        slots += wants ? slots_of(h->x.size[1], QK_BACKWARD_EACH(l.values[PIECES])) : 0;
         want_dweight |= h->dweight.data != NULL;
         *to[i] = (qk_norm_rope_backward_heads){h->x.data,
                                                h->weight.data,
@@ -250,15 +255,16 @@ static bst_status backward_cuda(const bst_exec *exec, qk_norm_rope_cpu *c, bst_d
                                                bst__head_map(&h->dx)};
     }
     BST_TRY(check_count(backward_op, c, slots));
-    /* Four pieces of 16 bytes for each of a thread's heads; at the end a row of sums for each group. */
+    /* The pieces of both inputs, of 16 bytes, for each of a thread's heads; at the end a row of sums for each group. */
     bool ring = vec * bst__dtype_size(c->of[0].x.dtype) == 16 && vec * bst__dtype_size(y_dtype) == 16;
-    int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = ring ? threads * QK_BACKWARD_EACH * 64 : 0;
+    int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = 0;
+    if (ring) copies = threads * QK_BACKWARD_EACH(l.values[PIECES]) * 2 * l.values[PIECES] * 16;
     l.shared = (unsigned)(copies > sums ? copies : sums);
     /* Blocks that a multiprocessor holds: 512 threads of 128 registers; 384 of 168 where some threads of a head have
      * less to do than others. */
-    bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == 2 * vec * l.values[GROUP];
+    bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == l.values[PIECES] * vec * l.values[GROUP];
     int64_t fit = l.shared ? chip.shared_memory / (int64_t)l.shared : INT64_MAX;
-    int64_t blocks = (vec < 8 || even ? 512 : 384) / threads;
+    int64_t blocks = (l.values[PIECES] == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads;
     if (blocks > fit) blocks = fit;
     if (blocks < 1) blocks = 1;
     l.values[BLOCKS] = blocks;

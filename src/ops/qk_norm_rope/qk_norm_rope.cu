@@ -1,12 +1,11 @@
 /* qk_norm_rope.cu - RMSNorm over each head of q and of k, then the rotary embedding, in one pass; and its gradients.
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k, W_TYPE, TABLE_TYPE,
- * OUT_TYPE (codes of dtype.h); INTERLEAVED; GEMMA: the factor is 1 + weight; VEC elements of an access (rotary.cuh);
- * GROUP threads of a head, a power of two, at least LANES; THREADS of a block; forward: EACH, the heads of a group;
- * backward: WANTS (bits of qk_norm_rope_args.h), BLOCKS that a multiprocessor holds.
+ * OUT_TYPE (codes of dtype.h); INTERLEAVED; GEMMA: the factor is 1 + weight; VEC elements of an access and
+ * PIECES of a thread (rotary.cuh); GROUP threads of a head, a power of two, at least LANES; THREADS of a block; forward:
+ * EACH, the heads of a group; backward: WANTS (bits of qk_norm_rope_args.h), BLOCKS that a multiprocessor holds.
  *
- * A group of threads holds a whole head, each thread both members of its pairs: the mean is a sum over the group, the
- * rotation needs no exchange. What a group takes of a token, QK_EACH heads of q or of k, is a slot of the token; its
+ * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, QK_EACH heads of q or of k, is a slot of the token; its
  * weight, cosines and sines are read once for these.
  *
  * forward   one slot a group; all its reads are under way at once. Bytes: q and k read and written, once each; the
@@ -24,11 +23,11 @@
 #include "rotary.cuh"
 
 #define GROUPS (THREADS / GROUP)
-#define PAIR   (2 * VEC) /* elements of both pieces: the left one's, then the right one's */
+#define HELD   (PIECES * VEC) /* elements of a thread: the left piece's, then the right one's */
 
-/* Where the partner of element j is, and whether j is the first of its pair. */
+/* Where the partner of element j is, if this thread has it, and whether j is the first of its pair. */
 #define PARTNER(j)      (WHOLE_PAIRS ? (j) ^ 1 : (j) ^ VEC)
-#define FIRST(j)        (WHOLE_PAIRS ? (j) % 2 == 0 : (j) < VEC)
+#define FIRST(j)        (PIECES == 1 ? p.first : WHOLE_PAIRS ? (j) % 2 == 0 : (j) < VEC)
 
 #define SLOTS_OF(heads) (((heads) + QK_EACH - 1) / QK_EACH)
 #ifdef FORWARD
@@ -36,11 +35,12 @@
 #define Q_SLOTS SLOTS_OF(Q_HEADS)
 #define K_SLOTS SLOTS_OF(K_HEADS)
 #else
-#define QK_EACH QK_BACKWARD_EACH
+#define QK_EACH QK_BACKWARD_EACH(PIECES)
 #define Q_SLOTS (WANTS & (QK_DX | QK_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
 #define K_SLOTS (WANTS >> QK_OF_K ? SLOTS_OF(K_HEADS) : 0)
 #endif
 #define SLOTS (Q_SLOTS + K_SLOTS)
+#define EVEN  (Q_HEADS % QK_EACH == 0 && K_HEADS % QK_EACH == 0) /* every slot has QK_EACH heads */
 
 #ifndef REDUCE
 /* A slot: up to QK_EACH heads of q or of k, from `first` on. */
@@ -58,67 +58,81 @@ BST_DEVICE slot_heads slot_at(int slot) {
     return s;
 }
 
-/* Both pieces of a vector or a table; zeros where this thread has none. */
+/* The pieces of a vector or a table; zeros where this thread has none. */
 BST_DEVICE void load_pieces(float *out, const void *base, int64_t start, int type, bst_pieces p) {
     BST_UNROLL
-    for (int j = 0; j < PAIR; j++) out[j] = 0;
+    for (int j = 0; j < HELD; j++) out[j] = 0;
     if (p.has_left) bst_load(out, base, start + p.left, type, VEC);
     if (p.has_right) bst_load(out + VEC, base, start + p.right, type, VEC);
 }
 
-BST_DEVICE void load_weight(float *w, const void *weight, bst_pieces p) {
-    load_pieces(w, weight, 0, W_TYPE, p);
+/* The same of the partners: what a vector or a table has at theirs. */
+BST_DEVICE void load_partners(float *out, const void *base, int64_t start, int type, bst_pieces p) {
+    float own[HELD];
+    if (PIECES == 1) {
+        p.left = p.right;
+        load_pieces(out, base, start, type, p);
+        return;
+    }
+    load_pieces(own, base, start, type, p);
     BST_UNROLL
-    for (int j = 0; j < PAIR; j++)
+    for (int j = 0; j < HELD; j++) out[j] = own[PARTNER(j) % HELD];
+}
+
+/* The factor that a weight is. */
+BST_DEVICE void as_factor(float *w) {
+    BST_UNROLL
+    for (int j = 0; j < HELD; j++)
         if (GEMMA) w[j] += 1.0f;
 }
 
-/* Of the threads whose pieces do not turn, ones and zeros. */
-BST_DEVICE void load_tables(float *c, float *s, const qk_norm_rope_tables *t, int64_t batch, int64_t position,
-                            bool live, bst_pieces p) {
-    BST_UNROLL
-    for (int j = 0; j < PAIR; j++) c[j] = 1, s[j] = 0;
-    if (!live || !p.turning) return;
-    load_pieces(c, t->cos, batch * t->cos_batch + position * t->cos_position, TABLE_TYPE, p);
-    load_pieces(s, t->sin, batch * t->sin_batch + position * t->sin_position, TABLE_TYPE, p);
+BST_DEVICE int64_t cos_of(const qk_norm_rope_tables *t, int64_t batch, int64_t position) {
+    return batch * t->cos_batch + position * t->cos_position;
 }
 
-/* v[j] becomes own[j] v[j] + across[j] v[partner]. What does not turn has no partner, and so nothing of an infinite
- * one. */
-BST_DEVICE void turn(float *v, const float *own, const float *across, bst_pieces p) {
+BST_DEVICE int64_t sin_of(const qk_norm_rope_tables *t, int64_t batch, int64_t position) {
+    return batch * t->sin_batch + position * t->sin_position;
+}
+
+/* The partners of v, a head's pieces as `raw` holds them times `factor`. Every lane of the warp takes part. */
+BST_DEVICE void partners_of(float *out, const float *v, const bst_raw *raw, int type, float factor) {
+    if (PIECES == 1) bst_unpack(out, bst_partner(raw[0], VEC * bst_type_size(type)), type, VEC);
     BST_UNROLL
-    for (int j = 0; j < PAIR; j++) {
-        if (!FIRST(j)) continue;
-        const int k = PARTNER(j);
-        const float first = v[j], second = v[k];
-        v[j] = bst_fma(PASSING && !p.turning ? 0.0f : second, across[j], first * own[j]);
-        v[k] = bst_fma(PASSING && !p.turning ? 0.0f : first, across[k], second * own[k]);
-    }
+    for (int j = 0; j < HELD; j++) out[j] = PIECES == 1 ? out[j] * factor : v[PARTNER(j) % HELD];
+}
+
+/* v[j] becomes own[j] v[j] + across[j] other[j], its partner. What does not turn has no partner, and so nothing of an
+ * infinite one. */
+BST_DEVICE void turn(float *v, const float *other, const float *own, const float *across, bst_pieces p) {
+    BST_UNROLL
+    for (int j = 0; j < HELD; j++) v[j] = bst_fma(PASSING && !p.turning ? 0.0f : other[j], across[j], v[j] * own[j]);
 }
 
 /* Of a head, of which this thread holds x. Every thread of the block takes part. */
 BST_DEVICE float rstd_of(const float *x, float eps, float *scratch) {
     float squares = 0;
     BST_UNROLL
-    for (int j = 0; j < PAIR; j++) squares = bst_fma(x[j], x[j], squares);
-    return bst_rsqrt(bst_group_sum(squares, GROUP, scratch) * (1.0f / DIM) + eps);
+    for (int j = 0; j < HELD; j++) squares = bst_fma(x[j], x[j], squares);
+    const float mean = bst_group_sum(squares, GROUP, scratch) * (1.0f / DIM) + eps;
+    const bool narrow = IN_TYPE != BST_F32_CODE && W_TYPE != BST_F32_CODE && OUT_TYPE != BST_F32_CODE;
+    return narrow ? bst_rsqrt_near(mean) : bst_rsqrt(mean);
 }
 
 BST_DEVICE void store_pieces(void *base, int64_t start, const float *in, int type, bst_pieces p) {
-    if (p.has_left) bst_store_once(base, start + p.left, in, type, VEC);
-    if (p.has_right) bst_store_once(base, start + p.right, in + VEC, type, VEC);
+    if (p.has_left) bst_store(base, start + p.left, in, type, VEC);
+    if (p.has_right) bst_store(base, start + p.right, in + VEC, type, VEC);
 }
 
 BST_DEVICE void read_pieces(bst_raw *out, const void *base, int64_t start, int type, bool wanted, bst_pieces p) {
     const bst_raw none = {{0, 0, 0, 0}};
-    out[0] = out[1] = none;
-    if (wanted && p.has_left) out[0] = bst_raw_once(base, start + p.left, type, VEC);
-    if (wanted && p.has_right) out[1] = bst_raw_once(base, start + p.right, type, VEC);
+    out[0] = out[PIECES - 1] = none;
+    if (wanted && p.has_left) out[0] = bst_raw_at(base, start + p.left, type, VEC);
+    if (wanted && p.has_right) out[PIECES - 1] = bst_raw_at(base, start + p.right, type, VEC);
 }
 
 BST_DEVICE void unpack_pieces(float *out, const bst_raw *raw, int type) {
-    bst_unpack(out, raw[0], type, VEC);
-    bst_unpack(out + VEC, raw[1], type, VEC);
+    BST_UNROLL
+    for (int i = 0; i < PIECES; i++) bst_unpack(out + i * VEC, raw[i], type, VEC);
 }
 #endif
 
@@ -127,38 +141,52 @@ BST_KERNEL(qk_norm_rope_forward, qk_norm_rope_forward_args, THREADS, 1) {
     BST_SHARED(float, scratch, 64);
     const int lane = (int)bst_thread() % GROUP;
     const uint32_t group = bst_block() * GROUPS + bst_thread() / GROUP;
-    const uint32_t token = group / SLOTS;
+    /* Groups with nothing to do read what others read: accesses that depend on nothing are all under way at once. */
+    const bool live = group / SLOTS < a.tables.tokens;
+    const uint32_t token = live ? group / SLOTS : 0;
     const slot_heads s = slot_at((int)(group % SLOTS));
     const qk_norm_rope_forward_heads h = s.of_q ? a.q : a.k;
     const bst_pieces p = bst_pieces_of(lane);
-    const bool live = token < a.tables.tokens;
-    const int64_t batch = token / a.tables.positions, position = token % a.tables.positions;
+    const bst_token_place at_token = bst_place_of_token(token, a.tables.tokens, a.tables.positions);
+    const int64_t batch = at_token.batch, position = at_token.position;
     const int64_t x = bst_token_start(h.x_map, batch, position) + s.first * h.x_map.head;
     const int64_t y = bst_token_start(h.y_map, batch, position) + s.first * h.y_map.head;
-    bst_raw raw[QK_EACH][2];
-    float own[PAIR], across[PAIR];
+    bst_raw raw[QK_EACH][PIECES];
+    float own[HELD], across[HELD];
     bst_wait_for_previous();
     BST_UNROLL
-    for (int i = 0; i < QK_EACH; i++) read_pieces(raw[i], h.x, x + i * h.x_map.head, IN_TYPE, live && i < s.count, p);
+    for (int i = 0; i < QK_EACH; i++) {
+        const int head = EVEN || i < s.count ? i : 0;
+        read_pieces(raw[i], h.x, x + head * h.x_map.head, IN_TYPE, true, p);
+    }
     {
-        float w[PAIR], sine[PAIR];
-        load_weight(w, h.weight, p);
-        load_tables(own, sine, &a.tables, batch, position, live, p);
+        float w[HELD], w_across[HELD], sine[HELD];
+        load_pieces(w, h.weight, 0, W_TYPE, p);
+        load_partners(w_across, h.weight, 0, W_TYPE, p);
+        as_factor(w);
+        as_factor(w_across);
         BST_UNROLL
-        for (int j = 0; j < PAIR; j++) {
+        for (int j = 0; j < HELD; j++) own[j] = 1, sine[j] = 0; /* of what does not turn */
+        if (p.turning) {
+            load_pieces(own, a.tables.cos, cos_of(&a.tables, batch, position), TABLE_TYPE, p);
+            load_pieces(sine, a.tables.sin, sin_of(&a.tables, batch, position), TABLE_TYPE, p);
+        }
+        BST_UNROLL
+        for (int j = 0; j < HELD; j++) {
             own[j] *= w[j];
-            across[j] = w[PARTNER(j)] * (FIRST(j) ? -sine[j] : sine[j]);
+            across[j] = w_across[j] * (FIRST(j) ? -sine[j] : sine[j]);
         }
     }
     BST_UNROLL
     for (int i = 0; i < QK_EACH; i++) {
-        float v[PAIR];
+        float v[HELD], other[HELD];
         unpack_pieces(v, raw[i], IN_TYPE);
         const float rstd = rstd_of(v, a.eps, scratch + i % 2 * 32);
         BST_UNROLL
-        for (int j = 0; j < PAIR; j++) v[j] *= rstd;
-        turn(v, own, across, p);
-        if (live && i < s.count) store_pieces(h.y, y + i * h.y_map.head, v, OUT_TYPE, p);
+        for (int j = 0; j < HELD; j++) v[j] *= rstd;
+        partners_of(other, v, raw[i], IN_TYPE, rstd);
+        turn(v, other, own, across, p);
+        if (live && (EVEN || i < s.count)) store_pieces(h.y, y + i * h.y_map.head, v, OUT_TYPE, p);
     }
 }
 #endif
@@ -176,7 +204,8 @@ typedef struct slot_source {
 BST_DEVICE slot_source source_of(const qk_norm_rope_backward_args *a, slot_heads s, uint32_t token) {
     slot_source from = {a->q.x, a->q.dy, token < a->tables.tokens};
     if (!from.live) return from;
-    const int64_t batch = token / a->tables.positions, position = token % a->tables.positions;
+    const bst_token_place at_token = bst_place_of_token(token, a->tables.tokens, a->tables.positions);
+    const int64_t batch = at_token.batch, position = at_token.position;
     const qk_norm_rope_backward_heads *q = &a->q, *k = &a->k;
     from.x = s.of_q ? bst_at(q->x, bst_token_start(q->x_map, batch, position) + s.first * q->x_map.head, IN_TYPE)
                     : bst_at(k->x, bst_token_start(k->x_map, batch, position) + s.first * k->x_map.head, IN_TYPE);
@@ -188,18 +217,18 @@ BST_DEVICE slot_source source_of(const qk_norm_rope_backward_args *a, slot_heads
 #if RING
 /* A thread copies its own pieces into its own places and reads nobody else's: waiting for its own copies is all the
  * synchronisation there is. Places of one piece lie side by side, which keeps the banks apart. */
-BST_DEVICE unsigned char *place(unsigned char *ring, int i, int piece) {
-    return ring + ((i * 4 + piece) * THREADS + (int)bst_thread()) * 16;
+BST_DEVICE unsigned char *place(unsigned char *ring, int i, int input, int piece) {
+    return ring + (((i * 2 + input) * PIECES + piece) * THREADS + (int)bst_thread()) * 16;
 }
 
 BST_DEVICE void fetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
     if (wanted && p.has_left) {
-        bst_copy_async16(place(ring, i, 0), bst_at(from->x, p.left, IN_TYPE));
-        bst_copy_async16(place(ring, i, 2), bst_at(from->dy, p.left, OUT_TYPE));
+        bst_copy_async16(place(ring, i, 0, 0), bst_at(from->x, p.left, IN_TYPE));
+        bst_copy_async16(place(ring, i, 1, 0), bst_at(from->dy, p.left, OUT_TYPE));
     }
     if (wanted && p.has_right) {
-        bst_copy_async16(place(ring, i, 1), bst_at(from->x, p.right, IN_TYPE));
-        bst_copy_async16(place(ring, i, 3), bst_at(from->dy, p.right, OUT_TYPE));
+        bst_copy_async16(place(ring, i, 0, PIECES - 1), bst_at(from->x, p.right, IN_TYPE));
+        bst_copy_async16(place(ring, i, 1, PIECES - 1), bst_at(from->dy, p.right, OUT_TYPE));
     }
     bst_copy_async_commit();
 }
@@ -237,9 +266,9 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
     const void *weight = s.of_q ? a.q.weight : a.k.weight;
     const int64_t x_head = s.of_q ? a.q.x_map.head : a.k.x_map.head;
     const int64_t dy_head = s.of_q ? a.q.dy_map.head : a.k.dy_map.head;
-    float dw[PAIR];
+    float dw[HELD];
     BST_UNROLL
-    for (int j = 0; j < PAIR; j++) dw[j] = 0;
+    for (int j = 0; j < HELD; j++) dw[j] = 0;
     bst_wait_for_previous();
     bst_let_next_start(); /* the sum of the partial rows: it waits for this kernel's end on the multiprocessor */
     /* The groups beyond the last whole token stay idle, but take part in every sum and barrier. */
@@ -256,26 +285,31 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
         const bool live = token < a.tables.tokens;
         const uint32_t next = live ? token + step : token;
         slot_source from = source_of(&a, s, RING ? next : token);
-        const int64_t batch = token / a.tables.positions, position = token % a.tables.positions;
-        float c[PAIR], back[PAIR];
-        {
-            float sine[PAIR];
-            load_tables(c, sine, &a.tables, batch, position, live, p);
-            BST_UNROLL
-            for (int j = 0; j < PAIR; j++) back[j] = FIRST(j) ? sine[PARTNER(j)] : -sine[PARTNER(j)];
+        const bst_token_place at_token = bst_place_of_token(token, a.tables.tokens, a.tables.positions);
+        const int64_t batch = at_token.batch, position = at_token.position;
+        float c[HELD], back[HELD];
+        BST_UNROLL
+        for (int j = 0; j < HELD; j++) c[j] = 1, back[j] = 0; /* of what does not turn */
+        if (live && p.turning) {
+            load_pieces(c, a.tables.cos, cos_of(&a.tables, batch, position), TABLE_TYPE, p);
+            load_partners(back, a.tables.sin, sin_of(&a.tables, batch, position), TABLE_TYPE, p);
         }
+        BST_UNROLL
+        for (int j = 0; j < HELD; j++) back[j] = FIRST(j) ? back[j] : -back[j];
         BST_ROLLED
         for (int i = 0; i < QK_EACH; i++) {
             const bool wanted = live && i < s.count;
             const bst_raw none = {{0, 0, 0, 0}};
-            bst_raw raw_x[2] = {none, none}, raw_dy[2] = {none, none};
-            float n[PAIR], m[PAIR], w[PAIR];
+            bst_raw raw_x[PIECES], raw_dy[PIECES];
+            float n[HELD], m[HELD], w[HELD], other[HELD];
 #if RING
             bst_copy_async_wait(QK_EACH - 1);
-            if (wanted && p.has_left) raw_x[0] = bst_read(place(memory, i, 0), 16);
-            if (wanted && p.has_right) raw_x[1] = bst_read(place(memory, i, 1), 16);
-            if (wanted && p.has_left) raw_dy[0] = bst_read(place(memory, i, 2), 16);
-            if (wanted && p.has_right) raw_dy[1] = bst_read(place(memory, i, 3), 16);
+            BST_UNROLL
+            for (int piece = 0; piece < PIECES; piece++) {
+                const bool mine = wanted && (piece ? p.has_right : p.has_left);
+                raw_x[piece] = mine ? bst_read(place(memory, i, 0, piece), 16) : none;
+                raw_dy[piece] = mine ? bst_read(place(memory, i, 1, piece), 16) : none;
+            }
             fetch(memory, i, &from, from.live && i < s.count, p);
 #else
             read_pieces(raw_x, from.x, 0, IN_TYPE, wanted, p);
@@ -283,15 +317,17 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
 #endif
             from.x = bst_at(from.x, x_head, IN_TYPE);
             from.dy = bst_at(from.dy, dy_head, OUT_TYPE);
-            load_weight(w, weight, p);
+            load_pieces(w, weight, 0, W_TYPE, p);
+            as_factor(w);
             unpack_pieces(n, raw_x, IN_TYPE);
             const float rstd = rstd_of(n, a.eps, scratch);
             unpack_pieces(m, raw_dy, OUT_TYPE);
-            turn(m, c, back, p);
+            partners_of(other, m, raw_dy, OUT_TYPE, 1.0f);
+            turn(m, other, c, back, p);
             unpack_pieces(n, raw_x, IN_TYPE);
             float projection = 0;
             BST_UNROLL
-            for (int j = 0; j < PAIR; j++) {
+            for (int j = 0; j < HELD; j++) {
                 n[j] *= rstd;
                 if (WANTS & (QK_DWEIGHT | QK_DWEIGHT << QK_OF_K)) dw[j] = bst_fma(m[j], n[j], dw[j]);
                 m[j] *= w[j];
@@ -300,7 +336,7 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
             if (!(WANTS & (QK_DX | QK_DX << QK_OF_K))) continue;
             projection = bst_group_sum(projection, GROUP, scratch + 32) * (1.0f / DIM);
             BST_UNROLL
-            for (int j = 0; j < PAIR; j++) m[j] = rstd * bst_fma(-projection, n[j], m[j]);
+            for (int j = 0; j < HELD; j++) m[j] = rstd * bst_fma(-projection, n[j], m[j]);
             if (!dx_wanted || !wanted) continue;
             const qk_norm_rope_backward_heads *q = &a.q, *k = &a.k;
             const int head = s.first + i;

@@ -4,9 +4,10 @@
 
 #include "head_map.h"
 
-/* Heads of q, or of k, that a group of threads takes of a token in the backward pass. Few, for they share nothing that is
- * not kept anyway: on an H200, 16384 tokens of 32 + 8 heads of 128 in bf16, 8: 142 us, 4: 140, 2: 129. */
-#define QK_BACKWARD_EACH 2
+/* Heads of q, or of k, that a group of threads takes of a token in the backward pass: of each a thread has a place in
+ * shared memory, so they decide how much is under way. On an H200, 16384 tokens of 32 + 8 heads of 128 in bf16: of two
+ * pieces 8: 142 us, 4: 140, 2: 129; of one (rotary.cuh) 4: 130, 2: 143. */
+#define QK_BACKWARD_EACH(pieces) (4 / (pieces))
 
 /* What of q or k is wanted of the backward pass; k's bits are those of q, shifted by QK_OF_K. */
 #define QK_DX      1

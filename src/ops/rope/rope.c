@@ -66,11 +66,26 @@ static bst_status check(const names *n, const DLTensor *q, const DLTensor *k, co
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum { DIM, ROTARY, Q_HEADS, K_HEADS, IN_TYPE, OUT_TYPE, TABLE_TYPE, INTERLEAVED, BACKWARD, VEC, SLOTS, EACH, TOKENS };
+enum {
+    DIM,
+    ROTARY,
+    Q_HEADS,
+    K_HEADS,
+    IN_TYPE,
+    OUT_TYPE,
+    TABLE_TYPE,
+    INTERLEAVED,
+    BACKWARD,
+    VEC,
+    PIECES,
+    SLOTS,
+    EACH,
+    TOKENS
+};
 static const bst_kernel kernel = {"rope.cu",
                                   "rope",
                                   {"DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE",
-                                   "INTERLEAVED", "BACKWARD", "VEC", "SLOTS", "EACH", "TOKENS", NULL}};
+                                   "INTERLEAVED", "BACKWARD", "VEC", "PIECES", "SLOTS", "EACH", "TOKENS", NULL}};
 
 /* Four heads a thread: eight accesses under way, and one read of the tables for four heads, within 128 registers. A
  * block of 256 threads or less, so that a multiprocessor holds several. */
@@ -91,7 +106,7 @@ static int64_t vector(const rope_cpu *c) {
 
 /* Geometry, for at most `each` heads a thread and blocks of `block` threads. */
 static void arrange(bst_launch *l, int64_t tokens, int64_t each, int64_t block) {
-    int64_t lanes = bst__rotary_lanes(l->values[DIM], l->values[ROTARY], l->values[VEC]);
+    int64_t lanes = bst__rotary_lanes(l->values[DIM], l->values[ROTARY], l->values[VEC], l->values[PIECES]);
     int64_t heads = l->values[Q_HEADS] + l->values[K_HEADS];
     int64_t slots = lesser((heads + each - 1) / each, lanes < block ? block / lanes : 1);
     /* Tokens of a block: as many as leave the fewest lanes of its warps idle. */
@@ -104,7 +119,7 @@ static void arrange(bst_launch *l, int64_t tokens, int64_t each, int64_t block) 
     l->values[EACH] = each;
     l->values[TOKENS] = best;
     l->grid_x = (unsigned)((tokens + best - 1) / best);
-    l->block = (unsigned)(threads * best);
+    l->block = (unsigned)((threads * best + 31) / 32 * 32);
 }
 
 static bool alternative(bst_launch *l, int number, int64_t tokens) {
@@ -127,6 +142,7 @@ static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
     l->values[INTERLEAVED] = c->interleaved;
     l->values[BACKWARD] = c->backward;
     l->values[VEC] = vector(c);
+    l->values[PIECES] = bst__rotary_pieces(l->values[DIM], l->values[ROTARY], l->values[VEC], c->interleaved);
     arrange(l, tokens, HEADS_EACH, BLOCK);
 }
 

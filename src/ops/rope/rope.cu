@@ -2,18 +2,20 @@
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE, OUT_TYPE, TABLE_TYPE (codes of
  * dtype.h); INTERLEAVED; BACKWARD; VEC elements of an access, a divisor of ROTARY / 2 and, where the rest of a head is
- * copied, of DIM; SLOTS heads of a token turned side by side, EACH one after the other but loaded at once; TOKENS of a
+ * copied, of DIM; PIECES of a thread; SLOTS heads of a token turned side by side, EACH one after the other but loaded at once; TOKENS of a
  * block. q and k may be written where they were read.
  *
- * A thread takes two pieces (rotary.cuh) at the same place of several heads of one token. Its cos and sin are read once
- * and serve all these heads.
+ * A thread takes one piece or two (rotary.cuh) at the same place of several heads of one token. Its cos and sin are read
+ * once and serve all these heads.
  * Bytes: 2 * size for each element of q and k, and the tables once (batch rows that share them find them in the L2).
  * Measured on an H200, bf16: 86 us for 16384 tokens of 32 + 8 heads of 128 (0.92 of the copy bandwidth). */
 #include "pack.cuh"
 #include "rope_args.h"
 #include "rotary.cuh"
 
-#define HEADS (Q_HEADS + K_HEADS)
+#define HEADS   (Q_HEADS + K_HEADS)
+#define WORKERS (TOKENS * SLOTS * LANES)
+#define EVEN    (HEADS % (SLOTS * EACH) == 0) /* every thread has as many heads */
 
 /* (u, v) becomes (u cu + v mu, v cv + u mv). */
 BST_DEVICE void turn(float *u, float *v, float cu, float mu, float cv, float mv) {
@@ -22,11 +24,15 @@ BST_DEVICE void turn(float *u, float *v, float cu, float mu, float cv, float mv)
     *u = first;
 }
 
-BST_KERNEL(rope, rope_args, TOKENS * SLOTS * LANES, 1) {
+BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
     const int lane = (int)bst_thread() % LANES, slot = (int)bst_thread() / LANES % SLOTS;
-    const uint32_t token = bst_block() * TOKENS + bst_thread() / (LANES * SLOTS);
-    if (token >= a.tokens) return;
-    const int64_t batch = token / a.positions, position = token % a.positions;
+    const uint32_t own = bst_block() * TOKENS + bst_thread() / (LANES * SLOTS);
+    /* Threads with nothing to do read what others read: their warp may have shuffles to do, and accesses that depend on
+     * nothing are all under way at once. */
+    const bool live = bst_thread() < WORKERS && own < a.tokens;
+    const uint32_t token = live ? own : 0;
+    const bst_token_place place = bst_place_of_token(token, a.tokens, a.positions);
+    const int64_t batch = place.batch, position = place.position;
     const bst_pieces p = bst_pieces_of(lane);
     const bool turning = p.turning, has_right = p.has_right;
     const int left = p.left, right = p.right;
@@ -52,7 +58,7 @@ BST_KERNEL(rope, rope_args, TOKENS * SLOTS * LANES, 1) {
             const int partner = whole ? j ^ 1 : j;
             const float across_left = BACKWARD ? (whole ? s_left[partner] : s_right[j]) : s_left[j];
             const float across_right = BACKWARD ? (whole ? s_right[partner] : s_left[j]) : s_right[j];
-            const bool left_first = !whole || j % 2 == 0, right_first = whole && j % 2 == 0;
+            const bool left_first = PIECES == 1 ? p.first : !whole || j % 2 == 0, right_first = whole && j % 2 == 0;
             m_left[j] = left_first == (BACKWARD != 0) ? across_left : -across_left;
             m_right[j] = right_first == (BACKWARD != 0) ? across_right : -across_right;
         }
@@ -61,25 +67,21 @@ BST_KERNEL(rope, rope_args, TOKENS * SLOTS * LANES, 1) {
         bst_raw raw_left[EACH], raw_right[EACH];
         BST_UNROLL
         for (int i = 0; i < EACH; i++) {
-            const int head = first + i * SLOTS + slot;
-            if (head >= HEADS) continue;
+            const int mine = first + i * SLOTS + slot, head = EVEN || mine < HEADS ? mine : 0;
             const bool is_q = head < Q_HEADS;
             const void *in = is_q ? a.q : a.k;
-            const int64_t at = is_q ? q_in + head * a.q_strides.head : k_in + (head - Q_HEADS) * a.k_strides.head;
+            const int64_t stride = is_q ? a.q_strides.head : a.k_strides.head;
+            const int64_t at = (is_q ? q_in : k_in) + (is_q ? head : head - Q_HEADS) * stride;
             raw_left[i] = bst_raw_at(in, at + left, IN_TYPE, VEC);
             if (has_right) raw_right[i] = bst_raw_at(in, at + right, IN_TYPE, VEC);
         }
         BST_UNROLL
         for (int i = 0; i < EACH; i++) {
             const int head = first + i * SLOTS + slot;
-            if (head >= HEADS) continue;
-            const bool is_q = head < Q_HEADS;
-            void *out = is_q ? a.q_out : a.k_out;
-            const int64_t at =
-                is_q ? q_out + head * a.q_out_strides.head : k_out + (head - Q_HEADS) * a.k_out_strides.head;
+            if (PIECES == 1) raw_right[i] = bst_partner(raw_left[i], VEC * bst_type_size(IN_TYPE));
             float x[VEC], y[VEC];
             bst_unpack(x, raw_left[i], IN_TYPE, VEC);
-            if (has_right) bst_unpack(y, raw_right[i], IN_TYPE, VEC);
+            if (PIECES == 1 || has_right) bst_unpack(y, raw_right[i], IN_TYPE, VEC);
             if (turning && WHOLE_PAIRS) {
                 BST_UNROLL
                 for (int j = 0; j + 1 < VEC; j += 2) {
@@ -90,6 +92,11 @@ BST_KERNEL(rope, rope_args, TOKENS * SLOTS * LANES, 1) {
                 BST_UNROLL
                 for (int j = 0; j < VEC; j++) turn(&x[j], &y[j], c_left[j], m_left[j], c_right[j], m_right[j]);
             }
+            if (!live || !(EVEN || head < HEADS)) continue;
+            const bool is_q = head < Q_HEADS;
+            void *out = is_q ? a.q_out : a.k_out;
+            const int64_t stride = is_q ? a.q_out_strides.head : a.k_out_strides.head;
+            const int64_t at = (is_q ? q_out : k_out) + (is_q ? head : head - Q_HEADS) * stride;
             bst_store(out, at + left, x, OUT_TYPE, VEC);
             if (has_right) bst_store(out, at + right, y, OUT_TYPE, VEC);
         }
