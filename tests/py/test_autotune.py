@@ -215,7 +215,9 @@ def test_the_variable_switches_it_on_and_another_process_reads_the_choices(tmp_p
     )
     seen = []
     for _ in range(2):
-        subprocess.run([sys.executable, "-c", script], env={**os.environ, "BASTILE_AUTOTUNE": "1"}, check=True)
+        environment = {**os.environ, "BASTILE_AUTOTUNE": "1", "PYTHONFAULTHANDLER": "1"}
+        ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
         folder = tmp_path / "cache"
         seen.append({name: (folder / name).stat().st_mtime_ns for name in choices_on_disk(tmp_path)})
     assert len(seen[0]) >= 9

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from bastile.bench import cases, machine, report, run, timing
 from bastile.bench.cases import HOST, LIMITS, OPS, Case, Need
@@ -123,6 +125,8 @@ def test_forward_alone_and_ignored_labels_and_host_time() -> None:
 def test_torch_compile_traces_the_code_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' and PyTorch's. What the compiler makes of the trace is torch's business, and would need a C++
     compiler here."""
+    if op == "moe_experts" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("grouped_mm_experts_forward of this Transformers cannot be traced on a CPU (nor by stock alone)")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     result = measure(Case(op, TINY[op]), ("hf", "compile", "compile-torch"))
     assert [row["name"] for row in result["rows"] if "seconds" in row] == [
@@ -427,6 +431,8 @@ def test_every_operator_is_captured_on_cuda(op: str) -> None:
     (result,) = run.run_cases(
         [(Case(op, TINY[op]), "bf16")], ("bastile", "hf"), torch.device("cuda"), copy_speed=1e12, rounds=2
     )
-    way = "queue" if op == "fused_linear_cross_entropy" else "graph"
+    by_queue = op in ("fused_linear_cross_entropy", "gated_mlp", "moe_experts")  # what large products are measured by
     for row in result["rows"]:
-        assert (row.get("way"), row.get("note")) == (way, None), row
+        assert row.get("way") == ("queue" if by_queue else "graph"), row
+        # Of products as small as these the host is seldom ahead.
+        assert row.get("note") is None or (by_queue and row["note"] == timing._BEHIND), row

@@ -35,7 +35,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 
 
 def test_demo_trains_twice_and_reports(tmp_path: Path, text: Path) -> None:
-    printed = command("demo", "--text", text, "--vocabulary", 300, "--out", tmp_path, *TRAINING)
+    printed = command("demo", "--text", text, "--vocabulary", 300, "--lr", "3e-3", "--out", tmp_path, *TRAINING)
     result = json.loads((tmp_path / "result.json").read_text())
     stock, patched = result["runs"]
     assert (stock["name"], stock["patched"]) == ("stock", [])
@@ -46,7 +46,7 @@ def test_demo_trains_twice_and_reports(tmp_path: Path, text: Path) -> None:
         assert run["tokens_per_second"] == pytest.approx(3 * 2 * 32 / run["timed_seconds"])
         assert run["seconds_per_step"] == pytest.approx(run["timed_seconds"] / 3)
         assert 0 < run["memory_before_training"] < run["peak_memory"] < 4 * 2**30
-    # Three steps of a small learning rate part two float32 programs by no more than rounding: of the loss, 4 digits.
+    # Three steps part two float32 programs by no more than rounding: of the loss, 4 digits.
     assert result["comparison"]["largest_loss_difference"] < 1e-4 * stock["losses"][0]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     for shown in ("Stock Transformers", "Bastile", "tokens/s", "peak memory", f"{stock['losses'][-1]:.4f}", *PATCHES):

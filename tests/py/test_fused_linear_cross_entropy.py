@@ -56,7 +56,8 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     # another place between two powers of two, where its relative size differs by up to a factor of two. Over the many
     # magnitudes of a row that averages out to some per cent: a quarter of a rounding.
     place = 0.0 if reduction == "none" else 0.25
-    return {"dhidden": late + place, "dweight": summed + late + place, "dbias": summed + late + place}
+    # A number of dbias is mostly its own targets', of one magnitude.
+    return {"dhidden": late + place, "dweight": summed + late + place, "dbias": summed + late + 4 * place}
 
 
 def computed_rows(target: torch.Tensor, device: str) -> int:

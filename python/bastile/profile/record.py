@@ -38,7 +38,7 @@ def measure(
     seconds = (time.perf_counter() - begin) / steps
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    with marks(), profile(activities=activities) as profiler:
+    with marks(), profile(activities=activities, acc_events=True) as profiler:
         step()
         _wait(device)
     return {

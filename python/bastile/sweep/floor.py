@@ -23,7 +23,8 @@ def profile(step: Callable[[], object], device: torch.device, steps: int = 4) ->
     from torch.profiler import ProfilerActivity
 
     on_cuda = device.type == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiler:
+    activities = [ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         wall = sum(seconds_of(step, device) for _ in range(steps)) / steps
     found = {"products": 0.0, "attention": 0.0, "rest": 0.0}
     for event in profiler.key_averages():
