@@ -167,6 +167,15 @@ def test_chosen_operators_alone_are_used(here: Callable[..., str], model: Path, 
     assert "swiglu" not in printed
 
 
+def test_longer_sequences_than_the_model_was_made_for_are_told(
+    here: Callable[..., str], model: Path, text: Path, tmp_path: Path
+) -> None:
+    most = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    for sequence, told in ((most, False), (most + 1, True)):
+        printed = here(model, text, tmp_path / str(sequence), "--sequence", sequence, "--steps", 2, "--no-baseline")
+        assert (f"at most {most} tokens (max_position_embeddings)" in printed.replace("\n", " ")) is told
+
+
 def test_what_cannot_be_resumed_is_told(here: Callable[..., str], model: Path, text: Path, tmp_path: Path) -> None:
     size = ["--sequence", 32, "--no-baseline"]
     printed = here(model, text, tmp_path / "none", *size, "--resume", status=2)

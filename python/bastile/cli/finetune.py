@@ -100,7 +100,13 @@ def finetune(options: argparse.Namespace) -> int:
         raise UsageError(f"--warmup is {options.warmup}; 0 or more is needed")
     out = runs.check(options)
     name = model.find_model(options.model)
-    model.load_config(name)
+    most = getattr(model.load_config(name), "max_position_embeddings", None)
+    if most and options.sequence > most:
+        print(
+            f"Note: --sequence is {options.sequence}, but the model was made for at most {most} tokens "
+            "(max_position_embeddings)",
+            file=sys.stderr,
+        )
     tokenizer = model.load_tokenizer(name)
     examples, what = data.load(options.data, options.split, tokenizer, options.sequence)
     print(f"Training data: {what}", flush=True)
