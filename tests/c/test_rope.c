@@ -102,6 +102,22 @@ TEST(a_fused_projection_turns_in_place_and_back) {
     for (int i = 0; i < B * S * ALL; i++) CHECK_CLOSE((&copy[0][0][0])[i], (&projection[0][0][0])[i], 5e-7);
 }
 
+/* Heads that turn whole are shared out in another way, and few tokens leave threads of a block with nothing to do. */
+TEST(whole_heads_turn_in_place_as_elsewhere) {
+    enum { T = 5, N = 4, W = 16 };
+    static float x[T][N][W], y[T][N][W], c[T][W], s[T][W];
+    bst_fill(&x[0][0][0], T * N * W, 1, 1);
+    bst_fill(&c[0][0], T * W, 2, 1);
+    bst_fill(&s[0][0], T * W, 3, 1);
+    int64_t q_sizes[] = {1, N - 1, T, W}, k_sizes[] = {1, 1, T, W}, sizes[] = {1, T, W}, strides[] = {0, W, N * W, 1};
+    DLTensor q = heads(x, q_sizes, strides), k = heads(x[0][N - 1], k_sizes, strides);
+    DLTensor qo = heads(y, q_sizes, strides), ko = heads(y[0][N - 1], k_sizes, strides);
+    DLTensor ct = bst_f32(&c[0][0], 3, sizes), st = bst_f32(&s[0][0], 3, sizes);
+    CHECK_OK(bst_rope_forward(NULL, &q, &k, &ct, &st, 0, &qo, &ko));
+    CHECK_OK(bst_rope_forward(NULL, &q, &k, &ct, &st, 0, &q, &k));
+    CHECK(memcmp(x, y, sizeof x) == 0);
+}
+
 TEST(errors_name_the_argument_and_write_nothing) {
     static float copy[B][S][ALL];
     inputs();
@@ -184,6 +200,7 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rope", compile_calls)
 int main(void) {
     RUN(values_and_gradients);
     RUN(a_fused_projection_turns_in_place_and_back);
+    RUN(whole_heads_turn_in_place_as_elsewhere);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
