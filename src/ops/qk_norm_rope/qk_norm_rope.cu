@@ -5,8 +5,8 @@
  * PIECES of a thread (rotary.cuh); GROUP threads of a head, a power of two, at least LANES; THREADS of a block; forward:
  * EACH, the heads of a group; backward: WANTS (bits of qk_norm_rope_args.h), BLOCKS that a multiprocessor holds.
  *
- * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, QK_EACH heads of q or of k, is a slot of the token; its
- * weight, cosines and sines are read once for these.
+ * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, QK_EACH heads
+ * of q or of k, is a slot of the token; its weight, cosines and sines are read once for these.
  *
  * forward   one slot a group; all its reads are under way at once. Bytes: q and k read and written, once each; the
  *           tables once (batch rows that share them find them in the L2).
