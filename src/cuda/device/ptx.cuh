@@ -209,9 +209,6 @@ BST_DEVICE float bst_reciprocal(float v) {
     return r;
 }
 
-/* Correctly rounded, but for tanh (2 ulp). */
-BST_DEVICE float bst_rsqrt(float v) { return __frsqrt_rn(v); }
-BST_DEVICE float bst_sqrt(float v) { return __fsqrt_rn(v); }
 /* 1 / sqrt(v) to 2^-22 of itself, by one instruction instead of some twenty: for what is rounded to 16 bits.
  * "Floating Point Instructions: rsqrt". */
 BST_DEVICE float bst_rsqrt_near(float v) {
@@ -219,6 +216,10 @@ BST_DEVICE float bst_rsqrt_near(float v) {
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
+
+/* Correctly rounded, but for tanh (2 ulp). */
+BST_DEVICE float bst_rsqrt(float v) { return __frsqrt_rn(v); }
+BST_DEVICE float bst_sqrt(float v) { return __fsqrt_rn(v); }
 BST_DEVICE float bst_divide(float a, float b) { return __fdiv_rn(a, b); }
 BST_DEVICE float bst_tanh(float v) { return tanhf(v); }
 BST_DEVICE float bst_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }

@@ -237,6 +237,7 @@ static bst_status backward_cuda(const bst_exec *exec, qk_norm_rope_cpu *c, bst_d
     BST_TRY(bst__cuda_chip(backward_op, device, &chip));
     shape(&l, c, y_dtype, BACKWARD_THREADS);
     int64_t slots = 0, threads = l.values[THREADS], groups = threads / l.values[GROUP], vec = l.values[VEC];
+    int64_t pieces = l.values[PIECES], each = QK_BACKWARD_EACH(pieces);
     bool want_dweight = false;
     qk_norm_rope_backward_args args = {.tables = tables_of(c), .eps = c->eps};
     qk_norm_rope_backward_heads *const to[] = {&args.q, &args.k};
@@ -244,7 +245,7 @@ static bst_status backward_cuda(const bst_exec *exec, qk_norm_rope_cpu *c, bst_d
         const qk_norm_rope_heads *h = &c->of[i];
         int wants = (h->dx.data ? QK_DX : 0) | (h->dweight.data ? QK_DWEIGHT : 0);
         l.values[WANTS] |= wants << i * QK_OF_K;
-        slots += wants ? slots_of(h->x.size[1], QK_BACKWARD_EACH(l.values[PIECES])) : 0;
+        slots += wants ? slots_of(h->x.size[1], each) : 0;
         want_dweight |= h->dweight.data != NULL;
         *to[i] = (qk_norm_rope_backward_heads){h->x.data,
                                                h->weight.data,
@@ -257,14 +258,13 @@ static bst_status backward_cuda(const bst_exec *exec, qk_norm_rope_cpu *c, bst_d
     BST_TRY(check_count(backward_op, c, slots));
     /* The pieces of both inputs, of 16 bytes, for each of a thread's heads; at the end a row of sums for each group. */
     bool ring = vec * bst__dtype_size(c->of[0].x.dtype) == 16 && vec * bst__dtype_size(y_dtype) == 16;
-    int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = 0;
-    if (ring) copies = threads * QK_BACKWARD_EACH(l.values[PIECES]) * 2 * l.values[PIECES] * 16;
+    int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = ring ? threads * each * 2 * pieces * 16 : 0;
     l.shared = (unsigned)(copies > sums ? copies : sums);
-    /* Blocks that a multiprocessor holds: 512 threads of 128 registers; 384 of 168 where some threads of a head have
-     * less to do than others. */
-    bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == l.values[PIECES] * vec * l.values[GROUP];
+    /* Blocks that a multiprocessor holds. Of one piece a thread: 640 threads of 96 registers. Of two: 512 of 128; 384 of
+     * 168 where some threads of a head have less to do than others. */
+    bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == 2 * vec * l.values[GROUP];
     int64_t fit = l.shared ? chip.shared_memory / (int64_t)l.shared : INT64_MAX;
-    int64_t blocks = (l.values[PIECES] == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads;
+    int64_t blocks = (pieces == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads;
     if (blocks > fit) blocks = fit;
     if (blocks < 1) blocks = 1;
     l.values[BLOCKS] = blocks;

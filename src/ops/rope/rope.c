@@ -87,8 +87,8 @@ static const bst_kernel kernel = {"rope.cu",
                                   {"DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE",
                                    "INTERLEAVED", "BACKWARD", "VEC", "PIECES", "SLOTS", "EACH", "TOKENS", NULL}};
 
-/* Four heads a thread: eight accesses under way, and one read of the tables for four heads, within 128 registers. A
- * block of 256 threads or less, so that a multiprocessor holds several. */
+/* Four heads a thread: four accesses of each of its pieces under way, and one read of the tables for four heads, within
+ * 128 registers. A block of 256 threads or less, so that a multiprocessor holds several. */
 enum { HEADS_EACH = 4, BLOCK = 256 };
 
 static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -2,8 +2,8 @@
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE, OUT_TYPE, TABLE_TYPE (codes of
  * dtype.h); INTERLEAVED; BACKWARD; VEC elements of an access, a divisor of ROTARY / 2 and, where the rest of a head is
- * copied, of DIM; PIECES of a thread; SLOTS heads of a token turned side by side, EACH one after the other but loaded at once; TOKENS of a
- * block. q and k may be written where they were read.
+ * copied, of DIM; PIECES of a thread; SLOTS heads of a token turned side by side, EACH one after the other but loaded at
+ * once; TOKENS of a block. q and k may be written where they were read.
  *
  * A thread takes one piece or two (rotary.cuh) at the same place of several heads of one token. Its cos and sin are read
  * once and serve all these heads.
