@@ -97,6 +97,8 @@ typedef struct CUlaunchConfig {
     X(cuKernelGetFunction, "cuKernelGetFunction", (CUfunction * function, CUkernel kernel))                          \
     X(cuFuncGetAttribute, "cuFuncGetAttribute", (int *value, int attribute, CUfunction function))                    \
     X(cuFuncSetAttribute, "cuFuncSetAttribute", (CUfunction function, int attribute, int value))                     \
+    X(cuOccupancyMaxActiveClusters, "cuOccupancyMaxActiveClusters",                                                  \
+      (int *clusters, CUfunction function, const CUlaunchConfig *config))                                            \
     X(cuLaunchKernel, "cuLaunchKernel",                                                                              \
       (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,   \
        unsigned block_z, unsigned shared, CUstream stream, void **parameters, void **extra))                         \

@@ -13,7 +13,7 @@
 typedef enum stage { IDLE, BUILDING, BUILT, FAILED } stage;
 
 /* What has been done with a function on a device. */
-enum { HAS_FUNCTION = 1, HAS_SHARED = 2, HAS_CLUSTER = 4 };
+enum { HAS_FUNCTION = 1, HAS_SHARED = 2, HAS_CLUSTER = 4, HAS_RESIDENT = 8 };
 
 typedef struct key {
     const bst_kernel *kernel;
@@ -32,6 +32,7 @@ struct bst_jit_entry {
     CUkernel code;                                  /* BUILT, generation 0 */
     _Atomic(CUfunction) functions[BST_MAX_DEVICES]; /* where `prepared` says so */
     atomic_uint prepared[BST_MAX_DEVICES];
+    atomic_uint resident[BST_MAX_DEVICES]; /* blocks that the device holds at once, in clusters: where it says so */
 };
 
 typedef struct table {
@@ -224,7 +225,8 @@ static bst_status build(const char *op, bst_jit_entry *e, const void *context) {
 }
 
 /* Readies an entry's function on a device whose context is current. Two threads may do it at once: to the same end. */
-static bst_status prepare(const char *op, const bst_device *device, bst_jit_entry *e, unsigned wanted) {
+static bst_status prepare(const char *op, const bst_device *device, bst_jit_entry *e, const bst_launch *launch,
+                          unsigned wanted) {
     CUfunction function = NULL;
     BST_DRIVER_TRY(op, cuKernelGetFunction, &function, e->code);
     if (wanted & HAS_SHARED) {
@@ -235,25 +237,40 @@ static bst_status prepare(const char *op, const bst_device *device, bst_jit_entr
     }
     if (wanted & HAS_CLUSTER)
         BST_DRIVER_TRY(op, cuFuncSetAttribute, function, CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1);
+    if (wanted & HAS_RESIDENT) {
+        int clusters = 0;
+        CUlaunchAttribute attribute = {.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION};
+        attribute.value.clusterDim.x = launch->cluster;
+        attribute.value.clusterDim.y = attribute.value.clusterDim.z = 1;
+        CUlaunchConfig config = {launch->cluster, 1, 1, launch->block, 1, 1, launch->shared, NULL, &attribute, 1};
+        BST_DRIVER_TRY(op, cuOccupancyMaxActiveClusters, &clusters, function, &config);
+        /* None: the launch itself will say why. */
+        atomic_store_explicit(&e->resident[device->index],
+                              clusters > 0 ? (unsigned)clusters * launch->cluster : UINT32_MAX, memory_order_relaxed);
+    }
     atomic_store_explicit(&e->functions[device->index], function, memory_order_relaxed);
     atomic_fetch_or_explicit(&e->prepared[device->index], wanted, memory_order_release);
     return BST_OK;
 }
 
-bst_status bst__jit_function(const char *op, const bst_device *device, const bst_launch *launch, CUfunction *out) {
+bst_status bst__jit_function(const char *op, const bst_device *device, const bst_launch *launch, CUfunction *out,
+                             unsigned *most_blocks) {
     key k = key_of(launch, device->chip.arch, 0);
     bst_jit_entry *e = find(&k);
     if (!e || atomic_load_explicit(&e->stage, memory_order_acquire) != BUILT) BST_TRY(ensure(op, &k, build, NULL, &e));
     /* More than 48 KiB, and more than 8 blocks in a cluster, are to be asked for. The limit costs nothing by itself, so
      * it goes to the chip's at the first launch that has any dynamic shared memory. */
-    unsigned wanted = HAS_FUNCTION | (launch->shared ? HAS_SHARED : 0) | (launch->cluster > 8 ? HAS_CLUSTER : 0);
+    unsigned wanted = HAS_FUNCTION | (launch->shared ? HAS_SHARED : 0) | (launch->cluster > 8 ? HAS_CLUSTER : 0) |
+                      (launch->resident ? HAS_RESIDENT : 0);
     if ((atomic_load_explicit(&e->prepared[device->index], memory_order_acquire) & wanted) != wanted) {
         int mode = bst__capture_relax();
-        bst_status status = prepare(op, device, e, wanted);
+        bst_status status = prepare(op, device, e, launch, wanted);
         bst__capture_restore(mode);
         BST_TRY(status);
     }
     *out = atomic_load_explicit(&e->functions[device->index], memory_order_relaxed);
+    *most_blocks =
+        launch->resident ? atomic_load_explicit(&e->resident[device->index], memory_order_relaxed) : UINT32_MAX;
     return BST_OK;
 }
 

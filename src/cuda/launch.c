@@ -6,10 +6,11 @@
 static CUstream stream_of(const bst_exec *exec) { return exec ? exec->stream : NULL; }
 
 static bst_status submit(const char *op, const bst_device *device, CUstream stream, const bst_launch *l,
-                         CUfunction function, void **parameters) {
+                         CUfunction function, unsigned most_blocks, void **parameters) {
+    unsigned grid_x = l->grid_x < most_blocks ? l->grid_x : most_blocks;
     unsigned grid_y = l->grid_y ? l->grid_y : 1;
     CUlaunchAttribute attributes[2];
-    CUlaunchConfig config = {l->grid_x, grid_y, 1, l->block, 1, 1, l->shared, stream, attributes, 0};
+    CUlaunchConfig config = {grid_x, grid_y, 1, l->block, 1, 1, l->shared, stream, attributes, 0};
     if (l->cluster > 1) {
         CUlaunchAttribute *a = &attributes[config.numAttrs++];
         a->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
@@ -25,8 +26,8 @@ static bst_status submit(const char *op, const bst_device *device, CUstream stre
     if (config.numAttrs)
         BST_DRIVER_TRY(op, cuLaunchKernelEx, &config, function, parameters, NULL);
     else
-        BST_DRIVER_TRY(op, cuLaunchKernel, function, l->grid_x, grid_y, 1, l->block, 1, 1, l->shared, stream,
-                       parameters, NULL);
+        BST_DRIVER_TRY(op, cuLaunchKernel, function, grid_x, grid_y, 1, l->block, 1, 1, l->shared, stream, parameters,
+                       NULL);
     return BST_OK;
 }
 
@@ -42,9 +43,10 @@ bst_status bst__cuda_chip(const char *op, int device, bst_chip *out) {
 bst_status bst__launch(const bst_exec *exec, const char *op, const bst_device *device, const bst_launch *launch,
                        const void *arguments) {
     CUfunction function;
+    unsigned most_blocks;
     void *parameters[1] = {(void *)arguments}; /* only read */
-    BST_TRY(bst__jit_function(op, device, launch, &function));
-    return submit(op, device, stream_of(exec), launch, function, parameters);
+    BST_TRY(bst__jit_function(op, device, launch, &function, &most_blocks));
+    return submit(op, device, stream_of(exec), launch, function, most_blocks, parameters);
 }
 
 bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, const bst_launch *launch,

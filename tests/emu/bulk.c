@@ -45,7 +45,7 @@ static bool step(unsigned i) {
         read_source(copy);
         return false;
     }
-    memcpy(copy->to, copy->is_write ? copy->snapshot : copy->from, copy->bytes);
+    memcpy(copy->to, copy->snapshot ? copy->snapshot : copy->from, copy->bytes);
     if (!copy->is_write) emu_barrier_complete(copy->barrier, copy->bytes);
     drop(i);
     return true;
@@ -69,6 +69,17 @@ void emu_bulk_write(void *to, const void *from, unsigned bytes, const char *wher
     t->bulk_last_write = t->bulk_group;
     add((emu_bulk){.thread = t, .is_write = true, .to = to, .from = from, .bytes = bytes, .group = t->bulk_group},
         where);
+    emu_yield();
+}
+
+void emu_cluster_send(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second, const char *where) {
+    void *to = emu_cluster_place("bst_cluster_send", shared, 8, rank, where);
+    void *there = emu_cluster_place("bst_cluster_send", barrier, 8, rank, where);
+    const unsigned words[] = {first, second};
+    emu_garbage(to, sizeof words);
+    emu_bulk copy = {.thread = emu.current, .to = to, .from = words, .bytes = sizeof words, .barrier = there};
+    read_source(&copy);
+    add(copy, where);
     emu_yield();
 }
 
@@ -97,8 +108,9 @@ void emu_bulk_exit(emu_thread *thread) {
     if (thread->block->live > 1) return;
     for (unsigned i = 0; i < emu.bulk_count; ++i) {
         const emu_bulk *copy = &emu.bulk[i];
-        if (!copy->is_write && copy->thread->block == thread->block) {
-            emu_fail(NULL, "the block ends while a bulk read into its shared memory is under way");
+        if (!copy->is_write && emu_is_shared(thread->block, copy->to, copy->bytes)) {
+            emu_fail(NULL,
+                     "the block ends while a bulk read or a bst_cluster_send into its shared memory is under way");
         }
     }
 }

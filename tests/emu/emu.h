@@ -75,7 +75,8 @@ struct emu_block {
     unsigned char *memory; /* all its shared memory, red zones included */
 };
 
-/* A bulk copy on its way. A write is first read from shared memory, then written. */
+/* A bulk copy on its way. A write is first read from shared memory, then written; what bst_cluster_send sends is a
+ * read whose bytes are here already. */
 typedef struct emu_bulk {
     emu_thread *thread;
     bool is_write;
@@ -165,6 +166,8 @@ unsigned emu_meet_warp(int kind, unsigned value, int operand, const char *where)
 void emu_cluster_arrive(const char *where);
 void emu_cluster_wait(const char *where);
 void emu_cluster_write(float *shared, unsigned rank, float v, const char *where);
+/* Where `shared` of the current block lies in block `rank` of its cluster. */
+void *emu_cluster_place(const char *name, const void *shared, unsigned bytes, unsigned rank, const char *where);
 /* A thread exited: the cluster barrier may be complete without it. */
 void emu_cluster_check(void);
 
@@ -179,6 +182,7 @@ void emu_barrier_wait(void *barrier, unsigned parity, const char *where);
 void emu_barrier_complete(void *barrier, unsigned bytes);
 void emu_bulk_read(void *to, const void *from, unsigned bytes, void *barrier, const char *where);
 void emu_bulk_write(void *to, const void *from, unsigned bytes, const char *where);
+void emu_cluster_send(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second, const char *where);
 void emu_bulk_commit(void);
 void emu_bulk_wait(unsigned newest, int read_only);
 /* Takes one bulk copy, chosen at random, one step further. */

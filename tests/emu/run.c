@@ -32,6 +32,7 @@ emu_runtime emu_device = {
     .cluster_arrive = emu_cluster_arrive,
     .cluster_wait = emu_cluster_wait,
     .cluster_write = emu_cluster_write,
+    .cluster_send = emu_cluster_send,
 };
 
 /* Marsaglia, "Xorshift RNGs", 2003, with Vigna's multiplier. */

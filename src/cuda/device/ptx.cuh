@@ -311,6 +311,22 @@ BST_DEVICE void bst_barrier_wait(uint64_t *b, unsigned parity) {
     } while (!done);
 }
 
+/* The same for a phase that bst_cluster_send ends: what other blocks sent is then seen. */
+BST_DEVICE void bst_barrier_wait_cluster(uint64_t *b, unsigned parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n"
+            ".reg .pred ended;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, ended;\n"
+            "}"
+            : "=r"(done)
+            : "r"((uint32_t)__cvta_generic_to_shared(b)), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
 /* ---- bulk copies: one thread, multiples of 16 bytes, 16-byte aligned ------------------------------------------------
  * "Data Movement and Conversion Instructions: Asynchronous copy: cp.async.bulk". */
 
@@ -365,6 +381,20 @@ BST_DEVICE void bst_cluster_write(float *shared, unsigned rank, float v) {
         "st.shared::cluster.f32 [there], %2;\n"
         "}" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
         "r"(rank), "f"(v)
+        : "memory");
+}
+
+/* Sends two words to where `shared` (8-byte aligned) lies in block `rank`, and 8 bytes' completion to its barrier at `b`.
+ * The sender goes on at once. "Data Movement and Conversion Instructions: st.async". */
+BST_DEVICE void bst_cluster_send(void *shared, uint64_t *b, unsigned rank, uint32_t first, uint32_t second) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there, barrier;\n"
+        "mapa.shared::cluster.u32 there, %0, %2;\n"
+        "mapa.shared::cluster.u32 barrier, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.u32 [there], {%3, %4}, [barrier];\n"
+        "}" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+        "r"((uint32_t)__cvta_generic_to_shared(b)), "r"(rank), "r"(first), "r"(second)
         : "memory");
 }
 

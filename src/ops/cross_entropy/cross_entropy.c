@@ -136,28 +136,46 @@ static bst_status check_dlogits(const char *op, const DLTensor *tensor, problem 
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-/* Macros of the two row kernels, in the order of their values. */
-enum { VOCAB, TYPE, VEC, THREADS, BLOCKS, MODE, PEEL, FOLDED, HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS, NEGATIVE, CLUSTER };
-#define MACROS(which)                                                                       \
-    {"VOCAB",      "TYPE",   "VEC",     "THREADS", "BLOCKS",   "MODE",    "PEEL", "FOLDED", \
-     "HAS_WEIGHT", "SMOOTH", "SOFTCAP", "Z_LOSS",  "NEGATIVE", "CLUSTER", which,  NULL}
+/* Macros of the row kernels, in the order of their values; the last ones are the ring's alone. */
+enum {
+    VOCAB,
+    TYPE,
+    VEC,
+    THREADS,
+    BLOCKS,
+    MODE,
+    PEEL,
+    FOLDED,
+    HAS_WEIGHT,
+    SMOOTH,
+    SOFTCAP,
+    Z_LOSS,
+    NEGATIVE,
+    CLUSTER,
+    SLOTS,
+    STAGED,
+    AHEAD
+};
+#define MACROS                                                                                                \
+    "VOCAB", "TYPE", "VEC", "THREADS", "BLOCKS", "MODE", "PEEL", "FOLDED", "HAS_WEIGHT", "SMOOTH", "SOFTCAP", \
+        "Z_LOSS", "NEGATIVE"
 
-static const bst_kernel rows_kernel = {"cross_entropy.cu", "cross_entropy_rows", MACROS("ROWS")};
-static const bst_kernel clusters_kernel = {"cross_entropy.cu", "cross_entropy_clusters", MACROS("CLUSTERS")};
+static const bst_kernel rows_kernel = {"cross_entropy.cu", "cross_entropy_rows", {MACROS, "ROWS"}};
+static const bst_kernel held_kernel = {"cross_entropy.cu", "cross_entropy_held", {MACROS, "HELD"}};
+static const bst_kernel ring_kernel = {
+    "cross_entropy_ring.cu", "cross_entropy_ring", {MACROS, "CLUSTER", "SLOTS", "STAGED", "AHEAD"}};
 static const bst_kernel divisors_kernel = {"cross_entropy.cu", "cross_entropy_divisors", {"DIVISORS"}};
 static const bst_kernel reduce_kernel = {"cross_entropy.cu", "cross_entropy_reduce", {"REDUCE"}};
 static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "VEC", "THREADS", "SCALE"}};
 
 enum {
-    PLAIN_THREADS = 1024, /* of a multiprocessor in clusters_kernel: 64 registers each, just enough */
-    OTHER_THREADS = 512,  /* with label smoothing, softcap or rows of two strides: 128 registers each */
-    SLICE_BYTES = 163840, /* of a block there, at most: a narrower cluster waits less for its blocks */
-    PAIR_BYTES = 65536,   /* slices up to this size share a multiprocessor */
-    CLUSTER_MOST = 8,     /* the widest that every chip with clusters takes */
-    ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
-    BATCH = 4,            /* vectors a thread of rows_kernel asks for at a time */
-    SHORT = 8,            /* rows of a wide cluster */
-    STATIC_SHARED = 1536, /* of a block of clusters_kernel, with what the driver keeps for itself */
+    ROW_THREADS = 512,   /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
+    BATCH = 4,           /* vectors a thread of rows_kernel asks for at a time */
+    HELD_BYTES = 65536,  /* rows up to this size are one block's */
+    HELD_EACH = 8,       /* vectors of a thread there */
+    HELD_THREADS = 1024, /* of a multiprocessor there: 64 registers each, just enough */
+    OTHER_THREADS = 512, /* with label smoothing, softcap or rows of two strides: 128 registers each */
+    HELD_SHARED = 512,   /* static, of a block there, with what the driver keeps for itself */
     SCALE_THREADS = 256
 };
 
@@ -188,44 +206,81 @@ static void choose_access(const bst_cross_entropy_rows_call *c, bst_launch *l) {
 /* Options that need more registers are off. */
 static bool is_plain(const bst_launch *l) { return l->values[FOLDED] && !l->values[SMOOTH] && !l->values[SOFTCAP]; }
 
-/* One read and one write per logit: how many blocks share a row, and of how many threads. False where the chip has no
- * clusters, or rows are too wide or off their boundaries. */
-static bool choose_clusters(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
-    int64_t vec = l->values[VEC];
-    if (c->mode != BST_CROSS_ENTROPY_LOSS_AND_GRADIENT || chip->arch < 90 || l->values[PEEL] ||
-        vec * bst__dtype_size(c->dtype) != 16)
-        return false;
-    int64_t vectors = c->vocabulary / vec, cluster = 1;
-    int64_t most = is_plain(l) ? SLICE_BYTES : 2 * PAIR_BYTES;
-    if (most > chip->shared_memory - STATIC_SHARED) most = chip->shared_memory - STATIC_SHARED;
-    while (cluster < CLUSTER_MOST && vectors * 16 > most * cluster) cluster *= 2;
-    int64_t slice = (vectors + cluster - 1) / cluster, shared = slice * 16;
-    /* Vectors of a thread. On an H200 in bf16: 32000 (one slice, two blocks a multiprocessor) 138 us for 4096 rows;
-     * 128256 (two slices of 128 KB) 577; 151936 (two of 152 KB, where 16 would spill) 668. */
-    int64_t each_thread = shared <= PAIR_BYTES ? 8 : shared <= 2 * PAIR_BYTES ? 16 : 12;
-    int64_t threads = (slice + each_thread * 32 - 1) / (each_thread * 32) * 32;
-    if (threads > 1024 || shared + STATIC_SHARED > chip->shared_memory) return false;
-    int64_t room = is_plain(l) ? PLAIN_THREADS : OTHER_THREADS;
-    int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + STATIC_SHARED);
+/* One read and one write per logit, where the chip has bulk copies and rows are whole vectors. */
+static bool can_hold(const bst_cross_entropy_rows_call *c, const bst_chip *chip, const bst_launch *l) {
+    return c->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT && chip->arch >= 90 && !l->values[PEEL] &&
+           l->values[VEC] * bst__dtype_size(c->dtype) == 16;
+}
+
+/* A row in one block. Blocks start over for each row: as fast as ones that stay, measured at 4096 x 32000. */
+static bool choose_held(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
+    int64_t vectors = c->vocabulary / l->values[VEC], shared = vectors * 16;
+    int64_t threads = (vectors + HELD_EACH * 32 - 1) / (HELD_EACH * 32) * 32;
+    if (shared > HELD_BYTES || shared + HELD_SHARED > chip->shared_memory) return false;
+    int64_t room = is_plain(l) ? HELD_THREADS : OTHER_THREADS;
+    int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + HELD_SHARED);
     if (blocks > fit) blocks = fit;
-    if (blocks > 16) blocks = 16;
-    /* At least one: a chip, or a part of one, may hold fewer blocks than a cluster has. */
-    int64_t resident = chip->processors * blocks / cluster > 0 ? chip->processors * blocks / cluster : 1;
-    /* Clusters that stay for several rows fetch one while they work on another; blocks that share nothing start over
-     * for each row: measured at 4096 x 128256 and 4096 x 32000. */
-    int64_t each = cluster > 1 ? (c->rows + resident - 1) / resident : 1;
-    /* Clusters of four and more do not fill a chip to its last multiprocessor: short ones, so that those left over do not
-     * begin when all others have ended. */
-    if (cluster > 2 && each > SHORT) each = SHORT;
-    l->kernel = &clusters_kernel;
+    l->kernel = &held_kernel;
+    l->values[THREADS] = threads;
+    l->values[BLOCKS] = blocks < 16 ? blocks : 16;
+    l->block = (unsigned)threads;
+    l->shared = (unsigned)shared;
+    l->grid_x = (unsigned)c->rows;
+    return true;
+}
+
+/* A row in a cluster: sets the launch where blocks of `each` vectors a lane have room for it. */
+static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip, int cluster, int blocks, int ahead,
+                     int64_t each, bst_launch *l) {
+    enum {
+        REGISTERS = 65536,   /* of a multiprocessor */
+        RESERVED = 1024,     /* bytes of shared memory that the driver keeps for itself, of each block */
+        TURNS = 4,           /* of cross_entropy_ring.cu */
+        BARRIERS_BYTES = 512 /* the other static arrays there, with the gaps between them */
+    };
+    int64_t vectors = c->vocabulary / l->values[VEC], slice = (vectors + cluster - 1) / cluster;
+    int64_t warps = (slice + each * 32 - 1) / (each * 32), threads = (warps + 1) * 32;
+    if (threads > 1024) return false;
+    int64_t numbers = l->values[SMOOTH] ? 4 : 2;
+    int64_t room = (chip->shared_memory + RESERVED) / blocks - RESERVED - BARRIERS_BYTES -
+                   TURNS * cluster * warps * numbers * (int64_t)sizeof(float);
+    /* On an H200 at 4096 x 128256: two slots and staged 514 us, one and staged 523, two and not staged 521. */
+    int64_t slots = 3 * slice * 16 <= room ? 2 : 1;
+    bool staged = (slots + 1) * slice * 16 <= room;
+    if (slots * slice * 16 > room) return false;
+    /* What a row takes in registers, and what else there is: found by compiling. */
+    bool compact = is_plain(l) && c->dtype != BST_F32 && !l->values[NEGATIVE];
+    int64_t registers = (1 + ahead) * 4 * each + (!compact ? 72 : staged ? 40 : 48);
+    int64_t warps_held = (warps + 1 + 3) / 4 * 4 * blocks; /* registers are given to four warps at a time */
+    if (registers > 255 || registers * 32 * warps_held > REGISTERS) return false;
+    int64_t resident = chip->processors * blocks / cluster, wanted = c->rows < resident ? c->rows : resident;
+    l->kernel = &ring_kernel;
     l->values[THREADS] = threads;
     l->values[BLOCKS] = blocks;
     l->values[CLUSTER] = cluster;
+    l->values[SLOTS] = slots;
+    l->values[STAGED] = staged;
+    l->values[AHEAD] = ahead;
     l->block = (unsigned)threads;
     l->cluster = (unsigned)cluster;
-    l->shared = (unsigned)shared;
-    l->grid_x = (unsigned)((c->rows + each - 1) / each * cluster);
+    l->shared = (unsigned)((slots + staged) * slice * 16);
+    l->resident = true;
+    /* At least one: a chip, or a part of one, may hold fewer blocks than a cluster has. */
+    l->grid_x = (unsigned)((wanted > 0 ? wanted : 1) * cluster);
     return true;
+}
+
+/* The narrowest cluster whose blocks fit twice on a multiprocessor; else the widest that every chip takes, once. On an
+ * H200, 4096 x 128256 in bf16: 8 blocks twice 514 us, 4 once 519. Most vectors a lane: few warps leave most registers. */
+static bool choose_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
+    enum { CLUSTER_MOST = 8, EACH_BEST = 11, EACH_MOST = 16 };
+    if (!c->tickets) return false;
+    for (int cluster = 2; cluster <= CLUSTER_MOST; cluster *= 2)
+        if (fit_ring(c, chip, cluster, 2, 1, EACH_BEST, l)) return true;
+    for (int ahead = 1; ahead >= 0; ahead--)
+        for (int each = EACH_BEST; each <= EACH_MOST; each++)
+            if (fit_ring(c, chip, CLUSTER_MOST, 1, ahead, each, l)) return true;
+    return false;
 }
 
 static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
@@ -234,7 +289,6 @@ static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
     l->kernel = &rows_kernel;
     l->values[THREADS] = threads;
     l->values[BLOCKS] = threads == ROW_THREADS && is_plain(l) ? 2 : 1;
-    l->values[CLUSTER] = 1;
     l->block = (unsigned)threads;
     l->grid_x = (unsigned)c->rows;
 }
@@ -254,7 +308,7 @@ static bst_status rows_cuda(const bst_exec *exec, const char *op, const bst_cros
     l.values[Z_LOSS] = o->lse_square_scale != 0;
     l.values[NEGATIVE] = o->logit_scale < 0;
     choose_access(c, &l);
-    if (!choose_clusters(c, &chip, &l)) choose_rows(c, &l);
+    if (!can_hold(c, &chip, &l) || !(choose_held(c, &chip, &l) || choose_ring(c, &chip, &l))) choose_rows(c, &l);
     bst_row_map in = {c->inner > 0 ? c->inner : c->rows, c->stride, c->outer_stride};
     bst_row_map out = {c->rows, c->dlogits_stride, 0};
     double natural = o->softcap > 0 ? o->softcap : o->logit_scale;
@@ -266,6 +320,7 @@ static bst_status rows_cuda(const bst_exec *exec, const char *op, const bst_cros
         .divisors = c->divisors,
         .upstream = c->upstream,
         .loss_rows = c->loss_rows,
+        .tickets = c->tickets,
         .lse = c->lse,
         .kept = c->kept,
         .rows = c->rows,
@@ -297,13 +352,23 @@ bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const b
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
                                        int64_t rows, int64_t vocabulary, const float *class_weight,
                                        const float *num_items, const float *upstream,
-                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out) {
+                                       const bst_cross_entropy_options *options, int64_t chunks,
+                                       bst_cross_entropy_divisors *out) {
     bool mean = options->reduction == BST_REDUCTION_MEAN;
     if (options->reduction == BST_REDUCTION_NONE) num_items = NULL;
     if (device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &divisors_kernel, .grid_x = 1, .block = 1024, .overlap = true};
-        cross_entropy_divisors_args args = {target, class_weight,          num_items,           upstream, out,
-                                            rows,   options->ignore_index, (int32_t)vocabulary, mean};
+        cross_entropy_divisors_args args = {.target = target,
+                                            .class_weight = class_weight,
+                                            .num_items = num_items,
+                                            .upstream = upstream,
+                                            .out = out,
+                                            .tickets = bst__cross_entropy_tickets(out, 0),
+                                            .rows = rows,
+                                            .ignore_index = options->ignore_index,
+                                            .vocabulary = (int32_t)vocabulary,
+                                            .mean = mean,
+                                            .chunks = (int32_t)chunks};
         return bst__cuda_launch(exec, op, device.device_id, &l, &args, sizeof args);
     }
     double weights = 0, count = 0, all = class_weight ? 0 : (double)vocabulary;
@@ -339,7 +404,9 @@ bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDev
 
 /* ---- the operators ----------------------------------------------------------------------------------------------- */
 
+/* Whether there are divisors, or tickets to be cleared with them. */
 static bool divides(const problem *p, const bst_cross_entropy_options *o) {
+    if (p->call.device.device_type == kDLCUDA && p->call.mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT) return true;
     return o->reduction == BST_REDUCTION_MEAN || (p->num_items.data && o->reduction == BST_REDUCTION_SUM) ||
            (p->class_weight.data && o->label_smoothing > 0);
 }
@@ -350,8 +417,9 @@ static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cros
     bst_cross_entropy_rows_call *c = &p->call;
     if (memory) {
         BST_TRY(bst__cross_entropy_divisors(exec, op, c->device, c->target, c->rows, c->vocabulary, c->class_weight,
-                                            p->num_items.data, NULL, c->options, memory));
+                                            p->num_items.data, NULL, c->options, 1, memory));
         c->divisors = memory;
+        c->tickets = bst__cross_entropy_tickets(memory, 0);
     }
     BST_TRY(bst__cross_entropy_rows(exec, op, c));
     if (!loss) return BST_OK;
@@ -387,10 +455,10 @@ bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logit
     c->mode = dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS;
     c->loss_rows = none ? loss_view.data : NULL;
     void *memory;
-    size_t bytes = sizeof(bst_cross_entropy_divisors) + (none ? 0 : (size_t)c->rows * sizeof(float));
+    size_t bytes = bst__cross_entropy_divisors_bytes(1) + (none ? 0 : (size_t)c->rows * sizeof(float));
     BST_TRY(bst__allocate(exec, forward_op, c->device, bytes, &memory));
     bst_cross_entropy_divisors *divisors = memory;
-    if (!none) c->loss_rows = (float *)(divisors + 1);
+    if (!none) c->loss_rows = (float *)(void *)(bst__cross_entropy_tickets(divisors, 0) + 1);
     bst_status status = run(exec, forward_op, &p, divides(&p, options) ? divisors : NULL, none ? NULL : loss_view.data);
     bst__release(exec, c->device, memory);
     return status;
@@ -425,7 +493,7 @@ bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad
     c->upstream_stride = none;
     void *memory = NULL;
     if (divides(&p, options))
-        BST_TRY(bst__allocate(exec, backward_op, c->device, sizeof(bst_cross_entropy_divisors), &memory));
+        BST_TRY(bst__allocate(exec, backward_op, c->device, bst__cross_entropy_divisors_bytes(1), &memory));
     bst_status status = run(exec, backward_op, &p, memory, NULL);
     bst__release(exec, c->device, memory);
     return status;

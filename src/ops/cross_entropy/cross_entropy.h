@@ -39,6 +39,7 @@ typedef struct bst_cross_entropy_rows_call {
     bool undivided;        /* gradients are left for the caller to multiply by divisors->gradient, once they are sums */
     const float *upstream; /* multiplies gradients only */
     int64_t upstream_stride; /* 0: one factor for all rows; 1: one a row */
+    uint32_t *tickets;       /* LOSS_AND_GRADIENT: one zero on the device, for this call alone; or NULL, if slower */
     float *loss_rows;        /* [rows], divided already; or NULL */
     float *lse;              /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
     float *kept;   /* [rows, 2], or NULL: the reference of a row's exponentials and their sum, as the kernels have them.
@@ -54,11 +55,19 @@ bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entr
  * where there are more rows than a grid has blocks. */
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index);
+/* What bst__cross_entropy_divisors writes: the divisors, and behind them a zero for the tickets of each chunk. */
+static inline size_t bst__cross_entropy_divisors_bytes(int64_t chunks) {
+    return sizeof(bst_cross_entropy_divisors) + (size_t)chunks * sizeof(uint32_t);
+}
+static inline uint32_t *bst__cross_entropy_tickets(const bst_cross_entropy_divisors *divisors, int64_t chunk) {
+    return (uint32_t *)(uintptr_t)(divisors + 1) + chunk;
+}
 /* Writes *out, on the device. num_items: one float32 on the device, or NULL; upstream: likewise, for out->gradient. */
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
                                        int64_t rows, int64_t vocabulary, const float *class_weight,
                                        const float *num_items, const float *upstream,
-                                       const bst_cross_entropy_options *options, bst_cross_entropy_divisors *out);
+                                       const bst_cross_entropy_options *options, int64_t chunks,
+                                       bst_cross_entropy_divisors *out);
 bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
 /* *loss = the sum of the loss rows, in a fixed order. divisors: those the rows were divided by, or NULL. */
 bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDevice device, const float *loss_rows,

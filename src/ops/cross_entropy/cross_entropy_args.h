@@ -20,6 +20,7 @@ typedef struct cross_entropy_rows_args {
     const bst_cross_entropy_divisors *divisors; /* NULL: no division */
     const float *upstream;                      /* NULL: one */
     float *loss_rows, *lse, *kept;              /* NULL: not wanted */
+    uint32_t *tickets;                          /* ring: zero before the launch */
     int64_t rows, ignore_index, upstream_stride;
     bst_row_map logits_map, dlogits_map;
     /* z = natural * u, u being the logit or, with a softcap, tanh(inner * logit); base2 * u = z, times log2(e) but for
@@ -34,8 +35,9 @@ typedef struct cross_entropy_divisors_args {
     const float *class_weight, *num_items;
     const float *upstream; /* or NULL: one */
     bst_cross_entropy_divisors *out;
+    uint32_t *tickets; /* [chunks]: cleared */
     int64_t rows, ignore_index;
-    int32_t vocabulary, mean; /* mean: divide by weights and count */
+    int32_t vocabulary, mean, chunks, unused; /* mean: divide by weights and count */
 } cross_entropy_divisors_args;
 
 typedef struct cross_entropy_reduce_args {
@@ -52,8 +54,8 @@ typedef struct scale_args {
 } scale_args;
 
 static_assert(sizeof(bst_cross_entropy_divisors) == 16, "host and device must agree");
-static_assert(sizeof(cross_entropy_rows_args) == 176, "host and device must agree");
-static_assert(sizeof(cross_entropy_divisors_args) == 64, "host and device must agree");
+static_assert(sizeof(cross_entropy_rows_args) == 184, "host and device must agree");
+static_assert(sizeof(cross_entropy_divisors_args) == 80, "host and device must agree");
 static_assert(sizeof(cross_entropy_reduce_args) == 32, "host and device must agree");
 static_assert(sizeof(scale_args) == 24, "host and device must agree");
 

@@ -344,6 +344,9 @@ static bst_status run_chunks(const problem *p, const pass *r, void *memory, cons
             .undivided = !per_row,
             .upstream = per_row && r->upstream ? r->upstream + first : NULL,
             .upstream_stride = 1,
+            .tickets = r->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT && p->divisors
+                           ? bst__cross_entropy_tickets(p->divisors, first / p->chunk_rows)
+                           : NULL,
             .loss_rows = r->loss_rows ? r->loss_rows + first : NULL,
             .lse = r->lse ? r->lse + first : NULL,
             .dlogits = r->mode == BST_CROSS_ENTROPY_LOSS ? NULL : logits,
@@ -397,13 +400,16 @@ static bst_status zero_gradients(const problem *p) {
 /* Runs `body` with the divisors of the whole problem. */
 static bst_status with_divisors(problem *p, const pass *r, bst_status (*body)(const problem *, const pass *)) {
     bool divided = p->options->reduction == BST_REDUCTION_MEAN || p->num_items.data || p->class_weight.data;
+    /* The tickets of each chunk's rows are cleared with them. */
+    if (p->device.device_type == kDLCUDA && r->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT) divided = true;
     void *memory = NULL;
     bst_status status = BST_OK;
     if (divided) {
-        BST_TRY(bst__allocate(p->exec, p->op, p->device, sizeof(bst_cross_entropy_divisors), &memory));
-        status = bst__cross_entropy_divisors(
-            p->exec, p->op, p->device, p->target.data, p->tokens, p->vocabulary, p->class_weight.data,
-            p->num_items.data, p->options->reduction == BST_REDUCTION_NONE ? NULL : r->upstream, p->options, memory);
+        BST_TRY(bst__allocate(p->exec, p->op, p->device, bst__cross_entropy_divisors_bytes(p->chunks), &memory));
+        status = bst__cross_entropy_divisors(p->exec, p->op, p->device, p->target.data, p->tokens, p->vocabulary,
+                                             p->class_weight.data, p->num_items.data,
+                                             p->options->reduction == BST_REDUCTION_NONE ? NULL : r->upstream,
+                                             p->options, p->chunks, memory);
         p->divisors = memory;
     }
     if (status == BST_OK) status = body(p, r);

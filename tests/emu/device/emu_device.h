@@ -40,6 +40,8 @@ typedef struct emu_runtime {
     void (*cluster_arrive)(const char *where);
     void (*cluster_wait)(const char *where);
     void (*cluster_write)(float *shared, unsigned rank, float v, const char *where);
+    void (*cluster_send)(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second,
+                         const char *where);
 } emu_runtime;
 
 typedef struct emu_kernel {

@@ -166,6 +166,7 @@ BST_DEVICE void *emu_barrier(uint64_t *b) { return b; }
 #define bst_barrier_expect(b, bytes)            emu_current->barrier_arrive(emu_barrier(b), bytes, EMU_HERE)
 #define bst_barrier_arrive(b)                   emu_current->barrier_arrive(emu_barrier(b), 0, EMU_HERE)
 #define bst_barrier_wait(b, parity)             emu_current->barrier_wait(emu_barrier(b), parity, EMU_HERE)
+#define bst_barrier_wait_cluster(b, parity)     emu_current->barrier_wait(emu_barrier(b), parity, EMU_HERE)
 #define bst_bulk_read(shared, global, bytes, b) emu_current->bulk_read(shared, global, bytes, emu_barrier(b), EMU_HERE)
 #define bst_bulk_write(global, shared, bytes)   emu_current->bulk_write(global, shared, bytes, EMU_HERE)
 #define bst_bulk_commit()                       emu_current->bulk_commit()
@@ -190,6 +191,8 @@ BST_DEVICE unsigned bst_cluster_blocks(void) { return emu_current->cluster_block
 #define bst_cluster_wait()                 emu_current->cluster_wait(EMU_HERE)
 #define bst_cluster_sync()                 (emu_current->cluster_arrive(EMU_HERE), emu_current->cluster_wait(EMU_HERE))
 #define bst_cluster_write(shared, rank, v) emu_current->cluster_write(shared, rank, v, EMU_HERE)
+#define bst_cluster_send(shared, b, rank, first, second) \
+    emu_current->cluster_send(shared, emu_barrier(b), rank, first, second, EMU_HERE)
 
 #endif
 

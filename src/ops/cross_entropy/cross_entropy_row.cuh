@@ -1,0 +1,290 @@
+/* cross_entropy_row.cuh - the arithmetic of one row of logits, for the kernels that hold it in their different ways.
+ *
+ * Macros: those of the kernel that includes this; EACH and STEP where it holds its row. Exponentials are powers of two relative to a running reference, so that
+ * the plain case costs one multiply-add and one exponential per logit. All sums have a fixed order. */
+#ifndef BST_CROSS_ENTROPY_ROW_CUH
+#define BST_CROSS_ENTROPY_ROW_CUH
+
+#include "pack.cuh"
+#include "reduce.cuh"
+
+#include "cross_entropy_args.h"
+
+#define LN2               0.693147180559945f
+#define LOG2E             1.44269504088896f
+
+#define LOSS              0
+#define LOSS_AND_GRADIENT 1
+#define GRADIENT          2
+#define SIZE              (TYPE == BST_F32_CODE ? 4 : 2)
+#define LOWEST            (-3.402823466e38f)
+
+/* ---- one logit --------------------------------------------------------------------------------------------------- */
+
+/* z = u * natural. For 16-bit logits tanh needs no more than an absolute error of 2^-22. */
+BST_DEVICE float shaped(const cross_entropy_rows_args *a, float x) {
+    if (!SOFTCAP) return x;
+    if (TYPE == BST_F32_CODE) return bst_tanh(x * a->inner);
+    return 1.0f - 2.0f * bst_reciprocal(1.0f + bst_exp2(x * a->inner * (2.0f * LOG2E)));
+}
+
+/* References are in z's own units for float32, whose difference to z is then as exact as a subtraction, and in powers
+ * of two for the 16-bit types, which saves an instruction a logit. */
+BST_DEVICE float to_base2(float difference) { return TYPE == BST_F32_CODE ? difference * LOG2E : difference; }
+BST_DEVICE float exponent(const cross_entropy_rows_args *a, float u, float reference) {
+    return to_base2(bst_fma(u, a->base2, -reference));
+}
+
+/* Sums relative to a reference: sum = sum of e^z / e^reference. */
+typedef struct partial {
+    float reference, sum, weighted; /* weighted: sum of w u, for label smoothing */
+} partial;
+
+BST_DEVICE partial nothing(void) {
+    partial p = {LOWEST, 0, 0};
+    return p;
+}
+
+BST_DEVICE float top_of(float top, const float *x, int n) {
+    BST_UNROLL
+    for (int j = 0; j < n; j++) top = bst_max(top, NEGATIVE ? -x[j] : x[j]);
+    return top;
+}
+
+/* Makes room for logits up to `top`. Stays finite for rows of -inf, so that exp(-inf) is 0. */
+BST_DEVICE void raise_to(const cross_entropy_rows_args *a, partial *p, float top) {
+    float reference = bst_max(p->reference, shaped(a, NEGATIVE ? -top : top) * a->base2);
+    p->sum *= bst_exp2(to_base2(p->reference - reference));
+    p->reference = reference;
+}
+
+BST_DEVICE float weight_of(const cross_entropy_rows_args *a, int column) {
+    return HAS_WEIGHT ? a->class_weight[column] : 1.0f;
+}
+
+BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x, int n, int column) {
+    BST_UNROLL
+    for (int j = 0; j < n; j++) {
+        float u = shaped(a, x[j]);
+        p->sum += bst_exp2(exponent(a, u, p->reference));
+        if (SMOOTH) p->weighted = bst_fma(weight_of(a, column + j), u, p->weighted);
+    }
+}
+
+/* The total of `lanes` lanes, in each of them. */
+BST_DEVICE partial warp_total(partial p, int lanes) {
+    float reference = bst_warp_reduce(p.reference, lanes, true);
+    p.sum = bst_warp_reduce(p.sum * bst_exp2(to_base2(p.reference - reference)), lanes, false);
+    if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, lanes, false);
+    p.reference = reference;
+    return p;
+}
+
+/* Partials in shared memory, `n` of them: three arrays. */
+BST_DEVICE partial shared_total(const float *from, int n) {
+    partial p = nothing();
+    int lane = (int)bst_lane();
+    if (lane < n) {
+        p.reference = from[lane];
+        p.sum = from[n + lane];
+        p.weighted = SMOOTH ? from[2 * n + lane] : 0.0f;
+    }
+    return warp_total(p, 32);
+}
+
+/* ---- one row ----------------------------------------------------------------------------------------------------- */
+
+/* Accurate to 2^-22 at every size: the hardware's relative error would show in large sums. */
+BST_DEVICE float log2_of(float v) {
+    if (!(v > 0.0f && v < BST_INFINITY)) return bst_log2(v);
+    int32_t power = ((int32_t)bst_bits(v) - 0x3f3504f3) >> 23;
+    return (float)power + bst_log2(bst_from_bits(bst_bits(v) - ((uint32_t)power << 23)));
+}
+
+/* What a row's loss and gradient need besides its logits. */
+typedef struct row_terms {
+    float reference; /* p = exp2(exponent) / sum */
+    float share;     /* of the softmax, over the sum */
+    float hit;       /* of the target */
+    float smooth;    /* of every class weight */
+    float lse, loss;
+} row_terms;
+
+BST_DEVICE bst_cross_entropy_divisors divisors_of(const cross_entropy_rows_args *a) {
+    bst_cross_entropy_divisors none = {1.0f, 1.0f, VOCAB, 0.0f};
+    return a->divisors ? *a->divisors : none;
+}
+
+/* `x`: the target's logit, for the loss. */
+BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_entropy_divisors *divide, int64_t row,
+                              int target, partial total, float x) {
+    float upstream = a->upstream ? a->upstream[row * a->upstream_stride] : 1.0f;
+    float weight = weight_of(a, target) * (SMOOTH ? 1.0f - a->smoothing : 1.0f);
+    float each = SMOOTH ? a->smoothing / VOCAB : 0.0f;
+    float log_sum = log2_of(total.sum);
+    row_terms t;
+    t.reference = total.reference;
+    t.lse = TYPE == BST_F32_CODE ? total.reference + log_sum * LN2 : (total.reference + log_sum) * LN2;
+    t.loss = weight * ((log_sum - exponent(a, shaped(a, x), total.reference)) * LN2);
+    if (SMOOTH) t.loss += each * (divide->class_weight_sum * t.lse - total.weighted * a->natural);
+    t.loss *= divide->inverse_weight_sum;
+    /* Undivided gradients are left to whoever multiplies them by divisors->gradient; the z-loss has another divisor. */
+    float by_weight = a->undivided ? 1.0f : divide->inverse_weight_sum, by_count = by_weight;
+    if (HAS_WEIGHT)
+        by_count = a->undivided ? bst_divide(divide->inverse_count, divide->inverse_weight_sum) : divide->inverse_count;
+    float scale = upstream * by_weight * a->slope;
+    t.hit = scale * weight;
+    t.smooth = scale * each;
+    t.share = t.hit;
+    if (SMOOTH) t.share += t.smooth * divide->class_weight_sum;
+    if (Z_LOSS) {
+        t.loss += divide->inverse_count * a->lse_square_scale * t.lse * t.lse;
+        t.share += upstream * by_count * a->slope * 2.0f * a->lse_square_scale * t.lse;
+    }
+    t.share = bst_divide(t.share, total.sum);
+    return t;
+}
+
+/* Logits become their gradients. The target's is formed in float32: p - 1 rounded once. */
+BST_DEVICE void differentiate(const cross_entropy_rows_args *a, const row_terms *t, float *x, int n, int column,
+                              int target) {
+    float u[VEC];
+    BST_UNROLL
+    for (int j = 0; j < n; j++) {
+        u[j] = shaped(a, x[j]);
+        x[j] = t->share * bst_exp2(exponent(a, u[j], t->reference));
+        if (SMOOTH) x[j] = bst_fma(-t->smooth, weight_of(a, column + j), x[j]);
+    }
+    if ((unsigned)(target - column) < (unsigned)n) {
+        BST_UNROLL
+        for (int j = 0; j < n; j++)
+            if (column + j == target) x[j] -= t->hit;
+    }
+    if (SOFTCAP) {
+        BST_UNROLL
+        for (int j = 0; j < n; j++) x[j] *= (1.0f - u[j]) * (1.0f + u[j]);
+    }
+}
+
+BST_DEVICE bool in_vocabulary(const cross_entropy_rows_args *a, int64_t target) {
+    return target != a->ignore_index && target >= 0 && target < VOCAB;
+}
+
+BST_DEVICE void keep(const cross_entropy_rows_args *a, int64_t row, partial total, float lse) {
+    if (a->lse) a->lse[row] = lse;
+    if (!a->kept) return;
+    a->kept[2 * row] = total.reference;
+    a->kept[2 * row + 1] = total.sum;
+}
+
+/* The loss of a row that is not read. */
+BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t target) {
+    partial one = {0.0f, 1.0f, 0.0f};
+    if (MODE == GRADIENT) return;
+    if (a->loss_rows) a->loss_rows[row] = target == a->ignore_index ? 0.0f : BST_NAN;
+    keep(a, row, one, 0.0f);
+}
+
+#ifdef EACH
+/* ---- a row that is held in registers --------------------------------------------------------------------------------
+ *
+ * A thread has the EACH vectors `first`, `first` + STEP, ... below `count` of a piece of the row. */
+
+/* For 16-bit logits without options that look at each logit twice, what stays in registers is not the logits but their
+ * exponentials relative to the thread's own maximum, in float16 with 2^15 for one: 12 bits, four more than the gradient
+ * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its logit. */
+#define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
+#define ONE     15.0f
+
+typedef struct held {
+    bst_raw kept[EACH];
+    float own; /* COMPACT: what the exponentials are relative to */
+    float hit; /* the target's logit, where it is in this piece */
+} held;
+
+/* The largest of a thread's logits (of their negatives where NEGATIVE). */
+BST_DEVICE float held_top(const held *h, int first, int count) {
+    float x[VEC], top = -BST_INFINITY;
+    if (COMPACT) {
+        uint32_t pair = TYPE == BST_BF16_CODE ? 0xff80ff80u : 0xfc00fc00u; /* -inf, twice */
+        BST_UNROLL
+        for (int i = 0; i < EACH; i++) {
+            if (first + i * STEP >= count) continue;
+            BST_UNROLL
+            for (int j = 0; j < 4; j++) {
+                uint32_t w = h->kept[i].w[j];
+                pair = TYPE == BST_BF16_CODE ? bst_max_bf16x2(pair, w) : bst_max_f16x2(pair, w);
+            }
+        }
+        top = bst_max(bst_half_to_float(pair & 0xffffu, TYPE), bst_half_to_float(pair >> 16, TYPE));
+    } else {
+        BST_UNROLL
+        for (int i = 0; i < EACH; i++) {
+            if (first + i * STEP >= count) continue;
+            bst_unpack(x, h->kept[i], TYPE, VEC);
+            top = top_of(top, x, VEC);
+        }
+    }
+    return top;
+}
+
+/* This thread's sums. `column`: where the piece begins. */
+BST_DEVICE partial held_sums(const cross_entropy_rows_args *a, held *h, int first, int count, int column) {
+    partial p = nothing();
+    float x[VEC];
+    raise_to(a, &p, held_top(h, first, count));
+    if (COMPACT) p.reference -= ONE;
+    BST_UNROLL
+    for (int i = 0; i < EACH; i++) {
+        if (first + i * STEP >= count) continue;
+        bst_unpack(x, h->kept[i], TYPE, VEC);
+        if (COMPACT) {
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) {
+                x[j] = bst_exp2(exponent(a, x[j], p.reference));
+                p.sum += x[j];
+            }
+            h->kept[i] = bst_pack(x, BST_F16_CODE, VEC);
+        } else {
+            add(a, &p, x, VEC, column + (first + i * STEP) * VEC);
+        }
+    }
+    h->own = p.reference;
+    return p;
+}
+
+/* What turns a thread's exponentials into gradients, and the target's own gradient. */
+typedef struct factors {
+    float share, at_target;
+} factors;
+
+BST_DEVICE factors held_factors(const cross_entropy_rows_args *a, const row_terms *t, const held *h) {
+    factors f = {0, 0};
+    if (!COMPACT) return f;
+    f.share = t->share * bst_exp2(h->own - t->reference);
+    f.at_target = t->share * bst_exp2(exponent(a, h->hit, t->reference)) - t->hit;
+    return f;
+}
+
+/* Gradients of vector i, which begins at `column`, packed. */
+BST_DEVICE bst_raw held_gradient(const cross_entropy_rows_args *a, const row_terms *t, const factors *f, const held *h,
+                                 int i, int column, int target) {
+    float x[VEC];
+    if (COMPACT) {
+        bst_unpack(x, h->kept[i], BST_F16_CODE, VEC);
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) x[j] *= f->share;
+        if ((unsigned)(target - column) < (unsigned)VEC) {
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++)
+                if (column + j == target) x[j] = f->at_target;
+        }
+    } else {
+        bst_unpack(x, h->kept[i], TYPE, VEC);
+        differentiate(a, t, x, VEC, column, target);
+    }
+    return bst_pack(x, TYPE, VEC);
+}
+#endif
+
+#endif
