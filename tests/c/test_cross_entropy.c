@@ -360,6 +360,13 @@ static void compile_calls(void) {
         compile_call(bst_test_types[0], 32000, &mean, false, in_place);
     }
     compile_call(bst_test_types[2], 128256, &mean, false, true);
+    /* The widest rows that clusters hold. */
+    compile_call(bst_test_types[1], 262144, &mean, false, true);
+    compile_call(bst_test_types[1], 262144, &all, true, true);
+    compile_call(bst_test_types[0], 262144, &mean, false, true);
+    compile_call(bst_test_types[1], 50264, &mean, false, true);
+    compile_call(bst_test_types[1], 50264, &all, true, true);
+    compile_call(bst_test_types[0], 128256, &mean, false, true);
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("cross_entropy", compile_calls); }

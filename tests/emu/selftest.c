@@ -230,6 +230,11 @@ static void check_clusters(void) {
         if (launch("exchange", "WRONG", 3, clusters) == BST_CUDA && strstr(bst_last_error(), "has exited")) ++seen;
     }
     check(seen > 0, "a write into a block that has exited");
+    check_schedules("send", "WRONG", 0, 1, clusters, sums_over_clusters, "the wait for what was sent");
+    check_error(launch("send", "WRONG", 2, clusters), BST_CUDA, "sending to a block that may not have begun",
+                "bst_cluster_send", "may not have begun");
+    check_error(launch("send", "WRONG", 3, clusters), BST_CUDA, "a block that ends before what was sent has come",
+                "ends while", "bst_cluster_send");
     bst_launch uneven = clusters;
     uneven.grid_x = 6;
     check_error(launch("exchange", "WRONG", 0, uneven), BST_CUDA, "a grid that clusters do not divide", "clusters of 4",

@@ -199,6 +199,42 @@ BST_KERNEL(exchange, arguments, 32, 1) {
     }
 }
 
+/* WRONG: 0 nothing, 1 a cluster barrier in place of the wait for what was sent, 2 no barrier before it is sent, 3 the
+ * block ends without that wait. The same sums, each x sent as x and 2 x. */
+BST_KERNEL(send, arguments, 32, 1) {
+    BST_SHARED(float, parts, 16);
+    BST_SHARED(uint64_t, met, 1);
+    const unsigned blocks = bst_cluster_blocks();
+    if (bst_thread() == 0) {
+        bst_barrier_init(met, 1);
+        bst_barrier_fence_init();
+        bst_barrier_expect(met, 8 * blocks);
+    }
+    bst_sync();
+#if WRONG != 2
+    bst_cluster_sync();
+#endif
+    const float x = a.x[bst_block()];
+    if (bst_thread() < blocks) {
+        bst_cluster_send(&parts[2 * bst_cluster_rank()], met, bst_thread(), bst_bits(x), bst_bits(2.0f * x));
+    }
+#if WRONG == 3
+    return;
+#endif
+#if WRONG != 1
+    bst_barrier_wait_cluster(met, 0);
+#endif
+    bst_cluster_sync();
+    if (bst_thread() == 0) {
+        float sum = 0.0f;
+        for (unsigned i = 0; i < blocks; ++i) sum += parts[2 * i + 1] - parts[2 * i];
+        a.y[bst_block()] = sum;
+    }
+#if WRONG == 1
+    bst_barrier_wait_cluster(met, 0);
+#endif
+}
+
 /* WRONG: 0 nothing, 1 a barrier in place of the wait for the read, 2 the source of a write reused at once, 3 no wait
  * before the end. y = 2 x by bulk copies of 512 bytes in two rounds of one buffer. */
 BST_KERNEL(bulk, arguments, 128, 1) {

@@ -229,7 +229,7 @@ static bool choose_held(const bst_cross_entropy_rows_call *c, const bst_chip *ch
     return true;
 }
 
-/* A row in a cluster: sets the launch where blocks of `each` vectors a lane have room for it. */
+/* A row in a cluster: sets the launch where blocks of at most `each` vectors a lane have room for it. */
 static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip, int cluster, int blocks, int ahead,
                      int64_t each, bst_launch *l) {
     enum {
@@ -249,8 +249,10 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
     bool staged = (slots + 1) * slice * 16 <= room;
     if (slots * slice * 16 > room) return false;
     /* What a row takes in registers, and what else there is: found by compiling. */
-    bool compact = is_plain(l) && c->dtype != BST_F32 && !l->values[NEGATIVE];
-    int64_t registers = (1 + ahead) * 4 * each + (!compact ? 72 : staged ? 40 : 48);
+    bool light = is_plain(l) && !l->values[NEGATIVE];
+    int64_t lanes = (slice + warps - 1) / warps, held = (lanes + 31) / 32;
+    int64_t others = !light ? 72 : !staged || c->dtype == BST_F32 ? 48 : chip->arch == 90 ? 40 : 44;
+    int64_t registers = (1 + ahead) * 4 * held + others;
     int64_t warps_held = (warps + 1 + 3) / 4 * 4 * blocks; /* registers are given to four warps at a time */
     if (registers > 255 || registers * 32 * warps_held > REGISTERS) return false;
     int64_t resident = chip->processors * blocks / cluster, wanted = c->rows < resident ? c->rows : resident;
@@ -273,10 +275,11 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
 /* The narrowest cluster whose blocks fit twice on a multiprocessor; else the widest that every chip takes, once. On an
  * H200, 4096 x 128256 in bf16: 8 blocks twice 514 us, 4 once 519. Most vectors a lane: few warps leave most registers. */
 static bool choose_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
-    enum { CLUSTER_MOST = 8, EACH_BEST = 11, EACH_MOST = 16 };
+    enum { CLUSTER_MOST = 8, EACH_LEAST = 8, EACH_BEST = 11, EACH_MOST = 20 };
     if (!c->tickets) return false;
     for (int cluster = 2; cluster <= CLUSTER_MOST; cluster *= 2)
-        if (fit_ring(c, chip, cluster, 2, 1, EACH_BEST, l)) return true;
+        for (int each = EACH_BEST; each >= EACH_LEAST; each--)
+            if (fit_ring(c, chip, cluster, 2, 1, each, l)) return true;
     for (int ahead = 1; ahead >= 0; ahead--)
         for (int each = EACH_BEST; each <= EACH_MOST; each++)
             if (fit_ring(c, chip, CLUSTER_MOST, 1, ahead, each, l)) return true;
