@@ -177,7 +177,7 @@ static void swap_first(answers *a, int with) {
     a->choices[0] = c, a->tiles[0] = tile;
 }
 
-static void take(const problem_key *p, int arch, const cublasLtMatmulHeuristicResult_t *results, int count,
+static void take(const problem_key *p, const bst_chip *chip, const cublasLtMatmulHeuristicResult_t *results, int count,
                  answers *out) {
     out->count = count;
     for (int i = 0; i < count; i++) {
@@ -187,12 +187,13 @@ static void take(const problem_key *p, int arch, const cublasLtMatmulHeuristicRe
             out->tiles[i] = 0; /* CUBLASLT_MATMUL_TILE_UNDEFINED */
         out->choices[i] = (choice){results[i].algo, results[i].workspaceSize};
     }
-    bst_product product = {arch, p->m, p->n, p->k, p->a_transposed, p->b_transposed, p->input != CUDA_R_32F};
+    bst_product product = {chip->arch,      chip->processors,      p->m, p->n, p->k, p->a_transposed,
+                           p->b_transposed, p->input != CUDA_R_32F};
     swap_first(out, bst__preferred_candidate(&product, out->tiles, count));
 }
 
-static bst_status ask(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p, const descriptors *d,
-                      cublasLtMatmulPreference_t preference, answers *out) {
+static bst_status ask(const char *op, cublasLtHandle_t handle, const bst_chip *chip, const problem_key *p,
+                      const descriptors *d, cublasLtMatmulPreference_t preference, answers *out) {
     size_t workspace = WORKSPACE;
     /* Partial sums in float32 only: in the output's type they would be rounded once for each part of k. */
     uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
@@ -222,15 +223,15 @@ static bst_status ask(const char *op, cublasLtHandle_t handle, int arch, const p
                           op, (long long)p->m, (long long)p->n, (long long)p->k, (long long)p->lda, (long long)p->ldb,
                           (long long)p->ldo);
     if (status != CUBLAS_STATUS_SUCCESS) return blas_error(op, "cublasLtMatmulAlgoGetHeuristic", status);
-    take(p, arch, results, count, out);
+    take(p, chip, results, count, out);
     return BST_OK;
 }
 
-static bst_status candidates(const char *op, cublasLtHandle_t handle, int arch, const problem_key *p,
+static bst_status candidates(const char *op, cublasLtHandle_t handle, const bst_chip *chip, const problem_key *p,
                              const descriptors *d, answers *out) {
     cublasLtMatmulPreference_t preference;
     BLAS_TRY(op, cublasLtMatmulPreferenceCreate, &preference);
-    bst_status status = ask(op, handle, arch, p, d, preference, out);
+    bst_status status = ask(op, handle, chip, p, d, preference, out);
     api.cublasLtMatmulPreferenceDestroy(preference);
     return status;
 }
@@ -361,7 +362,7 @@ static bst_status plan(const product *t, problem_key *p, choice *out) {
     }
     answers a;
     const choice *best = &a.choices[0];
-    BST_TRY(candidates(t->op, t->handle, t->device->chip.arch, p, &t->descriptors, &a));
+    BST_TRY(candidates(t->op, t->handle, &t->device->chip, p, &t->descriptors, &a));
     if (p->generation) BST_TRY(fastest(t, p, &a, &best));
     *out = *best;
     remember(p, out);

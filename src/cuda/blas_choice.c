@@ -3,8 +3,12 @@
  * Measured on an H200 (cuBLASLt 13.1, bf16, operands distributed as in training, candidates interleaved, medians) on the
  * three products of an output head, V = 128256 and 151936, H = 4096 and 1024, 512 to 16384 tokens. Times relative to the
  * first answer:
- *   logits  m = tokens, n = V, k = H   tile 201: 0.94 to 0.97 from 2048 tokens on (H = 1024: 0.88), 197 alike; 512: 1.01
- *   dhidden m = tokens, n = H, k = V   the first answer is the best but at 16384 tokens (tile 24: 0.94)
+ *   logits  m = tokens, n = V, k = H   tiles 201 and 197: 0.94 to 0.97 from 2048 tokens on (H = 1024: 0.88), 197 by 1 to
+ *                                      2 % the better of them at 4096, 201 from 5504 on; 512: 1.01
+ *   dhidden m = tokens, n = H, k = V   its tiles are few, and what counts is how full the last round of them is: tile 24
+ *                                      where that fills 95 % of all rounds (1024, 2048, 3072, 4096, 5120, 5248 tokens:
+ *                                      the best of all, or within 1 %), else tile 20, a half of 24: 0.94 to 0.97 of the
+ *                                      first answer at 2752, 5376, 5504, 5632, 6528 and 6784; 16384: tile 24 0.94
  *   dweight m = V, n = H, k = tokens   tile 29: 0.80 to 0.94 up to 8192 tokens, the more so where dweight is added to or
  *                                      kept in float32; 16384: tile 24 0.93 to 0.95. H = 1024: 0.92 to 1.02
  * These products are limited by power; what wins moves fewer bytes for the same arithmetic. Other chips, float32 and
@@ -13,6 +17,7 @@
 
 /* cublasLtMatmulTile_t. */
 enum {
+    TILE_128x128 = 20,
     TILE_256x128 = 24,
     TILE_128x160 = 29,
     TILE_LOGITS = 201,
@@ -33,6 +38,12 @@ static int first_of(uint32_t one, uint32_t other, const uint32_t *tiles, int cou
     return at < 0 ? 0 : at;
 }
 
+/* Whether tiles of 256 x 128 keep all multiprocessors busy in their last round, or nearly. */
+static bool fills_rounds(const bst_product *p) {
+    int64_t tiles = ((p->m + 127) / 128) * ((p->n + 255) / 256), each = p->processors > 0 ? p->processors : 1;
+    return 100 * tiles >= 95 * ((tiles + each - 1) / each * each);
+}
+
 int bst__preferred_candidate(const bst_product *p, const uint32_t *tiles, int count) {
     if (p->arch != 90 || !p->halves || count < 2) return 0;
     int64_t vocabulary = p->a_transposed ? p->m : p->b_transposed ? p->n : p->k;
@@ -40,9 +51,13 @@ int bst__preferred_candidate(const bst_product *p, const uint32_t *tiles, int co
     if (p->a_transposed && !p->b_transposed)
         return p->k > 12 * LARGE ? first_of(TILE_256x128, TILE_128x160, tiles, count)
                                  : first_of(TILE_128x160, TILE_256x128, tiles, count);
-    if (!p->a_transposed && p->b_transposed)
-        return p->m >= LARGE ? first_of(TILE_LOGITS, TILE_LOGITS_TOO, tiles, count) : 0;
-    if (!p->a_transposed && !p->b_transposed && p->m > 12 * LARGE)
-        return first_of(TILE_256x128, TILE_256x128, tiles, count);
+    if (!p->a_transposed && p->b_transposed) {
+        if (p->m < LARGE) return 0;
+        return p->m <= 5 * LARGE ? first_of(TILE_LOGITS_TOO, TILE_LOGITS, tiles, count)
+                                 : first_of(TILE_LOGITS, TILE_LOGITS_TOO, tiles, count);
+    }
+    if (!p->a_transposed && !p->b_transposed && p->m >= LARGE)
+        return p->m > 12 * LARGE || fills_rounds(p) ? first_of(TILE_256x128, TILE_128x128, tiles, count)
+                                                    : first_of(TILE_128x128, TILE_256x128, tiles, count);
     return 0;
 }

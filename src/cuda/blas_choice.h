@@ -7,7 +7,7 @@
 
 /* A product as bst_gemm has it: row-major, out[m, n], k terms each. */
 typedef struct bst_product {
-    int arch;
+    int arch, processors;
     int64_t m, n, k;
     bool a_transposed, b_transposed, halves; /* halves: bfloat16 or float16 inputs */
 } bst_product;

@@ -46,7 +46,7 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     """
     if dtype is torch.float32:
         return {}
-    limit = module._chunk_bytes(torch.device(device))
+    limit = module._chunk_bytes() or (module.DEFAULT_LOGITS_BYTES if device == "cuda" else 0)
     rows = max(64, limit // (module._padded(vocabulary) * 2)) if limit else max(256, (tokens + 7) // 8)
     chunks = -(-tokens // rows)
     summed = chunks - 1 if chunks <= 8 else 1
@@ -405,12 +405,12 @@ def test_memory_stays_within_the_budget():
 
 def test_budget_from_the_environment(monkeypatch):
     monkeypatch.setenv("BASTILE_LOGITS_MIB", "12")
-    assert module._chunk_bytes(torch.device("cpu")) == 12 << 20
+    assert module._chunk_bytes() == 12 << 20
     monkeypatch.setenv("BASTILE_LOGITS_MIB", "much")
     with pytest.raises(ValueError, match="BASTILE_LOGITS_MIB is 'much'"):
-        module._chunk_bytes(torch.device("cpu"))
+        module._chunk_bytes()
     set_logits_memory(3)
-    assert module._chunk_bytes(torch.device("cpu")) == 3 << 20
+    assert module._chunk_bytes() == 3 << 20
     set_logits_memory(None)
 
 

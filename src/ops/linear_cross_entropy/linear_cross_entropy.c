@@ -147,19 +147,55 @@ static bst_status check_apart(const problem *p, const bst_named *more, int writt
 /* Columns of a chunk in memory: rows at 16-byte boundaries keep the products on their fast path. */
 static int64_t padded(const problem *p) { return (p->vocabulary + 7) / 8 * 8; }
 
-static void choose_chunks(problem *p, int64_t chunk_bytes) {
-    bool cpu = p->device.device_type == kDLCPU;
-    int64_t bytes = chunk_bytes > 0 ? chunk_bytes : (int64_t)(cpu ? 256 : 1664) << 20;
-    int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype));
-    /* On CPU an eighth of the rows, but not under 256: each chunk reads and writes all of dweight, which at 64 rows
-     * costs a third of the products' time. */
-    if (cpu && chunk_bytes <= 0 && most > (p->tokens + 7) / 8) most = (p->tokens + 7) / 8;
-    if (cpu && chunk_bytes <= 0 && most < 256) most = 256;
-    if (most < 64) most = 64;
-    p->chunks = (p->tokens + most - 1) / most;
-    int64_t even = p->chunks ? (p->tokens + p->chunks - 1) / p->chunks : 0, tiled = (even + 127) / 128 * 128;
-    p->chunk_rows = tiled <= most ? tiled : even; /* products work in tiles of 128 rows */
-    p->chunks = even ? (p->tokens + p->chunk_rows - 1) / p->chunk_rows : 0;
+enum {
+    TILE = 128, /* rows and columns of a tile: what the products round to */
+    CHUNK_ROWS =
+        4096, /* on CUDA by default: on an H200, more rows make no product faster for its size (bench/NOTES.md) */
+    LEAST_ROWS = 64
+};
+
+/* Rounds of tiles, one a multiprocessor at a time, in which dhidden's product is made from chunks of `rows` rows. Its
+ * tiles are few: a last round with little to do costs as much as a full one. */
+static int64_t rounds(const problem *p, int64_t rows, int processors) {
+    int64_t across = (p->width + TILE - 1) / TILE, whole = p->tokens / rows, rest = p->tokens % rows;
+    int64_t each = ((rows + TILE - 1) / TILE * across + processors - 1) / processors;
+    return whole * each + ((rest + TILE - 1) / TILE * across + processors - 1) / processors;
+}
+
+/* Rows of a chunk on CUDA: no more than `most`, no more chunks than that needs, and the fewest rounds. */
+static int64_t chunk_rows(const problem *p, int64_t most, int processors) {
+    int64_t chunks = (p->tokens + most - 1) / most, even = (p->tokens + chunks - 1) / chunks;
+    int64_t best = (even + TILE - 1) / TILE * TILE;
+    if (chunks == 1 || best > most) return even;
+    for (int64_t rows = best + TILE; rows <= most; rows += TILE)
+        if (rounds(p, rows, processors) < rounds(p, best, processors)) best = rows;
+    return best;
+}
+
+static bst_status choose_chunks(problem *p, int64_t chunk_bytes) {
+    bool cpu = p->device.device_type == kDLCPU, by_default = chunk_bytes <= 0;
+    int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : chunk_bytes;
+    int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype)), some = p->tokens / MOST_ROUNDINGS + 1;
+    if (!p->tokens) return BST_OK;
+    if (cpu) {
+        /* An eighth of the rows, but not under 256: each chunk reads and writes all of dweight, which at 64 rows costs a
+         * third of the products' time. */
+        if (by_default && most > some) most = some;
+        if (by_default && most < 256) most = 256;
+        if (most < LEAST_ROWS) most = LEAST_ROWS;
+        p->chunks = (p->tokens + most - 1) / most;
+        p->chunk_rows = (p->tokens + p->chunks - 1) / p->chunks;
+    } else {
+        bst_chip chip;
+        BST_TRY(bst__cuda_chip(p->op, p->device.device_id, &chip));
+        /* Where not all fit, small chunks; but not so many that dweight would be summed in float32. */
+        int64_t small = some > CHUNK_ROWS ? (some + TILE - 1) / TILE * TILE : CHUNK_ROWS;
+        if (by_default && most < p->tokens && most > small) most = small;
+        if (most < LEAST_ROWS) most = LEAST_ROWS;
+        p->chunk_rows = chunk_rows(p, most, chip.processors);
+    }
+    p->chunks = (p->tokens + p->chunk_rows - 1) / p->chunk_rows;
+    return BST_OK;
 }
 
 /* ---- products and what stands beside them ------------------------------------------------------------------------ */
@@ -449,7 +485,7 @@ bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor
     if (now && none)
         return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", forward_op);
     BST_TRY(check_apart(&p, (bst_named[]){{"loss", &loss_view}, {"lse", &lse_view}, {"dlogits", &kept}}, 3, 3));
-    choose_chunks(&p, chunk_bytes);
+    BST_TRY(choose_chunks(&p, chunk_bytes));
     if (dlogits) p.chunks = 1, p.chunk_rows = p.tokens;
     pass r = {.mode = now || dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS,
               .loss_rows = loss_view.data,
@@ -491,7 +527,7 @@ bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTenso
         pass kept_pass = {.upstream = upstream.data, .kept = kept.data, .kept_stride = kept.stride[0]};
         return with_divisors(&p, &kept_pass, multiply_kept);
     }
-    choose_chunks(&p, chunk_bytes);
+    BST_TRY(choose_chunks(&p, chunk_bytes));
     pass r = {.mode = BST_CROSS_ENTROPY_GRADIENT, .lse = lse_view.data, .upstream = upstream.data};
     return with_divisors(&p, &r, run_pass);
 }
