@@ -133,7 +133,7 @@ def test_only_from_so_many_tokens_on(monkeypatch: pytest.MonkeyPatch) -> None:
     bastile.set_recompute(22)
     assert kept() < everything
     bastile.set_recompute(None)
-    assert kept() == everything  # 4096 unless told otherwise
+    assert kept() == everything  # 6144 unless told otherwise
     monkeypatch.setenv("BASTILE_RECOMPUTE_TOKENS", "22")
     assert kept() < everything
     embeddings = model.model.embed_tokens(batch.pop("input_ids")).detach()
