@@ -158,7 +158,7 @@ DEFINE(cuFuncSetAttribute, (CUfunction function, int attribute, int value)) {
     return CUDA_SUCCESS;
 }
 
-static CUresult launch(CUfunction function, unsigned block) {
+static CUresult launch(CUfunction function, unsigned grid, unsigned block) {
     const char *options = (const char *)(void *)function;
     pthread_mutex_lock(&lock);
     double ms = state.kernel_ms(options, block);
@@ -166,6 +166,7 @@ static CUresult launch(CUfunction function, unsigned block) {
         clock_ms += ms;
         state.launches++;
         state.last_device = (int)(uintptr_t)current() - 1;
+        state.last_grid = grid;
         snprintf(state.last_options, sizeof state.last_options, "%s", options);
     }
     pthread_mutex_unlock(&lock);
@@ -187,21 +188,22 @@ static double advance(double ms) {
 
 DEFINE(cuOccupancyMaxActiveClusters, (int *clusters, CUfunction function, const CUlaunchConfig *config)) {
     (void)function, (void)config;
-    *clusters = 1;
+    state.occupancies++;
+    *clusters = state.clusters;
     return CUDA_SUCCESS;
 }
 
 DEFINE(cuLaunchKernel,
        (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
         unsigned block_z, unsigned shared, CUstream stream, void **parameters, void **extra)) {
-    (void)grid_x, (void)grid_y, (void)grid_z, (void)block_y, (void)block_z, (void)shared, (void)stream;
+    (void)grid_y, (void)grid_z, (void)block_y, (void)block_z, (void)shared, (void)stream;
     (void)parameters, (void)extra;
-    return launch(function, block_x);
+    return launch(function, grid_x, block_x);
 }
 
 DEFINE(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra)) {
     (void)parameters, (void)extra;
-    return launch(function, config->blockDimX);
+    return launch(function, config->gridDimX, config->blockDimX);
 }
 
 DEFINE(cuMemsetD8Async, (CUdeviceptr memory, unsigned char value, size_t bytes, CUstream stream)) {

@@ -11,11 +11,14 @@ typedef struct fake_cuda {
     bool capturing;       /* the stream is being captured */
     bool out_of_memory;   /* for workspace */
     bool forked;          /* this process is a fork of one that has used the driver */
+    int clusters;         /* that the device holds at once */
 
     int launches, products; /* so far */
     int waits;              /* for the device */
     char last_options[512]; /* of the kernel that was launched last */
     int last_device;        /* whose context was current then */
+    unsigned last_grid;     /* its blocks */
+    int occupancies;        /* how often it was asked how many clusters it holds */
     int last_algorithm;     /* of the product likewise */
     int live;               /* events and pieces of workspace that have not been freed */
 } fake_cuda;

@@ -237,6 +237,33 @@ TEST(a_launch_is_on_the_device_of_its_tensors) {
     end();
 }
 
+/* Clusters that stay until all work is done: as many as the device holds; it is asked once for each kernel. */
+TEST(a_resident_launch_has_as_many_clusters_as_fit) {
+    begin(fastest_128);
+    int64_t arguments = 0;
+    bst_launch l = {.kernel = &toy, .values = {77, 128}, .block = 128, .grid_x = 40, .cluster = 4, .resident = true};
+    fake->clusters = 3;
+    for (int i = 0; i < 2; i++) {
+        CHECK_OK(bst__cuda_launch(NULL, "a_test", 0, &l, &arguments, sizeof arguments));
+        CHECK_EQ_I(fake->last_grid, 12);
+    }
+    CHECK_EQ_I(fake->occupancies, 1);
+    l.grid_x = 8; /* fewer than fit */
+    CHECK_OK(bst__cuda_launch(NULL, "a_test", 0, &l, &arguments, sizeof arguments));
+    CHECK_EQ_I(fake->last_grid, 8);
+    l.resident = false;
+    l.grid_x = 40;
+    CHECK_OK(bst__cuda_launch(NULL, "a_test", 0, &l, &arguments, sizeof arguments));
+    CHECK_EQ_I(fake->last_grid, 40);
+    /* None fits: the launch itself is to say why. */
+    fake->clusters = 0;
+    l.values[WIDTH] = 78;
+    l.resident = true;
+    CHECK_OK(bst__cuda_launch(NULL, "a_test", 0, &l, &arguments, sizeof arguments));
+    CHECK_EQ_I(fake->last_grid, 40);
+    end();
+}
+
 TEST(devices_have_choices_of_their_own) {
     begin(fastest_512);
     CHECK_OK(call_on(0, 1, 1000, false));
@@ -444,6 +471,7 @@ int main(void) {
     RUN(what_drops_out_is_no_error_of_the_call);
     RUN(a_fork_is_told_to_spawn);
     RUN(a_launch_is_on_the_device_of_its_tensors);
+    RUN(a_resident_launch_has_as_many_clusters_as_fit);
     RUN(devices_have_choices_of_their_own);
     RUN(another_process_has_measured_it);
     RUN(what_is_forgotten_is_measured_again);
