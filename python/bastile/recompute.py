@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 #: Each tensor that autograd keeps costs the host a few microseconds here, which a GPU with little to do would wait
-#: for, and the kernels that make it again half a per cent of a step. Below so many tokens memory is not short either: of
-#: Qwen3-8B the peak of a step at 2048 tokens is the same, at 4096 it is 4 % higher without.
+#: for, and the kernels that make it again half a per cent of a step. Below so many tokens memory is not short either:
+#: of Qwen3-8B the peak of a step at 2048 tokens is the same, at 4096 it is 4 % higher without.
 DEFAULT_MIN_TOKENS = 6144
 
 _min_tokens: int | None = None

@@ -26,7 +26,7 @@ typedef struct bst_launch {
     unsigned cluster;        /* blocks of a cluster; 0 or 1: none */
     unsigned shared;         /* bytes of dynamic shared memory */
     bool overlap;            /* programmatic dependent launch: may begin before the kernel before it has ended */
-    bool resident;           /* clusters that stay until all work is done: no more of them than the chip holds at once */
+    bool resident;           /* clusters that stay until all is done: no more of them than the chip holds at once */
 } bst_launch;
 
 /* What configurations depend on. */

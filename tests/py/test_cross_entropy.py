@@ -156,11 +156,15 @@ def test_options(options, dtype, inplace, weighted, device):
     assert_no_worse(case(logits, target, weight, inplace, **options))
 
 
-# Rows that several blocks hold between them: one that blocks share two to a multiprocessor, and one so wide that a block
-# ends each row before it begins the next (in float32 on the H200).
+# Rows that several blocks hold between them: one that blocks share two to a multiprocessor, and one so wide that a
+# block ends each row before it begins the next (in float32 on the H200).
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("dtype", "classes"), [(torch.bfloat16, 40024), (torch.float32, 40024), (torch.float32, 200000)])
-@pytest.mark.parametrize("options", ["sum", "all smooth", "negative logit scale", "number of items, mean", "everything"])
+@pytest.mark.parametrize(
+    ("dtype", "classes"), [(torch.bfloat16, 40024), (torch.float32, 40024), (torch.float32, 200000)]
+)
+@pytest.mark.parametrize(
+    "options", ["sum", "all smooth", "negative logit scale", "number of items, mean", "everything"]
+)
 def test_options_of_wide_rows(options, dtype, classes, device):
     if classes > 40024 and options not in ("sum", "everything"):
         pytest.skip("slow on the emulated GPU, and nothing new")
