@@ -107,8 +107,3 @@ void *emu_cluster_place(const char *name, const void *shared, unsigned bytes, un
     emu_touch(there, bytes);
     return there;
 }
-
-void emu_cluster_write(float *shared, unsigned rank, float v, const char *where) {
-    memcpy(emu_cluster_place("bst_cluster_write", shared, sizeof v, rank, where), &v, sizeof v);
-    if (emu_random(16) == 0) emu_yield();
-}

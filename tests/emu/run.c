@@ -31,7 +31,6 @@ emu_runtime emu_device = {
     .bulk_wait = emu_bulk_wait,
     .cluster_arrive = emu_cluster_arrive,
     .cluster_wait = emu_cluster_wait,
-    .cluster_write = emu_cluster_write,
     .cluster_send = emu_cluster_send,
 };
 
@@ -319,7 +318,6 @@ bst_status emu_run(const char *op, const bst_launch *launch, const bst_chip *chi
     emu_device.threads = launch->block;
     emu_device.blocks_x = launch->grid_x;
     emu_device.blocks_y = launch->grid_y ? launch->grid_y : 1;
-    emu_device.cluster_blocks = emu.cluster;
     run_grid();
     emu.launch = NULL;
     return emu.status == BST_OK ? BST_OK : bst__error(emu.status, "%s: %s", op, emu.message);

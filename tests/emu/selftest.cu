@@ -176,46 +176,27 @@ BST_KERNEL(arithmetic, arguments, 32, 1) {
 
 #if BST_ARCH >= 90
 
-/* WRONG: 0 nothing, 1 no barrier before the read, 2 none before the first write, 3 none before the end.
- * y[block] = sum of x over its cluster, each block having written its own x into all. */
-BST_KERNEL(exchange, arguments, 32, 1) {
-    BST_SHARED(float, parts, 8);
-#if WRONG != 2
-    bst_cluster_sync();
-#endif
-    const unsigned blocks = bst_cluster_blocks();
-#if WRONG == 3
-    if (bst_cluster_rank() == 0) return;
-#endif
-    if (bst_thread() < blocks) bst_cluster_write(&parts[bst_cluster_rank()], bst_thread(), a.x[bst_block()]);
-#if WRONG != 1
-    bst_cluster_arrive();
-    bst_cluster_wait();
-#endif
-    if (bst_thread() == 0) {
-        float sum = 0.0f;
-        for (unsigned i = 0; i < blocks; ++i) sum += parts[i];
-        a.y[bst_block()] = sum;
-    }
-}
-
 /* WRONG: 0 nothing, 1 a cluster barrier in place of the wait for what was sent, 2 no barrier before it is sent, 3 the
- * block ends without that wait. The same sums, each x sent as x and 2 x. */
+ * block ends without that wait, 4 without the barrier. For clusters of 4: y[block] = sum of x over its cluster, each x
+ * sent as x and 2 x. */
 BST_KERNEL(send, arguments, 32, 1) {
-    BST_SHARED(float, parts, 16);
+    BST_SHARED(float, parts, 8);
     BST_SHARED(uint64_t, met, 1);
-    const unsigned blocks = bst_cluster_blocks();
     if (bst_thread() == 0) {
         bst_barrier_init(met, 1);
         bst_barrier_fence_init();
-        bst_barrier_expect(met, 8 * blocks);
+        bst_barrier_expect(met, 8 * 4);
     }
     bst_sync();
 #if WRONG != 2
     bst_cluster_sync();
 #endif
+#if WRONG == 4
+    if (bst_cluster_rank() == 0) return;
+    bst_cluster_sync(); /* which goes on without those that have exited */
+#endif
     const float x = a.x[bst_block()];
-    if (bst_thread() < blocks) {
+    if (bst_thread() < 4) {
         bst_cluster_send(&parts[2 * bst_cluster_rank()], met, bst_thread(), bst_bits(x), bst_bits(2.0f * x));
     }
 #if WRONG == 3
@@ -224,10 +205,11 @@ BST_KERNEL(send, arguments, 32, 1) {
 #if WRONG != 1
     bst_barrier_wait_cluster(met, 0);
 #endif
-    bst_cluster_sync();
+    bst_cluster_arrive();
+    bst_cluster_wait();
     if (bst_thread() == 0) {
         float sum = 0.0f;
-        for (unsigned i = 0; i < blocks; ++i) sum += parts[2 * i + 1] - parts[2 * i];
+        for (int i = 0; i < 4; ++i) sum += parts[2 * i + 1] - parts[2 * i];
         a.y[bst_block()] = sum;
     }
 #if WRONG == 1

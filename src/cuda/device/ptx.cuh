@@ -351,19 +351,13 @@ BST_DEVICE void bst_bulk_commit(void) { asm volatile("cp.async.bulk.commit_group
  * that precedes the copy. "membar / fence: fence.proxy.async". */
 BST_DEVICE void bst_fence_async(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* ---- clusters
- * -------------------------------------------------------------------------------------------------------- "Special
- * Registers: %cluster_ctarank, %cluster_nctarank", "barrier.cluster", "mapa". A cluster barrier must come before the
- * first write into another block (it may not have begun) and between the last one and that block's end. */
+/* ---- clusters --------------------------------------------------------------------------------------------------------
+ * "Special Registers: %cluster_ctarank", "barrier.cluster", "mapa". A cluster barrier must come before the first word is
+ * sent to another block (it may not have begun) and between the last one's arrival and that block's end. */
 
 BST_DEVICE unsigned bst_cluster_rank(void) {
     unsigned v;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
-    return v;
-}
-BST_DEVICE unsigned bst_cluster_blocks(void) {
-    unsigned v;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
     return v;
 }
 BST_DEVICE void bst_cluster_arrive(void) { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
@@ -371,17 +365,6 @@ BST_DEVICE void bst_cluster_wait(void) { asm volatile("barrier.cluster.wait.acqu
 BST_DEVICE void bst_cluster_sync(void) {
     bst_cluster_arrive();
     bst_cluster_wait();
-}
-/* Writes v into the variable of block `rank` that lies where `shared` lies in this block. */
-BST_DEVICE void bst_cluster_write(float *shared, unsigned rank, float v) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "st.shared::cluster.f32 [there], %2;\n"
-        "}" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-        "r"(rank), "f"(v)
-        : "memory");
 }
 
 /* Sends two words to where `shared` (8-byte aligned) lies in block `rank`, and 8 bytes' completion to its barrier at `b`.

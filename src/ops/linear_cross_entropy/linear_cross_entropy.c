@@ -148,9 +148,8 @@ static bst_status check_apart(const problem *p, const bst_named *more, int writt
 static int64_t padded(const problem *p) { return (p->vocabulary + 7) / 8 * 8; }
 
 enum {
-    TILE = 128, /* rows and columns of a tile: what the products round to */
-    CHUNK_ROWS =
-        4096, /* on CUDA by default: on an H200, more rows make no product faster for its size (bench/NOTES.md) */
+    TILE = 128,        /* rows and columns of a tile: what the products round to */
+    CHUNK_ROWS = 4096, /* on CUDA by default: more rows make no product faster for its size (bench/NOTES.md) */
     LEAST_ROWS = 64
 };
 
@@ -162,12 +161,13 @@ static int64_t rounds(const problem *p, int64_t rows, int processors) {
     return whole * each + ((rest + TILE - 1) / TILE * across + processors - 1) / processors;
 }
 
-/* Rows of a chunk on CUDA: no more than `most`, no more chunks than that needs, and the fewest rounds. */
+/* Rows of a chunk: at most `most`, in no more chunks than that needs; whole tiles where they can be, and on CUDA (where
+ * `processors` are known) the fewest rounds. */
 static int64_t chunk_rows(const problem *p, int64_t most, int processors) {
     int64_t chunks = (p->tokens + most - 1) / most, even = (p->tokens + chunks - 1) / chunks;
     int64_t best = (even + TILE - 1) / TILE * TILE;
     if (chunks == 1 || best > most) return even;
-    for (int64_t rows = best + TILE; rows <= most; rows += TILE)
+    for (int64_t rows = best + TILE; processors && rows <= most; rows += TILE)
         if (rounds(p, rows, processors) < rounds(p, best, processors)) best = rows;
     return best;
 }
@@ -175,25 +175,23 @@ static int64_t chunk_rows(const problem *p, int64_t most, int processors) {
 static bst_status choose_chunks(problem *p, int64_t chunk_bytes) {
     bool cpu = p->device.device_type == kDLCPU, by_default = chunk_bytes <= 0;
     int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : chunk_bytes;
-    int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype)), some = p->tokens / MOST_ROUNDINGS + 1;
+    int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype));
+    int64_t eighth = (p->tokens + MOST_ROUNDINGS - 1) / MOST_ROUNDINGS;
+    bst_chip chip = {0};
     if (!p->tokens) return BST_OK;
-    if (cpu) {
-        /* An eighth of the rows, but not under 256: each chunk reads and writes all of dweight, which at 64 rows costs a
-         * third of the products' time. */
-        if (by_default && most > some) most = some;
-        if (by_default && most < 256) most = 256;
-        if (most < LEAST_ROWS) most = LEAST_ROWS;
-        p->chunks = (p->tokens + most - 1) / most;
-        p->chunk_rows = (p->tokens + p->chunks - 1) / p->chunks;
-    } else {
-        bst_chip chip;
-        BST_TRY(bst__cuda_chip(p->op, p->device.device_id, &chip));
-        /* Where not all fit, small chunks; but not so many that dweight would be summed in float32. */
-        int64_t small = some > CHUNK_ROWS ? (some + TILE - 1) / TILE * TILE : CHUNK_ROWS;
-        if (by_default && most < p->tokens && most > small) most = small;
-        if (most < LEAST_ROWS) most = LEAST_ROWS;
-        p->chunk_rows = chunk_rows(p, most, chip.processors);
+    if (!cpu) BST_TRY(bst__cuda_chip(p->op, p->device.device_id, &chip));
+    if (cpu && by_default) {
+        /* Not under 256 rows: each chunk reads and writes all of dweight, which at 64 costs a third of the products'
+         * time. */
+        if (most > eighth) most = eighth;
+        if (most < 256) most = 256;
+    } else if (by_default && most < p->tokens) {
+        /* Not so many chunks that dweight would be summed in float32. */
+        int64_t small = eighth > CHUNK_ROWS ? (eighth + TILE - 1) / TILE * TILE : CHUNK_ROWS;
+        if (most > small) most = small;
     }
+    if (most < LEAST_ROWS) most = LEAST_ROWS;
+    p->chunk_rows = chunk_rows(p, most, chip.processors);
     p->chunks = (p->tokens + p->chunk_rows - 1) / p->chunk_rows;
     return BST_OK;
 }

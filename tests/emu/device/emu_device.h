@@ -12,7 +12,7 @@ enum { EMU_ANY, EMU_GLOBAL, EMU_SHARED };
 enum { EMU_SYNC_WARP, EMU_SHUFFLE_XOR, EMU_SHUFFLE };
 
 typedef struct emu_runtime {
-    unsigned thread, threads, block_x, block_y, blocks_x, blocks_y, cluster_rank, cluster_blocks;
+    unsigned thread, threads, block_x, block_y, blocks_x, blocks_y, cluster_rank;
     unsigned char *dynamic_shared;
 
     /* The static array whose declaration is identified by the address `site`. */
@@ -39,7 +39,6 @@ typedef struct emu_runtime {
 
     void (*cluster_arrive)(const char *where);
     void (*cluster_wait)(const char *where);
-    void (*cluster_write)(float *shared, unsigned rank, float v, const char *where);
     void (*cluster_send)(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second,
                          const char *where);
 } emu_runtime;

@@ -186,11 +186,9 @@ BST_DEVICE void *emu_barrier(uint64_t *b) { return b; }
  */
 
 BST_DEVICE unsigned bst_cluster_rank(void) { return emu_current->cluster_rank; }
-BST_DEVICE unsigned bst_cluster_blocks(void) { return emu_current->cluster_blocks; }
-#define bst_cluster_arrive()               emu_current->cluster_arrive(EMU_HERE)
-#define bst_cluster_wait()                 emu_current->cluster_wait(EMU_HERE)
-#define bst_cluster_sync()                 (emu_current->cluster_arrive(EMU_HERE), emu_current->cluster_wait(EMU_HERE))
-#define bst_cluster_write(shared, rank, v) emu_current->cluster_write(shared, rank, v, EMU_HERE)
+#define bst_cluster_arrive() emu_current->cluster_arrive(EMU_HERE)
+#define bst_cluster_wait()   emu_current->cluster_wait(EMU_HERE)
+#define bst_cluster_sync()   (emu_current->cluster_arrive(EMU_HERE), emu_current->cluster_wait(EMU_HERE))
 #define bst_cluster_send(shared, b, rank, first, second) \
     emu_current->cluster_send(shared, emu_barrier(b), rank, first, second, EMU_HERE)
 
