@@ -296,36 +296,25 @@ BST_DEVICE void bst_barrier_expect(uint64_t *b, unsigned bytes) {
 BST_DEVICE void bst_barrier_arrive(uint64_t *b) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"((uint32_t)__cvta_generic_to_shared(b)) : "memory");
 }
-BST_DEVICE void bst_barrier_wait(uint64_t *b, unsigned parity) {
-    uint32_t done;
-    do {
-        asm volatile(
-            "{\n"
-            ".reg .pred ended;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, ended;\n"
-            "}"
-            : "=r"(done)
-            : "r"((uint32_t)__cvta_generic_to_shared(b)), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
-/* The same for a phase that bst_cluster_send ends: what other blocks sent is then seen. */
-BST_DEVICE void bst_barrier_wait_cluster(uint64_t *b, unsigned parity) {
-    uint32_t done;
-    do {
-        asm volatile(
-            "{\n"
-            ".reg .pred ended;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 ended, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, ended;\n"
-            "}"
-            : "=r"(done)
-            : "r"((uint32_t)__cvta_generic_to_shared(b)), "r"(parity)
-            : "memory");
-    } while (!done);
-}
+#define BST_BARRIER_WAIT(name, order)                                     \
+    BST_DEVICE void name(uint64_t *b, unsigned parity) {                  \
+        uint32_t done;                                                    \
+        do {                                                              \
+            asm volatile(                                                 \
+                "{\n"                                                     \
+                ".reg .pred ended;\n"                                     \
+                "mbarrier.try_wait.parity" order                          \
+                ".shared::cta.b64 ended, [%1], %2;\n"                     \
+                "selp.u32 %0, 1, 0, ended;\n"                             \
+                "}"                                                       \
+                : "=r"(done)                                              \
+                : "r"((uint32_t)__cvta_generic_to_shared(b)), "r"(parity) \
+                : "memory");                                              \
+        } while (!done);                                                  \
+    }
+BST_BARRIER_WAIT(bst_barrier_wait, "")
+/* For a phase that bst_cluster_send ends: what other blocks sent is then seen. */
+BST_BARRIER_WAIT(bst_barrier_wait_cluster, ".acquire.cluster")
 
 /* ---- bulk copies: one thread, multiples of 16 bytes, 16-byte aligned ------------------------------------------------
  * "Data Movement and Conversion Instructions: Asynchronous copy: cp.async.bulk". */
