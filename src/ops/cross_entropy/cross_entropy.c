@@ -235,15 +235,14 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
     enum {
         REGISTERS = 65536,   /* of a multiprocessor */
         RESERVED = 1024,     /* bytes of shared memory that the driver keeps for itself, of each block */
-        TURNS = 4,           /* of cross_entropy_ring.cu */
         BARRIERS_BYTES = 512 /* the other static arrays there, with the gaps between them */
     };
     int64_t vectors = c->vocabulary / l->values[VEC], slice = (vectors + cluster - 1) / cluster;
     int64_t warps = (slice + each * 32 - 1) / (each * 32), threads = (warps + 1) * 32;
     if (threads > 1024) return false;
-    int64_t numbers = l->values[SMOOTH] ? 4 : 2;
-    int64_t room = (chip->shared_memory + RESERVED) / blocks - RESERVED - BARRIERS_BYTES -
-                   TURNS * cluster * warps * numbers * (int64_t)sizeof(float);
+    int64_t numbers = BST_CROSS_ENTROPY_TURNS * cluster * warps * BST_CROSS_ENTROPY_NUMBERS(l->values[SMOOTH]);
+    int64_t room =
+        (chip->shared_memory + RESERVED) / blocks - RESERVED - BARRIERS_BYTES - numbers * (int64_t)sizeof(float);
     /* On an H200 at 4096 x 128256: two slots and staged 514 us, one and staged 523, two and not staged 521. */
     int64_t slots = 3 * slice * 16 <= room ? 2 : 1;
     bool staged = (slots + 1) * slice * 16 <= room;

@@ -85,15 +85,7 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
         raise_to(a, &p, top_of(-BST_INFINITY, &x, 1));
         add(a, &p, &x, 1, single);
     }
-    p = warp_total(p, 32);
-    int warp = (int)bst_thread() / 32;
-    if (bst_lane() == 0) {
-        scratch[warp] = p.reference;
-        scratch[THREADS / 32 + warp] = p.sum;
-        scratch[2 * (THREADS / 32) + warp] = p.weighted;
-    }
-    bst_sync();
-    return shared_total(scratch, THREADS / 32);
+    return block_total(p, scratch);
 }
 
 /* Writes a row of gradients; all zero without `t`. */
@@ -165,25 +157,10 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
 #endif
 
 #ifdef HELD
-#define WARPS (THREADS / 32)
-
-/* The block's total, in every thread. */
-BST_DEVICE partial block_total(partial p, float *scratch) {
-    p = warp_total(p, 32);
-    unsigned warp = bst_thread() / 32;
-    if (bst_lane() == 0) {
-        scratch[warp] = p.reference;
-        scratch[WARPS + warp] = p.sum;
-        scratch[2 * WARPS + warp] = p.weighted;
-    }
-    bst_sync();
-    return shared_total(scratch, WARPS);
-}
-
 BST_KERNEL(cross_entropy_held, cross_entropy_rows_args, THREADS, BLOCKS) {
     BST_DYNAMIC_SHARED(buffer); /* VECTORS vectors */
     BST_SHARED(uint64_t, arrived, 1);
-    BST_SHARED(float, scratch, 3 * WARPS);
+    BST_SHARED(float, scratch, 3 * (THREADS / 32));
     int thread = (int)bst_thread();
     if (thread == 0) {
         bst_barrier_init(arrived, 1);

@@ -4,6 +4,11 @@
 
 #include "row_map.h"
 
+/* The ring's room for the numbers of warps, which the host reckons with: rows whose numbers may be under way, and how
+ * many a warp has for a row. */
+#define BST_CROSS_ENTROPY_TURNS           4
+#define BST_CROSS_ENTROPY_NUMBERS(smooth) ((smooth) ? 4 : 2)
+
 /* What the terms of a loss are multiplied by. */
 typedef struct bst_cross_entropy_divisors {
     float inverse_weight_sum; /* of the cross-entropy, smoothed or not */

@@ -20,11 +20,11 @@
 #define STEP    32
 #include "cross_entropy_row.cuh"
 
-#define NUMBERS       (SMOOTH ? 4 : 2) /* of a warp for its cluster */
-#define NONE          0xffffffffu      /* no row, or no target in the vocabulary */
-#define EARLY         2                /* tickets that are dealt before they are needed */
-#define TICKETS       8                /* places for them */
-#define TURNS         4                /* rows whose numbers may be under way */
+#define NUMBERS       BST_CROSS_ENTROPY_NUMBERS(SMOOTH) /* of a warp for its cluster */
+#define NONE          0xffffffffu                       /* no row, or no target in the vocabulary */
+#define EARLY         2                                 /* tickets that are dealt before they are needed */
+#define TICKETS       8                                 /* places for them */
+#define TURNS         BST_CROSS_ENTROPY_TURNS
 #define PARTIAL_BYTES (CLUSTER * WARPS * NUMBERS * 4u)
 
 /* A warp that sends the numbers of row n has ended row n - 2, for which every warp of the cluster has sent its own, and

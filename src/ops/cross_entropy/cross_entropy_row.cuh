@@ -92,6 +92,19 @@ BST_DEVICE partial shared_total(const float *from, int n) {
     return warp_total(p, 32);
 }
 
+/* The block's total, in every thread. `scratch`: three numbers a warp. */
+BST_DEVICE partial block_total(partial p, float *scratch) {
+    p = warp_total(p, 32);
+    int warp = (int)bst_thread() / 32;
+    if (bst_lane() == 0) {
+        scratch[warp] = p.reference;
+        scratch[THREADS / 32 + warp] = p.sum;
+        scratch[2 * (THREADS / 32) + warp] = p.weighted;
+    }
+    bst_sync();
+    return shared_total(scratch, THREADS / 32);
+}
+
 /* ---- one row ----------------------------------------------------------------------------------------------------- */
 
 /* Accurate to 2^-22 at every size: the hardware's relative error would show in large sums. */
