@@ -221,8 +221,8 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
  * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1664 MiB on CUDA, and where that is too little for all rows, 4096 rows or an eighth of them; on CPU 256
- * MiB and an eighth of the rows, but at least 256 rows), and never less than 64 rows.
+ * of workspace (0: 1664 MiB on CUDA, and where that is too little for all rows, 4096 rows or an eighth of them; on CPU
+ * 256 MiB and an eighth of the rows, but at least 256 rows), and never less than 64 rows.
  *
  * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):
  *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient, not yet divided nor

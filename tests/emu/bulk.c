@@ -72,9 +72,28 @@ void emu_bulk_write(void *to, const void *from, unsigned bytes, const char *wher
     emu_yield();
 }
 
+/* Where 8 bytes of this block's shared memory lie in another's. */
+static void *place_in(const emu_block *block, const char *argument, const void *shared, const char *where) {
+    emu_need("bst_cluster_send", argument, shared, 8, 8, EMU_SHARED, where);
+    void *there = block->memory + ((const unsigned char *)shared - emu.current->block->memory);
+    emu_touch(there, 8);
+    return there;
+}
+
 void emu_cluster_send(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second, const char *where) {
-    void *to = emu_cluster_place("bst_cluster_send", shared, 8, rank, where);
-    void *there = emu_cluster_place("bst_cluster_send", barrier, 8, rank, where);
+    if (rank >= emu.cluster) emu_fail(where, "bst_cluster_send to rank %u of %u", rank, emu.cluster);
+    const emu_block *block = &emu.blocks[rank];
+    if (emu.current->cluster_waits == 0 && block != emu.current->block) {
+        emu_fail(where,
+                 "bst_cluster_send to block (%u, %u), which may not have begun: a cluster barrier must come first",
+                 block->x, block->y);
+    }
+    if (block->live == 0) {
+        emu_fail(where,
+                 "bst_cluster_send to block (%u, %u), which has exited: a cluster barrier must come before its end",
+                 block->x, block->y);
+    }
+    void *to = place_in(block, "shared", shared, where), *there = place_in(block, "the barrier", barrier, where);
     const unsigned words[] = {first, second};
     emu_garbage(to, sizeof words);
     emu_bulk copy = {.thread = emu.current, .to = to, .from = words, .bytes = sizeof words, .barrier = there};

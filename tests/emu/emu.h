@@ -165,8 +165,6 @@ void emu_sync(const char *where);
 unsigned emu_meet_warp(int kind, unsigned value, int operand, const char *where);
 void emu_cluster_arrive(const char *where);
 void emu_cluster_wait(const char *where);
-/* Where `shared` of the current block lies in block `rank` of its cluster. */
-void *emu_cluster_place(const char *name, const void *shared, unsigned bytes, unsigned rank, const char *where);
 /* A thread exited: the cluster barrier may be complete without it. */
 void emu_cluster_check(void);
 

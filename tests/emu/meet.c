@@ -89,21 +89,3 @@ void emu_cluster_wait(const char *where) {
     if (emu.cluster_phase < t->cluster_arrivals) emu_sleep(EMU_WAIT_CLUSTER, where);
     ++t->cluster_waits;
 }
-
-void *emu_cluster_place(const char *name, const void *shared, unsigned bytes, unsigned rank, const char *where) {
-    emu_thread *t = emu.current;
-    if (rank >= emu.cluster) emu_fail(where, "%s to rank %u of %u", name, rank, emu.cluster);
-    emu_need(name, "shared", shared, bytes, bytes, EMU_SHARED, where);
-    emu_block *to = &emu.blocks[rank];
-    if (t->cluster_waits == 0 && to != t->block) {
-        emu_fail(where, "%s to block (%u, %u), which may not have begun: a cluster barrier must come first", name,
-                 to->x, to->y);
-    }
-    if (to->live == 0) {
-        emu_fail(where, "%s to block (%u, %u), which has exited: a cluster barrier must come before its end", name,
-                 to->x, to->y);
-    }
-    void *there = to->memory + ((const unsigned char *)shared - t->block->memory);
-    emu_touch(there, bytes);
-    return there;
-}

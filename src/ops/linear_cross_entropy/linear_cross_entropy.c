@@ -378,9 +378,7 @@ static bst_status run_chunks(const problem *p, const pass *r, void *memory, cons
             .undivided = !per_row,
             .upstream = per_row && r->upstream ? r->upstream + first : NULL,
             .upstream_stride = 1,
-            .tickets = r->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT && p->divisors
-                           ? bst__cross_entropy_tickets(p->divisors, first / p->chunk_rows)
-                           : NULL,
+            .tickets = p->divisors ? bst__cross_entropy_tickets(p->divisors, first / p->chunk_rows) : NULL,
             .loss_rows = r->loss_rows ? r->loss_rows + first : NULL,
             .lse = r->lse ? r->lse + first : NULL,
             .dlogits = r->mode == BST_CROSS_ENTROPY_LOSS ? NULL : logits,
