@@ -1,17 +1,21 @@
-"""Writes the tables of measured figures in docs/<operator>.md from a saved run of `bastile bench`.
+"""Writes every measured figure in the documents from the saved run that it comes from. Nobody types one by hand.
 
-    python tools/measured_tables.py bench/results/FILE.json [operator ...]
+    python tools/measured_tables.py            # all pages, from the files that their blocks name
+    python tools/measured_tables.py --check    # exit code 1 where a page says something else than its files
 
-A page's table stands between `<!-- measured -->` and `<!-- /measured -->`. Nobody types a figure by hand."""
+A block stands between `<!-- measured: bench/results/FILE.json [word ...] -->` and `<!-- /measured -->`. What is written
+depends on what wrote the file: `bastile bench` (words: the operators to show; none: all), `bastile sweep` (`floor`: its
+column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py."""
 
 import argparse
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {"fused_linear_cross_entropy": "linear_cross_entropy", "add_rms_norm": "rms_norm", "moe_experts": "moe"}
 COLUMNS = {
     "bastile": "Bastile",
     "unfused": "Bastile, unfused",
@@ -22,7 +26,16 @@ COLUMNS = {
     "cute": "Liger (CuTe)",
     "quack": "QuACK",
 }
-BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- /measured -->)", re.DOTALL)
+MODELS = {
+    "hf": "Transformers",
+    "liger": "Liger-Kernel",
+    "compile": "torch.compile",
+    "compile-layers": "torch.compile, each layer",
+    "bastile-compile": "Bastile, compiled",
+    "bastile": "**Bastile**",
+}
+GIB, MIB = 2**30, 2**20
+BLOCK = re.compile(r"(<!-- measured: (?P<file>\S+)(?P<words>[^>]*?) -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 
 def three_digits(seconds: float) -> str:
@@ -30,56 +43,213 @@ def three_digits(seconds: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
 
 
-def memory(rows: dict[str, dict[str, Any]]) -> str:
+def rows_of(lines: list[list[str]]) -> list[str]:
+    """A Markdown table; the first line is its head."""
+    head, *rest = ["|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|" for cells in lines]
+    return [head, "|---" * len(lines[0]) + "|", *rest]
+
+
+def versions_of(versions: dict[str, str]) -> str:
+    said = {"torch": "PyTorch", "transformers": "Transformers", "liger-kernel": "Liger-Kernel", "cuda": "CUDA"}
+    return ", ".join(f"{name} {versions[key]}" for key, name in said.items() if versions.get(key))
+
+
+def made(where: str, run: dict[str, Any], versions: dict[str, str]) -> str:
+    return f"{where}, {run['date'][:10]}; {versions_of(versions)}"
+
+
+# ---- bastile bench --------------------------------------------------------------------------------------------------
+
+
+def extra_memory(rows: dict[str, dict[str, Any]]) -> str:
     shown = [rows.get(name, {}).get("extra_bytes") for name in ("bastile", "hf", "liger")]
-    return " / ".join("–" if size is None else f"{size / 2**20:.0f}" for size in shown) if any(shown) else ""
+    return " / ".join("–" if size is None else f"{size / MIB:.0f}" for size in shown) if any(shown) else "–"
 
 
-def table(results: list[dict[str, Any]], versions: dict[str, str], date: str, device: str, file: str) -> str:
-    timed = {result["title"]: {r["name"]: r for r in result["rows"] if "seconds" in r} for result in results}
-    only = len({result["op"] for result in results}) == 1
-    names = [name for name in COLUMNS if any(name in rows for rows in timed.values())]
-    lines = [
-        f"{device}, bf16, {date[:10]}; torch {versions['torch']}, CUDA {versions.get('cuda', '-')}, Liger-Kernel "
-        f"{versions.get('liger-kernel', '-')}. Medians of GPU",
-        "time without launch gaps, by `bastile bench`. The floor is a copy of as many bytes, for products these alone.",
-        f"Extra memory in MiB: Bastile / Hugging Face code / Liger. [All figures](../bench/results/{file}).",
-        "",
-        "| | floor | " + " | ".join(COLUMNS[name] for name in names) + " | extra memory |",
-        "|---" * (len(names) + 3) + "|",
-    ]
-    for result in results:
-        rows = timed[result["title"]]
-        floor = three_digits(result["floor"]["seconds"]) if result["floor"] else "–"
+def bench(run: dict[str, Any], operators: list[str], link: str) -> list[str]:
+    results = [result for result in run["results"] if not operators or result["op"] in operators]
+    missing = set(operators) - {result["op"] for result in results}
+    if missing:
+        raise SystemExit(f"{link} has no {', '.join(sorted(missing))}")
+    timed = [{r["name"]: r for r in result["rows"] if "seconds" in r} for result in results]
+    names = [name for name in COLUMNS if any(name in rows for rows in timed)]
+    lines = [["", "limit", *(COLUMNS[name] for name in names), "extra memory"]]
+    for result, rows in zip(results, timed, strict=True):
+        limit = three_digits(result["floor"]["seconds"]) if result["floor"] else "–"
         cells = [three_digits(rows[name]["seconds"]) if name in rows else "–" for name in names]
         title = result["title"].replace(", bf16", "")
-        if only:
+        if len({one["op"] for one in results}) == 1:
             title = title.removeprefix(result["op"] + " ")
-        lines.append(f"| {title} | {floor} | " + " | ".join(cells) + f" | {memory(rows) or '–'} |")
-    return "\n".join(lines) + "\n"
+        lines.append([title, limit, *cells, extra_memory(rows)])
+    clock = "GPU time without launch gaps" if run["device"] == "cuda" else "wall clock"
+    return [
+        f"{made(run['machine']['name'], run, run['versions'])}.",
+        f"Medians, {clock}, by `bastile bench`. The limit is a copy of as many bytes, for products these",
+        f"alone. Extra memory in MiB: Bastile, Hugging Face code, Liger. [All figures]({link}).",
+        "",
+        *rows_of(lines),
+    ]
 
 
-def main() -> None:
+# ---- bastile sweep --------------------------------------------------------------------------------------------------
+
+
+def command(settings: dict[str, Any], peers: list[str], lengths: list[int]) -> str:
+    words = ["bastile sweep", f"--model {settings['model']}"]
+    if settings["gpus"] > 1:
+        words.append(f"--fsdp --gpus {settings['gpus']}")
+    words += [f"--against {','.join(peers)}", f"--lengths {','.join(map(str, lengths))}"]
+    words += {"step": ["--step"], "none": ["--no-optimizer"]}.get(settings["optimizer"], [])
+    words += ["--profile-floor"] * bool(settings["profile_floor"]) + ["--share-process"] * bool(
+        settings["share_process"]
+    )
+    return " ".join(words)
+
+
+def loss_differences(find: Any, names: list[str], lengths: list[int]) -> str:
+    """Of the first step's losses, from those of Transformers, where both ran."""
+    told = []
+    for name in names:
+        pairs = [(find(name, length), find("hf", length)) for length in lengths]
+        differences = [
+            abs(ours["losses"][0] - theirs["losses"][0]) / abs(theirs["losses"][0])
+            for ours, theirs in pairs
+            if ours and theirs and ours["status"] == theirs["status"] == "ok"
+        ]
+        if differences:
+            told.append(f"{MODELS[name].strip('*')} {max(differences):.1e}")
+    return ", ".join(told)
+
+
+def sweep(run: dict[str, Any], words: list[str], link: str) -> list[str]:
+    settings, records = run["settings"], {(r["implementation"], r["length"]): r for r in run["records"]}
+    names = [name for name in MODELS if any(key[0] == name for key in records)]
+    lengths = sorted({key[1] for key in records})
+
+    def find(name: str, length: int) -> dict[str, Any] | None:
+        return records.get((name, length))
+
+    def cell(name: str, length: int) -> str:
+        record = find(name, length)
+        if record is None:
+            return "–"
+        if record["status"] != "ok":
+            return record["status"]
+        shown = f"{record['seconds'] * 1e3:.0f} ({record['peak_bytes'] / GIB:.1f})"
+        return f"**{shown}**" if name == "bastile" else shown
+
+    table = [["tokens", *(MODELS[name] for name in names)]]
+    table += [[str(length), *(cell(name, length) for name in names)] for length in lengths]
+    if "floor" in words:
+        table[0].append("Bastile / floor")
+        for line, length in zip(table[1:], lengths, strict=True):
+            record = find("bastile", length)
+            line.append(f"{record['floor']['wall'] / record['floor']['seconds']:.2f}" if record else "–")
+    peers = [name for name in names if name != "bastile"]
+    several = settings["gpus"] > 1
+    where = f"{settings['gpus']} {run['machine']['name']}s" if several else run["machine"]["name"]
+    batch = f"batch {settings['batch']}{' a GPU' * several}"
+    others = loss_differences(find, [name for name in names if name != "hf"], lengths)
+    return [
+        *rows_of(table),
+        "",
+        f"{made(where, run, settings['versions'])}; {settings['dtype']}, {batch}.",
+        f"Largest difference of the first loss from Transformers', of its value: {others}.",
+        f"`{command(settings, peers, lengths)}`,",
+        f"[all figures]({link}).",
+    ]
+
+
+def curve(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    settings = run["settings"]
+    table = [["", "ms a step", "tokens/s", "peak GiB", "last loss"]]
+    for name, said in MODELS.items():
+        for record in run["records"]:
+            if record["implementation"] == name:
+                speed, memory = f"{record['tokens_per_second']:,.0f}", f"{record['peak_bytes'] / GIB:.1f}"
+                table.append([said, f"{record['seconds'] * 1e3:.0f}", speed, memory, f"{record['losses'][-1]:.3f}"])
+    tokens = f"{settings['batch']} x {run['records'][0]['length']} tokens"
+    return [
+        f"{made(run['machine']['name'], run, settings['versions'])}; {settings['dtype']},",
+        f"{settings['curve_steps']} steps of {tokens}, fused AdamW. [All figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
+# ---- bastile demo, tools/loss_differences.py ------------------------------------------------------------------------
+
+
+def demo(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    plan, stock, ours = run["plan"], *run["runs"]
+    table = [["", "tokens/s", "peak GiB"]]
+    for one, said in ((stock, "Transformers"), (ours, "**Bastile**")):
+        table.append([said, f"{one['tokens_per_second']:,.0f}", f"{one['peak_memory'] / GIB:.2f}"])
+    return [
+        f"{made(ours['device'], run, run['versions'])}; {ours['parameters'] / 1e6:.0f} million parameters,",
+        f"{plan['dtype']}, {plan['steps']} steps of {plan['batch']} x {plan['sequence']} tokens, with",
+        f"{', '.join(ours['patched'])}.",
+        f"The losses differ by at most {run['comparison']['largest_loss_difference']:.1e}. [All figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
+def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    lines = [
+        f"{made(run['machine'], run, run['versions'])}; bfloat16 against the same weights",
+        f"in float32, mean over {len(run['batches'])} batches. [All figures]({link}).",
+    ]
+    for model, found in run["models"].items():
+        routed = any(one["rerouted"] is not None for one in found.values())
+        head = [model, "loss, relative", "last hidden states, relative"]
+        table = [head + (["tokens with other experts, a layer"] if routed else [])]
+        for name, one in found.items():
+            line = [name, f"{one['loss']:.1e}", f"{one['hidden']:.3f}"]
+            table.append(line + ([f"{100 * one['rerouted']:.0f} %"] if routed else []))
+        lines += ["", *rows_of(table)]
+    return lines
+
+
+def text_of(path: Path, words: list[str], link: str) -> str:
+    run = json.loads(path.read_text())
+    if "results" in run:
+        write = bench
+    elif "runs" in run:
+        write = demo
+    elif "models" in run:
+        write = losses
+    else:
+        write = curve if run["settings"]["kind"] == "curve" else sweep
+    return "\n".join(write(run, words, link)) + "\n"
+
+
+def written(page: Path) -> str:
+    """The page's text with all its blocks as their files have them."""
+
+    def fill(match: re.Match[str]) -> str:
+        file = ROOT / match["file"]
+        link = os.path.relpath(file, page.parent)
+        return match[1] + text_of(file, match["words"].split(), link) + match[4]
+
+    return BLOCK.sub(fill, page.read_text())
+
+
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "bench").glob("*.md"))]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="what `bastile bench` wrote")
-    parser.add_argument("operators", nargs="*", help="default: all that are in it")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 for a stale page")
     options = parser.parse_args()
-    run = json.loads(options.results.read_text())
-    operators = options.operators or list(dict.fromkeys(result["op"] for result in run["results"]))
-    pages: dict[str, list[dict[str, Any]]] = {}
-    for operator in operators:
-        chosen = [result for result in run["results"] if result["op"] == operator]
-        if not chosen:
-            parser.error(f"{options.results} has no {operator}")
-        pages.setdefault(PAGES.get(operator, operator), []).extend(chosen)
-    for page, results in pages.items():
-        path = ROOT / "docs" / f"{page}.md"
-        text = table(results, run["versions"], run["date"], run["machine"]["name"], options.results.name)
-        old = path.read_text()
-        if not BLOCK.search(old):
-            parser.error(f"{path} has no <!-- measured --> block")
-        path.write_text(BLOCK.sub(rf"\g<1>{text}\g<2>", old))
+    stale = [page for page in pages() if written(page) != page.read_text()]
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'not as its files have it' if options.check else 'written'}")
+        if not options.check:
+            page.write_text(written(page))
+    return 1 if stale and options.check else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
