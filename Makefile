@@ -5,6 +5,7 @@
 #   make test-oldest   the tests of models with the oldest Transformers that is supported
 #   make lint    format and style only
 #   make bench   time the operators on this machine
+#   make wheel   the source and the wheel that are published, into dist/ (make sdist: the source alone)
 #   make clean   remove what the above made
 #
 # VENV= (empty) uses $(PYTHON) and what it has installed, without touching the network.
@@ -18,7 +19,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest lint bench clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest lint bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -28,7 +29,7 @@ test: lint c-tests py-tests emulated-tests
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 
-$(VENV)/demo.stamp: requirements/demo.txt
+$(VENV)/demo.stamp: requirements/demo.txt requirements/build.txt
 	@echo "Setting up $(VENV) from PyPI: PyTorch is large, so this may take minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "python3 with venv is needed (Debian, Ubuntu: apt install python3-venv)"; exit 1; }
 	$(PY) -m pip install -q --upgrade pip
@@ -50,7 +51,7 @@ lint: $(if $(VENV),$(VENV)/test.stamp)
 
 MESON := PATH="$(abspath $(BIN)):$$PATH" meson
 define configure
-	test -f build/$(1)/build.ninja || $(MESON) setup build/$(1) $(2)
+	test -f build/$(1)/build.ninja || $(MESON) setup build/$(1) -Dwerror=true $(2)
 	PATH="$(abspath $(BIN)):$$PATH" ninja -C build/$(1)
 endef
 SANITIZE := -Dbuildtype=debugoptimized -Db_sanitize=address,undefined -Db_lundef=false
@@ -84,5 +85,22 @@ emulated-tests: $(if $(VENV),$(VENV)/test.stamp)
 bench: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile bench --out bench-out
 
+$(VENV)/wheel.stamp: requirements/wheel.txt requirements/build.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -r requirements/wheel.txt
+	touch $@
+
+BUILD := PATH="$(abspath $(BIN)):$$PATH" $(PY) -m build --no-isolation --outdir dist
+# What is committed, and no more.
+sdist: $(if $(VENV),$(VENV)/wheel.stamp)
+	rm -rf dist
+	$(BUILD) --sdist .
+
+# From that source. auditwheel then looks whether the wheel needs what no manylinux system has.
+wheel: $(if $(VENV),$(VENV)/wheel.stamp)
+	rm -rf dist
+	$(BUILD) .
+	$(PY) -m auditwheel show dist/*.whl | tr '\n' ' ' | grep -o 'platform tag: "manylinux_[^"]*"'
+
 clean:
-	rm -rf build .venv demo-out bench-out
+	rm -rf build .venv demo-out bench-out dist

@@ -20,7 +20,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#ifdef BST_SYSTEM_DLPACK /* a build with -Ddlpack=system: pkg-config says so */
+#include <dlpack/dlpack.h>
+#else
 #include "bastile/dlpack.h"
+#endif
 
 #ifdef __cplusplus
 extern "C" {
