@@ -100,14 +100,15 @@ static bst_status make(void *context, bst_blob *out) {
     return BST_OK;
 }
 
-/* The candidate that an entry names; -1 where it says nothing of such a race. */
+/* The candidate that an entry names; -1 where it says nothing of such a race. Not by sscanf, which asks newer systems for
+ * a newer glibc than anything else here does. */
 static int parse(const bst_blob *entry, int count) {
-    char text[TEXT];
-    int won, of;
-    size_t bytes = entry->bytes < sizeof text ? entry->bytes : sizeof text - 1;
-    memcpy(text, entry->data, bytes);
-    text[bytes] = '\0';
-    return sscanf(text, "%d of %d:", &won, &of) == 2 && of == count && won >= 0 && won < count ? won : -1;
+    for (int won = 0; won < count; won++) {
+        char begin[32];
+        size_t length = (size_t)snprintf(begin, sizeof begin, "%d of %d:", won, count);
+        if (entry->bytes >= length && memcmp(entry->data, begin, length) == 0) return won;
+    }
+    return -1;
 }
 
 int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {

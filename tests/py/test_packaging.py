@@ -8,9 +8,12 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import os
 import re
+import shutil
 import struct
 import subprocess
+import sys
 import zipfile
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -40,10 +43,10 @@ class Elf:
     def name(self, at: int) -> str:
         return self.data[at : self.data.index(b"\0", at)].decode()
 
-    def exported(self) -> set[str]:
+    def symbols(self, exported: bool) -> set[str]:
         start, length, names = self.sections[11]  # SHT_DYNSYM
         symbols = (struct.unpack_from("<IBBH", self.data, at) for at in range(start, start + length, 24))
-        return {self.name(names + name) for name, _, _, section in symbols if name and section}
+        return {self.name(names + name) for name, _, _, section in symbols if name and bool(section) == exported}
 
     def needed(self) -> set[str]:
         start, length, names = self.sections[6]  # SHT_DYNAMIC
@@ -124,12 +127,14 @@ def test_the_library_needs_no_more_than_the_tag_promises(installed: Distribution
     if not tag:
         pytest.skip("this system's C library is not glibc")
     assert packed.glibc() <= (int(tag[1]), int(tag[2]))
+    # What scanf and strtol become where glibc is 2.38 or newer: four versions beyond all else.
+    assert not [name for name in packed.symbols(exported=False) if name.startswith("__isoc23_")]
     assert {name for name in packed.needed() if not name.startswith("ld-linux")} <= SYSTEM_LIBRARIES
 
 
 def test_the_library_exports_its_own_names_and_no_others(packed: Elf) -> None:
     declared = re.findall(r"^BST_API [^;]*?\b(bst_\w+)\(", (ROOT / "include/bastile.h").read_text(), re.M)
-    assert packed.exported() == set(declared)
+    assert packed.symbols(exported=True) == set(declared)
 
 
 def test_the_package_is_typed_and_carries_its_licences(installed: Distribution) -> None:
@@ -221,6 +226,39 @@ def test_the_source_is_packed_whole() -> None:
     assert left_out == []
     needed = {"pyproject.toml", "meson.build", "meson.options", "tools/build_backend.py", "tools/embed.py", "LICENSE"}
     assert needed | {"third_party/dlpack/LICENSE", "python/bastile/py.typed"} <= set(listed)
+
+
+# ---- the library for C programs ------------------------------------------------------------------------------------
+
+
+def configure(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`meson setup`, which is quick; nothing is compiled."""
+    pytest.importorskip("mesonbuild", reason="meson is not installed")
+    if not shutil.which(os.environ.get("CC", "cc").split()[0]):
+        pytest.skip("no C compiler")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "mesonbuild.mesonmain", "setup", str(folder), str(ROOT), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_static_library_says_what_it_is_linked_with(tmp_path: Path) -> None:
+    run = configure(tmp_path, "-Ddefault_library=static")
+    assert run.returncode == 0, run.stdout
+    targets = json.loads((tmp_path / "meson-info/intro-targets.json").read_text())
+    (library,) = [t for t in targets if t["installed"]]
+    assert (library["name"], library["type"]) == ("bastile", "static library")
+    described = (tmp_path / "meson-private/bastile.pc").read_text()
+    assert re.search(r"^Libs: .*-lbastile\b.* -lm$", described, re.M)
+    assert f"\nVersion: {bastile.__version__}\n" in described
+    # Whoever packages this has another compiler, which may warn of something else.
+    options = json.loads((tmp_path / "meson-info/intro-buildoptions.json").read_text())
+    assert {o["name"]: o["value"] for o in options}["werror"] is False
+
+
+def test_an_emulated_gpu_cannot_be_packaged(tmp_path: Path) -> None:
+    run = configure(tmp_path, "-Demulate=true", "-Dpackage=true")
+    assert run.returncode != 0
+    assert "cannot be packaged" in run.stdout
 
 
 # ---- the recipes that no test runs ---------------------------------------------------------------------------------
