@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -12,7 +13,8 @@ import torch
 
 def _path() -> Path:
     override = os.environ.get("BASTILE_LIBRARY")
-    path = Path(override) if override else Path(__file__).parent / "libbastile.so"
+    # Beside this file; where the package is installed as editable (pip install -e), in the folder that it is built in.
+    path = Path(override or str(files("bastile") / "libbastile.so"))
     if not path.exists():
         raise ImportError(
             f"bastile: the compiled library is not at {path}. Install the package (pip install .), "

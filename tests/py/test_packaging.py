@@ -152,6 +152,16 @@ def test_every_python_file_is_installed(installed: Distribution) -> None:
     assert theirs == ours | {"bastile/libbastile.so"}
 
 
+def test_an_editable_install_finds_its_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There the library is no neighbour of the Python files; the package's loader knows where it lies."""
+    monkeypatch.delenv("BASTILE_LIBRARY", raising=False)
+    monkeypatch.setattr(_library, "files", lambda package: tmp_path)
+    with pytest.raises(ImportError, match="BASTILE_LIBRARY"):
+        _library._path()
+    (tmp_path / "libbastile.so").touch()
+    assert _library._path() == tmp_path / "libbastile.so"
+
+
 # ---- the build backend ---------------------------------------------------------------------------------------------
 
 
