@@ -2,7 +2,8 @@
  *
  *     cc loss.c $(pkg-config --cflags --libs bastile) -o loss && ./loss
  *
- * once the library is installed where the linker and the loader look: meson install, then ldconfig.
+ * once the library is installed where the linker and the loader look: meson install, then ldconfig. A library built
+ * with -Ddefault_library=static does by the same line, and no loader is asked.
  *
  * The same calls work on CUDA: give the tensors device memory and {kDLCUDA, 0}, and a stream in bst_exec. */
 #include <bastile.h>
