@@ -1,12 +1,15 @@
-/* cache.c - one file per compiled kernel, and per measured choice, in a folder that only we can write to.
+/* cache.c - one file per compiled kernel, and per measured choice, in a folder that only we can write to (folder.c).
  *
- * Folder: $BASTILE_CACHE ("off": none), else $XDG_CACHE_HOME/bastile, else $HOME/.cache/bastile. It and its files are
- * used only if they belong to us and nobody else may write to them, which is asked of the opened descriptors: an entry
- * is code that will run with our rights.
+ * An entry is code that will run with our rights: it is used only if its file belongs to us and nobody else may write to
+ * it, which is asked of the opened descriptor.
  *
  * Entry: a header (magic, key, length, checksum) and the bytes. It is written under a temporary name, flushed and then
  * renamed, so that no name ever stands for half a file; one that does not check is deleted and made anew. A lock file
- * per key makes processes wait for the one that compiles; nobody waits for ever, and work done twice is harmless. */
+ * per key makes processes wait for the one that compiles; nobody waits for ever, and work done twice is harmless.
+ *
+ * Names are a key in hexadecimal and a suffix, and nothing else in the folder is ever deleted: the user may keep other
+ * things there. A file's time of modification is when it was last used; where all entries together grow beyond a limit
+ * ($BASTILE_CACHE_MIB), those that were not used for longest leave. */
 #include "cuda/cache.h"
 
 #include <dirent.h>
@@ -14,14 +17,16 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "cuda/folder.h"
 
 static const char magic[8] = "BSTCUB1";
 
@@ -36,7 +41,11 @@ _Static_assert(sizeof(header) == 80, "the header is a file format");
 enum {
     LARGEST = 256 << 20,  /* bytes of an entry; more is damage */
     LONGEST_WAIT = 60,    /* seconds for another process's compilation: the slowest kernels take a few */
-    STALE = 3600,         /* seconds after which a temporary file's writer is dead */
+    STALE = 3600,         /* seconds after which a temporary file's writer, or a lock's holder, is dead */
+    FRESH = 3600,         /* seconds within which a use need not be noted again */
+    LIMIT_MIB = 256,      /* of all entries together; a kernel takes some 40 KiB, a model some hundred kernels */
+    SPARE = 16,           /* of the limit, one part in so many: what a process stores before it looks again */
+    BLOCK = 4096,         /* bytes of the disk that a file takes, at least */
     NAME_BYTES = 64 + 32, /* a key in hexadecimal and a suffix */
 };
 
@@ -51,56 +60,30 @@ static void __attribute__((format(printf, 1, 2))) give_reason(const char *format
     va_end(arguments);
 }
 
-static bool is_ours(const struct stat *s) { return s->st_uid == geteuid() && !(s->st_mode & (S_IWGRP | S_IWOTH)); }
+static int open_folder(void) { return bst__folder_open(reason, sizeof reason); }
 
-/* ---- the folder -------------------------------------------------------------------------------------------------- */
+/* ---- names ------------------------------------------------------------------------------------------------------- */
 
-/* Writes the folder's path, or says why there is none. */
-static bool folder_path(char *path, size_t size) {
-    const char *own = secure_getenv("BASTILE_CACHE");
-    const char *xdg = secure_getenv("XDG_CACHE_HOME"), *home = secure_getenv("HOME");
-    int length;
-    if (own && *own) {
-        if (strcmp(own, "off") == 0) return give_reason("BASTILE_CACHE is off"), false;
-        length = snprintf(path, size, "%s", own);
-    } else if (xdg && *xdg == '/') { /* the XDG specification: a relative path is to be ignored */
-        length = snprintf(path, size, "%s/bastile", xdg);
-    } else if (home && *home == '/') {
-        length = snprintf(path, size, "%s/.cache/bastile", home);
-    } else {
-        return give_reason("none of BASTILE_CACHE, XDG_CACHE_HOME and HOME names a folder"), false;
-    }
-    if (length < 0 || (size_t)length >= size) return give_reason("the cache folder's path is too long"), false;
-    return true;
-}
-
-/* Creates a folder and those above it. Failures show when it is opened. */
-static void create_folders(char *path) {
-    for (char *slash = strchr(path + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
-        *slash = '\0';
-        mkdir(path, 0700);
-        *slash = '/';
-    }
-    mkdir(path, 0700);
-}
-
-/* Opens the folder. -1 and a reason where there is none that is ours alone. */
-static int open_folder(void) {
-    char path[PATH_MAX];
-    if (!folder_path(path, sizeof path)) return -1;
-    create_folders(path);
-    int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (folder < 0) return give_reason("%s cannot be opened: %s", path, strerror(errno)), -1;
-    struct stat s;
-    if (fstat(folder, &s) == 0 && is_ours(&s)) return folder;
-    give_reason("%s belongs to another user or may be written to by others; mode 0700 is needed", path);
-    close(folder);
-    return -1;
-}
+enum { KEY_DIGITS = 2 * sizeof(bst_digest), RANDOM_DIGITS = 16 };
+static const char digits[] = "0123456789abcdef", lock_suffix[] = ".lock", temporary_suffix[] = ".tmp";
 
 static void entry_name(const bst_digest *key, const char *suffix, char name[NAME_BYTES]) {
     for (size_t i = 0; i < sizeof key->bytes; i++) snprintf(name + 2 * i, 3, "%02x", (unsigned)key->bytes[i]);
     snprintf(name + 2 * sizeof key->bytes, NAME_BYTES - 2 * sizeof key->bytes, "%s", suffix);
+}
+
+typedef enum name_kind { FOREIGN, ENTRY, LOCK, TEMPORARY } name_kind;
+
+/* What a name in the folder stands for. FOREIGN: it is none of ours. */
+static name_kind kind_of(const char *name) {
+    if (strspn(name, digits) != KEY_DIGITS) return FOREIGN;
+    const char *suffix = name + KEY_DIGITS;
+    if (strcmp(suffix, BST_CACHE_CODE) == 0 || strcmp(suffix, BST_CACHE_CHOICE) == 0) return ENTRY;
+    if (strcmp(suffix, lock_suffix) == 0) return LOCK;
+    return *suffix == '.' && strspn(suffix + 1, digits) == RANDOM_DIGITS &&
+                   strcmp(suffix + 1 + RANDOM_DIGITS, temporary_suffix) == 0
+               ? TEMPORARY
+               : FOREIGN;
 }
 
 /* ---- reading ----------------------------------------------------------------------------------------------------- */
@@ -122,26 +105,30 @@ static bst_digest checksum(const void *data, size_t bytes) {
     return bst__sha256_end(&h);
 }
 
-/* Reads an opened entry; false where anything about it is not as it must be. */
-static bool read_entry(int file, const bst_digest *key, bst_blob *out) {
+typedef enum verdict { GOOD, BAD, UNREADABLE } verdict;
+
+/* Reads an opened entry. BAD: something about it is not as it must be. UNREADABLE: that says nothing of it. */
+static verdict read_entry(int file, const bst_digest *key, bst_blob *out) {
     struct stat s;
     header h;
-    if (fstat(file, &s) != 0 || !S_ISREG(s.st_mode) || !is_ours(&s)) return false;
-    if (s.st_size <= (off_t)sizeof h || s.st_size > LARGEST || !read_all(file, &h, sizeof h)) return false;
+    if (fstat(file, &s) != 0) return UNREADABLE;
+    if (!S_ISREG(s.st_mode) || !bst__is_ours(&s)) return BAD;
+    if (s.st_size <= (off_t)sizeof h || s.st_size > LARGEST || !read_all(file, &h, sizeof h)) return BAD;
     size_t bytes = (size_t)s.st_size - sizeof h;
     if (memcmp(h.magic, magic, sizeof magic) != 0 || memcmp(&h.key, key, sizeof *key) != 0 || h.length != bytes)
-        return false;
+        return BAD;
     void *data = malloc(bytes);
-    if (!data) return false;
+    if (!data) return UNREADABLE;
     if (read_all(file, data, bytes)) {
         bst_digest sum = checksum(data, bytes);
         if (memcmp(&sum, &h.checksum, sizeof sum) == 0) {
+            if (time(NULL) - s.st_mtime > FRESH) futimens(file, NULL); /* where that is not possible, it leaves early */
             *out = (bst_blob){data, bytes};
-            return true;
+            return GOOD;
         }
     }
     free(data);
-    return false;
+    return BAD;
 }
 
 /* The entry, if the folder has a good one; a bad one is deleted. One that cannot be opened stays: that says nothing of
@@ -152,10 +139,115 @@ static bool load(int folder, const bst_digest *key, const char *kind, bst_blob *
     /* O_NONBLOCK: a FIFO under this name must not hold us up. */
     int file = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (file < 0) return false;
-    bool good = read_entry(file, key, out);
+    verdict found = read_entry(file, key, out);
     close(file);
-    if (!good) unlinkat(folder, name, 0);
-    return good;
+    if (found == BAD) unlinkat(folder, name, 0);
+    return found == GOOD;
+}
+
+/* ---- removing ---------------------------------------------------------------------------------------------------- */
+
+typedef void (*visitor)(void *context, int folder, const char *name, const struct stat *s);
+
+/* Calls a visitor for each file in the folder whose name is ours and of one of these kinds (a bit each). */
+static void visit(int folder, unsigned kinds, visitor see, void *context) {
+    int again = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *list = again < 0 ? NULL : fdopendir(again);
+    if (!list) {
+        if (again >= 0) close(again);
+        return;
+    }
+    for (struct dirent *entry; (entry = readdir(list));) {
+        struct stat s;
+        if (kinds >> kind_of(entry->d_name) & 1u && fstatat(folder, entry->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 &&
+            S_ISREG(s.st_mode))
+            see(context, folder, entry->d_name, &s);
+    }
+    closedir(list);
+}
+
+/* What is known of an entry that may have to leave. */
+typedef struct lodger {
+    char name[NAME_BYTES];
+    struct timespec used;
+    int64_t bytes;
+} lodger;
+
+typedef struct survey {
+    time_t now;
+    lodger *lodgers;
+    size_t count, room;
+    int64_t bytes; /* of them all */
+} survey;
+
+static int64_t on_disk(int64_t bytes) { return (bytes + BLOCK - 1) / BLOCK * BLOCK; }
+
+/* An entry that there is no memory to note stays, and does not count. */
+static void take_down(survey *v, const char *name, const struct stat *s) {
+    if (v->count == v->room) {
+        size_t room = v->room ? 2 * v->room : 256;
+        lodger *more = realloc(v->lodgers, room * sizeof *more);
+        if (!more) return;
+        v->lodgers = more;
+        v->room = room;
+    }
+    lodger *l = &v->lodgers[v->count++];
+    memcpy(l->name, name, strlen(name) + 1); /* a key and a suffix: it fits */
+    l->used = s->st_mtim;
+    l->bytes = on_disk(s->st_size);
+    v->bytes += l->bytes;
+}
+
+static void survey_one(void *context, int folder, const char *name, const struct stat *s) {
+    survey *v = context;
+    if (kind_of(name) == ENTRY)
+        take_down(v, name, s);
+    else if (v->now - s->st_mtime > STALE)
+        unlinkat(folder, name, 0); /* a writer that was killed has left it behind */
+}
+
+static int by_use(const void *a, const void *b) {
+    const struct timespec *x = &((const lodger *)a)->used, *y = &((const lodger *)b)->used;
+    if (x->tv_sec != y->tv_sec) return x->tv_sec < y->tv_sec ? -1 : 1;
+    return (x->tv_nsec > y->tv_nsec) - (x->tv_nsec < y->tv_nsec);
+}
+
+/* $BASTILE_CACHE_MIB in bytes; 0: no limit. */
+static int64_t limit(void) {
+    const char *text = secure_getenv("BASTILE_CACHE_MIB");
+    char *end;
+    if (!text || !*text) return (int64_t)LIMIT_MIB << 20;
+    errno = 0;
+    long long mib = strtoll(text, &end, 10);
+    return errno || *end || mib < 0 || mib > INT64_MAX >> 20 ? (int64_t)LIMIT_MIB << 20 : mib << 20;
+}
+
+/* Removes what dead writers have left, and makes room for an entry. A process counts what is there at its first entry,
+ * and again whenever it has stored a part of the limit; up to that much is kept free, so that it stays below. */
+static void tidy(int folder, int64_t incoming) {
+    static atomic_llong unseen = INT64_MAX / 2; /* bytes stored since this process last looked */
+    int64_t most = limit(), spare = most / SPARE;
+    incoming = on_disk(incoming);
+    bool look = most && atomic_fetch_add(&unseen, incoming) > spare - incoming;
+    survey v = {.now = time(NULL)};
+    visit(folder, 1u << TEMPORARY | 1u << LOCK | (look ? 1u << ENTRY : 0), survey_one, &v);
+    if (!look) return;
+    atomic_store(&unseen, incoming);
+    if (v.count) qsort(v.lodgers, v.count, sizeof *v.lodgers, by_use);
+    for (size_t i = 0; i < v.count && v.bytes + incoming > most - spare; i++)
+        if (unlinkat(folder, v.lodgers[i].name, 0) == 0) v.bytes -= v.lodgers[i].bytes;
+    free(v.lodgers);
+}
+
+typedef struct clearing {
+    const char *kind;
+    int count;
+} clearing;
+
+static void clear_one(void *context, int folder, const char *name, const struct stat *s) {
+    clearing *c = context;
+    (void)s;
+    if (strcmp(name + KEY_DIGITS, c->kind) == 0) c->count += unlinkat(folder, name, 0) == 0;
 }
 
 /* ---- writing ----------------------------------------------------------------------------------------------------- */
@@ -170,25 +262,6 @@ static bool write_all(int file, const void *data, size_t bytes) {
     return true;
 }
 
-/* Deletes the files with this ending that were last written before a time; how many there were. */
-static int delete_files(int folder, const char *ending, time_t before) {
-    int again = openat(folder, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC), count = 0;
-    DIR *list = again < 0 ? NULL : fdopendir(again);
-    if (!list) {
-        if (again >= 0) close(again);
-        return 0;
-    }
-    for (struct dirent *entry; (entry = readdir(list));) {
-        const char *suffix = strrchr(entry->d_name, '.');
-        struct stat s;
-        if (suffix && strcmp(suffix, ending) == 0 && fstatat(folder, entry->d_name, &s, AT_SYMLINK_NOFOLLOW) == 0 &&
-            s.st_mtime < before)
-            count += unlinkat(folder, entry->d_name, 0) == 0;
-    }
-    closedir(list);
-    return count;
-}
-
 static void store(int folder, const bst_digest *key, const char *kind, const bst_blob *blob) {
     header h = {.key = *key, .length = blob->bytes, .checksum = checksum(blob->data, blob->bytes)};
     memcpy(h.magic, magic, sizeof magic);
@@ -197,10 +270,10 @@ static void store(int folder, const bst_digest *key, const char *kind, const bst
     uint64_t random = 0;
     char suffix[32], temporary[NAME_BYTES], name[NAME_BYTES];
     if (getrandom(&random, sizeof random, 0) != sizeof random) random = (uint64_t)getpid();
-    snprintf(suffix, sizeof suffix, ".%016llx.tmp", (unsigned long long)random);
+    snprintf(suffix, sizeof suffix, ".%0*llx%s", RANDOM_DIGITS, (unsigned long long)random, temporary_suffix);
     entry_name(key, suffix, temporary);
     entry_name(key, kind, name);
-    delete_files(folder, ".tmp", time(NULL) - STALE); /* what writers that were killed have left behind */
+    tidy(folder, (int64_t)(sizeof h + blob->bytes));
     int file = openat(folder, temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (file < 0) {
         give_reason("the cache folder cannot be written to: %s", strerror(errno));
@@ -215,12 +288,17 @@ static void store(int folder, const bst_digest *key, const char *kind, const bst
 
 /* ---- one process at a time --------------------------------------------------------------------------------------- */
 
-/* Takes the key's lock if it is free: its descriptor, or -1 with EWOULDBLOCK where another holds it. Whoever ends
- * deletes the lock's name, so a late comer may hold one that no longer has a name; it then finds the entry stored. */
+/* Takes the key's lock if it is free: its descriptor, or -1 with EAGAIN where another process holds it. Whoever ends
+ * deletes the lock's name, so a late comer may hold one that no longer has a name; it then finds the entry stored.
+ *
+ * A record lock belongs to the process and ends with it. One of flock belongs to the opened file, which a forked worker
+ * shares: it would outlive its maker. What a record lock lacks, that it keeps threads of one process apart, is no matter:
+ * at most, work is done twice. */
 static int try_lock(int folder, const char *name) {
+    struct flock whole = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     int file = openat(folder, name, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (file < 0 || flock(file, LOCK_EX | LOCK_NB) == 0) return file;
-    int error = errno;
+    if (file < 0 || fcntl(file, F_SETLK, &whole) == 0) return file;
+    int error = errno == EACCES ? EAGAIN : errno;
     close(file);
     errno = error;
     return -1;
@@ -234,7 +312,7 @@ static bool wait_for_turn(int folder, const bst_digest *key, const char *kind, c
     clock_gettime(CLOCK_MONOTONIC, &start);
     for (;;) {
         *held = try_lock(folder, name);
-        if (*held < 0 && errno != EWOULDBLOCK) return false;
+        if (*held < 0 && errno != EAGAIN) return false;
         /* Also with the lock in hand: its last holder may have stored the entry since we looked. */
         if (load(folder, key, kind, out)) return true;
         clock_gettime(CLOCK_MONOTONIC, &now);
@@ -252,7 +330,7 @@ bst_status bst__cache_get(const bst_digest *key, const char *kind, bst_cache_mak
     if (!load(folder, key, kind, out)) {
         char lock_name[NAME_BYTES];
         int held = -1;
-        entry_name(key, ".lock", lock_name);
+        entry_name(key, lock_suffix, lock_name);
         if (!wait_for_turn(folder, key, kind, lock_name, &held, out)) {
             status = make(context, out);
             if (status == BST_OK) store(folder, key, kind, out);
@@ -278,7 +356,8 @@ void bst__cache_drop(const bst_digest *key, const char *kind) {
 int bst__cache_clear(const char *kind) {
     int folder = open_folder();
     if (folder < 0) return 0;
-    int count = delete_files(folder, kind, INT64_MAX);
+    clearing c = {.kind = kind};
+    visit(folder, 1u << ENTRY, clear_one, &c);
     close(folder);
-    return count;
+    return c.count;
 }

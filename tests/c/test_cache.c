@@ -1,112 +1,16 @@
-/* test_cache.c - the folder of compiled kernels: several processes at once, writers killed, damaged files, and files
- * that somebody else may have written. */
-#include <errno.h>
-#include <fcntl.h>
-#include <ftw.h>
+/* test_cache.c - entries of the cache: several processes at once, writers killed, damaged files, and files that somebody
+ * else may have written. */
 #include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <sys/resource.h>
-#include <sys/stat.h>
-#include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
-#include <utime.h>
 
-#include "cache_folder.h"
-#include "cuda/cache.h"
-#include "cuda/cuda.h"
-#include "test.h"
+#include "cache_entries.h"
 
 const bst_source bst__sources[] = {{NULL, NULL}};
 
-enum { HEADER = 80, NOBODY = 65534 };
+enum { HEADER = 80 };
 
 /* ---- helpers ----------------------------------------------------------------------------------------------------- */
-
-static int remove_one(const char *path, const struct stat *s, int type, struct FTW *ftw) {
-    (void)s, (void)type, (void)ftw;
-    return remove(path);
-}
-
-static void remove_folder(const char *path) {
-    if (access(path, F_OK) == 0) nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
-}
-
-/* A new empty place for a test; the cache's folder does not exist yet. */
-static void begin(void) {
-    snprintf(root, sizeof root, "/tmp/bastile-cache-XXXXXX");
-    if (!mkdtemp(root) || chmod(root, 0711) != 0) abort();
-    snprintf(folder, sizeof folder, "%s/cache", root);
-    setenv("BASTILE_CACHE", folder, 1);
-}
-
-static void end(void) { remove_folder(root); }
-
-static bst_digest key_of(int n) {
-    bst_digest key = {{0}};
-    for (int i = 0; i < 32; i++) key.bytes[i] = (uint8_t)(n * 7 + i);
-    return key;
-}
-
-/* Where an entry lies: part of the format. */
-static const char *entry_path(const bst_digest *key) {
-    static char path[512];
-    int at = snprintf(path, sizeof path, "%s/", folder);
-    for (int i = 0; i < 32; i++) at += snprintf(path + at, sizeof path - (size_t)at, "%02x", key->bytes[i]);
-    snprintf(path + at, sizeof path - (size_t)at, ".cubin");
-    return path;
-}
-
-/* What make gives, and how: it adds a byte to <root>/count, so that processes can be counted together. */
-typedef struct source {
-    size_t bytes;
-    unsigned pause_us;
-    bst_status status;
-} source;
-
-static bst_status make(void *context, bst_blob *out) {
-    const source *s = context;
-    char path[160];
-    snprintf(path, sizeof path, "%s/count", root);
-    int file = open(path, O_WRONLY | O_CREAT | O_APPEND, 0666);
-    if (file >= 0 && write(file, "x", 1) != 1) abort();
-    if (file >= 0) close(file);
-    if (s->pause_us) usleep(s->pause_us);
-    if (s->status != BST_OK) return bst__error(s->status, "made to fail");
-    uint8_t *data = malloc(s->bytes);
-    if (!data) abort();
-    for (size_t i = 0; i < s->bytes; i++) data[i] = (uint8_t)(i * 31 + i / 256);
-    *out = (bst_blob){data, s->bytes};
-    return BST_OK;
-}
-
-static bool is_right(const bst_blob *blob, size_t bytes) {
-    if (blob->bytes != bytes) return false;
-    const uint8_t *data = blob->data;
-    for (size_t i = 0; i < bytes; i++)
-        if (data[i] != (uint8_t)(i * 31 + i / 256)) return false;
-    return true;
-}
-
-static int made(void) {
-    char path[160];
-    struct stat s;
-    snprintf(path, sizeof path, "%s/count", root);
-    return stat(path, &s) == 0 ? (int)s.st_size : 0;
-}
-
-/* Gets a key whose bytes `make` gives in this length, after a pause, and says whether they are right. */
-static bool get_slowly(int n, size_t bytes, unsigned pause_us) {
-    source s = {bytes, pause_us, BST_OK};
-    bst_digest key = key_of(n);
-    bst_blob blob = {0};
-    bool right = bst__cache_get(&key, BST_CACHE_CODE, make, &s, &blob) == BST_OK && is_right(&blob, bytes);
-    free(blob.data);
-    return right;
-}
-
-static bool get(int n, size_t bytes) { return get_slowly(n, bytes, 0); }
 
 static void edit(const char *path, long at, int flip) {
     FILE *f = fopen(path, "r+b");
@@ -249,6 +153,45 @@ TEST(a_killed_maker_is_succeeded) {
     end();
 }
 
+static bst_status fork_and_die(void *context, bst_blob *out) {
+    (void)out;
+    pid_t worker = fork();
+    if (!worker) {
+        alarm(300); /* longer than anybody would wait for a lock */
+        for (;;) pause();
+    }
+    if (write(*(int *)context, &worker, sizeof worker) != sizeof worker) abort();
+    raise(SIGKILL);
+    return BST_INVALID;
+}
+
+/* A maker that has forked meanwhile, as a data loader does, and is killed: the worker lives on, with every descriptor of
+ * its parent's, and yet holds nobody up. Who takes over, and does not only give up waiting, leaves no lock behind. */
+TEST(a_worker_of_a_killed_maker_holds_no_lock) {
+    begin();
+    int gate[2];
+    pid_t worker = -1;
+    if (pipe(gate) != 0) abort();
+    pid_t child = fork();
+    if (!child) {
+        bst_digest key = key_of(1);
+        bst_blob blob;
+        bst__cache_get(&key, BST_CACHE_CODE, fork_and_die, &gate[1], &blob);
+        _exit(0);
+    }
+    CHECK(read(gate[0], &worker, sizeof worker) == sizeof worker);
+    int status = 0;
+    waitpid(child, &status, 0);
+    CHECK(WIFSIGNALED(status));
+    CHECK_EQ_I(count_files(".lock"), 1);
+    CHECK(get(1, 100));
+    CHECK_EQ_I(count_files(".lock"), 0);
+    if (worker > 0) CHECK(kill(worker, SIGKILL) == 0);
+    close(gate[0]);
+    close(gate[1]);
+    end();
+}
+
 /* One flipped bit in each part: magic, key, length, checksum, first and last byte of the code. */
 TEST(a_corrupt_entry_is_made_anew) {
     static const long places[] = {0, 9, 40, 48, 79, HEADER, HEADER + 500, HEADER + 999};
@@ -340,112 +283,6 @@ TEST(entries_that_others_could_have_written_are_not_loaded) {
     if (geteuid() == 0) check_distrusted(give_away); /* only root can make a file that is another's */
 }
 
-/* The folder is left alone: works from memory, says why, writes nothing. */
-static void check_unused(const char *why) {
-    CHECK(get(1, 100));
-    CHECK(get(1, 100));
-    CHECK_EQ_I(made(), 2);
-    CHECK_STR(bst__cache_reason(), why);
-    CHECK(strlen(bst__cache_reason()) > 0);
-}
-
-TEST(folders_that_others_could_write_to_are_not_used) {
-    static const mode_t modes[] = {0777, 0770, 0702, 01777};
-    for (size_t i = 0; i < sizeof modes / sizeof *modes; i++) {
-        begin();
-        CHECK(mkdir(folder, 0700) == 0 && chmod(folder, modes[i]) == 0);
-        check_unused("may be written to by others");
-        CHECK_EQ_I(count_files(""), 0);
-        end();
-    }
-    if (geteuid() != 0) return;
-    begin();
-    CHECK(mkdir(folder, 0755) == 0 && chown(folder, NOBODY, NOBODY) == 0);
-    check_unused("belongs to another user");
-    CHECK_EQ_I(count_files(""), 0);
-    end();
-}
-
-/* Permission bits do not stop root, so this runs as somebody else then. */
-TEST(a_read_only_folder_serves_and_is_not_needed) {
-    begin();
-    CHECK(get(1, 100));
-    bst_digest key = key_of(1);
-    bool is_root = geteuid() == 0;
-    char count[160];
-    snprintf(count, sizeof count, "%s/count", root);
-    CHECK(chmod(count, 0666) == 0);
-    if (is_root) CHECK(chown(entry_path(&key), NOBODY, NOBODY) == 0 && chown(folder, NOBODY, NOBODY) == 0);
-    CHECK(chmod(folder, 0500) == 0);
-    pid_t child = fork();
-    if (!child) {
-        if (is_root && (setgid(NOBODY) != 0 || setuid(NOBODY) != 0)) _exit(9);
-        if (!get(1, 100) || made() != 1) _exit(1); /* what is there is read */
-        if (!get(2, 100) || made() != 2) _exit(2);
-        if (!strstr(bst__cache_reason(), "cannot be written to")) _exit(3);
-        if (!get(2, 100) || made() != 3) _exit(4);
-        _exit(0);
-    }
-    int status = -1;
-    waitpid(child, &status, 0);
-    CHECK_EQ_I(WEXITSTATUS(status), 0);
-    CHECK(chmod(folder, 0700) == 0);
-    CHECK_EQ_I(count_files(""), 1);
-    end();
-}
-
-TEST(where_no_folder_can_be_it_works_without) {
-    begin();
-    setenv("BASTILE_CACHE", "off", 1);
-    check_unused("off");
-    end();
-
-    begin(); /* neither HOME nor anything else */
-    unsetenv("BASTILE_CACHE");
-    unsetenv("XDG_CACHE_HOME");
-    unsetenv("HOME");
-    check_unused("HOME");
-    end();
-
-    begin(); /* a home that does not exist and cannot be made */
-    unsetenv("BASTILE_CACHE");
-    setenv("HOME", "/proc/no-home", 1);
-    check_unused("cannot be opened");
-    end();
-
-    begin(); /* a file where the folder should be */
-    int file = open(folder, O_WRONLY | O_CREAT, 0600);
-    CHECK(file >= 0 && close(file) == 0);
-    check_unused("cannot be opened");
-    end();
-}
-
-TEST(the_folder_is_found_by_its_three_variables) {
-    static const struct {
-        const char *xdg, *home, *expected; /* below root; NULL: unset */
-    } cases[] = {
-        {"/xdg", "/home", "/xdg/bastile"},
-        {NULL, "/home", "/home/.cache/bastile"},
-    };
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        begin();
-        char xdg[160], home[160];
-        snprintf(xdg, sizeof xdg, "%s%s", root, cases[i].xdg ? cases[i].xdg : "");
-        snprintf(home, sizeof home, "%s%s", root, cases[i].home);
-        unsetenv("BASTILE_CACHE");
-        setenv("HOME", home, 1);
-        if (cases[i].xdg)
-            setenv("XDG_CACHE_HOME", xdg, 1);
-        else
-            setenv("XDG_CACHE_HOME", "relative", 1); /* to be ignored */
-        CHECK(get(1, 100));
-        snprintf(folder, sizeof folder, "%s%s", root, cases[i].expected);
-        CHECK_EQ_I(count_files(".cubin"), 1);
-        unsetenv("XDG_CACHE_HOME");
-        end();
-    }
-}
-
 /* A process that may open no more files than its folder's: the entry is there, and cannot be looked at. */
 TEST(an_entry_that_cannot_be_opened_stays) {
     begin();
@@ -487,24 +324,6 @@ TEST(the_reason_is_that_of_the_last_get) {
     end();
 }
 
-TEST(what_dead_writers_left_is_swept) {
-    begin();
-    CHECK(get(1, 100));
-    char old[160], fresh[160];
-    snprintf(old, sizeof old, "%s/old.tmp", folder);
-    snprintf(fresh, sizeof fresh, "%s/fresh.tmp", folder);
-    for (int i = 0; i < 2; i++) {
-        int file = open(i ? fresh : old, O_WRONLY | O_CREAT, 0600);
-        CHECK(file >= 0 && close(file) == 0);
-    }
-    struct utimbuf times = {time(NULL) - 7200, time(NULL) - 7200};
-    CHECK(utime(old, &times) == 0);
-    CHECK(get(2, 100));
-    CHECK(access(old, F_OK) != 0 && errno == ENOENT);
-    CHECK(access(fresh, F_OK) == 0);
-    end();
-}
-
 int main(void) {
     RUN(sha256_is_sha256);
     RUN(an_entry_is_made_once);
@@ -512,17 +331,13 @@ int main(void) {
     RUN(eight_processes_make_it_once);
     RUN(a_killed_writer_leaves_no_bad_entry);
     RUN(a_killed_maker_is_succeeded);
+    RUN(a_worker_of_a_killed_maker_holds_no_lock);
     RUN(a_corrupt_entry_is_made_anew);
     RUN(a_corrupt_entry_is_deleted);
     RUN(an_entry_of_another_length_is_made_anew);
     RUN(an_entry_of_another_key_is_made_anew);
     RUN(entries_that_others_could_have_written_are_not_loaded);
-    RUN(folders_that_others_could_write_to_are_not_used);
-    RUN(a_read_only_folder_serves_and_is_not_needed);
-    RUN(where_no_folder_can_be_it_works_without);
-    RUN(the_folder_is_found_by_its_three_variables);
     RUN(an_entry_that_cannot_be_opened_stays);
     RUN(the_reason_is_that_of_the_last_get);
-    RUN(what_dead_writers_left_is_swept);
     return bst_test_report();
 }
