@@ -13,6 +13,7 @@
 #include <time.h>
 
 #include "cuda/cache.h"
+#include "cuda/fork.h"
 
 enum {
     UNREAD = INT32_MIN, /* the environment has not been asked */
@@ -25,6 +26,9 @@ static atomic_int generation = 1;
 static atomic_int unkept; /* choices of this generation that are in no folder */
 static atomic_llong left_ms = SEARCH_MS;
 static pthread_mutex_t searching = PTHREAD_MUTEX_INITIALIZER;
+
+static void in_child(void) { bst__free_lock(&searching); }
+BST_IN_CHILD(in_child)
 
 static int mode_of_environment(void) {
     const char *number = getenv("BASTILE_ALTERNATIVE"), *on = getenv("BASTILE_AUTOTUNE");

@@ -15,6 +15,7 @@
 #include "cuda/compile_only.h"
 #include "cuda/cublaslt_api.h"
 #include "cuda/driver.h"
+#include "cuda/fork.h"
 #include "cuda/library.h"
 #include "cuda/stopwatch.h"
 
@@ -56,6 +57,11 @@ static struct {
     problem_key key;
     choice choice;
 } remembered[REMEMBERED];
+
+static void in_child(void) {
+    if (bst__free_lock(&lock)) memset(remembered, 0, sizeof remembered); /* one may be half written */
+}
+BST_IN_CHILD(in_child)
 
 static bst_status blas_error(const char *op, const char *call, cublasStatus_t result) {
     return bst__error(BST_CUDA, "%s: %s failed: %s (%d)", op, call, api.cublasLtGetStatusString(result), (int)result);

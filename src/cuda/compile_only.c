@@ -4,10 +4,18 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
+#include "cuda/fork.h"
+
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t reporting = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool on;
 static bst_collector current; /* under the lock */
+
+static void in_child(void) {
+    bst__free_lock(&lock);
+    bst__free_lock(&reporting);
+}
+BST_IN_CHILD(in_child)
 
 void bst__cuda_compile_only(const bst_compile_only *collector) {
     pthread_mutex_lock(&lock);

@@ -1,27 +1,36 @@
 /* driver.c - the CUDA driver, its devices and contexts.
  *
  * Nothing is opened before the first call that names a device, so that a process may load the library, fork, and use
- * the GPU in the child. After the first success every function here is free of locks. */
+ * the GPU in the child. What fails is tried again at the next call: the driver may be short of descriptors or memory for
+ * a moment only. After the first success every function here is free of locks. */
 #include "cuda/driver.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
-#include <stdio.h>
 
+#include "cuda/fork.h"
 #include "cuda/library.h"
 
 enum { OLDEST = 12000 }; /* cuLibraryLoadData: code that is independent of contexts */
 
-typedef enum progress { UNTRIED, READY, FAILED } progress;
+/* ABANDONED: in a child that was forked while another thread of its parent was OPENING. */
+typedef enum progress { CLOSED, OPENING, OPEN, ABANDONED } progress;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bst_driver_api api;
 static int version;
-static progress opened;   /* under the lock */
-static char failure[512]; /* why, where it is FAILED */
+static progress opened; /* under the lock */
 
 static bst_device devices[BST_MAX_DEVICES];
 static atomic_bool known[BST_MAX_DEVICES];
+
+static const char spawn[] = "; a process that has used CUDA cannot use it again in a fork: start it by spawn";
+
+static void in_child(void) {
+    bst__free_lock(&lock);
+    if (opened == OPENING) opened = ABANDONED;
+}
+BST_IN_CHILD(in_child)
 
 const bst_driver_api *bst__driver(void) { return &api; }
 
@@ -33,11 +42,7 @@ static const char *name_of(CUresult result) {
 }
 
 /* What to do about an error, where there is more to say than its own text. */
-static const char *advice_on(CUresult result) {
-    return result == CUDA_ERROR_NOT_INITIALIZED
-               ? "; a process that has used CUDA cannot use it again in a fork: start it by spawn"
-               : "";
-}
+static const char *advice_on(CUresult result) { return result == CUDA_ERROR_NOT_INITIALIZED ? spawn : ""; }
 
 bst_status bst__driver_error(const char *op, const char *call, CUresult result) {
     const char *text = NULL;
@@ -47,39 +52,47 @@ bst_status bst__driver_error(const char *op, const char *call, CUresult result) 
                       advice_on(result));
 }
 
-/* Opens the driver; what went wrong goes into `failure`, without the operator's name. */
-static progress open_driver(void) {
-    void *handle = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+/* Under the lock. */
+static bst_status open_driver(const char *op) {
+    static void *handle;
+    if (!handle) handle = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (!handle) {
-        snprintf(failure, sizeof failure,
-                 "no CUDA driver (libcuda.so.1 could not be opened); a GPU needs NVIDIA's driver, CUDA 12.0 or later. "
-                 "CPU tensors work without it");
-        return FAILED;
+        const char *why = dlerror();
+        return bst__error(BST_NO_CUDA,
+                          "%s: the CUDA driver could not be opened (%s); a GPU needs NVIDIA's driver, CUDA 12.0 or "
+                          "later. CPU tensors work without it",
+                          op, why ? why : "no reason given");
     }
     int (*get_version)(int *) = NULL;
     bst_symbol first = {"cuDriverGetVersion", &get_version};
-    if (bst__library_symbols(handle, &first, 1) || get_version(&version) != CUDA_SUCCESS || version < OLDEST) {
-        snprintf(failure, sizeof failure,
-                 "the CUDA driver is too old: it serves CUDA %d.%d, and 12.0 or later is needed. CPU tensors work "
-                 "without it",
-                 version / 1000, version % 1000 / 10);
-        return FAILED;
-    }
+    if (bst__library_symbols(handle, &first, 1) || get_version(&version) != CUDA_SUCCESS || version < OLDEST)
+        return bst__error(BST_NO_CUDA,
+                          "%s: the CUDA driver is too old: it serves CUDA %d.%d, and 12.0 or later is needed. CPU "
+                          "tensors work without it",
+                          op, version / 1000, version % 1000 / 10);
     const bst_symbol symbols[] = {
 #define SYMBOL(name, symbol, arguments) {symbol, &api.name},
         BST_DRIVER_FUNCTIONS(SYMBOL)
 #undef SYMBOL
     };
     const char *missing = bst__library_symbols(handle, symbols, sizeof symbols / sizeof *symbols);
-    if (missing) {
-        snprintf(failure, sizeof failure, "the CUDA driver (libcuda.so.1, CUDA %d.%d) lacks %s", version / 1000,
-                 version % 1000 / 10, missing);
-        return FAILED;
-    }
+    if (missing)
+        return bst__error(BST_NO_CUDA, "%s: the CUDA driver (libcuda.so.1, CUDA %d.%d) lacks %s", op, version / 1000,
+                          version % 1000 / 10, missing);
     CUresult result = api.cuInit(0);
-    if (result == CUDA_SUCCESS) return READY;
-    snprintf(failure, sizeof failure, "the CUDA driver does not start: %s%s", name_of(result), advice_on(result));
-    return FAILED;
+    if (result == CUDA_SUCCESS) return BST_OK;
+    return bst__error(BST_NO_CUDA, "%s: the CUDA driver does not start: %s%s", op, name_of(result), advice_on(result));
+}
+
+/* Under the lock. A driver that was about to start when this process was forked may hold locks of its own for ever. */
+static bst_status need_driver(const char *op) {
+    if (opened == OPEN) return BST_OK;
+    if (opened == ABANDONED)
+        return bst__error(BST_CUDA, "%s: the CUDA driver was about to start when this process was forked%s", op, spawn);
+    opened = OPENING;
+    bst_status status = open_driver(op);
+    opened = status == BST_OK ? OPEN : CLOSED;
+    return status;
 }
 
 /* What a kernel's configuration depends on. The caller holds the lock. */
@@ -115,19 +128,14 @@ bst_status bst__device(const char *op, int index, bst_device **out) {
         return BST_OK;
     }
     pthread_mutex_lock(&lock);
-    if (opened == UNTRIED) opened = open_driver();
-    bst_status status;
-    if (opened == FAILED) {
-        status = bst__error(BST_NO_CUDA, "%s: %s", op, failure);
-    } else {
-        bst_device found = {0};
-        status = describe(op, index, &found);
-        if (status == BST_OK && !known[index]) {
-            devices[index].index = found.index;
-            devices[index].handle = found.handle;
-            devices[index].chip = found.chip;
-            atomic_store_explicit(&known[index], true, memory_order_release);
-        }
+    bst_device found = {0};
+    bst_status status = need_driver(op);
+    if (status == BST_OK) status = describe(op, index, &found);
+    if (status == BST_OK && !known[index]) {
+        devices[index].index = found.index;
+        devices[index].handle = found.handle;
+        devices[index].chip = found.chip;
+        atomic_store_explicit(&known[index], true, memory_order_release);
     }
     pthread_mutex_unlock(&lock);
     if (status == BST_OK) *out = &devices[index];

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/fork.h"
 #include "cuda/nvrtc.h"
 
 typedef enum stage { IDLE, BUILDING, BUILT, FAILED } stage;
@@ -45,6 +46,18 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t built = PTHREAD_COND_INITIALIZER;
 static _Atomic(table *) entries;
 static _Atomic(int64_t) compiled_count, cached_count;
+
+/* The thread that was building a kernel is not in the child, where the next call begins anew. */
+static void in_child(void) {
+    built = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    bst__free_lock(&lock);
+    table *t = atomic_load(&entries);
+    for (size_t i = 0; t && i <= t->mask; i++) {
+        bst_jit_entry *e = atomic_load(&t->slots[i]);
+        if (e && e->stage == BUILDING) e->stage = IDLE;
+    }
+}
+BST_IN_CHILD(in_child)
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 

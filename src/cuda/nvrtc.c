@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/fork.h"
 #include "cuda/library.h"
 #include "cuda/nvrtc_api.h"
 
@@ -19,7 +20,10 @@ static const bst_library_name nvrtc = {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool opened;
 static bst_nvrtc_api api;
-static int version_major, version_minor;
+static int version_major, version_minor; /* where it is opened */
+
+static void in_child(void) { bst__free_lock(&lock); }
+BST_IN_CHILD(in_child)
 
 /* NVRTC opens its built-in functions by name alone, and does not find them beside itself unless they are loaded. */
 static void open_builtins(void) {
@@ -43,15 +47,17 @@ static bst_status open_locked(const char *op) {
 #undef SYMBOL
     };
     const char *missing = bst__library_symbols(handle, symbols, sizeof symbols / sizeof *symbols);
-    if (!missing && api.nvrtcVersion(&version_major, &version_minor) == NVRTC_SUCCESS && version_major >= 12) {
+    int major = 0, minor = 0;
+    if (!missing && api.nvrtcVersion(&major, &minor) == NVRTC_SUCCESS && major >= 12) {
+        version_major = major;
+        version_minor = minor;
         open_builtins();
         atomic_store_explicit(&opened, true, memory_order_release);
         return BST_OK;
     }
     dlclose(handle);
     if (missing) return bst__error(BST_NO_CUDA, "%s: NVRTC lacks %s; 12.0 or later is needed", op, missing);
-    return bst__error(BST_NO_CUDA, "%s: NVRTC is of version %d.%d; 12.0 or later is needed", op, version_major,
-                      version_minor);
+    return bst__error(BST_NO_CUDA, "%s: NVRTC is of version %d.%d; 12.0 or later is needed", op, major, minor);
 }
 
 bst_status bst__nvrtc_version(const char *op, int *major, int *minor) {
@@ -61,9 +67,10 @@ bst_status bst__nvrtc_version(const char *op, int *major, int *minor) {
         if (!opened) status = open_locked(op);
         pthread_mutex_unlock(&lock);
     }
+    if (status != BST_OK) return status; /* another thread may be opening it */
     *major = version_major;
     *minor = version_minor;
-    return status;
+    return BST_OK;
 }
 
 /* ---- options ----------------------------------------------------------------------------------------------------- */
@@ -134,12 +141,27 @@ static const char *first_error(const char *log) {
     return error;
 }
 
+/* What a compilation that failed is to be called. NVRTC 13 says "compilation failed" when it is out of memory too: its
+ * front end, its optimiser and ptxas each have words for that, or there is no room for any. */
+static bst_status status_of(nvrtcResult result, const char *log) {
+    static const char *const no_memory[] = {"out of memory", "Memory allocation failure"};
+    if (result == NVRTC_ERROR_OUT_OF_MEMORY) return BST_NO_MEMORY;
+    if (result == NVRTC_ERROR_INVALID_OPTION) return BST_NO_CUDA;
+    if (result != NVRTC_ERROR_COMPILATION || !log) return BST_CUDA;
+    for (size_t i = 0; i < sizeof no_memory / sizeof *no_memory; i++)
+        if (strstr(log, no_memory[i])) return BST_NO_MEMORY;
+    return strstr(log, "error") ? BST_COMPILE : BST_CUDA;
+}
+
+static bst_status no_code(const char *op, const bst_kernel *kernel, nvrtcResult result) {
+    return bst__error(status_of(result, NULL), "%s: NVRTC gave no code for kernel %s (%s)", op, kernel->entry,
+                      api.nvrtcGetErrorString(result));
+}
+
 static bst_status take_cubin(const char *op, const bst_kernel *kernel, nvrtcProgram program, bst_blob *cubin) {
     size_t bytes = 0;
     nvrtcResult result = api.nvrtcGetCUBINSize(program, &bytes);
-    if (result != NVRTC_SUCCESS || !bytes)
-        return bst__error(BST_COMPILE, "%s: NVRTC gave no code for kernel %s (%s)", op, kernel->entry,
-                          api.nvrtcGetErrorString(result));
+    if (result != NVRTC_SUCCESS || !bytes) return no_code(op, kernel, result);
     void *data = malloc(bytes);
     if (!data) return bst__error(BST_NO_MEMORY, "%s: %zu bytes could not be allocated", op, bytes);
     result = api.nvrtcGetCUBIN(program, data);
@@ -148,8 +170,7 @@ static bst_status take_cubin(const char *op, const bst_kernel *kernel, nvrtcProg
         return BST_OK;
     }
     free(data);
-    return bst__error(BST_COMPILE, "%s: NVRTC gave no code for kernel %s (%s)", op, kernel->entry,
-                      api.nvrtcGetErrorString(result));
+    return no_code(op, kernel, result);
 }
 
 bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch, const bst_options *options,
@@ -166,7 +187,7 @@ bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch
     nvrtcResult result = api.nvrtcCreateProgram(&program, reached->texts[0], reached->names[0], reached->count - 1,
                                                 reached->texts + 1, (const char *const *)reached->names + 1);
     if (result != NVRTC_SUCCESS)
-        return bst__error(BST_COMPILE, "%s: NVRTC cannot take in %s (%s)", op, kernel->file,
+        return bst__error(status_of(result, NULL), "%s: NVRTC cannot take in %s (%s)", op, kernel->file,
                           api.nvrtcGetErrorString(result));
     /* The status of the compilation comes first: after a failure NVRTC gives 0 bytes of code and calls it success. */
     result = api.nvrtcCompileProgram(program, options->count, options->list);
@@ -175,7 +196,7 @@ bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch
     if (result == NVRTC_SUCCESS)
         status = take_cubin(op, kernel, program, cubin);
     else
-        status = bst__error(result == NVRTC_ERROR_COMPILATION ? BST_COMPILE : BST_NO_CUDA,
+        status = bst__error(status_of(result, text),
                             "%s: kernel %s of %s does not compile for %s by NVRTC %d.%d (%s): %.480s [options: %.300s]",
                             op, kernel->entry, kernel->file, target, major, minor, api.nvrtcGetErrorString(result),
                             text ? first_error(text) : "no log", options->joined);

@@ -17,11 +17,11 @@ typedef struct bst_options {
 /* Writes a kernel's options for a chip. `report`: ptxas says in the log what registers and spills it made. */
 bst_status bst__options(const char *op, const bst_kernel *kernel, int arch, const int64_t *values, bool report,
                         bst_options *out);
-/* Opens NVRTC where that has not been done, and says its version. */
+/* Opens NVRTC where that has not been done, and says its version; nothing is written where that fails. */
 bst_status bst__nvrtc_version(const char *op, int *major, int *minor);
-/* Compiles reached->texts[0]. BST_COMPILE, with the first lines of the log in the message, where the source or an
- * option is at fault; BST_NO_CUDA where NVRTC is missing or does not know the chip. `log`: freed by the caller; NULL
- * where it is not wanted. */
+/* Compiles reached->texts[0]. BST_COMPILE, with the first lines of the log in the message, where the source is at fault,
+ * and only there: it would fail again. BST_NO_MEMORY and BST_CUDA where NVRTC fails for a reason of its own; BST_NO_CUDA
+ * where it is missing or knows neither the chip nor an option. `log`: freed by the caller; NULL where it is not wanted. */
 bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch, const bst_options *options,
                               const bst_reached *reached, bst_blob *cubin, char **log);
 

@@ -7,7 +7,12 @@
 typedef int nvrtcResult;
 typedef struct nvrtcProgram_st *nvrtcProgram;
 
-enum { NVRTC_SUCCESS = 0, NVRTC_ERROR_COMPILATION = 6 };
+enum {
+    NVRTC_SUCCESS = 0,
+    NVRTC_ERROR_OUT_OF_MEMORY = 1,
+    NVRTC_ERROR_INVALID_OPTION = 5,
+    NVRTC_ERROR_COMPILATION = 6,
+};
 
 /* X(name, result, arguments) */
 #define BST_NVRTC_FUNCTIONS(X)                                                                                     \

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/fork.h"
 #include "cuda/jit.h"
 #include "cuda/nvrtc.h"
 #include "cuda/stopwatch.h"
@@ -27,6 +28,9 @@ typedef struct problem {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* for adding */
 static _Atomic(problem *) places[PLACES];
 static int problems;
+
+static void in_child(void) { bst__free_lock(&lock); }
+BST_IN_CHILD(in_child)
 
 /* ---- the table --------------------------------------------------------------------------------------------------- */
 

@@ -8,6 +8,9 @@
 
 #include "cuda/cuda.h"
 #include "tensors.h"
+#ifndef BST_EMULATE
+#include "nvrtc_there.h"
+#endif
 
 static const int bst_chips[] = {80, 86, 89, 90, 100, 120};
 
@@ -76,8 +79,7 @@ static inline void bst_report_kernel(void *context, const bst_launch *launch, co
                c->arch, launch->shared, fixed, chip.shared_memory, options);
 }
 
-/* Runs `calls` in compile-only mode for each chip. BASTILE_NVRTC_FOLDER says where NVRTC is, where the loader does not.
- */
+/* Runs `calls` in compile-only mode for each chip. */
 #ifdef BST_EMULATE /* which compiles with the host's compiler: for no chip */
 static inline void bst_for_every_chip(const char *op, void (*calls)(void)) {
     (void)calls;
@@ -85,7 +87,7 @@ static inline void bst_for_every_chip(const char *op, void (*calls)(void)) {
 }
 #else
 static inline void bst_for_every_chip(const char *op, void (*calls)(void)) {
-    if (getenv("BASTILE_NVRTC_FOLDER")) bst_add_library_path(getenv("BASTILE_NVRTC_FOLDER"));
+    if (!bst_nvrtc_is_there()) return;
     for (size_t i = 0; i < sizeof bst_chips / sizeof *bst_chips; i++) {
         bst_compiled compiled = {.arch = bst_chips[i]};
         bst_compile_only collector = {bst_chips[i], bst_report_kernel, &compiled};

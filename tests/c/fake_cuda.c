@@ -28,13 +28,26 @@ fake_cuda *fake_cuda_state(void) { return &state; }
     FAKE CUresult symbol arguments; \
     CUresult symbol arguments
 
+static void be_within(const char *function) {
+    if (state.within) state.within(function);
+}
+
+/* What a function of NVRTC returns where nothing is wrong with its arguments. */
+static nvrtcResult result_of(const char *function) {
+    be_within(function);
+    return state.failing && strcmp(state.failing, function) == 0 ? state.failure : NVRTC_SUCCESS;
+}
+
 /* ---- the driver -------------------------------------------------------------------------------------------------- */
 
 struct CUevent_st {
     double ms;
 };
 
-DEFINE(cuInit, (unsigned flags)) { return flags ? INVALID_VALUE : CUDA_SUCCESS; }
+DEFINE(cuInit, (unsigned flags)) {
+    be_within("cuInit");
+    return flags ? INVALID_VALUE : state.start_error;
+}
 
 DEFINE(cuDriverGetVersion, (int *version)) {
     *version = 13000;
@@ -88,6 +101,7 @@ DEFINE(cuDeviceGetName, (char *name, int bytes, CUdevice device)) {
 }
 
 DEFINE(cuDevicePrimaryCtxRetain, (CUcontext * context, CUdevice device)) {
+    be_within("cuDevicePrimaryCtxRetain");
     *context = (CUcontext)(uintptr_t)(device + 1);
     return CUDA_SUCCESS;
 }
@@ -279,14 +293,15 @@ DEFINE(cuEventElapsedTime, (float *milliseconds, CUevent start, CUevent end)) {
 
 struct nvrtcProgram_st {
     char options[512];
+    const char *log; /* NULL: none */
 };
 
 FAKE const char *nvrtcGetErrorString(nvrtcResult result);
 const char *nvrtcGetErrorString(nvrtcResult result) { return result ? "an error" : "no error"; }
 
 DEFINE(nvrtcVersion, (int *major, int *minor)) {
-    *major = 13, *minor = 0;
-    return NVRTC_SUCCESS;
+    *major = state.nvrtc_major ? state.nvrtc_major : 13, *minor = 0;
+    return result_of("nvrtcVersion");
 }
 
 DEFINE(nvrtcGetNumSupportedArchs, (int *count)) {
@@ -302,8 +317,9 @@ DEFINE(nvrtcGetSupportedArchs, (int *archs)) {
 DEFINE(nvrtcCreateProgram, (nvrtcProgram * program, const char *source, const char *name, int header_count,
                             const char *const *headers, const char *const *header_names)) {
     (void)source, (void)name, (void)header_count, (void)headers, (void)header_names;
-    *program = calloc(1, sizeof **program);
-    return NVRTC_SUCCESS;
+    nvrtcResult result = result_of("nvrtcCreateProgram");
+    if (result == NVRTC_SUCCESS) *program = calloc(1, sizeof **program);
+    return result;
 }
 
 DEFINE(nvrtcDestroyProgram, (nvrtcProgram * program)) {
@@ -317,28 +333,32 @@ DEFINE(nvrtcCompileProgram, (nvrtcProgram program, int option_count, const char 
         size_t used = strlen(program->options);
         snprintf(program->options + used, sizeof program->options - used, "%s ", options[i]);
     }
-    return strstr(program->options, "-DBROKEN=1 ") ? NVRTC_ERROR_COMPILATION : NVRTC_SUCCESS;
+    if (strstr(program->options, "-DBROKEN=1 ")) {
+        program->log = "toy.cu(1): error: BROKEN is 1\n";
+        return NVRTC_ERROR_COMPILATION;
+    }
+    nvrtcResult result = result_of("nvrtcCompileProgram");
+    if (result != NVRTC_SUCCESS) program->log = state.log;
+    return result;
 }
 
 DEFINE(nvrtcGetCUBINSize, (nvrtcProgram program, size_t *bytes)) {
     *bytes = strlen(program->options) + 1;
-    return NVRTC_SUCCESS;
+    return result_of("nvrtcGetCUBINSize");
 }
 
 DEFINE(nvrtcGetCUBIN, (nvrtcProgram program, char *cubin)) {
     memcpy(cubin, program->options, strlen(program->options) + 1);
-    return NVRTC_SUCCESS;
+    return result_of("nvrtcGetCUBIN");
 }
 
 DEFINE(nvrtcGetProgramLogSize, (nvrtcProgram program, size_t *bytes)) {
-    (void)program;
-    *bytes = 0;
+    *bytes = program->log ? strlen(program->log) + 1 : 0;
     return NVRTC_SUCCESS;
 }
 
 DEFINE(nvrtcGetProgramLog, (nvrtcProgram program, char *log)) {
-    (void)program;
-    *log = '\0';
+    memcpy(log, program->log, strlen(program->log) + 1);
     return NVRTC_SUCCESS;
 }
 
@@ -351,6 +371,7 @@ FAKE size_t cublasLtGetVersion(void);
 size_t cublasLtGetVersion(void) { return 130100; }
 
 DEFINE(cublasLtCreate, (cublasLtHandle_t * handle)) {
+    be_within("cublasLtCreate");
     *handle = (cublasLtHandle_t)(void *)&state;
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -12,6 +12,12 @@ typedef struct fake_cuda {
     bool out_of_memory;   /* for workspace */
     bool forked;          /* this process is a fork of one that has used the driver */
     int clusters;         /* that the device holds at once */
+    int start_error;      /* what cuInit returns */
+    int nvrtc_major;      /* of NVRTC's version; 0: 13 */
+    const char *failing;  /* the function of NVRTC that returns `failure` */
+    int failure;
+    const char *log;                      /* of a compilation that fails */
+    void (*within)(const char *function); /* called by functions that take long: a test may hold a thread up in them */
 
     int launches, products; /* so far */
     int waits;              /* for the device */

@@ -428,6 +428,47 @@ TEST(eight_processes_search_once_and_agree) {
     end();
 }
 
+/* A round that another thread is in while this one forks. */
+static int in_round[2], go_on[2];
+
+static bool held_up(void *context, const bool *running, int first, float *ms) {
+    track *t = context;
+    char byte = 0;
+    if (t->rounds == 0 && (write(in_round[1], &byte, 1) != 1 || read(go_on[0], &byte, 1) != 1)) abort();
+    return run(context, running, first, ms);
+}
+
+static void *search_held_up(void *won) {
+    track t = {.ms = {1.0f, 0.9f}};
+    bst_race race = race_of(&t);
+    race.round = held_up;
+    bst_digest key = key_of(&machine, 1);
+    *(int *)won = bst__choice(&key, &race, true);
+    return NULL;
+}
+
+/* A process searches one thing at a time; a child is another process. */
+TEST(a_fork_during_a_search_can_search) {
+    begin();
+    pthread_t thread;
+    int won = -1, ended = -1;
+    char byte = 0;
+    if (pipe(in_round) != 0 || pipe(go_on) != 0) abort();
+    if (pthread_create(&thread, NULL, search_held_up, &won) != 0 || read(in_round[0], &byte, 1) != 1) abort();
+    pid_t child = fork();
+    if (!child) {
+        alarm(60); /* where it would hang */
+        track t = {.ms = {1.0f, 0.9f}};
+        _exit(choose(2, &t) == 1 ? 0 : 1);
+    }
+    waitpid(child, &ended, 0);
+    CHECK_EQ_I(ended, 0);
+    CHECK(write(go_on[1], &byte, 1) == 1);
+    pthread_join(thread, NULL);
+    CHECK_EQ_I(won, 1);
+    end();
+}
+
 int main(void) {
     RUN(the_verdict_is_for_what_is_faster_beyond_the_noise);
     RUN(of_several_winners_the_fastest_is_taken);
@@ -444,5 +485,6 @@ int main(void) {
     RUN(what_cannot_be_read_is_measured_anew);
     RUN(forgetting_forgets_choices_alone);
     RUN(eight_processes_search_once_and_agree);
+    RUN(a_fork_during_a_search_can_search);
     return bst_test_report();
 }

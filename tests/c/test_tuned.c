@@ -1,6 +1,5 @@
 /* test_tuned.c - what autotuning launches, and when, on a driver that is none (fake_cuda.c): how often a kernel runs on
  * the caller's memory, which alternative is taken, what is left alone. */
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -11,7 +10,7 @@
 #include "cuda/autotune.h"
 #include "cuda/cuda.h"
 #include "cuda/driver.h"
-#include "fake_cuda.h"
+#include "fake_library.h"
 #include "tensors.h"
 
 const bst_source bst__sources[] = {{"toy.cu", "extern \"C\" __global__ void toy() {}\n"}, {NULL, NULL}};
@@ -448,17 +447,7 @@ TEST(kernels_that_are_made_ready_are_counted) {
 }
 
 int main(void) {
-    /* Loaded under its soname, it is what the library finds for the driver. */
-    void *library = dlopen(FAKE_CUDA, RTLD_NOW | RTLD_LOCAL);
-    fake_cuda *(*state)(void) = NULL;
-    if (library) *(void **)&state = dlsym(library, "fake_cuda_state");
-    if (!state) {
-        printf("%s\n", dlerror());
-        return EXIT_FAILURE;
-    }
-    fake = state();
-    setenv("BASTILE_NVRTC", FAKE_CUDA, 1);
-    setenv("BASTILE_CUBLASLT", FAKE_CUDA, 1);
+    fake = load_fake_cuda();
     unsetenv("BASTILE_ALTERNATIVE");
     RUN(off_it_launches_the_default_once);
     RUN(the_first_call_measures_and_every_call_takes_the_fastest);
