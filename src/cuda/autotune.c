@@ -79,6 +79,7 @@ void bst__set_search_time(double seconds) { atomic_store(&left_ms, (long long)(s
 typedef struct job {
     const bst_race *race;
     bool may_search;
+    int for_now; /* what won where it is not to be stored; else -1 */
 } job;
 
 static long long now_ms(void) {
@@ -89,13 +90,14 @@ static long long now_ms(void) {
 
 /* The status is only for the cache, which stores nothing that failed: no message goes with it. */
 static bst_status make(void *context, bst_blob *out) {
-    const job *j = context;
+    job *j = context;
     if (!j->may_search || !bst__may_search()) return BST_UNSUPPORTED;
     bst_times times = {0};
     long long begin = now_ms();
     int won = bst__search(j->race, &times);
     atomic_fetch_sub(&left_ms, now_ms() - begin);
     if (won < 0) return BST_UNSUPPORTED;
+    if (times.lacked_room) return j->for_now = won, BST_NO_MEMORY;
     char *text = malloc(TEXT);
     if (!text) return BST_NO_MEMORY;
     snprintf(text, TEXT, "%d of %d: %s, %.4f ms; the default %.4f ms\n", won, j->race->count, j->race->what,
@@ -116,7 +118,7 @@ static int parse(const bst_blob *entry, int count) {
 }
 
 int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
-    job j = {race, may_search};
+    job j = {race, may_search, -1};
     bst_blob entry;
     int won = -1;
     bst_message message = bst__message(); /* a candidate that fails is no error of the call */
@@ -128,6 +130,9 @@ int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
             bst__cache_drop(key, BST_CACHE_CHOICE);
         else if (bst__cache_reason()[0])
             atomic_fetch_add(&unkept, 1);
+    } else if (j.for_now >= 0) {
+        won = j.for_now;
+        atomic_fetch_add(&unkept, 1);
     }
     pthread_mutex_unlock(&searching);
     bst__put_back(&message);

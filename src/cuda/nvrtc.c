@@ -25,7 +25,8 @@ static int version_major, version_minor; /* where it is opened */
 static void in_child(void) { bst__free_lock(&lock); }
 BST_IN_CHILD(in_child)
 
-/* NVRTC opens its built-in functions by name alone, and does not find them beside itself unless they are loaded. */
+/* NVRTC opens its built-in functions by name alone, and does not find them beside itself unless they are loaded. Called
+ * for every compilation: it costs nothing once they are, and the first time may have lacked descriptors. */
 static void open_builtins(void) {
     void *address;
     memcpy(&address, &api.nvrtcVersion, sizeof address);
@@ -51,7 +52,6 @@ static bst_status open_locked(const char *op) {
     if (!missing && api.nvrtcVersion(&major, &minor) == NVRTC_SUCCESS && major >= 12) {
         version_major = major;
         version_minor = minor;
-        open_builtins();
         atomic_store_explicit(&opened, true, memory_order_release);
         return BST_OK;
     }
@@ -183,6 +183,7 @@ bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch
     if (!knows(arch))
         return bst__error(BST_NO_CUDA, "%s: NVRTC %d.%d cannot compile for this GPU (%s); another version is needed",
                           op, major, minor, target);
+    open_builtins();
     nvrtcProgram program = NULL;
     nvrtcResult result = api.nvrtcCreateProgram(&program, reached->texts[0], reached->names[0], reached->count - 1,
                                                 reached->texts + 1, (const char *const *)reached->names + 1);

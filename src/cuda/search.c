@@ -15,8 +15,10 @@ static const float HOPELESS = 1.25f;
 /* Runs a round, and drops who failed. False where there is nothing to compare with. */
 static bool run_round(const bst_race *race, bst_times *t, int first, float *ms) {
     if (!race->round(race->context, t->running, first, ms)) return false;
-    for (int i = 0; i < race->count; i++)
+    for (int i = 0; i < race->count; i++) {
+        if (t->running[i] && ms[i] == BST_NO_ROOM) t->lacked_room = true;
         if (ms[i] < 0) t->running[i] = false;
+    }
     return t->running[0];
 }
 

@@ -32,14 +32,16 @@ static bool begin(bst_stopwatch *s) {
     return bst__allocate(s->exec, s->op, device, flush_bytes(s), &s->flush) == BST_OK;
 }
 
-/* Queues one candidate between two events. */
-static bool measure(bst_stopwatch *s, int candidate) {
+/* Queues one candidate between two events; what to write for it meanwhile. */
+static float measure(bst_stopwatch *s, int candidate) {
     const bst_driver_api *driver = bst__driver();
     CUstream stream = stream_of(s->exec);
-    return driver->cuMemsetD8Async((CUdeviceptr)(uintptr_t)s->flush, 0, flush_bytes(s), stream) == CUDA_SUCCESS &&
-           driver->cuEventRecord(s->events[2 * candidate], stream) == CUDA_SUCCESS &&
-           s->queue(s->context, candidate) == BST_OK &&
-           driver->cuEventRecord(s->events[2 * candidate + 1], stream) == CUDA_SUCCESS;
+    if (driver->cuMemsetD8Async((CUdeviceptr)(uintptr_t)s->flush, 0, flush_bytes(s), stream) != CUDA_SUCCESS ||
+        driver->cuEventRecord(s->events[2 * candidate], stream) != CUDA_SUCCESS)
+        return BST_FAILED;
+    bst_status status = s->queue(s->context, candidate);
+    if (status != BST_OK) return status == BST_NO_MEMORY ? BST_NO_ROOM : BST_FAILED;
+    return driver->cuEventRecord(s->events[2 * candidate + 1], stream) == CUDA_SUCCESS ? 0.0f : BST_FAILED;
 }
 
 bool bst__stopwatch_round(void *stopwatch, const bool *running, int first, float *ms) {
@@ -47,13 +49,13 @@ bool bst__stopwatch_round(void *stopwatch, const bool *running, int first, float
     if (!begin(s)) return false;
     for (int i = 0; i < s->count; i++) {
         int candidate = (first + i) % s->count;
-        ms[candidate] = running[candidate] && measure(s, candidate) ? 0.0f : -1.0f;
+        ms[candidate] = running[candidate] ? measure(s, candidate) : BST_FAILED;
     }
     for (int i = 0; i < s->count; i++) {
         if (ms[i] < 0) continue;
         if (bst__driver()->cuEventSynchronize(s->events[2 * i + 1]) != CUDA_SUCCESS ||
             bst__driver()->cuEventElapsedTime(&ms[i], s->events[2 * i], s->events[2 * i + 1]) != CUDA_SUCCESS)
-            ms[i] = -1.0f;
+            ms[i] = BST_FAILED;
     }
     return true;
 }

@@ -14,6 +14,7 @@ typedef struct quartiles {
 } quartiles;
 
 static quartiles quartiles_of(const bst_times *t, int candidate) {
+    if (!t->rounds) return (quartiles){0, 0, 0}; /* no rival ran, so nothing was measured */
     float sorted[BST_MOST_ROUNDS];
     memcpy(sorted, t->ms[candidate], sizeof sorted);
     for (int i = 1; i < t->rounds; i++)

@@ -320,6 +320,30 @@ TEST(machines_do_not_share_choices) {
     end();
 }
 
+/* Where every rival fails in the first round, nothing is measured, and that is a choice too. */
+TEST(a_default_without_rivals_is_a_choice) {
+    begin();
+    track t = {.ms = {1.0f, BST_FAILED}};
+    CHECK_EQ_I(choose(1, &t), 0);
+    CHECK_EQ_I(choose(1, &t), 0);
+    CHECK_EQ_I(t.rounds, 1);
+    CHECK_EQ_I(count_files(".choice"), 1);
+    end();
+}
+
+/* What wins without it is taken, but the next process may have the memory: it is not kept. */
+TEST(who_lacks_memory_is_not_judged_for_ever) {
+    begin();
+    track tight = {.ms = {1.0f, BST_NO_ROOM, 0.9f}}, roomy = {.ms = {1.0f, 0.8f, 0.9f}};
+    CHECK_EQ_I(choose(1, &tight), 2);
+    CHECK_EQ_I(tight.runs[1], 1);
+    CHECK_EQ_I(count_files(".choice"), 0);
+    CHECK_EQ_I(choose(1, &roomy), 1);
+    CHECK_EQ_I(count_files(".choice"), 1);
+    CHECK_EQ_I(bst_autotune_clear(), 2); /* one that was in no folder */
+    end();
+}
+
 static void write_at(const char *path, long at, const char *bytes) {
     FILE *f = fopen(path, "r+b");
     if (!f) abort();
@@ -482,6 +506,8 @@ int main(void) {
     RUN(where_it_may_not_search_nothing_is_kept);
     RUN(searches_use_up_their_time);
     RUN(machines_do_not_share_choices);
+    RUN(a_default_without_rivals_is_a_choice);
+    RUN(who_lacks_memory_is_not_judged_for_ever);
     RUN(what_cannot_be_read_is_measured_anew);
     RUN(forgetting_forgets_choices_alone);
     RUN(eight_processes_search_once_and_agree);

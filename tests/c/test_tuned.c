@@ -184,6 +184,27 @@ TEST(without_memory_or_time_the_default_is_taken) {
     end();
 }
 
+/* Only the default is compiled when NVRTC has no memory left: it is taken, and the next process looks again. */
+TEST(what_could_not_be_compiled_for_lack_of_memory_has_not_lost) {
+    enum { OTHER = 6000, OUT_OF_MEMORY = 1 }; /* a width that no other test has */
+    begin(fastest_512);
+    bst_set_autotune(0);
+    CHECK_EQ_I(launches_of(OTHER, 1000, false), 1);
+    bst_set_autotune(1);
+    fake->failing = "nvrtcCompileProgram";
+    fake->failure = OUT_OF_MEMORY;
+    CHECK_EQ_I(launches_of(OTHER, 1000, false), 1 + 1);
+    CHECK_TOOK(128);
+    CHECK_EQ_I(choices(), 0);
+    fake->failing = NULL;
+    CHECK_EQ_I(launches_of(OTHER, 1000, false), 1);
+    CHECK_EQ_I(bst_autotune_clear(), 1); /* as in a new process */
+    CHECK(launches_of(OTHER, 1000, false) > 1);
+    CHECK_TOOK(512);
+    CHECK_EQ_I(choices(), 1);
+    end();
+}
+
 static double none_runs(const char *options, unsigned block) {
     (void)options, (void)block;
     return -1.0;
@@ -456,6 +477,7 @@ int main(void) {
     RUN(what_overwrites_its_input_runs_once);
     RUN(under_capture_nothing_is_measured);
     RUN(without_memory_or_time_the_default_is_taken);
+    RUN(what_could_not_be_compiled_for_lack_of_memory_has_not_lost);
     RUN(an_error_of_the_default_is_an_error);
     RUN(what_drops_out_is_no_error_of_the_call);
     RUN(a_fork_is_told_to_spawn);
