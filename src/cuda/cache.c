@@ -43,7 +43,7 @@ enum {
     LONGEST_WAIT = 60,    /* seconds for another process's compilation: the slowest kernels take a few */
     STALE = 3600,         /* seconds after which a temporary file's writer, or a lock's holder, is dead */
     FRESH = 3600,         /* seconds within which a use need not be noted again */
-    LIMIT_MIB = 256,      /* of all entries together; a kernel takes some 40 KiB, a model some hundred kernels */
+    LIMIT_MIB = 256,      /* of all entries together: some 20000 kernels, of 4 to 34 KiB each */
     SPARE = 16,           /* of the limit, one part in so many: what a process stores before it looks again */
     BLOCK = 4096,         /* bytes of the disk that a file takes, at least */
     NAME_BYTES = 64 + 32, /* a key in hexadecimal and a suffix */
