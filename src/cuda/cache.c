@@ -212,14 +212,15 @@ static int by_use(const void *a, const void *b) {
     return (x->tv_nsec > y->tv_nsec) - (x->tv_nsec < y->tv_nsec);
 }
 
-/* $BASTILE_CACHE_MIB in bytes; 0: no limit. */
+/* $BASTILE_CACHE_MIB in bytes; 0: no limit. Not by strtoll, which asks newer systems for a glibc of their own age. */
 static int64_t limit(void) {
     const char *text = secure_getenv("BASTILE_CACHE_MIB");
-    char *end;
-    if (!text || !*text) return (int64_t)LIMIT_MIB << 20;
-    errno = 0;
-    long long mib = strtoll(text, &end, 10);
-    return errno || *end || mib < 0 || mib > INT64_MAX >> 20 ? (int64_t)LIMIT_MIB << 20 : mib << 20;
+    int64_t mib = text && *text ? 0 : LIMIT_MIB;
+    for (; text && *text; text++) {
+        if (*text < '0' || *text > '9' || mib > (INT64_MAX >> 20) / 10 - 1) return (int64_t)LIMIT_MIB << 20;
+        mib = 10 * mib + (*text - '0');
+    }
+    return mib << 20;
 }
 
 /* Removes what dead writers have left, and makes room for an entry. A process counts what is there at its first entry,
