@@ -1,17 +1,21 @@
 /* bastile.h - the public C API of Bastile: training operators for language models, forward and backward, on CPU and
  * on CUDA.
  *
- * Tensors are DLPack's DLTensor: any framework's arrays can be passed, on kDLCPU or kDLCUDA. The library allocates
- * nothing that it keeps, except compiled kernels; it never prints, never aborts and never waits for the device, except
- * where bst_set_autotune makes it measure.
+ * Tensors are DLPack's DLTensor: any framework's arrays can be passed, on kDLCPU or kDLCUDA. From call to call the
+ * library keeps compiled kernels and measured choices; which kernels did not compile; the driver, NVRTC, cuBLASLt and
+ * CBLAS that it opened, one handle of cuBLASLt a device, and the device's primary context; and of each thread whose call
+ * failed the message. It never prints, never aborts and never waits for the device, except where bst_set_autotune makes
+ * it measure.
  * Every function returns a status; bst_last_error() then holds a sentence that names the operator, the argument, what
  * was given and what is needed. A call that fails because of its arguments has written to none of its outputs.
  *
  * Element types are float32, bfloat16 and float16 unless an argument says otherwise; sums are kept in float32. Shapes
- * are written [rows, columns]; `...` stands for any number of leading dimensions. Inputs may have any strides as long
- * as their last dimension is contiguous and their leading dimensions fold into at most two; outputs are contiguous
- * unless an argument says otherwise, and their elements never share a place. An output may not overlap an input, unless
- * an argument says so, nor another output. Data begins at a multiple of its element's size.
+ * are written [rows, columns]; `...` stands for any number of leading dimensions, of at most 8 in all. "One float32" is
+ * a tensor of any rank with one element. Inputs of rows may have any strides as long as their last dimension is
+ * contiguous and their leading dimensions fold into at most two; outputs are contiguous unless an argument says
+ * otherwise, and their elements never share a place; so are weights of one dimension, labels, and what is kept of each
+ * row (rstd, lse). An output may not overlap an input, unless an argument says so, nor another output. Data begins at a
+ * multiple of its element's size. On CUDA 2^31 rows and more may be refused.
  *
  * All functions may be called from several threads at once. */
 #ifndef BASTILE_H
@@ -38,7 +42,12 @@ extern "C" {
 
 #define BST_VERSION "0.1.0"
 
-/* Every status: name, value, text. */
+/* Every status: name, value, text.
+ *
+ * BST_INVALID: arguments that mean nothing. One is missing or out of its range; shapes, types or devices do not go
+ * together; an output shares memory or does not lie as it must. BST_UNSUPPORTED: they mean something, but lie beyond
+ * what is served, which this header states: the element type, the kind of device or chip, a size, the number of
+ * dimensions, the strides of an input that may have strides, the alignment. A copy or a conversion often helps. */
 #define BST_STATUS_MAP(X)                                                                   \
     X(BST_OK, 0, "success")                                                                 \
     X(BST_INVALID, 1, "an argument is invalid")                                             \
@@ -101,21 +110,25 @@ typedef struct bst_gemm {
 typedef struct bst_exec {
     void *user;   /* passed to each function below */
     void *stream; /* CUDA stream; default: the legacy default stream */
-    /* Workspace on a device, at least 256-byte aligned, or NULL. It is released before the call returns; on CUDA the
-     * work that uses it may still be queued on `stream` then. Default: malloc, cuMemAllocAsync. */
+    /* Workspace on a device, at least 256-byte aligned, or NULL where there is none (BST_NO_MEMORY). It is released
+     * before the call returns; on CUDA the work that uses it may still be queued on `stream` then. Where allocate is
+     * given, release may be NULL, for memory that needs none; without allocate, release is not called. Both are called
+     * by the thread of the call. Default: aligned_alloc, cuMemAllocAsync. */
     void *(*allocate)(void *user, DLDevice device, size_t bytes);
     void (*release)(void *user, DLDevice device, void *memory);
     /* CPU: runs body over disjoint ranges that cover [0, count), each at least `grain` long but for the last.
      * Default: threads of our own, one a core. */
     void (*parallel_for)(void *user, int64_t count, int64_t grain,
                          void (*body)(void *context, int64_t begin, int64_t end), void *context);
-    /* CPU: a matrix product. Default: a CBLAS found at run time (float32), else a plain blocked kernel. */
+    /* CPU: a matrix product. What it returns, unless BST_OK, is what the call returns. Default: a CBLAS found at run
+     * time (float32), else a plain blocked kernel, for which `allocate` is asked. */
     bst_status (*gemm)(void *user, const bst_gemm *problem);
 } bst_exec;
 
 /* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
 
-/* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case:
+/* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case, with
+ * eps finite and not below 0:
  *   LLAMA  y = round_x(n) * weight, in the promoted type of x and weight   (Llama, Qwen, Mistral)
  *   GEMMA  y = round_x(n * (1 + weight))                                   (Gemma)
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
@@ -123,12 +136,13 @@ typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CAS
 
 /* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
  * x [..., H], 1 <= H <= 65536; residual as x, and sum then too, or both NULL; weight [H] or NULL (ones; zeros for GEMMA),
- * of any of the three types; y as x (LLAMA: the promoted type of x and weight); rstd [rows] float32, kept for the
- * backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
+ * of any of the three types; y as x (LLAMA: the promoted type of x and weight); rstd, float32, one a row, kept for
+ * the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
 BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                         const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
                                         DLTensor *sum, DLTensor *rstd);
-/* The gradients of the above. dy [..., H] of y's type; x as forward had it, or its sum where there was one; dsum as x,
+/* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it; x as forward had it, or its sum where
+ * there was one; dsum as x,
  * the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL: none. dx as x,
  * may be NULL; with a residual, it is the gradient of both terms. dweight as weight, summed in float32 in a fixed order,
  * may be NULL. */
@@ -155,7 +169,7 @@ BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy,
  *   y1 = x1 * cos1 - x2 * sin1,   y2 = x2 * cos2 + x1 * sin2
  * in float32, rounded once. cos and sin are of one type, q and k too; q_out and k_out have it where these are the same,
  * else float32. They are shaped as q and k, of any strides with a contiguous last dimension, and may be q and k
- * themselves. D <= 2048. Su et al., "RoFormer", 2021. */
+ * themselves. D <= 2048 on both devices; on CUDA B S < 2^32. Su et al., "RoFormer", 2021. */
 BST_API bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                                     const DLTensor *sin, int interleaved, DLTensor *q_out, DLTensor *k_out);
 /* Its gradient, the transposed rotation, for q and k, or for one of them (dk_out NULL):
@@ -203,17 +217,17 @@ typedef struct bst_cross_entropy_options {
     double lse_square_scale;
 } bst_cross_entropy_options;
 
-/* logits [..., V], T rows; target, of T elements, int64; class_weight [V] float32 or NULL; num_items: one float32, or
- * NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for the
- * backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding of
- * lse. dlogits [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only).
+/* logits [..., V], T rows, 1 <= V < 2^30; target, of T elements, int64; class_weight [V] float32 or NULL; num_items: one
+ * float32, or NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for
+ * the backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding
+ * of lse. dlogits [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only).
  * It is contiguous, or logits itself: one read and one write per logit. */
 BST_API bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
                                              const DLTensor *class_weight, const DLTensor *num_items,
                                              const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
                                              DLTensor *dlogits);
-/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it; dlogits
- * may be logits itself. */
+/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it, either way,
+ * and not NULL; dlogits may be logits itself. */
 BST_API bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
                                               const DLTensor *target, const DLTensor *class_weight,
                                               const DLTensor *num_items, const DLTensor *lse,
@@ -223,16 +237,17 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* ---- linear_cross_entropy ---------------------------------------------------------------------------------------- */
 
-/* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL, without ever holding all
- * the logits unless asked to: logits of the inputs' type are made a chunk of rows at a time, in at most `chunk_bytes`
- * of workspace (0: 1664 MiB on CUDA, and where that is too little for all rows, 4096 rows or an eighth of them; on CPU
- * 256 MiB and an eighth of the rows, but at least 256 rows), and never less than 64 rows.
+/* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL; 1 <= V < 2^30. Logits of the
+ * inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at once where they
+ * fit. A budget for fewer than 64 rows counts as one for 64; chunks are then evened out. 0: 1664 MiB on CUDA, and where
+ * that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and an eighth of the rows, but at
+ * least 256 rows.
  *
- * lse [T] float32, kept for the backward pass. Three ways to the gradients (for an upstream gradient g):
+ * lse [T] float32, kept for the backward pass, or NULL. Three ways to the gradients (for an upstream gradient g):
  *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient, not yet divided nor
- * multiplied by g; backward does both in its two products. MEAN and SUM only.
+ *     multiplied by g; backward does both in its two products. MEAN and SUM only.
  *   - dhidden, dweight, dbias, each as its input, or NULL where not wanted: made chunk by chunk for g = 1, for the
- * caller to multiply by g (bst_scale). MEAN and SUM only.
+ *     caller to multiply by g (bst_scale). MEAN and SUM only.
  *   - none of these: backward makes the logits again, chunk by chunk.
  * dweight is rounded at each chunk, up to eight chunks; beyond, it is summed in float32. */
 BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden,
@@ -242,8 +257,8 @@ BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const 
                                                     int64_t chunk_bytes, DLTensor *loss, DLTensor *lse,
                                                     DLTensor *dlogits, DLTensor *dhidden, DLTensor *dweight,
                                                     DLTensor *dbias);
-/* grad_loss: one float32 (NONE: [T]); dlogits as forward left it, or NULL; lse as forward wrote it. dhidden, dweight,
- * dbias: NULL where not wanted. */
+/* grad_loss: one float32 (NONE: [T]); dlogits as forward left it, or NULL; lse as forward wrote it, not NULL, though with
+ * dlogits it is not read. dhidden, dweight, dbias: NULL where not wanted. */
 BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss,
                                                      const DLTensor *hidden, const DLTensor *weight,
                                                      const DLTensor *target, const DLTensor *bias,

@@ -22,6 +22,17 @@ bst_status bst__error(bst_status status, const char *format, ...) __attribute__(
 typedef struct bst_message {
     char text[1024];
 } bst_message;
+
+/* What a thread keeps from call to call, allocated when it first has something to keep; NULL where memory is short. No
+ * thread-local storage: every thread of the process would pay for it, from the first of small stacks on, and glibc ends
+ * the process where it cannot be had. */
+typedef struct bst_thread {
+    bst_message message;
+    unsigned errors; /* so far */
+    bst_message cache_reason;
+} bst_thread;
+bst_thread *bst__thread(void);
+
 bst_message bst__message(void);
 void bst__put_back(const bst_message *message);
 
@@ -48,9 +59,10 @@ typedef struct bst_view {
 /* Sets of types: 1u << bst_dtype. */
 #define BST_FLOATS (1u << BST_F32 | 1u << BST_BF16 | 1u << BST_F16)
 
-/* Reads a tensor. BST_INVALID where it is NULL, has more than BST_MAX_DIMS dimensions, a negative size, sizes or strides
- * whose products pass 63 bits, or no memory though it has elements; BST_UNSUPPORTED where its type or device is none of
- * ours, or its elements are not aligned. What works with a view need not look out for overflow. */
+/* Reads a tensor. BST_INVALID where it is NULL, has no shape, a negative size, sizes or strides whose products pass 63
+ * bits, or no memory though it has elements; BST_UNSUPPORTED where its type or device is none of ours, where it has more
+ * than BST_MAX_DIMS dimensions, or its elements are not aligned. What works with a view need not look out for overflow,
+ * strides of dimensions of one element included. */
 bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out);
 /* The following name the argument and what was given. */
 bst_status bst__need_dims(const char *op, const char *name, const bst_view *v, int dims);
@@ -63,12 +75,16 @@ bst_status bst__need_device(const char *op, const char *name, const bst_view *v,
 bst_status bst__need_contiguous(const char *op, const char *name, const bst_view *v);
 /* One element: a scalar or any tensor of one. */
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v);
+/* What a norm adds to the mean of squares: 0 or above, and finite. */
+bst_status bst__need_eps(const char *op, double eps);
 bool bst__is_contiguous(const bst_view *v);
 /* An output: reads it, and needs it to have `model`'s shape and device, be of `dtype` and contiguous. */
 bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
                        const char *model_name, bst_dtype dtype, bst_view *out);
-/* "[2, 3]", into a buffer of this thread that four calls share in turn. */
-const char *bst__shape_text(const bst_view *v);
+/* "[2, 3]", on the stack of the calling block. */
+enum { BST_SHAPE_TEXT = 160 };
+const char *bst__write_shape(const bst_view *v, char text[BST_SHAPE_TEXT]);
+#define bst__shape_text(v) bst__write_shape(v, (char[BST_SHAPE_TEXT]){0})
 /* Whether the memory of two views may share a byte. Slices of one buffer that lie side by side in its rows do not. */
 bool bst__overlap(const bst_view *a, const bst_view *b);
 /* Whether two views of one shape have each element at the same address. */
@@ -114,14 +130,17 @@ typedef void (*bst_body)(void *context, int64_t begin, int64_t end);
 void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context);
 /* How many rows of `work` elements one thread should take at least, so that a thread's start is worth it. */
 int64_t bst__grain(int64_t work);
+/* How many ranges run at a time at most, by default. */
+int64_t bst__processors(void);
 /* A matrix product on CPU by the caller's function or the default one. */
-bst_status bst__cpu_gemm(const bst_exec *exec, const bst_gemm *problem);
+bst_status bst__cpu_gemm(const bst_exec *exec, const char *op, const bst_gemm *problem);
 
 /* ---- vector units ------------------------------------------------------------------------------------------------ */
 
 /* CPU kernels are compiled once per level; bst__cpu_level() says which one this machine runs (BASTILE_CPU=baseline
- * or v3 lowers it). */
+ * or v3 lowers it; anything else is an error of each call that reads a CPU tensor). */
 typedef enum bst_cpu_level { BST_CPU_BASELINE, BST_CPU_V3, BST_CPU_V4, BST_CPU_LEVELS } bst_cpu_level;
 bst_cpu_level bst__cpu_level(void);
+bst_status bst__need_cpu_level(const char *op);
 
 #endif

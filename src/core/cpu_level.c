@@ -19,14 +19,36 @@ static bst_cpu_level detect(void) {
 #endif
 }
 
-bst_cpu_level bst__cpu_level(void) {
-    static _Atomic int known; /* level + 1; every thread computes the same value */
+/* What BASTILE_CPU asks for: at most this. */
+static const struct {
+    const char *name;
+    bst_cpu_level most;
+} settings[] = {{"", BST_CPU_V4}, {"baseline", BST_CPU_BASELINE}, {"v3", BST_CPU_V3}};
+
+/* Level + 1, or WRONG; every thread computes the same value. */
+enum { UNKNOWN, WRONG = -1 };
+static _Atomic int known;
+
+static int read_once(void) {
     int level = known;
-    if (level) return (bst_cpu_level)(level - 1);
-    bst_cpu_level found = detect();
+    if (level != UNKNOWN) return level;
     const char *wanted = getenv("BASTILE_CPU");
-    if (wanted && !strcmp(wanted, "baseline")) found = BST_CPU_BASELINE;
-    if (wanted && !strcmp(wanted, "v3") && found > BST_CPU_V3) found = BST_CPU_V3;
-    known = (int)found + 1;
-    return found;
+    level = WRONG;
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) {
+        if (strcmp(wanted ? wanted : "", settings[i].name)) continue;
+        bst_cpu_level found = detect();
+        level = (int)(found < settings[i].most ? found : settings[i].most) + 1;
+    }
+    return known = level;
+}
+
+bst_status bst__need_cpu_level(const char *op) {
+    if (read_once() != WRONG) return BST_OK;
+    return bst__error(BST_INVALID, "%s: BASTILE_CPU is \"%s\"; baseline or v3, or no such variable, is needed", op,
+                      getenv("BASTILE_CPU"));
+}
+
+bst_cpu_level bst__cpu_level(void) {
+    int level = read_once();
+    return level == WRONG ? BST_CPU_BASELINE : (bst_cpu_level)(level - 1);
 }

@@ -3,6 +3,7 @@
  * The last two are for C programs without a framework. They work in float32: other types are converted panel by panel.
  */
 #include <dlfcn.h>
+#include <inttypes.h>
 #include <pthread.h>
 
 #include "core/cpu_kernel.h"
@@ -25,11 +26,18 @@ static void find_cblas(void) {
  * cache. */
 enum { BLOCK_M = 64, BLOCK_N = 128, BLOCK_K = 256 };
 
+/* Blocks as float32: the workspace of one strip. */
+typedef struct workspace {
+    float a[BLOCK_M][BLOCK_K], b[BLOCK_K][BLOCK_N], sum[BLOCK_M][BLOCK_N];
+} workspace;
+
+/* The blocks of the output lie in strips, one after the other, each worked off by one thread. */
 typedef struct product {
     const bst_gemm *g;
     bst_dtype input, output;
     float alpha;
-    int64_t column_blocks;
+    int64_t column_blocks, blocks, strips;
+    workspace *of_strip;
 } product;
 
 /* Element (row, column) of op(matrix) as float32. */
@@ -40,11 +48,11 @@ static float element(const void *matrix, int64_t row, int64_t column, int64_t le
     return value;
 }
 
-static void multiply_block(const product *p, int64_t row, int64_t column) {
+static void multiply_block(const product *p, workspace *w, int64_t row, int64_t column) {
     const bst_gemm *g = p->g;
     int64_t m = g->m - row < BLOCK_M ? g->m - row : BLOCK_M, n = g->n - column < BLOCK_N ? g->n - column : BLOCK_N;
-    static _Thread_local float a[BLOCK_M][BLOCK_K], b[BLOCK_K][BLOCK_N], sum[BLOCK_M][BLOCK_N];
-    memset(sum, 0, sizeof sum);
+    float (*a)[BLOCK_K] = w->a, (*b)[BLOCK_N] = w->b, (*sum)[BLOCK_N] = w->sum;
+    memset(w->sum, 0, sizeof w->sum);
     for (int64_t depth = 0; depth < g->k; depth += BLOCK_K) {
         int64_t k = g->k - depth < BLOCK_K ? g->k - depth : BLOCK_K;
         for (int64_t i = 0; i < m; i++)
@@ -66,23 +74,44 @@ static void multiply_block(const product *p, int64_t row, int64_t column) {
     }
 }
 
-static void multiply_blocks(void *context, int64_t begin, int64_t end) {
+static void multiply_strips(void *context, int64_t begin, int64_t end) {
     const product *p = context;
-    for (int64_t block = begin; block < end; block++)
-        multiply_block(p, block / p->column_blocks * BLOCK_M, block % p->column_blocks * BLOCK_N);
+    for (int64_t strip = begin; strip < end; strip++)
+        for (int64_t block = p->blocks * strip / p->strips; block < p->blocks * (strip + 1) / p->strips; block++)
+            multiply_block(p, &p->of_strip[strip], block / p->column_blocks * BLOCK_M,
+                           block % p->column_blocks * BLOCK_N);
+}
+
+/* The caller's product. Whatever of ours it calls may leave a message; else there is one in general terms. */
+static bst_status multiply_by_caller(const bst_exec *exec, const char *op, const bst_gemm *g) {
+    const bst_thread *thread = bst__thread();
+    unsigned before = thread ? thread->errors : 0;
+    bst_status status = exec->gemm(exec->user, g);
+    if (status == BST_OK) return BST_OK;
+    if (thread && thread->errors != before) {
+        bst_message reason = bst__message();
+        return bst__error(status, "%s: %s", op, reason.text);
+    }
+    return bst__error(status,
+                      "%s: bst_exec.gemm returned %d (%s) for a product of [%" PRId64 ", %" PRId64 "] and [%" PRId64
+                      ", %" PRId64 "]",
+                      op, (int)status, bst_status_text(status), g->m, g->k, g->k, g->n);
 }
 
 static bst_dtype dtype_of(DLDataType type) {
     return type.code == kDLBfloat ? BST_BF16 : type.bits == 16 ? BST_F16 : BST_F32;
 }
 
-bst_status bst__cpu_gemm(const bst_exec *exec, const bst_gemm *g) {
+bst_status bst__cpu_gemm(const bst_exec *exec, const char *op, const bst_gemm *g) {
     if (!g->m || !g->n) return BST_OK;
-    if (exec && exec->gemm) return exec->gemm(exec->user, g);
+    if (exec && exec->gemm) return multiply_by_caller(exec, op, g);
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, find_cblas);
-    product p = {g, dtype_of(g->input_type), dtype_of(g->output_type), g->device_alpha ? *g->device_alpha : g->alpha,
-                 (g->n + BLOCK_N - 1) / BLOCK_N};
+    product p = {.g = g,
+                 .input = dtype_of(g->input_type),
+                 .output = dtype_of(g->output_type),
+                 .alpha = g->device_alpha ? *g->device_alpha : g->alpha,
+                 .column_blocks = (g->n + BLOCK_N - 1) / BLOCK_N};
     bool fits = g->m <= INT32_MAX && g->n <= INT32_MAX && g->k <= INT32_MAX && g->lda <= INT32_MAX &&
                 g->ldb <= INT32_MAX && g->ldo <= INT32_MAX;
     if (cblas_sgemm && fits && p.input == BST_F32 && p.output == BST_F32) {
@@ -91,7 +120,12 @@ bst_status bst__cpu_gemm(const bst_exec *exec, const bst_gemm *g) {
                     (int)g->n, (int)g->k, p.alpha, g->a, (int)g->lda, g->b, (int)g->ldb, g->beta, g->out, (int)g->ldo);
         return BST_OK;
     }
-    int64_t blocks = (g->m + BLOCK_M - 1) / BLOCK_M * p.column_blocks;
-    bst__parallel_for(exec, blocks, 1, multiply_blocks, &p);
+    p.blocks = (g->m + BLOCK_M - 1) / BLOCK_M * p.column_blocks;
+    p.strips = p.blocks < bst__processors() ? p.blocks : bst__processors();
+    void *memory;
+    BST_TRY(bst__allocate(exec, op, g->device, (size_t)p.strips * sizeof(workspace), &memory));
+    p.of_strip = memory;
+    bst__parallel_for(exec, p.strips, 1, multiply_strips, &p);
+    bst__release(exec, g->device, memory);
     return BST_OK;
 }

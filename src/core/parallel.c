@@ -27,6 +27,11 @@ int64_t bst__grain(int64_t work) {
     return rows > 1 ? rows : 1;
 }
 
+int64_t bst__processors(void) {
+    int64_t processors = sysconf(_SC_NPROCESSORS_ONLN);
+    return processors < 1 ? 1 : processors < MAX_THREADS ? processors : MAX_THREADS;
+}
+
 void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context) {
     if (count <= 0) return;
     if (grain < 1) grain = 1;
@@ -34,8 +39,7 @@ void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_b
         exec->parallel_for(exec->user, count, grain, body, context);
         return;
     }
-    int64_t threads = sysconf(_SC_NPROCESSORS_ONLN);
-    if (threads > MAX_THREADS) threads = MAX_THREADS;
+    int64_t threads = bst__processors();
     if (threads > count / grain) threads = count / grain;
     if (threads <= 1) {
         body(context, 0, count);

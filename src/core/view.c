@@ -1,4 +1,5 @@
 /* view.c - reading tensors and saying what is wrong with them. One sentence per fault, made in one place. */
+#include <float.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,28 +20,34 @@ const char *bst__dtype_name(bst_dtype dtype) {
     return name[dtype];
 }
 
-const char *bst__shape_text(const bst_view *v) {
-    static _Thread_local char buffers[4][160];
-    static _Thread_local unsigned turn;
-    char *text = buffers[turn++ % 4];
-    size_t at = 0;
-    at += (size_t)snprintf(text, sizeof buffers[0], "[");
-    for (int i = 0; i < v->dims && at < sizeof buffers[0]; i++)
-        at += (size_t)snprintf(text + at, sizeof buffers[0] - at, "%s%" PRId64, i ? ", " : "", v->size[i]);
-    if (at < sizeof buffers[0]) snprintf(text + at, sizeof buffers[0] - at, "]");
+const char *bst__write_shape(const bst_view *v, char text[BST_SHAPE_TEXT]) {
+    size_t at = (size_t)snprintf(text, BST_SHAPE_TEXT, "[");
+    for (int i = 0; i < v->dims && at < BST_SHAPE_TEXT; i++)
+        at += (size_t)snprintf(text + at, BST_SHAPE_TEXT - at, "%s%" PRId64, i ? ", " : "", v->size[i]);
+    if (at < BST_SHAPE_TEXT) snprintf(text + at, BST_SHAPE_TEXT - at, "]");
     return text;
 }
 
 /* "float32, bfloat16 or float16". */
-static const char *set_text(unsigned dtypes) {
-    static _Thread_local char text[96];
-    text[0] = 0;
+static const char *set_text(unsigned dtypes, char text[96]) {
     for (int d = BST_F32; d <= BST_I32; d++) {
         if (!(dtypes & 1u << d)) continue;
         unsigned left = dtypes >> (d + 1);
         if (text[0]) strcat(text, left ? ", " : " or ");
         strcat(text, bst__dtype_name((bst_dtype)d));
     }
+    return text;
+}
+
+/* "int16", "complex64", as PyTorch and NumPy call them. */
+static const char *type_text(DLDataType type, char text[96]) {
+    static const char *const kind[] = {[kDLInt] = "int",       [kDLUInt] = "uint",       [kDLFloat] = "float",
+                                       [kDLBfloat] = "bfloat", [kDLComplex] = "complex", [kDLBool] = "bool"};
+    const char *name = type.code < sizeof kind / sizeof *kind ? kind[type.code] : NULL;
+    int used = !name                  ? snprintf(text, 96, "no. %d in DLPack", type.code)
+               : type.code == kDLBool ? snprintf(text, 96, "%s", name)
+                                      : snprintf(text, 96, "%s%d", name, type.bits);
+    if (type.lanes != 1) snprintf(text + used, 96 - (size_t)used, " in vectors of %d", type.lanes);
     return text;
 }
 
@@ -57,28 +64,35 @@ static bool read_dtype(DLDataType type, bst_dtype *out) {
 bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out) {
     if (!tensor) return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", op, name);
     if (tensor->ndim < 0 || tensor->ndim > BST_MAX_DIMS)
-        return bst__error(BST_INVALID, "%s: %s has %d dimensions; at most %d are supported", op, name, tensor->ndim,
-                          BST_MAX_DIMS);
+        return bst__error(tensor->ndim < 0 ? BST_INVALID : BST_UNSUPPORTED,
+                          "%s: %s has %d dimensions; 0 to %d are supported", op, name, tensor->ndim, BST_MAX_DIMS);
     if (tensor->device.device_type != kDLCPU && tensor->device.device_type != kDLCUDA)
         return bst__error(BST_UNSUPPORTED, "%s: %s is on a device of DLPack type %d; CPU (1) or CUDA (2) is needed", op,
                           name, (int)tensor->device.device_type);
+    if (tensor->ndim && !tensor->shape)
+        return bst__error(BST_INVALID, "%s: %s has %d dimensions, but its shape is NULL", op, name, tensor->ndim);
+    if (tensor->device.device_type == kDLCPU) BST_TRY(bst__need_cpu_level(op));
     bst_dtype dtype;
     if (!read_dtype(tensor->dtype, &dtype) || !(dtypes & 1u << dtype))
-        return bst__error(BST_UNSUPPORTED, "%s: %s has elements of DLPack type %d with %d bits; %s is needed", op, name,
-                          tensor->dtype.code, tensor->dtype.bits, set_text(dtypes));
+        return bst__error(BST_UNSUPPORTED, "%s: %s has elements of type %s; %s is needed", op, name,
+                          type_text(tensor->dtype, (char[96]){0}), set_text(dtypes, (char[96]){0}));
     *out = (bst_view){.device = tensor->device, .dtype = dtype, .dims = tensor->ndim};
     /* Dimensions without elements do not count here: however the others are multiplied, 63 bits suffice. */
     int64_t packed = 1, reach = 0, span;
     bool empty = false, overflow = false;
     for (int i = out->dims - 1; i >= 0; i--) {
-        int64_t size = tensor->shape[i], stride = tensor->strides ? tensor->strides[i] : packed;
+        int64_t size = tensor->shape[i];
+        /* The stride of a dimension of one element says nothing, and may be any number. */
+        int64_t stride = tensor->strides && size > 1 ? tensor->strides[i] : packed;
         out->size[i] = size;
         out->stride[i] = stride;
         if (size < 0) return bst__error(BST_INVALID, "%s: %s has a negative size in dimension %d", op, name, i);
         empty |= !size;
         if (size < 2) continue;
-        overflow |= __builtin_mul_overflow(packed, size, &packed) | __builtin_mul_overflow(size, stride, &span);
-        overflow |= __builtin_add_overflow(reach, span < 0 ? ~span : span, &reach);
+        bool wide = __builtin_mul_overflow(packed, size, &packed);
+        bool far = __builtin_mul_overflow(size, stride, &span);
+        overflow = overflow || wide || far;
+        if (__builtin_add_overflow(reach, span < 0 ? ~span : span, &reach)) overflow = true;
     }
     out->count = empty ? 0 : packed;
     int bytes = bst__dtype_size(dtype);
@@ -145,6 +159,11 @@ bst_status bst__need_contiguous(const char *op, const char *name, const bst_view
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v) {
     if (v->count == 1) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; one element is needed", op, name, bst__shape_text(v));
+}
+
+bst_status bst__need_eps(const char *op, double eps) {
+    if (eps >= 0 && eps <= FLT_MAX) return BST_OK;
+    return bst__error(BST_INVALID, "%s: eps is %g; a finite number, 0 or above, is needed", op, eps);
 }
 
 bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,

@@ -49,14 +49,17 @@ enum {
     NAME_BYTES = 64 + 32, /* a key in hexadecimal and a suffix */
 };
 
-static _Thread_local char reason[PATH_MAX + 128];
-
-const char *bst__cache_reason(void) { return reason; }
+const char *bst__cache_reason(void) {
+    const bst_thread *thread = bst__thread();
+    return thread ? thread->cache_reason.text : "";
+}
 
 static void __attribute__((format(printf, 1, 2))) give_reason(const char *format, ...) {
+    bst_thread *thread = bst__thread();
+    if (!thread) return;
     va_list arguments;
     va_start(arguments, format);
-    vsnprintf(reason, sizeof reason, format, arguments);
+    vsnprintf(thread->cache_reason.text, sizeof thread->cache_reason.text, format, arguments);
     va_end(arguments);
 }
 
@@ -266,7 +269,7 @@ static bool write_all(int file, const void *data, size_t bytes) {
 static void store(int folder, const bst_digest *key, const char *kind, const bst_blob *blob) {
     header h = {.key = *key, .length = blob->bytes, .checksum = checksum(blob->data, blob->bytes)};
     memcpy(h.magic, magic, sizeof magic);
-    reason[0] = '\0'; /* `make` may have got another entry, with a reason of its own */
+    give_reason("%s", ""); /* `make` may have got another entry, with a reason of its own */
     /* A random name, for writers may be on several machines that share a home. */
     uint64_t random = 0;
     char suffix[32], temporary[NAME_BYTES], name[NAME_BYTES];
@@ -324,7 +327,7 @@ static bool wait_for_turn(int folder, const bst_digest *key, const char *kind, c
 }
 
 bst_status bst__cache_get(const bst_digest *key, const char *kind, bst_cache_make make, void *context, bst_blob *out) {
-    reason[0] = '\0';
+    give_reason("%s", "");
     int folder = open_folder();
     if (folder < 0) return make(context, out);
     bst_status status = BST_OK;

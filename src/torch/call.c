@@ -8,19 +8,18 @@ bst_torch_api bst__torch;
 /* ---- types and devices ------------------------------------------------------------------------------------------- */
 
 static int32_t torch_dtype(DLDataType type) {
-    if (type.code == kDLBfloat) return bst__torch.aoti_torch_dtype_bfloat16();
-    if (type.code == kDLInt)
-        return type.bits == 32 ? bst__torch.aoti_torch_dtype_int32() : bst__torch.aoti_torch_dtype_int64();
-    if (type.code == kDLUInt) return bst__torch.aoti_torch_dtype_uint8();
-    return type.bits == 16 ? bst__torch.aoti_torch_dtype_float16() : bst__torch.aoti_torch_dtype_float32();
+#define NUMBER(name, of_code, of_bits) \
+    if (type.code == of_code && type.bits == of_bits) return bst__torch.aoti_torch_dtype_##name();
+    BST_TORCH_TYPES(NUMBER)
+#undef NUMBER
+    return -1; /* none of PyTorch's: it refuses it */
 }
 
 static DLDataType dl_type(int32_t dtype) {
-    if (dtype == bst__torch.aoti_torch_dtype_float32()) return bst_type_f32;
-    if (dtype == bst__torch.aoti_torch_dtype_bfloat16()) return (DLDataType){kDLBfloat, 16, 1};
-    if (dtype == bst__torch.aoti_torch_dtype_float16()) return (DLDataType){kDLFloat, 16, 1};
-    if (dtype == bst__torch.aoti_torch_dtype_int64()) return (DLDataType){kDLInt, 64, 1};
-    if (dtype == bst__torch.aoti_torch_dtype_int32()) return bst_type_i32;
+#define TYPE(name, code, bits) \
+    if (dtype == bst__torch.aoti_torch_dtype_##name()) return (DLDataType){code, bits, 1};
+    BST_TORCH_TYPES(TYPE)
+#undef TYPE
     return (DLDataType){kDLOpaqueHandle, 0, 1}; /* any other: the operator's check refuses it */
 }
 
@@ -48,11 +47,14 @@ static void *allocate(void *user, DLDevice device, size_t bytes) {
     int64_t size = (int64_t)bytes, stride = 1;
     if (call->workspaces == BST_CALL_WORKSPACES) return NULL;
     bst_torch_tensor handle;
-    void *memory;
+    void *memory = NULL;
     if (bst__torch.aoti_torch_empty_strided(1, &size, &stride, bst__torch.aoti_torch_dtype_uint8(), call->device_type,
                                             call->device_index, &handle))
         return NULL;
-    bst__torch.aoti_torch_get_data_ptr(handle, &memory);
+    if (bst__torch.aoti_torch_get_data_ptr(handle, &memory)) {
+        bst__torch.aoti_torch_delete_tensor_object(handle);
+        return NULL;
+    }
     call->workspace[call->workspaces].memory = memory;
     call->workspace[call->workspaces++].handle = handle;
     return memory;
@@ -127,24 +129,27 @@ void bst__call_begin(bst_call *call) {
     call->tensors = call->workspaces = 0;
 }
 
+/* The first failure is the one that is told. */
+static void fail(bst_call *call, const char *doing) {
+    if (call->status == BST_OK) call->status = torch_error(doing);
+}
+
 /* Takes a handle over, and describes it. */
 static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
     int slot = call->tensors++;
     call->handle[slot] = handle;
     DLTensor *t = &call->tensor[slot];
-    int64_t dims;
-    int32_t dtype, type, index;
-    bst__torch.aoti_torch_get_dim(handle, &dims);
-    bst__torch.aoti_torch_get_sizes(handle, &t->shape);
-    bst__torch.aoti_torch_get_strides(handle, &t->strides);
-    bst__torch.aoti_torch_get_data_ptr(handle, &t->data);
-    bst__torch.aoti_torch_get_dtype(handle, &dtype);
-    bst__torch.aoti_torch_get_device_type(handle, &type);
-    bst__torch.aoti_torch_get_device_index(handle, &index);
-    t->ndim = (int32_t)dims;
+    *t = (DLTensor){0};
+    int64_t dims = 0;
+    int32_t dtype = -1, type = -1, index = 0;
+    if (bst__torch.aoti_torch_get_dim(handle, &dims) || bst__torch.aoti_torch_get_sizes(handle, &t->shape) ||
+        bst__torch.aoti_torch_get_strides(handle, &t->strides) || bst__torch.aoti_torch_get_dtype(handle, &dtype) ||
+        bst__torch.aoti_torch_get_device_type(handle, &type) ||
+        bst__torch.aoti_torch_get_device_index(handle, &index) || bst__torch.aoti_torch_get_data_ptr(handle, &t->data))
+        fail(call, "reading a tensor");
+    t->ndim = t->shape ? (int32_t)dims : 0;
     t->dtype = dl_type(dtype);
     t->device = dl_device(type, index);
-    t->byte_offset = 0;
     if (slot == 0) {
         call->device_type = type;
         call->device_index = index;
@@ -158,18 +163,28 @@ DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value) {
     return adopt(call, (bst_torch_tensor)(uintptr_t)value);
 }
 
-static DLTensor *contiguous_copy(bst_call *call, DLTensor *tensor) {
+/* The tensor itself after a failure: what describes it may be read on, and no operator will run. */
+static DLTensor *contiguous_copy(bst_call *call, DLTensor *tensor, DLDataType dtype) {
     bst_torch_tensor source = call->handle[tensor - call->tensor];
-    DLTensor *copy = bst__call_empty(call, tensor->ndim, tensor->shape, NULL, tensor->dtype);
-    if (copy && bst__torch.aoti_torch_copy_(call->handle[copy - call->tensor], source, 0))
-        call->status = torch_error("making a tensor contiguous");
+    DLTensor *copy = bst__call_empty(call, tensor->ndim, tensor->shape, NULL, dtype);
+    if (!copy) return tensor;
+    if (bst__torch.aoti_torch_copy_(call->handle[copy - call->tensor], source, 0)) fail(call, "copying a tensor");
     return copy;
 }
 
 DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value) {
     DLTensor *tensor = bst__call_in_place(call, value);
     unsigned bytes = tensor->dtype.bits / 8;
-    return bytes && (uintptr_t)tensor->data % bytes ? contiguous_copy(call, tensor) : tensor;
+    return bytes && (uintptr_t)tensor->data % bytes ? contiguous_copy(call, tensor, tensor->dtype) : tensor;
+}
+
+DLTensor *bst__call_labels(bst_call *call, bst_torch_value value) {
+    const DLDataType i64 = {kDLInt, 64, 1};
+    DLTensor *tensor = bst__call_tensor(call, value);
+    bst_view view;
+    if (tensor->dtype.code == kDLUInt) return contiguous_copy(call, tensor, i64);
+    if (call->status != BST_OK || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
+    return bst__is_contiguous(&view) ? tensor : contiguous_copy(call, tensor, i64);
 }
 
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
@@ -188,7 +203,7 @@ static DLTensor *rows_of(bst_call *call, DLTensor *tensor) {
     bst_rows rows;
     if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
     if (view.dims == 0 || bst__rows("", "", &view, &rows) == BST_OK) return tensor;
-    return contiguous_copy(call, tensor);
+    return contiguous_copy(call, tensor, tensor->dtype);
 }
 
 DLTensor *bst__call_rows(bst_call *call, bst_torch_value value) { return rows_of(call, bst__call_tensor(call, value)); }
@@ -204,20 +219,26 @@ double bst__call_double(bst_torch_value value) {
 }
 
 DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype) {
+    enum { MOST_DIMS = 64 }; /* more than any operator takes: with fewer, its own check names the argument */
     if (call->status != BST_OK) return NULL;
     if (call->tensors == BST_CALL_TENSORS) {
         call->status = bst__error(BST_HOST, "an operator has more than %d tensors", BST_CALL_TENSORS);
         return NULL;
     }
-    int64_t packed[64], step = 1;
-    for (int i = dims - 1; i >= 0 && dims <= 64; i--) {
+    if (dims > MOST_DIMS) {
+        call->status =
+            bst__error(BST_UNSUPPORTED, "a tensor has %d dimensions; 0 to %d are supported", dims, BST_MAX_DIMS);
+        return NULL;
+    }
+    int64_t packed[MOST_DIMS], step = 1;
+    for (int i = dims - 1; i >= 0; i--) {
         packed[i] = step;
         step *= sizes[i] > 1 ? sizes[i] : 1;
     }
     bst_torch_tensor handle;
     if (bst__torch.aoti_torch_empty_strided(dims, sizes, strides ? strides : packed, torch_dtype(dtype),
                                             call->device_type, call->device_index, &handle)) {
-        call->status = torch_error("allocating an output");
+        fail(call, "allocating a tensor");
         return NULL;
     }
     return adopt(call, handle);
@@ -238,10 +259,12 @@ DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_fir
 
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result) {
     static const int64_t none = 0;
+    DLTensor *made[BST_CALL_TENSORS];
+    for (int r = 0; r < results; r++)
+        made[r] = result[r] ? result[r] : bst__call_empty(call, 1, &none, NULL, bst_type_f32);
+    /* All or nothing: what is on the stack belongs to PyTorch, which looks at it after a success only. */
     for (int r = 0; r < results && call->status == BST_OK; r++) {
-        DLTensor *t = result[r] ? result[r] : bst__call_empty(call, 1, &none, NULL, bst_type_f32);
-        if (!t) break;
-        bst_torch_tensor *slot = &call->handle[t - call->tensor];
+        bst_torch_tensor *slot = &call->handle[made[r] - call->tensor];
         stack[r] = (bst_torch_value)(uintptr_t)*slot;
         *slot = NULL;
     }

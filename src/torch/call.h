@@ -2,7 +2,8 @@
  *
  * A kernel begins a call, takes its arguments, allocates its outputs, calls the C API and ends the call. Everything
  * taken is owned by the call; the end frees it, and either hands the outputs to PyTorch or throws the error. The first
- * failure is remembered, and what follows it does nothing, so that kernels need no checks between. */
+ * failure is remembered, and what follows it does nothing, so that kernels need no checks between: arguments can be
+ * looked at even then, and BST_RUN leaves the operator out. */
 #ifndef BST_TORCH_CALL_H
 #define BST_TORCH_CALL_H
 
@@ -31,10 +32,13 @@ typedef struct bst_torch_function {
 } bst_torch_function;
 
 void bst__call_begin(bst_call *call);
-/* An argument; a copy where its data is not aligned to its elements. NULL after a failure, and for None. */
+/* An argument, never NULL; a copy where its data is not aligned to its elements. */
 DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value);
+/* The same for labels, which are contiguous: int64, or uint8, which PyTorch's losses take too and which are converted. */
+DLTensor *bst__call_labels(bst_call *call, bst_torch_value value);
 /* The same for one that is written to: never a copy. */
 DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value);
+/* The same for one that may be None: NULL. */
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
 /* The same for an operator that needs rows: where the tensor's strides do not fold into rows, a contiguous copy. */
 DLTensor *bst__call_rows(bst_call *call, bst_torch_value value);
@@ -45,6 +49,11 @@ DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const 
 DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model);
 /* Shaped as a [B, heads, S, D] `model`, dense; tokens_first: in the memory order [B, S, heads, D]. NULL for NULL. */
 DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_first, DLDataType dtype);
+/* Runs an operator, unless something has failed. */
+#define BST_RUN(call, expression)                                    \
+    do {                                                             \
+        if ((call)->status == BST_OK) (call)->status = (expression); \
+    } while (0)
 /* Ends the call: results in order, each from the functions above (an input may be a result too); NULL: a tensor of no
  * elements, which stands for None. Returns only if the call succeeded. */
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);

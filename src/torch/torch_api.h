@@ -40,15 +40,25 @@ typedef void (*bst_torch_kernel)(bst_torch_value *stack, uint64_t inputs, uint64
     X(int32_t, aoti_torch_cpu_addmm_out,                                                                           \
       (bst_torch_tensor, bst_torch_tensor, bst_torch_tensor, bst_torch_tensor, double, double))                    \
     X(int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *))        \
-    X(int32_t, aoti_torch_dtype_float32, (void))  /* the type's code */                                            \
-    X(int32_t, aoti_torch_dtype_bfloat16, (void)) /* the type's code */                                            \
-    X(int32_t, aoti_torch_dtype_float16, (void))  /* the type's code */                                            \
-    X(int32_t, aoti_torch_dtype_int64, (void))    /* the type's code */                                            \
-    X(int32_t, aoti_torch_dtype_int32, (void))    /* the type's code */                                            \
-    X(int32_t, aoti_torch_dtype_uint8, (void))    /* the type's code */                                            \
     X(int32_t, aoti_torch_device_type_cpu, (void))                                                                 \
     X(int32_t, aoti_torch_device_type_cuda, (void))                                                                \
     X(void, aoti_torch_check, (bool, const char *, const char *, uint32_t, const char *)) /* throws where false */
+
+/* X(name, DLPack's code, bits): types that a tensor may come in, those that operators serve first. */
+#define BST_TORCH_TYPES(X)       \
+    X(float32, kDLFloat, 32)     \
+    X(bfloat16, kDLBfloat, 16)   \
+    X(float16, kDLFloat, 16)     \
+    X(int64, kDLInt, 64)         \
+    X(int32, kDLInt, 32)         \
+    X(uint8, kDLUInt, 8)         \
+    X(int16, kDLInt, 16)         \
+    X(int8, kDLInt, 8)           \
+    X(bool, kDLBool, 8)          \
+    X(float64, kDLFloat, 64)     \
+    X(complex32, kDLComplex, 32) \
+    X(complex64, kDLComplex, 64) \
+    X(complex128, kDLComplex, 128)
 
 /* May be absent: from a CPU build, or from an older release. */
 #define BST_TORCH_OPTIONAL_FUNCTIONS(X)                                \
@@ -61,6 +71,9 @@ typedef struct bst_torch_api {
     BST_TORCH_FUNCTIONS(BST_TORCH_MEMBER)
     BST_TORCH_OPTIONAL_FUNCTIONS(BST_TORCH_MEMBER)
 #undef BST_TORCH_MEMBER
+#define BST_TORCH_TYPE_MEMBER(name, code, bits) int32_t (*aoti_torch_dtype_##name)(void); /* the type's number */
+    BST_TORCH_TYPES(BST_TORCH_TYPE_MEMBER)
+#undef BST_TORCH_TYPE_MEMBER
     void (*operator_delete)(void *); /* frees a `T?` where torch_delete_stable_ivalue does not exist yet */
 } bst_torch_api;
 

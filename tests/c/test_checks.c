@@ -1,5 +1,9 @@
 /* test_checks.c - what operators refuse alike: tensors that no memory can hold, outputs that share memory with anything
  * they may not, sizes beyond what a kernel counts. */
+#include <math.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "chips.h"
 
 enum { T = 70, H = 6, V = 6, E = 2, K = 2, N = T * K };
@@ -52,10 +56,93 @@ TEST(tensors_that_cannot_be) {
     check_refused(half_of(arena, 3, late, NULL, f32), BST_INVALID, message);
     check_refused(half_of(arena, 2, rows, far, f32), BST_INVALID, message);
     check_refused(half_of(arena, 2, rows, back, f32), BST_INVALID, message);
+    int64_t nine[] = {1, 1, 1, 1, 1, 1, 1, 2, 4};
+    check_refused(half_of(arena, 9, nine, NULL, f32), BST_UNSUPPORTED,
+                  "swiglu_forward: a has 9 dimensions; 0 to 8 are supported");
+    check_refused(half_of(arena, -1, rows, NULL, f32), BST_INVALID, "a has -1 dimensions");
+    check_refused(half_of(arena, 2, NULL, NULL, f32), BST_INVALID, "a has 2 dimensions, but its shape is NULL");
     message = "swiglu_forward: a does not begin at a multiple of its elements' ";
     check_refused(half_of(arena + 2, 2, rows, NULL, f32), BST_UNSUPPORTED, message);
     check_refused(half_of(arena + 1, 2, rows, NULL, bf16), BST_UNSUPPORTED, message);
 }
+
+#ifndef BST_EMULATE /* where each kernel would be compiled first */
+/* Frameworks leave any number as the stride of a dimension of one element: it is neither multiplied nor negated. */
+TEST(strides_that_say_nothing) {
+    clear();
+    const int64_t wild[] = {INT64_MIN, INT64_MAX, INT64_MIN + 1, (int64_t)1 << 62};
+    for (int i = 0; i < 4; i++) {
+        int64_t one[] = {1, 1, H}, wild_rows[] = {wild[i], wild[3 - i], 1}, last[] = {2, 1}, wild_last[] = {1, wild[i]};
+        float *at = (float *)(void *)arena;
+        DLTensor a = bst_tensor(at, 3, one, wild_rows, bst_test_types[0]);
+        DLTensor b = bst_tensor(at + 64, 3, one, wild_rows, bst_test_types[0]);
+        DLTensor d = bst_tensor(at + 128, 3, one, wild_rows, bst_test_types[0]);
+        CHECK_OK(bst_swiglu_backward(NULL, &d, &a, &b, &a, &b, &d));
+        int64_t head[] = {1, 1, 1, H}, wild_head[] = {wild[i], wild[3 - i], wild[i], 1}, table[] = {1, 1, H};
+        DLTensor q = bst_tensor(at, 4, head, wild_head, bst_test_types[0]);
+        DLTensor k = bst_tensor(at + 64, 4, head, wild_head, bst_test_types[0]);
+        DLTensor c = bst_tensor(at + 128, 3, table, wild_rows, bst_test_types[0]);
+        CHECK_OK(bst_rope_forward(NULL, &q, &k, &c, &c, 0, &q, &k));
+        DLTensor x = bst_tensor(at, 2, last, wild_last, bst_test_types[0]);
+        DLTensor y = bst_tensor(at + 64, 2, last, wild_last, bst_test_types[0]);
+        CHECK_OK(bst_rms_norm_forward(NULL, &x, NULL, NULL, 1e-6, BST_CASTING_NONE, &y, NULL, NULL));
+    }
+}
+#endif
+
+/* What this library was not told of, by the names that frameworks give them. */
+TEST(types_and_devices_by_name) {
+    clear();
+    int64_t rows[] = {2, 4};
+    const char *need = "; float32, bfloat16 or float16 is needed";
+    const struct {
+        DLDataType type;
+        const char *name;
+    } given[] = {{{kDLInt, 16, 1}, "int16"},
+                 {{kDLUInt, 8, 1}, "uint8"},
+                 {{kDLFloat, 64, 1}, "float64"},
+                 {{kDLComplex, 64, 1}, "complex64"},
+                 {{kDLBool, 8, 1}, "bool"},
+                 {{kDLFloat, 32, 4}, "float32 in vectors of 4"},
+                 {{kDLOpaqueHandle, 8, 1}, "no. 3 in DLPack"},
+                 {{200, 8, 1}, "no. 200 in DLPack"}};
+    for (size_t i = 0; i < sizeof given / sizeof *given; i++) {
+        char message[128];
+        snprintf(message, sizeof message, "swiglu_forward: a has elements of type %s%s", given[i].name, need);
+        check_refused(half_of(arena, 2, rows, NULL, given[i].type), BST_UNSUPPORTED, message);
+    }
+    DLTensor metal = bst_tensor(arena, 2, rows, NULL, bst_test_types[0]);
+    metal.device.device_type = kDLMetal;
+    check_refused(bst_swiglu_forward(NULL, &metal, &metal, &metal), BST_UNSUPPORTED,
+                  "a is on a device of DLPack type 8");
+}
+
+#ifndef BST_EMULATE
+/* The variable is read once, so a process for each value. */
+TEST(vector_units_by_name) {
+    const struct {
+        const char *value;
+        bst_status status;
+    } cases[] = {{"baseline", BST_OK}, {"v3", BST_OK}, {"", BST_OK}, {"avx2", BST_INVALID}, {"V3", BST_INVALID}};
+    int64_t rows[] = {2, 4};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        pid_t child = fork();
+        if (!child) {
+            char message[96];
+            setenv("BASTILE_CPU", cases[i].value, 1);
+            snprintf(message, sizeof message, "rms_norm_forward: BASTILE_CPU is \"%s\"; baseline or v3",
+                     cases[i].value);
+            DLTensor x = bst_tensor(arena, 2, rows, NULL, bst_test_types[0]);
+            DLTensor y = bst_tensor(arena + 64, 2, rows, NULL, bst_test_types[0]);
+            bst_status status = bst_rms_norm_forward(NULL, &x, NULL, NULL, 1, BST_CASTING_NONE, &y, NULL, NULL);
+            _exit(status == cases[i].status && (status == BST_OK || strstr(bst_last_error(), message)) ? 0 : 1);
+        }
+        int ended = -1;
+        CHECK_EQ_I(waitpid(child, &ended, 0), child);
+        CHECK_EQ_I(ended, 0);
+    }
+}
+#endif
 
 /* ---- memory that outputs share ----------------------------------------------------------------------------------- */
 
@@ -240,6 +327,99 @@ TEST(more_than_a_grid_holds) {
         BST_UNSUPPORTED, "linear_cross_entropy_forward: weight has 2147483647 rows; 1 to 1073741823 are supported");
 }
 
+/* The largest of what is bounded, one more, and none. */
+TEST(sizes_that_are_not_served) {
+    clear();
+    const DLDataType f = bst_test_types[0];
+    float *at = (float *)(void *)arena;
+    int64_t head[] = {1, 1, 1, 2050}, table[] = {1, 1, 4}, weight[] = {2050}, none[] = {2, 0}, rows[] = {2};
+    int64_t classes[] = {0, (int64_t)1 << 30};
+    DLTensor q = bst_tensor(at, 4, head, NULL, f), c = bst_tensor(at, 3, table, NULL, f),
+             w = bst_tensor(at, 1, weight, NULL, f);
+    const char *message = "q has heads of 2050 elements; at most 2048 are supported";
+    check_refused(bst_rope_forward(NULL, &q, NULL, &c, &c, 0, &q, NULL), BST_UNSUPPORTED, message);
+    check_refused(bst_qk_norm_rope_forward(NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &q, NULL),
+                  BST_UNSUPPORTED, message);
+    DLTensor x = bst_tensor(at, 2, none, NULL, f), t = bst_tensor(at, 1, rows, NULL, bst_test_i64);
+    DLTensor z = bst_tensor(at, 2, classes, NULL, f), l = bst_tensor(at, 0, NULL, NULL, f);
+    check_refused(bst_rms_norm_forward(NULL, &x, NULL, NULL, 1e-6, BST_CASTING_NONE, &x, NULL, NULL), BST_UNSUPPORTED,
+                  "x has rows of 0 elements; 1 to 65536 are supported");
+    message = "logits has rows of 1073741824 elements; 1 to 1073741823 are supported";
+    check_refused(bst_cross_entropy_forward(NULL, &z, &t, NULL, NULL, &mean, &l, NULL, NULL), BST_UNSUPPORTED, message);
+    check_refused(bst_linear_cross_entropy_forward(NULL, &x, &x, &t, NULL, NULL, NULL, &mean, 0, &l, NULL, NULL, NULL,
+                                                   NULL, NULL),
+                  BST_UNSUPPORTED, "weight has shape [2, 0]; both dimensions must be at least 1");
+}
+
+/* ---- numbers ----------------------------------------------------------------------------------------------------- */
+
+TEST(numbers_out_of_their_range) {
+    clear();
+    const DLDataType f = bst_test_types[0];
+    bst_shape x, y, w, q, c, t, l;
+    DLTensor *tx = &make(&x, f, 2, T, H)->tensor, *ty = &make(&y, f, 2, T, H)->tensor,
+             *tw = &make(&w, f, 1, H, 0)->tensor, *tq = &make(&q, f, 2, 2, H)->tensor,
+             *tc = &make(&c, f, 2, 2, H)->tensor, *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor,
+             *tl = &make(&l, f, 1, 1, 0)->tensor;
+    int64_t head[] = {1, 1, 2, H}, table[] = {1, 2, H};
+    DLTensor heads = bst_tensor(tq->data, 4, head, NULL, f), tables = bst_tensor(tc->data, 3, table, NULL, f);
+    DLTensor out = bst_tensor(ty->data, 4, head, NULL, f);
+    const double wrong[] = {-1e-6, NAN, INFINITY, 1e300};
+    for (int i = 0; i < 4; i++) {
+        char message[96];
+        snprintf(message, sizeof message, "rms_norm_forward: eps is %g; a finite number, 0 or above, is needed",
+                 wrong[i]);
+        check_refused(bst_rms_norm_forward(NULL, tx, NULL, tw, wrong[i], BST_CASTING_LLAMA, ty, NULL, NULL),
+                      BST_INVALID, message);
+        check_refused(bst_qk_norm_rope_forward(NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i],
+                                               BST_CASTING_LLAMA, 0, &out, NULL),
+                      BST_INVALID, strchr(message, ':'));
+        check_refused(bst_qk_norm_rope_backward(NULL, &heads, NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i],
+                                                BST_CASTING_LLAMA, 0, &out, NULL, NULL, NULL),
+                      BST_INVALID, strchr(message, ':'));
+    }
+    const char *budget = "chunk_bytes is -1; a positive number, or 0 for the default, is needed";
+    check_refused(bst_linear_cross_entropy_forward(NULL, tx, ty, tt, NULL, NULL, NULL, &mean, -1, tl, NULL, NULL, NULL,
+                                                   NULL, NULL),
+                  BST_INVALID, budget);
+    check_refused(bst_linear_cross_entropy_backward(NULL, tl, tx, ty, tt, NULL, NULL, NULL, tt, NULL, &mean, -1, NULL,
+                                                    NULL, NULL),
+                  BST_INVALID, budget);
+}
+
+#ifndef BST_EMULATE
+/* What may be NULL, and what a scalar may be: any tensor of one element. */
+TEST(what_may_be_left_out) {
+    clear();
+    const DLDataType f = bst_test_types[0];
+    bst_shape x, y, t, l, s;
+    DLTensor *tx = &make(&x, f, 2, T, H)->tensor, *ty = &make(&y, f, 2, T, H)->tensor,
+             *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor, *tl = &make(&l, f, 1, 1, 0)->tensor,
+             *ts = &make(&s, f, 1, T, 0)->tensor;
+    int64_t ones[] = {1, 1, 1}, two[] = {2};
+    CHECK_OK(bst_rms_norm_forward(NULL, tx, NULL, NULL, 1e-6, BST_CASTING_NONE, ty, NULL, NULL));
+    CHECK_EQ_I(bst_rms_norm_backward(NULL, tx, NULL, tx, NULL, NULL, BST_CASTING_NONE, ty, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rms_norm_backward: rstd is NULL");
+    for (int dims = 0; dims <= 3; dims++) {
+        DLTensor loss = bst_tensor(tl->data, dims, ones, NULL, f);
+        CHECK_OK(bst_cross_entropy_forward(NULL, tx, tt, NULL, NULL, &mean, &loss, NULL, NULL));
+        CHECK_OK(bst_linear_cross_entropy_forward(NULL, tx, ty, tt, NULL, NULL, NULL, &mean, 0, &loss, NULL, NULL, NULL,
+                                                  NULL, NULL));
+        CHECK_OK(bst_linear_cross_entropy_backward(NULL, &loss, tx, ty, tt, NULL, NULL, NULL, ts, NULL, &mean, 0, NULL,
+                                                   NULL, NULL));
+    }
+    memset(arena, 0, sizeof arena);
+    DLTensor pair = bst_tensor(tl->data, 1, two, NULL, f);
+    check_refused(bst_cross_entropy_forward(NULL, tx, tt, NULL, NULL, &mean, &pair, NULL, NULL), BST_INVALID,
+                  "loss has shape [2]; one element is needed");
+    check_refused(bst_cross_entropy_backward(NULL, tl, tx, tt, NULL, NULL, NULL, &mean, ty), BST_INVALID,
+                  "lse is NULL");
+    check_refused(
+        bst_linear_cross_entropy_backward(NULL, tl, tx, ty, tt, NULL, NULL, NULL, NULL, tx, &mean, 0, NULL, NULL, NULL),
+        BST_INVALID, "lse is NULL");
+}
+#endif
+
 /* Pairs are counted in 32 bits. */
 TEST(more_pairs_than_can_be_counted) {
     clear();
@@ -276,7 +456,13 @@ TEST(no_folder_of_pytorch) {
 }
 
 int main(void) {
+#ifndef BST_EMULATE
+    RUN(vector_units_by_name); /* before any other call */
+    RUN(strides_that_say_nothing);
+    RUN(what_may_be_left_out);
+#endif
     RUN(tensors_that_cannot_be);
+    RUN(types_and_devices_by_name);
     RUN(rms_norm_outputs_are_apart);
     RUN(swiglu_results_have_places_of_their_own);
     RUN(heads_have_places_of_their_own);
@@ -284,6 +470,8 @@ int main(void) {
     RUN(fused_losses_are_apart);
     RUN(experts_outputs_are_apart);
     RUN(more_than_a_grid_holds);
+    RUN(sizes_that_are_not_served);
+    RUN(numbers_out_of_their_range);
     RUN(more_pairs_than_can_be_counted);
     RUN(no_folder_of_pytorch);
     return bst_test_report();

@@ -122,6 +122,45 @@ TEST(chunks_follow_the_budget_and_nothing_else) {
         }
     }
 }
+
+static bst_status failing_product(void *user, const bst_gemm *problem) {
+    (void)problem;
+    if (user) bst_swiglu_forward(NULL, NULL, NULL, NULL); /* something of ours, which leaves its message */
+    return BST_HOST;
+}
+
+/* A product of the caller's that fails is told, even where the caller cannot say why; what was told before is not. */
+TEST(products_that_fail) {
+    inputs();
+    DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape), tl = bst_f32(&loss, 0, NULL);
+    DLTensor tt = bst_tensor(target, 1, rows_shape, NULL, bst_test_i64);
+    for (int told = 0; told < 2; told++) {
+        bst_exec exec = {.user = told ? &exec : NULL, .gemm = failing_product};
+        bst_scale(NULL, NULL, NULL);
+        CHECK_EQ_I(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL,
+                                                    NULL, NULL, NULL),
+                   BST_HOST);
+        CHECK_STR(bst_last_error(), told ? "linear_cross_entropy_forward: swiglu_forward: a is NULL"
+                                         : "linear_cross_entropy_forward: bst_exec.gemm returned 7 (a call into the "
+                                           "host framework failed) for a product of [");
+    }
+}
+
+/* A budget for fewer than 64 rows counts as one for 64; the chunks are then evened out. */
+TEST(chunks_of_few_rows) {
+    enum { ROWS = 120, WIDTH = 16 };
+    static float h[ROWS * WIDTH], w[WIDTH * WIDTH];
+    static int64_t classes[ROWS];
+    int64_t hs[] = {ROWS, WIDTH}, ws[] = {WIDTH, WIDTH};
+    DLTensor th = bst_f32(h, 2, hs), tw = bst_f32(w, 2, ws), tl = bst_f32(&loss, 0, NULL);
+    DLTensor tt = bst_tensor(classes, 1, hs, NULL, bst_test_i64);
+    bst_exec exec = {.gemm = count_product};
+    products = 0, most_logits = 0;
+    CHECK_OK(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 1, &tl, NULL, NULL, NULL,
+                                              NULL, NULL));
+    CHECK_EQ_I(products, 2);
+    CHECK_EQ_I(most_logits, 60 * WIDTH);
+}
 #endif
 
 TEST(errors_name_the_argument) {
@@ -182,6 +221,8 @@ int main(void) {
     RUN(gradients_made_at_once_or_later);
 #ifndef BST_EMULATE
     RUN(chunks_follow_the_budget_and_nothing_else);
+    RUN(products_that_fail);
+    RUN(chunks_of_few_rows);
 #endif
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);

@@ -411,8 +411,10 @@ def test_bad_input_is_named(device):
     x, t = torch.ones(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"target has shape \[2, 1\]; \[2\]"):
         cross_entropy(x, t[:, None])
-    with pytest.raises(RuntimeError, match="target has elements of DLPack type"):
-        cross_entropy(x, t.int())
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.bool, torch.float64, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(RuntimeError, match=f"target has elements of type {name}; int64 is needed"):
+            cross_entropy(x, t.to(dtype))
     with pytest.raises(RuntimeError, match=r"class_weight has shape \[7\]; dimension 0 must be 8"):
         cross_entropy(x, t, weight=torch.ones(7, device=device))
     with pytest.raises(RuntimeError, match=r"label_smoothing is 1\.5; a number from 0 to 1"):
@@ -431,6 +433,18 @@ def test_bad_input_is_named(device):
         cross_entropy(x, t, weight=torch.ones(8, device=device, requires_grad=True))
     with pytest.raises(RuntimeError, match="scale: tensor, of shape"):
         scale_(torch.ones(4, 6, device=device)[:, :3], torch.tensor(2.0, device=device))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("inplace", [False, True])
+def test_labels_of_eight_bits_and_labels_apart(inplace, device):
+    """torch's loss takes uint8 too, whose 156 is no -100; and labels need not lie side by side."""
+    x, apart = random_tensor((3, 200), torch.float32, device), torch.tensor([1, 7, 156, 7, 3, 7], device=device)[::2]
+    for target in (apart.to(torch.uint8), apart):
+        got, want = (x.clone().requires_grad_() for _ in range(2))
+        cross_entropy(got * 1, target, inplace=inplace).backward()
+        cross_entropy(want * 1, apart.contiguous(), inplace=inplace).backward()
+        assert_same_bits(got.grad, want.grad)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -319,8 +319,10 @@ def test_bad_input_is_named(device):
         fused_linear_cross_entropy(hidden, weight, target[:3])
     with pytest.raises(RuntimeError, match="weight is bfloat16; float32 is needed"):
         fused_linear_cross_entropy(hidden, weight.bfloat16(), target)
-    with pytest.raises(RuntimeError, match="int64 is needed"):
-        fused_linear_cross_entropy(hidden, weight, target.int())
+    for dtype in (torch.int32, torch.int16):
+        name = str(dtype).removeprefix("torch.")
+        with pytest.raises(RuntimeError, match=f"target has elements of type {name}; int64 is needed"):
+            fused_linear_cross_entropy(hidden, weight, target.to(dtype))
     with pytest.raises(ValueError, match="reduction"):
         fused_linear_cross_entropy(hidden, weight, target, reduction="average")
     with pytest.raises(RuntimeError, match=r"label_smoothing is 1\.5; a number from 0 to 1"):

@@ -184,6 +184,21 @@ def test_small_batches_are_not_counted(monkeypatch: pytest.MonkeyPatch, computed
     assert computed[1] < 101
 
 
+def test_a_number_too_small_does_no_harm_to_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_valid_rows, "MIN_TOKENS", {"cpu": 101})
+    hidden, weight, target = inputs(tokens=100)
+    got = fused_linear_cross_entropy(hidden, weight, target, valid_rows=0)
+    assert_same_bits(got, fused_linear_cross_entropy(hidden, weight, target))
+
+
+def test_labels_of_eight_bits_have_a_class_156(computed: list[int]) -> None:
+    """As torch's loss has it, which takes uint8 too: -100 is not among them."""
+    hidden, weight, target = torch.randn(100, 8), torch.randn(200, 8), torch.full((100,), 156)
+    got = fused_linear_cross_entropy(hidden, weight, target.to(torch.uint8))
+    assert_same_bits(got, fused_linear_cross_entropy(hidden, weight, target))
+    assert computed == [100, 100]
+
+
 def test_compiled_calls_compute_all_rows() -> None:
     hidden, weight, target = inputs()
     want = fused_linear_cross_entropy(hidden, weight, target)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -212,6 +213,14 @@ def test_double_backward_is_refused(device):
     (gradient,) = torch.autograd.grad(rms_norm(x, torch.ones(8, device=device)).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="rms_norm cannot be differentiated twice"):
         gradient.sum().backward()
+
+
+def test_rows_of_no_elements_have_fakes_and_are_refused():
+    with pytest.raises(RuntimeError, match="x has rows of 0 elements; 1 to 65536 are supported"):
+        rms_norm(torch.ones(2, 0), torch.ones(0))
+    with FakeTensorMode():
+        y, rstd = torch.ops.bastile.rms_norm_forward(torch.ones(2, 3, 0), None, 1e-6, 0)
+        assert (y.shape, rstd.shape) == ((2, 3, 0), (6,))
 
 
 def test_other_types_and_devices_run_the_original_code():

@@ -134,8 +134,8 @@ def cross_entropy(
 
     Args:
         logits: [T, V] or [..., V]; float32, bfloat16 or float16.
-        target: [T] or [...], int64. On CPU a value outside [0, V) that is not ignore_index is an error; on CUDA, where
-            checking would wait for the device, its row gives a NaN loss and a zero gradient.
+        target: [T] or [...], int64 (or uint8). On CPU a value outside [0, V) that is not ignore_index is an error; on
+            CUDA, where checking would wait for the device, its row gives a NaN loss and a zero gradient.
         weight: [V], the weight of each class; it gets no gradient.
         ignore_index: rows with this target count for nothing.
         reduction: "mean" divides by the weights of the rows that count, as torch does; "sum"; or "none".

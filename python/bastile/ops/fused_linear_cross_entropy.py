@@ -27,8 +27,10 @@ _logits_bytes: int | None = None
 def set_logits_memory(mebibytes: float | None) -> None:
     """Sets how much memory the fused loss may use for logits, in MiB; None: the default (or BASTILE_LOGITS_MIB).
 
-    Calls whose logits fit keep them, and make their gradients in the backward pass; others go chunk by chunk, of as
-    many rows as fit (by default of 4096). It holds for calls made from now on, in every thread.
+    On CUDA, calls whose logits fit keep them, and make their gradients in the backward pass; others go chunk by chunk,
+    of as many rows as fit (by default of 4096). On CPU no call keeps them: a chunk has as many rows as fit (by default
+    into 256 MiB, and an eighth of the rows, but at least 256). What is too little for 64 rows counts as enough for 64.
+    It holds for calls made from now on, in every thread.
     """
     global _logits_bytes
     if mebibytes is not None and mebibytes <= 0:
@@ -177,7 +179,7 @@ def fused_linear_cross_entropy(
     Args:
         hidden: [..., H], float32, bfloat16 or float16.
         weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them).
-        target: [...] int64, shaped as hidden without its last dimension.
+        target: [...] int64 (or uint8), shaped as hidden without its last dimension.
         bias: [V] of hidden's type.
         class_weight: [V], a factor of each class's loss.
         ignore_index: target of rows that count for nothing.
@@ -191,7 +193,8 @@ def fused_linear_cross_entropy(
         valid_rows: no fewer than there are targets other than ignore_index: only so many rows are computed then. A
             number, or a `ValidCount` of the same targets that was begun earlier; None: it is counted here, which on
             CUDA waits for the device, from 2048 tokens on (`set_compaction(False)`: never). Too small a number is an
-            error on CPU; on CUDA the loss is NaN where a row that counts was left out.
+            error on CPU, from 256 tokens on; on CUDA the loss is NaN where a row that counts was left out. Below
+            these sizes all rows are computed, whatever the number.
 
     Returns:
         float32 scalar, or [...] for "none". Gradients flow to whichever of hidden, weight and bias require them.
@@ -207,6 +210,8 @@ def fused_linear_cross_entropy(
         raise ValueError(f"fused_linear_cross_entropy: reduction is {reduction!r}; one of {names} is needed")
     if num_items is not None and code == 0:
         raise ValueError("fused_linear_cross_entropy: num_items divides a sum; reduction 'none' has none")
+    if getattr(target, "dtype", None) is torch.uint8:  # as torch's loss has it: 156 is a class, not -100
+        target = target.long()
     if isinstance(valid_rows, int) and valid_rows < 0:
         raise ValueError(f"fused_linear_cross_entropy: valid_rows is {valid_rows}; a number of rows is needed")
     hidden, weight, bias = cast_as_linear(hidden, weight, bias)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -25,7 +26,7 @@ _add_backward = torch.ops.bastile.add_rms_norm_backward.default
 @torch.library.register_fake("bastile::rms_norm_forward")
 def _fake_forward(x, weight, eps, casting):
     dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and casting == 0 else x.dtype
-    rstd = x.new_empty((x.numel() // x.shape[-1],), dtype=torch.float32)
+    rstd = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.float32)
     return torch.empty(x.shape, dtype=dtype, device=x.device), rstd
 
 

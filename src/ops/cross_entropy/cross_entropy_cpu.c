@@ -49,10 +49,23 @@ static float shaped(const rows_call *c, const void *row, int64_t column) {
     return z;
 }
 
+/* The largest of `top` and n numbers, NaNs left out. In lanes: a reduction to a maximum that leaves NaNs out is none that
+ * Clang vectorises. So many lanes that compilers keep the loop over them a loop. */
+static float largest(float top, const float *z, int64_t n) {
+    enum { LANES = 128 };
+    float lane[LANES];
+    int64_t i = 0;
+    for (int j = 0; j < LANES; j++) lane[j] = top;
+    for (; i + LANES <= n; i += LANES)
+        for (int j = 0; j < LANES; j++) lane[j] = z[i + j] > lane[j] ? z[i + j] : lane[j];
+    for (; i < n; i++) top = z[i] > top ? z[i] : top;
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; j++) lane[j] = lane[j + half] > lane[j] ? lane[j + half] : lane[j];
+    return lane[0] > top ? lane[0] : top;
+}
+
 static void add_tile(const rows_call *c, row_sums *s, const float *z, int64_t column, int64_t n) {
-    float top = s->top, sum = 0, weighted = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < n; i++) top = z[i] > top ? z[i] : top;
+    float top = largest(s->top, z, n), sum = 0, weighted = 0;
     s->exponentials *= exp((double)s->top - (double)top);
     s->top = top;
 #pragma omp simd reduction(+ : sum)

@@ -22,7 +22,7 @@ static int64_t rows_of(const DLTensor *logits) {
 
 /* A scalar, or one element a row. */
 static DLTensor *new_loss(bst_call *call, const DLTensor *logits, bst_reduction reduction) {
-    int64_t rows = call->status == BST_OK ? rows_of(logits) : 0;
+    int64_t rows = rows_of(logits);
     return bst__call_empty(call, reduction == BST_REDUCTION_NONE, &rows, NULL, bst_type_f32);
 }
 
@@ -30,15 +30,14 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *logits = bst__call_rows(&call, stack[0]), *target = bst__call_tensor(&call, stack[1]);
+    DLTensor *logits = bst__call_rows(&call, stack[0]), *target = bst__call_labels(&call, stack[1]);
     DLTensor *class_weight = bst__call_optional(&call, stack[2]), *num_items = bst__call_optional(&call, stack[3]);
     bst_cross_entropy_options options = options_of(stack + 4);
     DLTensor *loss = new_loss(&call, logits, options.reduction);
-    int64_t kept[] = {call.status == BST_OK ? rows_of(logits) : 0, 2};
+    int64_t kept[] = {rows_of(logits), 2};
     DLTensor *lse = bst__call_empty(&call, 2, kept, NULL, bst_type_f32);
-    if (call.status == BST_OK)
-        call.status =
-            bst_cross_entropy_forward(&call.exec, logits, target, class_weight, num_items, &options, loss, lse, NULL);
+    BST_RUN(&call,
+            bst_cross_entropy_forward(&call.exec, logits, target, class_weight, num_items, &options, loss, lse, NULL));
     bst__call_end(&call, stack, 2, (DLTensor *[]){loss, lse});
 }
 
@@ -47,13 +46,12 @@ static void forward_inplace(bst_torch_value *stack, uint64_t inputs, uint64_t ou
     (void)inputs, (void)outputs;
     bst_call call;
     bst__call_begin(&call);
-    DLTensor *logits = bst__call_in_place(&call, stack[0]), *target = bst__call_tensor(&call, stack[1]);
+    DLTensor *logits = bst__call_in_place(&call, stack[0]), *target = bst__call_labels(&call, stack[1]);
     DLTensor *class_weight = bst__call_optional(&call, stack[2]), *num_items = bst__call_optional(&call, stack[3]);
     bst_cross_entropy_options options = options_of(stack + 4);
     DLTensor *loss = new_loss(&call, logits, options.reduction);
-    if (call.status == BST_OK)
-        call.status = bst_cross_entropy_forward(&call.exec, logits, target, class_weight, num_items, &options, loss,
-                                                NULL, logits);
+    BST_RUN(&call, bst_cross_entropy_forward(&call.exec, logits, target, class_weight, num_items, &options, loss, NULL,
+                                             logits));
     bst__call_end(&call, stack, 1, (DLTensor *[]){loss});
 }
 
@@ -62,14 +60,13 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
     bst_call call;
     bst__call_begin(&call);
     DLTensor *grad_loss = bst__call_tensor(&call, stack[0]), *logits = bst__call_rows(&call, stack[1]);
-    DLTensor *target = bst__call_tensor(&call, stack[2]);
+    DLTensor *target = bst__call_labels(&call, stack[2]);
     DLTensor *class_weight = bst__call_optional(&call, stack[3]), *num_items = bst__call_optional(&call, stack[4]);
     DLTensor *lse = bst__call_tensor(&call, stack[5]);
     bst_cross_entropy_options options = options_of(stack + 6);
     DLTensor *dlogits = bst__call_empty_like(&call, logits);
-    if (call.status == BST_OK)
-        call.status = bst_cross_entropy_backward(&call.exec, grad_loss, logits, target, class_weight, num_items, lse,
-                                                 &options, dlogits);
+    BST_RUN(&call, bst_cross_entropy_backward(&call.exec, grad_loss, logits, target, class_weight, num_items, lse,
+                                              &options, dlogits));
     bst__call_end(&call, stack, 1, (DLTensor *[]){dlogits});
 }
 
@@ -78,7 +75,7 @@ static void scale(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     bst_call call;
     bst__call_begin(&call);
     DLTensor *tensor = bst__call_in_place(&call, stack[0]), *factor = bst__call_tensor(&call, stack[1]);
-    call.status = bst_scale(&call.exec, tensor, factor);
+    BST_RUN(&call, bst_scale(&call.exec, tensor, factor));
     bst__call_end(&call, stack, 0, NULL);
 }
 

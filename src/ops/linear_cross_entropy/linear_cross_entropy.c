@@ -65,8 +65,12 @@ static bst_status need_matrix(const char *op, const char *name, bst_view *v) {
 
 static bst_status check(problem *p, const DLTensor *hidden, const DLTensor *weight, const DLTensor *target,
                         const DLTensor *bias, const DLTensor *class_weight, const DLTensor *num_items,
-                        DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
+                        int64_t chunk_bytes, DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
     const char *op = p->op;
+    if (chunk_bytes < 0)
+        return bst__error(BST_INVALID,
+                          "%s: chunk_bytes is %" PRId64 "; a positive number, or 0 for the default, is needed", op,
+                          chunk_bytes);
     BST_TRY(bst__view(op, "hidden", BST_FLOATS, hidden, &p->hidden));
     BST_TRY(need_matrix(op, "hidden", &p->hidden));
     p->tokens = p->hidden.size[0], p->width = p->hidden.size[1], p->dtype = p->hidden.dtype,
@@ -78,7 +82,7 @@ static bst_status check(problem *p, const DLTensor *hidden, const DLTensor *weig
     BST_TRY(bst__need_device(op, "weight", &p->weight, &p->hidden, "hidden"));
     p->vocabulary = p->weight.size[0];
     if (p->vocabulary < 1 || p->width < 1)
-        return bst__error(BST_INVALID, "%s: weight has shape %s; both dimensions must be at least 1", op,
+        return bst__error(BST_UNSUPPORTED, "%s: weight has shape %s; both dimensions must be at least 1", op,
                           bst__shape_text(&p->weight));
     if (p->vocabulary > BST_CROSS_ENTROPY_MOST_CLASSES)
         return bst__error(BST_UNSUPPORTED, "%s: weight has %" PRId64 " rows; 1 to %d are supported", op, p->vocabulary,
@@ -123,7 +127,7 @@ static bst_status check_dlogits(const problem *p, const DLTensor *tensor, bst_vi
     BST_TRY(bst__need_size(p->op, "dlogits", out, 1, p->vocabulary, "the rows of weight"));
     BST_TRY(bst__need_device(p->op, "dlogits", out, &p->hidden, "hidden"));
     if (p->options->reduction == BST_REDUCTION_NONE)
-        return bst__error(BST_UNSUPPORTED, "%s: dlogits cannot be kept for reduction none", p->op);
+        return bst__error(BST_INVALID, "%s: dlogits cannot be kept for reduction none; mean or sum is needed", p->op);
     return BST_OK;
 }
 
@@ -173,7 +177,7 @@ static int64_t chunk_rows(const problem *p, int64_t most, int processors) {
 }
 
 static bst_status choose_chunks(problem *p, int64_t chunk_bytes) {
-    bool cpu = p->device.device_type == kDLCPU, by_default = chunk_bytes <= 0;
+    bool cpu = p->device.device_type == kDLCPU, by_default = chunk_bytes == 0;
     int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : chunk_bytes;
     int64_t most = bytes / (padded(p) * bst__dtype_size(p->dtype));
     int64_t eighth = (p->tokens + MOST_ROUNDINGS - 1) / MOST_ROUNDINGS;
@@ -209,7 +213,7 @@ static void *at(const void *base, int64_t index, bst_dtype dtype) {
 static bst_status multiply(const problem *p, bst_gemm g) {
     g.device = p->device;
     g.input_type = dl_type(p->dtype);
-    return p->device.device_type == kDLCUDA ? bst__cuda_gemm(p->exec, p->op, &g) : bst__cpu_gemm(p->exec, &g);
+    return p->device.device_type == kDLCUDA ? bst__cuda_gemm(p->exec, p->op, &g) : bst__cpu_gemm(p->exec, p->op, &g);
 }
 
 static const bst_kernel spread_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_spread", {"TYPE", "SPREAD"}};
@@ -470,7 +474,7 @@ bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor
                                             DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
     problem p = {.exec = exec, .op = forward_op, .options = options};
     bst_view loss_view, lse_view = {0}, kept = {0};
-    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, dhidden, dweight, dbias));
+    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, chunk_bytes, dhidden, dweight, dbias));
     bool none = options->reduction == BST_REDUCTION_NONE, now = dhidden || dweight || dbias;
     BST_TRY(check_rows_of_float(&p, "loss", loss, none, &loss_view));
     if (lse) BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
@@ -513,7 +517,7 @@ bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTenso
                                              DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
     problem p = {.exec = exec, .op = backward_op, .options = options};
     bst_view upstream, lse_view, kept = {0};
-    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, dhidden, dweight, dbias));
+    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, chunk_bytes, dhidden, dweight, dbias));
     BST_TRY(check_rows_of_float(&p, "grad_loss", grad_loss, options->reduction == BST_REDUCTION_NONE, &upstream));
     BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
     if (dlogits) BST_TRY(check_dlogits(&p, dlogits, &kept));

@@ -19,13 +19,13 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     bst_call call;
     bst__call_begin(&call);
     DLTensor *hidden = bst__call_rows(&call, stack[0]), *weight = bst__call_rows(&call, stack[1]);
-    DLTensor *target = bst__call_rows(&call, stack[2]);
+    DLTensor *target = bst__call_labels(&call, stack[2]);
     DLTensor *bias = bst__call_optional_rows(&call, stack[3]), *class_weight = bst__call_optional_rows(&call, stack[4]);
     DLTensor *num_items = bst__call_optional(&call, stack[5]);
     bst_cross_entropy_options options = options_of(stack + 6);
     const bst_torch_value *rest = stack + 6 + OPTIONS; /* chunk_bytes, keep, want_dhidden, want_dweight, want_dbias */
     DLTensor *loss = NULL, *lse = NULL, *dlogits = NULL, *dhidden = NULL, *dweight = NULL, *dbias = NULL;
-    if (call.status == BST_OK && hidden->ndim == 2 && weight->ndim == 2) {
+    if (hidden->ndim == 2 && weight->ndim == 2) {
         int64_t tokens = hidden->shape[0], vocabulary = weight->shape[0], columns = (vocabulary + 7) / 8 * 8;
         loss = bst__call_empty(&call, options.reduction == BST_REDUCTION_NONE, &tokens, NULL, bst_type_f32);
         lse = bst__call_empty(&call, 1, &tokens, NULL, bst_type_f32);
@@ -58,7 +58,7 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
     bst_call call;
     bst__call_begin(&call);
     DLTensor *hidden = bst__call_rows(&call, stack[1]), *grad_loss = bst__call_rows(&call, stack[0]);
-    DLTensor *weight = bst__call_rows(&call, stack[2]), *target = bst__call_rows(&call, stack[3]);
+    DLTensor *weight = bst__call_rows(&call, stack[2]), *target = bst__call_labels(&call, stack[3]);
     DLTensor *bias = bst__call_optional_rows(&call, stack[4]), *class_weight = bst__call_optional_rows(&call, stack[5]);
     DLTensor *num_items = bst__call_optional(&call, stack[6]), *lse = bst__call_tensor(&call, stack[7]);
     DLTensor *dlogits = bst__call_optional(&call, stack[8]);

@@ -19,7 +19,7 @@ static void sort(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
         position = bst__call_empty(&call, indices->ndim, indices->shape, NULL, bst_type_i32);
         ends = bst__call_empty(&call, 1, &experts, NULL, bst_type_i32);
     }
-    if (call.status == BST_OK) call.status = bst_moe_sort(&call.exec, indices, order, position, ends);
+    BST_RUN(&call, bst_moe_sort(&call.exec, indices, order, position, ends));
     bst__call_end(&call, stack, 3, (DLTensor *[]){order, position, ends});
 }
 
@@ -29,7 +29,7 @@ static void gather(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     bst__call_begin(&call);
     DLTensor *x = bst__call_rows(&call, stack[0]), *order = bst__call_tensor(&call, stack[1]);
     DLTensor *rows = matrix(&call, size_of(order, 0), size_of(x, 1), x);
-    if (call.status == BST_OK) call.status = bst_moe_gather(&call.exec, x, order, rows);
+    BST_RUN(&call, bst_moe_gather(&call.exec, x, order, rows));
     bst__call_end(&call, stack, 1, (DLTensor *[]){rows});
 }
 
@@ -41,7 +41,7 @@ static void glu_forward(bst_torch_value *stack, uint64_t inputs, uint64_t output
     DLTensor *ends = bst__call_tensor(&call, stack[2]);
     double alpha = bst__call_double(stack[3]), limit = bst__call_double(stack[4]);
     DLTensor *y = matrix(&call, size_of(h, 0), size_of(h, 1) / 2, h);
-    if (call.status == BST_OK) call.status = bst_moe_glu_forward(&call.exec, h, bias, ends, alpha, limit, y);
+    BST_RUN(&call, bst_moe_glu_forward(&call.exec, h, bias, ends, alpha, limit, y));
     bst__call_end(&call, stack, 1, (DLTensor *[]){y});
 }
 
@@ -57,9 +57,8 @@ static void glu_backward_into(bst_torch_value *stack, bool in_place) {
     DLTensor *wy = !(stack[10] & 1) ? NULL : in_place ? dy : bst__call_empty_like(&call, dy);
     DLTensor *dweights = (stack[11] & 1) ? bst__call_empty_like(&call, weights) : NULL;
     DLTensor *dbias = (stack[12] & 1) ? bst__call_empty_like(&call, bias) : NULL;
-    if (call.status == BST_OK)
-        call.status = bst_moe_glu_backward(&call.exec, dy, h, bias, ends, order, weights, dots, alpha, limit, dh, wy,
-                                           dweights, dbias);
+    BST_RUN(&call, bst_moe_glu_backward(&call.exec, dy, h, bias, ends, order, weights, dots, alpha, limit, dh, wy,
+                                        dweights, dbias));
     DLTensor *results[] = {dh, wy, dweights, dbias};
     bst__call_end(&call, stack, in_place ? 2 : 4, in_place ? results + 2 : results);
 }
@@ -83,8 +82,7 @@ static void combine_forward(bst_torch_value *stack, uint64_t inputs, uint64_t ou
     DLTensor *weights = bst__call_optional(&call, stack[2]), *bias = bst__call_optional(&call, stack[3]);
     DLTensor *indices = bst__call_optional(&call, stack[4]);
     DLTensor *out = matrix(&call, size_of(position, 0), size_of(y, 1), y);
-    if (call.status == BST_OK)
-        call.status = bst_moe_combine_forward(&call.exec, y, position, weights, bias, indices, out);
+    BST_RUN(&call, bst_moe_combine_forward(&call.exec, y, position, weights, bias, indices, out));
     bst__call_end(&call, stack, 1, (DLTensor *[]){out});
 }
 
@@ -99,8 +97,7 @@ static void combine_backward(bst_torch_value *stack, uint64_t inputs, uint64_t o
     DLTensor *rows = matrix(&call, pairs, size_of(dout, 1), dout);
     if (stack[5] & 1) dots = bst__call_empty(&call, 1, &pairs, NULL, bst_type_f32);
     DLTensor *dbias = (stack[6] & 1) ? bst__call_empty_like(&call, bias) : NULL;
-    if (call.status == BST_OK)
-        call.status = bst_moe_combine_backward(&call.exec, dout, order, ends, weights, bias, rows, dots, dbias);
+    BST_RUN(&call, bst_moe_combine_backward(&call.exec, dout, order, ends, weights, bias, rows, dots, dbias));
     bst__call_end(&call, stack, 3, (DLTensor *[]){rows, dots, dbias});
 }
 

@@ -30,9 +30,11 @@ static bst_status check_weight(const char *op, int which, const DLTensor *weight
 
 /* What forward and backward have in common; and the type of the result. */
 static bst_status check_inputs(const char *op, const DLTensor *const x[2], const DLTensor *const weight[2],
-                               const DLTensor *cos, const DLTensor *sin, bst_casting casting, qk_norm_rope_cpu *c,
-                               bst_dtype *y_dtype) {
+                               const DLTensor *cos, const DLTensor *sin, double eps, bst_casting casting,
+                               qk_norm_rope_cpu *c, bst_dtype *y_dtype) {
     qk_norm_rope_heads *q = &c->of[0], *k = &c->of[1];
+    BST_TRY(bst__need_eps(op, eps));
+    c->eps = (float)eps;
     if (casting < BST_CASTING_LLAMA || casting > BST_CASTING_NONE)
         return bst__error(BST_INVALID, "%s: casting is %d; 0 (llama), 1 (gemma) or 2 (none) is needed", op,
                           (int)casting);
@@ -197,9 +199,9 @@ bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, con
                                     const DLTensor *sin, double eps, bst_casting casting, int interleaved,
                                     DLTensor *q_out, DLTensor *k_out) {
     const DLTensor *const x[] = {q, k}, *const weight[] = {q_weight, k_weight}, *const y[] = {q_out, k_out};
-    qk_norm_rope_cpu c = {.eps = (float)eps, .interleaved = interleaved};
+    qk_norm_rope_cpu c = {.interleaved = interleaved};
     bst_dtype y_dtype = BST_F32;
-    BST_TRY(check_inputs(forward_op, x, weight, cos, sin, casting, &c, &y_dtype));
+    BST_TRY(check_inputs(forward_op, x, weight, cos, sin, eps, casting, &c, &y_dtype));
     for (int i = 0; i < 2; i++) {
         qk_norm_rope_heads *h = &c.of[i];
         if (!x[i] && y[i])
@@ -326,9 +328,9 @@ bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_ou
                                      bst_casting casting, int interleaved, DLTensor *dq, DLTensor *dk,
                                      DLTensor *dq_weight, DLTensor *dk_weight) {
     const DLTensor *const x[] = {q, k}, *const weight[] = {q_weight, k_weight};
-    qk_norm_rope_cpu c = {.eps = (float)eps, .interleaved = interleaved};
+    qk_norm_rope_cpu c = {.interleaved = interleaved};
     bst_dtype y_dtype = BST_F32;
-    BST_TRY(check_inputs(backward_op, x, weight, cos, sin, casting, &c, &y_dtype));
+    BST_TRY(check_inputs(backward_op, x, weight, cos, sin, eps, casting, &c, &y_dtype));
     BST_TRY(check_gradients(0, dq_out, dq, dq_weight, y_dtype, &c.of[0]));
     BST_TRY(check_gradients(1, dk_out, dk, dk_weight, y_dtype, &c.of[1]));
     const bst_named outputs[] = {

@@ -16,9 +16,8 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     DLDataType type = promoted(normed, cos->dtype);
     DLTensor *q_out = bst__call_heads(&call, q, stack[9] & 1, type);
     DLTensor *k_out = bst__call_heads(&call, k, stack[10] & 1, type);
-    if (call.status == BST_OK)
-        call.status = bst_qk_norm_rope_forward(&call.exec, q, k, q_weight, k_weight, cos, sin, eps, casting,
-                                               stack[8] & 1, q_out, k_out);
+    BST_RUN(&call, bst_qk_norm_rope_forward(&call.exec, q, k, q_weight, k_weight, cos, sin, eps, casting, stack[8] & 1,
+                                            q_out, k_out));
     bst__call_end(&call, stack, 2, (DLTensor *[]){q_out, k_out});
 }
 
@@ -37,9 +36,8 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
     DLTensor *dk = wants & 2 ? bst__call_heads(&call, k, stack[12] & 1, k->dtype) : NULL;
     DLTensor *dq_weight = wants & 4 ? bst__call_empty_like(&call, q_weight) : NULL;
     DLTensor *dk_weight = wants & 8 ? bst__call_empty_like(&call, k_weight) : NULL;
-    if (call.status == BST_OK)
-        call.status = bst_qk_norm_rope_backward(&call.exec, dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, eps,
-                                                (bst_casting)stack[9], stack[10] & 1, dq, dk, dq_weight, dk_weight);
+    BST_RUN(&call, bst_qk_norm_rope_backward(&call.exec, dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, eps,
+                                             (bst_casting)stack[9], stack[10] & 1, dq, dk, dq_weight, dk_weight));
     bst__call_end(&call, stack, 4, (DLTensor *[]){dq, dk, dq_weight, dk_weight});
 }
 

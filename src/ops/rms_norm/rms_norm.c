@@ -70,6 +70,7 @@ bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const D
     rms_norm_forward_call c = {.casting = casting, .eps = (float)eps};
     bst_view rstd_view = {0};
     bst_dtype y_dtype = BST_F32;
+    BST_TRY(bst__need_eps(op, eps));
     BST_TRY(check_input(op, x, weight, casting, &c.x, &c.weight, &c.x_rows, &y_dtype));
     BST_TRY(bst__output(op, "y", y, &c.x, "x", y_dtype, &c.y));
     BST_TRY(check_residual(op, residual, sum, &c));

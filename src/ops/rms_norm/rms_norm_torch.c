@@ -8,17 +8,13 @@ static int64_t rows_of(const DLTensor *x) {
     return rows;
 }
 
-static bool same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits; }
-
 /* y, of the type that the casting gives it. */
 static DLTensor *empty_y(bst_call *call, const DLTensor *x, const DLTensor *weight, bst_casting casting) {
-    if (call->status != BST_OK) return NULL;
-    bool promote = casting == BST_CASTING_LLAMA && weight && !same_type(weight->dtype, x->dtype);
+    bool promote = casting == BST_CASTING_LLAMA && weight && !bst__same_type(weight->dtype, x->dtype);
     return bst__call_empty(call, x->ndim, x->shape, NULL, promote ? bst_type_f32 : x->dtype);
 }
 
 static DLTensor *empty_rstd(bst_call *call, const DLTensor *x) {
-    if (call->status != BST_OK) return NULL;
     int64_t rows = rows_of(x);
     return bst__call_empty(call, 1, &rows, NULL, bst_type_f32);
 }
@@ -31,8 +27,7 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     double eps = bst__call_double(stack[2]);
     bst_casting casting = (bst_casting)stack[3];
     DLTensor *y = empty_y(&call, x, weight, casting), *rstd = empty_rstd(&call, x);
-    if (call.status == BST_OK)
-        call.status = bst_rms_norm_forward(&call.exec, x, NULL, weight, eps, casting, y, NULL, rstd);
+    BST_RUN(&call, bst_rms_norm_forward(&call.exec, x, NULL, weight, eps, casting, y, NULL, rstd));
     bst__call_end(&call, stack, 2, (DLTensor *[]){y, rstd});
 }
 
@@ -46,8 +41,7 @@ static void add_forward(bst_torch_value *stack, uint64_t inputs, uint64_t output
     bst_casting casting = (bst_casting)stack[4];
     DLTensor *y = empty_y(&call, x, weight, casting), *sum = bst__call_empty_like(&call, x);
     DLTensor *rstd = empty_rstd(&call, x);
-    if (call.status == BST_OK)
-        call.status = bst_rms_norm_forward(&call.exec, x, residual, weight, eps, casting, y, sum, rstd);
+    BST_RUN(&call, bst_rms_norm_forward(&call.exec, x, residual, weight, eps, casting, y, sum, rstd));
     bst__call_end(&call, stack, 3, (DLTensor *[]){y, sum, rstd});
 }
 
@@ -59,8 +53,7 @@ static void finish_backward(bst_call *call, bst_torch_value *results, const bst_
     bst_casting casting = (bst_casting)stack[3];
     DLTensor *dx = (stack[4] & 1) ? bst__call_empty_like(call, x) : NULL;
     DLTensor *dweight = (stack[5] & 1) ? bst__call_empty_like(call, weight) : NULL;
-    if (call->status == BST_OK)
-        call->status = bst_rms_norm_backward(&call->exec, dy, dsum, x, weight, rstd, casting, dx, dweight);
+    BST_RUN(call, bst_rms_norm_backward(&call->exec, dy, dsum, x, weight, rstd, casting, dx, dweight));
     bst__call_end(call, results, 2, (DLTensor *[]){dx, dweight});
 }
 

@@ -10,7 +10,7 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     DLDataType type = bst__same_type(q->dtype, cos->dtype) ? q->dtype : bst_type_f32;
     DLTensor *q_out = bst__call_heads(&call, q, stack[5] & 1, type),
              *k_out = bst__call_heads(&call, k, stack[6] & 1, type);
-    if (call.status == BST_OK) call.status = bst_rope_forward(&call.exec, q, k, cos, sin, stack[4] & 1, q_out, k_out);
+    BST_RUN(&call, bst_rope_forward(&call.exec, q, k, cos, sin, stack[4] & 1, q_out, k_out));
     bst__call_end(&call, stack, 2, (DLTensor *[]){q_out, k_out});
 }
 
@@ -25,15 +25,14 @@ static void backward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) 
     DLTensor *dq_out = bst__call_tensor(&call, stack[0]), *dk_out = bst__call_optional(&call, stack[1]);
     DLTensor *cos = bst__call_tensor(&call, stack[2]), *sin = bst__call_tensor(&call, stack[3]), *dq = NULL, *dk = NULL;
     if (stack[7] > BST_F16) {
-        call.status =
-            bst__error(BST_INVALID, "rope_backward: dtype is %d; 0 (float32), 1 (bfloat16) or 2 (float16) is needed",
-                       (int)stack[7]);
+        BST_RUN(&call, bst__error(BST_INVALID,
+                                  "rope_backward: dtype is %d; 0 (float32), 1 (bfloat16) or 2 (float16) is needed",
+                                  (int)stack[7]));
     } else {
         dq = bst__call_heads(&call, dq_out, stack[5] & 1, types[stack[7]]);
         dk = bst__call_heads(&call, dk_out, stack[6] & 1, types[stack[7]]);
     }
-    if (call.status == BST_OK)
-        call.status = bst_rope_backward(&call.exec, dq_out, dk_out, cos, sin, stack[4] & 1, dq, dk);
+    BST_RUN(&call, bst_rope_backward(&call.exec, dq_out, dk_out, cos, sin, stack[4] & 1, dq, dk));
     bst__call_end(&call, stack, 2, (DLTensor *[]){dq, dk});
 }
 

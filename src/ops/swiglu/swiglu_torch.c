@@ -7,7 +7,7 @@ static void forward(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     bst__call_begin(&call);
     DLTensor *a = bst__call_rows(&call, stack[0]), *b = bst__call_rows(&call, stack[1]);
     DLTensor *y = bst__call_empty_like(&call, a);
-    if (call.status == BST_OK) call.status = bst_swiglu_forward(&call.exec, a, b, y);
+    BST_RUN(&call, bst_swiglu_forward(&call.exec, a, b, y));
     bst__call_end(&call, stack, 1, (DLTensor *[]){y});
 }
 
@@ -19,7 +19,7 @@ static void backward_and(bool want_y, bst_torch_value *stack) {
     DLTensor *da = (stack[3] & 1) ? bst__call_empty_like(&call, a) : NULL;
     DLTensor *db = (stack[4] & 1) ? bst__call_empty_like(&call, b) : NULL;
     DLTensor *y = want_y ? bst__call_empty_like(&call, a) : NULL;
-    if (call.status == BST_OK) call.status = bst_swiglu_backward(&call.exec, dy, a, b, da, db, y);
+    BST_RUN(&call, bst_swiglu_backward(&call.exec, dy, a, b, da, db, y));
     bst__call_end(&call, stack, want_y ? 3 : 2, (DLTensor *[]){da, db, y});
 }
 
@@ -41,7 +41,7 @@ static void backward_inplace(bst_torch_value *stack, uint64_t inputs, uint64_t o
     DLTensor *dy = bst__call_in_place(&call, stack[0]);
     DLTensor *a = bst__call_in_place(&call, stack[1]), *b = bst__call_in_place(&call, stack[2]);
     DLTensor *da = (stack[3] & 1) ? a : NULL, *db = (stack[4] & 1) ? b : NULL, *y = (stack[5] & 1) ? dy : NULL;
-    if (call.status == BST_OK) call.status = bst_swiglu_backward(&call.exec, dy, a, b, da, db, y);
+    BST_RUN(&call, bst_swiglu_backward(&call.exec, dy, a, b, da, db, y));
     bst__call_end(&call, stack, 0, NULL);
 }
 
