@@ -72,12 +72,15 @@ TEST(strides_that_say_nothing) {
     clear();
     const int64_t wild[] = {INT64_MIN, INT64_MAX, INT64_MIN + 1, (int64_t)1 << 62};
     for (int i = 0; i < 4; i++) {
-        int64_t one[] = {1, 1, H}, wild_rows[] = {wild[i], wild[3 - i], 1}, last[] = {2, 1}, wild_last[] = {1, wild[i]};
+        int64_t wild_rows[] = {wild[i], wild[3 - i], 1}, last[] = {2, 1}, wild_last[] = {1, wild[i]};
+        /* da and db lie side by side in one buffer's rows, apart from what is read. */
+        int64_t two[] = {2, 1, H}, beside[] = {2 * H, wild[i], 1};
         float *at = (float *)(void *)arena;
-        DLTensor a = bst_tensor(at, 3, one, wild_rows, bst_test_types[0]);
-        DLTensor b = bst_tensor(at + 64, 3, one, wild_rows, bst_test_types[0]);
-        DLTensor d = bst_tensor(at + 128, 3, one, wild_rows, bst_test_types[0]);
-        CHECK_OK(bst_swiglu_backward(NULL, &d, &a, &b, &a, &b, &d));
+        DLTensor a = bst_tensor(at, 3, two, NULL, bst_test_types[0]),
+                 b = bst_tensor(at + 64, 3, two, NULL, bst_test_types[0]);
+        DLTensor da = bst_tensor(at + 128, 3, two, beside, bst_test_types[0]);
+        DLTensor db = bst_tensor(at + 128 + H, 3, two, beside, bst_test_types[0]);
+        CHECK_OK(bst_swiglu_backward(NULL, &a, &a, &b, &da, &db, NULL));
         int64_t head[] = {1, 1, 1, H}, wild_head[] = {wild[i], wild[3 - i], wild[i], 1}, table[] = {1, 1, H};
         DLTensor q = bst_tensor(at, 4, head, wild_head, bst_test_types[0]);
         DLTensor k = bst_tensor(at + 64, 4, head, wild_head, bst_test_types[0]);

@@ -45,9 +45,17 @@ static void *fail(void *context) {
     return NULL;
 }
 
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define SANITIZED
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define SANITIZED
+#endif
+
 /* The smallest stack that there is. Sanitizers need more for themselves. */
 TEST(threads_with_the_smallest_stack) {
-#if defined(__SANITIZE_ADDRESS__)
+#ifdef SANITIZED
     const size_t bytes = 256 << 10;
 #else
     const size_t bytes = (size_t)sysconf(_SC_THREAD_STACK_MIN);
