@@ -48,29 +48,28 @@ static float element(const void *matrix, int64_t row, int64_t column, int64_t le
     return value;
 }
 
-static void multiply_block(const product *p, workspace *w, int64_t row, int64_t column) {
-    const bst_gemm *g = p->g;
-    int64_t m = g->m - row < BLOCK_M ? g->m - row : BLOCK_M, n = g->n - column < BLOCK_N ? g->n - column : BLOCK_N;
-    float (*a)[BLOCK_K] = w->a, (*b)[BLOCK_N] = w->b, (*sum)[BLOCK_N] = w->sum;
-    memset(w->sum, 0, sizeof w->sum);
-    for (int64_t depth = 0; depth < g->k; depth += BLOCK_K) {
-        int64_t k = g->k - depth < BLOCK_K ? g->k - depth : BLOCK_K;
+static void multiply_block(const product *p, workspace *restrict w, int64_t row, int64_t column) {
+    const bst_gemm g = *p->g; /* as its own, so that the stores below cannot change it */
+    const bst_dtype input = p->input;
+    int64_t m = g.m - row < BLOCK_M ? g.m - row : BLOCK_M, n = g.n - column < BLOCK_N ? g.n - column : BLOCK_N;
+    memset(w->sum, 0, (size_t)m * sizeof *w->sum);
+    for (int64_t depth = 0; depth < g.k; depth += BLOCK_K) {
+        int64_t k = g.k - depth < BLOCK_K ? g.k - depth : BLOCK_K;
         for (int64_t i = 0; i < m; i++)
-            for (int64_t l = 0; l < k; l++)
-                a[i][l] = element(g->a, row + i, depth + l, g->lda, g->a_transposed, p->input);
+            for (int64_t l = 0; l < k; l++) w->a[i][l] = element(g.a, row + i, depth + l, g.lda, g.a_transposed, input);
         for (int64_t l = 0; l < k; l++)
             for (int64_t j = 0; j < n; j++)
-                b[l][j] = element(g->b, depth + l, column + j, g->ldb, g->b_transposed, p->input);
+                w->b[l][j] = element(g.b, depth + l, column + j, g.ldb, g.b_transposed, input);
         for (int64_t i = 0; i < m; i++)
             for (int64_t l = 0; l < k; l++)
-                for (int64_t j = 0; j < n; j++) sum[i][j] += a[i][l] * b[l][j];
+                for (int64_t j = 0; j < n; j++) w->sum[i][j] += w->a[i][l] * w->b[l][j];
     }
     for (int64_t i = 0; i < m; i++) {
-        void *out = bst_at(g->out, (row + i) * g->ldo + column, p->output);
+        void *out = bst_at(g.out, (row + i) * g.ldo + column, p->output);
         float old[BLOCK_N] = {0};
-        if (g->beta != 0) bst_load(old, out, p->output, n);
-        for (int64_t j = 0; j < n; j++) sum[i][j] = p->alpha * sum[i][j] + (g->beta != 0 ? g->beta * old[j] : 0);
-        bst_store(out, sum[i], p->output, n);
+        if (g.beta != 0) bst_load(old, out, p->output, n);
+        for (int64_t j = 0; j < n; j++) w->sum[i][j] = p->alpha * w->sum[i][j] + (g.beta != 0 ? g.beta * old[j] : 0);
+        bst_store(out, w->sum[i], p->output, n);
     }
 }
 
