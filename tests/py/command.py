@@ -1,30 +1,57 @@
 """Running the `bastile` command as its users do, on a tiny model that is made on the spot."""
 
 import os
-import subprocess
-import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from bastile.cli import data
+from bastile.cli.processes import Process
 from conftest import tiny_model
+from copies import ENVIRONMENT, begin
+
+
+def one_thread() -> Iterator[None]:
+    """For a fixture: in this process too a model this small only waits for a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def command(*arguments: object, status: int = 0, **environment: str) -> str:
     """What it printed; both streams."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bastile", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-        # A model this small only waits for a second thread; tables are to be as wide as their words.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "140", **environment},
-    )
-    assert done.returncode == status, done.stdout
-    return done.stdout
+    with tempfile.TemporaryFile("w+") as printed, open(os.devnull) as nothing:
+        process = begin(
+            "bastile.cli",
+            [str(argument) for argument in arguments],
+            {**os.environ, **ENVIRONMENT, **environment},
+            (nothing, printed, printed),
+        )
+        code = process.wait(timeout=300)
+        printed.seek(0)
+        text = printed.read()
+    assert code == status, text
+    return text
+
+
+class Copied(Process):
+    """A process of a command whose module has been imported already."""
+
+    def _begin(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> Any:
+        read, write = os.pipe()
+        told, telling = os.pipe()
+        with os.fdopen(read) as given, os.fdopen(telling, "w") as printed:
+            begun = begin(command[2], command[3:], {**environment, **ENVIRONMENT}, (given, printed, log))
+        begun.stdin, begun.stdout = os.fdopen(write, "w"), os.fdopen(told)
+        return begun
+
+    def _exit_code(self) -> int:
+        return self._process.wait()
 
 
 def save_model(folder: Path, text: str) -> Path:

@@ -1,21 +1,24 @@
 """What `bastile finetune` promises beyond a comparison: resumption, accumulation, LoRA, and each kind of data."""
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import bastile
-from bastile.cli import chats, compare, data, main, strict_json, train
+from bastile.cli import chats, compare, data, main, processes, report, train
 from bastile.cli.errors import UsageError
 from bastile.cli.examples import IGNORED, Examples, batch
-from command import command, save_model
+from bastile.cli.processes import Ending, Process
+from command import Copied, one_thread, save_model
 from conftest import EPS
 
 # A template that writes its last answer otherwise than those before it, as Qwen3's does with its thoughts.
@@ -31,6 +34,9 @@ CHAT = [
     {"role": "user", "content": "And Four. again?"},
     {"role": "assistant", "content": "Four."},
 ]
+
+
+on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 
 
 @pytest.fixture(scope="module")
@@ -52,23 +58,49 @@ def chat_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def finetune(model: Path, source: Path, out: Path, *more: object, status: int = 0) -> str:
-    arguments = ["--model", model, "--data", source, "--out", out, "--device", "cpu", "--batch", 2, "--lr", "1e-2"]
-    return command("finetune", *arguments, *more, status=status)
+class Here:
+    """Stands for the process that carries out a plan: does its work in this one."""
+
+    def __init__(self, plan: dict[str, Any]) -> None:
+        self.plan = plan
+
+    def lines(self) -> Iterator[str]:
+        events: list[dict[str, Any]] = []
+        try:
+            train.run(self.plan, events.append, lambda: None)
+        finally:
+            bastile.reset()
+        yield from map(json.dumps, events)
+
+    def end(self) -> None:
+        pass
+
+
+class Said:
+    """Stands for one that says what is given, and ends so."""
+
+    def __init__(self, turns: list[list[dict[str, Any]]], order: list[str], name: str, ending: Any = None) -> None:
+        self.turns, self.order, self.name, self.end_of_it = turns, order, name, ending
+
+    def lines(self) -> Iterator[str]:
+        self.order.append(self.name)
+        yield from map(json.dumps, self.turns.pop(0))
+
+    def go_on(self) -> None:
+        pass
+
+    def ending(self) -> Any:
+        return self.end_of_it
+
+    def end(self) -> None:
+        pass
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
-    """`finetune` within this process, which spares the imports of the processes that the command starts."""
-
-    def run(plan: dict[str, Any], out: Path) -> dict[str, Any]:
-        strict_json.write(out / f"{plan['name']}.plan.json", plan)
-        try:
-            return {"name": plan["name"], **train.train(plan, lambda losses, tokens: None)}
-        finally:
-            bastile.reset()
-
-    monkeypatch.setattr(compare, "_run", run)
+def finetune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., str]:
+    """What `bastile finetune` prints; the trainings have processes of their own."""
+    monkeypatch.setattr(compare, "Process", Copied)
+    monkeypatch.setenv("COLUMNS", "140")
 
     def call(model: Path, source: Path, out: Path, *more: object, status: int = 0) -> str:
         arguments = ["--model", model, "--data", source, "--out", out, "--device", "cpu", "--batch", 2, "--lr", "1e-2"]
@@ -79,12 +111,21 @@ def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Call
     return call
 
 
+@pytest.fixture
+def here(finetune: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The same within this process, where a test looks into the training."""
+    monkeypatch.setattr(compare, "start", lambda plan, plan_file, log: Here(plan))
+    return finetune
+
+
 def losses(out: Path) -> dict[str, list[float]]:
     return {run["name"]: run["losses"] for run in json.loads((out / "result.json").read_text())["runs"]}
 
 
 @pytest.mark.parametrize("more", [[], ["--lora", 4, "--accumulate", 2, "--checkpointing"]], ids=["full", "lora"])
-def test_a_resumed_run_is_the_run_that_did_not_stop(model: Path, text: Path, tmp_path: Path, more: list) -> None:
+def test_a_resumed_run_is_the_run_that_did_not_stop(
+    finetune: Callable[..., str], model: Path, text: Path, tmp_path: Path, more: list
+) -> None:
     """Bit for bit: losses and weights. The interruption is within an epoch; without LoRA another epoch follows, whose
     order must be the same too. The learning rate falls all the time."""
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
@@ -109,6 +150,18 @@ def test_a_resumed_run_is_the_run_that_did_not_stop(model: Path, text: Path, tmp
     if more:
         assert saved == "adapter_model.safetensors"
         assert runs[1]["trainable_parameters"] < runs[1]["parameters"] / 3
+
+
+def test_a_checkpointed_training_is_saved(here: Callable[..., str], model: Path, text: Path, tmp_path: Path) -> None:
+    more = ["--no-baseline", "--gradient-checkpointing", "--sequence", 32, "--steps", 4, "--save", tmp_path / "saved"]
+    printed = here(model, text, tmp_path, *more)
+    assert f"Model and tokenizer: {tmp_path / 'saved'}" in printed
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [run["name"] for run in result["runs"]] == ["bastile"]
+    assert result["comparison"] == {}
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "saved"))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode("import json")
 
 
 def test_accumulated_batches_equal_one_large_batch(
@@ -176,6 +229,222 @@ def test_longer_sequences_than_the_model_was_made_for_are_told(
         assert (f"at most {most} tokens (max_position_embeddings)" in printed.replace("\n", " ")) is told
 
 
+# ---- turns, progress, and runs that end early ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Any]]:
+    """A plan and what a training by it says, in turns of two steps: five of them."""
+    out = tmp_path_factory.mktemp("turns")
+    plan = {
+        "model": {"pretrained": str(model)},
+        "name": "bastile",
+        "folder": str(out / "bastile"),
+        "examples": str(out / "examples.pt"),
+        "device": "cpu",
+        "dtype": "float32",
+        "operators": {},
+        "checkpoint": None,
+        "lr": 1e-3,
+        "seed": 0,
+        "turn": 2,
+        **{"steps": 6, "batch": 2, "sequence": 32, "accumulate": 1, "bf16": False, "checkpointing": False},
+        **{"lora": None, "max_grad_norm": 1.0, "save": None, "save_every": None, "schedule": "constant"},
+        **{"warmup": 1, "weight_decay": 0.0},
+    }
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data.load(str(text), "", tokenizer, 32)[0].save(out / "examples.pt")
+    events: list[Any] = []
+    try:
+        train.run(plan, events.append, lambda: events.append("goes on"))
+    finally:
+        bastile.reset()
+    return plan, events
+
+
+def test_a_training_waits_for_its_turns(measured: tuple[dict[str, Any], list[Any]]) -> None:
+    """Before its first step, after it, and after every two; not after the last."""
+    _, events = measured
+    seen = ["step" if "losses" in e else "waits" if "waits" in e else e for e in events[:-1]]
+    turn = ["waits", "goes on"]
+    assert seen == [*turn, "step", *turn, "step", "step", *turn, "step", "step", *turn, "step"]
+    result = events[-1]["result"]
+    assert [(turn["steps"], turn["tokens"]) for turn in result["turns"]] == [(2, 128), (2, 128), (1, 64)]
+    steps = [event for event in events if "losses" in event]
+    assert [event["seconds"] > 0 for event in steps] == [False] + 5 * [True]
+    assert sum(turn["seconds"] for turn in result["turns"]) == pytest.approx(sum(e["seconds"] for e in steps))
+    assert result["losses"] == [loss for event in steps for loss in event["losses"]]
+
+
+def test_a_turn_that_was_disturbed_does_not_decide() -> None:
+    """Waiting is nobody's time, and one turn in five that took ten times as long does not change what is measured."""
+    watch = train._Watch(None, lambda *_: None, lambda: None, 5)
+    watch.turns = [{"steps": 5, "tokens": 500, "seconds": seconds} for seconds in (1.0, 1.1, 10.0, 1.0, 1.05)]
+    found = watch.measured()
+    assert found["tokens_per_second"] == pytest.approx(500 / 1.05)
+    assert found["seconds_per_step"] == pytest.approx(1.05 / 5)
+    assert (found["timed_steps"], found["timed_seconds"]) == (25, pytest.approx(14.15))
+
+
+def say(steps: int, seconds: float = 0.5, first: int = 0) -> list[dict[str, Any]]:
+    return [{"losses": [5.0 - 0.125 * (first + at)], "tokens": 64, "seconds": seconds} for at in range(steps)]
+
+
+def carried_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: dict[str, Said], turn: int | None, steps: int
+) -> list[dict[str, Any]]:
+    monkeypatch.setattr(compare, "start", lambda plan, plan_file, log: said[plan["name"]])
+    plan = {"steps": steps, "turn": turn, "save": None, "checkpoint": None, "device": "cpu"}
+    plans = compare.plans(plan, said, tmp_path, False)
+    return compare.run_all(plans, tmp_path, False)
+
+
+def test_runs_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """And off a terminal there is a line of progress for the first step and each tenth of them."""
+    order: list[str] = []
+    waits = {"waits": True}
+    said = {
+        name: Said(
+            [
+                [waits],
+                [*say(1, 0.0), waits],
+                [*say(20, first=1), waits],
+                [*say(19, first=21), {"result": {"at": name}}],
+            ],
+            order,
+            name,
+        )
+        for name in ("stock", "bastile")
+    }
+    runs = carried_out(monkeypatch, tmp_path, said, 20, 40)
+    assert order == 4 * ["stock", "bastile"]
+    assert runs == [{"name": name, "status": "ok", "at": name} for name in said]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:4] == [
+        "stock: starting",
+        "bastile: starting",
+        "stock: step 1 of 40, loss 5.0000",
+        "bastile: step 1 of 40, loss 5.0000",
+    ]
+    assert [line for line in printed if line.startswith("bastile: step")][1:] == [
+        f"bastile: step {step} of 40, loss {5 - 0.125 * (step - 1):.4f}, 128 tokens/s" for step in range(4, 41, 4)
+    ]
+
+
+def test_without_turns_one_follows_the_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    order: list[str] = []
+    said = {name: Said([[*say(3), {"result": {}}]], order, name) for name in ("stock", "bastile")}
+    carried_out(monkeypatch, tmp_path, said, None, 3)
+    assert order == ["stock", "bastile"]
+
+
+GONE = Ending("out of memory", "killed by the system, which had run out of memory", killed=True)
+
+
+@pytest.mark.parametrize(
+    ("events", "ending", "status", "reason"),
+    [
+        (say(3), GONE, "out of memory", GONE.reason),
+        (say(3), Ending("failed", "killed by SIGKILL", killed=True), "killed", "killed by SIGKILL"),
+        ([*say(3), {"out_of_memory": "CUDA out of memory."}], None, "out of memory", "CUDA out of memory."),
+    ],
+)
+@pytest.mark.parametrize("turn", [None, 5])
+def test_a_run_that_does_not_fit_leaves_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+    measured: tuple[dict[str, Any], list[Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    events: list[dict[str, Any]],
+    ending: Ending | None,
+    status: str,
+    reason: str,
+    turn: int | None,
+) -> None:
+    order: list[str] = []
+    whole = [event for event in measured[1] if "losses" in event or "result" in event]
+    said = {"stock": Said([events], order, "stock", ending), "bastile": Said([whole], order, "bastile")}
+    runs = carried_out(monkeypatch, tmp_path, said, turn, 6)
+    assert order == ["stock", "bastile"]
+    assert runs[0] == {"name": "stock", "status": status, "reason": reason, "losses": [5.0, 4.875, 4.75]}
+    assert runs[1]["status"] == "ok"
+    assert not (tmp_path / "stock.result.json").exists(), "--resume tries it again"
+    assert f"stock: {status} after 3 steps: {reason}" in capsys.readouterr().out
+    report.write(measured[0], runs, tmp_path, "bastile finetune")
+    printed = capsys.readouterr().out
+    (speeds,) = [line for line in printed.splitlines() if "tokens/s" in line and "│" in line]
+    assert status in speeds
+    assert f"{runs[1]['tokens_per_second']:,.0f}" in speeds
+    assert f"Stock Transformers: {status}: {reason}" in printed
+    assert json.loads((tmp_path / "result.json").read_text())["comparison"] == {}
+
+
+def test_a_training_that_runs_out_of_memory_says_so(
+    measured: tuple[dict[str, Any], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it")
+
+    monkeypatch.setattr(train, "_build_model", fail)
+    events: list[dict[str, Any]] = []
+    train.run(measured[0], events.append, lambda: None)
+    assert events == [{"out_of_memory": "CUDA out of memory. Tried to allocate 2.00 GiB."}]
+    monkeypatch.setattr(train, "_build_model", lambda plan: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train.run(measured[0], events.append, lambda: None)
+
+
+def test_where_bastile_does_not_fit_the_command_fails(
+    finetune: Callable[..., str], monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(
+        compare, "start", lambda plan, plan_file, log: Said([[{"out_of_memory": "no more"}]], [], plan["name"])
+    )
+    printed = finetune(model, text, tmp_path, "--sequence", 32, "--steps", 2, status=1)
+    assert "the bastile run did not end (out of memory): a smaller --batch or --sequence" in printed.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("counts", "program", "ending"),
+    [
+        ((3, 4), "os.kill(os.getpid(), signal.SIGKILL)", GONE),
+        ((3, 3), "os.kill(os.getpid(), signal.SIGKILL)", Ending("failed", "killed by SIGKILL", killed=True)),
+        ((None, None), "os.kill(os.getpid(), signal.SIGKILL)", Ending("failed", "killed by SIGKILL", killed=True)),
+        ((3, 4), "os.abort()", Ending("failed", "killed by SIGABRT")),
+        ((3, 4), "sys.exit('no good')", Ending("failed", "no good")),
+    ],
+)
+def test_how_a_process_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counts: tuple[int | None, int | None],
+    program: str,
+    ending: Ending,
+) -> None:
+    """counts: how many processes the system had killed for memory, before and after."""
+    found = iter(counts)
+    monkeypatch.setattr(processes, "killed_for_memory", lambda: next(found))
+    command = [sys.executable, "-c", f"import os, signal, sys\n{program}"]
+    process = Process(command, os.environ, tmp_path / "log")
+    try:
+        assert list(process.lines()) == []
+        assert process.ending() == ending
+    finally:
+        process.end()
+    process.end()  # once more changes nothing
+
+
+def test_a_failed_run_shows_the_end_of_its_log(
+    finetune: Callable[..., str], monkeypatch: pytest.MonkeyPatch, model: Path, text: Path, tmp_path: Path
+) -> None:
+    """A crash, which the other model would meet too, ends the command."""
+    command = [sys.executable, "-c", "raise ValueError('weights that are none')"]
+    monkeypatch.setattr(compare, "start", lambda plan, plan_file, log: Process(command, os.environ, log))
+    printed = finetune(model, text, tmp_path, "--sequence", 32, "--steps", 2, status=1)
+    assert f"its whole output is in {tmp_path / 'stock.log'}" in printed
+    assert "    ValueError: weights that are none" in printed
+
+
 def test_what_cannot_be_resumed_is_told(here: Callable[..., str], model: Path, text: Path, tmp_path: Path) -> None:
     size = ["--sequence", 32, "--no-baseline"]
     printed = here(model, text, tmp_path / "none", *size, "--resume", status=2)
@@ -189,11 +458,14 @@ def test_what_cannot_be_resumed_is_told(here: Callable[..., str], model: Path, t
     printed = here(model, text, tmp_path, *size, *again, status=2).replace("\n", " ")
     assert "late: the run in" in printed
     assert "checkpoint-2, holds what it trained" in printed
-    assert list((tmp_path / "late").iterdir()) == []
+    assert not (tmp_path / "late").exists()
+    held = (tmp_path / "examples.pt").read_bytes()
     changed = tmp_path / "changed.txt"
     changed.write_text(text.read_text().replace("JSON", "YAML"))
     printed = here(model, changed, tmp_path, *size, "--steps", 2, "--save-every", 1, "--resume", status=2)
     assert "data (was" in printed
+    assert (tmp_path / "examples.pt").read_bytes() == held, "what is refused changes nothing"
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None], ids=["template", "plain"])

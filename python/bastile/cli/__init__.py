@@ -1,4 +1,4 @@
-"""The `bastile` command: `demo` and `finetune` train with stock Transformers, then with Bastile, and compare; `profile`
+"""The `bastile` command: `demo` and `finetune` train with stock Transformers and with Bastile, and compare; `profile`
 shows where a training step's time goes; `bench` times the operators alone, `sweep` whole models over sequence lengths;
 `warmup` compiles a model's GPU kernels ahead."""
 
@@ -12,7 +12,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 1 where a training run failed, 2 for a mistake in the command."""
     from bastile.cli.arguments import parse
 
-    options = parse(arguments)
+    try:
+        options = parse(sys.argv[1:] if arguments is None else arguments)
+    except SystemExit as ending:  # --help, --version, and what argparse refuses
+        return int(ending.code or 0)
     try:
         return options.command(options)
     except UsageError as error:

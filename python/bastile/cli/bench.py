@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from bastile.cli import options as shared
 from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
-from bastile.cli.folder import make_folder
-from bastile.cli.options import device_for, need_positive
+from bastile.cli.folder import check_folder, make_folder
+from bastile.cli.options import SHORT_TYPES, add_option, count, device_for, need_positive, type_name
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,19 +26,30 @@ def add_parser(subparsers: Any) -> None:
         "limit of this machine. Peers that are not installed are left out with a note.",
     )
     parser.add_argument("ops", nargs="*", metavar="op", help="operators to measure or show; none given: all")
-    parser.add_argument("--dtype", help="bf16, fp16, fp32, with commas; not given: bf16 on CUDA, bf16,fp32 on CPU")
     parser.add_argument(
-        "--against", help="torch, hf, compile, liger, quack, with commas; not given: all on CUDA, torch,hf on CPU"
+        "--dtype",
+        metavar="T,T",
+        help="float32 (fp32), bfloat16 (bf16), float16 (fp16), with commas (default: CUDA bfloat16, CPU "
+        "bfloat16,float32)",
     )
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; not given: cuda where there is one")
-    parser.add_argument("--shapes", help="limits (a large GPU's) or small; not given: limits on CUDA, small on CPU")
+    shared.add_against(parser, "torch, hf, compile, liger, quack", "all on CUDA, torch,hf on CPU")
+    shared.add_device(parser)
+    add_option(
+        parser,
+        "--cases",
+        was=["--shapes", "--shape"],
+        metavar="NAMES",
+        help="limits (a large GPU's) or small, with commas (default: limits on CUDA, small on CPU)",
+    )
     parser.add_argument("--host", action="store_true", help="measure only the host's time of a call, at one row")
-    parser.add_argument("--out", type=Path, default=Path("bench-out"), help="folder for the JSON and the plots")
-    parser.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
+    parser.add_argument(
+        "--rounds", type=count, metavar="N", default=7, help="turns of the contenders of a case (default: 7)"
+    )
+    shared.add_budget(parser, "case")
+    shared.add_out(parser, "bench-out", "the JSON and the plots")
+    shared.add_json(parser)
     parser.add_argument("--plots", action="store_true", help="also draw bars, one PNG an operator (needs matplotlib)")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no case after this time")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of the contenders of a case (default: 7)")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="show (and --plots) a saved JSON; measure nothing")
+    shared.add_show(parser)
     parser.set_defaults(command=bench)
 
 
@@ -54,7 +66,6 @@ def bench(options: argparse.Namespace) -> int:
             for result in run["results"]:
                 show(result)
     else:
-        make_folder("--out", options.out)
         run = _measure(options)
     if options.json:
         print(json.dumps(run, indent=1))
@@ -71,17 +82,17 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from bastile.bench import cases, machine, report, run, timing
     from bastile.bench.peers import AGAINST
 
+    check_folder("--out", options.out)
     device = torch.device(device_for(options.device))
     on_cuda = device.type == "cuda"
     if on_cuda:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-    shapes = chosen("--shapes", options.shapes, cases.SHAPES, ["limits" if on_cuda else "small"])
-    dtypes = chosen("--dtype", options.dtype, run.DTYPES, ["bf16"] if on_cuda else ["bf16", "fp32"])
+    shapes = chosen("--cases", options.cases, cases.SHAPES, ["limits" if on_cuda else "small"])
+    otherwise = ["bfloat16"] if on_cuda else ["bfloat16", "float32"]
+    dtypes = [SHORT_TYPES[name] for name in chosen("--dtype", options.dtype, SHORT_TYPES, otherwise, type_name)]
     peers = chosen("--against", options.against, AGAINST, list(AGAINST) if on_cuda else ["torch", "hf"])
     ops = _operators(options)
-    if options.rounds < 1:
-        raise UsageError("--rounds must be at least 1")
     if options.budget is not None:
         need_positive("--budget", options.budget)
     contenders = ["bastile", "unfused", *(name for peer in peers for name in AGAINST[peer])]
@@ -89,6 +100,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     table = [*on_device, *cases.HOST]
     selected = [(case, dtype) for op in ops for dtype in dtypes for case in table if case.op == op]
 
+    make_folder("--out", options.out)
     now = datetime.now(timezone.utc)
     path = options.out / f"bench-{device.type}-{now:%Y%m%d-%H%M%S}.json"
     tell = sys.stderr if options.json else sys.stdout
@@ -96,6 +108,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         speed = timing.copy_speed(device)
         measured: dict[str, Any] = {
             "date": now.isoformat(timespec="seconds"),
+            "command": options.given,
             "versions": machine.versions(),
             "device": device.type,
             "machine": machine.describe(device),

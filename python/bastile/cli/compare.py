@@ -1,38 +1,207 @@
-"""Starting training runs in processes of their own, so that each one's peak memory is its own, and showing their
-progress."""
+"""Carrying out training runs, each in a process of its own, so that each one's peak memory is its own, and showing
+their progress. Where a plan says so they take turns, some steps each: what slows the machine then meets all alike."""
 
 import json
 import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bastile.cli import strict_json
 from bastile.cli.errors import RunFailed, UsageError
+from bastile.cli.processes import Process
+
+#: Off a terminal: how many lines a run's progress has at least, and after how many seconds there is another one.
+_LINES = 10
+_SILENCE = 60.0
 
 
-def run_all(plan: dict[str, Any], names: Iterable[str], out: Path, resume: bool = False) -> list[dict[str, Any]]:
-    """Trains as the plan says under each name and returns what train.train returned. With resume, a run that ended is
-    not repeated, and one that was interrupted goes on from its newest checkpoint."""
-    plans = [{**plan, "name": name, "folder": str(out / name)} for name in names]
-    for each in plans:
-        each["save"] = each["save"] if each["name"] == "bastile" else None
+def plans(plan: dict[str, Any], names: Iterable[str], out: Path, resume: bool) -> list[dict[str, Any]]:
+    """The plan for each name. With resume, one of a run that was interrupted goes on from its newest checkpoint. An
+    error where what an earlier command left in the folder is not what is resumed, or would get mixed up with a new
+    run."""
+    made = []
+    for name in names:
+        each = {**plan, "name": name, "folder": str(out / name)}
+        each["save"] = each["save"] if name == "bastile" else None
         _check_earlier(each, out, resume)
-    runs = []
-    for each in plans:
-        ended = out / f"{each['name']}.result.json"
-        if not (resume and ended.exists()):
-            checkpoint = _newest_checkpoint(each) if resume else None
-            ended.unlink(missing_ok=True)
-            strict_json.write(ended, _run({**each, "checkpoint": checkpoint}, out))
-        runs.append(json.loads(ended.read_text()))
-    return runs
+        made.append({**each, "checkpoint": _newest_checkpoint(each) if resume else None})
+    return made
+
+
+def run_all(plans: Sequence[dict[str, Any]], out: Path, resume: bool) -> list[dict[str, Any]]:
+    """What train.train returned for each plan, with its name and the status "ok". Of a run that did not fit into memory
+    the status is "out of memory" (or "killed", where that is not known), with the reason and the losses up to then; the
+    others go on. With resume, a run that ended is not repeated."""
+    with _Shown(plans) as shown:
+        runs = [_Run(plan, out, shown, resume) for plan in plans]
+        todo = [run for run in runs if run.result is None]
+        for together in [todo] if plans[0]["turn"] else [[run] for run in todo]:
+            _carry_out(together)
+    return [run.result for run in runs if run.result is not None]
+
+
+def _carry_out(runs: Sequence["_Run"]) -> None:
+    """Starts them at once; when all are ready they go on by turns."""
+    try:
+        for run in runs:
+            run.start()
+        waiting = [run for run in runs if run.read()]
+        while waiting:
+            waiting = [run for run in waiting if run.go_on()]
+    finally:
+        for run in runs:
+            run.end()
+
+
+class _Run:
+    """One training: its process, and what came of it."""
+
+    def __init__(self, plan: dict[str, Any], out: Path, shown: "_Shown", resume: bool) -> None:
+        self.plan, self.name, self.shown = plan, plan["name"], shown
+        self._plan_file, self._log = out / f"{self.name}.plan.json", out / f"{self.name}.log"
+        self._ended = out / f"{self.name}.result.json"
+        self._process: Process | None = None
+        self._losses: list[float] = []
+        self.result: dict[str, Any] | None = None
+        if resume and self._ended.exists():
+            self.result = json.loads(self._ended.read_text())
+
+    def start(self) -> None:
+        self._ended.unlink(missing_ok=True)
+        strict_json.write(self._plan_file, self.plan)
+        self.shown.begin(self.name)
+        self._process = start(self.plan, self._plan_file, self._log)
+
+    def go_on(self) -> bool:
+        """Lets it have its turn. Whether there is another one."""
+        assert self._process is not None
+        self._process.go_on()
+        return self.read()
+
+    def read(self) -> bool:
+        """Follows it until it waits for its turn: True; or has ended: False."""
+        assert self._process is not None
+        for line in self._process.lines():
+            event = json.loads(line)
+            if "waits" in event:
+                return True
+            if "losses" in event:
+                self._losses += event["losses"]
+                self.shown.steps(self.name, event)
+            else:
+                self._end_with(event)
+        if self.result is None:
+            self._end_badly()
+        self.end()
+        return False
+
+    def _end_with(self, event: dict[str, Any]) -> None:
+        if "out_of_memory" in event:
+            self._lost("out of memory", event["out_of_memory"])
+            return
+        strict_json.write(self._ended, {"name": self.name, "status": "ok", **event["result"]})
+        self.result = json.loads(self._ended.read_text())
+
+    def _end_badly(self) -> None:
+        assert self._process is not None
+        ending = self._process.ending()
+        if ending.killed:
+            self._lost(ending.status if ending.status == "out of memory" else "killed", ending.reason)
+            return
+        raise RunFailed(
+            f"the {self.name} run failed; its whole output is in {self._log}, its end:\n"
+            + "\n".join(f"    {line}" for line in self._process.tail() or [ending.reason])
+        )
+
+    def _lost(self, status: str, reason: str) -> None:
+        self.result = {"name": self.name, "status": status, "reason": reason, "losses": self._losses}
+        self.shown.say(f"{self.name}: {status} after {len(self._losses)} steps: {reason}")
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+
+
+def start(plan: dict[str, Any], plan_file: Path, log: Path) -> Process:
+    """The process that carries out the plan."""
+    command = [sys.executable, "-m", "bastile.cli.train", str(plan_file)]
+    return Process(command, environment(plan["device"]), log, "a" if plan["checkpoint"] else "w")
+
+
+class _Shown:
+    """The progress of the runs: bars on a terminal; elsewhere a line now and then."""
+
+    def __init__(self, plans: Iterable[dict[str, Any]]) -> None:
+        columns = [
+            TextColumn("{task.description:>8}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+        ]
+        self._console = Console()
+        self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._tasks = {plan["name"]: _Task(plan["steps"]) for plan in plans}
+
+    def __enter__(self) -> "_Shown":
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, name: str) -> None:
+        task = self._tasks[name]
+        if self._console.is_terminal:
+            task.bar = self._bars.add_task(name, total=task.total, note="starting")
+        else:
+            self.say(f"{name}: starting")
+
+    def steps(self, name: str, event: dict[str, Any]) -> None:
+        """event: as train.py writes it."""
+        task = self._tasks[name]
+        due = task.add(event)
+        note = f"loss {event['losses'][-1]:.4f}"
+        if task.seconds:
+            note += f", {task.tokens / task.seconds:,.0f} tokens/s"
+        if task.bar is not None:
+            self._bars.update(task.bar, completed=task.done, note=note)
+        elif due:
+            self.say(f"{name}: step {task.done} of {task.total}, {note}")
+
+
+class _Task:
+    """How far one run is."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.bar: Any = None
+        self.done = self.tokens = 0
+        self.seconds = 0.0
+        self._told = -1.0  # the part that the last line told of, in lines
+        self._when = 0.0  # and when that was
+
+    def add(self, event: dict[str, Any]) -> bool:
+        """Whether a line is due: after the first step, each tenth of them, and a minute without one."""
+        self.done += len(event["losses"])
+        if event["seconds"]:
+            self.tokens += event["tokens"]
+            self.seconds += event["seconds"]
+        part = self.done * _LINES // self.total
+        due = part > self._told or time.monotonic() - self._when > _SILENCE
+        if due:
+            self._told, self._when = part, time.monotonic()
+        return due
 
 
 def _check_earlier(plan: dict[str, Any], out: Path, resume: bool) -> None:
@@ -67,56 +236,6 @@ def _newest_checkpoint(plan: dict[str, Any]) -> str | None:
     from transformers.trainer_utils import get_last_checkpoint
 
     return get_last_checkpoint(plan["folder"]) if Path(plan["folder"]).is_dir() else None
-
-
-def _run(plan: dict[str, Any], out: Path) -> dict[str, Any]:
-    name = plan["name"]
-    plan_file, log_file = out / f"{name}.plan.json", out / f"{name}.log"
-    strict_json.write(plan_file, plan)
-    result: dict[str, Any] | None = None
-    columns = [
-        TextColumn("{task.description:>8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    ]
-    command = [sys.executable, "-m", "bastile.cli.train", str(plan_file)]
-    with (
-        log_file.open("a" if plan["checkpoint"] else "w") as log,
-        Progress(*columns) as progress,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment(plan["device"])
-        ) as process,
-    ):
-        task = progress.add_task(name, total=plan["steps"], note="starting")
-        assert process.stdout is not None
-        done = tokens = 0
-        first = 0.0
-        try:
-            for line in process.stdout:
-                event = json.loads(line)
-                if "result" in event:
-                    result = event["result"]
-                    continue
-                done += len(event["losses"])
-                note = f"loss {event['losses'][-1]:.4f}"
-                if event["tokens"] and first:
-                    tokens += event["tokens"]
-                    note += f", {tokens / max(time.perf_counter() - first, 1e-9):,.0f} tokens/s"
-                elif event["tokens"]:
-                    first = time.perf_counter()
-                progress.update(task, completed=done, note=note)
-        except BaseException:
-            process.kill()
-            raise
-    if process.returncode != 0 or result is None:
-        tail = log_file.read_text(errors="replace").strip().splitlines()[-8:]
-        raise RunFailed(
-            f"the {name} run ended with status {process.returncode}; its whole output is in {log_file}, its end:\n"
-            + "\n".join(f"    {line}" for line in tail)
-        )
-    return {"name": name, **result}
 
 
 def environment(device: str) -> dict[str, str]:

@@ -37,9 +37,11 @@ class Examples(torch.utils.data.Dataset):
     def load(cls, path: Path | str) -> Examples:
         return cls(**torch.load(path, weights_only=True))
 
-    def save(self, path: Path) -> str:
-        """Writes the file; returns a digest of what it holds."""
+    def save(self, path: Path) -> None:
         torch.save({"ids": self.ids, "labels": self.labels, "ends": self.ends}, path)
+
+    def digest(self) -> str:
+        """Of all that they hold."""
         digest = hashlib.sha256()
         for tensor in (self.ids, self.labels, self.ends):
             digest.update(tensor.numpy().tobytes())

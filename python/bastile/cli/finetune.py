@@ -8,9 +8,18 @@ from typing import Any
 
 from bastile.cli import data, model, runs
 from bastile.cli.errors import UsageError
-from bastile.cli.folder import make_folder
-from bastile.cli.options import add_operators, count, need_packages, need_positive
+from bastile.cli.folder import check_folder
+from bastile.cli.options import (
+    add_checkpointing,
+    add_model,
+    add_operators,
+    add_option,
+    count,
+    need_packages,
+    need_positive,
+)
 
+_STEPS = 100
 _RANK = 16  # of LoRA's matrices, where --lora is given without one
 
 
@@ -21,9 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description="Fine-tunes a model twice, with stock Transformers and with Bastile, from the same weights, seed "
         "and data, by Transformers' Trainer, and compares losses, speed and memory.",
     )
-    parser.add_argument(
-        "--model", metavar="NAME", required=True, help="a folder, or a name on the Hugging Face hub; needed"
-    )
+    add_model(parser, required=True)
     parser.add_argument(
         "--data",
         metavar="DATA",
@@ -31,8 +38,14 @@ def add_parser(subparsers: Any) -> None:
         help="a text file in UTF-8; a .jsonl file with a chat or a text a line; or a data set on the hub; needed",
     )
     parser.add_argument("--split", default="train", help="of a data set (default: %(default)s)")
-    runs.add_training(parser, {"": {"steps": 100, "batch": 1, "sequence": 1024}}, lr=1e-5, out="finetune-out")
-    parser.add_argument("--epochs", type=float, metavar="X", help="train this often on all data, in place of --steps")
+    length = runs.add_training(
+        parser,
+        {"": {"steps": _STEPS, "batch": 1, "sequence": 1024}},
+        lr=1e-5,
+        out="finetune-out",
+        holds="the logs, the plans, the tokens and the checkpoints",
+    )
+    length.add_argument("--epochs", type=float, metavar="X", help="train this often on all data, in place of --steps")
     parser.add_argument(
         "--accumulate", type=count, metavar="N", default=1, help="batches whose gradients make one step (default: 1)"
     )
@@ -42,7 +55,15 @@ def add_parser(subparsers: Any) -> None:
         default="constant",
         help="the learning rate after the warm-up (default: %(default)s)",
     )
-    parser.add_argument("--warmup", type=int, metavar="N", help="steps of linear warm-up (default: a tenth of all)")
+    add_option(
+        parser,
+        "--lr-warmup",
+        was=["--warmup", "--warm-up"],
+        dest="warmup",
+        type=int,
+        metavar="N",
+        help="steps over which the learning rate rises to --lr (default: a tenth of all)",
+    )
     parser.add_argument("--weight-decay", type=float, metavar="X", default=0.0, help="AdamW's (default: %(default)s)")
     parser.add_argument(
         "--max-grad-norm", type=float, metavar="X", default=1.0, help="clip gradients to this norm (default: 1.0)"
@@ -50,12 +71,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--bf16", action="store_true", help="float32 weights, products in bfloat16 (autocast): mixed precision"
     )
-    parser.add_argument(
-        "--checkpointing",
-        "--gradient-checkpointing",
-        action="store_true",
-        help="recompute activations to save memory",
-    )
+    add_checkpointing(parser)
     parser.add_argument(
         "--lora",
         type=count,
@@ -97,8 +113,12 @@ def finetune(options: argparse.Namespace) -> int:
     if not 0 <= options.weight_decay < math.inf:
         raise UsageError(f"--weight-decay is {options.weight_decay}; 0 or more is needed")
     if options.warmup is not None and options.warmup < 0:
-        raise UsageError(f"--warmup is {options.warmup}; 0 or more is needed")
-    out = runs.check(options)
+        raise UsageError(f"--lr-warmup is {options.warmup}; 0 or more is needed")
+    runs.check(options)
+    if options.save:
+        check_folder("--save", options.save)
+    if options.epochs is not None:
+        need_positive("--epochs", options.epochs)
     name = model.find_model(options.model)
     most = getattr(model.load_config(name), "max_position_embeddings", None)
     if most and options.sequence > most:
@@ -111,15 +131,13 @@ def finetune(options: argparse.Namespace) -> int:
     examples, what = data.load(options.data, options.split, tokenizer, options.sequence)
     print(f"Training data: {what}", flush=True)
     if options.epochs is not None:
-        need_positive("--epochs", options.epochs)
         batches = len(examples) // options.batch
         options.steps = max(2, math.ceil(options.epochs * math.ceil(batches / options.accumulate)))
-    if options.save:
-        make_folder("--save", options.save)
-    plan = runs.plan(options, {"pretrained": name})
+    elif options.steps is None:
+        options.steps = _STEPS
     names = ("stock", "bastile") if options.baseline else ("bastile",)
     try:
-        runs.train(plan, examples, out, names, resume=options.resume)
+        runs.train(options, {"pretrained": name}, examples, names)
     except KeyboardInterrupt:
         if options.save_every:
             print("The same command with --resume goes on from the newest checkpoint", file=sys.stderr)

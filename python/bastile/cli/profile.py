@@ -1,7 +1,6 @@
 """`profile`: from options to a model, its profile, and the report."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,10 @@ from typing import Any
 import torch
 
 from bastile.cli import model, strict_json
+from bastile.cli import options as shared
 from bastile.cli.errors import RunFailed, UsageError
-from bastile.cli.folder import make_folder
-from bastile.cli.options import add_operators, add_run, count, device_for, dtype_for, need_packages, operators
+from bastile.cli.folder import check_file, check_folder, make_folder
+from bastile.cli.options import add_operators, count, device_for, dtype_for, need_packages, operators
 from bastile.models.table import FAMILIES
 from bastile.shapes import MODELS
 
@@ -23,17 +23,19 @@ def add_parser(subparsers: Any) -> None:
         description="Profiles a training step of a model with stock Transformers and with Bastile, on random tokens: "
         "time by group and by kernel, side by side, and what limits the step.",
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("--shape", choices=MODELS, help="in place of MODEL: random weights of this model's shapes")
+    shared.add_model(parser)
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as --model
+    shared.add_shape(parser, "in place of --model: random weights of this model's shapes")
     parser.add_argument("--layers", type=count, metavar="N", help="so many layers only (default: all)")
-    parser.add_argument("--batch", type=count, metavar="N", help="sequences (default: CPU 1, CUDA 4)")
-    parser.add_argument("--sequence", type=count, metavar="N", help="tokens a sequence (default: CPU 256, CUDA 2048)")
-    parser.add_argument(
-        "--steps", type=count, metavar="N", default=5, help="steps to time before one is profiled (default: 5)"
-    )
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations, as when memory is short")
+    shared.add_batch(parser, None, "CPU 1, CUDA 4")
+    shared.add_sequence(parser, None, "CPU 256, CUDA 2048")
+    shared.add_steps(parser, "steps to time before one is profiled (default: %(default)s)", 5)
+    shared.add_checkpointing(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace of both steps, for ui.perfetto.dev")
-    add_run(parser, "profile-out", "profile.json and profile.png")
+    shared.add_seed(parser)
+    shared.add_device(parser)
+    shared.add_dtype(parser)
+    shared.add_out(parser, "profile-out", "profile.json and profile.png")
     add_operators(parser)
     parser.set_defaults(command=profile)
 
@@ -41,11 +43,11 @@ def add_parser(subparsers: Any) -> None:
 def profile(options: argparse.Namespace) -> int:
     need_packages("transformers", "rich", "matplotlib")
     if (options.model is None) == (options.shape is None):
-        raise UsageError(f"give either MODEL, or --shape with one of {', '.join(MODELS)}")
+        raise UsageError(f"give either --model, or --shape with one of {', '.join(MODELS)}")
     if options.trace:
-        _check_file("--trace", options.trace)
+        check_file("--trace", options.trace)
     device = device_for(options.device)
-    out = make_folder("--out", options.out)
+    out = check_folder("--out", options.out)
     name, config = _config(options)
     if options.layers is not None and options.layers > config.num_hidden_layers:
         raise UsageError(f"--layers is {options.layers}; the model has {config.num_hidden_layers}")
@@ -80,26 +82,19 @@ def profile(options: argparse.Namespace) -> int:
     console.print(report.groups_table(runs, unit), report.kernels_table(runs, unit), sep="\n")
     for each in runs:
         console.print(each["limit"], soft_wrap=True)
+    make_folder("--out", out)
     report.draw(runs, title, out / "profile.png")
     settings = {"model": options.model, "shape": options.shape, "layers": config.num_hidden_layers, "batch": batch}
     settings |= {"sequence": sequence, "dtype": dtype, "steps": options.steps, "checkpointing": options.checkpointing}
     where = torch.cuda.get_device_name() if on_cuda else f"CPU, threads: {torch.get_num_threads()}"
-    strict_json.write(out / "profile.json", {**about(), "device": where, "settings": settings, "runs": runs})
+    strict_json.write(
+        out / "profile.json", {**about(options.given), "device": where, "settings": settings, "runs": runs}
+    )
     console.print(f"Figures: {out / 'profile.json'}   Plot: {out / 'profile.png'}", soft_wrap=True)
     if options.trace:
         record.write_trace(profilers, options.trace)
         console.print(f"Trace: {options.trace} (open it at ui.perfetto.dev)", soft_wrap=True)
     return 0
-
-
-def _check_file(option: str, path: Path) -> None:
-    """That the file can be written, before an hour's work is done for it."""
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no folder {path.parent}")
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: is a folder; give the name of a file")
-    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-        raise UsageError(f"{option} {path}: may not be written to; give another file")
 
 
 def _config(options: argparse.Namespace) -> tuple[str | None, Any]:

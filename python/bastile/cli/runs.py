@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bastile.cli.errors import UsageError
+from bastile.cli import options as shared
+from bastile.cli.errors import RunFailed, UsageError
 from bastile.cli.examples import Examples
-from bastile.cli.folder import make_folder
-from bastile.cli.options import add_run, count, device_for, dtype_for, need_packages, need_positive, operators
+from bastile.cli.folder import check_folder, make_folder
+from bastile.cli.options import add_option, device_for, dtype_for, need_packages, need_positive, operators
 
 #: What a plan holds beside what every command asks for; `finetune` has an option for each.
 _PLAIN: dict[str, Any] = {
@@ -18,44 +19,49 @@ _PLAIN: dict[str, Any] = {
     "lora": None,
     "lora_alpha": None,
     "max_grad_norm": 1.0,
-    "operators": None,
     "save": None,
     "save_every": None,
     "schedule": "constant",
+    "turn": None,
     "warmup": None,
     "weight_decay": 0.0,
 }
 
 
-def add_training(parser: argparse.ArgumentParser, sizes: dict[str, dict[str, int]], lr: float, out: str) -> None:
+def add_training(
+    parser: argparse.ArgumentParser, sizes: dict[str, dict[str, int]], lr: float, out: str, holds: str
+) -> Any:
     """sizes: the defaults of steps, batch and sequence; where there is one set for each kind of device, the command
-    chooses among them."""
-    for flags, meaning in (
-        (["--steps", "--max-steps"], "training steps of each run, at least 2"),
-        (["--batch"], "sequences a batch"),
-        (["--sequence"], "tokens a sequence, at least 2"),
-    ):
-        name = flags[0][2:]
-        shown = ", ".join(f"{kind.upper()} {size[name]}".strip() for kind, size in sizes.items())
-        parser.add_argument(
-            *flags,
-            type=count,
-            metavar="N",
-            default=sizes[""][name] if "" in sizes else None,
-            help=f"{meaning} (default: {shown})",
-        )
-    parser.add_argument(
+    chooses among them. holds: what lies in the folder beside curves.png and result.json. Returns the group that the
+    number of steps is in, for what may stand in its place."""
+
+    def shown(name: str) -> str:
+        return ", ".join(f"{kind.upper()} {size[name]}".strip() for kind, size in sizes.items())
+
+    default = sizes.get("", {})
+    length = parser.add_mutually_exclusive_group()
+    shared.add_steps(
+        length, f"training steps of each run, at least 2 (default: {shown('steps')})", None, was=["--max-steps"]
+    )
+    shared.add_batch(parser, default.get("batch"), shown("batch"))
+    shared.add_sequence(parser, default.get("sequence"), shown("sequence"))
+    add_option(
+        parser,
         "--lr",
         type=float,
         metavar="X",
         default=lr,
         help="AdamW's learning rate, after the warm-up (default: %(default)s)",
     )
-    add_run(parser, out, "curves.png, result.json, the logs and the checkpoints")
+    shared.add_seed(parser)
+    shared.add_device(parser)
+    shared.add_dtype(parser)
+    shared.add_out(parser, out, f"curves.png, result.json, {holds}")
+    return length
 
 
-def check(options: argparse.Namespace) -> Path:
-    """The output folder, after the checks that need no model. Fills in the device and the type."""
+def check(options: argparse.Namespace) -> None:
+    """What needs no model. Fills in the device and the type."""
     need_packages("transformers", "accelerate", "rich", "matplotlib")
     if options.steps == 1:
         raise UsageError("--steps must be at least 2: the first step warms up and is not timed")
@@ -64,10 +70,10 @@ def check(options: argparse.Namespace) -> Path:
     need_positive("--lr", options.lr)
     options.device = device_for(options.device)
     options.dtype = dtype_for(options.dtype, options.device)
-    return make_folder("--out", options.out)
+    check_folder("--out", options.out)
 
 
-def plan(options: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
+def _plan(options: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
     """Everything that decides how a run goes, as train.train reads it."""
     made = {name: getattr(options, name, value) for name, value in _PLAIN.items()}
     made.update({name: getattr(options, name) for name in ("steps", "batch", "sequence", "lr", "seed")})
@@ -75,21 +81,33 @@ def plan(options: argparse.Namespace, model: dict[str, Any]) -> dict[str, Any]:
         made["warmup"] = max(1, options.steps // 10)
     if made["schedule"] == "constant":
         made["schedule"] = "constant_with_warmup"  # as Transformers names it
-    made["operators"] = operators(argparse.Namespace(operators=made["operators"]))
+    made["operators"] = operators(options)
     made["save"] = str(made["save"]) if made["save"] else None
     return {"model": model, "device": options.device, "dtype": options.dtype, **made}
 
 
-def train(plan: dict[str, Any], examples: Examples, out: Path, names: Sequence[str], resume: bool = False) -> int:
+def train(options: argparse.Namespace, model: dict[str, Any], examples: Examples, names: Sequence[str]) -> None:
+    """Trains under each name and reports. An error where it is the last of them that failed: what stands before it is
+    there to be compared with."""
     from bastile.cli import compare, report
 
+    plan, out, resume = _plan(options, model), options.out, getattr(options, "resume", False)
     if len(examples) < plan["batch"]:
         raise UsageError(
             f"the data makes {len(examples)} sequences of at most {plan['sequence']} tokens, and one batch takes "
             f"{plan['batch']}: give a longer text, or a smaller --batch or --sequence"
         )
     plan["examples"] = str(out / "examples.pt")
-    plan["data"] = examples.save(out / "examples.pt")
-    found = compare.run_all(plan, names, out, resume=resume)
-    report.write(plan, found, out)
-    return 0
+    plan["data"] = examples.digest()
+    plans = compare.plans(plan, names, out, resume)
+    make_folder("--out", out)
+    if plan["save"]:
+        make_folder("--save", Path(plan["save"]))
+    examples.save(out / "examples.pt")
+    found = compare.run_all(plans, out, resume)
+    report.write(plan, found, out, options.given)
+    if found[-1]["status"] != "ok":
+        raise RunFailed(
+            f"the {found[-1]['name']} run did not end ({found[-1]['status']}): a smaller --batch or --sequence takes "
+            f"less memory, and so do --checkpointing and --lora of bastile finetune"
+        )

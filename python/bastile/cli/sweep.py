@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from bastile.cli import options as shared
 from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
-from bastile.cli.folder import make_folder
-from bastile.cli.options import count, device_for, dtype_for, need_packages, need_positive
+from bastile.cli.folder import check_folder, make_folder
+from bastile.cli.options import add_option, count, device_for, dtype_for, need_packages, need_positive
 from bastile.shapes import MODELS
 from bastile.sweep.implementations import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
 
@@ -32,28 +33,36 @@ def add_parser(subparsers: Any) -> None:
         epilog="implementations: " + "; ".join(f"{name}: {one.meaning}" for name, one in IMPLEMENTATIONS.items()),
     )
     model = parser.add_argument_group("what is run")
-    model.add_argument("--model", help=f"{', '.join(MODELS)} (default: qwen3-8b on CUDA, tiny on CPU)")
-    model.add_argument(
-        "--against",
-        metavar="NAMES",
-        help="implementations beside bastile, with commas (default: what suits the device)",
-    )
+    shared.add_shape(model, "the model (default: qwen3-8b on CUDA, tiny on CPU)", was=["--model"])
+    shared.add_against(model, "implementations beside bastile", "what suits the device")
     model.add_argument("--lengths", metavar="N,N", help="tokens a sequence (default: 256 to 16384 by doubling)")
-    model.add_argument("--batch", type=count, metavar="N", help="sequences a step (default: 1; loss curves 4)")
-    model.add_argument("--device", metavar="D", help="cpu, cuda or cuda:N (default: cuda where there is one)")
-    model.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="of the weights (default: bfloat16 on CUDA, else float32)"
-    )
-    model.add_argument("--seed", type=int, metavar="N", default=0, help="of weights and tokens (default: %(default)s)")
+    shared.add_batch(model, None, "1; loss curves 4")
+    shared.add_seed(model)
+    shared.add_device(model)
+    shared.add_dtype(model)
 
     how = parser.add_argument_group("how it is measured")
     states = how.add_mutually_exclusive_group()
-    states.add_argument("--step", action="store_true", help="also time the whole step, with fused AdamW")
+    add_option(
+        states,
+        "--whole-step",
+        was=["--step"],
+        action="store_true",
+        help="also time the whole step, with fused AdamW",
+    )
     states.add_argument(
         "--no-optimizer", action="store_true", help="without the optimiser's states, which otherwise lie in memory"
     )
-    how.add_argument("--repeats", type=count, metavar="N", default=5, help="timed steps (default: %(default)s)")
-    how.add_argument("--warm-up", type=count, metavar="N", default=3, help="steps before them (default: %(default)s)")
+    shared.add_steps(how, "timed steps (default: %(default)s)", 5, was=["--repeats"])
+    add_option(
+        how,
+        "--untimed",
+        was=["--warm-up", "--warmup"],
+        type=count,
+        metavar="N",
+        default=3,
+        help="steps before them, not timed (default: %(default)s)",
+    )
     how.add_argument(
         "--profile-floor",
         action="store_true",
@@ -61,23 +70,27 @@ def add_parser(subparsers: Any) -> None:
     )
     how.add_argument("--memory-limit", type=float, metavar="GIB", help="as if the device had no more than this")
     how.add_argument("--timeout", type=float, metavar="S", default=900.0, help="of one length (default: %(default)s)")
-    how.add_argument("--budget", type=float, metavar="S", help="start no configuration after this time")
+    shared.add_budget(how, "configuration")
     how.add_argument("--share-process", action="store_true", help="one process for all lengths of an implementation")
 
     other = parser.add_argument_group("other measurements")
     other.add_argument(
-        "--fsdp", action="store_true", help="on several GPUs by FSDP2; batch and tokens/s are per GPU, all"
+        "--fsdp", action="store_true", help="on several GPUs by FSDP2; batch is per GPU, tokens/s are all GPUs'"
     )
-    other.add_argument("--gpus", type=count, metavar="N", help="processes of --fsdp (default: all GPUs; CPU 2)")
+    other.add_argument("--gpus", type=count, metavar="N", help="processes; only with --fsdp (default: all GPUs; CPU 2)")
     other.add_argument(
-        "--loss-curve", type=count, metavar="STEPS", help="train on the Python standard library's sources instead"
+        "--loss-curve",
+        type=count,
+        metavar="STEPS",
+        help="train on the Python standard library's sources instead, at one of --lengths; not with --fsdp, "
+        "--whole-step, --no-optimizer or --budget",
     )
 
     files = parser.add_argument_group("files")
-    files.add_argument("--out", type=Path, metavar="FOLDER", default=Path("sweep-out"), help="(default: %(default)s)")
+    shared.add_out(files, "sweep-out", "the JSON, the plots and the logs")
     files.add_argument("--fresh", action="store_true", help="forget what an earlier sweep has left in --out")
-    files.add_argument("--show", type=Path, metavar="FILE", help="table and plots of a saved JSON; measure nothing")
-    files.add_argument("--json", action="store_true", help="print the JSON in place of the table")
+    shared.add_show(files)
+    shared.add_json(files)
     parser.set_defaults(command=sweep)
 
 
@@ -91,7 +104,7 @@ def sweep(options: argparse.Namespace) -> int:
     if int(os.environ.get("RANK", 0)) > 0:
         return 0  # torchrun has started this once a GPU; the first of them starts the workers of all
     settings, names, lengths = _plan(options)
-    folder = make_folder("--out", options.out)
+    folder = check_folder("--out", options.out)
     results = Results.opened(folder / f"{_file_name(settings)}.json", settings, options.fresh)
     try:
         complete = _measure(options, results, names, lengths, folder)
@@ -113,12 +126,12 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
     device = device_for(options.device)
     on_cuda = device.startswith("cuda")
     curve = options.loss_curve is not None
-    model = options.model or ("qwen3-8b" if on_cuda else "tiny")
-    if model not in MODELS:
-        raise UsageError(f"--model: there is no {model!r}; give one of {', '.join(MODELS)}")
+    model = options.shape or ("qwen3-8b" if on_cuda else "tiny")
     gpus = _gpus(options, device)
     if curve:
-        _refuse(options, "--loss-curve trains whole steps", fsdp=False, step=False, no_optimizer=False, budget=None)
+        _refuse(
+            options, "--loss-curve trains whole steps", fsdp=False, whole_step=False, no_optimizer=False, budget=None
+        )
         if options.loss_curve < 2:
             raise UsageError("--loss-curve must be at least 2: the first step warms up and is not timed")
     for option in ("timeout", "memory_limit", "budget"):
@@ -145,9 +158,9 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
             "batch": options.batch or (4 if curve else 1),
             "seed": options.seed,
             "gpus": gpus,
-            "optimizer": "step" if options.step else "none" if options.no_optimizer else "states",
-            "warm_up": options.warm_up,
-            "repeats": options.repeats,
+            "optimizer": "step" if options.whole_step else "none" if options.no_optimizer else "states",
+            "warm_up": options.untimed,
+            "repeats": options.steps,
             "curve_steps": options.loss_curve,
             "profile_floor": options.profile_floor,
             "memory_limit": options.memory_limit,
@@ -231,15 +244,18 @@ def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
 
     vocabulary = min(8192, MODELS[settings["model"]]["vocab_size"])
     path = folder / f"tokens-{vocabulary}.pt"
+    made = None
     if not path.exists():
         text = data.standard_library_text()
         print(f"Training a BPE vocabulary on {len(text):,} characters of text", file=sys.stderr, flush=True)
-        draft = path.with_suffix(".part")
-        torch.save(torch.tensor(data.train_tokenizer(text, vocabulary).encode(text).ids), draft)
-        draft.replace(path)
-    found = len(torch.load(path, weights_only=True))
+        made = torch.tensor(data.train_tokenizer(text, vocabulary).encode(text).ids)
+    found = len(torch.load(path, weights_only=True) if made is None else made)
     if found < settings["batch"] * length:
         raise UsageError(f"the text has {found} tokens, and one step takes {settings['batch']} x {length}")
+    if made is not None:
+        draft = make_folder("--out", folder) / f"{path.stem}.part"
+        torch.save(made, draft)
+        draft.replace(path)
     return path.resolve()
 
 

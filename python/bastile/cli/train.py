@@ -1,17 +1,20 @@
 """One training run in a process of its own: `python -m bastile.cli.train plan.json`.
 
-Reads a plan as written by compare.run. Writes one JSON object a line to standard output: {"losses": [...], "tokens": N}
-for the steps since the last such line (tokens: how many these steps trained on; 0 for steps of an earlier process), at
-the end {"result": {...}}. Everything else goes to standard error. With and without Bastile the same lines run; only
-bastile.apply() differs. The loop is Transformers' Trainer."""
+Reads a plan as written by compare.run_all. Writes JSON objects, one a line, to standard output. {"losses": [...],
+"tokens": N, "seconds": X}: of the steps since the last such line, with the tokens that they trained on and the time
+that they took; 0 and 0 for steps of an earlier process, and no time for the first step, which warms up allocators and
+compiles kernels. {"waits": true}: where runs take turns, before the first step and after each turn; it goes on when a
+line comes by standard input. At the end {"result": {...}}, or {"out_of_memory": "why"}. All else goes to standard
+error. With and without Bastile the same lines run; only bastile.apply() differs. The loop is Transformers' Trainer."""
 
 import json
-import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import bastile
+from bastile.cli.child import Parent, events, is_out_of_memory
 from bastile.cli.examples import Examples, batch
 from bastile.cli.model import checkpoint_activations
 
@@ -27,7 +31,8 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 #: A GPU is asked for its losses only now and then: waiting for each would hide how well the steps are queued.
 _INTERVAL = 10
 
-Report = Callable[[list[float], int], None]
+Report = Callable[[list[float], int, float], None]
+Wait = Callable[[], None]
 
 
 class _Trainer(Trainer):
@@ -47,19 +52,22 @@ class _Trainer(Trainer):
 
 
 class _Watch(TrainerCallback):
-    """Losses, time and tokens of the steps. The losses go to the trainer's log, which its checkpoints hold."""
+    """Losses, time and tokens of the steps, and the turns. The losses go to the trainer's log, which its checkpoints
+    hold. turn: so many steps each, the first one by itself; None: this run waits for no other."""
 
-    def __init__(self, trainer: _Trainer, report: Report) -> None:
-        self.trainer, self.report = trainer, report
+    def __init__(self, trainer: _Trainer, report: Report, wait: Wait, turn: int | None) -> None:
+        self.trainer, self.report, self.wait, self.turn = trainer, report, wait, turn
         self.losses: list[torch.Tensor] = []
-        self.begin = self.away = 0.0  # when the first step ended; what saving took since
-        self.last = 0.0
-        self.first_tokens = self.reported_tokens = self.steps = 0
+        self.steps = self.reported_tokens = 0
+        self.begin = 0.0  # of the time that the next report is about
+        self.turns = [_no_turn()]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         earlier = logged(state)
         if earlier:
-            self.report(earlier, 0)
+            self.report(earlier, 0, 0.0)
+        if self.turn:
+            self.wait()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.losses.append(torch.stack(self.trainer.micro_losses).sum())
@@ -67,39 +75,59 @@ class _Watch(TrainerCallback):
         self.steps += 1
         interval = _INTERVAL if args.device.type == "cuda" else 1
         last = state.global_step == state.max_steps
-        if self.steps == 1 or self.steps % interval == 0 or control.should_save or last:
-            values = torch.stack(self.losses).tolist()  # waits for the device
-            self.losses.clear()
-            first = state.global_step - len(values) + 1
-            state.log_history += [{"step": first + at, "step_loss": value} for at, value in enumerate(values)]
-            tokens = int(self.trainer.tokens)
-            self.last = time.perf_counter()
-            if self.steps == 1:  # it warms up allocators and compiles kernels, and is not timed
-                self.begin, self.first_tokens = self.last, tokens
-            self.report(values, tokens - self.reported_tokens)
-            self.reported_tokens = tokens
+        turn_is_over = self.turn is not None and (self.steps - 1) % self.turn == 0
+        if self.steps == 1 or self.steps % interval == 0 or turn_is_over or control.should_save or last:
+            self._report(state)
+        if turn_is_over and not last:
+            self.wait()
+            self.begin = time.perf_counter()
+            self.turns.append(_no_turn())
+
+    def _report(self, state: Any) -> None:
+        values = torch.stack(self.losses).tolist()  # waits for the device
+        now = time.perf_counter()
+        self.losses.clear()
+        first = state.global_step - len(values) + 1
+        state.log_history += [{"step": first + at, "step_loss": value} for at, value in enumerate(values)]
+        tokens = int(self.trainer.tokens) - self.reported_tokens
+        self.reported_tokens += tokens
+        seconds = now - self.begin if self.steps > 1 else 0.0
+        self.report(values, tokens, seconds)
+        if self.steps > 1:
+            for key, value in (("steps", len(values)), ("tokens", tokens), ("seconds", seconds)):
+                self.turns[-1][key] += value
+        self.begin = now
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.steps == 1:
-            self.begin = time.perf_counter()
-        elif state.global_step < state.max_steps:
-            self.away += time.perf_counter() - self.last
+        self.begin = time.perf_counter()
 
     def measured(self) -> dict[str, Any]:
-        """None for what a process that made one step at most cannot say."""
-        steps, seconds = self.steps - 1, self.last - self.begin - self.away
-        if steps < 1:
-            return {"timed_steps": 0, "timed_seconds": None, "seconds_per_step": None, "tokens_per_second": None}
+        """Medians over the turns. None for what a process that made one step at most cannot say."""
+        turns = [turn for turn in self.turns if turn["steps"]]
+        if not turns:
+            return {
+                "timed_steps": 0,
+                "timed_seconds": None,
+                "seconds_per_step": None,
+                "tokens_per_second": None,
+                "turns": [],
+            }
         return {
-            "timed_steps": steps,
-            "timed_seconds": seconds,
-            "seconds_per_step": seconds / steps,
-            "tokens_per_second": (int(self.trainer.tokens) - self.first_tokens) / seconds,
+            "timed_steps": sum(turn["steps"] for turn in turns),
+            "timed_seconds": sum(turn["seconds"] for turn in turns),
+            "seconds_per_step": median(turn["seconds"] / turn["steps"] for turn in turns),
+            "tokens_per_second": median(turn["tokens"] / turn["seconds"] for turn in turns),
+            "turns": turns,
         }
 
 
-def train(plan: dict[str, Any], report: Report) -> dict[str, Any]:
-    """Carries out the plan; report(losses, tokens) is called as training goes on. Returns what the run measured."""
+def _no_turn() -> dict[str, Any]:
+    return {"steps": 0, "tokens": 0, "seconds": 0.0}
+
+
+def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> dict[str, Any]:
+    """Carries out the plan; report(losses, tokens, seconds) is called as training goes on, and wait() where the plan
+    has turns and this one's is over. Returns what the run measured."""
     arguments = _arguments(plan)
     device = arguments.device
     torch.manual_seed(plan["seed"])
@@ -113,7 +141,7 @@ def train(plan: dict[str, Any], report: Report) -> dict[str, Any]:
     if plan["lora"]:
         model = _with_adapters(model, plan)
     trainer = _Trainer(model=model, args=arguments, train_dataset=Examples.load(plan["examples"]), data_collator=batch)
-    watch = _Watch(trainer, report)
+    watch = _Watch(trainer, report, wait, plan["turn"])
     trainer.add_callback(watch)
     memory_before = _memory_now(device)
     trainer.train(resume_from_checkpoint=plan["checkpoint"])
@@ -200,15 +228,29 @@ def _process_memory(key: str) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def run(plan: dict[str, Any], send: Callable[[dict[str, Any]], None], go_on: Wait) -> None:
+    """Carries out the plan and sends the events that the head of this file names; go_on() waits for its turn."""
+
+    def report(losses: list[float], tokens: int, seconds: float) -> None:
+        send({"losses": losses, "tokens": tokens, "seconds": seconds})
+
+    def wait() -> None:
+        send({"waits": True})
+        go_on()
+
+    try:
+        send({"result": train(plan, report, wait)})
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        send({"out_of_memory": str(error).strip().partition("\n")[0] or type(error).__name__})
+
+
 def main() -> None:
+    parent = Parent()
     plan = json.loads(Path(sys.argv[1]).read_text())
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get among the events
-
-    def send(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=events, flush=True)
-
-    send({"result": train(plan, lambda losses, tokens: send({"losses": losses, "tokens": tokens}))})
+    run(plan, events(), parent.wait)
 
 
 if __name__ == "__main__":

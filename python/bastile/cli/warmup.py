@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from bastile.cli import model
+from bastile.cli import options as shared
 from bastile.cli.errors import RunFailed, UsageError
 from bastile.cli.options import count, device_for, need_packages
 from bastile.shapes import MODELS
@@ -19,15 +20,10 @@ def add_parser(subparsers: Any) -> None:
         "user on this machine waits for them. Needs no weights. Neither --model nor --shape given: every supported "
         "model type's default config.",
     )
-    parser.add_argument("--model", metavar="NAME", help="a folder, or a name on the Hugging Face hub")
-    parser.add_argument("--shape", choices=MODELS, help="in place of --model: this model's shapes")
-    parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        default="bfloat16",
-        help="of the weights (default: %(default)s)",
-    )
-    parser.add_argument("--device", metavar="D", help="cuda or cuda:N (default: cuda)")
+    shared.add_model(parser)
+    shared.add_shape(parser, "in place of --model: this model's shapes")
+    shared.add_dtype(parser, ("float32", "bfloat16", "float16"), "bfloat16", "bfloat16")
+    shared.add_device(parser, "cuda or cuda:N", "cuda")
     parser.add_argument(
         "--threads", type=count, metavar="N", help="kernels to compile at once (default: CPU cores, at most 8)"
     )

@@ -1,27 +1,17 @@
-"""Processes: starting the workers of one job, reading what they say, and ending them, whatever becomes of them."""
+"""Jobs: the processes that measure one configuration, read together and ended together, whatever becomes of them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-
-@dataclass(frozen=True)
-class Ending:
-    """How a job ended that did not end well."""
-
-    status: str  #: "failed", "timed out" or "out of memory"
-    reason: str
+from bastile.cli.processes import Ending, Process
 
 
 def run_job(
@@ -36,23 +26,14 @@ def run_job(
     handle(event) is called for each line of JSON that any of them writes; it returns whether to go on. The job is done
     when all have written {"done": true}; when one ends without, or the time is over, the others are ended too."""
     events: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
-    processes: list[subprocess.Popen[str]] = []
-    killed_before = _killed_for_memory()
+    processes: list[Process] = []
+    readers: list[threading.Thread] = []
     deadline = time.monotonic() + timeout
     try:
         for number, (environment, log) in enumerate(zip(environments, logs, strict=True)):
-            with log.open("w") as file:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,  # its end tells them that we are gone
-                    stdout=subprocess.PIPE,
-                    stderr=file,
-                    text=True,
-                    env={**os.environ, **environment},
-                    start_new_session=True,
-                )
-            processes.append(process)
-            threading.Thread(target=_forward, args=(process.stdout, number, events), daemon=True).start()
+            processes.append(Process(command, {**os.environ, **environment}, log))
+            readers.append(threading.Thread(target=_forward, args=(processes[-1], number, events), daemon=True))
+            readers[-1].start()
         running = set(range(len(processes)))
         while running:
             try:
@@ -66,43 +47,14 @@ def run_job(
                 elif not handle(event):
                     return None
             elif number in running:
-                return _ending(processes[number], logs[number], _killed_for_memory() > killed_before)
+                return processes[number].ending()
         return None
     finally:
         for process in processes:
-            # Not waited for yet, so the number is still theirs. The group: their compilers' helpers too.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+            process.end()
 
 
-def _forward(stream: IO[str], number: int, events: queue.SimpleQueue[tuple[int, str | None]]) -> None:
-    with stream:
-        for line in stream:
-            events.put((number, line))
+def _forward(process: Process, number: int, events: queue.SimpleQueue[tuple[int, str | None]]) -> None:
+    for line in process.lines():
+        events.put((number, line))
     events.put((number, None))
-
-
-def _ending(process: subprocess.Popen[str], log: Path, for_memory: bool) -> Ending:
-    """Reads the status and leaves it to be waited for."""
-    found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    status = found.si_status if found is not None else 0
-    if found is not None and found.si_code != os.CLD_EXITED:
-        if status == signal.SIGKILL and for_memory:
-            return Ending("out of memory", "killed by the system, which had run out of memory")
-        return Ending("failed", f"killed by {signal.Signals(status).name}")
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return Ending("failed", lines[-1][:300] if lines else f"ended with status {status} and said nothing")
-
-
-def _killed_for_memory() -> int:
-    """How many processes Linux has killed for want of memory since it started."""
-    try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return 0

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bastile.cli.processes import Ending
 from bastile.sweep.implementations import IMPLEMENTATIONS
-from bastile.sweep.jobs import Ending, run_job
+from bastile.sweep.jobs import run_job
 from bastile.sweep.results import Record, Results
 
 WORKER = (sys.executable, "-m", "bastile.sweep.worker")

@@ -2,17 +2,15 @@
 
 Reads a plan as run.py writes it. Writes JSON objects, one a line, to standard output: {"machine": ...} if asked, a
 {"result": ...} a length, {"steps": n} as training goes on, {"done": true} at the end. Everything else goes to standard
-error. When standard input ends, the process that started this one is gone, and so is its use."""
+error. It ends when standard input does."""
 
 from __future__ import annotations
 
 import gc
 import json
 import os
-import re
 import resource
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 
 from bastile.bench import machine
+from bastile.cli.child import Parent, events, is_out_of_memory
 from bastile.shapes import MODELS
 from bastile.sweep import curve
 from bastile.sweep.implementations import IMPLEMENTATIONS, CannotRun
@@ -28,15 +27,6 @@ from bastile.sweep.model import build, random_tokens
 from bastile.sweep.sharded import Ranks
 
 Send = Callable[[dict[str, Any]], None]
-
-#: How PyTorch, the driver, cuBLAS, Triton and Bastile say it.
-_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
-    )
 
 
 def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
@@ -88,24 +78,10 @@ def _limit_memory(gib: float, device: torch.device) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + size, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _leave_with_parent() -> None:
-    def wait() -> None:
-        while sys.stdin.buffer.read(1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
 def main() -> None:
-    _leave_with_parent()
+    Parent()
     plan = json.loads(Path(sys.argv[1]).read_text())
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not get among the events
-
-    def send(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=events, flush=True)
-
+    send = events()
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device(plan["device"])
     if device.type == "cuda":

@@ -1,0 +1,104 @@
+"""Processes that train or measure for a command: starting them, reading what they say, ending them, and how they ended.
+
+Such a process writes JSON objects, one a line, to its standard output; its standard error goes to a log. Its standard
+input tells it when to go on, and by its end that the command is gone. child.py is its side of this."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process or a job ended that did not end well."""
+
+    status: str  #: "failed", "timed out" or "out of memory"
+    reason: str
+    killed: bool = False  #: by SIGKILL, which no process can answer
+
+
+class Process:
+    """mode: of the log, as for open()."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path, mode: str = "w"):
+        self.log = log
+        self._killed_before = killed_for_memory()
+        with log.open(mode) as file:
+            self._process = self._begin(command, environment, file)
+
+    def _begin(self, command: Sequence[str], environment: Mapping[str, str], log: IO[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def _exit_code(self) -> int:
+        """Waits for its end, and leaves the code to be had again. A signal's is negative."""
+        found = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if found is None or found.si_code == os.CLD_EXITED:
+            return found.si_status if found is not None else 0
+        return -found.si_status
+
+    def lines(self) -> Iterator[str]:
+        """What it writes, until it writes no more; a later call goes on where an earlier one was left."""
+        stream = self._process.stdout
+        assert stream is not None
+        yield from iter(stream.readline, "")
+        stream.close()
+
+    def go_on(self) -> None:
+        """Tells one that waits to go on."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its lines will show
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+
+    def ending(self) -> Ending:
+        """Waits for its end."""
+        code = self._exit_code()
+        if code >= 0:
+            lines = [line.strip() for line in self.tail()]
+            return Ending("failed", lines[-1][:300] if lines else f"ended with status {code} and said nothing")
+        if code != -signal.SIGKILL:
+            return Ending("failed", f"killed by {signal.Signals(-code).name}")
+        now = killed_for_memory()
+        if now is not None and now > (self._killed_before or 0):
+            return Ending("out of memory", "killed by the system, which had run out of memory", killed=True)
+        return Ending("failed", "killed by SIGKILL", killed=True)
+
+    def tail(self, most: int = 8) -> list[str]:
+        """The last lines of the log that hold anything."""
+        return [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()][-most:]
+
+    def end(self) -> None:
+        """Ends it, and what it has started: compilers have helpers."""
+        if self._process.returncode is None:  # not waited for yet, so the number is still its own
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+
+def killed_for_memory() -> int | None:
+    """How many processes Linux has killed for want of memory since it started; None where it does not say."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
