@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from bastile.bench.cases import HOST, LIMITS, OPS, Case, Need
 from bastile.bench.operators import OPERATORS
 from bastile.bench.peers import PEERS
 from bastile.cli import main
+from command import one_thread
 
 CPU = torch.device("cpu")
 TINY = {
@@ -33,6 +36,7 @@ TINY = {
     "fused_linear_cross_entropy": (6, 32, 101),
     "moe_experts": (6, 32, 16, 4, 2),
 }
+on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -40,6 +44,15 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a figure is worth does not matter here; that it is measured does."""
     monkeypatch.setattr(timing, "_WALL_SECONDS", 1e-3)
+    monkeypatch.setitem(timing._COPY_BYTES, "cpu", 1 << 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage() -> Iterator[None]:
+    """Each case ends with a collection, which would go through all that every library has made so far."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def measure(
@@ -374,10 +387,10 @@ def test_mistakes_are_told_with_their_remedy(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "other.json").write_text("[]")
     for arguments, told in (
         (["sofmax"], "op: there is no 'sofmax'; give one or more of rms_norm, add_rms_norm"),
-        (["--dtype", "fp8"], "--dtype: there is no 'fp8'; give one or more of bf16, fp16, fp32"),
+        (["--dtype", "fp8"], "--dtype: there is no 'fp8'; give one or more of float32, bfloat16, float16"),
         (["--against", "apex"], "--against: there is no 'apex'; give one or more of torch, hf"),
-        (["--shapes", "huge"], "--shapes: there is no 'huge'; give one or more of limits, small"),
-        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--cases", "huge"], "--cases: there is no 'huge'; give one or more of limits, small"),
+        (["--rounds", "0"], "--rounds: 0 is not at least 1"),
         (["--budget", "0"], "--budget is 0.0; a positive number is needed"),
         (["--device", "toaster"], "give cpu, cuda or cuda:N"),
         (["--show", str(tmp_path / "none.json")], "none.json cannot be read (No such file or directory)"),

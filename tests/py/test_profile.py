@@ -15,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 import bastile
 from bastile.profile import record, regions, report, run
 from bastile.profile.groups import GROUPS, REGION, group_of, short_name
-from command import command, save_model
+from command import command, one_thread, save_model
 from conftest import tiny_batch, tiny_model
 
+on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 NORM, LOSS, BACKBONE = REGION + "norms", REGION + "loss", REGION + "other"
 
 # Names of kernels, shortened within their template arguments; the first block as recorded on an H200 (PyTorch 2.11).
@@ -285,8 +286,8 @@ def test_mistakes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
 
     tiny = ["--shape", "tiny", "--device", "cpu", "--out", str(tmp_path)]
     for arguments, told in (
-        (["--device", "cpu"], "give either MODEL, or --shape with one of qwen3-8b"),
-        ([str(tmp_path), *tiny], "give either MODEL, or --shape"),
+        (["--device", "cpu"], "give either --model, or --shape with one of qwen3-8b"),
+        ([str(tmp_path), *tiny], "give either --model, or --shape"),
         ([*tiny, "--layers", "3"], "--layers is 3; the model has 2"),
         ([*tiny, "--sequence", "1"], "--sequence must be at least 2"),
         ([*tiny, "--trace", str(tmp_path / "no" / "trace.json")], "there is no folder"),

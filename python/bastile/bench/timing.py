@@ -33,6 +33,7 @@ _GRAPH_SECONDS = 8e-3  #: of one replay, at the speed of calls that wait: well a
 _LAUNCH_SECONDS = 1e-3  #: ample for the launch of a graph, which would else count as device time
 _QUEUE_SECONDS = 40e-3
 _WALL_SECONDS = 40e-3
+_COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}  #: far more than a cache holds
 _MOST_SETS = 32
 _MOST_SLEEP = 0.5
 _BEHIND = "the host did not stay ahead (it waits, or the queue was full): gaps may be included"
@@ -299,7 +300,7 @@ def _resident(key: str) -> int:
 
 def copy_speed(device: torch.device) -> float:
     """Bytes a second of a large copy within the device's memory, read plus written: the ceiling of what moves bytes."""
-    size = (2 << 30) if device.type == "cuda" else (256 << 20)
+    size = _COPY_BYTES[device.type]
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []
