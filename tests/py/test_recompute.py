@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,118 @@ def test_one_output_is_made_once_for_all_that_kept_it() -> None:
     leaves, loss = norm_and_projections(count=3)
     torch.autograd.grad(loss, leaves[2])
     assert bastile.recompute._thread.last.outputs == ()
+
+
+class _Spoil(torch.autograd.Function):
+    """The identity, whose backward pass writes over what it has kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        ctx.saved_tensors[0].zero_()
+        return gradient
+
+
+def test_an_output_that_its_first_reader_wrote_to_is_made_again() -> None:
+    x, weight, projection = parameters((7, 32), (32,), (8, 32))
+
+    def run() -> torch.Tensor:
+        y = rms_norm(x, weight)
+        loss = projected(y, projection)
+        return loss + _Spoil.apply(y).sum()  # begun last, so its backward pass is the first
+
+    (want,) = torch.autograd.grad(projected(rms_norm(x, weight), projection), projection)
+    with recomputing():
+        loss = run()
+    (got,) = torch.autograd.grad(loss, projection)
+    assert want.any()
+    assert_same_bits(got, want)
+    with recomputing():
+        loss = run()
+    with Memory() as memory:
+        loss.backward()
+    assert sum("rms_norm_forward" in call for call in memory.calls) == 2
+
+
+def test_what_a_failed_backward_pass_has_made_is_not_another_s() -> None:
+    """It ended between two readers. Since then the norm's weight has changed, which must not pass unseen."""
+    x, weight, first, second = parameters((7, 32), (32,), (8, 32), (8, 32))
+    fails = True
+
+    def fail(gradient: torch.Tensor) -> None:
+        if fails:
+            raise ValueError("no further")
+
+    with recomputing():
+        y = rms_norm(x, weight)
+        before = nn.functional.linear(y, first)
+        before.register_hook(fail)
+        loss = before.square().sum() + nn.functional.linear(y, second).square().sum()
+    with pytest.raises(ValueError, match="no further"):
+        loss.backward(retain_graph=True)
+    assert second.grad is not None, "the second projection was read first"
+    fails = False
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, second)  # one reader, who would find what is left of the other pass
+
+
+def streams(monkeypatch: pytest.MonkeyPatch, current: list[int]) -> None:
+    """As if work on any tensor were queued on this stream."""
+    monkeypatch.setattr(bastile.recompute, "_stream", lambda tensor: current[0])
+
+
+@pytest.mark.parametrize("at_reading", [[5, 5, 5], [5, 6, 6], [6, 5, 6]])
+def test_what_was_made_on_another_stream_is_made_again(monkeypatch: pytest.MonkeyPatch, at_reading: list[int]) -> None:
+    """Nothing there would wait for it. Three readers, each with its stream."""
+    current = [5]
+    streams(monkeypatch, current)
+    x, weight, *projections = parameters((7, 32), (32,), (8, 32), (8, 32), (8, 32))
+    left = list(at_reading)
+
+    def switch(gradient: torch.Tensor) -> None:
+        current[0] = left.pop(0)
+
+    with recomputing():
+        y = rms_norm(x, weight)
+        terms = [nn.functional.linear(y, projection) for projection in projections]
+        for term in terms:
+            term.register_hook(switch)
+        loss = sum(term.square().sum() for term in terms)
+    with Memory() as memory:
+        loss.backward()
+    assert left == []
+    made = 1 + sum(one != other for one, other in pairwise(at_reading))
+    assert sum("rms_norm_forward" in call for call in memory.calls) == made
+
+
+@pytest.mark.parametrize("saved_on", [5, 6])
+def test_an_output_saved_on_another_stream_is_kept(monkeypatch: pytest.MonkeyPatch, saved_on: int) -> None:
+    current = [5]
+    streams(monkeypatch, current)
+    x, weight, projection = parameters((7, 32), (32,), (8, 32))
+
+    def run() -> torch.Tensor:
+        current[0] = 5
+        y = rms_norm(x, weight)
+        current[0] = saved_on
+        return projected(y, projection)
+
+    plain = kept_by(run)
+    with recomputing():
+        dropped = plain - kept_by(run)
+    assert dropped == (7 * 32 * 4 if saved_on == 5 else 0)
+
+
+def test_the_stream_of_a_tensor_is_its_device_s_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 100 + device, raising=False)
+    assert bastile.recompute._stream(SimpleNamespace(is_cuda=True, get_device=lambda: 3)) == 103
+    assert bastile.recompute._stream(torch.ones(1)) is None
 
 
 def test_a_retained_graph_gives_the_same_gradients_again() -> None:
