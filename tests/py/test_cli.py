@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from transformers import OPTConfig
 
 import bastile
 from bastile.cli import compare, data, main, strict_json
+from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
 from bastile.models.table import FAMILIES, OPERATORS
 from command import save_model
@@ -218,7 +220,8 @@ def test_what_an_option_is_called_it_is_called_everywhere() -> None:
     assert {name for name, found in kinds.items() if len(found) > 1} == set()
 
 
-def test_operators_can_be_named_and_left_out() -> None:
+def test_operators_can_be_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bastile.cli import options
     from bastile.cli.arguments import parse
     from bastile.cli.options import operators
 
@@ -230,6 +233,11 @@ def test_operators_can_be_named_and_left_out() -> None:
     assert chosen("--no-rope", "--no-cross-entropy") == set(OPERATORS) - {"rope", "fused_linear_cross_entropy"}
     assert chosen("--rope", "--no-rms-norm") == {"rope"}
     assert chosen("--rope", "--no-rope") == set(OPERATORS) - {"rope"}, "the last one counts"
+    fused = SimpleNamespace(**vars(OPERATORS["qk_norm_rope"]) | {"needs": ("rms_norm", "rope")})
+    monkeypatch.setattr(options, "OPERATORS", {**OPERATORS, "qk_norm_rope": fused})
+    assert chosen("--qk-norm-rope") == {"qk_norm_rope", "rms_norm", "rope"}
+    with pytest.raises(UsageError, match="--qk-norm-rope fuses rope: it does not go with --no-rope"):
+        chosen("--qk-norm-rope", "--no-rope")
 
 
 def test_steps_and_epochs_exclude_each_other(capsys: pytest.CaptureFixture) -> None:

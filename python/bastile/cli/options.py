@@ -120,8 +120,8 @@ def add_operators(parser: argparse.ArgumentParser) -> None:
     `operators`."""
     group = parser.add_argument_group(
         "operators",
-        "which of Bastile's operators to use: only those that are named, or all but those named with --no-; none "
-        "named: all",
+        "which of Bastile's operators to use: only those that are named (and what they fuse), or all but those named "
+        "with --no-; none named: all",
     )
     for operator, row in OPERATORS.items():
         short = _SHORT.get(operator)
@@ -140,10 +140,17 @@ def _flag(name: str) -> str:
 
 
 def operators(options: argparse.Namespace) -> dict[str, bool]:
-    """As bastile.apply takes them."""
+    """As bastile.apply takes them. One that is named brings those that it fuses."""
     asked = {operator: getattr(options, f"use_{operator}", None) for operator in OPERATORS}
-    otherwise = True not in asked.values()
-    return {operator: otherwise if wanted is None else wanted for operator, wanted in asked.items()}
+    named = [operator for operator, wanted in asked.items() if wanted]
+    if not named:
+        return {operator: wanted is None for operator, wanted in asked.items()}
+    for operator in named.copy():
+        for needed in getattr(OPERATORS[operator], "needs", ()):
+            if asked[needed] is False:
+                raise UsageError(f"{_flag(operator)} fuses {needed}: it does not go with --no-{_flag(needed)[2:]}")
+            named.append(needed)
+    return {operator: operator in named for operator in OPERATORS}
 
 
 # ---- how it is measured, and where the results go -------------------------------------------------------------------

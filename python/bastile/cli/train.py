@@ -73,10 +73,10 @@ class _Watch(TrainerCallback):
         self.losses.append(torch.stack(self.trainer.micro_losses).sum())
         self.trainer.micro_losses.clear()
         self.steps += 1
-        interval = _INTERVAL if args.device.type == "cuda" else 1
+        interval = (self.turn or _INTERVAL) if args.device.type == "cuda" else 1
         last = state.global_step == state.max_steps
         turn_is_over = self.turn is not None and (self.steps - 1) % self.turn == 0
-        if self.steps == 1 or self.steps % interval == 0 or turn_is_over or control.should_save or last:
+        if (self.steps - 1) % interval == 0 or turn_is_over or control.should_save or last:
             self._report(state)
         if turn_is_over and not last:
             self.wait()
