@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -91,6 +92,7 @@ def test_a_sweep_is_measured_shown_and_not_repeated(
         assert ours["losses"][0] == pytest.approx(stock["losses"][0], rel=1e-6)
         assert 0 < ours["floor"]["products"] <= ours["floor"]["seconds"] < ours["floor"]["wall"]
         assert ours["floor"]["attention"] > 0
+    assert content(tmp_path, "tiny-step")["command"] == shlex.join(["bastile", *arguments])
     assert "rms_norm_qwen3" in found["bastile", 32]["patched"]
     assert found["hf", 32]["patched"] == []
     assert found["hf", 32]["losses"][0] != found["hf", 64]["losses"][0]

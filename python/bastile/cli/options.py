@@ -54,8 +54,9 @@ def add_option(parser: Any, *names: str, was: Sequence[str] = (), **keywords: An
 # ---- what is run -----------------------------------------------------------------------------------------------------
 
 
-def add_model(parser: Any, **keywords: Any) -> None:
-    add_option(parser, "--model", metavar="NAME", help="a folder, or a name on the Hugging Face hub", **keywords)
+def add_model(parser: Any, required: bool = False) -> None:
+    text = "a folder, or a name on the Hugging Face hub" + ("; needed" if required else "")
+    add_option(parser, "--model", metavar="NAME", required=required, help=text)
 
 
 def add_shape(parser: Any, meaning: str, was: Sequence[str] = ()) -> None:

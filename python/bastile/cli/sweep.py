@@ -106,6 +106,7 @@ def sweep(options: argparse.Namespace) -> int:
     settings, names, lengths = _plan(options)
     folder = check_folder("--out", options.out)
     results = Results.opened(folder / f"{_file_name(settings)}.json", settings, options.fresh)
+    results.content.setdefault("command", options.given)
     try:
         complete = _measure(options, results, names, lengths, folder)
     except KeyboardInterrupt:
