@@ -63,7 +63,12 @@ static void __attribute__((format(printf, 1, 2))) give_reason(const char *format
     va_end(arguments);
 }
 
-static int open_folder(void) { return bst__folder_open(reason, sizeof reason); }
+static int open_folder(void) {
+    char reason[sizeof(bst_message)] = "";
+    int folder = bst__folder_open(reason, sizeof reason);
+    if (folder < 0) give_reason("%s", reason);
+    return folder;
+}
 
 /* ---- names ------------------------------------------------------------------------------------------------------- */
 
