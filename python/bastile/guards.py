@@ -10,6 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from bastile.ops._common import PLAIN
 
 _OURS = "_bastile_replacement"
+_ORIGINAL = "_bastile_original"
 _LINEAR = nn.Linear.forward
 
 
@@ -22,6 +23,18 @@ def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_ours(function: Any) -> bool:
     return function is not None and getattr(function, _OURS, None) is function
+
+
+def stand_in_for(original: Any, replacement: Callable[..., Any]) -> None:
+    """Marks a function with the one whose place it takes."""
+    setattr(replacement, _ORIGINAL, (replacement, original))
+
+
+def stock_of(function: Any) -> Any:
+    """What Bastile has replaced by this, now or once; anything else is itself."""
+    while (mark := getattr(function, _ORIGINAL, None)) is not None and mark[0] is function:
+        function = mark[1]
+    return function
 
 
 def untouched(module: nn.Module) -> bool:

@@ -1,11 +1,13 @@
 """Putting the operators into models, and taking them out again.
 
 Process-wide: `apply` replaces methods on Transformers' classes, and the rotary function in their module, so models
-built before and after are served alike. One model: `apply_to_model` gives its modules methods of their own. Either
-changes nothing unless all of it can be done; `reset` puts back the very objects that were there."""
+built before and after are served alike. One model: `apply_to_model` gives its modules methods of their own. A call of
+either states what is in force afterwards, and changes nothing of a model type unless all of it can be done; `reset`
+puts back the very objects that were there. What others have kept of a replacement runs the original once it is out."""
 
+import functools
 import threading
-import types
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,32 +15,68 @@ from typing import Any
 
 from torch import nn
 
-from bastile.guards import function_of
-from bastile.models.lookup import families
+from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
+from bastile.models.lookup import Unfit, described, families
 from bastile.models.resolve import Site, sites
-from bastile.models.table import FAMILIES, OPERATORS
+from bastile.models.table import FAMILIES, OPERATORS, Family
+from bastile.own_methods import give, given_to, reaches, runs_stock
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Applied:
     site: Site
     original: Any
-    replacement: Any
+    replacement: Any = None
+    is_in_force: bool = True
+
+    def put(self) -> None:
+        self.replacement = _while_in_force(self)
+        setattr(self.site.owner, self.site.attribute, self.replacement)
+
+    def take_out(self) -> None:
+        self.is_in_force = False
+        if getattr(self.site.owner, self.site.attribute) is self.replacement:
+            setattr(self.site.owner, self.site.attribute, self.original)
+
+    def others(self) -> Any:
+        """What other code has put in its place, or around it; None where it is as it was put."""
+        found = getattr(self.site.owner, self.site.attribute)
+        if found is not self.replacement:
+            return found
+        return self.site.instances.forward if self.site.wrapper not in (None, self.site.instances.forward) else None
+
+    def is_called(self) -> bool:
+        """Whether calls still come to it, directly or through what others have wrapped around it."""
+        site = self.site
+        return _leads_to(getattr(site.owner, site.attribute), self.replacement) and (
+            site.wrapper is None or _leads_to(site.instances.forward, site.wrapper)
+        )
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What marks a method that apply_to_model gave to a module."""
+def _leads_to(function: Any, inner: Any) -> bool:
+    while function is not None and function is not inner:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
 
-    function: Any  # the method's own, since functools.wraps copies the mark to whatever someone wraps around it
-    sites: tuple[Site, ...]
+
+def _while_in_force(entry: _Applied) -> Any:
+    """The replacement, and the original once the patch is taken out: hooks and wrappers of other packages keep the
+    method that a class had when they came, and call it ever after."""
+    original, replacement = entry.original, entry.site.build(entry.original)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if entry.is_in_force:
+            return replacement(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    stand_in_for(original, call)
+    return mark_as_ours(call) if is_ours(replacement) else call
 
 
 _lock = threading.RLock()
 _applied: dict[str, _Applied] = {}  # process-wide, by name
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
-_MARK = "_bastile_given"
-_REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on each module
 
 
 def apply(
@@ -52,9 +90,11 @@ def apply(
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
-    """Puts the chosen operators into every model of the given types (None: all supported) in this process.
+    """Puts the chosen operators into every model of the given types (None: all supported) in this process, and takes
+    the others out of them: what it is given is what is in force afterwards. Other types stay as they are.
 
-    A family that has no place for an operator does without it. A second call changes nothing. docs/models.md says what
+    A family that has no place for an operator does without it. An operator that fuses others needs them: without
+    `rms_norm` there is no `add_rms_norm` or `qk_norm_rope`, without `rope` no `qk_norm_rope`. docs/models.md says what
     falls back to the original, and when.
 
     Args:
@@ -67,33 +107,49 @@ def apply(
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
-        model_types: such as ["qwen3"]; None: all that are supported.
+        model_types: such as ["qwen3"], or "qwen3"; None: all that are supported. A type in which something is missing
+            or has been replaced by others stays as it is then, with a warning that names it, and the others are served.
 
     Returns:
-        The names now in force for this choice, such as "rms_norm_qwen3".
+        The names now in force in these types, such as "rms_norm_qwen3".
 
     Raises:
+        TypeError: where an operator's argument is neither True nor False.
         ValueError: for a model type that is not supported.
-        RuntimeError: where the installed Transformers lacks a piece that an operator needs. Nothing is patched then.
+        RuntimeError: where a type that is asked for by name, or every type, lacks a piece that an operator needs, since
+            the installed Transformers has it otherwise or other code has replaced it. Nothing is changed then.
     """
-    chosen = _chosen(locals())
+    chosen = _chosen("apply", locals())
     with _lock:
         rows = families(model_types)
-        wanted = [
-            site
-            for family in rows
-            for site in sites(
-                family,
-                [op for op in family.operators if op in chosen and f"{op}_{family.model_type}" not in _applied],
-                _stock,
-            )
-        ]
+        wanted: list[Site] = []
+        unfit: dict[str, Unfit] = {}
+        for family in rows:
+            missing = [op for op in family.operators if op in chosen and not _is_in_force(f"{op}_{family.model_type}")]
+            try:
+                wanted += sites(family, missing, stock_of)
+            except Unfit as error:
+                if model_types is not None or len(unfit) + 1 == len(rows):
+                    raise
+                unfit[family.model_type] = error
+        served = [family for family in rows if family.model_type not in unfit]
+        staying = {name for family in served for name in family.patches(chosen)}
+        leaving = {name for family in served for name in family.patches()} - staying
+        _take_out([entry for name, entry in _applied.items() if name in leaving], "apply")
         for site in wanted:
-            original = getattr(site.owner, site.attribute)
-            replacement = site.build(original)
-            setattr(site.owner, site.attribute, replacement)
-            _applied[site.name] = _Applied(site, original, replacement)
-        return [name for family in rows for name in family.patches(chosen)]
+            if site.name in _applied:  # which others have replaced, and undone in their way
+                _applied[site.name].is_in_force = False
+            entry = _Applied(site, stock_of(getattr(site.owner, site.attribute)))
+            entry.put()
+            _applied[site.name] = entry
+        for model_type, error in unfit.items():
+            warnings.warn(
+                f"bastile.apply: {error.reason}; {model_type} models stay as they are, others are served. "
+                f"{error.advice}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return [name for family in rows for name in family.patches() if _is_in_force(name)]
 
 
 def apply_to_model(
@@ -107,8 +163,12 @@ def apply_to_model(
     moe_experts: bool = True,
     recompute: bool = True,
 ) -> list[str]:
-    """Puts the chosen operators, those of `apply`, into this model only. PEFT, torch.compile, DDP and FSDP wrappers are
-    looked through.
+    """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
+    call put there; what `apply` has put into classes stays. The wrappers of PEFT, torch.compile, DDP, FSDP, DeepSpeed
+    and of Accelerate's mixed precision are looked through.
+
+    A pickle of the model, and so a spawned process and what `torch.save(model)` writes, is of the model without them:
+    it can be loaded where Bastile is not installed. Call this again after loading. `copy.deepcopy` keeps them.
 
     Args:
         model: a model of Transformers, wrapped or not.
@@ -126,44 +186,47 @@ def apply_to_model(
         has no loss) or overrides with code of its own is not among them.
 
     Raises:
+        TypeError: where an operator's argument is neither True nor False.
         ValueError: for a model of a type that is not supported, or in which there is nothing to replace.
-        RuntimeError: where the installed Transformers lacks a piece that an operator needs. Nothing is patched then.
+        RuntimeError: where the model's type lacks a piece that an operator needs, since the installed Transformers has
+            it otherwise or other code has replaced it. Nothing is changed then.
     """
-    chosen = _chosen(locals())
+    chosen = _chosen("apply_to_model", locals())
     core = _unwrapped(model)
-    family = FAMILIES.get(getattr(getattr(core, "config", None), "model_type", None))
+    family = _family(core)
     if family is None:
-        model_type = getattr(getattr(core, "config", None), "model_type", None)
         raise ValueError(
-            f"apply_to_model: {type(core).__name__} has the model type {model_type!r}, which is not supported; "
+            f"apply_to_model: {type(core).__name__} has the model type {_model_type(core)!r}, which is not supported; "
             f"supported are: {', '.join(sorted(FAMILIES))}"
         )
     with _lock:
-        found = sites(family, [op for op in family.operators if op in chosen], _stock)
-        wanted: dict[nn.Module, list[Site]] = {}
-        for module in core.modules():
-            fitting = [site for site in found if _is_stock(module, site)]
-            if fitting:
-                wanted[module] = fitting
-        if chosen and not wanted:
+        found = sites(family, [op for op in family.operators if op in chosen], stock_of)
+        wanted = {module: tuple(s for s in found if runs_stock(module, s)) for module in core.modules()}
+        names = {site.name for fitting in wanted.values() for site in fitting}
+        if chosen and not names:
             raise ValueError(
                 f"apply_to_model: no module of {type(core).__name__} runs Transformers' own {family.model_type} code, "
                 f"so there is nothing to replace"
             )
         methods: dict[Any, Any] = {}
         for module, fitting in wanted.items():
-            new = {site.name: site for site in (*_given(module), *fitting)}
-            _give(module, tuple(new[name] for name in family.patches() if name in new), methods)
-        if wanted:
+            if fitting or given_to(module):
+                give(module, fitting, methods)
+        if names:
             _models.add(core)
-        return _in_order({site.name for fitting in wanted.values() for site in fitting})
+        else:
+            _models.discard(core)
+        return _in_order(names)
 
 
 def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) -> list[str]:
     """Puts back the original code.
 
+    Where others have replaced or wrapped a patch since, theirs stays, with a warning that names it. What they call of
+    Bastile's, if anything, runs the original from then on.
+
     Args:
-        names: only these patches; None: all.
+        names: only these patches, and not those that fuse them with others; None: all.
         model: only what apply_to_model put into it; None: everything that apply put into classes and apply_to_model
             into any model.
 
@@ -184,128 +247,91 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
         done = set()
         if model is None:
             leaving = [entry for name, entry in _applied.items() if wanted is None or name in wanted]
-            for entry in leaving:
-                if getattr(entry.site.owner, entry.site.attribute) is not entry.replacement:
-                    raise RuntimeError(
-                        f"reset: other code has replaced {entry.site.where} since bastile.apply(); undo that first. "
-                        f"Nothing was reset"
-                    )
-            for entry in leaving:
-                setattr(entry.site.owner, entry.site.attribute, entry.original)
-                del _applied[entry.site.name]
-                done.add(entry.site.name)
+            done.update(entry.site.name for entry in leaving)
+            _take_out(leaving, "reset")
         for core in list(_models) if model is None else [_unwrapped(model)]:
             methods: dict[Any, Any] = {}
             for module in core.modules():
-                given = _given(module)
+                given = given_to(module)
                 staying = tuple(site for site in given if wanted is not None and site.name not in wanted)
                 if len(staying) < len(given):
-                    _give(module, staying, methods)
+                    give(module, staying, methods)
                     done.update(site.name for site in given if site not in staying)
-            if not any(_given(module) for module in core.modules()):
+            if not any(given_to(module) for module in core.modules()):
                 _models.discard(core)
         return _in_order(done)
 
 
 def get_patched_ops(model: nn.Module | None = None) -> list[str]:
-    """The names in force in the whole process; given a model, also those put into it alone."""
+    """The names in force in the whole process; given a model, what is in force in it: those that one of its modules
+    runs, from `apply` or from `apply_to_model`."""
     with _lock:
-        names = set(_applied)
+        names = {name for name in _applied if _is_in_force(name)}
         if model is not None:
             core = _unwrapped(model)
-            family = FAMILIES.get(getattr(getattr(core, "config", None), "model_type", None))
+            family = _family(core)
             names.intersection_update(family.patches() if family else ())
-            names.update(site.name for module in core.modules() for site in _given(module))
+            modules = list(core.modules())
+            names = {name for name in names if any(reaches(module, _applied[name].site) for module in modules)}
+            names.update(site.name for module in modules for site in given_to(module))
         return _in_order(names)
 
 
-def _chosen(arguments: dict[str, Any]) -> list[str]:
-    return [operator for operator in OPERATORS if arguments[operator]]
+def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
+    """The operators whose arguments are True, but for those that need one that is not."""
+    for operator in OPERATORS:
+        if not isinstance(arguments[operator], bool):
+            raise TypeError(
+                f"{function}: {operator} is {arguments[operator]!r}; True or False is needed. Types of models are "
+                f'given by keyword: apply(model_types=["qwen3"])'
+            )
+    return [
+        name
+        for name, operator in OPERATORS.items()
+        if arguments[name] and all(arguments[needed] for needed in operator.needs)
+    ]
+
+
+def _is_in_force(name: str) -> bool:
+    return name in _applied and _applied[name].is_called()
+
+
+def _take_out(entries: list[_Applied], function: str) -> None:
+    """Puts the originals back, wherever nobody has put something else since."""
+    for entry in entries:
+        others = entry.others()
+        entry.take_out()
+        del _applied[entry.site.name]
+        if others is not None:
+            warnings.warn(
+                f"bastile.{function}: other code has replaced {entry.site.where} since bastile.apply(): "
+                f"{described(others)} stays there. {entry.site.name} is no longer in force all the same",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _in_order(names: set[str]) -> list[str]:
     return [name for family in FAMILIES.values() for name in family.patches() if name in names]
 
 
-def _stock(function: Any) -> Any:
-    """What apply has replaced by this; anything else is itself."""
-    return next((entry.original for entry in _applied.values() if entry.replacement is function), function)
+def _model_type(model: Any) -> str | None:
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
+def _family(model: Any) -> Family | None:
+    return FAMILIES.get(_model_type(model))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The Transformers model inside torch.compile's, PEFT's and the data-parallel wrappers."""
+    """The Transformers model inside torch.compile's, PEFT's and the data-parallel wrappers, DeepSpeed's engine among
+    them, which has a config of its own."""
     while True:
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif hasattr(model, "get_base_model"):
             model = model.get_base_model()
-        elif not hasattr(model, "config") and isinstance(getattr(model, "module", None), nn.Module):
+        elif _model_type(model) is None and isinstance(getattr(model, "module", None), nn.Module):
             model = model.module
         else:
             return model
-
-
-def _slot(module: nn.Module) -> str:
-    """Where the module keeps the method that does its work: Accelerate's hooks move it to _old_forward."""
-    return "_old_forward" if "_old_forward" in vars(module) else "forward"
-
-
-def _is_stock(module: nn.Module, site: Site) -> bool:
-    """Whether this module runs the class's own forward: no subclass and no one else has given it another."""
-    if not isinstance(module, site.instances) or not _is_same(type(module).forward, site.instances.forward):
-        return False
-    own = vars(module).get(_slot(module))
-    # A hook of Accelerate's may hold the method that the class had before apply.
-    return own is None or bool(_given(module)) or _stock(type(module).forward) is _stock(function_of(own))
-
-
-def _is_same(forward: Any, stock: Any) -> bool:
-    """Whether a class runs another's forward. It does too where both are the same wrapper of Transformers' and one
-    wraps the other: a layer's forward, in the class that FSDP makes of the layer's class."""
-    while forward is not stock:
-        if getattr(forward, "__code__", None) is not getattr(stock, "__code__", 0) or not hasattr(
-            forward, "__wrapped__"
-        ):
-            return False
-        forward = forward.__wrapped__
-    return True
-
-
-def _given(module: nn.Module) -> tuple[Site, ...]:
-    """The sites whose method apply_to_model gave to this module. Read from the module itself, so that copies of a
-    patched model can be reset too."""
-    function = function_of(vars(module).get(_slot(module)))
-    mark = getattr(function, _MARK, None)
-    return mark.sites if mark is not None and mark.function is function else ()
-
-
-def _give(module: nn.Module, given: tuple[Site, ...], methods: dict[Any, Any]) -> None:
-    """Makes the module's own method out of its class's, replaced at one site after the other; without sites the module
-    goes back to its class's. methods: those made already, which modules share."""
-    slot = _slot(module)
-    if not given:
-        if slot == "forward":
-            delattr(module, slot)
-        else:
-            setattr(module, slot, types.MethodType(type(module).forward, module))
-        vars(module).pop(_REPLICATE, None)
-        return
-    key = type(module), tuple(site.name for site in given)
-    if key not in methods:
-        method = _stock(type(module).forward)
-        for site in given:
-            method = site.build_method(method)
-        setattr(method, _MARK, _Given(method, given))
-        methods[key] = method
-    setattr(module, slot, types.MethodType(methods[key], module))
-    setattr(module, _REPLICATE, types.MethodType(_replicate_for_data_parallel, module))
-
-
-def _replicate_for_data_parallel(self: nn.Module) -> Any:
-    """A replica gets all that the module has, and would run the module's own method, on the weights of another device.
-    It has the name of Module's method, by which a pickled one is found again."""
-    replica: Any = getattr(type(self), _REPLICATE)(self)
-    function = function_of(vars(self).get(_slot(self)))
-    if function is not None:  # else someone has put something else there since
-        setattr(replica, _slot(self), types.MethodType(function, replica))
-    return replica

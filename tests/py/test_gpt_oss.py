@@ -351,7 +351,7 @@ def test_a_changed_gate_in_transformers_is_reported(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(modeling("gpt_oss").GptOssExperts, "_apply_gate", apply_gate)
     with pytest.raises(RuntimeError, match=r"has 'relu' in GptOssExperts._apply_gate, which bastile's moe_experts"):
-        bastile.apply()
+        bastile.apply(model_types=["gpt_oss"])
     assert bastile.get_patched_ops() == []
 
 

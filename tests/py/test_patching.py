@@ -34,6 +34,8 @@ WRAPPED = {
     family: wrapped_cell(getattr(modeling(family), FAMILIES[family].layer_class or "").forward) for family in DENSE
 }
 
+HEADS = {family: wrapped_cell(getattr(modeling(family), FAMILIES[family].causal_lm_class).forward) for family in DENSE}
+
 
 def pieces(family: str = "qwen3") -> dict[str, Any]:
     """The objects that each operator's patch replaces, as they are now."""
@@ -47,7 +49,7 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
         "rms_norm": forward(row.norm_class),
         "swiglu": forward(row.mlp_class),
         "rope": vars(module)[row.rotary_function],
-        "fused_linear_cross_entropy": forward(row.causal_lm_class),
+        "fused_linear_cross_entropy": HEADS[family].cell_contents,
         "qk_norm_rope": forward(row.attention_class),
         "add_rms_norm": forward(row.layer_class) if cell is None else cell.cell_contents,
         "recompute": forward(row.backbone_class),
@@ -63,7 +65,8 @@ def runs_stock(model: torch.nn.Module) -> bool:
 @given(st.tuples(*[st.booleans()] * len(OPERATORS)))
 def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags: tuple[bool, ...]) -> None:
     before = {family: pieces(family) for family in DENSE}
-    chosen = {op for op, flag in zip(OPERATORS, flags, strict=True) if flag}
+    given = {op for op, flag in zip(OPERATORS, flags, strict=True) if flag}
+    chosen = {op for op in given if given.issuperset(OPERATORS[op].needs)}
     names = [name for row in FAMILIES.values() for name in row.patches(chosen)]
     assert bastile.apply(*flags) == names == bastile.get_patched_ops()
     for family, stock in before.items():
@@ -90,15 +93,51 @@ def test_families_lack_what_they_have_no_place_for() -> None:
         bastile.reset(["qk_norm_rope_llama"])
 
 
-def test_apply_twice_changes_nothing_the_second_time() -> None:
+def test_apply_states_what_is_in_force() -> None:
+    """A second call takes out what it does not name, adds what it does, and leaves the rest as it is."""
     before = pieces()
-    assert bastile.apply(rope=False) == [name for name in EVERY if not name.startswith("rope")]
+    without = [name for name in EVERY if not name.startswith(("rope", "qk_norm_rope"))]
+    assert bastile.apply(rope=False) == without == bastile.get_patched_ops()
     first = pieces()
-    assert bastile.apply() == EVERY
+    assert bastile.apply() == EVERY == bastile.get_patched_ops()
     second = pieces()
-    assert all(second[op] is first[op] for op in second if op != "rope")
-    bastile.reset()
-    assert all(piece is before[op] for op, piece in pieces().items())
+    assert all((second[op] is first[op]) == (op not in ("rope", "qk_norm_rope")) for op in second)
+    assert bastile.apply() == EVERY
+    assert pieces() == second
+    assert bastile.apply(rope=False) == without == bastile.get_patched_ops()
+    assert pieces() == first
+    assert bastile.apply(**dict.fromkeys(OPERATORS, False)) == []
+    assert pieces() == before
+
+
+def test_apply_concerns_the_types_that_it_is_given() -> None:
+    bastile.apply()
+    assert bastile.apply(rope=False, model_types=["llama"]) == all_of("llama", "rope")
+    assert bastile.get_patched_ops() == [name for name in EVERY if name != "rope_llama"]
+    assert bastile.apply(model_types=["qwen3"]) == all_of("qwen3")
+    assert bastile.get_patched_ops() == [name for name in EVERY if name != "rope_llama"]
+
+
+@pytest.mark.parametrize("whole_process", [True, False])
+@families
+def test_what_fuses_two_operators_needs_both(family: str, whole_process: bool, calls: dict[str, int]) -> None:
+    model = tiny_model(family)
+    for off, fused in (("rope", ["qk_norm_rope"]), ("rms_norm", ["add_rms_norm", "qk_norm_rope"])):
+        want = all_of(family, off, *fused)
+        flags = {off: False}
+        got = bastile.apply(model_types=family, **flags) if whole_process else bastile.apply_to_model(model, **flags)
+        assert got == want == bastile.get_patched_ops(model)
+        calls.clear()
+        model(**tiny_batch(model))
+        assert calls.keys().isdisjoint({off, *fused, "projections"})
+
+
+@pytest.mark.parametrize(("arguments", "what"), [(("qwen3",), "rms_norm is 'qwen3'"), ((True, 1), "swiglu is 1")])
+def test_operators_are_true_or_false(arguments: tuple[Any, ...], what: str) -> None:
+    for call in (lambda: bastile.apply(*arguments), lambda: bastile.apply_to_model(tiny_model(), *arguments)):
+        with pytest.raises(TypeError, match=rf'{what}; True or False is needed.*model_types=\["qwen3"\]'):
+            call()
+    assert bastile.get_patched_ops() == []
 
 
 @families
@@ -141,7 +180,6 @@ def test_operators_that_share_a_place_are_put_in_and_taken_out_apart(
     model = tiny_model(family)
     target: dict[str, Any] = {} if whole_process else {"model": model}
     put = bastile.apply if whole_process else bastile.apply_to_model
-    every = dict.fromkeys(OPERATORS, False)
 
     def counted() -> dict[str, int]:
         calls.clear()
@@ -153,7 +191,7 @@ def test_operators_that_share_a_place_are_put_in_and_taken_out_apart(
         assert bastile.reset([f"{operator}_{family}"], **target) == [f"{operator}_{family}"]
         want = calls_of_a_step(family, **{operator: True})
         assert counted() == want, operator
-        put(**target, **{**every, operator: True})
+        put(**target)
         assert counted() == calls_of_a_step(family)
 
 
@@ -183,16 +221,6 @@ def test_unsupported_model_types_are_named_with_what_is_supported() -> None:
         bastile.apply_to_model(torch.nn.Linear(2, 2))
 
 
-def test_reset_refuses_to_throw_away_what_others_put_on_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    bastile.apply()
-    with monkeypatch.context() as patch:
-        patch.setattr(modeling("qwen3").Qwen3MLP, "forward", lambda self, x: x)
-        with pytest.raises(RuntimeError, match=r"other code has replaced Qwen3MLP\.forward"):
-            bastile.reset()
-        assert bastile.get_patched_ops() == EVERY
-    assert bastile.reset() == EVERY
-
-
 @families
 def test_apply_to_model_touches_that_model_only(family: str, calls: dict[str, int]) -> None:
     before = pieces(family)
@@ -220,7 +248,8 @@ def test_apply_to_model_touches_that_model_only(family: str, calls: dict[str, in
 def test_class_and_model_patches_are_taken_out_apart(family: str, calls: dict[str, int]) -> None:
     model = tiny_model(family)
     bastile.apply(swiglu=False)
-    assert bastile.apply_to_model(model, rms_norm=False, rope=False) == all_of(family, "rms_norm", "rope")
+    own = ("swiglu", "fused_linear_cross_entropy", "recompute")
+    assert bastile.apply_to_model(model, rms_norm=False, rope=False) == [f"{name}_{family}" for name in own]
     assert bastile.get_patched_ops(model) == all_of(family)
     model(**tiny_batch(model))
     assert calls == calls_of_a_step(family)
@@ -252,6 +281,16 @@ def test_a_model_patched_by_itself_keeps_that_when_the_process_is_reset(family: 
         assert calls == calls_of_a_step(family)
 
 
+def test_apply_to_model_states_what_is_in_force() -> None:
+    model = tiny_model()
+    bastile.apply_to_model(model)
+    assert bastile.apply_to_model(model, swiglu=False, recompute=False) == all_of("qwen3", "swiglu", "recompute")
+    assert bastile.get_patched_ops(model) == all_of("qwen3", "swiglu", "recompute")
+    assert "forward" not in vars(model.model.layers[0].mlp)
+    assert bastile.apply_to_model(model, **dict.fromkeys(OPERATORS, False)) == []
+    assert runs_stock(model)
+
+
 def test_reset_without_a_model_reaches_every_patched_model() -> None:
     models = [tiny_model(family) for family in sorted(DENSE)]
     for model in models:
@@ -272,7 +311,11 @@ def test_wrappers_are_looked_through(family: str) -> None:
 @families
 def test_a_model_without_a_language_model_head_gets_the_rest(family: str) -> None:
     classifier = AutoModelForSequenceClassification.from_config(tiny_model(family).config)
-    assert bastile.apply_to_model(classifier) == all_of(family, "fused_linear_cross_entropy")
+    names = all_of(family, "fused_linear_cross_entropy")
+    assert bastile.apply_to_model(classifier) == names
+    bastile.reset()
+    bastile.apply()
+    assert bastile.get_patched_ops(classifier) == names
 
 
 def test_a_subclass_with_its_own_forward_keeps_it() -> None:

@@ -15,6 +15,7 @@ from bastile.models import attention, decoder, experts
 from bastile.models.table import FAMILIES, OPERATORS, Family
 from conftest import modeling, tiny_batch, tiny_model
 from test_gpt_oss import tiny_gpt_oss
+from test_patching import EVERY
 
 
 def changed(function: Any, new_names: dict[str, str] | None = None, more: tuple[str, ...] = ()) -> types.FunctionType:
@@ -50,16 +51,19 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
         (
             "qk_norm_rope",
             row.attention_class,
-            [*attention.READS, row.q_norm, row.k_norm, row.rotary_function],
+            [*attention.READS, row.q_norm, row.k_norm],
             [*attention.NEEDED, "past_key_values"],
         ),
-        ("qk_norm_rope", row.norm_class, ["weight", row.norm_eps], []),
         ("add_rms_norm", row.layer_class, list(decoder.READS), ["hidden_states", "position_ids"]),
-        ("add_rms_norm", row.norm_class, ["weight", row.norm_eps], []),
         ("recompute", row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"]),
     ]
     assert {place[0] for place in found} == set(OPERATORS)
     return [place for place in found if place[0] in row.operators]
+
+
+def alone(operator: str) -> dict[str, bool]:
+    """The arguments for this operator and those it needs."""
+    return {other: other in (operator, *OPERATORS[operator].needs) for other in OPERATORS}
 
 
 CASES = [
@@ -101,9 +105,8 @@ def test_a_renamed_attribute_or_argument(
 ) -> None:
     model, owner = tiny(family), getattr(modeling(family), class_name)
     monkeypatch.setattr(owner, "forward", changed(owner.forward, {name: "renamed"}))
-    alone = {other: other == operator for other in OPERATORS}
     with pytest.raises(RuntimeError) as caught:
-        bastile.apply(model_types=family, **alone)
+        bastile.apply(model_types=family, **alone(operator))
     assert f"bastile's {operator} " in str(caught.value)
     assert f"{operator}=False" in str(caught.value)
     assert f"{class_name}.forward" in str(caught.value)
@@ -126,9 +129,44 @@ def test_a_moved_class_or_function(family: str) -> None:
 def test_a_moved_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(family)
     monkeypatch.setitem(__import__("sys").modules, FAMILIES[family].module, None)
-    for call in (bastile.apply, lambda: bastile.apply_to_model(model)):
+    for call in (lambda: bastile.apply(model_types=[family]), lambda: bastile.apply_to_model(model)):
         with pytest.raises(RuntimeError, match=f"lacks module {FAMILIES[family].module}"):
             call()
+    assert bastile.get_patched_ops() == []
+    with pytest.warns(RuntimeWarning, match=f"lacks module {FAMILIES[family].module}"):
+        assert bastile.apply() == [name for name in EVERY if not name.endswith(family)]
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_what_one_type_lacks_concerns_that_type(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """apply() serves the others and says once what is missing where; by its name the type is refused."""
+    row, others = FAMILIES[family], [name for name in EVERY if not name.endswith(family)]
+    bastile.apply()
+    owner = getattr(modeling(family), row.norm_class)
+    bastile.reset(f"rms_norm_{family}")
+    monkeypatch.setattr(owner, "forward", changed(owner.forward, {row.norm_eps: "epsilon"}))
+    left = bastile.get_patched_ops()
+    for before in (left, others):
+        with pytest.warns(RuntimeWarning) as said:
+            assert bastile.apply() == before == bastile.get_patched_ops()
+        assert [each.filename for each in said] == [__file__]
+        for piece in (f"for {family}", "rms_norm", f"'{row.norm_eps}' in {row.norm_class}.forward", "stay as they are"):
+            assert piece in str(said[0].message)
+        with pytest.raises(RuntimeError, match="nothing was patched"):
+            bastile.apply(model_types=[family])
+        with pytest.raises(RuntimeError, match="nothing was patched"):
+            bastile.apply(model_types=sorted(FAMILIES))
+        bastile.reset()
+    # What the type has a place for can still be had.
+    names = bastile.apply(model_types=[family], rms_norm=False)
+    assert names == [n for n in row.patches() if not n.startswith(("rms_norm", "add_rms_norm", "qk_norm_rope"))]
+
+
+def test_no_type_that_can_be_served_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for row in FAMILIES.values():
+        monkeypatch.delattr(modeling(row.model_type), row.norm_class)
+    with pytest.raises(RuntimeError, match="nothing was patched"):
+        bastile.apply()
     assert bastile.get_patched_ops() == []
 
 
@@ -149,7 +187,7 @@ def test_something_new_in_a_rotary_function(family: str, monkeypatch: pytest.Mon
 
 # Each place whose replacement does all that the original does, and the operators that replace it.
 WHOLE = {
-    "norm_class": ("rms_norm", "qk_norm_rope", "add_rms_norm"),
+    "norm_class": ("rms_norm",),
     "mlp_class": ("swiglu",),
     "causal_lm_class": ("fused_linear_cross_entropy",),
     "attention_class": ("qk_norm_rope",),
@@ -181,9 +219,10 @@ def test_something_new_in_a_forward_that_is_replaced_whole(
         # Each operator that replaces it refuses it, and the rest can be had.
         for operator in operators:
             with pytest.raises(RuntimeError, match=f"bastile's {operator} does not know"):
-                bastile.apply(model_types=family, **{other: other == operator for other in OPERATORS})
+                bastile.apply(model_types=family, **alone(operator))
         names = bastile.apply(model_types=family, **dict.fromkeys(operators, False))
-        assert names == row.patches([other for other in row.operators if other not in operators])
+        rest = [other for other in row.operators if not {other, *OPERATORS[other].needs} & set(operators)]
+        assert names == row.patches(rest)
         bastile.reset()
 
 

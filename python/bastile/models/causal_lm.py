@@ -70,22 +70,17 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
         counted = is_worthwhile(targets.numel(), lm_head.weight)
         valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
         given.pop("logits_to_keep", None)
-        return_dict = given.pop("return_dict", None)
         routed = router_loss and ask_for_router_logits(self, given)
         outputs = getattr(self, backbone)(**given, return_dict=True)
         loss = _loss(outputs.last_hidden_state, lm_head, targets, given, valid_rows)
         if router_loss:
-            output = with_router_loss(self, original, outputs, loss, given.get("attention_mask"), routed)
-        else:
-            output = CausalLMOutputWithPast(
-                loss=loss,
-                past_key_values=outputs.past_key_values,
-                hidden_states=outputs.hidden_states,
-                attentions=outputs.attentions,
-            )
-        if return_dict is None:
-            return_dict = getattr(self.config, "return_dict", True)
-        return output if return_dict else output.to_tuple()
+            return with_router_loss(self, original, outputs, loss, given.get("attention_mask"), routed)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
 
     return forward
 

@@ -8,6 +8,14 @@ from typing import Any
 from bastile.models.table import FAMILIES, Family
 
 
+class Unfit(RuntimeError):
+    """A model type in which an operator cannot go where it belongs."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason}; nothing was patched. {advice}")
+        self.reason, self.advice = reason, advice
+
+
 def families(model_types: Iterable[str] | None) -> list[Family]:
     """The rows asked for; None: all that the installed Transformers is new enough for."""
     if model_types is None:
@@ -33,7 +41,7 @@ def families(model_types: Iterable[str] | None) -> list[Family]:
 
 
 class Lookup:
-    """What one operator relies on in one family. Each method raises RuntimeError naming the piece that is not there."""
+    """What one operator relies on in one family. Each method raises Unfit naming the piece that is not there."""
 
     def __init__(self, family: Family, operator: str, stock: Callable[[Any], Any]) -> None:
         """stock: from a function that Bastile has put somewhere to the one it replaced; any other to itself."""
@@ -48,14 +56,26 @@ class Lookup:
     def get(self, name: str) -> Any:
         if not hasattr(self.module, name):
             raise self.missing(f"{self.family.module}.{name}")
-        return self.stock(getattr(self.module, name))
+        return self._own(name, self.stock(getattr(self.module, name)))
 
     def forward(self, class_name: str) -> Any:
         """The class's own forward, as Transformers has it."""
         owner = self.get(class_name)
         if "forward" not in vars(owner):
             raise self.missing(f"{class_name}.forward")
-        return self.stock(owner.forward)
+        return self._own(f"{class_name}.forward", self.stock(owner.forward))
+
+    def _own(self, what: str, found: Any) -> Any:
+        """This, where it is Transformers' own: other packages put theirs into the same places."""
+        if inspect.isclass(found) or inspect.isfunction(found):
+            inner = inspect.unwrap(found)
+            if inner.__module__.partition(".")[0] != self.family.module.partition(".")[0]:
+                raise Unfit(
+                    f"other code has replaced {what} of {self.family.model_type} by {described(inner)}, and bastile's "
+                    f"{self.operator} replaces only what Transformers computes",
+                    f"Undoing that first, or leaving this operator out with {self.operator}=False, helps",
+                )
+        return found
 
     def need_parameters(self, what: str, function: Any, names: Iterable[str]) -> None:
         # With Hugging Face's package `kernels`, Transformers' rotary function is a module that calls the function.
@@ -82,18 +102,24 @@ class Lookup:
             if name != "self" and not variadic and name not in parameters:
                 raise self.unknown(f"argument {name!r} of {what}")
 
-    def missing(self, piece: str) -> RuntimeError:
-        return self._error(f"lacks {piece}, which bastile's {self.operator} needs")
+    def missing(self, piece: str) -> Unfit:
+        return self._unfit(f"lacks {piece}, which bastile's {self.operator} needs")
 
-    def unknown(self, piece: str) -> RuntimeError:
-        return self._error(f"has {piece}, which bastile's {self.operator} does not know")
+    def unknown(self, piece: str) -> Unfit:
+        return self._unfit(f"has {piece}, which bastile's {self.operator} does not know")
 
-    def _error(self, fault: str) -> RuntimeError:
-        return RuntimeError(
+    def _unfit(self, fault: str) -> Unfit:
+        return Unfit(
             f"transformers {_transformers_version()} {fault} for {self.family.model_type} (tested from transformers "
-            f"{self.family.since} on); nothing was patched. Another release of bastile or of transformers, or leaving "
-            f"this operator out with {self.operator}=False, helps"
+            f"{self.family.since} on)",
+            f"Another release of bastile or of transformers, or leaving this operator out with {self.operator}=False, "
+            f"helps",
         )
+
+
+def described(found: Any) -> str:
+    """A function or class with the module that it is from."""
+    return f"{found.__module__}.{getattr(found, '__qualname__', type(found).__qualname__)}"
 
 
 def _transformers_version() -> str:

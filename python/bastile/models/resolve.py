@@ -5,7 +5,7 @@ an argument or an attribute is reported by name, not met in the middle of a trai
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,11 @@ class Site:
     build: Replace  # from the original in `owner`
     instances: type  # the modules that get a method of their own when one model alone is patched
     build_method: Replace  # from their forward to that method
+    wrapper: Any = None  # the class's own forward, where `owner` is a cell of it
 
 
 def sites(family: Family, operators: Iterable[str], stock: Callable[[Any], Any]) -> list[Site]:
-    """The places of these operators in this family; RuntimeError names the first piece that is not there.
+    """The places of these operators in this family; Unfit names the first piece that is not there.
 
     stock: from a function that Bastile has put somewhere to the one it replaced; any other to itself."""
     return [_FINDERS[operator](Lookup(family, operator, stock)) for operator in operators]
@@ -42,6 +43,25 @@ def _forward_of(look: Lookup, class_name: str, build: Replace, reads: Iterable[s
     look.need_names(where, look.forward(class_name), reads)
     owner = look.get(class_name)
     return Site(f"{look.operator}_{look.family.model_type}", where, owner, "forward", build, owner, build)
+
+
+def _wrapped_forward_of(look: Lookup, class_name: str, build: Replace, reads: Iterable[str]) -> Site:
+    """As _forward_of. Where Transformers wraps that forward, the wrapper stays where it is and what it calls is
+    exchanged: whoever has kept the class's own forward, or asks whether this is it, is served too."""
+    site, forward = _forward_of(look, class_name, build, reads), look.forward(class_name)
+    if not hasattr(forward, "__wrapped__"):
+        return site
+    cell = wrapped_cell(forward)
+    if cell is None:
+        raise look.missing(f"the function that {site.where} wraps")
+    inner = look.stock(cell.cell_contents)
+    return replace(
+        site,
+        owner=cell,
+        attribute="cell_contents",
+        build_method=lambda wrapper: with_wrapped(wrapper, build(inner)),
+        wrapper=forward,
+    )
 
 
 def _replacements(look: Lookup, name: str) -> Any:
@@ -119,7 +139,8 @@ def _fused_linear_cross_entropy(look: Lookup) -> Site:
         router_loss = _replacements(look, "router_loss")
         reads += router_loss.READS
         may_read, arguments = may_read + router_loss.MAY_READ, arguments + router_loss.ARGUMENTS
-    site = _forward_of(look, name, build, reads)
+    # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
+    site = _wrapped_forward_of(look, name, build, reads)
     look.know_all(site.where, look.forward(name), [*reads, *may_read], arguments)
     return site
 
@@ -150,24 +171,8 @@ def _add_rms_norm(look: Lookup) -> Site:
     look.need_parameters(where, forward, decoder.ARGUMENTS[:1])
     look.know_all(where, forward, decoder.READS, decoder.ARGUMENTS)
     build = partial(decoder.layer_forward, family, norm)
-    site = _forward_of(look, family.layer_class, build, decoder.READS)
-    if not hasattr(forward, "__wrapped__"):
-        return site
-    # Transformers wraps the layer's forward in the one that checkpoints, and that one asks whether it is the class's
-    # own: so it stays where it is, and what it calls is exchanged.
-    cell = wrapped_cell(forward)
-    if cell is None:
-        raise look.missing(f"the function that {where} wraps")
-    layer = look.stock(cell.cell_contents)
-    return Site(
-        site.name,
-        where,
-        cell,
-        "cell_contents",
-        build,
-        site.instances,
-        lambda wrapper: with_wrapped(wrapper, build(layer)),
-    )
+    # The wrapper checkpoints the layer, and asks whether it is the class's own.
+    return _wrapped_forward_of(look, family.layer_class, build, decoder.READS)
 
 
 def _moe_experts(look: Lookup) -> Site:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 class Operator:
     place: str  # the field of Family that says where it goes; a family that has None there does without it
     summary: str  # what it does in a model, for help texts
+    needs: tuple[str, ...] = ()  # the operators that it fuses: without them it is not put in
 
 
 # By the names that bastile.apply takes, in the order in which they are reported. Where two replace the same method of
@@ -21,8 +22,12 @@ OPERATORS: dict[str, Operator] = {
     "swiglu": Operator("mlp_class", "the gated activation of the MLP"),
     "rope": Operator("rotary_function", "rotary embedding of queries and keys"),
     "fused_linear_cross_entropy": Operator("causal_lm_class", "output head and loss at once, without logits"),
-    "qk_norm_rope": Operator("q_norm", "norm and rotary embedding of queries and keys in one pass"),
-    "add_rms_norm": Operator("layer_class", "the residual's addition and the norm after it in one pass"),
+    "qk_norm_rope": Operator(
+        "q_norm", "norm and rotary embedding of queries and keys in one pass", needs=("rms_norm", "rope")
+    ),
+    "add_rms_norm": Operator(
+        "layer_class", "the residual's addition and the norm after it in one pass", needs=("rms_norm",)
+    ),
     "moe_experts": Operator("experts_class", "the experts of a mixture of experts, sorted and multiplied in groups"),
     "recompute": Operator("backbone_class", "activations made again in the backward pass instead of kept"),
 }
