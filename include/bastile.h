@@ -135,9 +135,10 @@ typedef struct bst_exec {
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
 /* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
- * x [..., H], 1 <= H <= 65536; residual as x, and sum then too, or both NULL; weight [H] or NULL (ones; zeros for GEMMA),
- * of any of the three types; y as x (LLAMA: the promoted type of x and weight); rstd, float32, one a row, kept for
- * the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
+ * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both NULL;
+ * weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; y as x (LLAMA: the promoted type of x and
+ * weight); rstd, float32, one a row, kept for the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer
+ * Normalization", 2019. */
 BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                         const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
                                         DLTensor *sum, DLTensor *rstd);

@@ -50,6 +50,31 @@ static void compare_with_double(bool add) {
 TEST(values_and_gradients) { compare_with_double(false); }
 TEST(values_and_gradients_with_a_residual) { compare_with_double(true); }
 
+/* As under autocast: what runs from layer to layer in float32, what a product adds to it in bfloat16. */
+TEST(a_residual_of_a_narrower_type) {
+    static float x[ROWS][HIDDEN], y[ROWS][HIDDEN], sum[ROWS][HIDDEN], wide_y[ROWS][HIDDEN], wide_sum[ROWS][HIDDEN];
+    static float wide[ROWS][HIDDEN];
+    static uint16_t narrow[ROWS][HIDDEN];
+    int64_t shape[] = {ROWS, HIDDEN};
+    bst_fill(&x[0][0], ROWS * HIDDEN, 1, 1);
+    bst_fill(&wide[0][0], ROWS * HIDDEN, 4, 1);
+    for (int i = 0; i < ROWS * HIDDEN; i++) {
+        uint32_t bits;
+        memcpy(&bits, &wide[0][0] + i, sizeof bits);
+        bits &= 0xffff0000u; /* the value that bfloat16 holds, in both */
+        memcpy(&wide[0][0] + i, &bits, sizeof bits);
+        (&narrow[0][0])[i] = (uint16_t)(bits >> 16);
+    }
+    DLTensor tx = bst_f32(x, 2, shape), ty = bst_f32(y, 2, shape), tsum = bst_f32(sum, 2, shape);
+    DLTensor twide = bst_f32(wide, 2, shape), twide_y = bst_f32(wide_y, 2, shape), tnarrow = twide;
+    DLTensor twide_sum = bst_f32(wide_sum, 2, shape);
+    tnarrow.data = narrow;
+    tnarrow.dtype = bst_test_types[1];
+    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &tnarrow, NULL, 1e-6, BST_CASTING_LLAMA, &ty, &tsum, NULL));
+    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &twide, NULL, 1e-6, BST_CASTING_LLAMA, &twide_y, &twide_sum, NULL));
+    CHECK(!memcmp(y, wide_y, sizeof y) && !memcmp(sum, wide_sum, sizeof sum));
+}
+
 TEST(errors_name_the_argument_and_write_nothing) {
     float x[8] = {1}, w[8] = {1}, y[8] = {42};
     int64_t shape[] = {2, 4}, wrong[] = {3};
@@ -97,8 +122,11 @@ TEST(errors_of_residual_and_sum) {
     half.dtype.bits = 16;
     CHECK_EQ_I(FORWARD(&narrow, &ty, &tsum), BST_INVALID);
     CHECK_STR(bst_last_error(), "residual has shape [2, 3]; it must have that of x, [2, 4]");
-    CHECK_EQ_I(FORWARD(&half, &ty, &tsum), BST_INVALID);
-    CHECK_STR(bst_last_error(), "residual is float16; float32 is needed, as x has it");
+    DLTensor half_x = tx;
+    half_x.dtype.bits = 16;
+    CHECK_EQ_I(bst_rms_norm_forward(NULL, &half_x, &tr, NULL, 1e-6, BST_CASTING_LLAMA, &half, &tsum, NULL),
+               BST_INVALID);
+    CHECK_STR(bst_last_error(), "residual is float32; float16 is needed, as x has it");
     CHECK_EQ_I(BACKWARD(&narrow, &tdx), BST_INVALID);
     CHECK_STR(bst_last_error(), "rms_norm_backward: dsum has shape [2, 3]");
     CHECK_EQ_I(BACKWARD(&half, &tdx), BST_INVALID);
@@ -123,6 +151,16 @@ static void compile_call(DLDataType type, DLDataType weight_type, int64_t width,
                                    bst_device_tensor(&dweight, weight_type, 1, shape + 1)));
 }
 
+/* As under autocast, with float32 weights. */
+static void compile_narrow_residual(int64_t width) {
+    bst_shape x, residual, y, sum;
+    int64_t shape[] = {4096, width};
+    CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
+                                  bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, 1e-6,
+                                  BST_CASTING_LLAMA, bst_device_tensor(&y, bst_test_types[0], 2, shape),
+                                  bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL));
+}
+
 /* Head norms, a small model, Llama and Qwen sizes, the widest whose rows stay on the chip in the backward pass, a width
  * that needs narrow accesses, one too wide for registers. */
 static void compile_calls(void) {
@@ -137,6 +175,7 @@ static void compile_calls(void) {
      * stays in the forward kernel's registers. */
     for (int add = 0; add < 2; add++) compile_call(bst_test_types[1], bst_test_types[0], 4096, add);
     compile_call(bst_test_types[1], bst_test_types[1], 32768, true);
+    compile_narrow_residual(4096);
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rms_norm", compile_calls); }
@@ -144,6 +183,7 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rms_norm", compile_ca
 int main(void) {
     RUN(values_and_gradients);
     RUN(values_and_gradients_with_a_residual);
+    RUN(a_residual_of_a_narrower_type);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(errors_of_residual_and_sum);
     RUN(kernels_compile_for_every_chip);

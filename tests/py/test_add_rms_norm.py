@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
+from memory import Memory
 from oracle import (
     DTYPES,
     Case,
@@ -255,20 +256,37 @@ def test_nan_and_inf_stay_in_their_row(value, device):
     assert run(inputs, upstream)["x"][[0, 1, 3]].isfinite().all()
 
 
+# As under autocast with float32 weights, where products add bfloat16 to what runs from layer to layer in float32. 48:
+# vectors; 37: single elements. 65536: the widest, whose sum is read again.
 @pytest.mark.parametrize("device", devices())
-def test_residual_of_another_type_is_added_by_torch(device):
-    inputs, upstream = random_inputs((6, 48), torch.bfloat16, device)
-    inputs["residual"] = inputs["residual"].float()
-    upstream = [u.float() for u in upstream]
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", ["x", "residual"])
+@pytest.mark.parametrize("shape", [(6, 48), (5, 37), (2, 65536)], ids=str)
+def test_a_residual_of_another_type(shape, which, narrow, device):
+    inputs, upstream = random_inputs(shape, torch.float32, device)
+    inputs[which] = inputs[which].to(narrow)
 
     def separate(x, residual, weight):
         total = x + residual
         return rms_norm(total, weight), total
 
-    ours, with_torch = run(inputs, upstream), run(inputs, upstream, function=separate)
-    assert ours["x"].dtype == torch.bfloat16
+    with Memory() as memory:
+        ours = add_rms_norm(*inputs.values())
+    assert memory.calls.count("bastile.add_rms_norm_forward.default") == 1
+    for got, want in zip(ours, separate(*inputs.values()), strict=True):
+        assert_same_bits(got, want)
+    got, want = run(inputs, upstream), run(inputs, upstream, function=separate)
     for name in inputs:  # the sum's gradient is float32 in both
-        torch.testing.assert_close(ours[name], with_torch[name])
+        assert got[name].dtype == inputs[name].dtype
+        torch.testing.assert_close(got[name], want[name])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_two_types_that_promote_to_a_third_are_added_by_torch(device):
+    x, residual = random_tensor((3, 48), torch.bfloat16, device), random_tensor((3, 48), torch.float16, device)
+    y, total = add_rms_norm(x, residual, None)
+    assert_same_bits(total, x + residual)
+    assert_same_bits(y, rms_norm(x + residual, None))
 
 
 @pytest.mark.parametrize("device", devices())

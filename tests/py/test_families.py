@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.loss import loss_utils
 
 import bastile
-from conftest import DENSE, assert_same_up_to_rounding, gradients, modeling, tiny_batch, tiny_model
+from bastile.ops import projections
+from conftest import DENSE, assert_same_up_to_rounding, calls_of_a_step, gradients, modeling, tiny_batch, tiny_model
 from memory import Memory
 
 pytestmark = pytest.mark.parametrize("family", sorted(DENSE))
@@ -449,6 +450,24 @@ def test_autocast_with_float32_weights(family: str) -> None:
         assert (patched_grads[name] - want).norm() <= 1.5 * (stock_grads[name] - want).norm() + 2**-8 * want.norm(), (
             name
         )
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_autocast_leaves_the_operators_on(
+    family: str, kind: torch.dtype, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float32 weights residual and norm are one operator, though the two terms have two types, and so are the
+    projections, of an input that is cast."""
+    model = tiny_model(family, dtype=kind)
+    bastile.apply()
+    apply, nodes = projections._Projections.apply, []
+    monkeypatch.setattr(projections._Projections, "apply", lambda *given: (nodes.append(given), apply(*given))[1])
+    with torch.autocast("cpu", torch.bfloat16), Memory() as memory:
+        model(**tiny_batch(model)).loss.backward()
+    assert calls == calls_of_a_step(family)
+    assert memory.calls.count("bastile.add_rms_norm_forward.default") == 2
+    assert memory.calls.count("bastile.add_rms_norm_backward.default") == 4
+    assert len(nodes) == calls.get("projections", 0)
 
 
 # ---- what people do with models --------------------------------------------------------------------------------------

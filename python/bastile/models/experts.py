@@ -1,8 +1,8 @@
 """The forward of a module that holds all experts of a layer.
 
-It serves the experts that Transformers itself would run in plain torch: whole, of one type, with the gate that the
-class defines. All else the original does: experts spread over devices, implementations that someone registered, another
-gate, autocast."""
+It serves what Transformers computes where nobody has chosen an implementation: whole experts, of one type, with the
+gate that the class defines. All else the original does: an implementation that someone chose or registered, experts
+spread over devices, another gate."""
 
 import functools
 from collections.abc import Callable
@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import moe
 
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
-from bastile.ops._common import served
+from bastile.ops._common import served, without_autocast
 from bastile.ops.moe import MOST_EXPERTS, moe_experts
 
 PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -44,8 +45,9 @@ MAY_READ = (
 #: The arguments, in their order.
 ARGUMENTS = ("hidden_states", "router_indices", "routing_weights")
 
-#: Transformers' own ways to compute the same.
-_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+#: What Transformers takes where nobody chose; its function for it, which others may replace.
+_DEFAULT = "grouped_mm"
+_GROUPED = moe.grouped_mm_experts_forward
 
 
 def experts_forward(family: Family, gate: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +63,12 @@ def experts_forward(family: Family, gate: Callable[..., Any], original: Callable
         parameters = [getattr(self, name) for name in PARAMETERS]
         if not _serves(*tensors, parameters):
             return original(self, *args, **kwargs)
-        return moe_experts(*tensors, *parameters, alpha=self.alpha, limit=self.limit)
+        hidden, indices, weights = tensors
+        given = hidden.to(parameters[0].dtype), indices, weights, *parameters
+        # Grouped products are none that autocast casts: they have the type of the experts' weights.
+        with without_autocast(hidden.device.type):
+            out = moe_experts(*given, alpha=self.alpha, limit=self.limit)
+        return out.to(hidden.dtype)
 
     return forward
 
@@ -71,10 +78,11 @@ def _has_own_gate(experts: nn.Module, gate: Callable[..., Any]) -> bool:
 
 
 def _are_whole(experts: nn.Module) -> bool:
-    """Whether this module has all experts of the configuration, and they are computed in one of the ways above."""
+    """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
     config = getattr(experts, "config", None)
     return (
-        getattr(config, "_experts_implementation", None) in _IMPLEMENTATIONS
+        getattr(config, "_experts_implementation", None) == _DEFAULT
+        and moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT] is _GROUPED
         and not getattr(experts, "_is_expert_parallel", False)
         and experts.num_experts == config.num_local_experts
     )
@@ -86,7 +94,6 @@ def _serves(hidden: Any, indices: Any, weights: Any, parameters: list[torch.Tens
         and hidden.dim() == 2
         and indices.shape == weights.shape
         and served(hidden, weights, *parameters)
-        and all(p.dtype == hidden.dtype for p in parameters)
+        and all(p.dtype == parameters[0].dtype for p in parameters)
         and parameters[0].shape[0] <= MOST_EXPERTS
-        and not torch.is_autocast_enabled(hidden.device.type)
     )

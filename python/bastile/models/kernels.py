@@ -149,23 +149,30 @@ class _Step:
             normed = x or norm.is_trained
             yield from self._heads(attention, stream, normed)
             x = normed or attention.is_trained
-            # Terms of two types are added by torch.
-            adds, stream = sums and stream == product, _promoted(stream, product)
-            norm, mlp = layer[decoder.ATTENTION_NORM], layer[decoder.MLP]
-            yield from self._norm(hidden, stream, norm, x, sums=sums, adds=adds)
+            wide = _promoted(stream, product)
+            # Torch adds terms of two types, neither of which is that of their sum.
+            adds = None if wide not in (stream, product) else product if stream is wide else stream
+            norm, mlp, stream = layer[decoder.ATTENTION_NORM], layer[decoder.MLP], wide
+            yield from self._norm(hidden, stream, norm, x, sums=sums, adds=adds if sums else None)
             normed = x or norm.is_trained
             yield from self._swiglu(mlp, normed)
-            yield from self._experts(mlp, stream, normed)
+            yield from self._experts(mlp, normed)
             x = normed or mlp.is_trained
         norm = backbone["norm"]
         yield from self._norm(hidden, stream, norm, x)
         yield from self._loss(model[self.family.head], x or norm.is_trained)
 
     def _norm(
-        self, width: int, x_type: torch.dtype, module: _Part, x: bool, sums: bool = False, adds: bool = False
+        self,
+        width: int,
+        x_type: torch.dtype,
+        module: _Part,
+        x: bool,
+        sums: bool = False,
+        adds: torch.dtype | None = None,
     ) -> Iterator[Call]:
         """x: whether its gradient is wanted. sums: add_rms_norm, whose backward pass adds the gradient of the sum.
-        adds: which also makes the sum."""
+        adds: the type of what is added, where it also makes the sum."""
         if not sums and "rms_norm" not in self.operators:
             return
         title = f"{'add_rms_norm' if sums else 'rms_norm'} {width}"
@@ -176,8 +183,8 @@ class _Step:
         wanted = self.casting, x, module.is_trained
         # Also where the sum is made with it: recomputation makes the norm alone again.
         yield Call("rms_norm_forward", (rows, weight, _EPS, self.casting), title)
-        if adds:
-            yield Call("add_rms_norm_forward", (rows, rows, weight, _EPS, self.casting), title)
+        if adds is not None:
+            yield Call("add_rms_norm_forward", (rows, Zeros(rows.shape, adds), weight, _EPS, self.casting), title)
         if sums and x:
             yield Call("add_rms_norm_backward", (dy, rows, rows, weight, rstd, *wanted), title)
         elif x or module.is_trained:
@@ -257,11 +264,12 @@ class _Step:
         if not is_fused or not all(p.is_plain_linear for p in projections):
             yield Call("swiglu_backward", (rows, rows, rows, *wanted), title)
 
-    def _experts(self, mlp: _Part, dtype: torch.dtype, x: bool) -> Iterator[Call]:
-        """What surrounds the grouped products of moe_experts, which runs the original code under autocast."""
-        if "moe_experts" not in self.operators or self.types.autocast:
+    def _experts(self, mlp: _Part, x: bool) -> Iterator[Call]:
+        """What surrounds the grouped products of moe_experts, which have their weights' type under autocast too."""
+        if "moe_experts" not in self.operators:
             return
         config, family_experts = self.config, mlp["experts"]
+        dtype = family_experts[experts.PARAMETERS[0]].dtype or self.types.stream
         width, inner = config.hidden_size, config.intermediate_size
         count, choices = config.num_local_experts, config.num_experts_per_tok
         title = f"moe_experts {width}"
@@ -270,7 +278,7 @@ class _Step:
         h, h_bias, bias = (Zeros(s, dtype) for s in ((pairs, 2 * inner), (count, 2 * inner), (count, width)))
         indices, position = Zeros((_ROWS, choices), torch.int64), Zeros((_ROWS, choices), torch.int32)
         order, ends = Zeros((pairs,), torch.int32), Zeros((count,), torch.int32)
-        weights, dots = Zeros((_ROWS, choices), dtype), Zeros((pairs,), torch.float32)
+        weights, dots = Zeros((_ROWS, choices), self.types.product), Zeros((pairs,), torch.float32)
         gate = 1.0, 1.0  # alpha and limit: arguments of the kernels
         want_gate_up, want_h_bias, want_down, want_bias = (family_experts[n].is_trained for n in experts.PARAMETERS)
         want_weights = x or mlp["router"].is_trained

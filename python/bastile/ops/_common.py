@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -63,6 +64,11 @@ def cast_as_linear(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any,
         return x, *weights
     dtype = torch.get_autocast_dtype(device)
     return tuple([None if t is None else t.to(dtype) for t in (x, *weights)])
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which autocast is off."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def is_last_pass() -> bool:

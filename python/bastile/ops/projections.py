@@ -9,7 +9,7 @@ import torch
 from torch._C import _is_any_autocast_enabled  # a fraction of the host time of asking for one device
 from torch.nn.functional import linear
 
-from bastile.ops._common import PLAIN, Function, in_transform
+from bastile.ops._common import FLOATS, PLAIN, Function, first_order_only, in_transform
 
 __all__ = ["projections"]
 
@@ -18,7 +18,10 @@ class _Projections(Function):
     @staticmethod
     def forward(ctx, x, *weights):
         ctx.set_materialize_grads(False)
-        ctx.shape = x.shape
+        dtype = _cast_type(x) or x.dtype
+        ctx.shape, ctx.dtype, ctx.is_cast = x.shape, x.dtype, x.dtype is not dtype
+        if ctx.is_cast:
+            x = x.to(dtype)
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *weights)
         return tuple([linear(x, weight) for weight in weights])
 
@@ -33,10 +36,10 @@ class _Projections(Function):
 
 
 def _gradients(ctx, gradients, x, weights):
-    """Of x and the weights. Made of what autograd knows, so they can be differentiated.
+    """Of x and the weights. Made of what autograd knows, so they can be differentiated, but for an x that was cast.
 
     The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
-    here is rounded there too."""
+    here is rounded there too: each product, and the sum of those to the type of x."""
     wanted = ctx.needs_input_grad
     rows = x if x is None else x.flatten(0, -2)
     dx, dweights = None, [None] * len(weights)
@@ -44,23 +47,34 @@ def _gradients(ctx, gradients, x, weights):
         dy = gradients[i]
         if dy is not None:
             dy = dy.flatten(0, -2)
-            dx = dy.mm(weights[i]) if dx is None else dx.addmm_(dy, weights[i])
+            if dx is None:
+                dx = dy.mm(weights[i]).to(ctx.dtype)
+            elif ctx.is_cast:
+                dx.add_(dy.mm(weights[i]))
+            else:
+                dx.addmm_(dy, weights[i])
             if wanted[i + 1]:
                 dweights[i] = dy.t().mm(rows)
-    return dx if dx is None else dx.view(ctx.shape), *dweights
+    dx = dx if dx is None else dx.view(ctx.shape)
+    if ctx.is_cast and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return tuple([first_order_only("projections", g, *gradients, *weights) for g in (dx, *dweights)])
+    return dx, *dweights
 
 
 def _served(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the products of these may share a node: PyTorch's own tensors, which autocast leaves as they are."""
+    """Whether the products of these may share a node: PyTorch's own tensors, that are of one type or cast to one."""
     if not (x.is_cuda or x.is_cpu) or x.dim() < 2 or any([type(t) not in PLAIN for t in (x, *weights)]):
         return False
-    return not in_transform(x, *weights) and not (_is_any_autocast_enabled() and _is_cast(x, weights))
+    if in_transform(x, *weights):
+        return False
+    return _cast_type(x) is None or all([t.dtype in FLOATS for t in (x, *weights)])
 
 
-def _is_cast(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device)
-    return torch.is_autocast_enabled(device) and any(t.dtype is not dtype for t in (x, *weights))
+def _cast_type(x: torch.Tensor) -> torch.dtype | None:
+    """The type to which autocast casts what a linear layer multiplies; None where it is off."""
+    if not _is_any_autocast_enabled() or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -68,15 +82,18 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
 
     Args:
         x: [..., H], any type and strides.
-        weights: [N, H] each, each with its own N, of x's type.
+        weights: [N, H] each, each with its own N, of x's type (under autocast all are cast as linear layers cast them,
+            x once for all).
 
     Returns:
         One [..., N] for each weight, the bits that the layers give. Gradients flow to x and the weights, where they are
         wanted; x's is summed within the products, from the last weight to the first. Kept for them are x and the
-        weights. Where that gains nothing (one weight, an x without gradient) or is not served (autocast to another
-        type, an x of one dimension, devices other than CPU and CUDA, subclasses of tensors, functorch), each product is
-        a node of its own.
+        weights, as the products read them. Where that gains nothing (one weight, an x without gradient) or is not
+        served (an x of one dimension, devices other than CPU and CUDA, types that autocast does not cast under it,
+        subclasses of tensors, functorch), each product is a node of its own. A second differentiation is an error where
+        x was cast.
     """
     if x.requires_grad and torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights):
-        return _Projections.apply(x, *weights)
+        dtype = _cast_type(x)  # x is cast within, so that the sum of its gradients has x's own type
+        return _Projections.apply(x, *(weights if dtype is None else [weight.to(dtype) for weight in weights]))
     return tuple([linear(x, weight) for weight in weights])

@@ -77,9 +77,11 @@ class _AddRMSNorm(Function):
             total = x
             y, rstd = _forward(x, weight, eps, casting)
         else:
-            y, total, rstd = _add_forward(x, residual, weight, eps, casting)
+            wide, narrow = (residual, x) if x.dtype != torch.float32 == residual.dtype else (x, residual)
+            y, total, rstd = _add_forward(wide, narrow, weight, eps, casting)
         ctx.save_for_backward(total, weight, rstd)
         ctx.casting = casting
+        ctx.types = x.dtype, total.dtype if residual is None else residual.dtype
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total
@@ -88,7 +90,7 @@ class _AddRMSNorm(Function):
     def backward(ctx, dy, dsum):
         want_dx, want_dresidual, want_dweight, _, _ = ctx.needs_input_grad
         if dy is None:  # y went nowhere: what is left is the addition
-            return dsum if want_dx else None, dsum if want_dresidual else None, None, None, None
+            return *_of_terms(ctx, dsum), None, None, None
         total, weight, rstd = ctx.saved_tensors
         wanted = want_dx or want_dresidual, want_dweight
         if dsum is None:
@@ -98,7 +100,12 @@ class _AddRMSNorm(Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             dx = first_order_only("add_rms_norm", dx, dy, dsum, total, weight)
             dweight = first_order_only("add_rms_norm", dweight, dy, total, weight)
-        return dx if want_dx else None, dx if want_dresidual else None, dweight if want_dweight else None, None, None
+        return *_of_terms(ctx, dx), dweight if want_dweight else None, None, None
+
+
+def _of_terms(ctx, dsum):
+    """The gradients of x and residual, in their types."""
+    return [dsum.to(dtype) if want else None for dtype, want in zip(ctx.types, ctx.needs_input_grad[:2], strict=True)]
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: Casting) -> torch.Tensor:
@@ -157,16 +164,17 @@ def add_rms_norm(
 
     Args:
         x: [..., H], 1 <= H <= 65536; float32, bfloat16 or float16, any strides.
-        residual: like x; where it is of another type, torch adds the two. None: the sum is x itself, and what is fused
+        residual: of x's shape. Where one of the two is float32, the other may be of any type; torch adds bfloat16 and
+            float16. None: the sum is x itself, and what is fused
             is the backward pass alone, where the gradient that reaches the sum from elsewhere meets that of the norm.
         weight: [H], or None for ones (zeros for "gemma").
         eps: added to the mean of squares.
         casting: see `rms_norm`.
 
     Returns:
-        y and sum, both [..., H]: sum = x + residual, rounded to its type, and y = rms_norm(sum, weight). Gradients flow
-        to x, residual and weight, from y, from sum or from both. The backward pass needs the sum: changing it in place
-        is an error then. Without a residual, the sum shares x's memory.
+        y and sum, both [..., H]: sum = x + residual, rounded to the type that torch gives it, and y = rms_norm(sum,
+        weight). Gradients flow to x, residual and weight, from y, from sum or from both. The backward pass needs the
+        sum: changing it in place is an error then. Without a residual, the sum shares x's memory.
 
     Raises:
         RuntimeError: naming the argument, what was given and what is needed.
@@ -175,7 +183,7 @@ def add_rms_norm(
     code = _CASTING.get(casting)
     if code is None:
         raise _unknown_casting("add_rms_norm", casting)
-    if residual is not None and residual.dtype != x.dtype:
+    if residual is not None and residual.dtype != x.dtype and torch.float32 not in (x.dtype, residual.dtype):
         x, residual = x + residual, None
     if not served(x, residual, weight):
         total = x if residual is None else x + residual

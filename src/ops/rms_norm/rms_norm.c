@@ -57,7 +57,11 @@ static bst_status check_residual(const char *op, const DLTensor *residual, const
     if (!residual && sum)
         return bst__error(BST_INVALID, "%s: sum is given, but residual is NULL; without it the sum is x itself", op);
     if (!residual) return BST_OK;
-    BST_TRY(check_like_x(op, "residual", residual, c->x.dtype, "as x has it", &c->x, &c->residual, &c->residual_rows));
+    /* The sum of two types has the wider one, which x is to have. */
+    bst_view given;
+    BST_TRY(bst__view(op, "residual", BST_FLOATS, residual, &given));
+    bst_dtype dtype = c->x.dtype == BST_F32 ? given.dtype : c->x.dtype;
+    BST_TRY(check_like_x(op, "residual", residual, dtype, "as x has it", &c->x, &c->residual, &c->residual_rows));
     return bst__output(op, "sum", sum, &c->x, "x", c->x.dtype, &c->sum);
 }
 

@@ -1,8 +1,9 @@
 /* rms_norm.cu - RMSNorm forward and backward.
  *
  * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT; ADD:
- * forward: a residual is added to x first, and what is normalised is the sum as it is written, rounded; backward: x is
- * that sum, and dsum, the gradient that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of
+ * forward: one more than the code of the type of a residual that is added to x first, and what is normalised is the sum
+ * as it is written, rounded; backward: x is that sum, and dsum, the gradient that reaches it from elsewhere, is added to
+ * dx; VEC elements of an access; THREADS of
  * a row, ROWS of a block (THREADS * ROWS threads); KEEP: the row stays on the chip between its two uses, else it is read
  * again; FOLDED: one stride describes all rows; backward: DX, DW what is wanted; STAGES of the ring of shared memory
  * through which rows come (0: straight into registers).
@@ -27,6 +28,7 @@
 #define BLOCK      (THREADS * ROWS)
 #define LLAMA      0
 #define GEMMA      1
+#define R_TYPE     (ADD - 1)
 
 /* The vector `i` of this thread begins at this column; threads of a row read neighbouring vectors. */
 BST_DEVICE int column_of(int i, int lane) { return (i * THREADS + lane) * VEC; }
@@ -49,7 +51,7 @@ BST_DEVICE void load_weight(float *w, const void *weight, int column) {
 
 #ifdef FORWARD
 /* The vector at this column, packed: out of registers where the row is kept there. */
-#define PACKED(kept, row, i, column) (KEEP ? kept[KEEP ? i : 0] : bst_raw_at(row, column, X_TYPE, VEC))
+#define PACKED(kept, row, i, column, type) (KEEP ? kept[KEEP ? i : 0] : bst_raw_at(row, column, type, VEC))
 
 BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 32);
@@ -59,7 +61,7 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     const void *x = bst_at(a.x, live ? bst_row_start(&a.x_map, row, FOLDED) : 0, X_TYPE);
     bst_raw kept[KEEP ? PER_THREAD : 1];
 #if ADD
-    const void *residual = bst_at(a.residual, live ? bst_row_start(&a.residual_map, row, FOLDED) : 0, X_TYPE);
+    const void *residual = bst_at(a.residual, live ? bst_row_start(&a.residual_map, row, FOLDED) : 0, R_TYPE);
     bst_raw residual_kept[KEEP ? PER_THREAD : 1];
 #endif
     float v[VEC], w[VEC], squares = 0;
@@ -70,7 +72,7 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
             if (live && inside(column_of(i, lane))) {
                 kept[KEEP ? i : 0] = bst_raw_at(x, column_of(i, lane), X_TYPE, VEC);
 #if ADD
-                residual_kept[KEEP ? i : 0] = bst_raw_at(residual, column_of(i, lane), X_TYPE, VEC);
+                residual_kept[KEEP ? i : 0] = bst_raw_at(residual, column_of(i, lane), R_TYPE, VEC);
 #endif
             }
         }
@@ -81,9 +83,9 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
         if (!live || !inside(column)) continue;
-        bst_unpack(v, PACKED(kept, x, i, column), X_TYPE, VEC);
+        bst_unpack(v, PACKED(kept, x, i, column, X_TYPE), X_TYPE, VEC);
 #if ADD
-        bst_unpack(w, PACKED(residual_kept, residual, i, column), X_TYPE, VEC);
+        bst_unpack(w, PACKED(residual_kept, residual, i, column, R_TYPE), R_TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] += w[j];
         bst_raw sum = bst_pack(v, X_TYPE, VEC);
@@ -107,7 +109,7 @@ BST_KERNEL(rms_norm_forward, rms_norm_forward_args, BLOCK, 1) {
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
         if (!inside(column)) continue;
-        bst_unpack(v, PACKED(kept, x, i, column), X_TYPE, VEC);
+        bst_unpack(v, PACKED(kept, x, i, column, X_TYPE), X_TYPE, VEC);
         load_weight(w, a.weight, column);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] *= rstd;

@@ -32,7 +32,7 @@ void BST_CPU(bst__rms_norm_forward_cpu)(void *context, int64_t begin, int64_t en
         const void *in = bst_at(a->x.data, bst__row_start(&a->x_rows, row), dtype), *residual = NULL;
         void *sum_out = NULL;
         if (a->residual.data) {
-            residual = bst_at(a->residual.data, bst__row_start(&a->residual_rows, row), dtype);
+            residual = bst_at(a->residual.data, bst__row_start(&a->residual_rows, row), a->residual.dtype);
             sum_out = bst_at(a->sum.data, row * columns, dtype);
         }
         float squares = 0;
@@ -41,7 +41,7 @@ void BST_CPU(bst__rms_norm_forward_cpu)(void *context, int64_t begin, int64_t en
             float sum = 0;
             bst_load(x, bst_at(in, c, dtype), dtype, n);
             if (residual) {
-                add_tile(x, bst_at(residual, c, dtype), dtype, n);
+                add_tile(x, bst_at(residual, c, a->residual.dtype), a->residual.dtype, n);
                 bst_round_tile(x, dtype, n);
                 bst_store(bst_at(sum_out, c, dtype), x, dtype, n);
             }

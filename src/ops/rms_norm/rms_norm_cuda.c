@@ -155,7 +155,7 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
     l.values[Y_TYPE] = c->y.dtype;
     l.values[CASTING] = c->casting;
     l.values[HAS_WEIGHT] = c->weight.data != NULL;
-    l.values[ADD] = add;
+    l.values[ADD] = add ? c->residual.dtype + 1 : 0;
     l.values[VEC] = vec;
     l.values[FOLDED] = bst__rows_folded(&c->x_rows) && (!add || bst__rows_folded(&c->residual_rows));
     shape_forward(&l);
