@@ -378,15 +378,19 @@ def test_experts_under_autocast_have_their_weights_type(
     hidden, indices = torch.randn(7, 32).to(hidden_type), torch.randint(5, (7, 2))
     weights, upstream = torch.rand(7, 2).bfloat16(), torch.randn(7, 32).to(hidden_type)
 
-    def run(autocast: bool, dtype: torch.dtype = kind) -> list[torch.Tensor]:
-        leaves = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
+    def run(autocast: bool, tokens: torch.Tensor = hidden, dtype: torch.dtype = kind) -> list[torch.Tensor]:
+        leaves = [tokens.clone().requires_grad_(), weights.clone().requires_grad_()]
         experts.to(dtype).zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = experts(leaves[0], indices, leaves[1])
-        out.backward(upstream)
+        out.backward(upstream.to(out.dtype))
         return [out.detach(), *(t.grad.clone() for t in (*leaves, *experts.parameters()))]
 
-    stock, exact = run(True), run(False, torch.float32)
+    exact = run(False, hidden.float(), torch.float32)
+    try:
+        stock = run(True)
+    except RuntimeError as error:
+        pytest.skip(f"this Transformers does not multiply two types: {error}")
     bastile.apply()
     got, plain = run(True), run(False)
     assert calls["moe_experts"] == 2
