@@ -48,7 +48,8 @@ def _gradients(ctx, gradients, x, weights):
         if dy is not None:
             dy = dy.flatten(0, -2)
             if dx is None:
-                dx = dy.mm(weights[i]).to(ctx.dtype)
+                dx = dy.mm(weights[i])
+                dx = dx.to(ctx.dtype) if ctx.is_cast else dx
             elif ctx.is_cast:
                 dx.add_(dy.mm(weights[i]))
             else:

@@ -81,7 +81,8 @@ class _AddRMSNorm(Function):
             y, total, rstd = _add_forward(wide, narrow, weight, eps, casting)
         ctx.save_for_backward(total, weight, rstd)
         ctx.casting = casting
-        ctx.types = x.dtype, total.dtype if residual is None else residual.dtype
+        same = residual is None or residual.dtype == x.dtype
+        ctx.types = None if same else (x.dtype, residual.dtype)
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total
@@ -105,7 +106,11 @@ class _AddRMSNorm(Function):
 
 def _of_terms(ctx, dsum):
     """The gradients of x and residual, in their types."""
-    return [dsum.to(dtype) if want else None for dtype, want in zip(ctx.types, ctx.needs_input_grad[:2], strict=True)]
+    want_dx, want_dresidual = ctx.needs_input_grad[:2]
+    if ctx.types is None:
+        return dsum if want_dx else None, dsum if want_dresidual else None
+    x_type, residual_type = ctx.types
+    return dsum.to(x_type) if want_dx else None, dsum.to(residual_type) if want_dresidual else None
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: Casting) -> torch.Tensor:
