@@ -147,7 +147,7 @@ def operators(options: argparse.Namespace) -> dict[str, bool]:
     if not named:
         return {operator: wanted is None for operator, wanted in asked.items()}
     for operator in named.copy():
-        for needed in getattr(OPERATORS[operator], "needs", ()):
+        for needed in OPERATORS[operator].needs:
             if asked[needed] is False:
                 raise UsageError(f"{_flag(operator)} fuses {needed}: it does not go with --no-{_flag(needed)[2:]}")
             named.append(needed)
