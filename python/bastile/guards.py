@@ -5,13 +5,11 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from bastile.ops._common import PLAIN
+from bastile.ops._modules import has_hooks
 
 _OURS = "_bastile_replacement"
 _ORIGINAL = "_bastile_original"
-_LINEAR = nn.Linear.forward
 
 
 def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,45 +38,17 @@ def stock_of(function: Any) -> Any:
 def untouched(module: nn.Module) -> bool:
     """Whether calling this module does what its class's forward does and nothing else."""
     own = module.__dict__.get("forward")  # Hugging Face's `kernels` puts the class's own there
-    return (own is None or function_of(own) is type(module).forward) and not _has_hooks(module)
+    return (own is None or function_of(own) is type(module).forward) and not has_hooks(module)
 
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
     """Whether calling this module runs this forward, or what Bastile has put in its place, and nothing else."""
     own = module.__dict__.get("forward")
     forward = type(module).forward if own is None else function_of(own)
-    return (forward is stock or is_ours(forward)) and not _has_hooks(module)
-
-
-def plain_linear(module: nn.Module) -> bool:
-    """Whether calling this module multiplies by its weight and does nothing else, so that the weight may stand for it.
-
-    It does more where it has a bias or an adapter, is quantised, parametrised or offloaded, or where a hook would run,
-    its own or one on all modules. A weight of another tensor class, such as a shard's, may do anything."""
-    own = module.__dict__  # Module's own lookup is slow
-    weights = own["_parameters"]  # without those that sharding has put elsewhere
-    return (
-        type(module) is nn.Linear
-        and type(weights.get("weight")) in PLAIN
-        and weights.get("bias", module) is None
-        and nn.Linear.forward is _LINEAR
-        and "forward" not in own
-        and not _has_hooks(module)
-    )
+    return (forward is stock or is_ours(forward)) and not has_hooks(module)
 
 
 def function_of(method: Any) -> Any:
     """What a method is made of; None for anything else."""
     # torch.compile of PyTorch 2.10 does not see __func__ through a getattr with a default.
     return method.__func__ if isinstance(method, MethodType) else None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Its own, or hooks on all modules."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or _has_any_global_hook()
-    )

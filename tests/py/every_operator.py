@@ -16,7 +16,7 @@ T, H = 4, 8
 
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:

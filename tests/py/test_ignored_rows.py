@@ -146,6 +146,40 @@ def test_a_second_backward_pass_over_a_retained_graph() -> None:
 
 
 @pytest.mark.parametrize("device", devices())
+def test_a_count_of_other_targets_is_refused(device: str) -> None:
+    hidden, weight, target = inputs(device=device)
+    want = fused_linear_cross_entropy(hidden, weight, target, reduction="sum")
+
+    def loss(count: ValidCount, targets: torch.Tensor = target, **options: int) -> torch.Tensor:
+        return fused_linear_cross_entropy(hidden, weight, targets, reduction="sum", valid_rows=count, **options)
+
+    torch.testing.assert_close(loss(ValidCount(target.view(2, -1))), want)  # another view of all of it
+    strided = target.repeat_interleave(2)[::2]
+    torch.testing.assert_close(loss(ValidCount(strided), strided), want)
+    fewer = target.clone()
+    fewer[: fewer.numel() // 2] = -100
+    changed = target.clone()
+    late = ValidCount(changed)
+    changed[0] = 1
+    for wrong, given, options in (
+        (ValidCount(fewer), target, {}),
+        (ValidCount(target.clone()), target, {}),  # the same today
+        (ValidCount(target[1:]), target, {}),
+        (ValidCount(strided), strided.contiguous(), {}),
+        (ValidCount(target, 3), target, {}),
+        (ValidCount(target), target, {"ignore_index": 3}),
+        (late, changed, {}),
+    ):
+        with pytest.raises(ValueError, match="fused_linear_cross_entropy: valid_rows was counted from another tensor"):
+            loss(wrong, given, **options)
+    with torch.inference_mode():
+        labels = target.clone()
+        torch.testing.assert_close(loss(ValidCount(labels), labels), want)
+    with pytest.raises(TypeError, match="valid_rows is a float; an int or a ValidCount is needed"):
+        fused_linear_cross_entropy(hidden, weight, target, valid_rows=2.5)
+
+
+@pytest.mark.parametrize("device", devices())
 def test_a_caller_who_knows_the_count(device: str, computed: list[int]) -> None:
     hidden, weight, target = inputs(device=device)
     there = int((target != -100).sum())

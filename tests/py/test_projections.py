@@ -16,7 +16,7 @@ from torch.nn.modules import module as hooks_on_all
 from torch.utils.checkpoint import checkpoint
 
 import bastile
-from bastile.guards import plain_linear
+from bastile.ops._modules import plain_linear
 from bastile.ops.projections import projections
 from bastile.ops.rms_norm import rms_norm
 from bastile.recompute import recomputing

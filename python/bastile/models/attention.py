@@ -12,9 +12,10 @@ from typing import Any
 
 from torch import nn
 
-from bastile.guards import is_ours, plain_linear, runs
+from bastile.guards import is_ours, runs
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
+from bastile.ops._modules import plain_linear
 from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
 

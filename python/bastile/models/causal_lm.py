@@ -65,7 +65,7 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
             return original(self, *args, **kwargs)
         if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
             return original(self, *args, **kwargs)
-        targets = _targets(given.pop("labels"), given)
+        targets = _targets(given.pop("labels"), given).to(lm_head.weight.device)
         # Counted ahead of the backbone, so that nobody waits for the count when the loss asks for it.
         counted = is_worthwhile(targets.numel(), lm_head.weight)
         valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
@@ -134,7 +134,7 @@ def _loss(
     return fused_linear_cross_entropy(
         hidden,
         head.weight,
-        targets.to(hidden.device),
+        targets,
         bias=head.bias,
         ignore_index=given.get("ignore_index", -100),
         num_items=num_items,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.guards import plain_linear
 from bastile.models import decoder, experts
 from bastile.models.table import Family
 from bastile.ops._common import FLOATS
+from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import _padded
 from bastile.ops.qk_norm_rope import _DK, _DK_WEIGHT, _DQ, _DQ_WEIGHT

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -14,6 +15,9 @@ _DEVICES = ("cpu", "cuda")
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_is_traced_to_script = torch._C._is_tracing
 
 
 class Function(torch.autograd.Function):
@@ -28,33 +32,52 @@ class Function(torch.autograd.Function):
 def served(*tensors: torch.Tensor | None) -> bool:
     """Whether Bastile's kernels run on these tensors: float32, bfloat16 or float16, on CPU or CUDA, with strides.
 
-    Mixed devices count as served: the operator then names the tensor that is in the wrong place. Tensors under vmap or
-    another functorch transform, and subclasses such as DTensor, are not served.
+    Mixed devices count as served: the operator then names the tensor that is in the wrong place. Subclasses such as
+    DTensor are not served, nor is anything `in_transform`, nor what is no tensor. What then runs PyTorch's own code
+    asks `need_floats` first.
     """
     for t in tensors:
         if t is None:
             continue
-        if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not torch.strided:
+        if type(t) not in PLAIN and not _stands_for_plain(t):
             return False
-        if type(t) not in PLAIN and not torch.compiler.is_compiling() and not _is_fake(t):
+        if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not torch.strided:
             return False
     return not in_transform(*tensors)
 
 
-def _is_fake(t: torch.Tensor) -> bool:
+def _stands_for_plain(t: object) -> bool:
+    """Whether the compiler, or someone who wants shapes alone, has put this in the place of a tensor."""
+    if not isinstance(t, torch.Tensor):
+        return False
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(t, FakeTensor)
+    return torch.compiler.is_compiling() or isinstance(t, FakeTensor)
 
 
 def in_transform(*tensors: torch.Tensor | None) -> bool:
-    """Whether this runs under vmap or another functorch transform, or one of the tensors has leaked out of one."""
+    """Whether PyTorch's own code is wanted here: under vmap or another functorch transform, or on a tensor that has
+    leaked out of one; in forward mode; and while a model is exported or traced, so that the result runs without
+    Bastile."""
     if torch.compiler.is_compiling():
-        return False
+        # In some releases of PyTorch is_exporting() is true of all that is compiled.
+        return torch.compiler._is_exporting_flag
     for t in tensors:
         if t is not None and _is_wrapped(t):
             return True
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return _interpreter() is not None or _is_traced_to_script() or forward_ad._current_level >= 0
+
+
+def need_floats(op: str, **tensors: torch.Tensor | None) -> None:
+    """Raises for what is no tensor of real numbers. For the branch that runs PyTorch's code, which would truncate
+    integers and drop imaginary parts: the kernels' own checks are theirs."""
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(t).__name__}; a tensor is needed")
+        if not t.is_floating_point():
+            raise TypeError(f"{op}: {name} is {t.dtype}; a floating-point type is needed")
 
 
 def cast_as_linear(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
@@ -71,23 +94,40 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def is_last_pass() -> bool:
-    """For a backward pass: whether the graph goes with it, so that nobody reads again what was kept for it. Not asked
-    while compiling: the compiler plans the memory."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
+def is_batched(gradient: torch.Tensor) -> bool:
+    """For a backward pass: whether vmap computes several gradients at once (is_grads_batched). Nothing that has one
+    value for all of them can be written over then."""
+    return not torch.compiler.is_compiling() and (_is_batched(gradient) or _interpreter() is not None)
 
 
-def release_on_last_pass(ctx) -> bool:
+def is_last_pass(gradient: torch.Tensor) -> bool:
+    """For a backward pass, which begins with this gradient: whether the graph goes with it, so that what was kept for
+    it may be written over. Not asked while compiling: the compiler plans the memory."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+        and not is_batched(gradient)
+    )
+
+
+def release_on_last_pass(ctx: Any, gradient: torch.Tensor) -> bool:
     """As is_last_pass. In a last pass autograd lets go of the saved tensors, which it would otherwise hold until the
     backward function returns: call it once they have been read."""
-    last = is_last_pass()
+    last = is_last_pass(gradient)
     if last:
         ctx.maybe_clear_saved_tensors()
     return last
 
 
+def _second_derivative(op: str) -> RuntimeError:
+    return RuntimeError(
+        f"bastile: {op} cannot be differentiated twice; call bastile.reset() and use the original code where second "
+        "derivatives are needed"
+    )
+
+
 class _Tie(torch.autograd.Function):
-    """Makes a gradient depend on what it was computed from, so that a second backward pass reaches the error above."""
+    """Makes a gradient depend on what it was computed from, so that a second backward pass reaches the error."""
 
     @staticmethod
     def forward(ctx, op, gradient, *sources):
@@ -96,18 +136,18 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(
-            f"bastile: {ctx.op} cannot be differentiated twice; call bastile.reset() and use the original code where "
-            "second derivatives are needed"
-        )
+        raise _second_derivative(ctx.op)
 
 
 def first_order_only(op: str, gradient: torch.Tensor | None, *sources: torch.Tensor | None) -> torch.Tensor | None:
     """For a backward pass under `create_graph=True`: the gradient, tied to its sources by a node that raises.
 
-    Without sources the gradient is tied to nothing in particular, and raises all the same.
+    The sources must lead to everything that the gradient depends on: from another tensor, autograd would not find the
+    node, and leave this path out of a derivative in silence. An output of the operator that was saved leads to all of
+    its inputs. Batched gradients raise at once: the node would be lost with the batch.
     """
     if gradient is None:
         return None
-    tied = [s for s in sources if s is not None] or [torch.empty(0, requires_grad=True)]
-    return _Tie.apply(op, gradient, *tied)
+    if is_batched(gradient):
+        raise _second_derivative(op)
+    return _Tie.apply(op, gradient, *[s for s in sources if s is not None])

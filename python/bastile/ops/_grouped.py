@@ -11,7 +11,7 @@ import functools
 import torch
 from torch.library import Library, register_fake
 
-from bastile.ops._common import PLAIN
+from bastile.ops._common import PLAIN, is_batched
 
 _library = Library("bastile", "FRAGMENT")
 _library.define("grouped_rows(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
@@ -82,9 +82,9 @@ def _(left, right, ends):
     return left.new_empty((ends.shape[0], left.shape[1], right.shape[1]))
 
 
-def _lacks_values(tensor: torch.Tensor) -> bool:
-    """Whether only shapes are wanted: while compiling, and of fake tensors."""
-    return torch.compiler.is_compiling() or type(tensor) not in PLAIN
+def _lacks_values(*tensors: torch.Tensor) -> bool:
+    """Whether only shapes are wanted, while compiling and of fake tensors, or vmap has the values."""
+    return torch.compiler.is_compiling() or any([type(t) not in PLAIN or is_batched(t) for t in tensors])
 
 
 def grouped_rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -92,13 +92,13 @@ def grouped_rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor)
 
     Any strides; those of a transposed tensor cost no copy. Rows behind the last group's are left as they come.
     """
-    if _lacks_values(rows):
+    if _lacks_values(rows, matrices):
         return torch.ops.bastile.grouped_rows(rows, matrices, ends)
     return _rows(rows, matrices, ends)
 
 
 def grouped_matrices(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """left [N, A] transposed times right [N, B], group by group: [E, A, B], zeros where a group is empty."""
-    if _lacks_values(left):
+    if _lacks_values(left, right):
         return torch.ops.bastile.grouped_matrices(left, right, ends)
     return _matrices(left, right, ends)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from bastile.ops._common import need_floats
+
 #: The widest head the kernels serve.
 MOST_DIM = 2048
 
@@ -26,6 +28,33 @@ def tokens_first(t: torch.Tensor) -> bool:
 def dense(t: torch.Tensor) -> torch.Tensor:
     """With a contiguous last dimension."""
     return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def check_heads(op: str, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Raises for what `turn` would broadcast into something else. For the branch that runs it: kernels check."""
+    need_floats(op, q=q, k=k, cos=cos, sin=sin)
+    for name, t, dims, shape in (
+        ("q", q, 4, "[B, heads, S, D]"),
+        ("k", k, 4, "[B, kv_heads, S, D]"),
+        ("cos", cos, 3, "[B or 1, S, R]"),
+        ("sin", sin, 3, "[B or 1, S, R]"),
+    ):
+        if t.dim() != dims:
+            raise ValueError(f"{op}: {name} has shape {list(t.shape)}; {shape} is needed")
+    batch, _, positions, dim = q.shape
+    rotary = cos.shape[2]
+    if k.shape[0] != batch or k.shape[2:] != q.shape[2:]:
+        raise ValueError(
+            f"{op}: k has shape {list(k.shape)}; [B, kv_heads, S, D], here [{batch}, kv_heads, {positions}, {dim}] as "
+            "of q, is needed"
+        )
+    if cos.shape[0] not in (1, batch) or cos.shape[1] != positions or rotary > dim or rotary % 2:
+        raise ValueError(
+            f"{op}: cos has shape {list(cos.shape)}; [B or 1, S, R], here [{batch} or 1, {positions}, an even number "
+            f"up to {dim}], is needed"
+        )
+    if sin.shape != cos.shape:
+        raise ValueError(f"{op}: sin has shape {list(sin.shape)}; {list(cos.shape)}, that of cos, is needed")
 
 
 def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:

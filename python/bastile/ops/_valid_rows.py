@@ -52,9 +52,12 @@ _idle: dict[int, list[_Mailbox]] = {}  # by device; events belong to one
 
 
 class ValidCount:
-    """How many targets are not ignored. Counting begins at once; `rows()` has the number, and waits if it must."""
+    """How many targets are not ignored. Counting begins at once; `rows()` has the number, and waits if it must.
+
+    It counts for this target alone, or another view of all of it, as long as nobody changes it in place."""
 
     def __init__(self, target: torch.Tensor, ignore_index: int = -100):
+        self._target, self._ignore_index, self._version = target, ignore_index, _version(target)
         count = (target != ignore_index).sum()
         self._count: torch.Tensor | int = count
         self._mailbox: _Mailbox | None = None
@@ -67,6 +70,18 @@ class ValidCount:
             self._mailbox.number.copy_(count, non_blocking=True)
             self._mailbox.written.record(torch.cuda.current_stream(device))
 
+    def is_of(self, target: torch.Tensor, ignore_index: int) -> bool:
+        """Whether it is these targets that were counted, as they are now."""
+        mine = self._target
+        return (
+            ignore_index == self._ignore_index
+            and _version(target) == self._version
+            and target.dtype is mine.dtype
+            and target.data_ptr() == mine.data_ptr()
+            and target.numel() == mine.numel()
+            and ((target.is_contiguous() and mine.is_contiguous()) or _layout(target) == _layout(mine))
+        )
+
     def rows(self) -> int:
         if isinstance(self._count, int):
             return self._count
@@ -78,6 +93,14 @@ class ValidCount:
         self._count, self._mailbox = int(mailbox.number), None
         _idle[device].append(mailbox)
         return self._count
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _layout(t: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    return t.shape, t.stride()
 
 
 def is_worthwhile(tokens: int, like: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import Function, first_order_only, is_last_pass, served
+from bastile.ops._common import Function, first_order_only, is_batched, is_last_pass, need_floats, served
 
 __all__ = ["BastileCrossEntropyLoss", "cross_entropy"]
 
@@ -18,7 +18,7 @@ REDUCTION = {"none": 0, "mean": 1, "sum": 2}
 _forward = torch.ops.bastile.cross_entropy_forward.default
 _forward_inplace = torch.ops.bastile.cross_entropy_forward_inplace.default
 _backward = torch.ops.bastile.cross_entropy_backward.default
-scale_ = torch.ops.bastile.scale_.default
+_scale = torch.ops.bastile.scale_.default
 
 
 @torch.library.register_fake("bastile::cross_entropy_forward")
@@ -41,6 +41,17 @@ def _(grad_loss, logits, target, class_weight, num_items, lse, *options):
 @torch.library.register_fake("bastile::scale_")
 def _(tensor, scale):
     return None
+
+
+def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """For a backward pass: gradient · factor, in the gradient's own memory unless a second pass over a retained graph
+    may need it again."""
+    if torch.compiler.is_compiling() or is_batched(factor):
+        return (gradient * factor).to(gradient.dtype)
+    if not is_last_pass(factor) or not gradient.is_contiguous():
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+    _scale(gradient, factor)
+    return gradient
 
 
 class _CrossEntropy(Function):
@@ -76,11 +87,7 @@ class _CrossEntropyInplace(Function):
     @staticmethod
     def backward(ctx, grad_loss):
         (logits,) = ctx.saved_tensors
-        dlogits = logits.detach()
-        if not is_last_pass() or not dlogits.is_contiguous():
-            # A second backward pass may follow: it needs the unscaled gradient again.
-            dlogits = dlogits.clone(memory_format=torch.contiguous_format)
-        scale_(dlogits, grad_loss)
+        dlogits = scaled(logits.detach(), grad_loss)
         torch.autograd.graph.increment_version(dlogits)
         if torch.is_grad_enabled():
             dlogits = first_order_only("cross_entropy", dlogits, grad_loss, logits)
@@ -155,8 +162,7 @@ def cross_entropy(
         float32: a scalar, or for "none" the shape of target.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
-        ValueError: for an unknown reduction, and combinations that have no meaning.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     code = REDUCTION.get(reduction)
     if code is None:
@@ -167,15 +173,22 @@ def cross_entropy(
         raise ValueError("cross_entropy: inplace needs reduction 'mean' or 'sum', not 'none'")
     if num_items is not None and code == 0:
         raise ValueError("cross_entropy: num_items divides a sum; reduction 'mean' or 'sum' is needed, not 'none'")
-    if weight is not None and weight.requires_grad:
-        raise ValueError("cross_entropy: weight requires a gradient, which is not computed; pass weight.detach()")
-    if target.shape != logits.shape[:-1]:
+    is_served = served(logits)
+    if not is_served:
+        need_floats("cross_entropy", logits=logits)
+    if weight is not None:
+        need_floats("cross_entropy", weight=weight)
+        if weight.requires_grad:
+            raise ValueError("cross_entropy: weight requires a gradient, which is not computed; pass weight.detach()")
+    if getattr(target, "shape", None) != logits.shape[:-1]:
+        if not isinstance(target, torch.Tensor):
+            raise TypeError(f"cross_entropy: target is a {type(target).__name__}; a tensor is needed")
         raise ValueError(
             f"cross_entropy: target has shape {list(target.shape)}; {list(logits.shape[:-1])}, that of logits without "
             "its last dimension, is needed"
         )
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
-    if not served(logits):
+    if not is_served:
         return reference(logits, target, weight, num_items, ignore_index, reduction, *options[2:]).view(
             target.shape if code == 0 else ()
         )

@@ -7,9 +7,9 @@ import os
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import Function, cast_as_linear, first_order_only, is_last_pass, served
+from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
-from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scale_
+from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scaled
 
 __all__ = ["ValidCount", "fused_linear_cross_entropy", "set_compaction", "set_logits_memory"]
 
@@ -83,16 +83,6 @@ def _(grad_loss, hidden, weight, target, bias, class_weight, num_items, lse, dlo
     return dhidden, dweight, torch.empty_like(bias) if want_dbias else none()
 
 
-def _scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """gradient · factor, in the gradient's own memory unless a second pass over a retained graph may need it again."""
-    if torch.compiler.is_compiling():
-        return (gradient * factor).to(gradient.dtype)
-    if not is_last_pass():
-        gradient = gradient.clone()
-    scale_(gradient, factor)
-    return gradient
-
-
 class _LinearCrossEntropy(Function):
     """Where the gradients are made depends on what fits: see bst_linear_cross_entropy_forward in bastile.h.
 
@@ -116,45 +106,68 @@ class _LinearCrossEntropy(Function):
         )
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
         ctx.now = any(now)
+        # The loss is kept for first_order_only: hidden and weight need not be.
         if ctx.now:
-            ctx.save_for_backward(dhidden, dweight, dbias)
+            ctx.save_for_backward(loss, dhidden, dweight, dbias)
         else:
-            ctx.save_for_backward(hidden, weight, target, bias, class_weight, num_items, lse, dlogits if keep else None)
+            dlogits = dlogits if keep else None
+            ctx.save_for_backward(loss, hidden, weight, target, bias, class_weight, num_items, lse, dlogits)
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
         grad_loss = grad_loss.float()
+        loss, *saved = ctx.saved_tensors
         if ctx.now:
-            gradients = [_scaled(g, grad_loss) if w else None for g, w in zip(ctx.saved_tensors, ctx.want, strict=True)]
-            sources = ()  # hidden and weight are gone: refuse without looking at them
+            gradients = [scaled(g, grad_loss) if w else None for g, w in zip(saved, ctx.want, strict=True)]
         else:
-            hidden, weight, target, bias, class_weight, num_items, lse, dlogits = ctx.saved_tensors
+            hidden, weight, target, bias, class_weight, num_items, lse, dlogits = saved
             gradients = _backward(
                 grad_loss.contiguous(), hidden, weight, target, bias, class_weight, num_items, lse, dlogits,
                 *ctx.options, ctx.chunk_bytes, *ctx.want,
             )  # fmt: skip
             gradients = [g if w else None for g, w in zip(gradients, ctx.want, strict=True)]
-            sources = (grad_loss, hidden, weight)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = [first_order_only("fused_linear_cross_entropy", g, *sources) for g in gradients]
+            gradients = [first_order_only("fused_linear_cross_entropy", g, grad_loss, loss) for g in gradients]
         return (*gradients, None, None, None, None, None)
 
 
 def _rows_to_compute(
     hidden: torch.Tensor, target: torch.Tensor, ignore_index: int, valid_rows: int | ValidCount | None
 ) -> torch.Tensor | None:
-    """The rows that go into the products; None: all."""
+    """The rows of hidden [T, H] that go into the products; None: all."""
     tokens = hidden.shape[0]
-    if target.shape[0] != tokens or target.device != hidden.device or not is_worthwhile(tokens, hidden):
+    if target.numel() != tokens or target.device != hidden.device or not is_worthwhile(tokens, hidden):
         return None
+    if isinstance(valid_rows, ValidCount) and not valid_rows.is_of(target, ignore_index):
+        raise ValueError(
+            "fused_linear_cross_entropy: valid_rows was counted from another tensor than target, with another "
+            f"ignore_index than {ignore_index}, or before target changed; a ValidCount of this very target is needed"
+        )
     if not isinstance(valid_rows, int):
         valid_rows = (valid_rows or ValidCount(target, ignore_index)).rows()
     elif hidden.device.type == "cpu" and valid_rows < (there := ValidCount(target, ignore_index).rows()):
         raise ValueError(
             f"fused_linear_cross_entropy: valid_rows is {valid_rows}, but {there} targets are not ignore_index"
         )
-    return valid_first(target, ignore_index, valid_rows)
+    return valid_first(target.reshape(-1), ignore_index, valid_rows)
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """For the branch that runs PyTorch's code: the kernels check for themselves. hidden [T, H], target [T]."""
+
+    def fault(name: str, given: object, needed: str) -> ValueError:
+        return ValueError(f"fused_linear_cross_entropy: {name} {given}; {needed} is needed")
+
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+        raise fault("weight has shape", list(weight.shape), f"[V, H], here [V, {hidden.shape[1]}],")
+    if target.shape[0] != hidden.shape[0]:
+        raise fault("target has", f"{target.shape[0]} elements", f"one for each of hidden's {hidden.shape[0]} rows")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise fault("bias has shape", list(bias.shape), f"[V], here [{weight.shape[0]}],")
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != hidden.dtype:
+            raise fault(f"{name} is", t.dtype, f"{hidden.dtype}, the type of hidden,")
 
 
 def fused_linear_cross_entropy(
@@ -191,7 +204,7 @@ def fused_linear_cross_entropy(
         logit_scale: multiplies the logits before that.
         lse_square_scale: adds lse_square_scale · logsumexp² to each row's loss (z-loss).
         valid_rows: no fewer than there are targets other than ignore_index: only so many rows are computed then. A
-            number, or a `ValidCount` of the same targets that was begun earlier; None: it is counted here, which on
+            number, or a `ValidCount` of this very target that was begun earlier; None: it is counted here, which on
             CUDA waits for the device, from 2048 tokens on (`set_compaction(False)`: never). Too small a number is an
             error on CPU, from 256 tokens on; on CUDA the loss is NaN where a row that counts was left out. Below
             these sizes all rows are computed, whatever the number.
@@ -200,9 +213,9 @@ def fused_linear_cross_entropy(
         float32 scalar, or [...] for "none". Gradients flow to whichever of hidden, weight and bias require them.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed. A target out of range is an error on CPU;
-            on CUDA it gives a NaN loss and a zero gradient row, for checking would wait for the device.
-        ValueError: for an option out of its range.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed. A target out of
+            range is an error on CPU; on CUDA it gives a NaN loss and a zero gradient row, for checking would wait for
+            the device.
     """
     code = REDUCTION.get(reduction)
     if code is None:
@@ -214,27 +227,40 @@ def fused_linear_cross_entropy(
         target = target.long()
     if isinstance(valid_rows, int) and valid_rows < 0:
         raise ValueError(f"fused_linear_cross_entropy: valid_rows is {valid_rows}; a number of rows is needed")
+    if not (valid_rows is None or isinstance(valid_rows, (int, ValidCount))):
+        raise TypeError(
+            f"fused_linear_cross_entropy: valid_rows is a {type(valid_rows).__name__}; an int or a ValidCount is needed"
+        )
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"fused_linear_cross_entropy: target is a {type(target).__name__}; a tensor is needed")
+    is_served = served(hidden, weight, bias)
+    if not is_served:
+        need_floats("fused_linear_cross_entropy", hidden=hidden, weight=weight, bias=bias)
     hidden, weight, bias = cast_as_linear(hidden, weight, bias)
-    shape = target.shape
-    flat, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    if hidden.dim() == 0:
+        raise ValueError("fused_linear_cross_entropy: hidden is a scalar; [..., H] is needed")
+    flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
-    if not served(hidden, weight, bias):
+    if not (is_served or served(hidden, weight, bias)):  # autocast may have made it so
+        _check(flat, weight, labels, bias)
         logits = torch.nn.functional.linear(flat, weight, bias)
-        loss = reference(logits, target, class_weight, num_items, ignore_index, reduction, *options[2:])
+        loss = reference(logits, labels, class_weight, num_items, ignore_index, reduction, *options[2:])
     else:
-        class_weight = None if class_weight is None else class_weight.detach().float()
-        rows, labels = flat, target
+        if class_weight is not None:
+            need_floats("fused_linear_cross_entropy", class_weight=class_weight)
+            class_weight = class_weight.detach().float()
         chosen = _rows_to_compute(flat, target, ignore_index, valid_rows)
+        rows, kept = flat, labels
         if chosen is not None:
-            rows, labels = gather(flat, chosen), target.index_select(0, chosen)
+            rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
         loss = _LinearCrossEntropy.apply(
-            rows.contiguous(), weight.contiguous(), bias, labels, class_weight,
+            rows.contiguous(), weight.contiguous(), bias, kept, class_weight,
             scalar_tensor(num_items, hidden.device), options, torch.is_grad_enabled(),
         )  # fmt: skip
         if chosen is not None:
             if reduction == "none":
                 loss = scatter(loss, chosen, flat.shape[0])
             if isinstance(valid_rows, int) and hidden.is_cuda:
-                left_out = (target != ignore_index).sum() > chosen.shape[0]
+                left_out = (labels != ignore_index).sum() > chosen.shape[0]
                 loss = loss.masked_fill(left_out, float("nan"))
-    return loss.reshape(shape) if reduction == "none" else loss
+    return loss.reshape(target.shape) if reduction == "none" else loss

@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from bastile.ops import _swiglu
-from bastile.ops._common import Function, cast_as_linear, first_order_only, release_on_last_pass, served
+from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
 
 __all__ = ["gated_mlp"]
 
@@ -38,13 +38,16 @@ class _GatedMLP(Function):
         y = _swiglu.forward(a, b)
         want_x, want_gate, want_up, _ = ctx.needs_input_grad
         weights = (gate, up) if want_x else (None, None)
-        ctx.save_for_backward(x if want_gate or want_up else None, *weights, down, a, b)
+        keeps_x = want_gate or want_up
+        # For first_order_only, where an input that the gradients depend on is not kept: an output without elements.
+        way_back = None if (keeps_x and want_x) or torch.compiler.is_compiling() else x.new_empty(0)
+        ctx.save_for_backward(x if keeps_x else None, *weights, down, a, b, way_back)
         ctx.shape = x.shape
         # Of its shape from the start: autograd lets nobody change a view in place that was made here.
-        return linear(y.view(*x.shape[:-1], down.shape[1]), down)
+        return linear(y.view(*x.shape[:-1], down.shape[1]), down), way_back
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx, dout, _):
         device = dout.device.type
         if torch.is_autocast_enabled(device):  # nothing here is to be cast: what the products read has one type
             with torch.autocast(device, enabled=False):
@@ -53,8 +56,8 @@ class _GatedMLP(Function):
 
 
 def _gradients(ctx, dout):
-    x, gate, up, down, a, b = ctx.saved_tensors
-    last = release_on_last_pass(ctx)  # a and b above all
+    x, gate, up, down, a, b, way_back = ctx.saved_tensors
+    last = release_on_last_pass(ctx, dout)  # a and b above all
     want_x, want_gate, want_up, want_down = ctx.needs_input_grad
     dx = dgate = dup = ddown = None
     drows = dout.reshape(-1, dout.shape[-1])
@@ -76,7 +79,7 @@ def _gradients(ctx, dout):
         dx = dx.addmm_(b, up).view(ctx.shape)
     gradients = dx, dgate, dup, ddown
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        gradients = tuple([first_order_only("gated_mlp", g, dout, x, gate, up, down) for g in gradients])
+        gradients = tuple([first_order_only("gated_mlp", g, dout, x, gate, up, down, way_back) for g in gradients])
     return gradients
 
 
@@ -113,15 +116,17 @@ def gated_mlp(
     Raises:
         RuntimeError: naming the argument, what was given and what is needed.
     """
-    _check(x, gate_weight, up_weight, down_weight)
     given = x, gate_weight, up_weight, down_weight
     if not served(*given):
+        need_floats("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+        _check(*given)
         return _original(*given)
+    _check(*given)
     x, gate, up, down = given = cast_as_linear(*given)
     if not x.dtype == gate.dtype == up.dtype == down.dtype:
         return _original(*given)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
-        return _GatedMLP.apply(*given)
+        return _GatedMLP.apply(*given)[0]
     # y is all that the gradient of the last weight needs.
     return linear(_swiglu.forward(linear(x, gate), linear(x, up)), down)
 

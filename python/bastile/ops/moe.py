@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import Function, first_order_only, release_on_last_pass, served
+from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 
 __all__ = ["moe_experts"]
@@ -102,7 +102,7 @@ class _Experts(Function):
     @staticmethod
     def backward(ctx, dout):
         hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
-        last = release_on_last_pass(ctx)  # h above all
+        last = release_on_last_pass(ctx, dout)  # h above all
         want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, *_ = (
             ctx.needs_input_grad
         )
@@ -133,7 +133,8 @@ class _Experts(Function):
                 ddown = grouped_matrices(wy, rows, ends)
         gradients = (dhidden, None, dweights, dgate_up, dgate_up_bias, ddown, ddown_bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = tuple(first_order_only("moe_experts", g, dout, hidden) for g in gradients)
+            sources = dout, hidden, weights, gate_up, gate_up_bias, down, down_bias
+            gradients = tuple(first_order_only("moe_experts", g, *sources) for g in gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
         return *(g if want else None for g, want in wanted), None, None, None
 
@@ -159,6 +160,8 @@ def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alp
         if t is not None and t.shape != sizes:
             raise RuntimeError(f"moe_experts: {name} has shape {list(t.shape)}; {what} is needed, here {list(sizes)}")
 
+    if not isinstance(indices, torch.Tensor):
+        raise TypeError(f"moe_experts: router_indices is a {type(indices).__name__}; a tensor is needed")
     for name, t, dims, what in (
         ("hidden", hidden, 2, "[T, H]"),
         ("router_indices", indices, 2, "[T, K]"),
@@ -215,14 +218,18 @@ def moe_experts(
         numbers and the sort. Other types or devices, mixed types, and calls under autocast run plain torch code.
 
     Raises:
-        RuntimeError, ValueError: naming the argument, what was given and what is needed.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     given = (hidden, router_indices, routing_weights, gate_up_proj, gate_up_bias, down_proj, down_bias)
-    _check(*given, alpha, limit)
     floats = [t for t in given if t is not None and t is not router_indices]
+    is_served = served(*floats)
+    if not is_served:
+        names = ("hidden", "", "routing_weights", "gate_up_proj", "gate_up_bias", "down_proj", "down_bias")
+        need_floats("moe_experts", **{name: t for name, t in zip(names, given, strict=True) if name})
+    _check(*given, alpha, limit)
     same = all(t.dtype == hidden.dtype for t in floats if t is not routing_weights)
     if not (
-        served(*floats)
+        is_served
         and same
         and gate_up_proj.shape[0] <= MOST_EXPERTS
         and not torch.is_autocast_enabled(hidden.device.type)

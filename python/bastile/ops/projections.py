@@ -41,12 +41,12 @@ def _gradients(ctx, gradients, x, weights):
     The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
     here is rounded there too: each product, and the sum of those to the type of x."""
     wanted = ctx.needs_input_grad
-    rows = x if x is None else x.flatten(0, -2)
+    rows = x if x is None else _rows(x)
     dx, dweights = None, [None] * len(weights)
     for i in range(len(weights) - 1, -1, -1):
         dy = gradients[i]
         if dy is not None:
-            dy = dy.flatten(0, -2)
+            dy = _rows(dy)
             if dx is None:
                 dx = dy.mm(weights[i])
                 dx = dx.to(ctx.dtype) if ctx.is_cast else dx
@@ -62,9 +62,13 @@ def _gradients(ctx, gradients, x, weights):
     return dx, *dweights
 
 
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    return t.reshape(t.shape[:-1].numel(), t.shape[-1])  # vmap has no rule for flatten
+
+
 def _served(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
     """Whether the products of these may share a node: PyTorch's own tensors, that are of one type or cast to one."""
-    if not (x.is_cuda or x.is_cpu) or x.dim() < 2 or any([type(t) not in PLAIN for t in (x, *weights)]):
+    if any([type(t) not in PLAIN for t in (x, *weights)]) or not (x.is_cuda or x.is_cpu) or x.dim() < 2:
         return False
     if in_transform(x, *weights):
         return False
@@ -94,7 +98,7 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
         subclasses of tensors, functorch), each product is a node of its own. A second differentiation is an error where
         x was cast.
     """
-    if x.requires_grad and torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights):
+    if torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights) and x.requires_grad:
         dtype = _cast_type(x)  # x is cast within, so that the sum of its gradients has x's own type
         return _Projections.apply(x, *(weights if dtype is None else [weight.to(dtype) for weight in weights]))
     return tuple([linear(x, weight) for weight in weights])

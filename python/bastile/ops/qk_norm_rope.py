@@ -6,8 +6,8 @@ import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import Function, first_order_only, served
-from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
-from bastile.ops.rms_norm import _CASTING, Casting
+from bastile.ops._heads import MOST_DIM, check_heads, dense, new_heads, tokens_first, turn
+from bastile.ops.rms_norm import _CASTING, Casting, check_weight
 from bastile.ops.rms_norm import _reference as norm
 from bastile.recompute import offer
 
@@ -57,11 +57,9 @@ def _(
 
 class _QKNormRope(Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved):
-        ctx.options = eps, casting, interleaved
-        ctx.tokens_first = tokens_first(q), tokens_first(k)
-        q, k = dense(q), dense(k)
-        q_out, k_out = _forward(q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved, *ctx.tokens_first)
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, *options):
+        ctx.options = options
+        q_out, k_out = _forward(q, k, q_weight, k_weight, cos, sin, *options)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
         # Attention computes no gradient for the one whose projection and norm are frozen.
         needs = ctx.needs_input_grad
@@ -80,13 +78,12 @@ class _QKNormRope(Function):
             dense(dk_out) if want_dk or want_dk_weight else None,
             *saved,
             *ctx.options,
-            *ctx.tokens_first,
             wants,
         )
         results = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             results = [first_order_only("qk_norm_rope", g, dq_out, dk_out, *saved[:4]) for g in results]
-        return *results, None, None, None, None, None
+        return *results, *[None] * 7
 
 
 def _kernels_serve(q, k, q_weight, k_weight, cos, sin) -> bool:
@@ -135,17 +132,19 @@ def qk_norm_rope(
         order.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
-        ValueError: for an unknown casting.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     code = _CASTING.get(casting)
     if code is None:
         raise ValueError(f"qk_norm_rope: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
     if not _kernels_serve(q, k, q_weight, k_weight, cos, sin):
+        check_heads("qk_norm_rope", q, k, cos, sin)
+        check_weight("qk_norm_rope", "q_weight", q_weight, q)
+        check_weight("qk_norm_rope", "k_weight", k_weight, k)
         q, k = norm(q, q_weight, eps, casting), norm(k, k_weight, eps, casting)
         return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
-    constants = dense(q_weight), dense(k_weight), dense(cos), dense(sin), eps, code, interleaved
-    q_out, k_out = _QKNormRope.apply(q, k, *constants)
-    if q.stride(-1) == k.stride(-1) == 1:  # else copies are kept, not q and k themselves
-        offer(_forward, (q, k, *constants, tokens_first(q), tokens_first(k)), q_out, k_out)
+    tables = dense(q_weight), dense(k_weight), dense(cos), dense(sin)
+    given = dense(q), dense(k), *tables, eps, code, interleaved, tokens_first(q), tokens_first(k)
+    q_out, k_out = _QKNormRope.apply(*given)
+    offer(_forward, given, q_out, k_out)
     return q_out, k_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from bastile import _library  # noqa: F401  (registers the operators)
-from bastile.ops._common import Function, first_order_only, served
+from bastile.ops._common import Function, first_order_only, need_floats, served
 from bastile.recompute import offer
 
 __all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm"]
@@ -123,6 +124,16 @@ def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting
     return (normed * (weight.float() + (casting == "gemma"))).to(x.dtype)
 
 
+def check_weight(op: str, name: str, weight: torch.Tensor | None, x: torch.Tensor) -> None:
+    """Raises for a weight that the plain torch code would broadcast. For the branch that runs it: kernels check."""
+    need_floats(op, **{name: weight})
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{op}: {name} has shape {list(weight.shape)}; {list(x.shape[-1:])}, the last dimension of what it "
+            "multiplies, is needed"
+        )
+
+
 def _unknown_casting(op: str, casting: object) -> ValueError:
     return ValueError(f"{op}: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
 
@@ -144,13 +155,14 @@ def rms_norm(
         [..., H], contiguous. Gradients flow to x and weight; dweight is summed in float32 in a fixed order.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
-        ValueError: for an unknown casting.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     code = _CASTING.get(casting)
     if code is None:
         raise _unknown_casting("rms_norm", casting)
     if not served(x, weight):
+        need_floats("rms_norm", x=x)
+        check_weight("rms_norm", "weight", weight, x)
         return _reference(x, weight, eps, casting)
     y = _RMSNorm.apply(x, weight, eps, code)
     offer(_forward, (x, weight, eps, code), y)
@@ -182,8 +194,7 @@ def add_rms_norm(
         sum: changing it in place is an error then. Without a residual, the sum shares x's memory.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
-        ValueError: for an unknown casting.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     code = _CASTING.get(casting)
     if code is None:
@@ -191,6 +202,12 @@ def add_rms_norm(
     if residual is not None and residual.dtype != x.dtype and torch.float32 not in (x.dtype, residual.dtype):
         x, residual = x + residual, None
     if not served(x, residual, weight):
+        need_floats("add_rms_norm", x=x, residual=residual)
+        check_weight("add_rms_norm", "weight", weight, x)
+        if residual is not None and residual.shape != x.shape:
+            raise ValueError(
+                f"add_rms_norm: residual has shape {list(residual.shape)}; {list(x.shape)}, that of x, is needed"
+            )
         total = x if residual is None else x + residual
         return _reference(total, weight, eps, casting), total
     if residual is None and not x.requires_grad:  # no gradient will meet another
@@ -209,38 +226,118 @@ def _is_aligned(t: torch.Tensor) -> bool:
 
 
 class BastileRMSNorm(nn.Module):
-    """RMSNorm with a weight of ones at first, in place of a model's own.
+    """RMSNorm with a weight of ones at first (zeros for "gemma"), in place of a model's own.
 
     Args:
-        hidden_size: H, the size of the last dimension.
-        eps: added to the mean of squares.
+        hidden_size: H, the size of the last dimension; None: without a weight.
+        eps: added to the mean of squares; None: what torch.nn.RMSNorm adds then, the smallest difference from 1 in
+            float32, or for float64 in float64.
         casting: see `rms_norm`.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, *, casting: Casting = "llama", device=None, dtype=None):
+    weight: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int | None,
+        eps: float | None = 1e-6,
+        *,
+        casting: Casting = "llama",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
         super().__init__()
-        initial = torch.zeros if casting == "gemma" else torch.ones
-        self.weight = nn.Parameter(initial(hidden_size, device=device, dtype=dtype))
+        if hidden_size is None:
+            self.register_parameter("weight", None)
+        else:
+            initial = torch.zeros if casting == "gemma" else torch.ones
+            self.weight = nn.Parameter(initial(hidden_size, device=device, dtype=dtype))
         self.variance_epsilon = eps
         self.casting: Casting = casting
 
     @classmethod
-    def from_module(cls, module: nn.Module, *, casting: Casting = "llama") -> BastileRMSNorm:
-        """One that shares the weight of an existing RMSNorm module (of Transformers or torch)."""
-        eps = getattr(module, "variance_epsilon", None)
-        if eps is None:
-            eps = getattr(module, "eps", None)
-        if eps is None:
+    def from_module(cls, module: nn.Module, *, casting: Casting | None = None) -> BastileRMSNorm:
+        """One that shares the weight of an existing RMSNorm module (of Transformers or torch).
+
+        Args:
+            module: with a weight [H] or None, and eps or variance_epsilon.
+            casting: see `rms_norm`; None: what the module computes, which is found by calling its class's forward on a
+                few small numbers.
+
+        Raises:
+            ValueError: for a module that computes something else, or lacks one of these.
+        """
+        op, name = "BastileRMSNorm.from_module", type(module).__name__
+        known: Casting | None = None
+        if type(module).forward is nn.RMSNorm.forward:
+            known = "none"
+        elif isinstance(module, cls):
+            known = module.casting
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if eps is None and known is None:
+            raise ValueError(f"{op}: {name} has neither variance_epsilon nor eps")
+        weight = getattr(module, "weight", None)
+        shape = tuple(getattr(module, "normalized_shape", ()) if weight is None else weight.shape)
+        if len(shape) > 1 or (weight is not None and not shape):
+            raise ValueError(f"{op}: {name} has a weight of shape {list(shape)}; one dimension is needed")
+        casting = casting or known or _casting_of(module, eps)
+        if casting is None:
             raise ValueError(
-                f"BastileRMSNorm.from_module: {type(module).__name__} has neither variance_epsilon nor eps"
+                f"{op}: {name} computes none of {', '.join(map(repr, _CASTING))}; a module that does, or casting=..., "
+                "is needed"
             )
-        new = cls(module.weight.numel(), eps, casting=casting, device="meta")
-        new.weight = module.weight
+        new = cls(None, eps, casting=casting)
+        new.weight = weight
         new.train(module.training)
         return new
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.variance_epsilon, casting=self.casting)
+        eps = self.variance_epsilon
+        if eps is None:
+            eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
+        return rms_norm(x, self.weight, eps, casting=self.casting)
 
     def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, casting={self.casting!r}"
+        shape = None if self.weight is None else tuple(self.weight.shape)
+        return f"{shape}, eps={self.variance_epsilon}, casting={self.casting!r}"
+
+
+#: The part of elements that may be rounded the other way where the same norm is summed in another order. Two castings
+#: differ in a fifth of them and more.
+_ROUNDED_OTHERWISE = 0.02
+
+
+@torch.no_grad()
+def _casting_of(module: nn.Module, eps: float) -> Casting | None:
+    """What the class's forward computes, of bfloat16 and with weights of both types that a model may have; None: what
+    no casting gives."""
+    own = module._parameters.get("weight")
+    if len([*module.parameters(), *module.buffers()]) != (own is not None):
+        return None  # a bias, say, which might be zero today
+    size = (0 if own is None else own.numel()) or 64  # a weight whose shards are elsewhere has no elements
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2 + 4096 // size, size, generator=generator)
+    x[::2] *= eps**0.5  # eps counts in half of the rows, and must be the one that is added
+    x = x.bfloat16()
+    fitting = set(_CASTING)
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = None if own is None else torch.rand(size, generator=generator).add(0.5).to(dtype)
+        probe = copy.copy(module)
+        probe._parameters = {"weight": None if weight is None else nn.Parameter(weight)}
+        try:
+            with torch.autocast("cpu", enabled=False):
+                got = type(module).forward(probe, x)
+        except Exception:  # whatever else it wants, it is no function of one tensor
+            return None
+        fitting = {c for c in fitting if _is_near(got, _reference(x, weight, eps, c))}
+    # Without a weight "none" and "llama" are the same.
+    return next((c for c in _CASTING if c in fitting), None)
+
+
+def _is_near(got: object, want: torch.Tensor) -> bool:
+    return (
+        isinstance(got, torch.Tensor)
+        and got.dtype is want.dtype
+        and got.shape == want.shape
+        and bool((got != want).float().mean() <= _ROUNDED_OTHERWISE)
+    )

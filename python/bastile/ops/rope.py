@@ -6,7 +6,7 @@ import torch
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import FLOATS, Function, first_order_only, served
-from bastile.ops._heads import MOST_DIM, dense, new_heads, tokens_first, turn
+from bastile.ops._heads import MOST_DIM, check_heads, dense, new_heads, tokens_first, turn
 
 __all__ = ["rope"]
 
@@ -89,8 +89,9 @@ def rope(
         float32 and rounded once. Gradients flow to q and k.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     if not _kernels_serve(q, k, cos, sin):
+        check_heads("rope", q, k, cos, sin)
         return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
     return _Rope.apply(q, k, dense(cos), dense(sin), interleaved)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.guards import plain_linear
 from bastile.ops import _swiglu
-from bastile.ops._common import Function, first_order_only, served
+from bastile.ops._common import Function, first_order_only, need_floats, served
+from bastile.ops._modules import plain_linear
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.recompute import offer
 
@@ -44,9 +44,12 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         [..., I], contiguous. Gradients flow to a and b; nothing but these two is kept for them.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     if not served(a, b) or a.dtype != b.dtype:
+        need_floats("swiglu", a=a, b=b)
+        if a.shape != b.shape:
+            raise ValueError(f"swiglu: b has shape {list(b.shape)}; {list(a.shape)}, that of a, is needed")
         return nn.functional.silu(a) * b
     y = _SwiGLU.apply(a, b)
     offer(_swiglu.forward, (a, b), y)

@@ -1,0 +1,40 @@
+"""When a layer's own call may be skipped, because its weight alone says what it computes."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from bastile.ops._common import PLAIN
+
+_LINEAR = nn.Linear.forward
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Its own, or hooks on all modules."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()
+    )
+
+
+def plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether calling this module multiplies by its weight and does nothing else, so that the weight may stand for it.
+
+    It does more where it has a bias or an adapter, is quantised, parametrised or offloaded, or where a hook would run,
+    its own or one on all modules. A weight of another tensor class, such as a shard's, may do anything."""
+    own = module.__dict__  # Module's own lookup is slow
+    weights = own["_parameters"]  # without those that sharding has put elsewhere
+    return (
+        type(module) is nn.Linear
+        and type(weights.get("weight")) in PLAIN
+        and weights.get("bias", module) is None
+        and nn.Linear.forward is _LINEAR
+        and "forward" not in own
+        and not has_hooks(module)
+    )
