@@ -4,12 +4,15 @@
 - every row of src/ops.def has its room, its Python file and its two tests, and no room lacks a row;
 - no source file is longer than 600 lines;
 - every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
+- the operators in Python import nothing from above them;
 - the shared library's public prefix is the only one the header declares;
+- mypy finds no fault in the package;
 - docs/api.md says what the docstrings say.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -21,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: One Python module is named as users of earlier versions know it.
 PYTHON_NAMES = {"linear_cross_entropy": "fused_linear_cross_entropy"}
 MOST_LINES = 600
+#: What the operators in Python may import of the package.
+BELOW_OPERATORS = ("_library", "ops", "recompute")
 
 
 def tracked(*endings: str) -> list[Path]:
@@ -56,7 +61,12 @@ def formatting() -> list[str]:
         run = subprocess.run([ruff, *command, str(ROOT)], capture_output=True, text=True, check=False)
         if run.returncode:
             faults.append(f"ruff {' '.join(command)}:\n" + (run.stdout + run.stderr)[:3000])
-    for name, found in (("clang-format", clang_format), ("ruff", ruff)):
+    mypy = tool("mypy")
+    if mypy:
+        run = subprocess.run([mypy, "--no-error-summary"], cwd=ROOT, capture_output=True, text=True, check=False)
+        if run.returncode:
+            faults.append("mypy:\n" + (run.stdout + run.stderr)[:3000])
+    for name, found in (("clang-format", clang_format), ("ruff", ruff), ("mypy", mypy)):
         if not found:
             print(f"lint: {name} is not installed; its checks are left out")
     return faults
@@ -97,11 +107,28 @@ def sources() -> list[str]:
             faults.append(f"{name}: its head does not state the bytes it moves")
         if path.suffix == ".cu" and name.startswith("src/") and re.search(r"\basm\b", text):
             faults.append(f"{name}: PTX belongs in src/cuda/device")
+        if name.startswith("python/bastile/ops/"):
+            faults += [
+                f"{name} imports {module}, which is above the operators"
+                for module in imported(text)
+                if re.match(r"bastile\b", module) and f"{module}.".split(".")[1] not in BELOW_OPERATORS
+            ]
     declared = re.findall(r"^BST_API .*?(\w+)\(", (ROOT / "include/bastile.h").read_text(), re.M)
     faults += [
         f"include/bastile.h declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"
     ]
     return faults
+
+
+def imported(text: str) -> list[str]:
+    """The modules that this code imports, wherever it does; `from a import b` is a.b, for b may be one."""
+    modules = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules += [f"{node.module}.{alias.name}" for alias in node.names]
+    return modules
 
 
 def reference() -> list[str]:

@@ -29,7 +29,7 @@ DEFAULT_MIN_TOKENS = 6144
 _min_tokens: int | None = None
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled
+_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 
 
 def set_recompute(min_tokens: int | None) -> None:

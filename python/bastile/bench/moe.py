@@ -72,7 +72,7 @@ def transformers_experts(implementation: str) -> Callable[[], Callable[..., torc
         from transformers.integrations import moe
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-        ways = {
+        ways: dict[str, Any] = {
             "eager": getattr(GptOssExperts.forward, "__wrapped__", GptOssExperts.forward),
             "batched_mm": moe.batched_mm_experts_forward,
             "grouped_mm": moe.grouped_mm_experts_forward,

@@ -135,9 +135,8 @@ def _plot(runs: list[dict[str, Any]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for run, style in zip(
-        reversed(runs), ({"linewidth": 3, "alpha": 0.5}, {"linewidth": 1, "color": "black"}), strict=False
-    ):
+    styles: tuple[dict[str, Any], ...] = ({"linewidth": 3, "alpha": 0.5}, {"linewidth": 1, "color": "black"})
+    for run, style in zip(reversed(runs), styles, strict=False):
         losses = [math.nan if loss is None else loss for loss in run["losses"]]  # a gap in the curve
         axes.plot(range(1, len(losses) + 1), losses, label=_TITLES[run["name"]], **style)
     axes.set_xlabel("step")

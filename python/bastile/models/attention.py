@@ -6,7 +6,7 @@ stay in force."""
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -52,11 +52,12 @@ def attention_forward(
     names = parameter_names(original)
     tells_cache_positions = "cache_position" in names  # older releases tell the cache where to write
     casting, interleaved, eps = family.norm_casting, family.rotary_interleaved, family.norm_eps
+    q_name, k_name = family.q_norm or "", family.k_norm or ""  # both are there, or it is not built
     asks_interface = "get_interface" in inspect.unwrap(original).__code__.co_names
 
     def attends_plainly(self: nn.Module, given: dict[str, Any]) -> bool:
         turn = getattr(scope, family.rotary_function)
-        q_norm, k_norm = getattr(self, family.q_norm), getattr(self, family.k_norm)
+        q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
         return (
             all(name in given for name in NEEDED)
             and given["hidden_states"].dim() == 3
@@ -69,7 +70,7 @@ def attention_forward(
         )
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if len(args) > len(names) or not attends_plainly(self, given):
             return original(self, *args, **kwargs)
@@ -79,16 +80,16 @@ def attention_forward(
 
         layers = self.q_proj, self.k_proj, self.v_proj
         if all(map(plain_linear, layers)):
-            projected = projections(hidden, *[layer.weight for layer in layers])
+            projected: Sequence[Any] = projections(hidden, *[layer.weight for layer in layers])
         else:
             projected = [layer(hidden) for layer in layers]
         q, k, v = [each.view(heads).transpose(1, 2) for each in projected]
-        q_norm, k_norm = getattr(self, family.q_norm), getattr(self, family.k_norm)
+        q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
         q, k = qk_norm_rope(
             q, k, q_norm.weight, k_norm.weight, cos, sin, getattr(q_norm, eps), casting=casting, interleaved=interleaved
         )
 
-        told = ()
+        told: tuple[Any, ...] = ()
         if tells_cache_positions:
             told = ({"sin": sin, "cos": cos, "cache_position": given.pop("cache_position", None)},)
         if cache is not None:

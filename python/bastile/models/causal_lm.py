@@ -58,7 +58,7 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
     backbone, head, router_loss = family.backbone, family.head, family.router_loss
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         lm_head = getattr(self, head)
         if len(given) < len(args) + len(kwargs):  # more than it has parameters, or one of them twice
@@ -122,7 +122,7 @@ def _targets(labels: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
 
 def _loss(
     hidden: torch.Tensor,
-    head: nn.Module,
+    head: nn.Linear,
     targets: torch.Tensor,
     given: dict[str, Any],
     valid_rows: ValidCount | None,

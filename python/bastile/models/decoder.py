@@ -9,8 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from bastile.guards import runs
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
@@ -41,7 +39,7 @@ def layer_forward(family: Family, norm: Callable[..., Any], original: Callable[.
     defaults = {name: parameters[name].default for name in names[1:]}
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
         before, between = getattr(self, INPUT_NORM), getattr(self, ATTENTION_NORM)
         if len(args) > len(names) or names[0] not in given or not runs(before, norm) or not runs(between, norm):

@@ -55,15 +55,14 @@ def experts_forward(family: Family, gate: Callable[..., Any], original: Callable
     names = parameter_names(original)
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        tensors = [given.pop(name, None) for name in ARGUMENTS]
+        hidden, indices, weights = [given.pop(name, None) for name in ARGUMENTS]
         if given or len(args) > len(names) or not _has_own_gate(self, gate) or not _are_whole(self):
             return original(self, *args, **kwargs)
         parameters = [getattr(self, name) for name in PARAMETERS]
-        if not _serves(*tensors, parameters):
+        if not _serves(hidden, indices, weights, parameters):
             return original(self, *args, **kwargs)
-        hidden, indices, weights = tensors
         given = hidden.to(parameters[0].dtype), indices, weights, *parameters
         # Grouped products are none that autocast casts: they have the type of the experts' weights.
         with without_autocast(hidden.device.type):
@@ -79,7 +78,7 @@ def _has_own_gate(experts: nn.Module, gate: Callable[..., Any]) -> bool:
 
 def _are_whole(experts: nn.Module) -> bool:
     """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
-    config = getattr(experts, "config", None)
+    config: Any = getattr(experts, "config", None)
     return (
         getattr(config, "_experts_implementation", None) == _DEFAULT
         and moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT] is _GROUPED

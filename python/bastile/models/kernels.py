@@ -225,8 +225,8 @@ class _Step:
         turned = self._head_tensors(_promoted(in_type, stream))
         yield Call("rope_forward", (*heads, *tables, family.rotary_interleaved, False, False), title)
         if q or k:
-            wanted = [t for t, is_wanted in zip(turned, (q, k), strict=True) if is_wanted]
-            first, second = wanted if q and k else (wanted[0], None)
+            gradients = [t for t, is_wanted in zip(turned, (q, k), strict=True) if is_wanted]
+            first, second = gradients if q and k else (gradients[0], None)
             options = family.rotary_interleaved, False, False, FLOATS.index(in_type)
             yield Call("rope_backward", (first, second, *tables, *options), title)
 

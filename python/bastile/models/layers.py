@@ -32,7 +32,7 @@ def norm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., 
     eps, casting = family.norm_eps, family.norm_casting
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
             return original(self, *args, **kwargs)
         return rms_norm(args[0], self.weight, getattr(self, eps), casting=casting)
@@ -44,7 +44,7 @@ def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., A
     gate, up, down, activation = family.gate, family.up, family.down, family.activation
 
     @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         act = getattr(self, activation)
         if len(args) != 1 or kwargs or type(act) not in _SILU or not untouched(act):
             return original(self, *args, **kwargs)

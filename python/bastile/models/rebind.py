@@ -51,4 +51,5 @@ def _leads_to(value: Any, innermost: Any, wrapper: Any) -> bool:
 def _copy(function: types.FunctionType, scope: dict[str, Any], closure: Any) -> types.FunctionType:
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     copy.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(copy, function)
+    functools.update_wrapper(copy, function)
+    return copy

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 #: What the forward of such a model reads for it, what it may mention beside, and its argument.
@@ -14,7 +13,7 @@ MAY_READ = ("output_router_logits", "router_logits", "to", "device", "MoeCausalL
 ARGUMENTS = ("output_router_logits",)
 
 
-def ask_for_router_logits(model: nn.Module, given: dict[str, Any]) -> bool:
+def ask_for_router_logits(model: Any, given: dict[str, Any]) -> bool:
     """Settles whether the backbone is to return its router's logits, and says so to it."""
     asked = given.get("output_router_logits")
     given["output_router_logits"] = model.config.output_router_logits if asked is None else asked
@@ -22,7 +21,7 @@ def ask_for_router_logits(model: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def with_router_loss(
-    model: nn.Module, original: Callable[..., Any], outputs: Any, loss: torch.Tensor, mask: Any, wanted: bool
+    model: Any, original: Callable[..., Any], outputs: Any, loss: torch.Tensor, mask: Any, wanted: bool
 ) -> MoeCausalLMOutputWithPast:
     """The output whose loss includes the router's, where that is wanted.
 

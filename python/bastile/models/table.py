@@ -6,6 +6,7 @@ field describes."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Family:
     mlp_class: str | None = None
     experts_class: str | None = None
     router_loss: bool = False  # its causal_lm_class adds a loss of the router's
-    norm_casting: str = "llama"  # as in bastile.ops.rms_norm.rms_norm
+    norm_casting: Literal["llama", "gemma", "none"] = "llama"  # as in bastile.ops.rms_norm.rms_norm
     norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
     q_norm: str | None = None  # the attention's attributes that norm each head of queries and keys
     k_norm: str | None = None

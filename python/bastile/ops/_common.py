@@ -26,7 +26,7 @@ class Function(torch.autograd.Function):
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
-        cls.apply = super(torch.autograd.Function, cls).apply
+        cls.apply = super(torch.autograd.Function, cls).apply  # type: ignore[method-assign, misc]
 
 
 def served(*tensors: torch.Tensor | None) -> bool:

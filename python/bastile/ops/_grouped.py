@@ -7,6 +7,7 @@ device. Elsewhere the groups are multiplied one by one, which on CUDA waits for 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch.library import Library, register_fake
@@ -17,7 +18,7 @@ _library = Library("bastile", "FRAGMENT")
 _library.define("grouped_rows(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
 _library.define("grouped_matrices(Tensor left, Tensor right, Tensor ends) -> Tensor")
 
-_fused = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+_fused: Any = getattr(torch.nn.functional, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 
 
 @functools.cache

@@ -209,6 +209,8 @@ def cross_entropy(
 class BastileCrossEntropyLoss(nn.Module):
     """`torch.nn.CrossEntropyLoss` for class indices, with the options of `cross_entropy`."""
 
+    weight: torch.Tensor | None
+
     def __init__(
         self,
         weight: torch.Tensor | None = None,

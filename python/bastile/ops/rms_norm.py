@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from bastile.recompute import offer
 __all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm"]
 
 Casting = Literal["llama", "gemma", "none"]
-_CASTING = {"llama": 0, "gemma": 1, "none": 2}
+_CASTING: dict[Casting, int] = {"llama": 0, "gemma": 1, "none": 2}
 
 _forward = torch.ops.bastile.rms_norm_forward.default
 _backward = torch.ops.bastile.rms_norm_backward.default
@@ -273,7 +273,7 @@ class BastileRMSNorm(nn.Module):
             known = "none"
         elif isinstance(module, cls):
             known = module.casting
-        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if eps is None and known is None:
             raise ValueError(f"{op}: {name} has neither variance_epsilon nor eps")
         weight = getattr(module, "weight", None)

@@ -94,7 +94,8 @@ class BastileSwiGLUMLP(nn.Module):
                 raise ValueError(f"BastileSwiGLUMLP.from_module: {type(module).__name__} has no {name}")
         with torch.device("meta"):
             new = cls(module.config)
-        new.gate_proj, new.up_proj, new.down_proj = module.gate_proj, module.up_proj, module.down_proj
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            setattr(new, name, getattr(module, name))
         new.train(module.training)
         return new
 

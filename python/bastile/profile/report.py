@@ -62,9 +62,9 @@ def kernels_table(runs: list[dict[str, Any]], device: str, most: int = 20) -> Ta
     ordered = sorted(rows.items(), key=lambda item: -max(seconds for _, seconds in item[1].values()))
     for (group, name), row in ordered[:most]:
         cells = []
-        for run in ("stock", "bastile"):
-            calls, seconds = row.get(run, (0, 0.0))
-            cells += [_ms(seconds), f"{calls:,.0f}"] if run in row else ["", ""]
+        for which in ("stock", "bastile"):
+            calls, seconds = row.get(which, (0, 0.0))
+            cells += [_ms(seconds), f"{calls:,.0f}"] if which in row else ["", ""]
         table.add_row(group, name, *cells)
     return table
 
@@ -104,7 +104,7 @@ def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-    colours = pyplot.get_cmap("tab10").colors
+    colours = matplotlib.color_sequences["tab10"]
     names = [TITLES[run["name"]] for run in runs]
     bottoms = [0.0] * len(runs)
     for group, colour in zip(GROUPS, colours, strict=False):

@@ -23,6 +23,7 @@ def build(config: Any, pretrained: str | None, layers: int | None, dtype: str, d
             config.layer_types = config.layer_types[:layers]
     torch.manual_seed(seed)
     kind = getattr(torch, dtype)
+    model: Any
     with torch.device(device):  # random weights are drawn where they are used: on a CPU, billions take minutes
         if pretrained:
             model = AutoModelForCausalLM.from_pretrained(pretrained, config=config, dtype=kind)

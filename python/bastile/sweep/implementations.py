@@ -47,7 +47,7 @@ def _as_it_is(model: nn.Module) -> nn.Module:
     return model
 
 
-def _compile(model: nn.Module) -> nn.Module:
+def _compile(model: nn.Module) -> Any:
     return torch.compile(model, dynamic=False)
 
 
