@@ -114,7 +114,7 @@ def gated_mlp(
         run the original torch code.
 
     Raises:
-        RuntimeError: naming the argument, what was given and what is needed.
+        RuntimeError, TypeError: naming the argument, what was given and what is needed.
     """
     given = x, gate_weight, up_weight, down_weight
     if not served(*given):
