@@ -1,5 +1,8 @@
 """Every operator as a function of one tensor, for what holds of all of them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from bastile.ops.cross_entropy import cross_entropy
@@ -14,9 +17,16 @@ from bastile.ops.swiglu import swiglu
 
 T, H = 4, 8
 
+#: Whose results went through a library's matrix products, and the terms of all sums on a value's path through them, there
+#: and back: no more than three products each way, of no more than 16 terms.
+PRODUCTS = {"gated_mlp", "fused_linear_cross_entropy", "moe_experts", "projections"}
+TERMS = 2 * 3 * 16
+
 
 def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+    """The same float32 numbers each time, in PyTorch's default type."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(torch.get_default_dtype())
 
 
 def tables() -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,3 +54,14 @@ CALLS = {
     ),
     "projections": lambda x: torch.cat(projections(x, random(3, H), random(5, H)), dim=-1),
 }
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """CALLS make tensors of float64 meanwhile, of the same numbers."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)

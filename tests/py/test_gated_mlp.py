@@ -24,6 +24,7 @@ from bastile.ops.swiglu import BastileSwiGLUMLP, swiglu
 from bastile.recompute import recomputing
 from memory import Memory, Peak, kept_by
 from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from products import assert_near
 
 NAMES = ("x", "gate", "up", "down")
 
@@ -157,22 +158,28 @@ def test_strides(device):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_are_left_alone_and_bits_repeat(dtype, device):
-    """In passes over a graph that is kept and in the last, which writes over what was kept, however many threads."""
+    """In passes over a graph that is kept and in the last, which writes over what was kept; products on another number
+    of threads may sum in another order."""
     tensors = inputs((40, 64), 200, dtype, device)
     given, dout = leaves(tensors), random_tensor((40, 64), dtype, device)
-    threads, results = torch.get_num_threads(), []
+    exact, gradients = run(stock, leaves({name: t.double() for name, t in tensors.items()}), dout.double())
+    exact = (exact, *gradients.values())
+    threads = torch.get_num_threads()
     for count in (1, 4):
         torch.set_num_threads(count)
-        out = gated_mlp(*given.values())
+        out, results = gated_mlp(*given.values()), []
         for retain in (True, True, False):
             gradients = torch.autograd.grad(out, list(given.values()), dout, retain_graph=retain)
             results.append((out.detach(), *gradients))
         with pytest.raises(RuntimeError, match="second time"):
             torch.autograd.grad(out, list(given.values()), dout)
+        for other in results[1:]:
+            for first, again in zip(results[0], other, strict=True):
+                assert_same_bits(first, again)
+        for result, want in zip(results[0], exact, strict=True):
+            # Each product's terms; both products' results, y and its gradient, and the last are rounded.
+            assert_near(result, want, terms=64 + 200 + 64 + 2 * 200, roundings=6)
     torch.set_num_threads(threads)
-    for other in results[1:]:
-        for first, again in zip(results[0], other, strict=True):
-            assert_same_bits(first, again)
     for name, tensor in tensors.items():
         assert_same_bits(given[name].detach(), tensor)
 
