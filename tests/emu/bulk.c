@@ -63,6 +63,7 @@ void emu_bulk_read(void *to, const void *from, unsigned bytes, void *barrier, co
 }
 
 void emu_bulk_write(void *to, const void *from, unsigned bytes, const char *where) {
+    emu_need_hopper("bst_bulk_write", where);
     need("bst_bulk_write", from, to, bytes, where);
     emu_thread *t = emu.current;
     t->bulk_wrote = true;

@@ -2,7 +2,7 @@
  * against the emulator's ptx.cuh in place of the real one, under ASan and UBSan where the emulator is.
  *
  * Objects are kept in $BASTILE_EMU_CACHE under a hash of every text and option; without it, in a temporary folder that
- * goes with the process. Any number of processes may share a cache: each file appears whole or not at all. */
+ * goes with the process. The chip is no option: what it lacks is noticed when a kernel runs, and one object serves all. Any number of processes may share a cache: each file appears whole or not at all. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -32,7 +32,7 @@ static const char *const flags[] = {
     "-shared",
     "-fPIC",
     "-fvisibility=hidden",
-    "-O1",
+    "-Og", /* most of these run for less time than they compile, and -O1 takes twice as long to compile */
     "-g1",
     "-w",
     "-nostdinc",
@@ -198,9 +198,8 @@ static bool run_compiler(const char *const *arguments, const char *log) {
 }
 
 /* The macros as options, "-DNAME=value"; their number. */
-static int macro_options(const bst_launch *launch, int arch, char options[][96]) {
+static int macro_options(const bst_launch *launch, char options[][96]) {
     int count = 0;
-    snprintf(options[count++], 96, "-DBST_ARCH=%d", arch);
     for (int i = 0; i < BST_MAX_MACROS && launch->kernel->macros[i] != NULL; ++i) {
         snprintf(options[count++], 96, "-D%s=%lld", launch->kernel->macros[i], (long long)launch->values[i]);
     }
@@ -241,9 +240,9 @@ static bst_status compile(const char *op, const char *file, char options[][96], 
 
 /* ---- loading ----------------------------------------------------------------------------------------------------- */
 
-static bst_status load_library(const char *op, const bst_launch *launch, int arch, void **out) {
-    char options[BST_MAX_MACROS + 1][96];
-    const int option_count = macro_options(launch, arch, options);
+static bst_status load_library(const char *op, const bst_launch *launch, void **out) {
+    char options[BST_MAX_MACROS][96];
+    const int option_count = macro_options(launch, options);
     hash key = sources_key;
     add_text(&key, launch->kernel->file);
     add_text(&key, compiler());
@@ -283,7 +282,7 @@ void bst_kernel_counts(int64_t *compiled, int64_t *cached) {
     if (cached != NULL) *cached = atomic_load(&cached_count);
 }
 
-bst_status emu_load(const char *op, const bst_launch *launch, int arch, const emu_kernel **out) {
+bst_status emu_load(const char *op, const bst_launch *launch, const emu_kernel **out) {
     const bst_source *source = bst__sources;
     while (source->name != NULL && strcmp(source->name, launch->kernel->file) != 0) ++source;
     if (source->name == NULL) {
@@ -291,7 +290,7 @@ bst_status emu_load(const char *op, const bst_launch *launch, int arch, const em
     }
     void *handle = NULL;
     BST_TRY(write_sources(op));
-    BST_TRY(load_library(op, launch, arch, &handle));
+    BST_TRY(load_library(op, launch, &handle));
     char symbol[256];
     snprintf(symbol, sizeof symbol, "emu_kernel_%s", launch->kernel->entry);
     *out = dlsym(handle, symbol);

@@ -11,7 +11,7 @@
 #include "fiber.h"
 
 /* A kernel's text compiled for these macros, arch and arguments: loaded once per process. */
-bst_status emu_load(const char *op, const bst_launch *launch, int arch, const emu_kernel **out);
+bst_status emu_load(const char *op, const bst_launch *launch, const emu_kernel **out);
 
 /* The chip that BASTILE_EMU_ARCH names. */
 bst_status emu_chip(const char *op, bst_chip *out);
@@ -159,6 +159,9 @@ void emu_access(const char *name, const void *p, int bytes, int space, const cha
 /* Ends the launch unless p is a place for an access by `name`. */
 void emu_need(const char *name, const char *argument, const void *p, size_t bytes, size_t alignment, int space,
               const char *where);
+
+/* Ends the launch on a chip older than Hopper, which has neither mbarriers nor bulk copies nor clusters. */
+void emu_need_hopper(const char *name, const char *where);
 
 /* Meeting points (meet.c). */
 void emu_sync(const char *where);

@@ -46,7 +46,7 @@ static bst_status check(const char *op, const bst_launch *l, const bst_chip *chi
 static bst_status load_and_run(const char *op, const bst_launch *launch, const bst_chip *chip, const void *arguments,
                                size_t bytes) {
     const emu_kernel *kernel;
-    BST_TRY(emu_load(op, launch, chip->arch, &kernel));
+    BST_TRY(emu_load(op, launch, &kernel));
     if (kernel->argument_bytes != bytes) {
         return bst__error(BST_CUDA, "%s: kernel %s takes %lu bytes of arguments, given were %zu", op,
                           launch->kernel->entry, kernel->argument_bytes, bytes);

@@ -51,7 +51,12 @@ static void end_phase_if_complete(void *barrier, state s) {
     store(barrier, s);
 }
 
+void emu_need_hopper(const char *name, const char *where) {
+    if (emu.chip.arch < 90) emu_fail(where, "%s: sm_%d has no such instruction", name, emu.chip.arch);
+}
+
 void emu_barrier_init(void *barrier, unsigned arrivals, const char *where) {
+    emu_need_hopper("bst_barrier_init", where);
     emu_need("bst_barrier_init", "the barrier", barrier, 8, 8, EMU_SHARED, where);
     emu_touch(barrier, 8);
     if (arrivals < 1 || arrivals > MOST_ARRIVALS) {

@@ -75,6 +75,7 @@ void emu_cluster_check(void) {
 }
 
 void emu_cluster_arrive(const char *where) {
+    emu_need_hopper("bst_cluster_arrive", where);
     emu_thread *t = emu.current;
     if (t->cluster_arrivals != t->cluster_waits) emu_fail(where, "bst_cluster_arrive twice without bst_cluster_wait");
     ++t->cluster_arrivals;

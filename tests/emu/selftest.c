@@ -242,6 +242,15 @@ static void check_bulk(void) {
                 "ends before bst_bulk_wait", "thread 0");
 }
 
+static void check_older_chips(void) {
+    static const char *const words[] = {"bst_barrier_init", "bst_bulk_write", "bst_cluster_arrive"};
+    const bst_launch block = {.grid_x = 1, .block = 32, .shared = 16};
+    setenv("BASTILE_EMU_ARCH", "89", 1);
+    for (int i = 0; i < 3; ++i)
+        check_error(launch("too_new", "WRONG", i, block), BST_CUDA, words[i], words[i], "sm_89 has no such");
+    setenv("BASTILE_EMU_ARCH", "90", 1);
+}
+
 static void check_launches(void) {
     const bst_kernel bad = {.file = "bad.cu", .entry = "bad"}, none = {.file = "none.cu", .entry = "none"};
     const bst_kernel reduce = {.file = "selftest.cu", .entry = "reduce", .macros = {"RIGHT", "WRONG"}};
@@ -402,6 +411,7 @@ int main(void) {
     check_overflow();
     check_clusters();
     check_bulk();
+    check_older_chips();
     check_launches();
     check_arithmetic();
     check_gemm();

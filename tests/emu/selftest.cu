@@ -174,8 +174,6 @@ BST_KERNEL(arithmetic, arguments, 32, 1) {
     a.y[n++] = bst_exp2(-140.0f);
 }
 
-#if BST_ARCH >= 90
-
 /* WRONG: 0 nothing, 1 a cluster barrier in place of the wait for what was sent, 2 no barrier before it is sent, 3 the
  * block ends without that wait, 4 without the barrier. For clusters of 4: y[block] = sum of x over its cluster, each x
  * sent as x and 2 x. */
@@ -254,4 +252,17 @@ BST_KERNEL(bulk, arguments, 128, 1) {
     }
 }
 
+/* WRONG: which word a chip older than Hopper has not, 0 to 2. */
+BST_KERNEL(too_new, arguments, 32, 1) {
+    BST_SHARED(uint64_t, barrier, 1);
+    BST_DYNAMIC_SHARED(memory);
+    if (bst_thread() != 0) return;
+#if WRONG == 0
+    bst_barrier_init(barrier, 1);
+#elif WRONG == 1
+    bst_bulk_write(a.y, memory, 16);
+#else
+    bst_cluster_arrive();
 #endif
+    a.y[0] = (float)*barrier;
+}

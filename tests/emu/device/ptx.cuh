@@ -155,9 +155,7 @@ BST_DEVICE uint32_t emu_atomic_add_u32(uint32_t *global, uint32_t v, const char 
 #define bst_atomic_add_u32(global, v) emu_atomic_add_u32(global, v, EMU_HERE)
 #define bst_fence_device()            ((void)0)
 
-#if BST_ARCH >= 90
-
-/* ---- mbarriers and bulk copies -------------------------------------------------------------------------------------
+/* ---- mbarriers and bulk copies: from sm_90 on, which is checked where they run -------------------
  */
 
 BST_DEVICE void *emu_barrier(uint64_t *b) { return b; }
@@ -191,7 +189,5 @@ BST_DEVICE unsigned bst_cluster_rank(void) { return emu_current->cluster_rank; }
 #define bst_cluster_sync()   (emu_current->cluster_arrive(EMU_HERE), emu_current->cluster_wait(EMU_HERE))
 #define bst_cluster_send(shared, b, rank, first, second) \
     emu_current->cluster_send(shared, emu_barrier(b), rank, first, second, EMU_HERE)
-
-#endif
 
 #endif
