@@ -24,8 +24,13 @@ SITE := build/site
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
 
-test: lint c-tests py-tests emulated-tests
-	@echo "make test: everything passed"
+# One part after the other, each on all processors; at the end, how long each took.
+PARTS := lint c-tests py-tests emulated-tests
+test: $(if $(VENV),$(VENV)/test.stamp)
+	@for part in $(PARTS); do \
+	    begin=$$(date +%s) && $(MAKE) --no-print-directory $$part || exit 1; \
+	    took="$$took$$(printf '%6d s  %s' $$(($$(date +%s) - begin)) $$part)\n"; \
+	done; printf "$$took%s\n" "make test: everything passed"
 
 # ---- set-up ---------------------------------------------------------------------------------------------------------
 

@@ -317,7 +317,9 @@ static bst_status build_report(const char *op, bst_jit_entry *e, const void *con
 }
 
 bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, const bst_launch *launch) {
-    key k = key_of(launch, collector->request.arch, collector->generation);
+    const bst_compile_only *wanted = &collector->request;
+    if (wanted->known && wanted->known(wanted->context, launch)) return BST_OK;
+    key k = key_of(launch, wanted->arch, collector->generation);
     report_job r = {collector, launch};
     bst_jit_entry *e;
     return ensure(op, &k, build_report, &r, &e);

@@ -3,15 +3,24 @@
 #define BST_TEST_H
 
 #include <inttypes.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 static int bst_test_failures, bst_test_checks, bst_test_skipped;
 
+/* Whether the environment leaves this test in: BASTILE_TEST_ONLY names the one to run, BASTILE_TEST_WITHOUT one to leave
+ * out. */
+static inline bool bst_test_wanted(const char *name) {
+    const char *only = getenv("BASTILE_TEST_ONLY"), *without = getenv("BASTILE_TEST_WITHOUT");
+    return (!only || !strcmp(only, name)) && (!without || strcmp(without, name));
+}
+
 #define TEST(name) static void name(void)
 #define RUN(name)                                                                                                     \
     do {                                                                                                              \
+        if (!bst_test_wanted(#name)) break;                                                                           \
         int before = bst_test_failures, skipped = bst_test_skipped;                                                   \
         name();                                                                                                       \
         printf("%s %s\n", bst_test_failures > before ? "FAIL" : bst_test_skipped > skipped ? "skip" : "ok  ", #name); \

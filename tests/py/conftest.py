@@ -6,6 +6,9 @@ import os
 import zlib
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
+# Threads that wait for the others sleep: spinning, which OpenMP does by default, they take the processor from another
+# worker's test, and a model's test costs four times as much.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable, Iterator
 from types import ModuleType

@@ -17,8 +17,8 @@ from bastile.ops.swiglu import swiglu
 
 T, H = 4, 8
 
-#: Whose results went through a library's matrix products, and the terms of all sums on a value's path through them, there
-#: and back: no more than three products each way, of no more than 16 terms.
+#: Whose results went through a library's matrix products, and the terms of all sums on a value's path through them,
+#: there and back: no more than three products each way, of no more than 16 terms.
 PRODUCTS = {"gated_mlp", "fused_linear_cross_entropy", "moe_experts", "projections"}
 TERMS = 2 * 3 * 16
 

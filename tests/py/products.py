@@ -1,9 +1,9 @@
 """How results are judged that a library's matrix products went into.
 
-In which order a library sums is its own choice, by the CPU, by the operands' shapes, strides and alignment, by the number
-of threads: the same product may have other bits on another machine, of unaligned operands, or beside more rows. Bits are
-asserted where all arithmetic is ours, and where the very same product is computed again. Everywhere else each of the two
-results is compared with float64.
+In which order a library sums is its own choice, by the CPU, by the operands' shapes, strides and alignment, by the
+number of threads: the same product may have other bits on another machine, of unaligned operands, or beside more rows.
+Bits are asserted where all arithmetic is ours, and where the very same product is computed again. Everywhere else each
+of the two results is compared with float64.
 """
 
 import torch

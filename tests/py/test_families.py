@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -19,6 +19,7 @@ import bastile
 from bastile.ops import projections
 from conftest import DENSE, assert_same_up_to_rounding, calls_of_a_step, gradients, modeling, tiny_batch, tiny_model
 from memory import Memory
+from oracle import few_examples
 
 pytestmark = pytest.mark.parametrize("family", sorted(DENSE))
 
@@ -47,7 +48,7 @@ def assert_trains_alike(model: PreTrainedModel, fused: bool = True, **batch: Any
         assert_same_up_to_rounding(patched_grads[name], want, model, name)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(few_examples, max_examples=30)
 @given(
     seed=st.integers(0, 2**16),
     rows=st.integers(1, 3),
@@ -82,6 +83,8 @@ def test_training_computes_the_same_loss_and_gradients(
         attention_bias=attention_bias,
     )
     batch: dict[str, Any] = tiny_batch(model, rows, columns, seed)
+    # Where attention mixes equal values its gradients are zero, and what both compute instead is rounding alone.
+    assume(batch["input_ids"][0, 0] != batch["input_ids"][0, 1])
     if not padded:
         del batch["attention_mask"]
     if ignore_index is not None:

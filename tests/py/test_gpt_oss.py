@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -13,7 +13,7 @@ from transformers.integrations import moe as implementations
 
 import bastile
 from conftest import assert_same_up_to_rounding, assert_token_by_token_gives_the_whole, gradients, modeling, tiny_batch
-from oracle import devices
+from oracle import devices, few_examples
 
 PATCHES = [
     f"{name}_gpt_oss" for name in ("rms_norm", "rope", "fused_linear_cross_entropy", "add_rms_norm", "moe_experts")
@@ -77,7 +77,7 @@ def assert_trains_alike(model: GptOssForCausalLM, run: nn.Module | None = None, 
     return patched
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(few_examples, max_examples=25)
 @given(
     seed=st.integers(0, 2**16),
     rows=st.integers(1, 3),

@@ -19,6 +19,7 @@ from bastile.models.table import FAMILIES, OPERATORS
 from bastile.ops.rms_norm import BastileRMSNorm
 from bastile.ops.swiglu import BastileSwiGLUMLP
 from conftest import DENSE, calls_of_a_step, modeling, tiny_batch, tiny_model
+from oracle import few_examples
 
 families = pytest.mark.parametrize("family", sorted(DENSE))
 EVERY = [name for row in FAMILIES.values() for name in row.patches()]
@@ -61,7 +62,7 @@ def runs_stock(model: torch.nn.Module) -> bool:
     return all("forward" not in vars(module) for module in model.modules())
 
 
-@settings(max_examples=16, deadline=None)
+@settings(few_examples, max_examples=16)
 @given(st.tuples(*[st.booleans()] * len(OPERATORS)))
 def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags: tuple[bool, ...]) -> None:
     before = {family: pieces(family) for family in DENSE}
