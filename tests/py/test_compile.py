@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 import bastile
 from bastile.models.table import FAMILIES
-from conftest import DENSE, assert_same_up_to_rounding, calls_of_a_step, gradients, tiny_batch, tiny_model
+from conftest import DENSE, assert_same_up_to_rounding, calls_of_a_step, gradients, inductor, tiny_batch, tiny_model
 from oracle import devices
 
 families = pytest.mark.parametrize("family", sorted(DENSE))
@@ -109,6 +109,7 @@ def test_training_at_several_lengths(family: str, device: str, backend: str) -> 
     assert want[4] < want[1]  # the same batch: it has learnt
 
 
+@inductor
 def test_inductor_on_a_cpu_gives_the_same_gradients() -> None:
     model = tiny_model(num_hidden_layers=1)
     batch = tiny_batch(model)

@@ -16,6 +16,7 @@ from conftest import (
     assert_same_up_to_rounding,
     calls_of_a_step,
     gradients,
+    inductor,
     modeling,
     tiny_batch,
     tiny_model,
@@ -177,7 +178,7 @@ def test_each_norm_has_its_own_epsilon(family: str, calls: dict[str, int]) -> No
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=inductor)])
 @pytest.mark.parametrize("family", sorted(DENSE))
 def test_every_implementation_of_attention(family: str, implementation: str, calls: dict[str, int]) -> None:
     model = tiny_model(family, attn_implementation=implementation)
