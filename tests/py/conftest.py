@@ -12,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test downloads anything
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable, Iterator
+from tempfile import gettempdir
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,11 @@ DENSE = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3F
 
 EPS = torch.finfo(torch.float32).eps
 
+# What inductor compiled for one vector level crashes when it is loaded at another, and its folder is the user's.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(gettempdir(), f"torchinductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"),
+)
 #: For what inductor compiles: on an x86-64 without vectors it makes C++ that has none of what it uses.
 inductor = pytest.mark.xfail(
     platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() == "DEFAULT",
