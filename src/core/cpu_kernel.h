@@ -110,23 +110,37 @@ static inline void bst_round_tile(float *tile, bst_dtype dtype, int64_t n) {
     }
 }
 
-/* exp(x) to about one unit in the last place; Inf above 88.73, 0 below -87.34 (no subnormal results); NaN stays NaN.
- * x = k ln 2 + f, |f| <= ln 2 / 2, and a degree-6 polynomial for exp(f). */
+/* a b + c, of an exact product where the machine has that at a product's cost. */
+static inline float bst_multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* exp(x) / 2^k for an integer k within 0.51 of x / ln 2, wrong by 0.06 units in the last place before its last rounding:
+ * with f = x - k ln 2, |f| < 0.3535, it is 1 + (f + f^2 p(f)), p of degree 4 with the least largest error. Terms are added
+ * from the smallest on: only the last sum rounds at the result's own size. */
+static inline float bst_exp_over_power(float x, float k) {
+    float f = x - k * 0.693359375f; /* exact: 10 bits times 8 */
+    f = f + k * 2.12194440e-4f;
+    float p = 1.38189504e-3f;
+    p = p * f + 8.36870447e-3f;
+    p = p * f + 4.16682884e-2f;
+    p = p * f + 0.166665211f;
+    p = p * f + 0.49999994f;
+    return 1.0f + (f + f * f * p);
+}
+
+/* exp(x) to less than one unit in the last place; Inf above 88.73, 0 below -87.34 (no subnormal results); NaN stays
+ * NaN. */
 static inline float bst_exp(float x) {
     float clamped = x < -87.33655f ? -87.33655f : x;
     clamped = clamped > 88.72284f ? 88.72284f : clamped;
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
     float shifted = clamped * 1.44269504f + magic;
-    float k = shifted - magic;
-    float f = clamped - k * 0.693359375f;
-    f = f + k * 2.12194440e-4f;
-    float p = 1.0f / 720.0f;
-    p = p * f + 1.0f / 120.0f;
-    p = p * f + 1.0f / 24.0f;
-    p = p * f + 1.0f / 6.0f;
-    p = p * f + 0.5f;
-    p = p * f + 1.0f;
-    p = p * f + 1.0f;
+    float p = bst_exp_over_power(clamped, shifted - magic);
     /* 2^k in two factors, as k may be 128. */
     uint32_t exponent = bst_bits_from_float(shifted) - bst_bits_from_float(magic);
     int32_t half = (int32_t)exponent >> 1, rest = (int32_t)exponent - half;

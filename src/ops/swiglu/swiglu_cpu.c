@@ -38,7 +38,7 @@ static inline void put_word(void *to, int64_t i, uint32_t word) { memcpy((char *
 static inline void put_float(void *to, int64_t i, float value) { put_word(to, i, bst_bits_from_float(value)); }
 
 /* 1 + exp(-x), where 1 hides what exp is short of near zero. exp(v) = 2^k p(f), k the integer nearest to v log2(e): for
- * float32 p is as in bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most 2.6e-6,
+ * float32 p is that of bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most 2.6e-6,
  * 1/90 of their rounding. For NaN any number: what it is used with is NaN too. */
 static inline float one_plus_exp_minus(float x, bst_dtype dtype) {
     const float least = -87.3f, most = 88.37f, log2_e = 1.44269504f, magic = 12582912.0f;
@@ -46,14 +46,7 @@ static inline float one_plus_exp_minus(float x, bst_dtype dtype) {
     v = v > most ? most : v;
     float shifted = v * log2_e + magic, k = shifted - magic, p;
     if (dtype == BST_F32) {
-        float f = v - k * 0.693359375f + k * 2.12194440e-4f;
-        p = 1.0f / 720.0f;
-        p = p * f + 1.0f / 120.0f;
-        p = p * f + 1.0f / 24.0f;
-        p = p * f + 1.0f / 6.0f;
-        p = p * f + 0.5f;
-        p = p * f + 1.0f;
-        p = p * f + 1.0f;
+        p = bst_exp_over_power(v, k);
     } else {
         float f = v * log2_e - k;
         p = 0.00957010128f;
@@ -75,8 +68,15 @@ typedef struct gradients {
 
 /* With s = sigmoid(gate): dup = dy gate s, dgate = dy up s (1 + gate (1 - s)). */
 static inline gradients backward_one(float dy, float g, float u, bst_dtype dtype) {
-    float s = 1.0f / one_plus_exp_minus(g, dtype), ds = dy * s;
+    float d = one_plus_exp_minus(g, dtype), s = 1.0f / d, ds = dy * s;
     return (gradients){u * (ds * (1.0f + g * (1.0f - s))), g * ds};
+}
+
+/* The same for float32, where each rounding shows: near its zero 1 + gate (1 - s) must not be of a rounded product, and
+ * gate s is one quotient, so that it does not become subnormal, as dy s may, where it need not. */
+static inline gradients backward_one_f32(float dy, float g, float u) {
+    float d = one_plus_exp_minus(g, BST_F32), s = 1.0f / d;
+    return (gradients){dy * u * s * bst_multiply_add(g, 1.0f - s, 1.0f), dy * (g / d)};
 }
 
 /* In these loops an output may be an input: each iteration reads its elements before it writes there. */
@@ -120,7 +120,7 @@ static inline void backward_run(const backward_part *part, bst_dtype dtype, bool
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) {
             float g = bst_float_from_bits(word_at(gate, i)), u = bst_float_from_bits(word_at(up, i));
-            gradients d = backward_one(bst_float_from_bits(word_at(dy, i)), g, u, dtype);
+            gradients d = backward_one_f32(bst_float_from_bits(word_at(dy, i)), g, u);
             if (want_gate) put_float(dgate, i, d.dgate);
             if (want_up) put_float(dup, i, d.dup);
             if (want_y) put_float(y, i, forward_one(g, u, dtype));
