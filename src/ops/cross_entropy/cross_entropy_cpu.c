@@ -8,10 +8,10 @@
 
 typedef bst_cross_entropy_rows_call rows_call;
 
-/* The sums of a row: of exp(z - top), and of class weight times z. */
+/* The sums of a row: of exp(z - top); for label smoothing of w (z - top), w being the class weight or one, and of w. */
 typedef struct row_sums {
     float top;
-    double exponentials, weighted;
+    double exponentials, weighted, weights;
 } row_sums;
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -49,10 +49,12 @@ static float shaped(const rows_call *c, const void *row, int64_t column) {
     return z;
 }
 
+/* So many that compilers keep the loop over them a loop. */
+enum { LANES = 128 };
+
 /* The largest of `top` and n numbers, NaNs left out. In lanes: a reduction to a maximum that leaves NaNs out is none that
- * Clang vectorises. So many lanes that compilers keep the loop over them a loop. */
+ * Clang vectorises. */
 static float largest(float top, const float *z, int64_t n) {
-    enum { LANES = 128 };
     float lane[LANES];
     int64_t i = 0;
     for (int j = 0; j < LANES; j++) lane[j] = top;
@@ -64,23 +66,51 @@ static float largest(float top, const float *z, int64_t n) {
     return lane[0] > top ? lane[0] : top;
 }
 
-static void add_tile(const rows_call *c, row_sums *s, const float *z, int64_t column, int64_t n) {
-    float top = largest(s->top, z, n), sum = 0, weighted = 0;
-    s->exponentials *= exp((double)s->top - (double)top);
-    s->top = top;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; i++) sum += bst_exp(z[i] - top);
-    s->exponentials += sum;
-    if (!(c->options->label_smoothing > 0)) return;
-    const float *w = c->class_weight ? c->class_weight + column : NULL;
-    if (w) {
-#pragma omp simd reduction(+ : weighted)
-        for (int64_t i = 0; i < n; i++) weighted += w[i] * z[i];
-    } else {
-#pragma omp simd reduction(+ : weighted)
-        for (int64_t i = 0; i < n; i++) weighted += z[i];
+/* Sums of a tile in lanes, so that no number is added to one that has grown much larger. */
+typedef struct lanes {
+    float exponentials[LANES], weighted[LANES], weights[LANES];
+} lanes;
+
+/* `smooth`, and whether w is NULL, are constants. */
+static inline void add_to_lanes(lanes *l, const float *z, const float *w, float top, int64_t n, bool smooth) {
+    for (int64_t j = 0; j < n; j++) {
+        float difference = z[j] - top;
+        l->exponentials[j] += bst_exp(difference);
+        if (smooth) l->weighted[j] += w ? w[j] * difference : difference;
+        if (smooth && w) l->weights[j] += w[j];
     }
-    s->weighted += weighted;
+}
+
+static inline void add_all_to_lanes(lanes *l, const float *z, const float *w, float top, int64_t n, bool smooth) {
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) add_to_lanes(l, z + i, w ? w + i : NULL, top, LANES, smooth);
+    add_to_lanes(l, z + i, w ? w + i : NULL, top, n - i, smooth);
+}
+
+static double sum_of(const float *lane) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int j = 0; j < LANES; j++) sum += lane[j];
+    return sum;
+}
+
+static void add_tile(const rows_call *c, row_sums *s, const float *z, int64_t column, int64_t n) {
+    float top = largest(s->top, z, n);
+    lanes l = {{0}, {0}, {0}};
+    s->exponentials *= exp((double)s->top - (double)top);
+    s->weighted += s->weights * ((double)s->top - (double)top);
+    s->top = top;
+    bool smooth = c->options->label_smoothing > 0;
+    const float *w = smooth && c->class_weight ? c->class_weight + column : NULL;
+    if (w)
+        add_all_to_lanes(&l, z, w, top, n, true);
+    else if (smooth)
+        add_all_to_lanes(&l, z, NULL, top, n, true);
+    else
+        add_all_to_lanes(&l, z, NULL, top, n, false);
+    s->exponentials += sum_of(l.exponentials);
+    s->weighted += sum_of(l.weighted);
+    s->weights += w ? sum_of(l.weights) : (double)n;
 }
 
 /* What multiplies the parts of a row's gradient: dz = share exp(z - reference) - smooth w - hit [target]. */
@@ -150,15 +180,17 @@ static void one_row(const rows_call *c, int64_t row) {
     }
     if (!forward && c->kept) s = (row_sums){.top = c->kept[2 * row], .exponentials = (double)c->kept[2 * row + 1]};
     if (!forward && !c->kept) s = (row_sums){.top = c->lse[row], .exponentials = 1};
-    float log_sum = (float)log(s.exponentials), lse = s.top + log_sum, smoothing = (float)o->label_smoothing;
+    double log_sum = log(s.exponentials);
+    float lse = (float)(s.top + log_sum), smoothing = (float)o->label_smoothing;
     float weight = (c->class_weight ? c->class_weight[target] : 1.0f) * (1 - smoothing);
     float each = smoothing / (float)c->vocabulary, square = (float)o->lse_square_scale;
     if (forward) {
-        float loss = weight * ((s.top - hit) + log_sum);
-        if (smoothing > 0) loss += each * (float)((double)divide.class_weight_sum * lse - s.weighted);
+        /* Relative to the maximum: lse itself has lost what is small beside it. */
+        double loss = weight * ((double)s.top - hit + log_sum);
+        if (smoothing > 0) loss += each * (divide.class_weight_sum * log_sum - s.weighted);
         loss *= divide.inverse_weight_sum;
         if (square != 0) loss += divide.inverse_count * square * lse * lse;
-        if (c->loss_rows) c->loss_rows[row] = loss;
+        if (c->loss_rows) c->loss_rows[row] = (float)loss;
         keep(c, row, &s, lse);
     }
     if (c->mode == BST_CROSS_ENTROPY_LOSS) return;
