@@ -280,7 +280,9 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const
  *   combine   y, weights, bias [E, H]  -> out [T, H]
  * Backward in the other direction: combine_backward, product, glu_backward, products, and combine_forward without
  * weights, which sums a token's rows. Matrices are contiguous, but for x and dout, whose rows may lie apart. Rows, gate
- * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023. */
+ * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023.
+ * An entry of order, position, indices or ends that no sort gives: BST_INVALID on CPU, before anything is written; on
+ * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN. */
 
 /* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T, K]
  * int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where the

@@ -175,6 +175,132 @@ TEST(backward_in_place) {
     }
 }
 
+/* h, its gradients and what they share memory with begin between two pairs: the bits of tensors that do not. */
+TEST(h_may_begin_between_pairs) {
+    TENSORS;
+    for (size_t t = 0; t < sizeof bst_test_types / sizeof *bst_test_types; t++) {
+        enum { MOST = N * 2 * I + 8 };
+        int64_t size = bst_test_types[t].bits / 8;
+        static char from[MOST * 4], near_h[MOST * 4], near_dh[MOST * 4], near_y[MOST * 4], far_h[MOST * 4],
+            far_dh[MOST * 4], far_y[MOST * 4];
+        for (int64_t i = 0; i < N * 2 * I;
+             i++) { /* numbers that all types hold, of which their top bits are the first */
+            uint32_t bits;
+            float value = (float)(int)(h[i / (2 * I)][i % (2 * I)] * 64) / 64;
+            memcpy(&bits, &value, 4);
+            if (size == 4) memcpy(from + 4 * i, &bits, 4);
+            uint16_t half = (uint16_t)(t == 1 ? bits >> 16 : (bits >> 16 & 0x8000u) | 0x3c00u | (bits >> 13 & 0x3ffu));
+            if (size == 2) memcpy(from + 2 * i, &half, 2);
+        }
+        memcpy(near_h, from, (size_t)(N * 2 * I * size));
+        memcpy(far_h + size, from, (size_t)(N * 2 * I * size));
+        DLTensor t_near_h = bst_tensor(near_h, 2, rows_2i, NULL, bst_test_types[t]);
+        DLTensor t_far_h = bst_tensor(far_h + size, 2, rows_2i, NULL, bst_test_types[t]);
+        DLTensor t_near_y = bst_tensor(near_y, 2, rows_i, NULL, bst_test_types[t]);
+        DLTensor t_far_y = bst_tensor(far_y + size, 2, rows_i, NULL, bst_test_types[t]);
+        CHECK_OK(bst_moe_glu_forward(NULL, &t_near_h, NULL, &t_ends, alpha, limit, &t_near_y));
+        CHECK_OK(bst_moe_glu_forward(NULL, &t_far_h, NULL, &t_ends, alpha, limit, &t_far_y));
+        CHECK(!memcmp(near_y, far_y + size, (size_t)(N * I * size)));
+        DLTensor t_dh = bst_tensor(near_dh, 2, rows_2i, NULL, bst_test_types[t]);
+        DLTensor t_far_dh = bst_tensor(far_dh + size, 2, rows_2i, NULL, bst_test_types[t]);
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
+                                      limit, &t_dh, NULL, NULL, NULL));
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
+                                      limit, &t_far_dh, NULL, NULL, NULL));
+        CHECK(!memcmp(near_dh, far_dh + size, (size_t)(N * 2 * I * size)));
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_far_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
+                                      limit, &t_far_h, NULL, NULL, NULL));
+        CHECK(!memcmp(near_dh, far_h + size, (size_t)(N * 2 * I * size)));
+    }
+}
+
+/* A call of which one index tensor is wrong. On CPU it is refused, by name, before anything is written; on CUDA, where
+ * nobody looks before the kernels do, these read and write nothing beyond the tensors (the emulator would say so), and
+ * the rows or tokens concerned are NaN. */
+#ifdef BST_EMULATE
+#define CHECK_REFUSED(call, message) \
+    do {                             \
+        (void)(message);             \
+        CHECK_OK(call);              \
+    } while (0)
+#else
+#define CHECK_REFUSED(call, message)                                                          \
+    do {                                                                                      \
+        CHECK_EQ_I(call, BST_INVALID);                                                        \
+        CHECK_STR(bst_last_error(), message);                                                 \
+        for (size_t i = 0; i < sizeof written / sizeof *written; i++) CHECK(written[i] == 7); \
+    } while (0)
+#endif
+
+TEST(index_tensors_are_not_believed) {
+    TENSORS;
+    static float written[N * 2 * I], more[N * 2 * I], dots_out[N], pairs_out[T][K];
+    for (size_t i = 0; i < sizeof written / sizeof *written; i++) written[i] = 7;
+    DLTensor o_rows_h = bst_f32(written, 2, rows_h), o_i = bst_f32(written, 2, rows_i);
+    DLTensor o_2i = bst_f32(written, 2, rows_2i), o_tokens = bst_f32(written, 2, tokens);
+    DLTensor o_more_i = bst_f32(more, 2, rows_i), o_bias_h = bst_f32(more, 2, bias_h),
+             o_dots = bst_f32(dots_out, 1, sorted);
+    DLTensor o_bias_2i = bst_f32(more + N * I, 2, bias_2i), o_pairs = bst_f32(pairs_out, 2, pairs);
+    const int32_t wrong[] = {N, -1, INT32_MAX, INT32_MIN};
+    const int32_t kept_order = order[3], kept_position = position[4][1];
+    const int64_t kept_index = indices[4][1];
+    for (size_t w = 0; w < sizeof wrong / sizeof *wrong; w++) {
+        char message[100];
+        order[3] = wrong[w];
+        snprintf(message, sizeof message, "order, of shape [70], has %d; 0 to 69, the pairs, are needed", wrong[w]);
+        CHECK_REFUSED(bst_moe_gather(NULL, &t_hidden, &t_order, &o_rows_h), message);
+#ifdef BST_EMULATE
+        CHECK(isnan(written[3 * H]) && isnan(written[4 * H - 1]) && written[4 * H] == hidden[order[4] / K][0]);
+#endif
+        CHECK_REFUSED(
+            bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, &t_db, &o_rows_h, &o_dots, &o_bias_h),
+            message);
+#ifdef BST_EMULATE
+        CHECK(isnan(written[3 * H]) && isnan(dots_out[3]) && written[4 * H] == out[order[4] / K][0]);
+#endif
+        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, alpha, limit,
+                                           &o_2i, &o_more_i, &o_pairs, &o_bias_2i),
+                      message);
+#ifdef BST_EMULATE
+        CHECK(isnan(more[3 * I]) && !isnan(more[4 * I]));
+#endif
+        order[3] = kept_order;
+        position[4][1] = wrong[w];
+        snprintf(message, sizeof message, "position, of shape [35, 2], has %d; 0 to 69, the rows of y, are needed",
+                 wrong[w]);
+        CHECK_REFUSED(bst_moe_combine_forward(NULL, &t_z, &t_position, &t_weights, &t_db, &t_indices, &o_tokens),
+                      message);
+#ifdef BST_EMULATE
+        CHECK(isnan(written[4 * H]) && !isnan(written[5 * H]));
+#endif
+        position[4][1] = kept_position;
+        indices[4][1] = wrong[w] == N ? E : wrong[w];
+        snprintf(message, sizeof message, "indices, of shape [35, 2], has %d; 0 to 4, the experts, are needed",
+                 (int)indices[4][1]);
+        CHECK_REFUSED(bst_moe_combine_forward(NULL, &t_z, &t_position, &t_weights, &t_db, &t_indices, &o_tokens),
+                      message);
+#ifdef BST_EMULATE
+        CHECK(isnan(written[4 * H]) && !isnan(written[5 * H]));
+#endif
+        indices[4][1] = kept_index;
+    }
+    /* Ends that fall, that lie before the first row or behind the last, and the rows of no expert that a CPU never has. */
+    const int32_t kept_ends[E] = {ends[0], ends[1], ends[2], ends[3], ends[4]};
+    const int32_t wrong_ends[][2] = {{0, ends[1] + 1}, {0, -5}, {3, INT32_MIN}, {4, INT32_MAX}, {4, N - 1}, {4, -1}};
+    for (size_t w = 0; w < sizeof wrong_ends / sizeof *wrong_ends; w++) {
+        ends[wrong_ends[w][0]] = wrong_ends[w][1];
+        const char *message = "ends, of shape [5], has ";
+        CHECK_REFUSED(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, limit, &o_i), message);
+        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, alpha, limit,
+                                           &o_2i, &o_more_i, &o_pairs, &o_bias_2i),
+                      message);
+        CHECK_REFUSED(
+            bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, &t_db, &o_rows_h, &o_dots, &o_bias_h),
+            message);
+        memcpy(ends, kept_ends, sizeof ends);
+    }
+}
+
 TEST(without_biases_and_weights) {
     TENSORS;
     static float no_bias[E][2 * I], y_zeros[N][I], sums[T][H];
@@ -267,6 +393,10 @@ static void compile_calls(void) {
             DLTensor *d_dgub = bst_device_tensor(&s[15], type, 2, (int64_t[]){e, 2 * width});
             DLTensor *d_ddb = bst_device_tensor(&s[16], type, 2, (int64_t[]){e, width});
             const bst_exec *exec = &bst_fake_exec;
+            if (width != 2880) { /* and h and dh between two pairs */
+                d_h->data = (char *)d_h->data + type.bits / 8;
+                d_dh->data = (char *)d_dh->data + type.bits / 8;
+            }
             CHECK_OK(bst_moe_sort(exec, d_indices, d_order, d_position, d_ends));
             CHECK_OK(bst_moe_gather(exec, d_hidden, d_order, d_rows));
             CHECK_OK(bst_moe_glu_forward(exec, d_h, d_gub, d_ends, alpha, limit, d_rows));
@@ -289,6 +419,8 @@ int main(void) {
     RUN(forward);
     RUN(backward);
     RUN(backward_in_place);
+    RUN(h_may_begin_between_pairs);
+    RUN(index_tensors_are_not_believed);
     RUN(without_biases_and_weights);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);

@@ -71,6 +71,36 @@ static bst_status take_order(const char *op, const DLTensor *order, const bst_vi
                       out->count, name, tokens->size[0]);
 }
 
+/* On CPU: every entry lies in [0, most). On CUDA, where looking would wait for the device, the kernels look. */
+static bst_status check_entries(const char *op, const char *name, const bst_view *v, int64_t most, const char *what) {
+    if (v->device.device_type != kDLCPU) return BST_OK;
+    const int32_t *narrow = v->data;
+    const int64_t *wide = v->data;
+    for (int64_t i = 0; i < v->count; i++) {
+        int64_t entry = v->dtype == BST_I64 ? wide[i] : narrow[i];
+        if (entry < 0 || entry >= most)
+            return bst__error(BST_INVALID, "%s: %s, of shape %s, has %" PRId64 "; 0 to %" PRId64 ", %s, are needed", op,
+                              name, bst__shape_text(v), entry, most - 1, what);
+    }
+    return BST_OK;
+}
+
+/* Likewise: the ends of the experts' rows do not fall, and the last expert's is the last row's. */
+static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
+    if (v->device.device_type != kDLCPU) return BST_OK;
+    const int32_t *ends = v->data;
+    for (int64_t e = 0; e < v->count; e++) {
+        int64_t least = e ? ends[e - 1] : 0;
+        if (ends[e] < least || ends[e] > rows || (e == v->count - 1 && ends[e] != rows))
+            return bst__error(BST_INVALID,
+                              "%s: ends, of shape %s, has %" PRId32 " at %" PRId64
+                              "; numbers that do not fall, from 0 to %" PRId64
+                              ", the rows, which the last is, are needed",
+                              op, bst__shape_text(v), ends[e], e, rows);
+    }
+    return BST_OK;
+}
+
 static bst_status check_gate(const char *op, double alpha, double limit) {
     if (limit > 0 && alpha == alpha) return BST_OK;
     return bst__error(BST_INVALID, "%s: alpha is %g and limit %g; numbers, and a limit above 0, are needed", op, alpha,
@@ -82,11 +112,7 @@ static bst_status check_gate(const char *op, double alpha, double limit) {
 static const char sort_op[] = "moe_sort";
 
 static bst_status sort_cpu(const bst_view *indices, moe_sort_args a) {
-    for (int64_t i = 0; i < a.pairs; i++)
-        if (a.indices[i] < 0 || a.indices[i] >= a.experts)
-            return bst__error(BST_INVALID,
-                              "%s: indices, of shape %s, has %" PRId64 "; 0 to %d, the experts, are needed", sort_op,
-                              bst__shape_text(indices), a.indices[i], (int)a.experts - 1);
+    BST_TRY(check_entries(sort_op, "indices", indices, a.experts, "the experts"));
     int32_t next[BST_MOE_MOST_EXPERTS + 1] = {0}; /* where the next pair of an expert goes, one place further on */
     for (int64_t i = 0; i < a.pairs; i++) next[a.indices[i] + 1]++;
     for (int32_t e = 0; e < a.experts; e++) a.ends[e] = next[e + 1] += next[e];
@@ -127,6 +153,7 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
     BST_TRY(
         bst__need_all_apart(gather_op, (bst_named[]){{"rows", &rv}}, 1, (bst_named[]){{"x", &xv}, {"order", &ov}}, 2));
     if (!rv.count) return BST_OK;
+    BST_TRY(check_entries(gather_op, "order", &ov, ov.count, "the pairs"));
     if (xv.device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, &xv, &ov, &rv);
     moe_cpu call = {.dtype = xv.dtype,
                     .rows = ov.count,
@@ -171,8 +198,6 @@ static bst_status check_glu(const char *op, const DLTensor *h, const DLTensor *b
     if (hv->size[1] % 2)
         return bst__error(BST_INVALID, "%s: h has shape %s; columns in pairs, gate and up, are needed", op,
                           bst__shape_text(hv));
-    if (((uintptr_t)hv->data) % (2 * (uintptr_t)bst__dtype_size(hv->dtype)))
-        return bst__error(BST_UNSUPPORTED, "%s: h is not aligned to a pair of its elements", op);
     BST_TRY(take_ends(op, ends, hv, "h", ev));
     *bv = (bst_view){.data = NULL};
     if (!bias) return BST_OK;
@@ -195,6 +220,7 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
     BST_TRY(bst__need_all_apart(glu_forward_op, (bst_named[]){{"y", &yv}}, 1,
                                 (bst_named[]){{"h", &hv}, {"bias", &bv}, {"ends", &ev}}, 3));
     if (!yv.count) return BST_OK;
+    BST_TRY(check_ends(glu_forward_op, &ev, hv.size[0]));
     if (hv.device.device_type == kDLCUDA) {
         moe_glu_args args = {.h = hv.data,
                              .bias = bv.data,
@@ -258,6 +284,8 @@ bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const 
         if (dweights) BST_TRY(bst__zero(exec, op, &g.dweights));
         return dbias ? bst__zero(exec, op, &g.dbias) : BST_OK;
     }
+    BST_TRY(check_entries(op, "order", &ov, rows, "the pairs"));
+    BST_TRY(check_ends(op, &ev, rows));
     if (hv.device.device_type == kDLCUDA) {
         moe_glu_args args = {.h = hv.data,
                              .bias = bv.data,
@@ -320,8 +348,17 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
     BST_TRY(bst__need_all_apart(op, (bst_named[]){{"out", &ov}}, 1, inputs, 5));
     if (!ov.count) return BST_OK;
     if (!yv.count) return bst__zero(exec, op, &ov);
+    BST_TRY(check_entries(op, "position", &pv, yv.size[0], "the rows of y"));
+    if (bias) BST_TRY(check_entries(op, "indices", &iv, bv.size[0], "the experts"));
     if (yv.device.device_type == kDLCUDA) {
-        moe_combine_args args = {yv.data, wv.data, bv.data, pv.data, iv.data, ov.data, pv.size[0]};
+        moe_combine_args args = {.y = yv.data,
+                                 .weights = wv.data,
+                                 .bias = bv.data,
+                                 .position = pv.data,
+                                 .indices = iv.data,
+                                 .out = ov.data,
+                                 .tokens = pv.size[0],
+                                 .experts = bias ? bv.size[0] : 0};
         return bst__moe_combine_forward_cuda(exec, op, &yv, &wv, &bv, &ov, pv.size[1], args);
     }
     moe_cpu call = {.dtype = yv.dtype,
@@ -364,6 +401,8 @@ bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, 
         if (dots) BST_TRY(bst__zero(exec, op, &dv));
         return dbias ? bst__zero(exec, op, &dbv) : BST_OK;
     }
+    BST_TRY(check_entries(op, "order", &ov, ov.count, "the pairs"));
+    BST_TRY(check_ends(op, &ev, ov.count));
     if (xv.device.device_type == kDLCUDA) {
         moe_combine_backward_args args = {xv.data, wv.data, bv.data,      ov.data,  ev.data,           rv.data,
                                           dv.data, NULL,    xv.stride[0], ov.count, (int32_t)ev.count, 0};

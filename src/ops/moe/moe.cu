@@ -2,7 +2,7 @@
  * gather of tokens into sorted rows, the clamped gate on them, the weighted sum back into tokens; and their gradients.
  *
  * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
- * access, BIAS_VEC to the gate's biases; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS what is given; DH,
+ * access, BIAS_VEC to the gate's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS what is given; DH,
  * WY, DWEIGHTS, DBIAS, DOTS what is wanted. How much a block takes is an argument, so that no kernel depends on lengths.
  *
  * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the gate, where 2I = COLUMNS:
@@ -14,7 +14,8 @@
  * Measured on an H200, bf16, at GPT-OSS-20B's shape (4096 tokens, 4 of 32 experts, H = I = 2880): all of them, forward and
  * backward, 0.30 ms beside 4.67 ms of products: no more than their 1.4 GB take at the copy's speed (0.34 ms).
  * Each sum over rows: first the rows of a block, then the blocks, in that order, in float32. Pairs whose index is no
- * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN.
+ * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN. What else an index tensor
+ * may hold: no kernel reads or writes where it should not for it; a row of no pair is NaN.
  */
 #include "pack.cuh"
 #include "reduce.cuh"
@@ -40,6 +41,19 @@ BST_DEVICE int expert_of(const int32_t *ends, int experts, int64_t row) {
 }
 
 BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Whether an entry of an index tensor lies in [0, most). */
+BST_DEVICE bool within(int64_t entry, int64_t most) { return (uint64_t)entry < (uint64_t)most; }
+
+#if defined(GATHER) || defined(COMBINE_BACKWARD)
+/* An access of NaNs. */
+BST_DEVICE bst_raw not_numbers(void) {
+    float x[VEC];
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++) x[j] = BST_NAN;
+    return bst_pack(x, TYPE, VEC);
+}
+#endif
 
 /* ---- sort --------------------------------------------------------------------------------------------------------- */
 
@@ -133,8 +147,10 @@ BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
     for (int i = 0; i < EACH; i++) {
         int64_t at = first + i * THREADS;
         if (at >= a.count) continue;
-        int64_t token = a.order[at / VECTORS] / CHOICES;
-        raw[i] = bst_raw_at(a.x, token * a.x_stride + at % VECTORS * VEC, TYPE, VEC);
+        int32_t pair = a.order[at / VECTORS];
+        int64_t token = pair / CHOICES;
+        raw[i] =
+            within(pair, a.pairs) ? bst_raw_at(a.x, token * a.x_stride + at % VECTORS * VEC, TYPE, VEC) : not_numbers();
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
@@ -147,12 +163,21 @@ BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
 /* ---- the clamped gate ---------------------------------------------------------------------------------------------- */
 
 #if defined(GLU_FORWARD) || defined(GLU_BACKWARD)
-/* An access to h is VEC elements: VEC/2 pairs of gate and up, and as many elements of y. COLUMNS is 2I. */
+/* A thread has VEC elements of h at a time: VEC/2 pairs of gate and up, and as many elements of y. COLUMNS is 2I. */
 #define PAIRS (VEC / 2)
 
 /* As torch.clamp: NaN stays NaN. */
 BST_DEVICE float at_most(float v, float limit) { return v > limit ? limit : v; }
 BST_DEVICE float at_least(float v, float limit) { return v < limit ? limit : v; }
+
+/* VEC elements of h, in accesses of H_VEC: fewer where h or dh begins between two pairs. */
+BST_DEVICE bst_raw read_h(const void *h, int64_t at) {
+    if (H_VEC == VEC) return bst_raw_at(h, at, TYPE, VEC);
+    float x[VEC];
+    BST_UNROLL
+    for (int j = 0; j < VEC; j += H_VEC) bst_load(x + j, h, at + j, TYPE, H_VEC);
+    return bst_pack(x, TYPE, VEC);
+}
 
 /* This thread's biases, zeros where there are none. They may be aligned less than h. */
 BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int column) {
@@ -182,7 +207,7 @@ BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
             bst_raw raw[AT_ONCE];
             BST_UNROLL
             for (int i = 0; i < AT_ONCE; i++)
-                if (row + i < stop) raw[i] = bst_raw_at(a.h, (row + i) * COLUMNS + column, TYPE, VEC);
+                if (row + i < stop) raw[i] = read_h(a.h, (row + i) * COLUMNS + column);
             BST_UNROLL
             for (int i = 0; i < AT_ONCE; i++) {
                 if (row + i >= stop) continue;
@@ -223,12 +248,15 @@ BST_DEVICE void store_partial(float *partial, int expert, int column, const floa
     for (int j = 0; j < VEC; j++) partial[((int64_t)bst_block() + expert) * COLUMNS + column + j] = sum[j];
 }
 
-/* The pair of each row of the block, and its weight. */
+/* The pair of each row of the block, and its weight; -1 and NaN where `order` has no pair. */
 BST_DEVICE void load_pairs(int32_t *pair, float *weight, const int32_t *order, const void *weights, int64_t first,
-                           int64_t end) {
+                           int64_t end, int64_t pairs) {
     for (int i = (int)bst_thread(); i < end - first; i += THREADS) {
-        pair[i] = order[first + i];
-        bst_load(weight + i, weights, pair[i], W_TYPE, 1);
+        int32_t found = order[first + i];
+        bool good = within(found, pairs);
+        pair[i] = good ? found : -1;
+        weight[i] = BST_NAN;
+        if (good) bst_load(weight + i, weights, found, W_TYPE, 1);
     }
     bst_sync();
 }
@@ -248,7 +276,7 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
     int64_t first = (int64_t)bst_block() * a.chunk, end = earlier(first + a.chunk, a.rows);
     bst_wait_for_previous();
     bst_let_next_start();
-    load_pairs(pair, weight, a.order, a.weights, first, end);
+    load_pairs(pair, weight, a.order, a.weights, first, end, a.rows);
     int64_t last = earlier(end, a.ends[a.experts - 1]);
     for (int tile = 0; tile < TILES; tile++) {
         int column = (tile * THREADS + (int)bst_thread()) * VEC;
@@ -265,7 +293,7 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
                     if (row + i >= stop || !live) continue;
-                    h_raw[i] = bst_raw_at(a.h, (row + i) * COLUMNS + column, TYPE, VEC);
+                    h_raw[i] = read_h(a.h, (row + i) * COLUMNS + column);
                     dy_raw[i] = bst_raw_at(a.dy, ((row + i) * COLUMNS + column) / 2, TYPE, PAIRS);
                 }
                 BST_UNROLL
@@ -292,7 +320,8 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
                             sum[2 * j] += h[2 * j];
                             sum[2 * j + 1] += h[2 * j + 1];
                         }
-                        if (DH) bst_store_once(a.dh, at, h, TYPE, VEC);
+                        BST_UNROLL
+                        for (int j = 0; DH && j < VEC; j += H_VEC) bst_store_once(a.dh, at + j, h + j, TYPE, H_VEC);
                         if (WY) bst_store_once(a.wy, at / 2, y, TYPE, PAIRS);
                     }
                     if (DWEIGHTS) add_dot(dots, (int)(row + i - first), tile, dot);
@@ -306,6 +335,7 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
     bst_sync();
     for (int i = (int)bst_thread(); i < end - first; i += THREADS) {
         float dot = 0;
+        if (pair[i] < 0) continue;
         if (first + i < last) dot = dot_of_row(dots, i) + (a.dots ? a.dots[first + i] : 0.0f);
         bst_store(a.dweights, pair[i], &dot, W_TYPE, 1);
     }
@@ -335,6 +365,8 @@ BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
         for (int i = 0; i < AT_ONCE; i++) {
             int64_t pair = token * CHOICES + start + i;
             row[i] = start + i < CHOICES ? a.position[pair] : -1;
+            if (!within(row[i], a.tokens * CHOICES)) row[i] = -1;
+            if (BIAS && row[i] >= 0 && !within(a.indices[pair], a.experts)) row[i] = -1;
             if (row[i] < 0) continue;
             y_raw[i] = bst_raw_at(a.y, (int64_t)row[i] * COLUMNS + column, TYPE, VEC);
             if (BIAS) b_raw[i] = bst_raw_at(a.bias, a.indices[pair] * COLUMNS + column, TYPE, VEC);
@@ -369,7 +401,7 @@ BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
     int64_t first = (int64_t)bst_block() * a.chunk, end = earlier(first + a.chunk, a.count);
     bst_wait_for_previous();
     bst_let_next_start();
-    load_pairs(pair, weight, a.order, a.weights, first, end);
+    load_pairs(pair, weight, a.order, a.weights, first, end, a.count);
     int64_t last = earlier(end, a.ends[a.experts - 1]);
     for (int tile = 0; tile < TILES; tile++) {
         int column = (tile * THREADS + (int)bst_thread()) * VEC;
@@ -386,8 +418,9 @@ BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
                     if (row + i >= stop || !live) continue;
-                    int64_t token = pair[row + i - first] / CHOICES;
-                    raw[i] = bst_raw_at(a.dout, token * a.dout_stride + column, TYPE, VEC);
+                    int32_t found = pair[row + i - first];
+                    int64_t token = found / CHOICES;
+                    raw[i] = found < 0 ? not_numbers() : bst_raw_at(a.dout, token * a.dout_stride + column, TYPE, VEC);
                 }
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
@@ -426,7 +459,8 @@ BST_KERNEL(moe_bias_sum, moe_bias_args, THREADS, 1) {
     BST_SHARED(float, sums, THREADS);
     int expert = (int)bst_block_y(), warp = (int)bst_thread() / 32, column = (int)(bst_block() * 32 + bst_lane());
     bst_wait_for_previous();
-    int64_t begin = expert ? a.ends[expert - 1] : 0, end = a.ends[expert];
+    int64_t begin = expert ? a.ends[expert - 1] : 0, end = earlier(a.ends[expert], a.rows);
+    if (begin < 0) begin = 0;
     float sum = 0;
     if (column < COLUMNS && begin < end)
         for (int64_t block = begin / a.chunk + warp; block <= (end - 1) / a.chunk; block += WARPS)

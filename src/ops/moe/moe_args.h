@@ -22,7 +22,7 @@ typedef struct moe_gather_args {
     const void *x;
     const int32_t *order;
     void *rows;
-    int64_t x_stride, count; /* count: accesses to `rows` */
+    int64_t x_stride, count, pairs; /* count: accesses to `rows` */
 } moe_gather_args;
 
 /* Backward, but for y. */
@@ -45,7 +45,7 @@ typedef struct moe_combine_args {
     const int32_t *position;
     const int64_t *indices;
     void *out;
-    int64_t tokens;
+    int64_t tokens, experts; /* experts: with a bias only */
 } moe_combine_args;
 
 typedef struct moe_combine_backward_args {
@@ -62,14 +62,14 @@ typedef struct moe_bias_args {
     const float *partial;
     const int32_t *ends;
     void *dbias;
-    int64_t chunk; /* rows that a partial sum comes from */
+    int64_t rows, chunk; /* chunk: rows that a partial sum comes from */
 } moe_bias_args;
 
 static_assert(sizeof(moe_sort_args) == 56, "host and device must agree");
-static_assert(sizeof(moe_gather_args) == 40, "host and device must agree");
+static_assert(sizeof(moe_gather_args) == 48, "host and device must agree");
 static_assert(sizeof(moe_glu_args) == 120, "host and device must agree");
-static_assert(sizeof(moe_combine_args) == 56, "host and device must agree");
+static_assert(sizeof(moe_combine_args) == 64, "host and device must agree");
 static_assert(sizeof(moe_combine_backward_args) == 88, "host and device must agree");
-static_assert(sizeof(moe_bias_args) == 32, "host and device must agree");
+static_assert(sizeof(moe_bias_args) == 40, "host and device must agree");
 
 #endif

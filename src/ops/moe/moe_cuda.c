@@ -6,10 +6,10 @@
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
 /* Macros in the order of their values; one list serves all kernels of the file. */
-enum { TYPE, W_TYPE, COLUMNS, VEC, BIAS_VEC, THREADS, CHOICES, BIAS, WEIGHTS, DH, WY, DWEIGHTS, DBIAS, DOTS };
-#define MACROS(which)                                                                      \
-    {"TYPE",    "W_TYPE", "COLUMNS", "VEC",      "BIAS_VEC", "THREADS", "CHOICES", "BIAS", \
-     "WEIGHTS", "DH",     "WY",      "DWEIGHTS", "DBIAS",    "DOTS",    which,     NULL}
+enum { TYPE, W_TYPE, COLUMNS, VEC, BIAS_VEC, H_VEC, THREADS, CHOICES, BIAS, WEIGHTS, DH, WY, DWEIGHTS, DBIAS, DOTS };
+#define MACROS(which)                                                                               \
+    {"TYPE",    "W_TYPE", "COLUMNS", "VEC",      "BIAS_VEC", "H_VEC", "THREADS", "CHOICES", "BIAS", \
+     "WEIGHTS", "DH",     "WY",      "DWEIGHTS", "DBIAS",    "DOTS",  which,     NULL}
 
 static const bst_kernel count_kernel = {"moe.cu", "moe_sort_count", MACROS("COUNT")};
 static const bst_kernel place_kernel = {"moe.cu", "moe_sort_place", MACROS("PLACE")};
@@ -77,48 +77,51 @@ bst_status bst__moe_gather_cuda(const bst_exec *exec, const char *op, const bst_
     l.values[VEC] = vec;
     l.values[THREADS] = l.block = SHORT_BLOCK;
     l.values[CHOICES] = order->count / x->size[0];
-    moe_gather_args args = {x->data, order->data, rows->data, x->stride[0], rows->count / vec};
+    moe_gather_args args = {x->data, order->data, rows->data, x->stride[0], rows->count / vec, order->count};
     l.grid_x = blocks_for(args.count, EACH * SHORT_BLOCK);
     return bst__cuda_launch(exec, op, x->device.device_id, &l, &args, sizeof args);
 }
 
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
 
-static bst_status add_up(const bst_exec *exec, const char *op, const float *partial, const int32_t *ends, int64_t chunk,
-                         const bst_view *dbias) {
+static bst_status add_up(const bst_exec *exec, const char *op, const float *partial, const int32_t *ends, int64_t rows,
+                         int64_t chunk, const bst_view *dbias) {
     bst_launch l = {.kernel = &bias_sum_kernel};
     l.values[TYPE] = dbias->dtype;
     l.values[COLUMNS] = dbias->size[1];
-    l.values[VEC] = l.values[BIAS_VEC] = l.values[CHOICES] = 1;
+    l.values[VEC] = l.values[BIAS_VEC] = l.values[H_VEC] = l.values[CHOICES] = 1;
     l.values[THREADS] = l.block = 256;
     l.grid_x = blocks_for(dbias->size[1], 32);
     l.grid_y = (unsigned)dbias->size[0];
     l.overlap = true;
-    moe_bias_args args = {partial, ends, dbias->data, chunk};
+    moe_bias_args args = {partial, ends, dbias->data, rows, chunk};
     return bst__cuda_launch(exec, op, dbias->device.device_id, &l, &args, sizeof args);
 }
 
 /* ---- the clamped gate -------------------------------------------------------------------------------------------- */
 
-/* What both directions have in common. `vec`: elements of h in an access. */
+/* What both directions have in common. `vec`: elements of h in an access; a thread has pairs of them, also where h and
+ * dh allow no access to a pair. */
 static void shape_glu(bst_launch *l, const bst_view *h, const bst_view *bias, int vec) {
     l->values[TYPE] = h->dtype;
     l->values[COLUMNS] = h->size[1];
-    l->values[VEC] = vec;
+    l->values[H_VEC] = vec;
+    l->values[VEC] = vec < 2 ? 2 : vec;
     l->values[BIAS] = bias->data != NULL;
-    l->values[BIAS_VEC] = bias->data ? narrower(vec, bias) : 1;
+    l->values[BIAS_VEC] = bias->data ? narrower((int)l->values[VEC], bias) : 1;
     l->values[CHOICES] = 1;
 }
 
-/* An access to h goes with one of half as many elements to y and its like. */
+/* As `narrower`, for a matrix of half h's columns: an access to h goes with one of half as many elements there. Never
+ * less than a pair. */
 static int glu_vector(int most, const bst_view *half) { return half->data ? 2 * narrower(most / 2, half) : most; }
 
 bst_status bst__moe_glu_forward_cuda(const bst_exec *exec, const char *op, const bst_view *h, const bst_view *bias,
                                      const bst_view *y, moe_glu_args args) {
     enum { ROWS = 16 }; /* four times what a thread reads at once, so that the biases are read seldom */
     bst_launch l = {.kernel = &glu_forward_kernel};
-    shape_glu(&l, h, bias, glu_vector(narrower(8, h), y));
-    int64_t vectors = (h->size[1] + l.values[VEC] - 1) / l.values[VEC];
+    shape_glu(&l, h, bias, narrower(glu_vector(8, y), h));
+    int64_t vectors = h->size[1] / l.values[VEC];
     l.values[THREADS] = vectors < SHORT_BLOCK ? whole_warps(vectors) : SHORT_BLOCK;
     args.chunk = ROWS;
     l.block = (unsigned)l.values[THREADS];
@@ -131,11 +134,11 @@ bst_status bst__moe_glu_backward_cuda(const bst_exec *exec, const char *op, cons
                                       const bst_view *dy, const bst_view *weights, const moe_glu_gradients *g,
                                       moe_glu_args args) {
     bst_launch l = {.kernel = &glu_backward_kernel};
-    int vec = glu_vector(glu_vector(narrower(8, h), dy), &g->wy);
+    int vec = narrower(glu_vector(glu_vector(8, dy), &g->wy), h);
     if (g->dh.data) vec = narrower(vec, &g->dh);
     shape_glu(&l, h, bias, vec);
     l.values[W_TYPE] = weights->dtype;
-    l.values[THREADS] = row_threads((h->size[1] + vec - 1) / vec);
+    l.values[THREADS] = row_threads(h->size[1] / l.values[VEC]);
     args.chunk = row_chunk(args.rows);
     l.values[DH] = g->dh.data != NULL;
     l.values[WY] = g->wy.data != NULL;
@@ -147,7 +150,7 @@ bst_status bst__moe_glu_backward_cuda(const bst_exec *exec, const char *op, cons
     BST_TRY(bst__moe_partial_sums(exec, op, &g->dbias, args.rows, args.chunk, &partial));
     args.partial = partial;
     bst_status status = bst__cuda_launch(exec, op, h->device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, args.chunk, &g->dbias);
+    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, args.rows, args.chunk, &g->dbias);
     bst__release(exec, h->device, partial);
     return status;
 }
@@ -193,7 +196,7 @@ bst_status bst__moe_combine_backward_cuda(const bst_exec *exec, const char *op, 
     BST_TRY(bst__moe_partial_sums(exec, op, dbias, args.count, args.chunk, &partial));
     args.partial = partial;
     bst_status status = bst__cuda_launch(exec, op, dout->device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, args.chunk, dbias);
+    if (status == BST_OK && partial) status = add_up(exec, op, partial, args.ends, args.count, args.chunk, dbias);
     bst__release(exec, dout->device, partial);
     return status;
 }
