@@ -1,7 +1,8 @@
 /* linear_cross_entropy.c - the output head and its loss, a chunk of rows at a time.
  *
  * A chunk is: logits = hidden weight^T (+ bias), their cross-entropy in place (src/ops/cross_entropy), and from the
- * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, dbias += dz^T ones. Nothing waits for
+ * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, dbias += dz^T ones (on CPU, where such a
+ * product sums a column in one float32 after the other, sums of our own). Nothing waits for
  * the device. */
 #include <assert.h>
 #include <inttypes.h>
@@ -220,7 +221,7 @@ static const bst_kernel spread_kernel = {"linear_cross_entropy.cu", "linear_cros
 static const bst_kernel round_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_round", {"TYPE", "ROUND"}};
 enum { BLOCK = 256 };
 
-/* Writes `row` (NULL: ones) over each row of out. */
+/* Writes `row` (NULL, on CUDA only: ones) over each row of out. */
 static bst_status spread(const problem *p, const void *row, void *out, int64_t rows, int64_t columns, int64_t stride) {
     if (p->device.device_type == kDLCPU) {
         linear_cross_entropy_spread_cpu call = {row, out, columns, stride, p->dtype};
@@ -307,9 +308,64 @@ static void total_free(const problem *p, total *t) {
     bst__release(p->exec, p->device, t->sum);
 }
 
+/* dbias, the sum over all rows. On CUDA by products with `ones`, of as many rows as a chunk has at most; on CPU `columns`
+ * are summed in float64 and rounded once. `alpha` multiplies it where it is not NULL. */
+typedef struct bias_total {
+    total products;
+    void *ones;
+    double *columns;
+    const float *alpha;
+} bias_total;
+
+static bst_status bias_begin(const problem *p, int64_t chunk_rows, const float *alpha, bias_total *t) {
+    *t = (bias_total){.alpha = alpha};
+    if (!p->dbias.data) return BST_OK;
+    void *memory;
+    if (p->device.device_type == kDLCPU) {
+        size_t bytes = (size_t)p->vocabulary * sizeof *t->columns;
+        BST_TRY(bst__allocate(p->exec, p->op, p->device, bytes, &memory));
+        t->columns = memset(memory, 0, bytes);
+        return BST_OK;
+    }
+    BST_TRY(total_begin(p, &p->dbias, &t->products));
+    BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)(chunk_rows * bst__dtype_size(p->dtype)), &t->ones));
+    return spread(p, NULL, t->ones, 1, chunk_rows, chunk_rows);
+}
+
+static bst_status bias_add(const problem *p, const bias_total *t, const void *dz, int64_t rows, int64_t stride,
+                           bool first) {
+    if (t->columns) {
+        linear_cross_entropy_columns_cpu call = {
+            .in = dz, .sum = t->columns, .rows = rows, .stride = stride, .dtype = p->dtype};
+        bst__parallel_for(p->exec, p->vocabulary, bst__grain(rows),
+                          BST_CPU_SELECT(bst__linear_cross_entropy_add_columns_cpu), &call);
+        return BST_OK;
+    }
+    bst_gemm g = {.m = p->vocabulary, .k = rows, .a = dz, .lda = stride, .a_transposed = 1};
+    g.alpha = 1, g.device_alpha = t->alpha;
+    g.n = g.ldo = g.ldb = 1;
+    g.b = t->ones;
+    return t->products.out ? total_add(p, &t->products, g, first) : BST_OK;
+}
+
+static bst_status bias_end(const problem *p, const bias_total *t) {
+    if (!t->columns) return total_end(p, &t->products);
+    linear_cross_entropy_columns_cpu call = {
+        .sum = t->columns, .out = p->dbias.data, .scale = t->alpha ? (double)*t->alpha : 1, .dtype = p->dtype};
+    bst__parallel_for(p->exec, p->vocabulary, bst__grain(1),
+                      BST_CPU_SELECT(bst__linear_cross_entropy_round_columns_cpu), &call);
+    return BST_OK;
+}
+
+static void bias_free(const problem *p, bias_total *t) {
+    bst__release(p->exec, p->device, t->columns);
+    bst__release(p->exec, p->device, t->ones);
+    total_free(p, &t->products);
+}
+
 /* The gradients of rows [first, first + rows) from dz, each multiplied by *alpha where alpha is not NULL. */
 static bst_status make_gradients(const problem *p, int64_t first, int64_t rows, const void *dz, int64_t stride,
-                                 const float *alpha, const total *dweight, const total *dbias, const void *ones) {
+                                 const float *alpha, const total *dweight, const bias_total *dbias) {
     const void *hidden = at(p->hidden.data, first * p->hidden.stride[0], p->dtype);
     if (p->dhidden.data)
         BST_TRY(multiply(p, (bst_gemm){.m = rows,
@@ -324,20 +380,21 @@ static bst_status make_gradients(const problem *p, int64_t first, int64_t rows, 
                                        .output_type = dl_type(p->dtype),
                                        .alpha = 1,
                                        .device_alpha = alpha}));
-    bst_gemm g = {
-        .m = p->vocabulary, .k = rows, .a = dz, .lda = stride, .a_transposed = 1, .alpha = 1, .device_alpha = alpha};
     if (dweight->out) {
-        g.n = g.ldo = p->width;
-        g.b = hidden;
-        g.ldb = p->hidden.stride[0];
+        bst_gemm g = {.m = p->vocabulary,
+                      .n = p->width,
+                      .k = rows,
+                      .a = dz,
+                      .lda = stride,
+                      .a_transposed = 1,
+                      .b = hidden,
+                      .ldb = p->hidden.stride[0],
+                      .ldo = p->width,
+                      .alpha = 1,
+                      .device_alpha = alpha};
         BST_TRY(total_add(p, dweight, g, first == 0));
     }
-    if (dbias->out) {
-        g.n = g.ldo = g.ldb = 1;
-        g.b = ones;
-        BST_TRY(total_add(p, dbias, g, first == 0));
-    }
-    return BST_OK;
+    return bias_add(p, dbias, dz, rows, stride, first == 0);
 }
 
 /* ---- the passes -------------------------------------------------------------------------------------------------- */
@@ -359,8 +416,8 @@ static const float *alpha_of(const problem *p, const pass *r) {
     return p->divisors ? &p->divisors->gradient : r->upstream;
 }
 
-static bst_status run_chunks(const problem *p, const pass *r, void *memory, const total *dweight, const total *dbias,
-                             const void *ones) {
+static bst_status run_chunks(const problem *p, const pass *r, void *memory, const total *dweight,
+                             const bias_total *dbias) {
     int64_t stride = r->kept ? r->kept_stride : padded(p);
     bool per_row = p->options->reduction == BST_REDUCTION_NONE;
     for (int64_t first = 0; first < p->tokens; first += p->chunk_rows) {
@@ -390,10 +447,10 @@ static bst_status run_chunks(const problem *p, const pass *r, void *memory, cons
         };
         BST_TRY(bst__cross_entropy_rows(p->exec, p->op, &call));
         if (r->mode != BST_CROSS_ENTROPY_LOSS)
-            BST_TRY(make_gradients(p, first, rows, logits, stride, alpha_of(p, r), dweight, dbias, ones));
+            BST_TRY(make_gradients(p, first, rows, logits, stride, alpha_of(p, r), dweight, dbias));
     }
     BST_TRY(total_end(p, dweight));
-    return total_end(p, dbias);
+    return bias_end(p, dbias);
 }
 
 /* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs: of an odd number of columns the last is paired
@@ -407,21 +464,17 @@ static bst_status allocate_logits(const problem *p, void **memory) {
     return BST_OK;
 }
 
-/* A chunk's memory, and ones for dbias, around `run_chunks`. */
+/* A chunk's memory, and that of the sums, around `run_chunks`. */
 static bst_status run_pass(const problem *p, const pass *r) {
-    total dweight = {0}, dbias = {0};
-    void *memory = NULL, *ones = NULL;
-    int64_t bytes = bst__dtype_size(p->dtype);
+    total dweight = {0};
+    bias_total dbias = {.alpha = NULL};
+    void *memory = NULL;
     bst_status status = total_begin(p, &p->dweight, &dweight);
-    if (status == BST_OK) status = total_begin(p, &p->dbias, &dbias);
+    if (status == BST_OK) status = bias_begin(p, p->chunk_rows, alpha_of(p, r), &dbias);
     if (status == BST_OK && !r->kept) status = allocate_logits(p, &memory);
-    if (status == BST_OK && dbias.out)
-        status = bst__allocate(p->exec, p->op, p->device, (size_t)(p->chunk_rows * bytes), &ones);
-    if (status == BST_OK && dbias.out) status = spread(p, NULL, ones, 1, p->chunk_rows, p->chunk_rows);
-    if (status == BST_OK) status = run_chunks(p, r, memory, &dweight, &dbias, ones);
-    bst__release(p->exec, p->device, ones);
+    if (status == BST_OK) status = run_chunks(p, r, memory, &dweight, &dbias);
     bst__release(p->exec, p->device, memory);
-    total_free(p, &dbias);
+    bias_free(p, &dbias);
     total_free(p, &dweight);
     return status;
 }
@@ -498,14 +551,12 @@ bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor
 /* The gradients from logit gradients that the forward pass left. */
 static bst_status multiply_kept(const problem *p, const pass *r) {
     total dweight = {.out = p->dweight.data, .count = p->dweight.count};
-    total dbias = {.out = p->dbias.data, .count = p->dbias.count};
-    void *ones = NULL;
-    if (dbias.out)
-        BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)(p->tokens * bst__dtype_size(p->dtype)), &ones));
-    bst_status status = ones ? spread(p, NULL, ones, 1, p->tokens, p->tokens) : BST_OK;
+    bias_total dbias;
+    bst_status status = bias_begin(p, p->tokens, alpha_of(p, r), &dbias);
     if (status == BST_OK)
-        status = make_gradients(p, 0, p->tokens, r->kept, r->kept_stride, alpha_of(p, r), &dweight, &dbias, ones);
-    bst__release(p->exec, p->device, ones);
+        status = make_gradients(p, 0, p->tokens, r->kept, r->kept_stride, alpha_of(p, r), &dweight, &dbias);
+    if (status == BST_OK) status = bias_end(p, &dbias);
+    bias_free(p, &dbias);
     return status;
 }
 

@@ -6,8 +6,7 @@ void BST_CPU(bst__linear_cross_entropy_spread_cpu)(void *context, int64_t begin,
     float tile[BST_TILE];
     for (int64_t c = 0; c < a->columns; c += BST_TILE) {
         int64_t n = a->columns - c < BST_TILE ? a->columns - c : BST_TILE;
-        for (int64_t i = 0; i < n; i++) tile[i] = 1.0f;
-        if (a->row) bst_load(tile, bst_at(a->row, c, a->dtype), a->dtype, n);
+        bst_load(tile, bst_at(a->row, c, a->dtype), a->dtype, n);
         for (int64_t row = begin; row < end; row++)
             bst_store(bst_at(a->out, row * a->stride + c, a->dtype), tile, a->dtype, n);
     }
@@ -28,5 +27,28 @@ void BST_CPU(bst__linear_cross_entropy_round_cpu)(void *context, int64_t begin, 
     for (int64_t i = begin; i < end; i += BST_TILE) {
         int64_t n = end - i < BST_TILE ? end - i : BST_TILE;
         bst_store(bst_at(a->out, i, a->dtype), a->sum + i, a->dtype, n);
+    }
+}
+
+void BST_CPU(bst__linear_cross_entropy_add_columns_cpu)(void *context, int64_t begin, int64_t end) {
+    const linear_cross_entropy_columns_cpu *a = context;
+    enum { WIDTH = BST_TILE / 4 }; /* with the sums, which are float64, well within the first-level cache */
+    float tile[WIDTH];
+    for (int64_t c = begin; c < end; c += WIDTH) {
+        int64_t n = end - c < WIDTH ? end - c : WIDTH;
+        for (int64_t row = 0; row < a->rows; row++) {
+            bst_load(tile, bst_at(a->in, row * a->stride + c, a->dtype), a->dtype, n);
+            for (int64_t i = 0; i < n; i++) a->sum[c + i] += (double)tile[i];
+        }
+    }
+}
+
+void BST_CPU(bst__linear_cross_entropy_round_columns_cpu)(void *context, int64_t begin, int64_t end) {
+    const linear_cross_entropy_columns_cpu *a = context;
+    float tile[BST_TILE];
+    for (int64_t c = begin; c < end; c += BST_TILE) {
+        int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
+        for (int64_t i = 0; i < n; i++) tile[i] = (float)(a->scale * a->sum[c + i]);
+        bst_store(bst_at(a->out, c, a->dtype), tile, a->dtype, n);
     }
 }

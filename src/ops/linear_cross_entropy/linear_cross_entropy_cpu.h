@@ -5,7 +5,7 @@
 #include "core/cpu_kernel.h"
 
 typedef struct linear_cross_entropy_spread_cpu {
-    const void *row; /* [columns], or NULL for ones */
+    const void *row; /* [columns] */
     void *out;       /* [rows, columns], rows `stride` elements apart */
     int64_t columns, stride;
     bst_dtype dtype;
@@ -18,8 +18,19 @@ typedef struct linear_cross_entropy_sum_cpu {
     bst_dtype dtype;
 } linear_cross_entropy_sum_cpu;
 
-BST_CPU_DECLARE(bst__linear_cross_entropy_spread_cpu); /* over rows: writes one row over each */
-BST_CPU_DECLARE(bst__linear_cross_entropy_add_cpu);    /* over elements: sum += in */
-BST_CPU_DECLARE(bst__linear_cross_entropy_round_cpu);  /* over elements: out = sum */
+typedef struct linear_cross_entropy_columns_cpu {
+    const void *in; /* add: [rows, columns], rows `stride` elements apart */
+    double *sum;    /* [columns] */
+    void *out;      /* round: [columns] */
+    int64_t rows, stride;
+    double scale; /* round */
+    bst_dtype dtype;
+} linear_cross_entropy_columns_cpu;
+
+BST_CPU_DECLARE(bst__linear_cross_entropy_spread_cpu);        /* over rows: writes one row over each */
+BST_CPU_DECLARE(bst__linear_cross_entropy_add_cpu);           /* over elements: sum += in */
+BST_CPU_DECLARE(bst__linear_cross_entropy_round_cpu);         /* over elements: out = sum */
+BST_CPU_DECLARE(bst__linear_cross_entropy_add_columns_cpu);   /* over columns: sum += each row of in */
+BST_CPU_DECLARE(bst__linear_cross_entropy_round_columns_cpu); /* over columns: out = scale sum */
 
 #endif
