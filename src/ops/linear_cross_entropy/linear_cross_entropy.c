@@ -186,9 +186,11 @@ static bst_status choose_chunks(problem *p, int64_t chunk_bytes) {
     if (!p->tokens) return BST_OK;
     if (!cpu) BST_TRY(bst__cuda_chip(p->op, p->device.device_id, &chip));
     if (cpu && by_default) {
-        /* Not under 256 rows: each chunk reads and writes all of dweight, which at 64 costs a third of the products'
-         * time. */
-        if (most > eighth) most = eighth;
+        /* Less than fits, where no sum of rounded chunks is made: dweight of 16 bits, which a CPU's product rounds at
+         * each, is as exact as one product over all rows where it is one. Not under 256 rows: each chunk reads and
+         * writes all of dweight, which at 64 costs a third of the products' time. */
+        bool rounded = p->dweight.data && p->dtype != BST_F32;
+        if (most > eighth && !rounded) most = eighth;
         if (most < 256) most = 256;
     } else if (by_default && most < p->tokens) {
         /* Not so many chunks that dweight would be summed in float32. */
