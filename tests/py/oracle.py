@@ -107,15 +107,46 @@ def _run(function: Callable, case: Case, dtype: torch.dtype | None, upstream: li
     return named, upstream
 
 
+#: Four standard deviations of the logarithm of the ratio of two errors, each of n roundings, times sqrt(n).
+LUCK = 2.5
+
+
 def _rms(t: torch.Tensor) -> float:
     return t.double().square().mean().sqrt().item() if t.numel() else 0.0
 
 
-def assert_no_worse(case: Case) -> None:
-    """Every output and gradient of ours is at least as close to float64 as stock's, in the same type."""
+def _three(case: Case):
+    """Ours, stock's and float64's outputs and gradients, by name."""
     ours, upstream = _run(case.ours, case, None, None)
     stock, _ = _run(case.stock, case, None, upstream)
-    exact, _ = _run(case.exact, case, torch.float64, upstream)
+    return ours, stock, _run(case.exact, case, torch.float64, upstream)[0]
+
+
+def assert_no_worse_pooled(draw: Callable[[], Case], names: tuple[str, ...] = (), draws: int = 8) -> None:
+    """The rule itself: over so many draws that luck is no excuse, each error of ours is no larger than stock's. `names`:
+    what is judged, if not everything. For inputs whose errors no few elements make up."""
+    sums: dict[str, list[float]] = {}
+    for _ in range(draws):
+        case = draw()
+        ours, stock, exact = _three(case)
+        for name, want in exact.items():
+            if names and name not in names:
+                continue
+            pooled = sums.setdefault(name, [0.0, 0.0, 0.0])
+            pooled[0] += (ours[name].double() - want).square().sum().item()
+            pooled[1] += (stock[name].double() - want).square().sum().item()
+            pooled[2] += min(want.numel(), case.independent or want.numel())
+    for name, (squares, allowed, n) in sums.items():
+        # The error of n roundings scatters by 0.45/sqrt(n), the ratio of two by 0.63/sqrt(n): four times that is luck.
+        assert squares <= allowed * math.exp(2 * LUCK / n**0.5), (
+            f"{name}: pooled error {(squares / allowed) ** 0.5:.4f} times stock's over {n:.0f} elements, "
+            f"{math.exp(LUCK / n**0.5):.4f} is allowed"
+        )
+
+
+def assert_no_worse(case: Case) -> None:
+    """Every output and gradient of ours is at least as close to float64 as stock's, in the same type."""
+    ours, stock, exact = _three(case)
     for name, want in exact.items():
         got, other = ours[name], stock[name]
         assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(want.shape)}"
@@ -132,13 +163,13 @@ def assert_no_worse(case: Case) -> None:
         floor += 4 * torch.finfo(torch.float32).eps * case.terms.get(name, 0.0)
         # Independent errors add up by their squares.
         extra = case.extra_roundings.get(name, 0) ** 0.5 * _rms(want) * unit / 3**0.5 * (1 + 2.5 / n**0.5)
-        bound = max(allowed * math.exp(2.5 / n**0.5), floor)
+        bound = max(allowed * math.exp(LUCK / n**0.5), floor)
         assert error <= (bound**2 + extra**2) ** 0.5, (
             f"{name}: error {error:.3g} against float64, stock's is {allowed:.3g}, rounding alone {floor:.3g}"
         )
         worst, stock_worst = (got.double() - want).abs().max().item(), (other.double() - want).abs().max().item()
         ulps = 8 if got.dtype == torch.float32 else 2  # float32 sums in another order scatter more
-        bound = max(2, math.exp(2.5 / n**0.5)) * stock_worst + 2 * ulps * unit * want.abs().max().item() + floor
+        bound = max(2, math.exp(LUCK / n**0.5)) * stock_worst + 2 * ulps * unit * want.abs().max().item() + floor
         assert worst <= bound, (
             f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
         )

@@ -16,6 +16,7 @@ from oracle import (
     EMULATED,
     Case,
     assert_no_worse,
+    assert_no_worse_pooled,
     assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
@@ -117,6 +118,37 @@ def test_matches_float64_as_well_as_stock(shape, dtype, inplace, device):
         return
     compare = certain_case if shape[1] == 1 else case
     assert_no_worse(compare(logits, targets(*shape, device), inplace=inplace))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("classes", [64, 1000, 5000])
+def test_pooled_error_is_no_larger(classes, dtype, device):
+    """Losses and gradients, where a few classes have most of the probability; the largest sums go over tiles."""
+    rows = (64 if classes < 5000 else 8) // (8 if EMULATED else 1)
+
+    def draw() -> Case:
+        logits = random_tensor((rows, classes), dtype, device, scale=3.0)
+        return case(logits, targets(rows, classes, device), reduction="none")
+
+    assert_no_worse_pooled(draw)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("offset", [1e4, -1e6])
+def test_smoothing_far_from_zero(offset, weighted, device):
+    """Logits that lie far from zero, but near each other: the smoothed part is of their differences. The second tile on
+    CPU has a larger maximum than the first."""
+    classes = 2600
+
+    def draw() -> Case:
+        logits = random_tensor((16, classes), torch.float32, device, scale=3.0, offset=offset)
+        logits[:, 2100] += 20
+        weight = random_tensor((classes,), torch.float32, device).abs() + 0.1 if weighted else None
+        return case(logits, targets(16, classes, device), weight, label_smoothing=0.1, reduction="none")
+
+    assert_no_worse_pooled(draw, names=("output 0",))
 
 
 OPTIONS = {

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from bastile.ops import _valid_rows
 from bastile.ops import fused_linear_cross_entropy as module
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, set_logits_memory
-from oracle import DTYPES, EMULATED, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from oracle import (
+    DTYPES,
+    EMULATED,
+    Case,
+    assert_no_worse,
+    assert_no_worse_pooled,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
 
 F = torch.nn.functional
 
@@ -41,15 +51,16 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     """What bastile.h documents, in roundings beyond the last.
 
     Sums over chunks are rounded at each, up to eight; beyond, the sum is float32, and on CPU each chunk's product is
-    rounded. Gradients made in the forward pass are rounded before an upstream gradient that is not a power of two
+    rounded, but for dbias, which is rounded once there. Gradients made in the forward pass are rounded before an upstream gradient that is not a power of two
     multiplies them.
     """
     if dtype is torch.float32:
         return {}
-    limit = module._chunk_bytes() or (module.DEFAULT_LOGITS_BYTES if device == "cuda" else 0)
-    rows = max(64, limit // (module._padded(vocabulary) * 2)) if limit else max(256, (tokens + 7) // 8)
+    limit = module._chunk_bytes() or (module.DEFAULT_LOGITS_BYTES if device == "cuda" else 256 << 20)
+    rows = max(64, limit // (module._padded(vocabulary) * 2))
     chunks = -(-tokens // rows)
     summed = chunks - 1 if chunks <= 8 else 1
+    own = summed if device == "cuda" or EMULATED else 0
     kept = device == "cuda" and chunks == 1
     late = 0 if kept or reduction == "none" or dtype is torch.float16 or upstream in (0.5, 1.0, 2.0) else 1
     # Stock rounds the logits' gradients after the divisor and the upstream gradient, ours before: the same rounding at
@@ -57,7 +68,7 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     # magnitudes of a row that averages out to some per cent: a quarter of a rounding.
     place = 0.0 if reduction == "none" else 0.25
     # A number of dbias is mostly its own targets', of one magnitude.
-    return {"dhidden": late + place, "dweight": summed + late + place, "dbias": summed + late + 4 * place}
+    return {"dhidden": late + place, "dweight": summed + late + place, "dbias": own + late + 4 * place}
 
 
 def computed_rows(target: torch.Tensor, device: str) -> int:
@@ -128,6 +139,20 @@ SIZES = [(96, 200, 64), (70, 101, 33), (1, 17, 8), (48, 48, 48), (2100, 40, 16)]
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_matches_float64_as_well_as_stock(size, dtype, device, upstream):
     assert_no_worse(case(*size, dtype, device, ignored=0.0 if size[0] == 1 else 0.3, upstream=upstream))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooled_error_is_no_larger(dtype, device):
+    """Gradients that are sums over rows, by default: so many that a sum in one float32, or of rounded parts, would show.
+    Each number is a sum of other rows' errors: they are independent."""
+
+    def draw() -> Case:
+        one = case(300, 500, 16, dtype, device, bias=True, ignored=0.0, upstream=1.0)
+        one.independent = None
+        return one
+
+    assert_no_worse_pooled(draw, ("dweight", "dbias"), draws=2 if EMULATED else 8)
 
 
 OPTIONS = {

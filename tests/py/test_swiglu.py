@@ -13,8 +13,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 from bastile.ops.swiglu import BastileSwiGLUMLP, swiglu
 from oracle import (
     DTYPES,
+    EMULATED,
     Case,
     assert_no_worse,
+    assert_no_worse_pooled,
     assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
@@ -51,6 +53,17 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_float64_as_well_as_stock(shape, dtype, device):
     assert_no_worse(case(random_tensor(shape, dtype, device, scale=3.0), random_tensor(shape, dtype, device)))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, -4.0])
+def test_pooled_error_is_no_larger(offset, dtype, device):
+    """Gates on both sides of zero, and such whose exponential is all that counts."""
+    shape = (8, 512) if EMULATED else (64, 512)
+    assert_no_worse_pooled(
+        lambda: case(random_tensor(shape, dtype, device, offset=offset), random_tensor(shape, dtype, device))
+    )
 
 
 @few_examples

@@ -8,18 +8,26 @@
 #include "dtype.h"
 
 #define BST_LOG2_E 1.44269504f
-/* What is missing in the line above. */
-#define BST_LOG2_E_REST 1.92596299e-8f
-#define BST_LN_2        0.693147181f
 
-/* exp(-v). The rounding of v * log2(e) costs up to |v| 2^-24 of the result: for float32 it is put back. */
+/* exp(x) to less than one unit in the last place, for float32: exp2's approximation is off by two. As on CPU
+ * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than 2^-126,
+ * infinite above 88.37. For NaN any number. */
+BST_DEVICE float bst_exp_exact(float x) {
+    const float most = 88.37f,
+                magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+    float v = bst_min(bst_max(x, -87.3f), most), shifted = bst_fma(v, BST_LOG2_E, magic), k = shifted - magic;
+    float f = bst_fma(k, 2.12194440e-4f, bst_fma(k, -0.693359375f, v));
+    float p = bst_fma(1.38189504e-3f, f, 8.36870447e-3f);
+    p = bst_fma(p, f, 4.16682884e-2f);
+    p = bst_fma(p, f, 0.166665211f);
+    p = bst_fma(p, f, 0.49999994f);
+    p = 1.0f + bst_fma(f * f, p, f);
+    return x > most ? BST_INFINITY : bst_from_bits(bst_bits(p) + (bst_bits(shifted) << 23));
+}
+
+/* exp(-v). */
 BST_DEVICE float bst_exp_minus(float v, int type) {
-    float power = -v * BST_LOG2_E, e = bst_exp2(power);
-    if (type == BST_F32_CODE) {
-        float rest = bst_fma(-v, BST_LOG2_E_REST, bst_fma(-v, BST_LOG2_E, -power));
-        if (bst_abs(v) < 87.0f) e = bst_fma(e * rest, BST_LN_2, e); /* beyond, e is near 0 or infinite */
-    }
-    return e;
+    return type == BST_F32_CODE ? bst_exp_exact(-v) : bst_exp2(-v * BST_LOG2_E);
 }
 
 /* n / d; the approximation is good to 1 ulp of float32, which only float32 results could notice. */

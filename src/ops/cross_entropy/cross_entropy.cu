@@ -125,7 +125,7 @@ BST_DEVICE void row_gradient(const cross_entropy_rows_args *a, const row_terms *
 }
 
 BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
-    BST_SHARED(float, scratch, 3 * 32);
+    BST_SHARED(float, scratch, PARTIAL * 32);
     bst_wait_for_previous();
     int64_t row = bst_block(), target = a.target[row];
     const void *logits = bst_at(a.logits, bst_row_start(&a.logits_map, row, FOLDED), TYPE);
@@ -160,7 +160,7 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
 BST_KERNEL(cross_entropy_held, cross_entropy_rows_args, THREADS, BLOCKS) {
     BST_DYNAMIC_SHARED(buffer); /* VECTORS vectors */
     BST_SHARED(uint64_t, arrived, 1);
-    BST_SHARED(float, scratch, 3 * (THREADS / 32));
+    BST_SHARED(float, scratch, PARTIAL *(THREADS / 32));
     int thread = (int)bst_thread();
     if (thread == 0) {
         bst_barrier_init(arrived, 1);

@@ -139,7 +139,7 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
     if (lane >= CLUSTER) return;
     float *to = r->partials + ((n % TURNS * CLUSTER + rank) * WARPS + warp) * NUMBERS;
     bst_cluster_send(to, &r->met[n % TURNS], lane, bst_bits(p.reference), bst_bits(p.sum));
-    if (SMOOTH) bst_cluster_send(to + 2, &r->met[n % TURNS], lane, bst_bits(p.weighted), 0);
+    if (SMOOTH) bst_cluster_send(to + 2, &r->met[n % TURNS], lane, bst_bits(p.weights), bst_bits(p.weighted));
 }
 
 /* The total of a row's warps, in each lane. */
@@ -149,8 +149,9 @@ BST_DEVICE partial ring_total(const ring *r, unsigned n) {
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) p.reference = bst_max(p.reference, from[i * NUMBERS]);
     p.reference = bst_warp_reduce(p.reference, 32, true);
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) {
-        p.sum += from[i * NUMBERS + 1] * bst_exp2(to_base2(from[i * NUMBERS] - p.reference));
-        if (SMOOTH) p.weighted += from[i * NUMBERS + 2];
+        float step = from[i * NUMBERS] - p.reference;
+        p.sum += from[i * NUMBERS + 1] * bst_exp2(to_base2(step));
+        if (SMOOTH) p.weighted += bst_fma(from[i * NUMBERS + 2], bst_max(step, LOWEST), from[i * NUMBERS + 3]);
     }
     p.sum = bst_warp_reduce(p.sum, 32, false);
     if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, 32, false);

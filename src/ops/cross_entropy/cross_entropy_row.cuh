@@ -11,6 +11,7 @@
 #include "cross_entropy_args.h"
 
 #define LN2               0.693147180559945f
+#define LN2_REST          (-1.90465430e-9f) /* what is missing in the float above */
 #define LOG2E             1.44269504088896f
 
 #define LOSS              0
@@ -31,17 +32,23 @@ BST_DEVICE float shaped(const cross_entropy_rows_args *a, float x) {
 /* References are in z's own units for float32, whose difference to z is then as exact as a subtraction, and in powers
  * of two for the 16-bit types, which saves an instruction a logit. */
 BST_DEVICE float to_base2(float difference) { return TYPE == BST_F32_CODE ? difference * LOG2E : difference; }
+BST_DEVICE float above_reference(const cross_entropy_rows_args *a, float u, float reference) {
+    return bst_fma(u, a->base2, -reference);
+}
 BST_DEVICE float exponent(const cross_entropy_rows_args *a, float u, float reference) {
-    return to_base2(bst_fma(u, a->base2, -reference));
+    return to_base2(above_reference(a, u, reference));
 }
 
 /* Sums relative to a reference: sum = sum of e^z / e^reference. */
 typedef struct partial {
-    float reference, sum, weighted; /* weighted: sum of w u, for label smoothing */
+    float reference, sum;
+    /* For label smoothing, the sum of w, the class weight or one, and of w times what the exponentials are of. Relative
+     * to the reference, as these are: a sum of the logits themselves would lose what is small beside them. */
+    float weights, weighted;
 } partial;
 
 BST_DEVICE partial nothing(void) {
-    partial p = {LOWEST, 0, 0};
+    partial p = {LOWEST, 0, 0, 0};
     return p;
 }
 
@@ -51,11 +58,18 @@ BST_DEVICE float top_of(float top, const float *x, int n) {
     return top;
 }
 
+/* Sums relative to another reference. Of nothing, whose own is LOWEST, they stay 0. */
+BST_DEVICE void move_to(partial *p, float reference) {
+    float step = p->reference - reference;
+    p->sum *= bst_exp2(to_base2(step));
+    if (SMOOTH) p->weighted = bst_fma(p->weights, bst_max(step, LOWEST), p->weighted);
+    p->reference = reference;
+}
+
 /* Makes room for logits up to `top`. Stays finite for rows of -inf, so that exp(-inf) is 0. */
 BST_DEVICE void raise_to(const cross_entropy_rows_args *a, partial *p, float top) {
     float reference = bst_max(p->reference, shaped(a, NEGATIVE ? -top : top) * a->base2);
-    p->sum *= bst_exp2(to_base2(p->reference - reference));
-    p->reference = reference;
+    move_to(p, reference);
 }
 
 BST_DEVICE float weight_of(const cross_entropy_rows_args *a, int column) {
@@ -65,41 +79,48 @@ BST_DEVICE float weight_of(const cross_entropy_rows_args *a, int column) {
 BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x, int n, int column) {
     BST_UNROLL
     for (int j = 0; j < n; j++) {
-        float u = shaped(a, x[j]);
-        p->sum += bst_exp2(exponent(a, u, p->reference));
-        if (SMOOTH) p->weighted = bst_fma(weight_of(a, column + j), u, p->weighted);
+        float above = above_reference(a, shaped(a, x[j]), p->reference);
+        p->sum += bst_exp2(to_base2(above));
+        if (!SMOOTH) continue;
+        float w = weight_of(a, column + j);
+        p->weights += w;
+        /* In powers of two the lowest bfloat16 is out of range, and a class that weighs nothing may have it. */
+        p->weighted = bst_fma(w, HAS_WEIGHT ? bst_max(above, LOWEST) : above, p->weighted);
     }
 }
 
 /* The total of `lanes` lanes, in each of them. */
 BST_DEVICE partial warp_total(partial p, int lanes) {
-    float reference = bst_warp_reduce(p.reference, lanes, true);
-    p.sum = bst_warp_reduce(p.sum * bst_exp2(to_base2(p.reference - reference)), lanes, false);
+    move_to(&p, bst_warp_reduce(p.reference, lanes, true));
+    p.sum = bst_warp_reduce(p.sum, lanes, false);
+    if (SMOOTH) p.weights = bst_warp_reduce(p.weights, lanes, false);
     if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, lanes, false);
-    p.reference = reference;
     return p;
 }
 
-/* Partials in shared memory, `n` of them: three arrays. */
+/* Partials in shared memory, `n` of them: PARTIAL arrays. */
+#define PARTIAL (SMOOTH ? 4 : 2)
 BST_DEVICE partial shared_total(const float *from, int n) {
     partial p = nothing();
     int lane = (int)bst_lane();
     if (lane < n) {
         p.reference = from[lane];
         p.sum = from[n + lane];
-        p.weighted = SMOOTH ? from[2 * n + lane] : 0.0f;
+        p.weights = SMOOTH ? from[2 * n + lane] : 0.0f;
+        p.weighted = SMOOTH ? from[3 * n + lane] : 0.0f;
     }
     return warp_total(p, 32);
 }
 
-/* The block's total, in every thread. `scratch`: three numbers a warp. */
+/* The block's total, in every thread. `scratch`: PARTIAL numbers a warp. */
 BST_DEVICE partial block_total(partial p, float *scratch) {
     p = warp_total(p, 32);
     int warp = (int)bst_thread() / 32;
     if (bst_lane() == 0) {
         scratch[warp] = p.reference;
         scratch[THREADS / 32 + warp] = p.sum;
-        scratch[2 * (THREADS / 32) + warp] = p.weighted;
+        if (SMOOTH) scratch[2 * (THREADS / 32) + warp] = p.weights;
+        if (SMOOTH) scratch[3 * (THREADS / 32) + warp] = p.weighted;
     }
     bst_sync();
     return shared_total(scratch, THREADS / 32);
@@ -107,11 +128,15 @@ BST_DEVICE partial block_total(partial p, float *scratch) {
 
 /* ---- one row ----------------------------------------------------------------------------------------------------- */
 
-/* Accurate to 2^-22 at every size: the hardware's relative error would show in large sums. */
-BST_DEVICE float log2_of(float v) {
+/* The natural logarithm, to a unit in the last place at every size: the hardware's is good to 2^-22, which shows in
+ * small losses. With m from sqrt(1/2) to sqrt(2) it is power ln 2 + 2 atanh((m - 1) / (m + 1)). */
+BST_DEVICE float log_of(float v) {
     if (!(v > 0.0f && v < BST_INFINITY)) return bst_log2(v);
     int32_t power = ((int32_t)bst_bits(v) - 0x3f3504f3) >> 23;
-    return (float)power + bst_log2(bst_from_bits(bst_bits(v) - ((uint32_t)power << 23)));
+    float m = bst_from_bits(bst_bits(v) - ((uint32_t)power << 23)), s = bst_divide(m - 1.0f, m + 1.0f), q = s * s;
+    float series = bst_fma(q, bst_fma(q, bst_fma(q, 0.222222222f, 0.285714286f), 0.4f), 0.666666667f);
+    float small = bst_fma(s * q, series, 2.0f * s);
+    return bst_fma((float)power, LN2, bst_fma((float)power, LN2_REST, small));
 }
 
 /* What a row's loss and gradient need besides its logits. */
@@ -134,12 +159,13 @@ BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_
     float upstream = a->upstream ? a->upstream[row * a->upstream_stride] : 1.0f;
     float weight = weight_of(a, target) * (SMOOTH ? 1.0f - a->smoothing : 1.0f);
     float each = SMOOTH ? a->smoothing / VOCAB : 0.0f;
-    float log_sum = log2_of(total.sum);
+    /* References, and what is relative to them, in z's own units are multiplied by one, in powers of two by ln 2. */
+    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, log_sum = log_of(total.sum);
     row_terms t;
     t.reference = total.reference;
-    t.lse = TYPE == BST_F32_CODE ? total.reference + log_sum * LN2 : (total.reference + log_sum) * LN2;
-    t.loss = weight * ((log_sum - exponent(a, shaped(a, x), total.reference)) * LN2);
-    if (SMOOTH) t.loss += each * (divide->class_weight_sum * t.lse - total.weighted * a->natural);
+    t.lse = bst_fma(total.reference, unit, log_sum);
+    t.loss = weight * bst_fma(-above_reference(a, shaped(a, x), total.reference), unit, log_sum);
+    if (SMOOTH) t.loss += each * bst_fma(-total.weighted, unit, divide->class_weight_sum * log_sum);
     t.loss *= divide->inverse_weight_sum;
     /* Undivided gradients are left to whoever multiplies them by divisors->gradient; the z-loss has another divisor. */
     float by_weight = a->undivided ? 1.0f : divide->inverse_weight_sum, by_count = by_weight;
@@ -192,7 +218,7 @@ BST_DEVICE void keep(const cross_entropy_rows_args *a, int64_t row, partial tota
 
 /* The loss of a row that is not read. */
 BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t target) {
-    partial one = {0.0f, 1.0f, 0.0f};
+    partial one = {0.0f, 1.0f, 0.0f, 0.0f};
     if (MODE == GRADIENT) return;
     if (a->loss_rows) a->loss_rows[row] = target == a->ignore_index ? 0.0f : BST_NAN;
     keep(a, row, one, 0.0f);

@@ -76,16 +76,19 @@ BST_KERNEL(swiglu_backward, swiglu_backward_args, THREADS, 1) {
     for (int i = 0; i < EACH; i++) {
         const int64_t column = first + i * THREADS * VEC;
         if (column >= columns) continue;
-        float d[VEC], g[VEC], u[VEC];
+        float d[VEC], g[VEC], u[VEC] = {0};
         bst_unpack(d, dy_raw[i], TYPE, VEC);
         bst_unpack(g, gate_raw[i], TYPE, VEC);
         if (DGATE || Y) bst_unpack(u, up_raw[i], TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) {
             float e = 1.0f + bst_exp_minus(g[j], TYPE), s = bst_quotient(1.0f, e, TYPE), ds = d[j] * s;
-            if (Y) d[j] = u[j] * bst_quotient(g[j], e, TYPE);
-            if (DGATE) u[j] *= ds * bst_fma(g[j], 1.0f - s, 1.0f);
-            g[j] *= ds;
+            float slope = bst_fma(g[j], 1.0f - s, 1.0f), gate = g[j];
+            /* gate s is a quotient, for float32, where a product with s, rounded twice, would show. */
+            g[j] = TYPE == BST_F32_CODE ? d[j] * bst_quotient(gate, e, TYPE) : gate * ds;
+            float dg = TYPE == BST_F32_CODE ? d[j] * u[j] * s * slope : u[j] * (ds * slope);
+            if (Y) d[j] = u[j] * bst_quotient(gate, e, TYPE);
+            if (DGATE) u[j] = dg;
         }
         if (DGATE) bst_store_once(a.dgate, dgate + column, u, TYPE, VEC);
         if (DUP) bst_store_once(a.dup, dup + column, g, TYPE, VEC);
