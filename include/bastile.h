@@ -241,8 +241,8 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 /* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL; 1 <= V < 2^30. Logits of the
  * inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at once where they
  * fit. A budget for fewer than 64 rows counts as one for 64; chunks are then evened out. 0: 1664 MiB on CUDA, and where
- * that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and an eighth of the rows, but at
- * least 256 rows.
+ * that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and, but for dweight of 16 bits, an
+ * eighth of the rows, but at least 256 rows.
  *
  * lse [T] float32, kept for the backward pass, or NULL. Three ways to the gradients (for an upstream gradient g):
  *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient, not yet divided nor
