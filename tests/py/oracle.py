@@ -135,8 +135,8 @@ def _three(case: Case):
 
 
 def assert_no_worse_pooled(draw: Callable[[], Case], names: tuple[str, ...] = (), draws: int = 8) -> None:
-    """The rule itself: over so many draws that luck is no excuse, each error of ours is no larger than stock's. `names`:
-    what is judged, if not everything. For inputs whose errors no few elements make up."""
+    """The rule itself: over so many draws that luck is no excuse, each error of ours is no larger than stock's.
+    `names`: what is judged, if not everything. For inputs whose errors no few elements make up."""
     sums: dict[str, list[float]] = {}
     for _ in range(draws):
         case = draw()

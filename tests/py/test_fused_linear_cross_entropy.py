@@ -51,8 +51,8 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     """What bastile.h documents, in roundings beyond the last.
 
     Sums over chunks are rounded at each, up to eight; beyond, the sum is float32, and on CPU each chunk's product is
-    rounded, but for dbias, which is rounded once there. Gradients made in the forward pass are rounded before an upstream gradient that is not a power of two
-    multiplies them.
+    rounded, but for dbias, which is rounded once there. Gradients made in the forward pass are rounded before an
+    upstream gradient that is not a power of two multiplies them.
     """
     if dtype is torch.float32:
         return {}
@@ -144,8 +144,8 @@ def test_matches_float64_as_well_as_stock(size, dtype, device, upstream):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pooled_error_is_no_larger(dtype, device):
-    """Gradients that are sums over rows, by default: so many that a sum in one float32, or of rounded parts, would show.
-    Each number is a sum of other rows' errors: they are independent."""
+    """Gradients that are sums over rows, by default: so many that a sum in one float32, or of rounded parts, would
+    show. Each number is a sum of other rows' errors: they are independent."""
 
     def draw() -> Case:
         one = case(300, 500, 16, dtype, device, bias=True, ignored=0.0, upstream=1.0)
