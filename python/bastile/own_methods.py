@@ -33,7 +33,8 @@ class _Place:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.name = "_old_forward" if "_old_forward" in vars(module) else "forward"
-        self.wrapper, self.cell = _wrapper_of(module) or (None, None)
+        found: tuple[Any, Any] = _wrapper_of(module) or (None, None)
+        self.wrapper, self.cell = found
 
     def method(self) -> Any:
         """What is there, a method as a rule; None where the module has none of its own."""
@@ -77,7 +78,8 @@ def _cells(function: Any) -> Iterator[types.CellType]:
 
 def runs_stock(module: nn.Module, site: Site) -> bool:
     """Whether this module runs the class's own forward: no subclass and no one else has given it another."""
-    if not isinstance(module, site.instances) or not _is_same(type(module).forward, site.instances.forward):
+    stock: Any = site.instances
+    if not isinstance(module, stock) or not _is_same(type(module).forward, stock.forward):
         return False
     own, forward = _Place(module).method(), type(module).forward
     if own is None or given_to(module):

@@ -142,10 +142,9 @@ def apply(
             entry = _Applied(site, stock_of(getattr(site.owner, site.attribute)))
             entry.put()
             _applied[site.name] = entry
-        for model_type, error in unfit.items():
+        for model_type, lack in unfit.items():
             warnings.warn(
-                f"bastile.apply: {error.reason}; {model_type} models stay as they are, others are served. "
-                f"{error.advice}",
+                f"bastile.apply: {lack.reason}; {model_type} models stay as they are, others are served. {lack.advice}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -244,7 +243,7 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
                 f"reset: unknown patch {sorted(wanted - known)[0]!r}; known are: {', '.join(sorted(known))}"
             )
     with _lock:
-        done = set()
+        done: set[str] = set()
         if model is None:
             leaving = [entry for name, entry in _applied.items() if wanted is None or name in wanted]
             done.update(entry.site.name for entry in leaving)

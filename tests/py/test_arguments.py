@@ -25,7 +25,7 @@ MOE = {"gate_up_proj": torch.ones(2, 8, 16), "gate_up_bias": None, "down_proj": 
 #: Each operator with arguments that it serves.
 GIVEN: dict[str, tuple[Callable, dict]] = {
     "rms_norm": (rms_norm, {"x": X, "weight": W}),
-    "add_rms_norm": (add_rms_norm, {"x": X, "residual": None, "weight": W}),
+    "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
     "swiglu": (swiglu, {"a": X, "b": X}),
     "gated_mlp": (gated_mlp, {"x": X, "gate_weight": GATE, "up_weight": GATE, "down_weight": DOWN}),
     "rope": (rope, {"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}),

@@ -98,6 +98,22 @@ def test_differentiating_a_gradient_is_an_error(op, by):
         differentiated(CALLS[op](x).square().sum(), x, by=by)
 
 
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_differentiating_a_gradient_of_cast_projections_is_an_error(by):
+    x, weights = random(2, T, H).requires_grad_(), [random(3, H).requires_grad_(), random(5, H).requires_grad_()]
+    out = torch.cat(cast(x, weights), -1).float().square().sum()
+    with pytest.raises(RuntimeError, match="bastile: projections cannot be differentiated twice"):
+        differentiated(out, x, *weights, by=by)
+    weight_gradient = torch.autograd.grad(torch.cat(cast(x, weights), -1).float().sum(), weights[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="bastile: projections cannot be differentiated twice"):
+        torch.autograd.grad(weight_gradient[0].sum(), x)
+
+
+def cast(x: torch.Tensor, weights: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    with torch.autocast("cpu", torch.bfloat16):
+        return projections(x, *weights)
+
+
 @pytest.mark.parametrize("op", [op for op in CALLS if op != "projections"])
 def test_batched_gradients_to_be_differentiated_are_an_error_at_once(op):
     """The batch would take away what says so later."""

@@ -63,10 +63,10 @@ def experts_forward(family: Family, gate: Callable[..., Any], original: Callable
         parameters = [getattr(self, name) for name in PARAMETERS]
         if not _serves(hidden, indices, weights, parameters):
             return original(self, *args, **kwargs)
-        given = hidden.to(parameters[0].dtype), indices, weights, *parameters
         # Grouped products are none that autocast casts: they have the type of the experts' weights.
+        rows = hidden.to(parameters[0].dtype)
         with without_autocast(hidden.device.type):
-            out = moe_experts(*given, alpha=self.alpha, limit=self.limit)
+            out = moe_experts(rows, indices, weights, *parameters, alpha=self.alpha, limit=self.limit)
         return out.to(hidden.dtype)
 
     return forward

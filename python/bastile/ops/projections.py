@@ -22,24 +22,26 @@ class _Projections(Function):
         ctx.shape, ctx.dtype, ctx.is_cast = x.shape, x.dtype, x.dtype is not dtype
         if ctx.is_cast:
             x = x.to(dtype)
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *weights)
-        return tuple([linear(x, weight) for weight in weights])
+        # For first_order_only, as what is kept is no longer x: an output without elements.
+        way_back = x.new_empty(0) if ctx.is_cast and not torch.compiler.is_compiling() else None
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, way_back, *weights)
+        return *[linear(x, weight) for weight in weights], way_back
 
     @staticmethod
     def backward(ctx, *gradients):
-        x, *weights = ctx.saved_tensors
         if not _is_any_autocast_enabled():
-            return _gradients(ctx, gradients, x, weights)
+            return _gradients(ctx, gradients[:-1])
         # The products would be cast here, but not the sum that the second one adds to.
-        with torch.autocast(weights[0].device.type, enabled=False):
-            return _gradients(ctx, gradients, x, weights)
+        with torch.autocast(ctx.saved_tensors[2].device.type, enabled=False):
+            return _gradients(ctx, gradients[:-1])
 
 
-def _gradients(ctx, gradients, x, weights):
+def _gradients(ctx, gradients):
     """Of x and the weights. Made of what autograd knows, so they can be differentiated, but for an x that was cast.
 
     The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
     here is rounded there too: each product, and the sum of those to the type of x."""
+    x, way_back, *weights = ctx.saved_tensors
     wanted = ctx.needs_input_grad
     rows = x if x is None else _rows(x)
     dx, dweights = None, [None] * len(weights)
@@ -58,7 +60,7 @@ def _gradients(ctx, gradients, x, weights):
                 dweights[i] = dy.t().mm(rows)
     dx = dx if dx is None else dx.view(ctx.shape)
     if ctx.is_cast and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return tuple([first_order_only("projections", g, *gradients, *weights) for g in (dx, *dweights)])
+        return tuple([first_order_only("projections", g, *gradients, *weights, way_back) for g in (dx, *dweights)])
     return dx, *dweights
 
 
@@ -100,5 +102,5 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
     """
     if torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights) and x.requires_grad:
         dtype = _cast_type(x)  # x is cast within, so that the sum of its gradients has x's own type
-        return _Projections.apply(x, *(weights if dtype is None else [weight.to(dtype) for weight in weights]))
+        return _Projections.apply(x, *(weights if dtype is None else [weight.to(dtype) for weight in weights]))[:-1]
     return tuple([linear(x, weight) for weight in weights])

@@ -199,8 +199,6 @@ def add_rms_norm(
     code = _CASTING.get(casting)
     if code is None:
         raise _unknown_casting("add_rms_norm", casting)
-    if residual is not None and residual.dtype != x.dtype and torch.float32 not in (x.dtype, residual.dtype):
-        x, residual = x + residual, None
     if not served(x, residual, weight):
         need_floats("add_rms_norm", x=x, residual=residual)
         check_weight("add_rms_norm", "weight", weight, x)
@@ -210,6 +208,8 @@ def add_rms_norm(
             )
         total = x if residual is None else x + residual
         return _reference(total, weight, eps, casting), total
+    if residual is not None and residual.dtype != x.dtype and torch.float32 not in (x.dtype, residual.dtype):
+        x, residual = x + residual, None
     if residual is None and not x.requires_grad:  # no gradient will meet another
         y, total = _RMSNorm.apply(x, weight, eps, code), x
     else:
