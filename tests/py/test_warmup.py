@@ -160,8 +160,12 @@ def test_a_config_and_a_model_that_is_wholly_trained_need_the_same(family: str) 
         (["swiglu"], {"swiglu 48"}),
         (["rope", "recompute"], {"rope 16"}),
         (["rms_norm"], {"rms_norm 32", "rms_norm 16"}),
-        (["rms_norm", "qk_norm_rope"], {"rms_norm 32", "qk_norm_rope 16"}),
-        (["add_rms_norm", "fused_linear_cross_entropy"], {"add_rms_norm 32", "fused_linear_cross_entropy 101"}),
+        (["rms_norm", "rope", "qk_norm_rope"], {"rms_norm 32", "qk_norm_rope 16"}),
+        (
+            ["rms_norm", "add_rms_norm", "fused_linear_cross_entropy"],
+            {"rms_norm 32", "rms_norm 16", "add_rms_norm 32", "fused_linear_cross_entropy 101"},
+        ),
+        (["fused_linear_cross_entropy"], {"fused_linear_cross_entropy 101"}),
     ],
 )
 def test_what_is_patched_is_what_counts(operators: list[str], titles: set[str]) -> None:

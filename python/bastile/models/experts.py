@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations import moe
 
 from bastile.models.rebind import parameter_names
 from bastile.models.table import Family
@@ -45,9 +44,8 @@ MAY_READ = (
 #: The arguments, in their order.
 ARGUMENTS = ("hidden_states", "router_indices", "routing_weights")
 
-#: What Transformers takes where nobody chose; its function for it, which others may replace.
+#: What Transformers takes where nobody chose.
 _DEFAULT = "grouped_mm"
-_GROUPED = moe.grouped_mm_experts_forward
 
 
 def experts_forward(family: Family, gate: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,11 +75,14 @@ def _has_own_gate(experts: nn.Module, gate: Callable[..., Any]) -> bool:
 
 
 def _are_whole(experts: nn.Module) -> bool:
-    """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
+    """Whether this module has all experts of the configuration, and they are computed in Transformers' default way, by
+    its own function, which others may replace."""
+    from transformers.integrations import moe  # the commands read this file where Transformers is not installed
+
     config: Any = getattr(experts, "config", None)
     return (
         getattr(config, "_experts_implementation", None) == _DEFAULT
-        and moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT] is _GROUPED
+        and moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT] is moe.grouped_mm_experts_forward
         and not getattr(experts, "_is_expert_parallel", False)
         and experts.num_experts == config.num_local_experts
     )

@@ -40,10 +40,11 @@ class Zeros:
     shape: tuple[int, ...]
     dtype: torch.dtype
     heads_first: bool = False  # in memory, of a shape [B, S, heads, D]
+    value: int = 0  # where zeros mean nothing: another number, the same everywhere
 
     def make(self, device: torch.device) -> torch.Tensor:
         if not self.heads_first:
-            return torch.zeros(self.shape, dtype=self.dtype, device=device)
+            return torch.full(self.shape, self.value, dtype=self.dtype, device=device)
         batch, positions, heads, dim = self.shape
         return torch.zeros((batch, heads, positions, dim), dtype=self.dtype, device=device).transpose(1, 2)
 
@@ -277,7 +278,7 @@ class _Step:
         tokens, rows, gated = (Zeros(s, dtype) for s in ((_ROWS, width), (pairs, width), (pairs, inner)))
         h, h_bias, bias = (Zeros(s, dtype) for s in ((pairs, 2 * inner), (count, 2 * inner), (count, width)))
         indices, position = Zeros((_ROWS, choices), torch.int64), Zeros((_ROWS, choices), torch.int32)
-        order, ends = Zeros((pairs,), torch.int32), Zeros((count,), torch.int32)
+        order, ends = Zeros((pairs,), torch.int32), Zeros((count,), torch.int32, value=pairs)
         weights, dots = Zeros((_ROWS, choices), self.types.product), Zeros((pairs,), torch.float32)
         gate = 1.0, 1.0  # alpha and limit: arguments of the kernels
         want_gate_up, want_h_bias, want_down, want_bias = (family_experts[n].is_trained for n in experts.PARAMETERS)

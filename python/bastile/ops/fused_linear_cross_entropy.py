@@ -106,29 +106,31 @@ class _LinearCrossEntropy(Function):
         )
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
         ctx.now = any(now)
-        # The loss is kept for first_order_only: hidden and weight need not be.
+        # lse is an output for first_order_only, which needs a way back to hidden and weight where these are not kept;
+        # the loss itself is its readers', who may change it in place.
+        ctx.set_materialize_grads(False)
         if ctx.now:
-            ctx.save_for_backward(loss, dhidden, dweight, dbias)
+            ctx.save_for_backward(lse, dhidden, dweight, dbias)
         else:
             dlogits = dlogits if keep else None
-            ctx.save_for_backward(loss, hidden, weight, target, bias, class_weight, num_items, lse, dlogits)
-        return loss
+            ctx.save_for_backward(lse, hidden, weight, target, bias, class_weight, num_items, dlogits)
+        return loss, lse
 
     @staticmethod
-    def backward(ctx, grad_loss):
+    def backward(ctx, grad_loss, _):
         grad_loss = grad_loss.float()
-        loss, *saved = ctx.saved_tensors
+        lse, *saved = ctx.saved_tensors
         if ctx.now:
             gradients = [scaled(g, grad_loss) if w else None for g, w in zip(saved, ctx.want, strict=True)]
         else:
-            hidden, weight, target, bias, class_weight, num_items, lse, dlogits = saved
+            hidden, weight, target, bias, class_weight, num_items, dlogits = saved
             gradients = _backward(
                 grad_loss.contiguous(), hidden, weight, target, bias, class_weight, num_items, lse, dlogits,
                 *ctx.options, ctx.chunk_bytes, *ctx.want,
             )  # fmt: skip
             gradients = [g if w else None for g, w in zip(gradients, ctx.want, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = [first_order_only("fused_linear_cross_entropy", g, grad_loss, loss) for g in gradients]
+            gradients = [first_order_only("fused_linear_cross_entropy", g, grad_loss, lse) for g in gradients]
         return (*gradients, None, None, None, None, None)
 
 
@@ -253,7 +255,7 @@ def fused_linear_cross_entropy(
         rows, kept = flat, labels
         if chosen is not None:
             rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
-        loss = _LinearCrossEntropy.apply(
+        loss, _ = _LinearCrossEntropy.apply(
             rows.contiguous(), weight.contiguous(), bias, kept, class_weight,
             scalar_tensor(num_items, hidden.device), options, torch.is_grad_enabled(),
         )  # fmt: skip
