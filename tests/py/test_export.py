@@ -26,7 +26,13 @@ def made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operators' other arguments: no generator may be used in a program."""
     made: dict[tuple[int, ...], torch.Tensor] = {}
     new = every_operator.random
-    monkeypatch.setattr(every_operator, "random", lambda *shape: made.setdefault(shape, new(*shape)))
+
+    def random(*shape: int) -> torch.Tensor:
+        if shape not in made:
+            made[shape] = new(*shape)
+        return made[shape]
+
+    monkeypatch.setattr(every_operator, "random", random)
 
 
 def foreign(program: torch.export.ExportedProgram) -> set[str]:

@@ -348,3 +348,11 @@ def test_a_count_that_has_arrived_waits_for_nobody() -> None:
     assert count.rows() == 4096
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", devices())
+def test_counts_in_inference_mode_and_out_of_it_share_what_they_may(device: str) -> None:
+    target = torch.tensor([1, -100, 2], device=device)
+    for mode in (True, False, True, False):
+        with torch.inference_mode(mode):
+            assert ValidCount(target).rows() == 2

@@ -50,13 +50,19 @@ _DEFAULT = "grouped_mm"
 
 def experts_forward(family: Family, gate: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """gate: the class's own function for it."""
-    names = parameter_names(original)
+    # Not at the head of the file, which the commands read where Transformers is not installed; nor within what follows,
+    # where torch.compile would meet it.
+    from transformers.integrations import moe
+
+    names, table, default = parameter_names(original), moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         hidden, indices, weights = [given.pop(name, None) for name in ARGUMENTS]
         if given or len(args) > len(names) or not _has_own_gate(self, gate) or not _are_whole(self):
+            return original(self, *args, **kwargs)
+        if table[_DEFAULT] is not default:  # others have replaced it
             return original(self, *args, **kwargs)
         parameters = [getattr(self, name) for name in PARAMETERS]
         if not _serves(hidden, indices, weights, parameters):
@@ -75,14 +81,10 @@ def _has_own_gate(experts: nn.Module, gate: Callable[..., Any]) -> bool:
 
 
 def _are_whole(experts: nn.Module) -> bool:
-    """Whether this module has all experts of the configuration, and they are computed in Transformers' default way, by
-    its own function, which others may replace."""
-    from transformers.integrations import moe  # the commands read this file where Transformers is not installed
-
+    """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
     config: Any = getattr(experts, "config", None)
     return (
         getattr(config, "_experts_implementation", None) == _DEFAULT
-        and moe.ALL_EXPERTS_FUNCTIONS[_DEFAULT] is moe.grouped_mm_experts_forward
         and not getattr(experts, "_is_expert_parallel", False)
         and experts.num_experts == config.num_local_experts
     )

@@ -44,7 +44,8 @@ class _Mailbox:
     """A pinned number that a device writes, and the event that says it did."""
 
     def __init__(self) -> None:
-        self.number = torch.empty((), dtype=torch.int64, pin_memory=True)
+        with torch.inference_mode(False):  # it outlives the mode in which it is made, and is written to again
+            self.number = torch.empty((), dtype=torch.int64, pin_memory=True)
         self.written = torch.cuda.Event()
 
 

@@ -1,9 +1,8 @@
 /* linear_cross_entropy.c - the output head and its loss, a chunk of rows at a time.
  *
  * A chunk is: logits = hidden weight^T (+ bias), their cross-entropy in place (src/ops/cross_entropy), and from the
- * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, dbias += dz^T ones (on CPU, where such a
- * product sums a column in one float32 after the other, sums of our own). Nothing waits for
- * the device. */
+ * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, and dbias, which sums of our own add up, for
+ * a product with ones would add a column in one float32 after the other. Nothing waits for the device. */
 #include <assert.h>
 #include <inttypes.h>
 
@@ -221,9 +220,12 @@ static bst_status multiply(const problem *p, bst_gemm g) {
 
 static const bst_kernel spread_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_spread", {"TYPE", "SPREAD"}};
 static const bst_kernel round_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_round", {"TYPE", "ROUND"}};
+static const bst_kernel columns_kernel = {
+    "linear_cross_entropy.cu", "linear_cross_entropy_columns", {"TYPE", "VEC", "COLUMNS"}};
+static const bst_kernel bias_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_bias", {"TYPE", "BIAS"}};
 enum { BLOCK = 256 };
 
-/* Writes `row` (NULL, on CUDA only: ones) over each row of out. */
+/* Writes `row` over each row of out. */
 static bst_status spread(const problem *p, const void *row, void *out, int64_t rows, int64_t columns, int64_t stride) {
     if (p->device.device_type == kDLCPU) {
         linear_cross_entropy_spread_cpu call = {row, out, columns, stride, p->dtype};
@@ -310,48 +312,52 @@ static void total_free(const problem *p, total *t) {
     bst__release(p->exec, p->device, t->sum);
 }
 
-/* dbias, the sum over all rows. On CUDA by products with `ones`, of as many rows as a chunk has at most; on CPU `columns`
- * are summed in float64 and rounded once. `alpha` multiplies it where it is not NULL. */
+/* dbias, the sum over all rows: in float64, and rounded once. On CUDA `columns` are PARTS sums, of a part of the rows each.
+ * `alpha` multiplies it where it is not NULL. */
 typedef struct bias_total {
-    total products;
-    void *ones;
-    double *columns;
+    double *columns; /* NULL: not wanted */
     const float *alpha;
 } bias_total;
 
-static bst_status bias_begin(const problem *p, int64_t chunk_rows, const float *alpha, bias_total *t) {
+static bst_status bias_begin(const problem *p, const float *alpha, bias_total *t) {
     *t = (bias_total){.alpha = alpha};
     if (!p->dbias.data) return BST_OK;
+    bool cpu = p->device.device_type == kDLCPU;
+    size_t bytes = (size_t)(p->vocabulary * (cpu ? 1 : LINEAR_CROSS_ENTROPY_PARTS)) * sizeof *t->columns;
     void *memory;
-    if (p->device.device_type == kDLCPU) {
-        size_t bytes = (size_t)p->vocabulary * sizeof *t->columns;
-        BST_TRY(bst__allocate(p->exec, p->op, p->device, bytes, &memory));
-        t->columns = memset(memory, 0, bytes);
-        return BST_OK;
-    }
-    BST_TRY(total_begin(p, &p->dbias, &t->products));
-    BST_TRY(bst__allocate(p->exec, p->op, p->device, (size_t)(chunk_rows * bst__dtype_size(p->dtype)), &t->ones));
-    return spread(p, NULL, t->ones, 1, chunk_rows, chunk_rows);
+    BST_TRY(bst__allocate(p->exec, p->op, p->device, bytes, &memory));
+    t->columns = cpu ? memset(memory, 0, bytes) : memory;
+    return BST_OK;
 }
 
 static bst_status bias_add(const problem *p, const bias_total *t, const void *dz, int64_t rows, int64_t stride,
                            bool first) {
-    if (t->columns) {
+    if (!t->columns) return BST_OK;
+    if (p->device.device_type == kDLCPU) {
         linear_cross_entropy_columns_cpu call = {
             .in = dz, .sum = t->columns, .rows = rows, .stride = stride, .dtype = p->dtype};
         bst__parallel_for(p->exec, p->vocabulary, bst__grain(rows),
                           BST_CPU_SELECT(bst__linear_cross_entropy_add_columns_cpu), &call);
         return BST_OK;
     }
-    bst_gemm g = {.m = p->vocabulary, .k = rows, .a = dz, .lda = stride, .a_transposed = 1};
-    g.alpha = 1, g.device_alpha = t->alpha;
-    g.n = g.ldo = g.ldb = 1;
-    g.b = t->ones;
-    return t->products.out ? total_add(p, &t->products, g, first) : BST_OK;
+    enum { VEC = 4 };
+    bool wide = stride % VEC == 0 && p->vocabulary % VEC == 0 && (uintptr_t)dz % 16 == 0;
+    bst_launch l = {.kernel = &columns_kernel, .values = {p->dtype, wide ? VEC : 1}, .block = BLOCK};
+    int64_t threads = p->vocabulary / l.values[1];
+    l.grid_x = (unsigned)((threads + BLOCK - 1) / BLOCK);
+    l.grid_y = LINEAR_CROSS_ENTROPY_PARTS;
+    linear_cross_entropy_columns_args args = {dz, t->columns, rows, p->vocabulary, stride, first};
+    return bst__cuda_launch(p->exec, p->op, p->device.device_id, &l, &args, sizeof args);
 }
 
 static bst_status bias_end(const problem *p, const bias_total *t) {
-    if (!t->columns) return total_end(p, &t->products);
+    if (!t->columns) return BST_OK;
+    if (p->device.device_type == kDLCUDA) {
+        bst_launch l = {.kernel = &bias_kernel, .values = {p->dtype}, .block = BLOCK};
+        l.grid_x = (unsigned)((p->vocabulary + BLOCK - 1) / BLOCK);
+        linear_cross_entropy_bias_args args = {t->columns, p->dbias.data, t->alpha, p->vocabulary};
+        return bst__cuda_launch(p->exec, p->op, p->device.device_id, &l, &args, sizeof args);
+    }
     linear_cross_entropy_columns_cpu call = {
         .sum = t->columns, .out = p->dbias.data, .scale = t->alpha ? (double)*t->alpha : 1, .dtype = p->dtype};
     bst__parallel_for(p->exec, p->vocabulary, bst__grain(1),
@@ -359,11 +365,7 @@ static bst_status bias_end(const problem *p, const bias_total *t) {
     return BST_OK;
 }
 
-static void bias_free(const problem *p, bias_total *t) {
-    bst__release(p->exec, p->device, t->columns);
-    bst__release(p->exec, p->device, t->ones);
-    total_free(p, &t->products);
-}
+static void bias_free(const problem *p, bias_total *t) { bst__release(p->exec, p->device, t->columns); }
 
 /* The gradients of rows [first, first + rows) from dz, each multiplied by *alpha where alpha is not NULL. */
 static bst_status make_gradients(const problem *p, int64_t first, int64_t rows, const void *dz, int64_t stride,
@@ -472,7 +474,7 @@ static bst_status run_pass(const problem *p, const pass *r) {
     bias_total dbias = {.alpha = NULL};
     void *memory = NULL;
     bst_status status = total_begin(p, &p->dweight, &dweight);
-    if (status == BST_OK) status = bias_begin(p, p->chunk_rows, alpha_of(p, r), &dbias);
+    if (status == BST_OK) status = bias_begin(p, alpha_of(p, r), &dbias);
     if (status == BST_OK && !r->kept) status = allocate_logits(p, &memory);
     if (status == BST_OK) status = run_chunks(p, r, memory, &dweight, &dbias);
     bst__release(p->exec, p->device, memory);
@@ -554,7 +556,7 @@ bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor
 static bst_status multiply_kept(const problem *p, const pass *r) {
     total dweight = {.out = p->dweight.data, .count = p->dweight.count};
     bias_total dbias;
-    bst_status status = bias_begin(p, p->tokens, alpha_of(p, r), &dbias);
+    bst_status status = bias_begin(p, alpha_of(p, r), &dbias);
     if (status == BST_OK)
         status = make_gradients(p, 0, p->tokens, r->kept, r->kept_stride, alpha_of(p, r), &dweight, &dbias);
     if (status == BST_OK) status = bias_end(p, &dbias);

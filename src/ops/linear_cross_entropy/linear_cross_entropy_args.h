@@ -3,7 +3,7 @@
 #define BST_LINEAR_CROSS_ENTROPY_ARGS_H
 
 typedef struct linear_cross_entropy_spread_args {
-    const void *row; /* [columns], or NULL for ones */
+    const void *row; /* [columns] */
     void *out;       /* [rows, columns], rows `stride` elements apart */
     int64_t rows, columns, stride;
 } linear_cross_entropy_spread_args;
@@ -14,6 +14,24 @@ typedef struct linear_cross_entropy_round_args {
     int64_t count;
 } linear_cross_entropy_round_args;
 
+typedef struct linear_cross_entropy_columns_args {
+    const void *in;  /* [rows, columns], rows `stride` elements apart */
+    double *partial; /* [LINEAR_CROSS_ENTROPY_PARTS, columns] */
+    int64_t rows, columns, stride, first;
+} linear_cross_entropy_columns_args;
+
+typedef struct linear_cross_entropy_bias_args {
+    const double *partial;
+    void *out;          /* [columns] */
+    const float *alpha; /* NULL: 1 */
+    int64_t columns;
+} linear_cross_entropy_bias_args;
+
+/* Sums of as many parts of the rows: blocks enough for a large chip from one vocabulary. */
+#define LINEAR_CROSS_ENTROPY_PARTS 8
+
+static_assert(sizeof(linear_cross_entropy_columns_args) == 48, "host and device must agree");
+static_assert(sizeof(linear_cross_entropy_bias_args) == 32, "host and device must agree");
 static_assert(sizeof(linear_cross_entropy_spread_args) == 40, "host and device must agree");
 static_assert(sizeof(linear_cross_entropy_round_args) == 24, "host and device must agree");
 
