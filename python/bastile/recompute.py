@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 #: Each tensor that autograd keeps costs the host a few microseconds here, which a GPU with little to do would wait
 #: for, and the kernels that make it again half a per cent of a step. Below so many tokens memory is not short either:
@@ -262,7 +263,7 @@ def offer(forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.
     An operator offers only what follows from the tensors that it keeps for its own backward pass. `forward` gets the
     inputs detached and runs without autograd. An output that requires no gradient is passed over: then the operator
     keeps nothing."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     pack, offers = _thread.pack, _thread.offers
     if pack is None or offers is None:

@@ -9,7 +9,7 @@ bst_torch_api bst__torch;
 
 static int32_t torch_dtype(DLDataType type) {
 #define NUMBER(name, of_code, of_bits) \
-    if (type.code == of_code && type.bits == of_bits) return bst__torch.aoti_torch_dtype_##name();
+    if (type.code == of_code && type.bits == of_bits) return bst__torch.number_of_##name;
     BST_TORCH_TYPES(NUMBER)
 #undef NUMBER
     return -1; /* none of PyTorch's: it refuses it */
@@ -17,7 +17,7 @@ static int32_t torch_dtype(DLDataType type) {
 
 static DLDataType dl_type(int32_t dtype) {
 #define TYPE(name, code, bits) \
-    if (dtype == bst__torch.aoti_torch_dtype_##name()) return (DLDataType){code, bits, 1};
+    if (dtype == bst__torch.number_of_##name) return (DLDataType){code, bits, 1};
     BST_TORCH_TYPES(TYPE)
 #undef TYPE
     return (DLDataType){kDLOpaqueHandle, 0, 1}; /* any other: the operator's check refuses it */
@@ -48,7 +48,7 @@ static void *allocate(void *user, DLDevice device, size_t bytes) {
     if (call->workspaces == BST_CALL_WORKSPACES) return NULL;
     bst_torch_tensor handle;
     void *memory = NULL;
-    if (bst__torch.aoti_torch_empty_strided(1, &size, &stride, bst__torch.aoti_torch_dtype_uint8(), call->device_type,
+    if (bst__torch.aoti_torch_empty_strided(1, &size, &stride, bst__torch.number_of_uint8, call->device_type,
                                             call->device_index, &handle))
         return NULL;
     if (bst__torch.aoti_torch_get_data_ptr(handle, &memory)) {

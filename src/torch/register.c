@@ -20,10 +20,6 @@ static bst_status look_up(void *library, const char *path) {
     BST_TORCH_FUNCTIONS(LOOK_UP)
     BST_TORCH_OPTIONAL_FUNCTIONS(LOOK_UP)
 #undef LOOK_UP
-#define LOOK_UP(name, code, bits) \
-    *(void **)&bst__torch.aoti_torch_dtype_##name = dlsym(library, "aoti_torch_dtype_" #name);
-    BST_TORCH_TYPES(LOOK_UP)
-#undef LOOK_UP
     *(void **)&bst__torch.operator_delete = dlsym(RTLD_DEFAULT, "_ZdlPv");
     if (!bst__torch.operator_delete) *(void **)&bst__torch.operator_delete = dlsym(library, "_ZdlPv");
 #define CHECK(type, name, arguments)                                                                              \
@@ -32,12 +28,14 @@ static bst_status look_up(void *library, const char *path) {
                           #name);
     BST_TORCH_FUNCTIONS(CHECK)
 #undef CHECK
-#define CHECK(name, code, bits)                                                                                    \
-    if (!bst__torch.aoti_torch_dtype_##name)                                                                       \
+    int32_t (*number)(void);
+#define ASK(name, code, bits)                                                                                      \
+    if (!(*(void **)&number = dlsym(library, "aoti_torch_dtype_" #name)))                                          \
         return bst__error(BST_UNSUPPORTED, "torch: %s does not know the type %s; PyTorch 2.10 or newer is needed", \
-                          path, #name);
-    BST_TORCH_TYPES(CHECK)
-#undef CHECK
+                          path, #name);                                                                            \
+    bst__torch.number_of_##name = number();
+    BST_TORCH_TYPES(ASK)
+#undef ASK
     return BST_OK;
 }
 

@@ -71,7 +71,7 @@ typedef struct bst_torch_api {
     BST_TORCH_FUNCTIONS(BST_TORCH_MEMBER)
     BST_TORCH_OPTIONAL_FUNCTIONS(BST_TORCH_MEMBER)
 #undef BST_TORCH_MEMBER
-#define BST_TORCH_TYPE_MEMBER(name, code, bits) int32_t (*aoti_torch_dtype_##name)(void); /* the type's number */
+#define BST_TORCH_TYPE_MEMBER(name, code, bits) int32_t number_of_##name; /* asked for once: each call reads them */
     BST_TORCH_TYPES(BST_TORCH_TYPE_MEMBER)
 #undef BST_TORCH_TYPE_MEMBER
     void (*operator_delete)(void *); /* frees a `T?` where torch_delete_stable_ivalue does not exist yet */

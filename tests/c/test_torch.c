@@ -149,7 +149,7 @@ static void install(void) {
                                  .aoti_torch_check = check,
                                  .torch_exception_get_what_without_backtrace = what,
                                  .operator_delete = free};
-#define TYPE(name, code, bits) bst__torch.aoti_torch_dtype_##name = dtype_##name;
+#define TYPE(name, code, bits) bst__torch.number_of_##name = dtype_##name();
     BST_TORCH_TYPES(TYPE)
 #undef TYPE
 }

@@ -253,6 +253,26 @@ def test_upstream_gradient_and_second_backward(device):
             torch.testing.assert_close(a * 3, b, rtol=1e-6, atol=1e-9)
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """Reads its input, and gives no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_reader_without_a_gradient(reduction):
+    hidden, weight = torch.randn(8, 16, requires_grad=True), torch.randn(32, 16, requires_grad=True)
+    loss = fused_linear_cross_entropy(hidden, weight, torch.arange(8), reduction=reduction)
+    _WithoutGradient.apply(loss).sum().backward()
+    assert hidden.grad is None or not hidden.grad.any()
+
+
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("device", devices())
 def test_all_ignored_is_torch_s_nan(device):

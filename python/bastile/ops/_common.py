@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,6 +19,7 @@ _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _interpreter = torch._C._functorch.peek_interpreter_stack
 _is_traced_to_script = torch._C._is_tracing
+_STRIDED = torch.strided
 
 
 class Function(torch.autograd.Function):
@@ -41,7 +43,7 @@ def served(*tensors: torch.Tensor | None) -> bool:
             continue
         if type(t) not in PLAIN and not _stands_for_plain(t):
             return False
-        if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not torch.strided:
+        if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not _STRIDED:
             return False
     return not in_transform(*tensors)
 
@@ -52,14 +54,14 @@ def _stands_for_plain(t: object) -> bool:
         return False
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return torch.compiler.is_compiling() or isinstance(t, FakeTensor)
+    return is_compiling() or isinstance(t, FakeTensor)
 
 
 def in_transform(*tensors: torch.Tensor | None) -> bool:
     """Whether PyTorch's own code is wanted here: under vmap or another functorch transform, or on a tensor that has
     leaked out of one; in forward mode; and while a model is exported or traced, so that the result runs without
     Bastile."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # In some releases of PyTorch is_exporting() is true of all that is compiled.
         return torch.compiler._is_exporting_flag
     for t in tensors:
@@ -97,16 +99,14 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
 def is_batched(gradient: torch.Tensor) -> bool:
     """For a backward pass: whether vmap computes several gradients at once (is_grads_batched). Nothing that has one
     value for all of them can be written over then."""
-    return not torch.compiler.is_compiling() and (_is_batched(gradient) or _interpreter() is not None)
+    return not is_compiling() and (_is_batched(gradient) or _interpreter() is not None)
 
 
 def is_last_pass(gradient: torch.Tensor) -> bool:
     """For a backward pass, which begins with this gradient: whether the graph goes with it, so that what was kept for
     it may be written over. Not asked while compiling: the compiler plans the memory."""
     return (
-        not torch.compiler.is_compiling()
-        and not torch._C._autograd._get_current_graph_task_keep_graph()
-        and not is_batched(gradient)
+        not is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph() and not is_batched(gradient)
     )
 
 

@@ -118,6 +118,8 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     def backward(ctx, grad_loss, _):
+        if grad_loss is None:  # whoever read the loss has no gradient for it
+            return (None,) * 8
         grad_loss = grad_loss.float()
         lse, *saved = ctx.saved_tensors
         if ctx.now:

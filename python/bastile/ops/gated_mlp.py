@@ -44,10 +44,11 @@ class _GatedMLP(Function):
         ctx.save_for_backward(x if keeps_x else None, *weights, down, a, b, way_back)
         ctx.shape = x.shape
         # Of its shape from the start: autograd lets nobody change a view in place that was made here.
-        return linear(y.view(*x.shape[:-1], down.shape[1]), down), way_back
+        out = linear(y.view(*x.shape[:-1], down.shape[1]), down)
+        return out if way_back is None else (out, way_back)
 
     @staticmethod
-    def backward(ctx, dout, _):
+    def backward(ctx, dout, *_):
         device = dout.device.type
         if torch.is_autocast_enabled(device):  # nothing here is to be cast: what the products read has one type
             with torch.autocast(device, enabled=False):
@@ -126,7 +127,8 @@ def gated_mlp(
     if not x.dtype == gate.dtype == up.dtype == down.dtype:
         return _original(*given)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
-        return _GatedMLP.apply(*given)[0]
+        out = _GatedMLP.apply(*given)
+        return out[0] if type(out) is tuple else out
     # y is all that the gradient of the last weight needs.
     return linear(_swiglu.forward(linear(x, gate), linear(x, up)), down)
 

@@ -7,81 +7,84 @@ from __future__ import annotations
 
 import torch
 from torch._C import _is_any_autocast_enabled  # a fraction of the host time of asking for one device
+from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
-from bastile.ops._common import FLOATS, PLAIN, Function, first_order_only, in_transform
+from bastile.ops._common import FLOATS, PLAIN, Function, first_order_only, in_transform, is_batched
 
 __all__ = ["projections"]
 
 
 class _Projections(Function):
+    """dtype: None, or what autocast makes of x, which is cast here, so that the sum of its gradients has its own type."""
+
     @staticmethod
-    def forward(ctx, x, *weights):
+    def forward(ctx, x, dtype, *weights):
         ctx.set_materialize_grads(False)
-        dtype = _cast_type(x) or x.dtype
-        ctx.shape, ctx.dtype, ctx.is_cast = x.shape, x.dtype, x.dtype is not dtype
-        if ctx.is_cast:
+        ctx.shape, ctx.cast_from, way_back = x.shape, None, None
+        if dtype is not None and x.dtype is not dtype:
+            ctx.cast_from = x.dtype
+            if not is_compiling():  # for first_order_only, as what is kept is no longer x: an output without elements
+                way_back = x.new_empty(0)
             x = x.to(dtype)
-        # For first_order_only, as what is kept is no longer x: an output without elements.
-        way_back = x.new_empty(0) if ctx.is_cast and not torch.compiler.is_compiling() else None
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, way_back, *weights)
-        return *[linear(x, weight) for weight in weights], way_back
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, way_back, *weights)
+        products = [linear(x, weight) for weight in weights]
+        return tuple(products) if way_back is None else (*products, way_back)
 
     @staticmethod
     def backward(ctx, *gradients):
+        x, way_back, *weights = ctx.saved_tensors
+        if way_back is not None:
+            gradients = gradients[:-1]
         if not _is_any_autocast_enabled():
-            return _gradients(ctx, gradients[:-1])
+            return _gradients(ctx, gradients, x, way_back, weights)
         # The products would be cast here, but not the sum that the second one adds to.
-        with torch.autocast(ctx.saved_tensors[2].device.type, enabled=False):
-            return _gradients(ctx, gradients[:-1])
+        with torch.autocast(weights[0].device.type, enabled=False):
+            return _gradients(ctx, gradients, x, way_back, weights)
 
 
-def _gradients(ctx, gradients):
+def _gradients(ctx, gradients, x, way_back, weights):
     """Of x and the weights. Made of what autograd knows, so they can be differentiated, but for an x that was cast.
 
     The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
     here is rounded there too: each product, and the sum of those to the type of x."""
-    x, way_back, *weights = ctx.saved_tensors
-    wanted = ctx.needs_input_grad
-    rows = x if x is None else _rows(x)
-    dx, dweights = None, [None] * len(weights)
+    wanted, cast_from = ctx.needs_input_grad, ctx.cast_from
+    rows = x if x is None else x.flatten(0, -2)
+    dx, dweights, batched = None, [None] * len(weights), None
     for i in range(len(weights) - 1, -1, -1):
         dy = gradients[i]
         if dy is not None:
-            dy = _rows(dy)
+            if batched is None:
+                batched = is_batched(dy)
+            # vmap has no rule for flatten, which is the faster
+            dy = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]) if batched else dy.flatten(0, -2)
             if dx is None:
                 dx = dy.mm(weights[i])
-                dx = dx.to(ctx.dtype) if ctx.is_cast else dx
-            elif ctx.is_cast:
-                dx.add_(dy.mm(weights[i]))
-            else:
+                dx = dx if cast_from is None else dx.to(cast_from)
+            elif cast_from is None:
                 dx.addmm_(dy, weights[i])
-            if wanted[i + 1]:
+            else:
+                dx.add_(dy.mm(weights[i]))
+            if wanted[i + 2]:
                 dweights[i] = dy.t().mm(rows)
     dx = dx if dx is None else dx.view(ctx.shape)
-    if ctx.is_cast and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return tuple([first_order_only("projections", g, *gradients, *weights, way_back) for g in (dx, *dweights)])
-    return dx, *dweights
-
-
-def _rows(t: torch.Tensor) -> torch.Tensor:
-    return t.reshape(t.shape[:-1].numel(), t.shape[-1])  # vmap has no rule for flatten
+    if way_back is not None and torch.is_grad_enabled() and not is_compiling():
+        sources = *gradients, *weights, way_back
+        dx, *dweights = [first_order_only("projections", g, *sources) for g in (dx, *dweights)]
+    return dx, None, *dweights
 
 
 def _served(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the products of these may share a node: PyTorch's own tensors, that are of one type or cast to one."""
+    """Whether the products of these may share a node: PyTorch's own tensors."""
     if any([type(t) not in PLAIN for t in (x, *weights)]) or not (x.is_cuda or x.is_cpu) or x.dim() < 2:
         return False
-    if in_transform(x, *weights):
-        return False
-    return _cast_type(x) is None or all([t.dtype in FLOATS for t in (x, *weights)])
+    return not in_transform(x, *weights)
 
 
 def _cast_type(x: torch.Tensor) -> torch.dtype | None:
     """The type to which autocast casts what a linear layer multiplies; None where it is off."""
-    if not _is_any_autocast_enabled() or not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,6 +104,9 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
         x was cast.
     """
     if torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights) and x.requires_grad:
-        dtype = _cast_type(x)  # x is cast within, so that the sum of its gradients has x's own type
-        return _Projections.apply(x, *(weights if dtype is None else [weight.to(dtype) for weight in weights]))[:-1]
+        dtype = _cast_type(x) if _is_any_autocast_enabled() else None
+        if dtype is None:
+            return _Projections.apply(x, None, *weights)
+        if all([t.dtype in FLOATS for t in (x, *weights)]):
+            return _Projections.apply(x, dtype, *[weight.to(dtype) for weight in weights])[: len(weights)]
     return tuple([linear(x, weight) for weight in weights])

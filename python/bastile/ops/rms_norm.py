@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from bastile import _library  # noqa: F401  (registers the operators)
 from bastile.ops._common import Function, first_order_only, need_floats, served
@@ -62,7 +63,7 @@ class _RMSNorm(Function):
         x, weight, rstd = ctx.saved_tensors
         want_dx, want_dweight, _, _ = ctx.needs_input_grad
         dx, dweight = _backward(dy, x, weight, rstd, ctx.casting, want_dx, want_dweight)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not is_compiling():
             dx = first_order_only("rms_norm", dx, dy, x, weight)
             dweight = first_order_only("rms_norm", dweight, dy, x, weight)
         return dx if want_dx else None, dweight if want_dweight else None, None, None
@@ -74,16 +75,18 @@ class _AddRMSNorm(Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, casting):
         ctx.set_materialize_grads(False)
+        ctx.types = None
         if residual is None:
             total = x
             y, rstd = _forward(x, weight, eps, casting)
+        elif x.dtype is residual.dtype:
+            y, total, rstd = _add_forward(x, residual, weight, eps, casting)
         else:
-            wide, narrow = (residual, x) if x.dtype != torch.float32 == residual.dtype else (x, residual)
+            wide, narrow = (x, residual) if x.dtype is torch.float32 else (residual, x)
             y, total, rstd = _add_forward(wide, narrow, weight, eps, casting)
+            ctx.types = x.dtype, residual.dtype
         ctx.save_for_backward(total, weight, rstd)
         ctx.casting = casting
-        same = residual is None or residual.dtype == x.dtype
-        ctx.types = None if same else (x.dtype, residual.dtype)
         if not any(ctx.needs_input_grad[:2]):
             ctx.mark_non_differentiable(total)
         return y, total
@@ -91,27 +94,27 @@ class _AddRMSNorm(Function):
     @staticmethod
     def backward(ctx, dy, dsum):
         want_dx, want_dresidual, want_dweight, _, _ = ctx.needs_input_grad
-        if dy is None:  # y went nowhere: what is left is the addition
-            return *_of_terms(ctx, dsum), None, None, None
-        total, weight, rstd = ctx.saved_tensors
-        wanted = want_dx or want_dresidual, want_dweight
-        if dsum is None:
-            dx, dweight = _backward(dy, total, weight, rstd, ctx.casting, *wanted)
-        else:
-            dx, dweight = _add_backward(dy, dsum, total, weight, rstd, ctx.casting, *wanted)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            dx = first_order_only("add_rms_norm", dx, dy, dsum, total, weight)
-            dweight = first_order_only("add_rms_norm", dweight, dy, total, weight)
-        return *_of_terms(ctx, dx), dweight if want_dweight else None, None, None
-
-
-def _of_terms(ctx, dsum):
-    """The gradients of x and residual, in their types."""
-    want_dx, want_dresidual = ctx.needs_input_grad[:2]
-    if ctx.types is None:
-        return dsum if want_dx else None, dsum if want_dresidual else None
-    x_type, residual_type = ctx.types
-    return dsum.to(x_type) if want_dx else None, dsum.to(residual_type) if want_dresidual else None
+        dx, dweight = dsum, None  # where y went nowhere: what is left is the addition
+        if dy is not None:
+            total, weight, rstd = ctx.saved_tensors
+            wanted = want_dx or want_dresidual, want_dweight
+            if dsum is None:
+                dx, dweight = _backward(dy, total, weight, rstd, ctx.casting, *wanted)
+            else:
+                dx, dweight = _add_backward(dy, dsum, total, weight, rstd, ctx.casting, *wanted)
+            if torch.is_grad_enabled() and not is_compiling():
+                dx = first_order_only("add_rms_norm", dx, dy, dsum, total, weight)
+                dweight = first_order_only("add_rms_norm", dweight, dy, total, weight)
+        dresidual = dx
+        if ctx.types is not None and dx is not None:
+            dx, dresidual = [dx.to(t) if w else None for t, w in zip(ctx.types, ctx.needs_input_grad, strict=False)]
+        return (
+            dx if want_dx else None,
+            dresidual if want_dresidual else None,
+            dweight if want_dweight else None,
+            None,
+            None,
+        )
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: Casting) -> torch.Tensor:
@@ -214,7 +217,7 @@ def add_rms_norm(
         y, total = _RMSNorm.apply(x, weight, eps, code), x
     else:
         y, total = _AddRMSNorm.apply(x, residual, weight, eps, code)
-    if residual is None or (not torch.compiler.is_compiling() and _is_aligned(x) and _is_aligned(residual)):
+    if residual is None or (not is_compiling() and _is_aligned(x) and _is_aligned(residual)):
         offer(_forward, (total, weight, eps, code), y)
     return y, total
 
@@ -222,7 +225,8 @@ def add_rms_norm(
 def _is_aligned(t: torch.Tensor) -> bool:
     """Whether kernels read it in the widest pieces that its rows allow, as they do the sum, which is a tensor of its
     own. From other pieces a norm is summed in another order, and could not be had again from the sum to the bit."""
-    return t.is_contiguous() and t.storage_offset() * t.element_size() % 16 == 0
+    offset = t.storage_offset()
+    return t.is_contiguous() and (not offset or offset * t.element_size() % 16 == 0)
 
 
 class BastileRMSNorm(nn.Module):

@@ -109,6 +109,7 @@ static void add_tile(const rows_call *c, row_sums *s, const float *z, int64_t co
     else
         add_all_to_lanes(&l, z, NULL, top, n, false);
     s->exponentials += sum_of(l.exponentials);
+    if (!smooth) return;
     s->weighted += sum_of(l.weighted);
     s->weights += w ? sum_of(l.weights) : (double)n;
 }
