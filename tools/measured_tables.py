@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,11 @@ def bench(run: dict[str, Any], operators: list[str], link: str) -> list[str]:
 
 
 def command(settings: dict[str, Any], peers: list[str], lengths: list[int]) -> str:
-    words = ["bastile sweep", f"--model {settings['model']}"]
+    words = ["bastile sweep", f"--shape {settings['model']}"]
     if settings["gpus"] > 1:
         words.append(f"--fsdp --gpus {settings['gpus']}")
     words += [f"--against {','.join(peers)}", f"--lengths {','.join(map(str, lengths))}"]
-    words += {"step": ["--step"], "none": ["--no-optimizer"]}.get(settings["optimizer"], [])
+    words += {"step": ["--whole-step"], "none": ["--no-optimizer"]}.get(settings["optimizer"], [])
     words += ["--profile-floor"] * bool(settings["profile_floor"]) + ["--share-process"] * bool(
         settings["share_process"]
     )
@@ -185,11 +186,12 @@ def demo(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     table = [["", "tokens/s", "peak GiB"]]
     for one, said in ((stock, "Transformers"), (ours, "**Bastile**")):
         table.append([said, f"{one['tokens_per_second']:,.0f}", f"{one['peak_memory'] / GIB:.2f}"])
+    setting = f"{plan['dtype']}, {plan['steps']} steps of {plan['batch']} x {plan['sequence']} tokens"
     return [
         f"{made(ours['device'], run, run['versions'])}; {ours['parameters'] / 1e6:.0f} million parameters,",
-        f"{plan['dtype']}, {plan['steps']} steps of {plan['batch']} x {plan['sequence']} tokens, with",
-        f"{', '.join(ours['patched'])}.",
-        f"The losses differ by at most {run['comparison']['largest_loss_difference']:.1e}. [All figures]({link}).",
+        *textwrap.wrap(f"{setting}, in turns of {plan['turn']}, with {', '.join(ours['patched'])}.", 120),
+        f"The losses differ by at most {run['comparison']['largest_loss_difference']:.1e}.",
+        f"`{re.sub(r' --out [^ ]+', '', run['command'])}`, [all figures]({link}).",
         "",
         *rows_of(table),
     ]

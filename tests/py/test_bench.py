@@ -268,8 +268,8 @@ def test_needs_are_judged_by_ratios() -> None:
         (verdict,) = run.judge(Need(**need), result, 4.0)
         return verdict["met"]
 
-    assert met(floor=1.06) is True
-    assert met(floor=1.04) is False
+    assert met(limit=1.06) is True
+    assert met(limit=1.04) is False
     assert met(peers={"torch": 0.5}) is True
     assert met(peers={"torch": 0.49}) is False
     assert met(peers={"liger": 1.0}) is None
@@ -302,7 +302,7 @@ def test_the_budget_stops_new_cases() -> None:
 
 
 def test_tables_fit_a_terminal() -> None:
-    result = measure(Case("fused_linear_cross_entropy", (64, 32, 101), needs={"fp32": Need(floor=1e-9)}))
+    result = measure(Case("fused_linear_cross_entropy", (64, 32, 101), needs={"fp32": Need(limit=1e-9)}))
     result["rows"][0] |= {"seconds": 123.4567, "rate": 123.4e12, "extra_bytes": 28488 << 20, "first_call": 90.123}
     text = report.as_text(result)
     table = [line for line in text.splitlines()[1:] if not line.startswith("  time")]
@@ -310,7 +310,7 @@ def test_tables_fit_a_terminal() -> None:
     assert "TFLOP/s" in text
     missed = {"text": "time / torch", "limit": 1.0, "found": 1.0009, "met": False}
     assert "time / torch <= 1: 1.001, MISSED" in report.as_text({**result, "needs": [missed]})
-    assert "time / floor <= 1e-09: " in text
+    assert "time / limit <= 1e-09: " in text
     assert "MISSED" in text
     result["rows"][0]["spread"] = 0.01
     result["rows"][1]["spread"] = 0.2

@@ -150,6 +150,17 @@ def test_a_refused_command_leaves_nothing_behind(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["none", "short.txt"]
 
 
+@pytest.mark.parametrize("command", [["profile", "--shape", "tiny"], ["finetune", "--model", "m", "--data", "d"]])
+def test_operators_that_contradict_each_other_are_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture, command: list[str]
+) -> None:
+    """Before a model is looked for or built."""
+    run(*command, "--qk-norm-rope", "--no-rope", "--out", tmp_path / "out", status=2)
+    printed = capsys.readouterr()
+    assert "--qk-norm-rope fuses rope: it does not go with --no-rope" in printed.err
+    assert not printed.out
+
+
 def test_folders_that_cannot_be_written_to_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     for out, reason in (("file", "File exists"), ("file/below", "Not a directory")):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 class Need:
     """What Bastile must reach in a case; whatever is left out is not asked for. All times are ratios within one run."""
 
-    floor: float | None = None  #: time, as a multiple of the case's floor (see operators.Cost)
+    limit: float | None = None  #: time, as a multiple of the case's limit (see operators.Cost)
     peers: Mapping[str, float] = field(default_factory=dict)  #: time, as a multiple of each of these contenders'
     all_labels: float | None = None  #: time, as a multiple of Bastile's in the same case with no label ignored
     mib: float | None = None  #: extra memory
@@ -48,9 +48,9 @@ def _bf16(**need: object) -> dict[str, Need]:
     return {"bf16": Need(**need)}  # type: ignore[arg-type]
 
 
-def _floor(limit: float, must: float, **need: object) -> dict[str, Need]:
+def _within(limit: float, must: float, **need: object) -> dict[str, Need]:
     """From a limit and a time to reach, both in the microseconds of one earlier run: times drift, ratios do not."""
-    return _bf16(floor=must / limit, **need)
+    return _bf16(limit=must / limit, **need)
 
 
 def _loss(rows: int, hidden: int, vocabulary: int, ignored: float = 0.0, **need: object) -> Case:
@@ -66,31 +66,31 @@ _EXPERTS = {name: 1 / 1.12 for name in ("hf", "hf-eager")}
 
 #: Qwen3-8B's and Llama-3's shapes on one large GPU. Limits at 4.28 TB/s, on an H200.
 LIMITS = (
-    Case("rms_norm", (16384, 4096), backward=False, needs=_floor(62.7, 65)),
-    Case("rms_norm", (16384, 4096), needs=_floor(157, 172)),
-    Case("rms_norm", (4096, 4096), needs=_floor(39, 52)),
-    Case("rms_norm", (131072, 128), needs=_floor(39, 48)),  # QK-norm
+    Case("rms_norm", (16384, 4096), backward=False, needs=_within(62.7, 65)),
+    Case("rms_norm", (16384, 4096), needs=_within(157, 172)),
+    Case("rms_norm", (4096, 4096), needs=_within(39, 52)),
+    Case("rms_norm", (131072, 128), needs=_within(39, 48)),  # QK-norm
     Case("add_rms_norm", (16384, 4096), backward=False, needs=_bf16(peers=_FUSED)),
     Case("add_rms_norm", (16384, 4096), needs=_bf16(peers=_FUSED)),
-    Case("swiglu", (16384, 12288), needs=_floor(752, 762)),
-    Case("gated_mlp", (4096, 4096, 12288), needs=_bf16(floor=1.05, peers=_FUSED)),
-    Case("rope", _ROPE, backward=False, needs=_floor(78, 82)),
-    Case("rope", _ROPE, needs=_floor(157, 162)),
-    Case("qk_norm_rope", _ROPE, backward=False, needs=_floor(78, 88, peers=_FUSED)),
+    Case("swiglu", (16384, 12288), needs=_within(752, 762)),
+    Case("gated_mlp", (4096, 4096, 12288), needs=_bf16(limit=1.05, peers=_FUSED)),
+    Case("rope", _ROPE, backward=False, needs=_within(78, 82)),
+    Case("rope", _ROPE, needs=_within(157, 162)),
+    Case("qk_norm_rope", _ROPE, backward=False, needs=_within(78, 88, peers=_FUSED)),
     Case("qk_norm_rope", _ROPE, needs=_bf16(peers=_FUSED)),
-    Case("cross_entropy", (4096, 128256), needs=_floor(493, 540, mib=1)),
-    Case("cross_entropy", (1024, 128256), needs=_floor(123, 140, mib=1)),
-    Case("cross_entropy", (4096, 151936), needs=_floor(584, 640, mib=1)),
-    Case("cross_entropy", (4096, 32000), needs=_floor(123, 140, mib=1)),
-    _loss(512, 4096, 151936, floor=1.05),
-    _loss(2048, 4096, 151936, floor=1.0),
-    _loss(4096, 4096, 151936, floor=1.0, mib=2500),
+    Case("cross_entropy", (4096, 128256), needs=_within(493, 540, mib=1)),
+    Case("cross_entropy", (1024, 128256), needs=_within(123, 140, mib=1)),
+    Case("cross_entropy", (4096, 151936), needs=_within(584, 640, mib=1)),
+    Case("cross_entropy", (4096, 32000), needs=_within(123, 140, mib=1)),
+    _loss(512, 4096, 151936, limit=1.05),
+    _loss(2048, 4096, 151936, limit=1.0),
+    _loss(4096, 4096, 151936, limit=1.0, mib=2500),
     _loss(4096, 4096, 151936, ignored=0.5, all_labels=0.6),
-    _loss(8192, 4096, 151936, floor=1.0),
-    _loss(16384, 4096, 151936, floor=1.0, mib=3100),
+    _loss(8192, 4096, 151936, limit=1.0),
+    _loss(16384, 4096, 151936, limit=1.0, mib=3100),
     _loss(16384, 4096, 151936, ignored=0.5, all_labels=0.6),
-    _loss(4096, 4096, 128256, floor=1.0),
-    _loss(16384, 4096, 128256, floor=1.0),
+    _loss(4096, 4096, 128256, limit=1.0),
+    _loss(16384, 4096, 128256, limit=1.0),
     _loss(4096, 1024, 151936),  # Qwen3-0.6B's head
     Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
 )

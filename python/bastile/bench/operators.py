@@ -18,7 +18,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Cost:
-    """The floor of a case: `moved` bytes at the speed of a device copy (read plus written), or the operator's matrix
+    """The limit of a case: `moved` bytes at the speed of a device copy (read plus written), or the operator's matrix
     products, `flops` of them, run alone by the framework on the same operands."""
 
     moved: int = 0

@@ -1,4 +1,4 @@
-"""Bars: one PNG an operator, one panel a case, one bar a contender; the line is the case's floor."""
+"""Bars: one PNG an operator, one panel a case, one bar a contender; the line is the case's limit."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def _panel(axis: Any, result: dict[str, Any]) -> None:
     axis.tick_params(labelsize=7)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
-    floor = (result.get("floor") or {}).get("seconds")
-    if floor:
-        axis.axvline(floor * 1e3, color="black", linewidth=0.8, linestyle="--")
+    limit = (result.get("floor") or {}).get("seconds")
+    if limit:
+        axis.axvline(limit * 1e3, color="black", linewidth=0.8, linestyle="--")

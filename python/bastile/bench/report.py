@@ -10,9 +10,9 @@ from typing import Any
 
 from bastile.bench.peers import PEERS
 
-# Nine columns in 80 characters. "+-": half of what lies between the quartiles; "of floor": floor / time; "1st call"
+# Nine columns in 80 characters. "+-": half of what lies between the quartiles; "of limit": limit / time; "1st call"
 # includes compiling and tuning.
-_HEAD = ("", "time", "+-", "GB/s", "of floor", "x ours", "extra MiB", "1st call", "by")
+_HEAD = ("", "time", "+-", "GB/s", "of limit", "x ours", "extra MiB", "1st call", "by")
 
 _STEADY = 0.25
 
@@ -63,14 +63,14 @@ def as_text(result: dict[str, Any]) -> str:
 def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]], list[str]]:
     """A case as its headline, its table's head and rows, and the lines under it: needs and notes."""
     head = result["title"]
-    floor = result.get("floor") or {}
-    if floor.get("seconds"):
-        what = "products alone" if floor["flops"] else "copy of as many bytes"
-        head += f"; floor {duration(floor['seconds'])} ({what})"
+    limit = result.get("floor") or {}
+    if limit.get("seconds"):
+        what = "products alone" if limit["flops"] else "copy of as many bytes"
+        head += f"; limit {duration(limit['seconds'])} ({what})"
     if "sm_mhz" in result:
         head += f"; {result['sm_mhz']:.0f} MHz, {result['watts']:.0f} W"
     ours = next((row.get("seconds") for row in result["rows"] if row["name"] == "bastile"), None)
-    rows = [_cells(row, floor, ours) for row in result["rows"]]
+    rows = [_cells(row, limit, ours) for row in result["rows"]]
     tail = []
     for need in result["needs"]:
         verdict = {True: "met", False: "MISSED", None: "not known"}[need["met"]]
@@ -79,10 +79,10 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
     tail += [f"{row['name']}: {row['note']}" for row in result["rows"] if "note" in row]
     if any(row.get("spread", 0) > _STEADY for row in result["rows"]):
         tail.append(f"unsteady (+- over {_STEADY:.0%}): is the machine busy? Do not rely on this")
-    if "note" in floor:
-        tail.append(f"floor: {floor['note']}")
+    if "note" in limit:
+        tail.append(f"limit: {limit['note']}")
     tail += [result[key] for key in ("unchecked", "note") if key in result]
-    return head, tuple("TFLOP/s" if name == "GB/s" and floor.get("flops") else name for name in _HEAD), rows, tail
+    return head, tuple("TFLOP/s" if name == "GB/s" and limit.get("flops") else name for name in _HEAD), rows, tail
 
 
 def _found(need: dict[str, Any]) -> str:
@@ -91,7 +91,7 @@ def _found(need: dict[str, Any]) -> str:
     return next((text for text in texts if need["met"] or float(text) > need["limit"]), texts[-1])
 
 
-def _cells(row: dict[str, Any], floor: dict[str, Any], ours: float | None) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], limit: dict[str, Any], ours: float | None) -> tuple[str, ...]:
     def shown(value: float | None, text: Callable[[float], str]) -> str:
         return "-" if value is None else text(value)
 
@@ -100,7 +100,7 @@ def _cells(row: dict[str, Any], floor: dict[str, Any], ours: float | None) -> tu
         row["name"],
         shown(seconds, duration),
         shown(row.get("spread"), "{:.0%}".format),
-        shown(row.get("rate"), lambda rate: _short(rate / (1e12 if floor.get("flops") else 1e9))),
+        shown(row.get("rate"), lambda rate: _short(rate / (1e12 if limit.get("flops") else 1e9))),
         shown(row.get("share"), "{:.0%}".format),
         shown(seconds / ours if seconds and ours else None, "{:.2f}".format),
         shown(extra, lambda size: _short(size / 2**20)),

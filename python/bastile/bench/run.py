@@ -19,7 +19,7 @@ from bastile.bench.operators import OPERATORS, Operator, Tensors
 from bastile.bench.peers import CUDA_ONLY, PEERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-#: The name under which a case's floor runs among the contenders, where it is matrix products.
+#: The name under which a case's limit runs among the contenders, where it is matrix products.
 PRODUCTS = "products"
 _ROUNDS = 7
 #: How far results may differ from those of the replaced code, relative to their norm. Wide, for the two may round at
@@ -138,7 +138,7 @@ def _run_case(
         _time_host(entries, rotation.sets[0], device, rounds)
     else:
         if cost.flops:
-            entries.append(_floor_entry(case, operator, pristine, device))
+            entries.append(_limit_entry(case, operator, pristine, device))
         # Calls with large products last milliseconds, on either side of where a graph pays: all by the same clock.
         _time_device(entries, rotation, device, rounds, capture=not cost.flops)
     for entry in entries:
@@ -148,16 +148,16 @@ def _run_case(
     rows = {entry.name: {"name": entry.name, **entry.row} for entry in entries}
     if not case.host:
         by_products = rows.pop(PRODUCTS, {})
-        floor = by_products.get("seconds") if cost.flops else cost.moved / copy_speed
-        result["floor"] = {"seconds": floor, "moved": cost.moved, "flops": cost.flops, **_noted(by_products)}
+        limit = by_products.get("seconds") if cost.flops else cost.moved / copy_speed
+        result["floor"] = {"seconds": limit, "moved": cost.moved, "flops": cost.flops, **_noted(by_products)}
         for row in rows.values():
             if "seconds" in row:
                 row["rate"] = (cost.flops or cost.moved) / row["seconds"]
-                row["share"] = floor / row["seconds"] if floor else None
+                row["share"] = limit / row["seconds"] if limit else None
     result["rows"] = list(rows.values())
 
 
-def _floor_entry(case: Case, operator: Operator, pristine: Tensors, device: torch.device) -> _Entry:
+def _limit_entry(case: Case, operator: Operator, pristine: Tensors, device: torch.device) -> _Entry:
     entry = _Entry(PRODUCTS)
     try:
         assert operator.products is not None, f"{case.op} counts flops and names no products"
@@ -305,8 +305,8 @@ def judge(need: Need, result: dict[str, Any], all_labels: float | None) -> list[
         )
 
     time_, memory = ours.get("seconds"), ours.get("extra_bytes")
-    if need.floor is not None:
-        require("time / floor", need.floor, time_, (result["floor"] or {}).get("seconds"))
+    if need.limit is not None:
+        require("time / limit", need.limit, time_, (result["floor"] or {}).get("seconds"))
     for peer, ratio in need.peers.items():
         require(f"time / {peer}", ratio, time_, rows.get(peer, {}).get("seconds"))
     if need.all_labels is not None:

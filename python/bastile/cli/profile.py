@@ -46,6 +46,7 @@ def profile(options: argparse.Namespace) -> int:
         raise UsageError(f"give either --model, or --shape with one of {', '.join(MODELS)}")
     if options.trace:
         check_file("--trace", options.trace)
+    patched = operators(options)
     device = device_for(options.device)
     out = check_folder("--out", options.out)
     name, config = _config(options)
@@ -72,7 +73,7 @@ def profile(options: argparse.Namespace) -> int:
         built = run.build(config, name, options.layers, dtype, device, options.seed)
         if options.checkpointing:
             model.checkpoint_activations(built)
-        runs, profilers = run.compare(built, batch, sequence, options.steps, operators(options), options.seed)
+        runs, profilers = run.compare(built, batch, sequence, options.steps, patched, options.seed)
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
         raise RunFailed(f"{reason}\nA smaller --batch or --sequence, --checkpointing or fewer --layers help") from error

@@ -68,6 +68,7 @@ def check(options: argparse.Namespace) -> None:
     if options.sequence == 1:
         raise UsageError("--sequence must be at least 2: each token predicts the next one")
     need_positive("--lr", options.lr)
+    operators(options)
     options.device = device_for(options.device)
     options.dtype = dtype_for(options.dtype, options.device)
     check_folder("--out", options.out)
