@@ -119,6 +119,20 @@ static inline float bst_multiply_add(float a, float b, float c) {
 #endif
 }
 
+/* The sum of n products: in float32 over short runs, so that none is added to a sum that has grown much larger. */
+static inline double bst_sum_of_products(const float *x, const float *y, int64_t n) {
+    enum { RUN = 128 };
+    double sum = 0;
+    for (int64_t begin = 0; begin < n; begin += RUN) {
+        int64_t end = n - begin < RUN ? n : begin + RUN;
+        float run = 0;
+#pragma omp simd reduction(+ : run)
+        for (int64_t i = begin; i < end; i++) run += x[i] * y[i];
+        sum += (double)run;
+    }
+    return sum;
+}
+
 /* exp(x) / 2^k for an integer k within 0.51 of x / ln 2, wrong by 0.06 units in the last place before its last rounding:
  * with f = x - k ln 2, |f| < 0.3535, it is 1 + (f + f^2 p(f)), p of degree 4 with the least largest error. Terms are added
  * from the smallest on: only the last sum rounds at the result's own size. */

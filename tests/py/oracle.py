@@ -46,6 +46,11 @@ def devices() -> list[str]:
     return ["cpu", "cuda"] if torch.cuda.is_available() and not EMULATED else ["cpu"]
 
 
+def devices_and_types() -> list[tuple[str, torch.dtype]]:
+    """What pooled errors judge of norms and rotations: float32 on CPU alone, as roots on CUDA are the hardware's."""
+    return [(d, t) for d in devices() for t in DTYPES if t is not torch.float32 or (d == "cpu" and not EMULATED)]
+
+
 class Numbers:
     """The source of all random numbers here: on the CPU, so that every device sees the same. It is set anew for each
     test, and by hypothesis for each example, so that a test sees the same numbers whichever ran before it."""

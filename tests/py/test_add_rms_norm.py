@@ -13,11 +13,14 @@ from bastile.ops.rms_norm import add_rms_norm, rms_norm
 from memory import Memory
 from oracle import (
     DTYPES,
+    EMULATED,
     Case,
     assert_no_worse,
+    assert_no_worse_pooled,
     assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
+    devices_and_types,
     few_examples,
     random_tensor,
 )
@@ -63,6 +66,12 @@ def random_case(shape, dtype, device, casting, with_residual, scale=2.0) -> Case
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matches_float64_as_well_as_stock(shape, with_residual, casting, dtype, device):
     assert_no_worse(random_case(shape, dtype, device, casting, with_residual))
+
+
+@pytest.mark.parametrize(("device", "dtype"), devices_and_types())
+def test_pooled_error_is_no_larger(device, dtype):
+    shape = (8, 512) if EMULATED else (64, 512)
+    assert_no_worse_pooled(lambda: random_case(shape, dtype, device, "llama", True))
 
 
 # 16384: the widest whose rows stay on the chip in the backward pass, through the ring where the chip has room for three

@@ -15,9 +15,11 @@ from oracle import (
     DTYPES,
     Case,
     assert_no_worse,
+    assert_no_worse_pooled,
     assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
+    devices_and_types,
     far_apart,
     few_examples,
     random_tensor,
@@ -101,6 +103,12 @@ def leaves_of(tensors, wanted=NAMES):
 
 def upstream_of(tensors, dtype):
     return [random_tensor(t.shape, dtype, t.device) for t in tensors[:2]]
+
+
+@pytest.mark.parametrize(("device", "dtype"), devices_and_types())
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+def test_pooled_error_is_no_larger(casting, device, dtype):
+    assert_no_worse_pooled(lambda: case(inputs(2, 16, 8, 4, 64, 64, dtype, device), casting))
 
 
 # batch, positions, heads, kv_heads, dim, rotary: each row has its reason.

@@ -16,11 +16,14 @@ import bastile
 from bastile.ops.rms_norm import BastileRMSNorm, rms_norm
 from oracle import (
     DTYPES,
+    EMULATED,
     Case,
     assert_no_worse,
+    assert_no_worse_pooled,
     assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
+    devices_and_types,
     few_examples,
     random_tensor,
 )
@@ -80,6 +83,18 @@ def test_matches_float64_as_well_as_stock(shape, casting, dtype, device):
     x = random_tensor(shape, dtype, device, scale=2.0)
     weight = random_tensor(shape[-1:], dtype, device, offset=0.0 if casting == "gemma" else 1.0)
     assert_no_worse(case(x, weight, casting))
+
+
+@pytest.mark.parametrize(("device", "dtype"), devices_and_types())
+@pytest.mark.parametrize("casting", ["llama", "gemma", "none"])
+def test_pooled_error_is_no_larger(casting, device, dtype):
+    shape = (8, 512) if EMULATED else (64, 512)
+
+    def draw() -> Case:
+        x = random_tensor(shape, dtype, device, scale=2.0)
+        return case(x, random_tensor(shape[-1:], dtype, device, offset=0.0 if casting == "gemma" else 1.0), casting)
+
+    assert_no_worse_pooled(draw)
 
 
 # By rows of a whole block: up to six stages, filled again on a chip of 132 multiprocessors. Narrower, or on

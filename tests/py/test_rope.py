@@ -14,9 +14,11 @@ from oracle import (
     DTYPES,
     Case,
     assert_no_worse,
+    assert_no_worse_pooled,
     assert_offsets_have_64_bits,
     assert_same_bits,
     devices,
+    devices_and_types,
     far_apart,
     few_examples,
     random_tensor,
@@ -81,6 +83,12 @@ SHAPES = [
     (1, 1, 70, 3, 128, 128),  # one position, more heads than a block takes at once
     (1, 2, 2, 1, 576, 576),  # more pairs than the CPU turns at once
 ]
+
+
+@pytest.mark.parametrize(("device", "dtype"), devices_and_types())
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_pooled_error_is_no_larger(interleaved, device, dtype):
+    assert_no_worse_pooled(lambda: case(*inputs(2, 16, 8, 4, 64, 64, dtype, device), interleaved))
 
 
 @pytest.mark.parametrize("device", devices())

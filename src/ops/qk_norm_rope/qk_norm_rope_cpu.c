@@ -63,15 +63,8 @@ static int64_t start_of(const bst_view *v, const token_tables *t, int64_t head) 
     return t->batch * v->stride[0] + head * v->stride[1] + t->position * v->stride[2];
 }
 
-static float sum_of_products(const float *restrict x, const float *restrict y, int64_t n) {
-    float sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
-    return sum;
-}
-
 static float rstd_of(const qk_norm_rope_cpu *a, const float *x, int64_t dim) {
-    return 1.0f / sqrtf(sum_of_products(x, x, dim) / (float)dim + a->eps);
+    return (float)(1 / sqrt(bst_sum_of_products(x, x, dim) / (double)dim + (double)a->eps));
 }
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
@@ -129,7 +122,7 @@ static void backward_heads(const qk_norm_rope_cpu *a, const qk_norm_rope_heads *
             for (int64_t i = 0; i < dim; i++) dweight[i] += dz[i] * n[i];
         if (!h->dx.data) continue;
         for (int64_t i = 0; i < dim; i++) dz[i] *= w[i];
-        float mean = sum_of_products(dz, n, dim) / (float)dim;
+        float mean = (float)(bst_sum_of_products(dz, n, dim) / (double)dim);
         for (int64_t i = 0; i < dim; i++) dz[i] = rstd * (dz[i] - n[i] * mean);
         store(a, &h->dx, start_of(&h->dx, t, head), dz, dim);
     }
@@ -160,14 +153,16 @@ void BST_CPU(bst__qk_norm_rope_backward_cpu)(void *context, int64_t begin, int64
 void BST_CPU(bst__qk_norm_rope_dweight_cpu)(void *context, int64_t begin, int64_t end) {
     const qk_norm_rope_cpu *a = context;
     int64_t dim = a->of[0].x.size[3];
-    float sum[BST_TILE];
+    double sum[BST_TILE];
+    float rounded[BST_TILE];
     for (int64_t which = begin; which < end; which++) {
         if (!a->of[which].dweight.data) continue;
         memset(sum, 0, sizeof sum);
         for (int64_t chunk = 0; chunk < a->chunks; chunk++) {
             const float *part = a->partial + (chunk * 2 + which) * dim;
-            for (int64_t i = 0; i < dim; i++) sum[i] += part[i];
+            for (int64_t i = 0; i < dim; i++) sum[i] += (double)part[i];
         }
-        store(a, &a->of[which].dweight, 0, sum, dim);
+        for (int64_t i = 0; i < dim; i++) rounded[i] = (float)sum[i];
+        store(a, &a->of[which].dweight, 0, rounded, dim);
     }
 }

@@ -1,8 +1,8 @@
 /* rms_norm_cpu.c - RMSNorm on CPU.
  *
  * Each row is read twice (forward: sum of squares, then the output; backward: the projection, then dx and dweight); the
- * second read finds it in the cache. A residual is added at the first read, and the second finds the sum. All arithmetic
- * is float32 on tiles of BST_TILE elements. */
+ * second read finds it in the cache. A residual is added at the first read, and the second finds the sum. Arithmetic is
+ * float32 on tiles of BST_TILE elements, but for what all of a row, or all chunks of rows, have in common: float64. */
 #include "ops/rms_norm/rms_norm_cpu.h"
 
 /* The factor of each column: weight, 1 + weight, or ones. */
@@ -35,21 +35,18 @@ void BST_CPU(bst__rms_norm_forward_cpu)(void *context, int64_t begin, int64_t en
             residual = bst_at(a->residual.data, bst__row_start(&a->residual_rows, row), a->residual.dtype);
             sum_out = bst_at(a->sum.data, row * columns, dtype);
         }
-        float squares = 0;
+        double squares = 0;
         for (int64_t c = 0; c < columns; c += BST_TILE) {
             int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
-            float sum = 0;
             bst_load(x, bst_at(in, c, dtype), dtype, n);
             if (residual) {
                 add_tile(x, bst_at(residual, c, a->residual.dtype), a->residual.dtype, n);
                 bst_round_tile(x, dtype, n);
                 bst_store(bst_at(sum_out, c, dtype), x, dtype, n);
             }
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < n; i++) sum += x[i] * x[i];
-            squares += sum;
+            squares += bst_sum_of_products(x, x, n);
         }
-        float rstd = 1.0f / sqrtf(squares / (float)columns + a->eps);
+        float rstd = (float)(1 / sqrt(squares / (double)columns + (double)a->eps));
         if (a->rstd) a->rstd[row] = rstd;
         if (residual) in = sum_out;
         for (int64_t c = 0; c < columns; c += BST_TILE) {
@@ -120,14 +117,16 @@ void BST_CPU(bst__rms_norm_backward_cpu)(void *context, int64_t begin, int64_t e
 void BST_CPU(bst__rms_norm_dweight_cpu)(void *context, int64_t begin, int64_t end) {
     const rms_norm_backward_cpu *a = context;
     const bst_view *out = &a->call->dweight;
-    float sum[BST_TILE];
+    double sum[BST_TILE];
+    float rounded[BST_TILE];
     for (int64_t c = begin; c < end; c += BST_TILE) {
         int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
         memset(sum, 0, sizeof sum);
         for (int64_t chunk = 0; chunk < a->chunks; chunk++) {
             const float *part = a->partial + chunk * a->call->x_rows.columns + c;
-            for (int64_t i = 0; i < n; i++) sum[i] += part[i];
+            for (int64_t i = 0; i < n; i++) sum[i] += (double)part[i];
         }
-        bst_store(bst_at(out->data, c, out->dtype), sum, out->dtype, n);
+        for (int64_t i = 0; i < n; i++) rounded[i] = (float)sum[i];
+        bst_store(bst_at(out->data, c, out->dtype), rounded, out->dtype, n);
     }
 }
