@@ -1,5 +1,6 @@
 """What the pages say: figures are their files', links lead somewhere, the README's code runs."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -44,6 +45,14 @@ def test_the_readme_has_no_figure_of_unknown_origin() -> None:
     PyTorch with CUDA, which is PyPI's."""
     by_hand = measured_tables.BLOCK.sub("", (ROOT / "README.md").read_text())
     assert set(MEASURED.findall(by_hand)) == {f"{DEFAULT_LOGITS_BYTES >> 20} MiB", "5 GB"}
+
+
+def test_whose_hidden_states_are_nearest_to_float32() -> None:
+    """bench/RESULTS.md says so in words."""
+    assert "Bastile's are the nearest to\nfloat32" in (ROOT / "bench/RESULTS.md").read_text()
+    [file] = (ROOT / "bench/results").glob("*-loss-differences.json")
+    for model, found in json.loads(file.read_text())["models"].items():
+        assert min(found, key=lambda name: found[name]["hidden"]) == "Bastile", model
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
