@@ -52,6 +52,9 @@ typedef void (*bst_torch_kernel)(bst_torch_value *stack, uint64_t inputs, uint64
     X(int64, kDLInt, 64)         \
     X(int32, kDLInt, 32)         \
     X(uint8, kDLUInt, 8)         \
+    X(uint16, kDLUInt, 16)       \
+    X(uint32, kDLUInt, 32)       \
+    X(uint64, kDLUInt, 64)       \
     X(int16, kDLInt, 16)         \
     X(int8, kDLInt, 8)           \
     X(bool, kDLBool, 8)          \

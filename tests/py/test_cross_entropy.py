@@ -449,10 +449,11 @@ def test_bad_input_is_named(device):
     x, t = torch.ones(2, 8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match=r"target has shape \[2, 1\]; \[2\]"):
         cross_entropy(x, t[:, None])
-    for dtype in (torch.int32, torch.int16, torch.int8, torch.bool, torch.float64, torch.float32):
+    for dtype in (torch.int32, torch.int16, torch.int8, torch.uint16, torch.bool, torch.float64, torch.float32):
         name = str(dtype).removeprefix("torch.")
-        with pytest.raises(RuntimeError, match=f"target has elements of type {name}; int64 is needed"):
-            cross_entropy(x, t.to(dtype))
+        for labels in (t.to(dtype), torch.zeros(4, dtype=dtype, device=device)[::2]):
+            with pytest.raises(RuntimeError, match=f"target has elements of type {name}; int64 is needed"):
+                cross_entropy(x, labels)
     with pytest.raises(RuntimeError, match=r"class_weight has shape \[7\]; dimension 0 must be 8"):
         cross_entropy(x, t, weight=torch.ones(7, device=device))
     with pytest.raises(RuntimeError, match=r"label_smoothing is 1\.5; a number from 0 to 1"):
