@@ -17,7 +17,8 @@
  * row (rstd, lse). An output may not overlap an input, unless an argument says so, nor another output. Data begins at a
  * multiple of its element's size. On CUDA 2^31 rows and more may be refused.
  *
- * All functions may be called from several threads at once. */
+ * All functions may be called from several threads at once. A thread without calls costs nothing; a call takes up to
+ * 128 KiB of its thread's stack. */
 #ifndef BASTILE_H
 #define BASTILE_H
 
@@ -142,11 +143,10 @@ typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CAS
 BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                         const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
                                         DLTensor *sum, DLTensor *rstd);
-/* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it; x as forward had it, or its sum where
- * there was one; dsum as x,
- * the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL: none. dx as x,
- * may be NULL; with a residual, it is the gradient of both terms. dweight as weight, summed in float32 in a fixed order,
- * may be NULL. */
+/* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it, not NULL; x as forward had it, or its
+ * sum where there was one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that
+ * is rounded; NULL: none. dx as x, may be NULL; with a residual, it is the gradient of both terms. dweight as weight,
+ * summed in float32 in a fixed order, may be NULL. */
 BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum,
                                          const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
                                          bst_casting casting, DLTensor *dx, DLTensor *dweight);
@@ -185,13 +185,15 @@ BST_API bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_ou
  *   z = x / sqrt(mean(x^2) + eps) * weight,   y as bst_rope_forward makes it of z
  * in float32 throughout and rounded once. q_weight, k_weight [D] are of one type; GEMMA: the factor is 1 + weight. k,
  * k_weight and k_out may be NULL together. Strides, cos, sin and D <= 2048 as for rope; q_out and k_out have the
- * promoted type of q, cos and, LLAMA, the weights, and overlap no input. As in Qwen3: Yang et al., "Qwen3 Technical Report", 2025. */
+ * promoted type of q, cos and, LLAMA, the weights, and overlap no input. As in Qwen3: Yang et al., "Qwen3 Technical
+ * Report", 2025. */
 BST_API bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k,
                                             const DLTensor *q_weight, const DLTensor *k_weight, const DLTensor *cos,
                                             const DLTensor *sin, double eps, bst_casting casting, int interleaved,
                                             DLTensor *q_out, DLTensor *k_out);
-/* Its gradients, with mean(x^2) computed anew: dq and dk as q and k, of any strides with a contiguous last dimension; dq_weight and dk_weight summed
- * in float32 in a fixed order. Each may be NULL; where both of q's are, dq_out is not looked at, and so for k. */
+/* Its gradients, with mean(x^2) computed anew: dq and dk as q and k, of any strides with a contiguous last dimension;
+ * dq_weight and dk_weight summed in float32 in a fixed order. Each may be NULL; where both of q's are, dq_out is not
+ * looked at, and so for k. */
 BST_API bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
                                              const DLTensor *q, const DLTensor *k, const DLTensor *q_weight,
                                              const DLTensor *k_weight, const DLTensor *cos, const DLTensor *sin,
@@ -250,7 +252,8 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
  *   - dhidden, dweight, dbias, each as its input, or NULL where not wanted: made chunk by chunk for g = 1, for the
  *     caller to multiply by g (bst_scale). MEAN and SUM only.
  *   - none of these: backward makes the logits again, chunk by chunk.
- * dweight is rounded at each chunk, up to eight chunks; beyond, it is summed in float32. */
+ * dweight is rounded at each chunk, up to eight chunks; beyond, it is summed in float32. dbias is summed in float64 and
+ * rounded once. A negative budget: BST_INVALID. */
 BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden,
                                                     const DLTensor *weight, const DLTensor *target,
                                                     const DLTensor *bias, const DLTensor *class_weight,
@@ -283,7 +286,7 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const
  * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023.
  * An entry of order, position, indices or ends that no sort gives: BST_INVALID on CPU, before anything is written; on
  * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN (a sum
- * without weights leaves the pair out). */
+ * without weights leaves the pair out). That none stands there twice is for the caller to see to. */
 
 /* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T, K]
  * int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where the

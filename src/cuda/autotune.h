@@ -23,7 +23,8 @@ typedef struct bst_machine {
 void bst__choice_key(bst_sha256 *hash, const bst_machine *machine);
 
 /* The candidate to take: the one stored under `key`; else the one that the race finds, which is then stored, unless a
- * candidate lacked memory, of which there may be more another time. -1 where there is neither: the race cannot be run now, or `may_search` is false, or bst__may_search is. */
+ * candidate lacked memory, of which there may be more another time. -1 where there is neither: the race cannot be run
+ * now, or `may_search` is false, or bst__may_search is. */
 int bst__choice(const bst_digest *key, const bst_race *race, bool may_search);
 /* Whether this process has time left for searches. */
 bool bst__may_search(void);

@@ -92,7 +92,7 @@ static const struct {
     {"rms_norm_backward", rms_norm, 1},
     {"qk_norm_rope_backward", qk_norm_rope, 1},
     {"cross_entropy_forward", cross_entropy, 1},
-    {"linear_cross_entropy_forward", linear_cross_entropy, 4}, /* divisors, losses, logits, ones; products of our own */
+    {"linear_cross_entropy_forward", linear_cross_entropy, 4}, /* divisors, losses, logits, dbias; our own product */
     {"linear_cross_entropy_forward", linear_cross_entropy_halves, 6},
     {"moe_glu_backward", moe_glu, 1},
 };

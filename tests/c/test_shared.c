@@ -71,8 +71,43 @@ TEST(threads_with_the_smallest_stack) {
     CHECK_EQ_I(strlen(bst_last_error()), 0); /* a thread's own */
 }
 
+enum { HEADS = 2, POSITIONS = 3, D = 64 };
+static float heads[9][HEADS * POSITIONS * D];
+
+/* The pass that has the most on its stack. */
+static void *call(void *context) {
+    int64_t shape[] = {1, HEADS, POSITIONS, D}, table[] = {1, POSITIONS, D}, width[] = {D};
+    const DLDataType f32 = {kDLFloat, 32, 1};
+    DLTensor t[9];
+    for (int i = 0; i < 9; i++) t[i] = (DLTensor){heads[i], {kDLCPU, 0}, 4, f32, shape, NULL, 0};
+    for (int i = 5; i < 7; i++) t[i].ndim = 3, t[i].shape = table;
+    for (int i = 7; i < 9; i++) t[i].ndim = 1, t[i].shape = width;
+    *(bst_status *)context = bst_qk_norm_rope_backward(NULL, &t[0], NULL, &t[1], NULL, &t[7], NULL, &t[5], &t[6], 1e-6,
+                                                       BST_CASTING_LLAMA, 0, &t[2], NULL, &t[8], NULL);
+    return NULL;
+}
+
+/* bastile.h names what a call takes. */
+TEST(calls_on_small_stacks) {
+#ifdef SANITIZED
+    const size_t bytes = 1 << 20;
+#else
+    const size_t bytes = 128 << 10;
+#endif
+    pthread_attr_t attributes;
+    pthread_t thread;
+    bst_status status = BST_HOST;
+    pthread_attr_init(&attributes);
+    CHECK_EQ_I(pthread_attr_setstacksize(&attributes, bytes), 0);
+    CHECK_EQ_I(pthread_create(&thread, &attributes, call, &status), 0);
+    pthread_join(thread, NULL);
+    pthread_attr_destroy(&attributes);
+    CHECK_EQ_I(status, BST_OK);
+}
+
 int main(void) {
     RUN(no_thread_local_storage);
     RUN(threads_with_the_smallest_stack);
+    RUN(calls_on_small_stacks);
     return bst_test_report();
 }

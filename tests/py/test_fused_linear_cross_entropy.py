@@ -51,8 +51,8 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     """What bastile.h documents, in roundings beyond the last.
 
     Sums over chunks are rounded at each, up to eight; beyond, the sum is float32, and on CPU each chunk's product is
-    rounded, but for dbias, which is rounded once there. Gradients made in the forward pass are rounded before an
-    upstream gradient that is not a power of two multiplies them.
+    rounded; but dbias is rounded once. Gradients made in the forward pass are rounded before an upstream gradient that
+    is not a power of two multiplies them.
     """
     if dtype is torch.float32:
         return {}
@@ -60,7 +60,6 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     rows = max(64, limit // (module._padded(vocabulary) * 2))
     chunks = -(-tokens // rows)
     summed = chunks - 1 if chunks <= 8 else 1
-    own = summed if device == "cuda" or EMULATED else 0
     kept = device == "cuda" and chunks == 1
     late = 0 if kept or reduction == "none" or dtype is torch.float16 or upstream in (0.5, 1.0, 2.0) else 1
     # Stock rounds the logits' gradients after the divisor and the upstream gradient, ours before: the same rounding at
@@ -68,7 +67,7 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     # magnitudes of a row that averages out to some per cent: a quarter of a rounding.
     place = 0.0 if reduction == "none" else 0.25
     # A number of dbias is mostly its own targets', of one magnitude.
-    return {"dhidden": late + place, "dweight": summed + late + place, "dbias": own + late + 4 * place}
+    return {"dhidden": late + place, "dweight": summed + late + place, "dbias": late + 4 * place}
 
 
 def computed_rows(target: torch.Tensor, device: str) -> int:

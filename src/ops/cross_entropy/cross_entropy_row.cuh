@@ -1,7 +1,8 @@
 /* cross_entropy_row.cuh - the arithmetic of one row of logits, for the kernels that hold it in their different ways.
  *
- * Macros: those of the kernel that includes this; EACH and STEP where it holds its row. Exponentials are powers of two relative to a running reference, so that
- * the plain case costs one multiply-add and one exponential per logit. All sums have a fixed order. */
+ * Macros: those of the kernel that includes this; EACH and STEP where it holds its row. Exponentials are powers of two
+ * relative to a running reference, so that the plain case costs one multiply-add and one exponential per logit. All sums
+ * have a fixed order. */
 #ifndef BST_CROSS_ENTROPY_ROW_CUH
 #define BST_CROSS_ENTROPY_ROW_CUH
 

@@ -1,8 +1,8 @@
 /* linear_cross_entropy.c - the output head and its loss, a chunk of rows at a time.
  *
  * A chunk is: logits = hidden weight^T (+ bias), their cross-entropy in place (src/ops/cross_entropy), and from the
- * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, and dbias, which sums of our own add up, for
- * a product with ones would add a column in one float32 after the other. Nothing waits for the device. */
+ * logits' gradient dz the products dhidden = dz weight, dweight += dz^T hidden, and dbias by sums of our own: a product
+ * with ones would add a column in one float32 after the other. Nothing waits for the device. */
 #include <assert.h>
 #include <inttypes.h>
 
@@ -312,8 +312,8 @@ static void total_free(const problem *p, total *t) {
     bst__release(p->exec, p->device, t->sum);
 }
 
-/* dbias, the sum over all rows: in float64, and rounded once. On CUDA `columns` are PARTS sums, of a part of the rows each.
- * `alpha` multiplies it where it is not NULL. */
+/* dbias, the sum over all rows: in float64, and rounded once. On CUDA `columns` are PARTS sums, of a part of the rows
+ * each. `alpha` multiplies it where it is not NULL. */
 typedef struct bias_total {
     double *columns; /* NULL: not wanted */
     const float *alpha;

@@ -2,8 +2,9 @@
  * gather of tokens into sorted rows, the clamped gate on them, the weighted sum back into tokens; and their gradients.
  *
  * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
- * access, BIAS_VEC to the gate's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS what is given; DH,
- * WY, DWEIGHTS, DBIAS, DOTS what is wanted. How much a block takes is an argument, so that no kernel depends on lengths.
+ * access, BIAS_VEC to the gate's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS
+ * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted. How much a block takes is an argument, so that no kernel
+ * depends on lengths.
  *
  * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the gate, where 2I = COLUMNS:
  *   sort      12 N read, 8 N written: two kernels, of which neither waits for the host
