@@ -323,12 +323,6 @@ BST_API bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor
                                             const DLTensor *ends, const DLTensor *weights, const DLTensor *bias,
                                             DLTensor *rows, DLTensor *dots, DLTensor *dbias);
 
-/* ---- PyTorch ----------------------------------------------------------------------------------------------------- */
-
-/* Registers every operator with PyTorch as torch.ops.bastile.<function>. `folder` holds libtorch_cpu.so. Once a
- * process. */
-BST_API bst_status bst_torch_register(const char *folder);
-
 #ifdef __cplusplus
 }
 #endif

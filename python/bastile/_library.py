@@ -39,6 +39,8 @@ def _load() -> ctypes.CDLL:
     library.bst_version.restype = ctypes.c_char_p
     library.bst_add_library_path.argtypes = [ctypes.c_char_p]
     library.bst_torch_register.argtypes = [ctypes.c_char_p]
+    library.bst_torch_describe.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
+    library.bst_torch_result_types.argtypes = [ctypes.c_int, *[ctypes.POINTER(ctypes.c_int64)] * 2]
     library.bst_kernel_counts.argtypes = [ctypes.POINTER(ctypes.c_int64)] * 2
     library.bst_kernel_counts.restype = None
     library.bst_set_autotune.argtypes = [ctypes.c_int]

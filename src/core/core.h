@@ -45,6 +45,12 @@ void bst__put_back(const bst_message *message);
 
 /* ---- tensor views ------------------------------------------------------------------------------------------------ */
 
+/* A tensor [..., columns] as rows: row r begins at element (r / inner) * outer_stride + (r % inner) * inner_stride. */
+typedef struct bst_rows {
+    int64_t rows, columns;
+    int64_t inner, inner_stride, outer_stride;
+} bst_rows;
+
 /* A DLTensor after its checks: what operators work with. */
 typedef struct bst_view {
     void *data; /* byte offset applied */
@@ -54,7 +60,11 @@ typedef struct bst_view {
     int64_t size[BST_MAX_DIMS];
     int64_t stride[BST_MAX_DIMS]; /* in elements */
     int64_t count;                /* product of the sizes */
+    bst_rows rows;                /* where the operator's description asks for rows */
 } bst_view;
+
+/* Whether there is a tensor at all: an optional one that is not given has a view without dimensions and elements. */
+static inline bool bst__given(const bst_view *v) { return v->dims || v->count; }
 
 /* Sets of types: 1u << bst_dtype. */
 #define BST_FLOATS (1u << BST_F32 | 1u << BST_BF16 | 1u << BST_F16)
@@ -75,8 +85,6 @@ bst_status bst__need_device(const char *op, const char *name, const bst_view *v,
 bst_status bst__need_contiguous(const char *op, const char *name, const bst_view *v);
 /* One element: a scalar or any tensor of one. */
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v);
-/* What a norm adds to the mean of squares: 0 or above, and finite. */
-bst_status bst__need_eps(const char *op, double eps);
 bool bst__is_contiguous(const bst_view *v);
 /* An output: reads it, and needs it to have `model`'s shape and device, be of `dtype` and contiguous. */
 bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
@@ -100,12 +108,6 @@ bst_status bst__need_all_apart(const char *op, const bst_named *outputs, int out
                                int input_count);
 /* BST_INVALID where two elements of an output of any strides share memory. */
 bst_status bst__need_distinct(const char *op, const char *name, const bst_view *v);
-
-/* A tensor [..., columns] as rows: row r begins at element (r / inner) * outer_stride + (r % inner) * inner_stride. */
-typedef struct bst_rows {
-    int64_t rows, columns;
-    int64_t inner, inner_stride, outer_stride;
-} bst_rows;
 
 /* Folds the leading dimensions. BST_UNSUPPORTED where they do not fold into two, or the last one is not contiguous. */
 bst_status bst__rows(const char *op, const char *name, const bst_view *v, bst_rows *out);

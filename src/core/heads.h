@@ -8,17 +8,12 @@
 /* The widest head: a block of 1024 threads then has one for each pair. */
 enum { BST_MOST_HEAD_DIM = 2048 };
 
-/* Reads a tensor of heads. */
-bst_status bst__heads(const char *op, const char *name, const DLTensor *tensor, bst_view *out);
-/* The same for one that has `in`'s shape and device. */
-bst_status bst__heads_like(const char *op, const char *name, const DLTensor *tensor, const bst_view *in,
-                           const char *in_name, bst_view *out);
-/* Reads k, or its gradient, which goes with q: NULL leaves `out` empty, for q may be alone. */
-bst_status bst__heads_beside(const char *op, const char *name, const DLTensor *tensor, const bst_view *q,
-                             const char *q_name, bst_view *out);
-/* Reads a table of cosines or sines for q. A table that all batch rows share gets the batch stride 0. */
-bst_status bst__rotary_table(const char *op, const char *name, const DLTensor *tensor, const bst_view *q,
-                             const char *q_name, bst_view *out);
+/* What the tables of descriptions leave open: heads that a kernel serves, and a table whose size R is even, at least 2
+ * and no more than a head. */
+bst_status bst__need_heads(const char *op, const char *name, const bst_view *heads, const char *table_name,
+                           const bst_view *table);
+/* What their symbols mean: B, S, D and R. */
+extern const char *const bst__head_symbols[];
 
 /* The largest power of two, at most `most` elements, that divides the address and every stride in use. */
 int64_t bst__aligned(const bst_view *v, int64_t most);

@@ -1,5 +1,4 @@
 /* view.c - reading tensors and saying what is wrong with them. One sentence per fault, made in one place. */
-#include <float.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <string.h>
@@ -159,11 +158,6 @@ bst_status bst__need_contiguous(const char *op, const char *name, const bst_view
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v) {
     if (v->count == 1) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; one element is needed", op, name, bst__shape_text(v));
-}
-
-bst_status bst__need_eps(const char *op, double eps) {
-    if (eps >= 0 && eps <= FLT_MAX) return BST_OK;
-    return bst__error(BST_INVALID, "%s: eps is %g; a finite number, 0 or above, is needed", op, eps);
 }
 
 bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,

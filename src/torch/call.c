@@ -23,6 +23,15 @@ static DLDataType dl_type(int32_t dtype) {
     return (DLDataType){kDLOpaqueHandle, 0, 1}; /* any other: the operator's check refuses it */
 }
 
+DLDataType bst__dl_type(bst_dtype dtype) {
+    static const DLDataType type[] = {[BST_F32] = {kDLFloat, 32, 1},
+                                      [BST_BF16] = {kDLBfloat, 16, 1},
+                                      [BST_F16] = {kDLFloat, 16, 1},
+                                      [BST_I64] = {kDLInt, 64, 1},
+                                      [BST_I32] = {kDLInt, 32, 1}};
+    return type[dtype];
+}
+
 static DLDevice dl_device(int32_t type, int32_t index) {
     bool cuda = type == bst__torch.aoti_torch_device_type_cuda();
 #ifdef BST_EMULATE
@@ -204,6 +213,12 @@ static DLTensor *rows_of(bst_call *call, DLTensor *tensor) {
     if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
     if (view.dims == 0 || bst__rows("", "", &view, &rows) == BST_OK) return tensor;
     return contiguous_copy(call, tensor, tensor->dtype);
+}
+
+DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor) {
+    bst_view view;
+    if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
+    return bst__is_contiguous(&view) ? tensor : contiguous_copy(call, tensor, tensor->dtype);
 }
 
 DLTensor *bst__call_rows(bst_call *call, bst_torch_value value) { return rows_of(call, bst__call_tensor(call, value)); }

@@ -40,6 +40,8 @@ DLTensor *bst__call_labels(bst_call *call, bst_torch_value value);
 DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value);
 /* The same for one that may be None: NULL. */
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
+/* One of the above, or a copy of it without gaps where it has any. */
+DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor);
 /* The same for an operator that needs rows: where the tensor's strides do not fold into rows, a contiguous copy. */
 DLTensor *bst__call_rows(bst_call *call, bst_torch_value value);
 DLTensor *bst__call_optional_rows(bst_call *call, bst_torch_value value);
@@ -59,6 +61,9 @@ DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_fir
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
 
 static const DLDataType bst_type_f32 = {kDLFloat, 32, 1}, bst_type_i32 = {kDLInt, 32, 1};
+
+/* DLPack's name of a type. */
+DLDataType bst__dl_type(bst_dtype dtype);
 
 static inline bool bst__same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits; }
 

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "bastile/torch.h"
 #include "chips.h"
 
 enum { T = 70, H = 6, V = 6, E = 2, K = 2, N = T * K };

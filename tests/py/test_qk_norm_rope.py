@@ -481,6 +481,10 @@ def test_what_the_compiler_is_told_is_true(device):
         for casting in (0, 1):
             torch.library.opcheck(forward, (*tensors, EPS, casting, False, order, not order))
             dq, dk = forward(*tensors, EPS, casting, False, order, not order)
-            torch.library.opcheck(backward, (dq, dk, *tensors, EPS, casting, True, order, not order, 15))
-            torch.library.opcheck(backward, (dq, None, *tensors, EPS, casting, True, order, False, 4))
-            torch.library.opcheck(backward, (None, dk, *tensors, EPS, casting, True, order, False, 2))
+            torch.library.opcheck(backward, (dq, dk, *tensors, EPS, casting, True, order, not order, *[True] * 4))
+            torch.library.opcheck(
+                backward, (dq, None, *tensors, EPS, casting, True, order, False, False, False, True, False)
+            )
+            torch.library.opcheck(
+                backward, (None, dk, *tensors, EPS, casting, True, order, False, False, True, False, False)
+            )

@@ -20,7 +20,6 @@ from bastile.ops._common import FLOATS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import _padded
-from bastile.ops.qk_norm_rope import _DK, _DK_WEIGHT, _DQ, _DQ_WEIGHT
 from bastile.ops.rms_norm import _CASTING
 
 _ROWS = 8
@@ -240,11 +239,11 @@ class _Step:
         options = _EPS, self.casting, self.family.rotary_interleaved, False, False
         yield Call("qk_norm_rope_forward", (*inputs, *options), title)
         q_weight, k_weight = (norm.is_trained for norm in norms)
-        wants = _DQ * q + _DK * k + _DQ_WEIGHT * q_weight + _DK_WEIGHT * k_weight
-        if wants:
+        wanted = q, k, q_weight, k_weight
+        if any(wanted):
             dq, dk = self._head_tensors(_promoted(self._normed_type(product, weight_type), stream))
             gradients = dq if q or q_weight else None, dk if k or k_weight else None
-            yield Call("qk_norm_rope_backward", (*gradients, *inputs, *options, wants), title)
+            yield Call("qk_norm_rope_backward", (*gradients, *inputs, *options, *wanted), title)
 
     def _swiglu(self, mlp: _Part, x: bool) -> Iterator[Call]:
         if "swiglu" not in self.operators:

@@ -11,14 +11,6 @@ from bastile.ops._common import need_floats
 MOST_DIM = 2048
 
 
-def new_heads(like: torch.Tensor, tokens_first: bool, dtype: torch.dtype) -> torch.Tensor:
-    """What the operators return, for their fakes."""
-    batch, heads, positions, dim = like.shape
-    if tokens_first:
-        return torch.empty((batch, positions, heads, dim), dtype=dtype, device=like.device).transpose(1, 2)
-    return torch.empty((batch, heads, positions, dim), dtype=dtype, device=like.device)
-
-
 def tokens_first(t: torch.Tensor) -> bool:
     """Whether the heads of a position lie together in memory, as in a transposed [B, S, heads, D]. The results then do
     too, so that what attention does with them (and autograd with the gradients) stays free of copies."""

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, is_batched, is_last_pass, need_floats, served
 
 __all__ = ["BastileCrossEntropyLoss", "cross_entropy"]
@@ -19,28 +19,6 @@ _forward = torch.ops.bastile.cross_entropy_forward.default
 _forward_inplace = torch.ops.bastile.cross_entropy_forward_inplace.default
 _backward = torch.ops.bastile.cross_entropy_backward.default
 _scale = torch.ops.bastile.scale_.default
-
-
-@torch.library.register_fake("bastile::cross_entropy_forward")
-def _(logits, target, class_weight, num_items, ignore_index, reduction, label_smoothing, softcap, logit_scale, square):
-    rows = logits.shape[:-1].numel()
-    loss = logits.new_empty((rows,) if reduction == 0 else (), dtype=torch.float32)
-    return loss, logits.new_empty((rows, 2), dtype=torch.float32)
-
-
-@torch.library.register_fake("bastile::cross_entropy_forward_inplace")
-def _(logits, target, class_weight, num_items, ignore_index, reduction, label_smoothing, softcap, logit_scale, square):
-    return logits.new_empty((), dtype=torch.float32)
-
-
-@torch.library.register_fake("bastile::cross_entropy_backward")
-def _(grad_loss, logits, target, class_weight, num_items, lse, *options):
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-
-
-@torch.library.register_fake("bastile::scale_")
-def _(tensor, scale):
-    return None
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, served
-from bastile.ops._heads import MOST_DIM, check_heads, dense, new_heads, tokens_first, turn
+from bastile.ops._heads import MOST_DIM, check_heads, dense, tokens_first, turn
 from bastile.ops.rms_norm import _CASTING, Casting, check_weight
 from bastile.ops.rms_norm import _reference as norm
 from bastile.recompute import offer
@@ -15,44 +15,6 @@ __all__ = ["qk_norm_rope"]
 
 _forward = torch.ops.bastile.qk_norm_rope_forward.default
 _backward = torch.ops.bastile.qk_norm_rope_backward.default
-
-# What the backward operator is asked for.
-_DQ, _DK, _DQ_WEIGHT, _DK_WEIGHT = 1, 2, 4, 8
-
-
-@torch.library.register_fake("bastile::qk_norm_rope_forward")
-def _(q, k, q_weight, k_weight, cos, sin, eps, casting, interleaved, q_tokens_first, k_tokens_first):
-    dtype = torch.promote_types(q.dtype, q_weight.dtype) if casting == _CASTING["llama"] else q.dtype
-    dtype = torch.promote_types(dtype, cos.dtype)
-    return new_heads(q, q_tokens_first, dtype), new_heads(k, k_tokens_first, dtype)
-
-
-@torch.library.register_fake("bastile::qk_norm_rope_backward")
-def _(
-    dq_out,
-    dk_out,
-    q,
-    k,
-    q_weight,
-    k_weight,
-    cos,
-    sin,
-    eps,
-    casting,
-    interleaved,
-    q_tokens_first,
-    k_tokens_first,
-    wants,
-):
-    def none():
-        return torch.empty((0,), dtype=torch.float32, device=q.device)
-
-    return (
-        new_heads(q, q_tokens_first, q.dtype) if wants & _DQ else none(),
-        new_heads(k, k_tokens_first, k.dtype) if wants & _DK else none(),
-        torch.empty_like(q_weight) if wants & _DQ_WEIGHT else none(),
-        torch.empty_like(k_weight) if wants & _DK_WEIGHT else none(),
-    )
 
 
 class _QKNormRope(Function):
@@ -72,13 +34,12 @@ class _QKNormRope(Function):
     def backward(ctx, dq_out, dk_out):
         saved = ctx.saved_tensors
         want_dq, want_dk, want_dq_weight, want_dk_weight = wanted = ctx.needs_input_grad[:4]
-        wants = _DQ * want_dq + _DK * want_dk + _DQ_WEIGHT * want_dq_weight + _DK_WEIGHT * want_dk_weight
         gradients = _backward(
             dense(dq_out) if want_dq or want_dq_weight else None,
             dense(dk_out) if want_dk or want_dk_weight else None,
             *saved,
             *ctx.options,
-            wants,
+            *wanted,
         )
         results = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():

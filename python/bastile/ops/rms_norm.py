@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, need_floats, served
 from bastile.recompute import offer
 
@@ -23,31 +22,6 @@ _forward = torch.ops.bastile.rms_norm_forward.default
 _backward = torch.ops.bastile.rms_norm_backward.default
 _add_forward = torch.ops.bastile.add_rms_norm_forward.default
 _add_backward = torch.ops.bastile.add_rms_norm_backward.default
-
-
-@torch.library.register_fake("bastile::rms_norm_forward")
-def _fake_forward(x, weight, eps, casting):
-    dtype = torch.promote_types(x.dtype, weight.dtype) if weight is not None and casting == 0 else x.dtype
-    rstd = x.new_empty((math.prod(x.shape[:-1]),), dtype=torch.float32)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), rstd
-
-
-@torch.library.register_fake("bastile::add_rms_norm_forward")
-def _(x, residual, weight, eps, casting):
-    y, rstd = _fake_forward(x, weight, eps, casting)
-    return y, torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd
-
-
-@torch.library.register_fake("bastile::rms_norm_backward")
-def _fake_backward(dy, x, weight, rstd, casting, want_dx, want_dweight):
-    none = x.new_empty((0,), dtype=torch.float32)
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_dx else none
-    return dx, torch.empty_like(weight) if want_dweight else none.clone()
-
-
-@torch.library.register_fake("bastile::add_rms_norm_backward")
-def _(dy, dsum, x, weight, rstd, casting, want_dx, want_dweight):
-    return _fake_backward(dy, x, weight, rstd, casting, want_dx, want_dweight)
 
 
 class _RMSNorm(Function):

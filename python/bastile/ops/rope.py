@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import FLOATS, Function, first_order_only, served
-from bastile.ops._heads import MOST_DIM, check_heads, dense, new_heads, tokens_first, turn
+from bastile.ops._heads import MOST_DIM, check_heads, dense, tokens_first, turn
 
 __all__ = ["rope"]
 
 _forward = torch.ops.bastile.rope_forward.default
 _backward = torch.ops.bastile.rope_backward.default
-
-
-@torch.library.register_fake("bastile::rope_forward")
-def _(q, k, cos, sin, interleaved, q_tokens_first, k_tokens_first):
-    dtype = torch.promote_types(q.dtype, cos.dtype)
-    return new_heads(q, q_tokens_first, dtype), new_heads(k, k_tokens_first, dtype)
-
-
-@torch.library.register_fake("bastile::rope_backward")
-def _(dq_out, dk_out, cos, sin, interleaved, q_tokens_first, k_tokens_first, dtype):
-    dq = new_heads(dq_out, q_tokens_first, FLOATS[dtype])
-    if dk_out is None:
-        return dq, torch.empty((0,), dtype=torch.float32, device=dq_out.device)
-    return dq, new_heads(dk_out, k_tokens_first, FLOATS[dtype])
 
 
 class _Rope(Function):

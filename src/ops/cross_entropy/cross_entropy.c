@@ -1,7 +1,6 @@
-/* cross_entropy.c - softmax cross-entropy: checks, then the configuration, then the kernels of the tensors' device. */
+/* cross_entropy.c - softmax cross-entropy: descriptions, configuration, then the kernels of the tensors' device. */
 #include <assert.h>
 #include <inttypes.h>
-#include <math.h>
 
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
@@ -10,23 +9,26 @@
 static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward",
                   scale_op[] = "scale";
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
+/* ---- options and targets ------------------------------------------------------------------------------------------------------ */
 
-static bst_status check_number(const char *op, const char *name, double value, bool fine, const char *need) {
-    if (fine && isfinite(value)) return BST_OK;
-    return bst__error(BST_INVALID, "%s: %s is %g; %s is needed", op, name, value, need);
+bst_cross_entropy_options bst__loss_options(const bst_attribute *attributes) {
+    return (bst_cross_entropy_options){.ignore_index = attributes[BST_LOSS_IGNORE_INDEX].i,
+                                       .reduction = (bst_reduction)attributes[BST_LOSS_REDUCTION].i,
+                                       .label_smoothing = attributes[BST_LOSS_SMOOTHING].d,
+                                       .softcap = attributes[BST_LOSS_SOFTCAP].d,
+                                       .logit_scale = attributes[BST_LOSS_SCALE].d,
+                                       .lse_square_scale = attributes[BST_LOSS_SQUARE].d};
 }
 
-bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *o) {
+bst_status bst__loss_attributes_of(const char *op, const bst_cross_entropy_options *o, bst_attribute *attributes) {
     if (!o) return bst__error(BST_INVALID, "%s: options is NULL; they are needed", op);
-    if (o->reduction < BST_REDUCTION_NONE || o->reduction > BST_REDUCTION_SUM)
-        return bst__error(BST_INVALID, "%s: reduction is %d; 0 (none), 1 (mean) or 2 (sum) is needed", op,
-                          (int)o->reduction);
-    bool share = o->label_smoothing >= 0 && o->label_smoothing <= 1;
-    BST_TRY(check_number(op, "label_smoothing", o->label_smoothing, share, "a number from 0 to 1"));
-    BST_TRY(check_number(op, "softcap", o->softcap, o->softcap >= 0, "a positive number, or 0 for none,"));
-    BST_TRY(check_number(op, "logit_scale", o->logit_scale, true, "a finite number"));
-    return check_number(op, "lse_square_scale", o->lse_square_scale, true, "a finite number");
+    attributes[BST_LOSS_IGNORE_INDEX].i = o->ignore_index;
+    attributes[BST_LOSS_REDUCTION].i = o->reduction;
+    attributes[BST_LOSS_SMOOTHING].d = o->label_smoothing;
+    attributes[BST_LOSS_SOFTCAP].d = o->softcap;
+    attributes[BST_LOSS_SCALE].d = o->logit_scale;
+    attributes[BST_LOSS_SQUARE].d = o->lse_square_scale;
+    return BST_OK;
 }
 
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
@@ -42,96 +44,63 @@ bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, con
     return BST_OK;
 }
 
-/* A contiguous tensor of `count` elements, as many as logits has rows. */
-static bst_status check_per_row(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor,
-                                int64_t count, const bst_view *logits, bst_view *out) {
-    BST_TRY(bst__view(op, name, dtypes, tensor, out));
-    if (out->count != count)
-        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a row of logits, are needed", op,
-                          name, bst__shape_text(out), count);
-    BST_TRY(bst__need_contiguous(op, name, out));
-    return bst__need_device(op, name, out, logits, "logits");
-}
+/* ---- description ------------------------------------------------------------------------------------------------- */
 
-static bst_status check_scalar(const char *op, const char *name, const DLTensor *tensor, const bst_view *logits,
-                               bst_view *out) {
-    BST_TRY(bst__view(op, name, 1u << BST_F32, tensor, out));
-    BST_TRY(bst__need_one(op, name, out));
-    return bst__need_device(op, name, out, logits, "logits");
-}
+enum { LOGITS, TARGET, CLASS_WEIGHT, NUM_ITEMS, BOTH, OUT_LOSS = BOTH, OUT_KEPT, OUT_LSE, OUT_DLOGITS };
+enum { GRAD_LOSS = BOTH, IN_KEPT, IN_LSE, DLOGITS };
 
-/* lse: [T], or [T, 2] for what the backward pass needs to be exact. */
-static bst_status check_lse(const char *op, const DLTensor *tensor, const bst_view *logits, bst_view *out,
-                            bst_cross_entropy_rows_call *c) {
-    bool pairs = tensor && tensor->ndim == 2 && tensor->shape[1] == 2;
-    BST_TRY(check_per_row(op, "lse", 1u << BST_F32, tensor, pairs ? 2 * c->rows : c->rows, logits, out));
-    *(pairs ? &c->kept : &c->lse) = out->data;
-    return BST_OK;
-}
+#define ONE_FLOAT(name, flags) {name, flags, 1u << BST_F32, ".", BST_CONTIGUOUS}
+#define INPUTS                                                                                              \
+    {"logits", BST_IN, BST_FLOATS, "*V", BST_ROWS}, {"target", BST_IN, 1u << BST_I64, "#", BST_CONTIGUOUS}, \
+        {"class_weight", BST_IN | BST_OPTIONAL, 1u << BST_F32, "V", BST_CONTIGUOUS},                        \
+        ONE_FLOAT("num_items", BST_IN | BST_OPTIONAL)
+/* For the backward pass lse may be the two numbers that it is made of. */
+#define KEPT(flags) {"lse", flags, 1u << BST_F32, "#2", BST_CONTIGUOUS}
+#define LSE(flags)  {"lse", flags, 1u << BST_F32, "#", BST_CONTIGUOUS}
+/* logits itself, or contiguous and apart from it. */
+#define GRADIENT(flags)                         \
+    {"dlogits",                                 \
+     flags,                                     \
+     BST_FLOATS,                                \
+     NULL,                                      \
+     BST_CONTIGUOUS,                            \
+     BST_LIKE(LOGITS),                          \
+     BST_TYPE_OF(LOGITS, "the type of logits"), \
+     BST_MAY_BE(1u << LOGITS)}
+#define LOSS_OF(name, flags) {name, flags, 1u << BST_F32, "#", BST_CONTIGUOUS, BST_REDUCED(BST_LOSS_REDUCTION)}
 
-/* The inputs that forward and backward share, and the call that they describe. */
-typedef struct problem {
-    bst_view logits, target, class_weight, num_items, lse, dlogits;
-    bst_rows rows;
-    bst_cross_entropy_rows_call call;
-} problem;
+static const bst_attribute_rule options[] = {BST_LOSS_ATTRIBUTES, {NULL}};
 
-static bst_status check_input(const char *op, const DLTensor *logits, const DLTensor *target,
-                              const DLTensor *class_weight, const DLTensor *num_items,
-                              const bst_cross_entropy_options *options, problem *p) {
-    *p = (problem){0};
-    BST_TRY(bst__cross_entropy_check_options(op, options));
-    BST_TRY(bst__view(op, "logits", BST_FLOATS, logits, &p->logits));
-    BST_TRY(bst__rows(op, "logits", &p->logits, &p->rows));
-    if (p->rows.columns < 1 || p->rows.columns > BST_CROSS_ENTROPY_MOST_CLASSES)
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    const bst_rows *r = &v[LOGITS].rows;
+    if (r->columns < 1 || r->columns > BST_CROSS_ENTROPY_MOST_CLASSES)
         return bst__error(BST_UNSUPPORTED, "%s: logits has rows of %" PRId64 " elements; 1 to %d are supported", op,
-                          p->rows.columns, BST_CROSS_ENTROPY_MOST_CLASSES);
-    BST_TRY(check_per_row(op, "target", 1u << BST_I64, target, p->rows.rows, &p->logits, &p->target));
-    if (class_weight) {
-        BST_TRY(bst__view(op, "class_weight", 1u << BST_F32, class_weight, &p->class_weight));
-        BST_TRY(bst__need_dims(op, "class_weight", &p->class_weight, 1));
-        BST_TRY(
-            bst__need_size(op, "class_weight", &p->class_weight, 0, p->rows.columns, "the last dimension of logits"));
-        BST_TRY(bst__need_contiguous(op, "class_weight", &p->class_weight));
-        BST_TRY(bst__need_device(op, "class_weight", &p->class_weight, &p->logits, "logits"));
-    }
-    if (num_items) BST_TRY(check_scalar(op, "num_items", num_items, &p->logits, &p->num_items));
-    p->call = (bst_cross_entropy_rows_call){
-        .device = p->logits.device,
-        .dtype = p->logits.dtype,
-        .rows = p->rows.rows,
-        .vocabulary = p->rows.columns,
-        .logits = p->logits.data,
-        .stride = p->rows.inner_stride,
-        .inner = p->rows.inner < p->rows.rows ? p->rows.inner : 0,
-        .outer_stride = p->rows.outer_stride,
-        .target = p->target.data,
-        .class_weight = p->class_weight.data,
-        .options = options,
-        .dlogits_stride = p->rows.columns,
-    };
-    return BST_OK;
+                          r->columns, BST_CROSS_ENTROPY_MOST_CLASSES);
+    return bst__cross_entropy_check_targets(op, v[LOGITS].device, v[TARGET].data, r->rows, r->columns,
+                                            attributes[BST_LOSS_IGNORE_INDEX].i);
 }
 
-/* dlogits: logits itself, or contiguous and apart from it. */
-static bst_status check_dlogits(const char *op, const DLTensor *tensor, problem *p) {
-    bst_rows rows;
-    BST_TRY(bst__view(op, "dlogits", BST_FLOATS, tensor, &p->dlogits));
-    BST_TRY(bst__need_same_shape(op, "dlogits", &p->dlogits, "logits", &p->logits));
-    BST_TRY(bst__need_dtype(op, "dlogits", &p->dlogits, p->logits.dtype, "the type of logits"));
-    BST_TRY(bst__need_device(op, "dlogits", &p->dlogits, &p->logits, "logits"));
-    p->call.dlogits = p->dlogits.data;
-    if (p->dlogits.data != p->logits.data || !p->logits.count) {
-        BST_TRY(bst__need_contiguous(op, "dlogits", &p->dlogits));
-        if (!bst__overlap(&p->dlogits, &p->logits)) return BST_OK;
-        return bst__error(BST_INVALID, "%s: dlogits and logits share memory, but do not begin together", op);
-    }
-    BST_TRY(bst__rows(op, "dlogits", &p->dlogits, &rows));
-    BST_TRY(bst__need_distinct(op, "dlogits", &p->dlogits));
-    if (rows.inner == p->rows.inner && rows.inner_stride == p->rows.inner_stride &&
-        rows.outer_stride == p->rows.outer_stride)
-        return BST_OK;
-    return bst__error(BST_INVALID, "%s: dlogits shares the memory of logits, but has other strides", op);
+static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    if (!bst__given(&v[IN_KEPT]) && !bst__given(&v[IN_LSE]))
+        return bst__error(BST_INVALID, "%s: lse is NULL; a tensor is needed", op);
+    return check(op, v, attributes);
+}
+
+/* What forward and backward share of the call. `o` outlives it. */
+static bst_cross_entropy_rows_call call_of(const bst_view *v, const bst_cross_entropy_options *o) {
+    const bst_rows *r = &v[LOGITS].rows;
+    return (bst_cross_entropy_rows_call){.device = v[LOGITS].device,
+                                         .dtype = v[LOGITS].dtype,
+                                         .rows = r->rows,
+                                         .vocabulary = r->columns,
+                                         .logits = v[LOGITS].data,
+                                         .stride = r->inner_stride,
+                                         .inner = r->inner < r->rows ? r->inner : 0,
+                                         .outer_stride = r->outer_stride,
+                                         .target = v[TARGET].data,
+                                         .class_weight = v[CLASS_WEIGHT].data,
+                                         .options = o,
+                                         .dlogits_stride = r->columns};
 }
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
@@ -407,19 +376,19 @@ bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDev
 /* ---- the operators ----------------------------------------------------------------------------------------------- */
 
 /* Whether there are divisors, or tickets to be cleared with them. */
-static bool divides(const problem *p, const bst_cross_entropy_options *o) {
-    if (p->call.device.device_type == kDLCUDA && p->call.mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT) return true;
-    return o->reduction == BST_REDUCTION_MEAN || (p->num_items.data && o->reduction == BST_REDUCTION_SUM) ||
-           (p->class_weight.data && o->label_smoothing > 0);
+static bool divides(const bst_cross_entropy_rows_call *c, const float *num_items) {
+    const bst_cross_entropy_options *o = c->options;
+    if (c->device.device_type == kDLCUDA && c->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT) return true;
+    return o->reduction == BST_REDUCTION_MEAN || (num_items && o->reduction == BST_REDUCTION_SUM) ||
+           (c->class_weight && o->label_smoothing > 0);
 }
 
 /* Divisors, rows, and the sum of the loss rows where `loss` is not NULL. `memory`: room for the divisors. */
-static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cross_entropy_divisors *memory,
-                      float *loss) {
-    bst_cross_entropy_rows_call *c = &p->call;
+static bst_status run(const bst_exec *exec, const char *op, bst_cross_entropy_rows_call *c, const float *num_items,
+                      bst_cross_entropy_divisors *memory, float *loss) {
     if (memory) {
         BST_TRY(bst__cross_entropy_divisors(exec, op, c->device, c->target, c->rows, c->vocabulary, c->class_weight,
-                                            p->num_items.data, NULL, c->options, 1, memory));
+                                            num_items, NULL, c->options, 1, memory));
         c->divisors = memory;
         c->tickets = bst__cross_entropy_tickets(memory, 0);
     }
@@ -428,101 +397,172 @@ static bst_status run(const bst_exec *exec, const char *op, problem *p, bst_cros
     return bst__cross_entropy_reduce(exec, op, c->device, c->loss_rows, c->rows, c->divisors, loss);
 }
 
-bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
-                                     const DLTensor *class_weight, const DLTensor *num_items,
-                                     const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
-                                     DLTensor *dlogits) {
-    problem p;
-    bst_view loss_view;
-    BST_TRY(check_input(forward_op, logits, target, class_weight, num_items, options, &p));
-    bool none = options->reduction == BST_REDUCTION_NONE;
-    if (none) {
-        BST_TRY(check_per_row(forward_op, "loss", 1u << BST_F32, loss, p.rows.rows, &p.logits, &loss_view));
-    } else {
-        BST_TRY(check_scalar(forward_op, "loss", loss, &p.logits, &loss_view));
-    }
-    if (lse) BST_TRY(check_lse(forward_op, lse, &p.logits, &p.lse, &p.call));
-    if (dlogits && none)
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_cross_entropy_options o = bst__loss_options(attributes);
+    bool none = o.reduction == BST_REDUCTION_NONE, gradient = bst__given(&v[OUT_DLOGITS]);
+    if (gradient && none)
         return bst__error(BST_INVALID, "%s: dlogits is wanted with reduction none; mean or sum is needed", forward_op);
-    if (dlogits) BST_TRY(check_dlogits(forward_op, dlogits, &p));
-    const bst_named outputs[] = {{"loss", &loss_view}, {"lse", &p.lse}, {"dlogits", &p.dlogits}};
-    const bst_named inputs[] = {
-        {"target", &p.target}, {"class_weight", &p.class_weight}, {"num_items", &p.num_items}, {"logits", &p.logits}};
-    BST_TRY(bst__need_all_apart(forward_op, outputs, 2, inputs, 4));
-    BST_TRY(bst__need_all_apart(forward_op, outputs + 2, 1, inputs, 3)); /* dlogits may be logits */
-    BST_TRY(bst__need_all_apart(forward_op, outputs, 3, NULL, 0));
-    bst_cross_entropy_rows_call *c = &p.call;
-    BST_TRY(bst__cross_entropy_check_targets(forward_op, c->device, c->target, c->rows, c->vocabulary,
-                                             options->ignore_index));
-    c->mode = dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS;
-    c->loss_rows = none ? loss_view.data : NULL;
+    bst_cross_entropy_rows_call c = call_of(v, &o);
+    c.lse = v[OUT_LSE].data;
+    c.kept = v[OUT_KEPT].data;
+    c.dlogits = v[OUT_DLOGITS].data;
+    c.mode = gradient ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS;
+    c.loss_rows = none ? v[OUT_LOSS].data : NULL;
     void *memory;
-    size_t bytes = bst__cross_entropy_divisors_bytes(1) + (none ? 0 : (size_t)c->rows * sizeof(float));
-    BST_TRY(bst__allocate(exec, forward_op, c->device, bytes, &memory));
+    size_t bytes = bst__cross_entropy_divisors_bytes(1) + (none ? 0 : (size_t)c.rows * sizeof(float));
+    BST_TRY(bst__allocate(exec, forward_op, c.device, bytes, &memory));
     bst_cross_entropy_divisors *divisors = memory;
-    if (!none) c->loss_rows = (float *)(void *)(bst__cross_entropy_tickets(divisors, 0) + 1);
-    bst_status status = run(exec, forward_op, &p, divides(&p, options) ? divisors : NULL, none ? NULL : loss_view.data);
-    bst__release(exec, c->device, memory);
+    if (!none) c.loss_rows = (float *)(void *)(bst__cross_entropy_tickets(divisors, 0) + 1);
+    const float *num_items = v[NUM_ITEMS].data;
+    bst_status status =
+        run(exec, forward_op, &c, num_items, divides(&c, num_items) ? divisors : NULL, none ? NULL : v[OUT_LOSS].data);
+    bst__release(exec, c.device, memory);
     return status;
 }
+
+static const bst_argument forward_arguments[] = {
+    INPUTS,
+    [OUT_LOSS] = LOSS_OF("loss", BST_OUT),
+    [OUT_KEPT] = KEPT(BST_OUT | BST_OPTIONAL),
+    [OUT_LSE] = LSE(BST_OUT | BST_OPTIONAL),
+    [OUT_DLOGITS] = GRADIENT(BST_OUT | BST_OPTIONAL),
+    {NULL},
+};
+
+#define OPTIONS "ignore_index reduction label_smoothing softcap logit_scale lse_square_scale"
+static const bst_function forward = {
+    .name = forward_op,
+    .arguments = forward_arguments,
+    .attributes = options,
+    .check = check,
+    .run = run_forward,
+    .torch =
+        (const char *const[]){
+            "cross_entropy_forward: logits target class_weight num_items " OPTIONS " -> loss lse",
+            "cross_entropy_forward_inplace: logits target class_weight num_items " OPTIONS " -> loss dlogits=logits",
+            NULL,
+        },
+};
+
+/* Whether a tensor holds the two numbers that lse is made of. */
+static bool in_pairs(const DLTensor *lse) { return lse && lse->ndim == 2 && lse->shape && lse->shape[1] == 2; }
+
+bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
+                                     const DLTensor *class_weight, const DLTensor *num_items,
+                                     const bst_cross_entropy_options *o, DLTensor *loss, DLTensor *lse,
+                                     DLTensor *dlogits) {
+    bst_attribute attributes[BST_LOSS_COUNT];
+    BST_TRY(bst__loss_attributes_of(forward_op, o, attributes));
+    const DLTensor *tensors[] = {[LOGITS] = logits,
+                                 [TARGET] = target,
+                                 [CLASS_WEIGHT] = class_weight,
+                                 [NUM_ITEMS] = num_items,
+                                 [OUT_LOSS] = loss,
+                                 [OUT_KEPT] = in_pairs(lse) ? lse : NULL,
+                                 [OUT_LSE] = in_pairs(lse) ? NULL : lse,
+                                 [OUT_DLOGITS] = dlogits};
+    return bst__run(&forward, exec, tensors, attributes);
+}
+
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_cross_entropy_options o = bst__loss_options(attributes);
+    bst_cross_entropy_rows_call c = call_of(v, &o);
+    c.lse = v[IN_LSE].data;
+    c.kept = v[IN_KEPT].data;
+    c.dlogits = v[DLOGITS].data;
+    c.mode = BST_CROSS_ENTROPY_GRADIENT;
+    c.upstream = v[GRAD_LOSS].data;
+    c.upstream_stride = o.reduction == BST_REDUCTION_NONE;
+    const float *num_items = v[NUM_ITEMS].data;
+    void *memory = NULL;
+    if (divides(&c, num_items))
+        BST_TRY(bst__allocate(exec, backward_op, c.device, bst__cross_entropy_divisors_bytes(1), &memory));
+    bst_status status = run(exec, backward_op, &c, num_items, memory, NULL);
+    bst__release(exec, c.device, memory);
+    return status;
+}
+
+static const bst_argument backward_arguments[] = {
+    INPUTS,
+    [GRAD_LOSS] = LOSS_OF("grad_loss", BST_IN),
+    [IN_KEPT] = KEPT(BST_IN | BST_OPTIONAL),
+    [IN_LSE] = LSE(BST_IN | BST_OPTIONAL),
+    [DLOGITS] = GRADIENT(BST_OUT),
+    {NULL},
+};
+
+static const bst_function backward = {
+    .name = backward_op,
+    .arguments = backward_arguments,
+    .attributes = options,
+    .check = check_backward,
+    .run = run_backward,
+    .torch =
+        (const char *const[]){
+            "cross_entropy_backward: grad_loss logits target class_weight num_items lse! " OPTIONS " -> dlogits",
+            NULL,
+        },
+};
 
 bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
                                       const DLTensor *target, const DLTensor *class_weight, const DLTensor *num_items,
-                                      const DLTensor *lse, const bst_cross_entropy_options *options,
-                                      DLTensor *dlogits) {
-    problem p;
-    bst_view upstream;
-    BST_TRY(check_input(backward_op, logits, target, class_weight, num_items, options, &p));
-    bool none = options->reduction == BST_REDUCTION_NONE;
-    if (none) {
-        BST_TRY(check_per_row(backward_op, "grad_loss", 1u << BST_F32, grad_loss, p.rows.rows, &p.logits, &upstream));
-    } else {
-        BST_TRY(check_scalar(backward_op, "grad_loss", grad_loss, &p.logits, &upstream));
-    }
-    BST_TRY(check_lse(backward_op, lse, &p.logits, &p.lse, &p.call));
-    BST_TRY(check_dlogits(backward_op, dlogits, &p));
-    const bst_named inputs[] = {{"target", &p.target},
-                                {"class_weight", &p.class_weight},
-                                {"num_items", &p.num_items},
-                                {"lse", &p.lse},
-                                {"grad_loss", &upstream}};
-    BST_TRY(bst__need_all_apart(backward_op, (bst_named[]){{"dlogits", &p.dlogits}}, 1, inputs, 5));
-    bst_cross_entropy_rows_call *c = &p.call;
-    BST_TRY(bst__cross_entropy_check_targets(backward_op, c->device, c->target, c->rows, c->vocabulary,
-                                             options->ignore_index));
-    c->mode = BST_CROSS_ENTROPY_GRADIENT;
-    c->upstream = upstream.data;
-    c->upstream_stride = none;
-    void *memory = NULL;
-    if (divides(&p, options))
-        BST_TRY(bst__allocate(exec, backward_op, c->device, bst__cross_entropy_divisors_bytes(1), &memory));
-    bst_status status = run(exec, backward_op, &p, memory, NULL);
-    bst__release(exec, c->device, memory);
-    return status;
+                                      const DLTensor *lse, const bst_cross_entropy_options *o, DLTensor *dlogits) {
+    bst_attribute attributes[BST_LOSS_COUNT];
+    BST_TRY(bst__loss_attributes_of(backward_op, o, attributes));
+    const DLTensor *tensors[] = {[LOGITS] = logits,
+                                 [TARGET] = target,
+                                 [CLASS_WEIGHT] = class_weight,
+                                 [NUM_ITEMS] = num_items,
+                                 [GRAD_LOSS] = grad_loss,
+                                 [IN_KEPT] = in_pairs(lse) ? lse : NULL,
+                                 [IN_LSE] = in_pairs(lse) ? NULL : lse,
+                                 [DLOGITS] = dlogits};
+    return bst__run(&backward, exec, tensors, attributes);
 }
 
-bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *scale) {
-    bst_view t, s;
-    BST_TRY(bst__view(scale_op, "tensor", BST_FLOATS, tensor, &t));
-    BST_TRY(bst__need_contiguous(scale_op, "tensor", &t));
-    BST_TRY(bst__view(scale_op, "scale", 1u << BST_F32, scale, &s));
-    BST_TRY(bst__need_one(scale_op, "scale", &s));
-    BST_TRY(bst__need_device(scale_op, "scale", &s, &t, "tensor"));
-    BST_TRY(bst__need_apart(scale_op, "tensor", &t, "scale", &s));
-    if (!t.count) return BST_OK;
-    if (t.device.device_type == kDLCPU) {
-        scale_cpu call = {t, *(const float *)s.data};
-        if (call.scale != 1) bst__parallel_for(exec, t.count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &call);
+/* ---- scale ------------------------------------------------------------------------------------------------------- */
+
+enum { TENSOR, FACTOR, SCALED };
+
+static bst_status run_scale(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    const bst_view *t = &v[SCALED];
+    const void *factor = v[FACTOR].data;
+    if (!t->count) return BST_OK;
+    if (t->device.device_type == kDLCPU) {
+        scale_cpu call = {*t, *(const float *)factor};
+        if (call.scale != 1) bst__parallel_for(exec, t->count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &call);
         return BST_OK;
     }
     bst_chip chip;
-    BST_TRY(bst__cuda_chip(scale_op, t.device.device_id, &chip));
-    int bytes = lowest_bit((uintptr_t)t.data), size = bst__dtype_size(t.dtype), vec = bytes > size ? bytes / size : 1;
-    int64_t blocks = (t.count + (int64_t)vec * SCALE_THREADS - 1) / ((int64_t)vec * SCALE_THREADS);
+    BST_TRY(bst__cuda_chip(scale_op, t->device.device_id, &chip));
+    int bytes = lowest_bit((uintptr_t)t->data), size = bst__dtype_size(t->dtype), vec = bytes > size ? bytes / size : 1;
+    int64_t blocks = (t->count + (int64_t)vec * SCALE_THREADS - 1) / ((int64_t)vec * SCALE_THREADS);
     int64_t resident = (int64_t)chip.processors * 8; /* 8 blocks of 256 threads fill a multiprocessor */
     bst_launch l = {
-        .kernel = &scale_kernel, .values = {t.dtype, vec, SCALE_THREADS}, .block = SCALE_THREADS, .overlap = true};
+        .kernel = &scale_kernel, .values = {t->dtype, vec, SCALE_THREADS}, .block = SCALE_THREADS, .overlap = true};
     l.grid_x = (unsigned)(blocks < resident ? blocks : resident);
-    scale_args args = {t.data, s.data, t.count};
-    return bst__cuda_launch(exec, scale_op, t.device.device_id, &l, &args, sizeof args);
+    scale_args args = {t->data, factor, t->count};
+    return bst__cuda_launch(exec, scale_op, t->device.device_id, &l, &args, sizeof args);
 }
+
+static const bst_argument scale_arguments[] = {
+    [TENSOR] = {"tensor", BST_IN, BST_FLOATS, "*N", BST_CONTIGUOUS},
+    [FACTOR] = ONE_FLOAT("scale", BST_IN),
+    [SCALED] = {"scaled", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(TENSOR), BST_TYPE_OF(TENSOR, "its own"),
+                BST_MAY_BE(1u << TENSOR)},
+    {NULL},
+};
+
+static const bst_function scale = {
+    .name = scale_op,
+    .arguments = scale_arguments,
+    .run = run_scale,
+    .torch = (const char *const[]){"scale_: tensor scale -> scaled=tensor", NULL},
+};
+
+bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *factor) {
+    return bst__run(&scale, exec, (const DLTensor *[]){[TENSOR] = tensor, [FACTOR] = factor, [SCALED] = tensor}, NULL);
+}
+
+const bst_function *const bst__cross_entropy[] = {&forward, &backward, &scale, NULL};

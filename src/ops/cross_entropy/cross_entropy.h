@@ -2,13 +2,15 @@
  *
  * A whole problem of T rows is: bst__cross_entropy_divisors over all targets, bst__cross_entropy_rows over each chunk
  * of logits, bst__cross_entropy_reduce over all loss rows. Nothing here checks shapes: the calling operator has done so
- * (bst__cross_entropy_check_options, bst__cross_entropy_check_targets). `op` is the name that messages carry. */
+ * (its description, and bst__cross_entropy_check_targets). `op` is the name that messages carry. */
 #ifndef BST_CROSS_ENTROPY_H
 #define BST_CROSS_ENTROPY_H
 
 #include <assert.h>
 
-#include "core/core.h"
+#include <float.h>
+
+#include "core/describe.h"
 #include "ops/cross_entropy/cross_entropy_args.h"
 
 /* The widest row: its columns, and what a kernel's loops add to them, fit 32 bits. */
@@ -48,8 +50,25 @@ typedef struct bst_cross_entropy_rows_call {
     int64_t dlogits_stride; /* elements between rows; not looked at where dlogits is logits */
 } bst_cross_entropy_rows_call;
 
-/* BST_INVALID, naming the option, where one has no meaning. */
-bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *options);
+/* The options among a description's attributes, where they come first, in this order. */
+enum {
+    BST_LOSS_IGNORE_INDEX,
+    BST_LOSS_REDUCTION,
+    BST_LOSS_SMOOTHING,
+    BST_LOSS_SOFTCAP,
+    BST_LOSS_SCALE,
+    BST_LOSS_SQUARE,
+    BST_LOSS_COUNT
+};
+#define BST_LOSS_ATTRIBUTES                                                                                            \
+    {"ignore_index", 'i'}, {"reduction", 'i', BST_REDUCTION_NONE, BST_REDUCTION_SUM, "0 (none), 1 (mean) or 2 (sum)"}, \
+        {"label_smoothing", 'd', 0, 1, "a number from 0 to 1"},                                                        \
+        {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},                                             \
+        {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},                                                    \
+        {"lse_square_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"}
+bst_cross_entropy_options bst__loss_options(const bst_attribute *attributes);
+/* The other way round. BST_INVALID where there are no options. */
+bst_status bst__loss_attributes_of(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes);
 /* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA,
  * where that would wait for the device, the kernels make such a row's loss NaN and its gradient zero; BST_UNSUPPORTED
  * where there are more rows than a grid has blocks. */

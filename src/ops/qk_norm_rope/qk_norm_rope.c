@@ -1,8 +1,9 @@
-/* qk_norm_rope.c - QK-norm and rotary embedding: checks, then the configuration, then the kernels of the tensors'
+/* qk_norm_rope.c - QK-norm and rotary embedding: its description, then the configuration, then the kernels of the tensors'
  * device. */
 #include <assert.h>
 #include <inttypes.h>
 
+#include "core/describe.h"
 #include "core/heads.h"
 #include "cuda/cuda.h"
 #include "ops/qk_norm_rope/qk_norm_rope_args.h"
@@ -10,61 +11,61 @@
 
 static const char forward_op[] = "qk_norm_rope_forward", backward_op[] = "qk_norm_rope_backward";
 
-/* What the messages call the tensors of q and of k. */
-static const struct {
-    const char *x, *weight, *y, *dy, *dx, *dweight;
-} names[] = {{"q", "q_weight", "q_out", "dq_out", "dq", "dq_weight"},
-             {"k", "k_weight", "k_out", "dk_out", "dk", "dk_weight"}};
+/* ---- what forward and backward have in common -------------------------------------------------------------------- */
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
+/* Places of tensors: of both, of forward, of backward; and of attributes. */
+enum { Q, K, COS, SIN, Q_WEIGHT, K_WEIGHT, BOTH, Q_OUT = BOTH, K_OUT };
+enum { DQ_OUT = BOTH, DK_OUT, DQ, DK, DQ_WEIGHT, DK_WEIGHT };
+enum { EPS, CASTING, PAIRS, Q_TOKENS_FIRST, K_TOKENS_FIRST };
+
+#define HEADS(name, flags, shape, ...)      {name, flags, BST_FLOATS, shape, BST_LAST, __VA_ARGS__}
+#define HEADS_LIKE(name, flags, heads, ...) HEADS(name, flags, NULL, BST_LIKE(heads), __VA_ARGS__)
+#define WEIGHT(name, flags, ...)            {name, flags, BST_FLOATS, "D", BST_CONTIGUOUS, __VA_ARGS__}
+#define DWEIGHT(name, weight) \
+    {name,                    \
+     BST_OUT | BST_OPTIONAL,  \
+     BST_FLOATS,              \
+     NULL,                    \
+     BST_CONTIGUOUS,          \
+     BST_LIKE(weight),        \
+     BST_TYPE_OF(weight, "as the inputs have it")}
+#define INPUTS                                                                                           \
+    HEADS("q", BST_IN, "BHSD"), HEADS("k", BST_IN | BST_OPTIONAL, "BKSD", BST_TYPE_OF(Q, "as for q")),   \
+        HEADS("cos", BST_IN, "~BSR"), HEADS("sin", BST_IN, "~BSR", BST_TYPE_OF(COS, "the type of cos")), \
+        WEIGHT("q_weight", BST_IN),                                                                      \
+        WEIGHT("k_weight", BST_IN | BST_OPTIONAL, BST_TYPE_OF(Q_WEIGHT, "as for q_weight"), BST_WITH(K))
+
+static const bst_attribute_rule rules[] = {
+    [EPS] = BST_EPS,
+    [CASTING] = {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"},
+    [PAIRS] = {"interleaved", 'b'},
+    [Q_TOKENS_FIRST] = {"q_tokens_first", 'b'},
+    [K_TOKENS_FIRST] = {"k_tokens_first", 'b'},
+    {NULL},
+};
 
 static bst_dtype promoted(bst_dtype a, bst_dtype b) { return a == b ? a : BST_F32; }
 
-static bst_status check_weight(const char *op, int which, const DLTensor *weight, qk_norm_rope_heads *h) {
-    BST_TRY(bst__view(op, names[which].weight, BST_FLOATS, weight, &h->weight));
-    BST_TRY(bst__need_dims(op, names[which].weight, &h->weight, 1));
-    BST_TRY(bst__need_size(op, names[which].weight, &h->weight, 0, h->x.size[3], "the size of a head"));
-    BST_TRY(bst__need_contiguous(op, names[which].weight, &h->weight));
-    return bst__need_device(op, names[which].weight, &h->weight, &h->x, names[which].x);
+static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
+    bool of_weight = attributes[CASTING].i == BST_CASTING_LLAMA;
+    return promoted(of_weight ? promoted(v[Q].dtype, v[Q_WEIGHT].dtype) : v[Q].dtype, v[COS].dtype);
 }
 
-/* What forward and backward have in common; and the type of the result. */
-static bst_status check_inputs(const char *op, const DLTensor *const x[2], const DLTensor *const weight[2],
-                               const DLTensor *cos, const DLTensor *sin, double eps, bst_casting casting,
-                               qk_norm_rope_cpu *c, bst_dtype *y_dtype) {
-    qk_norm_rope_heads *q = &c->of[0], *k = &c->of[1];
-    BST_TRY(bst__need_eps(op, eps));
-    c->eps = (float)eps;
-    if (casting < BST_CASTING_LLAMA || casting > BST_CASTING_NONE)
-        return bst__error(BST_INVALID, "%s: casting is %d; 0 (llama), 1 (gemma) or 2 (none) is needed", op,
-                          (int)casting);
-    BST_TRY(bst__heads(op, "q", x[0], &q->x));
-    BST_TRY(bst__rotary_table(op, "cos", cos, &q->x, "q", &c->cos));
-    BST_TRY(bst__rotary_table(op, "sin", sin, &q->x, "q", &c->sin));
-    BST_TRY(bst__need_size(op, "sin", &c->sin, 2, c->cos.size[2], "that of cos"));
-    BST_TRY(bst__need_dtype(op, "sin", &c->sin, c->cos.dtype, "the type of cos"));
-    BST_TRY(check_weight(op, 0, weight[0], q));
-    BST_TRY(bst__heads_beside(op, "k", x[1], &q->x, "q", &k->x));
-    if (x[1]) {
-        BST_TRY(bst__need_dtype(op, "k", &k->x, q->x.dtype, "as for q"));
-        BST_TRY(check_weight(op, 1, weight[1], k));
-        BST_TRY(bst__need_dtype(op, "k_weight", &k->weight, q->weight.dtype, "as for q_weight"));
-    }
-    bst_dtype normed = casting == BST_CASTING_LLAMA ? promoted(q->x.dtype, q->weight.dtype) : q->x.dtype;
-    *y_dtype = promoted(normed, c->cos.dtype);
-    c->tokens = q->x.size[0] * q->x.size[2];
-    c->positions = q->x.size[2];
-    c->gemma = casting == BST_CASTING_GEMMA;
-    return BST_OK;
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return bst__need_heads(op, "q", &v[Q], "cos", &v[COS]);
 }
 
-/* Outputs share no memory with what is read, nor with each other. */
-static bst_status check_apart(const char *op, const qk_norm_rope_cpu *c, const bst_named *outputs, int count) {
-    const qk_norm_rope_heads *q = &c->of[0], *k = &c->of[1];
-    const bst_named inputs[] = {{"q", &q->x},     {"k", &k->x},     {"q_weight", &q->weight}, {"k_weight", &k->weight},
-                                {"cos", &c->cos}, {"sin", &c->sin}, {"dq_out", &q->y},        {"dk_out", &k->y}};
-    /* y is read in the backward pass alone. */
-    return bst__need_all_apart(op, outputs, count, inputs, op == backward_op ? 8 : 6);
+/* The call, but for what forward and backward each have of their own. */
+static qk_norm_rope_cpu call_of(const bst_view *v, const bst_attribute *attributes) {
+    return (qk_norm_rope_cpu){.of = {{.x = v[Q], .weight = v[Q_WEIGHT]}, {.x = v[K], .weight = v[K_WEIGHT]}},
+                              .cos = v[COS],
+                              .sin = v[SIN],
+                              .tokens = v[Q].size[0] * v[Q].size[2],
+                              .positions = v[Q].size[2],
+                              .eps = (float)attributes[EPS].d,
+                              .gemma = attributes[CASTING].i == BST_CASTING_GEMMA,
+                              .interleaved = attributes[PAIRS].i};
 }
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
@@ -194,29 +195,55 @@ static bst_status forward_cuda(const bst_exec *exec, const qk_norm_rope_cpu *c) 
     return bst__cuda_launch_tuned(exec, forward_op, c->of[0].x.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    qk_norm_rope_cpu c = call_of(v, attributes);
+    c.of[0].y = v[Q_OUT];
+    c.of[1].y = v[K_OUT];
+    if (!v[Q].count && !v[K].count) return BST_OK;
+    if (v[Q].device.device_type == kDLCUDA) return forward_cuda(exec, &c);
+    int64_t work = (v[Q].count + v[K].count) / c.tokens;
+    bst__parallel_for(exec, c.tokens, bst__grain(work), BST_CPU_SELECT(bst__qk_norm_rope_forward_cpu), &c);
+    return BST_OK;
+}
+
+#define Y_TYPE BST_TYPE_RULE(y_type, "the promoted type of the inputs")
+static const bst_argument forward_arguments[] = {
+    INPUTS,
+    [Q_OUT] = HEADS_LIKE("q_out", BST_OUT, Q, Y_TYPE, BST_EXCHANGED(Q_TOKENS_FIRST)),
+    [K_OUT] = HEADS_LIKE("k_out", BST_OUT | BST_OPTIONAL, K, Y_TYPE, BST_EXCHANGED(K_TOKENS_FIRST), BST_WITH(K)),
+    {NULL},
+};
+
+static const bst_function forward = {
+    .name = forward_op,
+    .meanings = bst__head_symbols,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_forward,
+    .torch =
+        (const char *const[]){
+            "qk_norm_rope_forward: q k! q_weight k_weight! cos sin eps casting interleaved q_tokens_first "
+            "k_tokens_first -> q_out k_out",
+            NULL,
+        },
+};
+
 bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k,
                                     const DLTensor *q_weight, const DLTensor *k_weight, const DLTensor *cos,
                                     const DLTensor *sin, double eps, bst_casting casting, int interleaved,
                                     DLTensor *q_out, DLTensor *k_out) {
-    const DLTensor *const x[] = {q, k}, *const weight[] = {q_weight, k_weight}, *const y[] = {q_out, k_out};
-    qk_norm_rope_cpu c = {.interleaved = interleaved};
-    bst_dtype y_dtype = BST_F32;
-    BST_TRY(check_inputs(forward_op, x, weight, cos, sin, eps, casting, &c, &y_dtype));
-    for (int i = 0; i < 2; i++) {
-        qk_norm_rope_heads *h = &c.of[i];
-        if (!x[i] && y[i])
-            return bst__error(BST_INVALID, "%s: %s is given, but %s is NULL", forward_op, names[i].y, names[i].x);
-        if (!x[i]) continue;
-        BST_TRY(bst__heads_like(forward_op, names[i].y, y[i], &h->x, names[i].x, &h->y));
-        BST_TRY(bst__need_distinct(forward_op, names[i].y, &h->y));
-        BST_TRY(bst__need_dtype(forward_op, names[i].y, &h->y, y_dtype, "the promoted type of the inputs"));
-    }
-    BST_TRY(check_apart(forward_op, &c, (bst_named[]){{"q_out", &c.of[0].y}, {"k_out", &c.of[1].y}}, 2));
-    if (!c.of[0].x.count && !c.of[1].x.count) return BST_OK;
-    if (c.of[0].x.device.device_type == kDLCUDA) return forward_cuda(exec, &c);
-    int64_t work = (c.of[0].x.count + c.of[1].x.count) / c.tokens;
-    bst__parallel_for(exec, c.tokens, bst__grain(work), BST_CPU_SELECT(bst__qk_norm_rope_forward_cpu), &c);
-    return BST_OK;
+    const DLTensor *tensors[] = {[Q] = q,
+                                 [K] = k,
+                                 [COS] = cos,
+                                 [SIN] = sin,
+                                 [Q_WEIGHT] = q_weight,
+                                 [K_WEIGHT] = k ? k_weight : NULL,
+                                 [Q_OUT] = q_out,
+                                 [K_OUT] = k_out};
+    bst_attribute attributes[] = {
+        [EPS].d = eps, [CASTING].i = casting, [PAIRS].i = interleaved, [K_TOKENS_FIRST] = {0}};
+    return bst__run(&forward, exec, tensors, attributes);
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
@@ -303,40 +330,22 @@ static bst_status backward_cpu(const bst_exec *exec, qk_norm_rope_cpu *c) {
     return BST_OK;
 }
 
-/* What is wanted of q or of k, and the gradient that comes in for it. */
-static bst_status check_gradients(int which, const DLTensor *dy, DLTensor *dx, DLTensor *dweight, bst_dtype y_dtype,
-                                  qk_norm_rope_heads *h) {
-    const char *x_name = names[which].x, *dy_name = names[which].dy;
-    if (!dx && !dweight) return BST_OK;
-    if (!h->x.dims)
-        return bst__error(BST_INVALID, "%s: a gradient of %s is wanted, but %s is NULL", backward_op, x_name, x_name);
-    BST_TRY(bst__heads_like(backward_op, dy_name, dy, &h->x, x_name, &h->y));
-    BST_TRY(bst__need_dtype(backward_op, dy_name, &h->y, y_dtype, "the type of the forward result"));
-    if (dx) {
-        BST_TRY(bst__heads_like(backward_op, names[which].dx, dx, &h->x, x_name, &h->dx));
-        BST_TRY(bst__need_distinct(backward_op, names[which].dx, &h->dx));
-        BST_TRY(bst__need_dtype(backward_op, names[which].dx, &h->dx, h->x.dtype, "that of q and k"));
-    }
-    if (!dweight) return BST_OK;
-    return bst__output(backward_op, names[which].dweight, dweight, &h->weight, names[which].weight, h->weight.dtype,
-                       &h->dweight);
+/* The gradient that comes in for a head is needed where one of its own is wanted. */
+static bst_status need_gradient(const char *name, const bst_view *dy, const qk_norm_rope_heads *h) {
+    if (bst__given(dy) || (!bst__given(&h->dx) && !bst__given(&h->dweight))) return BST_OK;
+    return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", backward_op, name);
 }
 
-bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
-                                     const DLTensor *q, const DLTensor *k, const DLTensor *q_weight,
-                                     const DLTensor *k_weight, const DLTensor *cos, const DLTensor *sin, double eps,
-                                     bst_casting casting, int interleaved, DLTensor *dq, DLTensor *dk,
-                                     DLTensor *dq_weight, DLTensor *dk_weight) {
-    const DLTensor *const x[] = {q, k}, *const weight[] = {q_weight, k_weight};
-    qk_norm_rope_cpu c = {.interleaved = interleaved};
-    bst_dtype y_dtype = BST_F32;
-    BST_TRY(check_inputs(backward_op, x, weight, cos, sin, eps, casting, &c, &y_dtype));
-    BST_TRY(check_gradients(0, dq_out, dq, dq_weight, y_dtype, &c.of[0]));
-    BST_TRY(check_gradients(1, dk_out, dk, dk_weight, y_dtype, &c.of[1]));
-    const bst_named outputs[] = {
-        {"dq", &c.of[0].dx}, {"dk", &c.of[1].dx}, {"dq_weight", &c.of[0].dweight}, {"dk_weight", &c.of[1].dweight}};
-    BST_TRY(check_apart(backward_op, &c, outputs, 4));
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    qk_norm_rope_cpu c = call_of(v, attributes);
     bool work = false;
+    for (int i = 0; i < 2; i++) {
+        qk_norm_rope_heads *h = &c.of[i];
+        h->dx = v[DQ + i];
+        h->dweight = v[DQ_WEIGHT + i];
+        BST_TRY(need_gradient(i ? "dk_out" : "dq_out", &v[DQ_OUT + i], h));
+        if (h->dx.data || h->dweight.data) h->y = v[DQ_OUT + i]; /* else it is not looked at */
+    }
     for (int i = 0; i < 2; i++) {
         qk_norm_rope_heads *h = &c.of[i];
         if (h->dweight.data && !h->x.count) {
@@ -346,6 +355,61 @@ bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_ou
         work |= h->x.count && (h->dx.data || h->dweight.data);
     }
     if (!work) return BST_OK;
-    if (c.of[0].x.device.device_type == kDLCUDA) return backward_cuda(exec, &c, y_dtype);
+    if (v[Q].device.device_type == kDLCUDA) return backward_cuda(exec, &c, y_type(v, attributes));
     return backward_cpu(exec, &c);
+}
+
+#define DY_TYPE BST_TYPE_RULE(y_type, "the type of the forward result")
+static const bst_argument backward_arguments[] = {
+    INPUTS,
+    [DQ_OUT] = HEADS_LIKE("dq_out", BST_IN | BST_OPTIONAL, Q, DY_TYPE),
+    [DK_OUT] = HEADS_LIKE("dk_out", BST_IN | BST_OPTIONAL, K, DY_TYPE),
+    [DQ] =
+        HEADS_LIKE("dq", BST_OUT | BST_OPTIONAL, Q, BST_TYPE_OF(Q, "that of q and k"), BST_EXCHANGED(Q_TOKENS_FIRST)),
+    [DK] =
+        HEADS_LIKE("dk", BST_OUT | BST_OPTIONAL, K, BST_TYPE_OF(Q, "that of q and k"), BST_EXCHANGED(K_TOKENS_FIRST)),
+    [DQ_WEIGHT] = DWEIGHT("dq_weight", Q_WEIGHT),
+    [DK_WEIGHT] = DWEIGHT("dk_weight", K_WEIGHT),
+    {NULL},
+};
+
+static const bst_function backward = {
+    .name = backward_op,
+    .meanings = bst__head_symbols,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_backward,
+    .torch =
+        (const char *const[]){
+            "qk_norm_rope_backward: dq_out dk_out q k! q_weight k_weight! cos sin eps casting interleaved "
+            "q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?",
+            NULL,
+        },
+};
+
+const bst_function *const bst__qk_norm_rope[] = {&forward, &backward, NULL};
+
+bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
+                                     const DLTensor *q, const DLTensor *k, const DLTensor *q_weight,
+                                     const DLTensor *k_weight, const DLTensor *cos, const DLTensor *sin, double eps,
+                                     bst_casting casting, int interleaved, DLTensor *dq, DLTensor *dk,
+                                     DLTensor *dq_weight, DLTensor *dk_weight) {
+    if (!k && (dk || dk_weight))
+        return bst__error(BST_INVALID, "%s: a gradient of k is wanted, but k is NULL", backward_op);
+    const DLTensor *tensors[] = {[Q] = q,
+                                 [K] = k,
+                                 [COS] = cos,
+                                 [SIN] = sin,
+                                 [Q_WEIGHT] = q_weight,
+                                 [K_WEIGHT] = k ? k_weight : NULL,
+                                 [DQ_OUT] = dq || dq_weight ? dq_out : NULL,
+                                 [DK_OUT] = dk || dk_weight ? dk_out : NULL,
+                                 [DQ] = dq,
+                                 [DK] = dk,
+                                 [DQ_WEIGHT] = dq_weight,
+                                 [DK_WEIGHT] = dk_weight};
+    bst_attribute attributes[] = {
+        [EPS].d = eps, [CASTING].i = casting, [PAIRS].i = interleaved, [K_TOKENS_FIRST] = {0}};
+    return bst__run(&backward, exec, tensors, attributes);
 }

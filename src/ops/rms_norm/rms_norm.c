@@ -1,97 +1,90 @@
-/* rms_norm.c - RMSNorm, alone or after the addition of a residual: checks, then the kernels of the tensors' device. */
+/* rms_norm.c - RMSNorm, alone or after the addition of a residual: its description, then the kernels of the tensors' device. */
 #include "ops/rms_norm/rms_norm.h"
 
 #include <inttypes.h>
 
+#include "core/describe.h"
 #include "ops/rms_norm/rms_norm_cpu.h"
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
+/* ---- what forward and backward have in common -------------------------------------------------------------------- */
 
-static bst_dtype promoted(bst_dtype a, bst_dtype b) { return a == b ? a : BST_F32; }
+/* Places of tensors: of both, of forward, of backward; and of attributes. */
+enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, Y, SUM, NEW_RSTD };
+enum { RSTD = BOTH, DY, DSUM, DX, DWEIGHT };
+enum { CASTING, EPS };
 
-/* x, weight and the type of y; what forward and backward have in common. */
-static bst_status check_input(const char *op, const DLTensor *x, const DLTensor *weight, bst_casting casting,
-                              bst_view *xv, bst_view *wv, bst_rows *rows, bst_dtype *y_dtype) {
-    BST_TRY(bst__view(op, "x", BST_FLOATS, x, xv));
-    BST_TRY(bst__rows(op, "x", xv, rows));
-    if (rows->columns < 1 || rows->columns > 65536)
-        return bst__error(BST_UNSUPPORTED, "%s: x has rows of %" PRId64 " elements; 1 to 65536 are supported", op,
-                          rows->columns);
-    if (casting < BST_CASTING_LLAMA || casting > BST_CASTING_NONE)
-        return bst__error(BST_INVALID, "%s: casting is %d; 0 (llama), 1 (gemma) or 2 (none) is needed", op,
-                          (int)casting);
-    *wv = (bst_view){.dtype = xv->dtype};
-    if (weight) {
-        BST_TRY(bst__view(op, "weight", BST_FLOATS, weight, wv));
-        BST_TRY(bst__need_dims(op, "weight", wv, 1));
-        BST_TRY(bst__need_size(op, "weight", wv, 0, rows->columns, "the last dimension of x"));
-        BST_TRY(bst__need_contiguous(op, "weight", wv));
-        BST_TRY(bst__need_device(op, "weight", wv, xv, "x"));
-    }
-    *y_dtype = casting == BST_CASTING_LLAMA ? promoted(xv->dtype, wv->dtype) : xv->dtype;
-    return BST_OK;
+#define INPUT     {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS}
+#define OF_COLUMN {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS}
+#define AS_X      BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
+#define CASTINGS  {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"}
+
+static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
+    bool promoted = attributes[CASTING].i == BST_CASTING_LLAMA && v[WEIGHT].dtype != v[X].dtype;
+    return promoted ? BST_F32 : v[X].dtype;
 }
 
-/* Another input of x's shape, in rows. */
-static bst_status check_like_x(const char *op, const char *name, const DLTensor *tensor, bst_dtype dtype,
-                               const char *why, const bst_view *x, bst_view *out, bst_rows *rows) {
-    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, out));
-    BST_TRY(bst__need_same_shape(op, name, out, "x", x));
-    BST_TRY(bst__need_dtype(op, name, out, dtype, why));
-    BST_TRY(bst__need_device(op, name, out, x, "x"));
-    return bst__rows(op, name, out, rows);
+/* The sum of two types has the wider one, which x is to have. */
+static bst_dtype residual_type(const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return v[X].dtype == BST_F32 ? v[RESIDUAL].dtype : v[X].dtype;
 }
 
-static bst_status check_rstd(const char *op, const DLTensor *tensor, const bst_view *x, int64_t rows, bst_view *out) {
-    BST_TRY(bst__view(op, "rstd", 1u << BST_F32, tensor, out));
-    if (out->count != rows)
-        return bst__error(BST_INVALID, "%s: rstd has shape %s; %" PRId64 " elements, one a row of x, are needed", op,
-                          bst__shape_text(out), rows);
-    BST_TRY(bst__need_contiguous(op, "rstd", out));
-    return bst__need_device(op, "rstd", out, x, "x");
-}
-
-/* residual and sum: both or neither. */
-static bst_status check_residual(const char *op, const DLTensor *residual, const DLTensor *sum,
-                                 rms_norm_forward_call *c) {
-    if (!residual && sum)
-        return bst__error(BST_INVALID, "%s: sum is given, but residual is NULL; without it the sum is x itself", op);
-    if (!residual) return BST_OK;
-    /* The sum of two types has the wider one, which x is to have. */
-    bst_view given;
-    BST_TRY(bst__view(op, "residual", BST_FLOATS, residual, &given));
-    bst_dtype dtype = c->x.dtype == BST_F32 ? given.dtype : c->x.dtype;
-    BST_TRY(check_like_x(op, "residual", residual, dtype, "as x has it", &c->x, &c->residual, &c->residual_rows));
-    return bst__output(op, "sum", sum, &c->x, "x", c->x.dtype, &c->sum);
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    int64_t columns = v[X].rows.columns;
+    if (columns >= 1 && columns <= 65536) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: x has rows of %" PRId64 " elements; 1 to 65536 are supported", op, columns);
 }
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    rms_norm_forward_call c = {.x = v[X],
+                               .residual = v[RESIDUAL],
+                               .weight = v[WEIGHT],
+                               .y = v[Y],
+                               .sum = v[SUM],
+                               .rstd = v[NEW_RSTD].data,
+                               .casting = (bst_casting)attributes[CASTING].i,
+                               .eps = (float)attributes[EPS].d};
+    int64_t rows = c.x.rows.rows;
+    if (!rows) return BST_OK;
+    if (c.x.device.device_type == kDLCUDA) return bst__rms_norm_forward_cuda(exec, &c);
+    bst__parallel_for(exec, rows, bst__grain(c.x.rows.columns), BST_CPU_SELECT(bst__rms_norm_forward_cpu), &c);
+    return BST_OK;
+}
+
+static const bst_function forward = {
+    .name = RMS_NORM_FORWARD,
+    .arguments =
+        (const bst_argument[]){
+            [X] = INPUT,
+            [WEIGHT] = OF_COLUMN,
+            [RESIDUAL] = {"residual", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
+                          BST_TYPE_RULE(residual_type, "as x has it")},
+            [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(X),
+                   BST_TYPE_RULE(y_type, "as the inputs have it")},
+            [SUM] = {"sum", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X, BST_WITH(RESIDUAL)},
+            [NEW_RSTD] = {"rstd", BST_OUT | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS},
+            {NULL}},
+    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [EPS] = BST_EPS, {NULL}},
+    .check = check,
+    .run = run_forward,
+    .torch = (const char *const[]){"rms_norm_forward: x weight eps casting -> y rstd",
+                                   "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd", NULL}};
+
 bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                 const DLTensor *weight, double eps, bst_casting casting, DLTensor *y, DLTensor *sum,
                                 DLTensor *rstd) {
-    const char *op = RMS_NORM_FORWARD;
-    rms_norm_forward_call c = {.casting = casting, .eps = (float)eps};
-    bst_view rstd_view = {0};
-    bst_dtype y_dtype = BST_F32;
-    BST_TRY(bst__need_eps(op, eps));
-    BST_TRY(check_input(op, x, weight, casting, &c.x, &c.weight, &c.x_rows, &y_dtype));
-    BST_TRY(bst__output(op, "y", y, &c.x, "x", y_dtype, &c.y));
-    BST_TRY(check_residual(op, residual, sum, &c));
-    if (rstd) BST_TRY(check_rstd(op, rstd, &c.x, c.x_rows.rows, &rstd_view));
-    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"sum", &c.sum}, {"y", &c.y}, {"rstd", &rstd_view}}, 3,
-                                (bst_named[]){{"x", &c.x}, {"residual", &c.residual}, {"weight", &c.weight}}, 3));
-    c.rstd = rstd_view.data;
-    if (!c.x_rows.rows) return BST_OK;
-    if (c.x.device.device_type == kDLCUDA) return bst__rms_norm_forward_cuda(exec, &c);
-    bst__parallel_for(exec, c.x_rows.rows, bst__grain(c.x_rows.columns), BST_CPU_SELECT(bst__rms_norm_forward_cpu), &c);
-    return BST_OK;
+    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [RESIDUAL] = residual,
+                                 [Y] = y, [SUM] = sum,       [NEW_RSTD] = rstd};
+    return bst__run(&forward, exec, tensors, (bst_attribute[]){[CASTING].i = casting, [EPS].d = eps});
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
 static bst_status backward_cpu(const bst_exec *exec, const rms_norm_backward_call *c) {
-    int64_t rows = c->x_rows.rows, columns = c->x_rows.columns;
+    int64_t rows = c->x.rows.rows, columns = c->x.rows.columns;
     rms_norm_backward_cpu work = {.call = c, .chunks = rows < RMS_NORM_CHUNKS ? rows : RMS_NORM_CHUNKS};
     void *partial = NULL;
     if (c->dweight.data)
@@ -106,27 +99,45 @@ static bst_status backward_cpu(const bst_exec *exec, const rms_norm_backward_cal
     return BST_OK;
 }
 
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    rms_norm_backward_call c = {.dy = v[DY],
+                                .dsum = v[DSUM],
+                                .x = v[X],
+                                .weight = v[WEIGHT],
+                                .dx = v[DX],
+                                .dweight = v[DWEIGHT],
+                                .rstd = v[RSTD].data,
+                                .casting = (bst_casting)attributes[CASTING].i};
+    if (!bst__given(&c.dx) && !bst__given(&c.dweight)) return BST_OK;
+    if (!c.x.rows.rows) return c.dweight.data ? bst__zero(exec, RMS_NORM_BACKWARD, &c.dweight) : BST_OK;
+    return c.x.device.device_type == kDLCPU ? backward_cpu(exec, &c) : bst__rms_norm_backward_cuda(exec, &c);
+}
+
+static const bst_function backward = {
+    .name = RMS_NORM_BACKWARD,
+    .arguments =
+        (const bst_argument[]){[X] = INPUT,
+                               [WEIGHT] = OF_COLUMN,
+                               [RSTD] = {"rstd", BST_IN, 1u << BST_F32, "#", BST_CONTIGUOUS},
+                               [DY] = {"dy", BST_IN, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
+                                       BST_TYPE_RULE(y_type, "the type of the forward output")},
+                               [DSUM] = {"dsum", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, AS_X},
+                               [DX] = {"dx", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X},
+                               [DWEIGHT] = {"dweight", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS,
+                                            BST_LIKE(WEIGHT), BST_TYPE_OF(WEIGHT, "as weight has it")},
+                               {NULL}},
+    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, {NULL}},
+    .check = check,
+    .run = run_backward,
+    .torch = (const char *const[]){"rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
+                                   "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?", NULL}};
+
 bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
                                  const DLTensor *weight, const DLTensor *rstd, bst_casting casting, DLTensor *dx,
                                  DLTensor *dweight) {
-    const char *op = RMS_NORM_BACKWARD;
-    rms_norm_backward_call c = {.casting = casting};
-    bst_view rstd_view;
-    bst_dtype y_dtype = BST_F32;
-    BST_TRY(check_input(op, x, weight, casting, &c.x, &c.weight, &c.x_rows, &y_dtype));
-    BST_TRY(check_like_x(op, "dy", dy, y_dtype, "the type of the forward output", &c.x, &c.dy, &c.dy_rows));
-    if (dsum) BST_TRY(check_like_x(op, "dsum", dsum, c.x.dtype, "as x has it", &c.x, &c.dsum, &c.dsum_rows));
-    BST_TRY(check_rstd(op, rstd, &c.x, c.x_rows.rows, &rstd_view));
-    c.rstd = rstd_view.data;
-    if (dx) BST_TRY(bst__output(op, "dx", dx, &c.x, "x", c.x.dtype, &c.dx));
-    if (dweight) {
-        if (!weight) return bst__error(BST_INVALID, "%s: dweight is wanted, but weight is NULL", op);
-        BST_TRY(bst__output(op, "dweight", dweight, &c.weight, "weight", c.weight.dtype, &c.dweight));
-    }
-    const bst_named inputs[] = {
-        {"x", &c.x}, {"dy", &c.dy}, {"dsum", &c.dsum}, {"weight", &c.weight}, {"rstd", &rstd_view}};
-    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"dx", &c.dx}, {"dweight", &c.dweight}}, 2, inputs, 5));
-    if (!dx && !dweight) return BST_OK;
-    if (!c.x_rows.rows) return dweight ? bst__zero(exec, op, &c.dweight) : BST_OK;
-    return c.x.device.device_type == kDLCPU ? backward_cpu(exec, &c) : bst__rms_norm_backward_cuda(exec, &c);
+    const DLTensor *tensors[] = {[X] = x,       [WEIGHT] = weight, [RSTD] = rstd,      [DY] = dy,
+                                 [DSUM] = dsum, [DX] = dx,         [DWEIGHT] = dweight};
+    return bst__run(&backward, exec, tensors, (bst_attribute[]){[CASTING].i = casting});
 }
+
+const bst_function *const bst__rms_norm[] = {&forward, &backward, NULL};

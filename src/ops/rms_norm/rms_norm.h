@@ -7,7 +7,6 @@
 /* Views without data are absent. */
 typedef struct rms_norm_forward_call {
     bst_view x, residual, weight, y, sum;
-    bst_rows x_rows, residual_rows;
     bst_casting casting;
     float eps;
     float *rstd; /* [rows] or NULL */
@@ -15,7 +14,6 @@ typedef struct rms_norm_forward_call {
 
 typedef struct rms_norm_backward_call {
     bst_view dy, dsum, x, weight, dx, dweight;
-    bst_rows dy_rows, dsum_rows, x_rows;
     bst_casting casting;
     const float *rstd; /* [rows] */
 } rms_norm_backward_call;

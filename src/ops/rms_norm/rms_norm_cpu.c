@@ -25,14 +25,14 @@ static void add_tile(float *restrict tile, const void *in, bst_dtype dtype, int6
 
 void BST_CPU(bst__rms_norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const rms_norm_forward_call *a = context;
-    int64_t columns = a->x_rows.columns;
+    int64_t columns = a->x.rows.columns;
     bst_dtype dtype = a->x.dtype;
     float x[BST_TILE], w[BST_TILE];
     for (int64_t row = begin; row < end; row++) {
-        const void *in = bst_at(a->x.data, bst__row_start(&a->x_rows, row), dtype), *residual = NULL;
+        const void *in = bst_at(a->x.data, bst__row_start(&a->x.rows, row), dtype), *residual = NULL;
         void *sum_out = NULL;
         if (a->residual.data) {
-            residual = bst_at(a->residual.data, bst__row_start(&a->residual_rows, row), a->residual.dtype);
+            residual = bst_at(a->residual.data, bst__row_start(&a->residual.rows, row), a->residual.dtype);
             sum_out = bst_at(a->sum.data, row * columns, dtype);
         }
         double squares = 0;
@@ -63,10 +63,10 @@ void BST_CPU(bst__rms_norm_forward_cpu)(void *context, int64_t begin, int64_t en
 
 /* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). */
 static void backward_row(const rms_norm_backward_call *a, int64_t row, bool load, float *w, float *dweight) {
-    int64_t columns = a->x_rows.columns;
-    const void *x_in = bst_at(a->x.data, bst__row_start(&a->x_rows, row), a->x.dtype);
-    const void *dy_in = bst_at(a->dy.data, bst__row_start(&a->dy_rows, row), a->dy.dtype), *dsum_in = NULL;
-    if (a->dsum.data) dsum_in = bst_at(a->dsum.data, bst__row_start(&a->dsum_rows, row), a->dsum.dtype);
+    int64_t columns = a->x.rows.columns;
+    const void *x_in = bst_at(a->x.data, bst__row_start(&a->x.rows, row), a->x.dtype);
+    const void *dy_in = bst_at(a->dy.data, bst__row_start(&a->dy.rows, row), a->dy.dtype), *dsum_in = NULL;
+    if (a->dsum.data) dsum_in = bst_at(a->dsum.data, bst__row_start(&a->dsum.rows, row), a->dsum.dtype);
     float x[BST_TILE], dy[BST_TILE], rstd = a->rstd[row], projection = 0;
     for (int64_t c = 0; c < columns; c += BST_TILE) {
         int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
@@ -103,7 +103,7 @@ static void backward_row(const rms_norm_backward_call *a, int64_t row, bool load
 
 void BST_CPU(bst__rms_norm_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const rms_norm_backward_cpu *a = context;
-    int64_t rows = a->call->x_rows.rows, columns = a->call->x_rows.columns;
+    int64_t rows = a->call->x.rows.rows, columns = a->call->x.rows.columns;
     float w[BST_TILE];
     for (int64_t chunk = begin; chunk < end; chunk++) {
         float *dweight = a->partial ? a->partial + chunk * columns : NULL;
@@ -123,7 +123,7 @@ void BST_CPU(bst__rms_norm_dweight_cpu)(void *context, int64_t begin, int64_t en
         int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
         memset(sum, 0, sizeof sum);
         for (int64_t chunk = 0; chunk < a->chunks; chunk++) {
-            const float *part = a->partial + chunk * a->call->x_rows.columns + c;
+            const float *part = a->partial + chunk * a->call->x.rows.columns + c;
             for (int64_t i = 0; i < n; i++) sum[i] += (double)part[i];
         }
         for (int64_t i = 0; i < n; i++) rounded[i] = (float)sum[i];

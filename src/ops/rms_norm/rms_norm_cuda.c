@@ -140,11 +140,11 @@ static int shape_backward(bst_launch *l, const bst_chip *chip, bool want_dw) {
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forward_call *c) {
-    int64_t rows = c->x_rows.rows, columns = c->x_rows.columns;
+    int64_t rows = c->x.rows.rows, columns = c->x.rows.columns;
     bst_rows packed = packed_rows(rows, columns), one = packed_rows(1, columns);
     bool add = c->residual.data != NULL;
-    int vec = bst__row_vector(&c->x, &c->x_rows);
-    narrow(&vec, &c->residual, &c->residual_rows);
+    int vec = bst__row_vector(&c->x, &c->x.rows);
+    narrow(&vec, &c->residual, &c->residual.rows);
     narrow(&vec, &c->weight, &one);
     narrow(&vec, &c->y, &packed);
     narrow(&vec, &c->sum, &packed);
@@ -157,7 +157,7 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
     l.values[HAS_WEIGHT] = c->weight.data != NULL;
     l.values[ADD] = add ? c->residual.dtype + 1 : 0;
     l.values[VEC] = vec;
-    l.values[FOLDED] = bst__rows_folded(&c->x_rows) && (!add || bst__rows_folded(&c->residual_rows));
+    l.values[FOLDED] = bst__rows_folded(&c->x.rows) && (!add || bst__rows_folded(&c->residual.rows));
     shape_forward(&l);
     cover(&l, rows);
     bst_alternatives alternatives = {alternative_forward, rows, false};
@@ -166,11 +166,11 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
                                   .y = c->y.data,
                                   .rstd = c->rstd,
                                   .rows = rows,
-                                  .x_map = bst__row_map(&c->x_rows),
+                                  .x_map = bst__row_map(&c->x.rows),
                                   .eps = c->eps,
                                   .residual = c->residual.data,
                                   .sum = c->sum.data,
-                                  .residual_map = bst__row_map(&c->residual_rows)};
+                                  .residual_map = bst__row_map(&c->residual.rows)};
     return bst__cuda_launch_tuned(exec, RMS_NORM_FORWARD, c->x.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
@@ -208,16 +208,16 @@ static bst_status wide_partials(const bst_exec *exec, int device, bst_launch l, 
 
 bst_status bst__rms_norm_backward_cuda(const bst_exec *exec, const rms_norm_backward_call *c) {
     int device = c->x.device.device_id;
-    int64_t rows = c->x_rows.rows, columns = c->x_rows.columns;
+    int64_t rows = c->x.rows.rows, columns = c->x.rows.columns;
     bool want_dx = c->dx.data, want_dw = c->dweight.data, add = want_dx && c->dsum.data;
     bst_chip chip;
     BST_TRY(bst__cuda_chip(RMS_NORM_BACKWARD, device, &chip));
     bst_rows packed = packed_rows(rows, columns), one = packed_rows(1, columns);
-    int vec = bst__row_vector(&c->x, &c->x_rows);
-    narrow(&vec, &c->dy, &c->dy_rows);
+    int vec = bst__row_vector(&c->x, &c->x.rows);
+    narrow(&vec, &c->dy, &c->dy.rows);
     narrow(&vec, &c->weight, &one);
     narrow(&vec, &c->dx, &packed);
-    if (add) narrow(&vec, &c->dsum, &c->dsum_rows);
+    if (add) narrow(&vec, &c->dsum, &c->dsum.rows);
     bst_launch l = {.kernel = &backward_kernel};
     l.values[HIDDEN] = columns;
     l.values[X_TYPE] = c->x.dtype;
@@ -228,7 +228,7 @@ bst_status bst__rms_norm_backward_cuda(const bst_exec *exec, const rms_norm_back
     l.values[ADD] = add;
     l.values[VEC] = vec;
     l.values[FOLDED] =
-        bst__rows_folded(&c->x_rows) && bst__rows_folded(&c->dy_rows) && (!add || bst__rows_folded(&c->dsum_rows));
+        bst__rows_folded(&c->x.rows) && bst__rows_folded(&c->dy.rows) && (!add || bst__rows_folded(&c->dsum.rows));
     l.values[DX] = want_dx;
     int resident = shape_backward(&l, &chip, want_dw);
     int64_t groups = (rows + l.values[ROWS] - 1) / l.values[ROWS];
@@ -246,10 +246,10 @@ bst_status bst__rms_norm_backward_cuda(const bst_exec *exec, const rms_norm_back
                                    .dx = c->dx.data,
                                    .partial = partial,
                                    .rows = rows,
-                                   .x_map = bst__row_map(&c->x_rows),
-                                   .dy_map = bst__row_map(&c->dy_rows),
+                                   .x_map = bst__row_map(&c->x.rows),
+                                   .dy_map = bst__row_map(&c->dy.rows),
                                    .dsum = c->dsum.data,
-                                   .dsum_map = bst__row_map(&c->dsum_rows)};
+                                   .dsum_map = bst__row_map(&c->dsum.rows)};
     bst_status status = BST_OK;
     if (want_dx || !wide) status = bst__cuda_launch(exec, RMS_NORM_BACKWARD, device, &l, &args, sizeof args);
     if (status == BST_OK && wide) status = wide_partials(exec, device, l, &args, split);

@@ -1,68 +1,125 @@
-/* rope.c - rotary position embedding: checks, then the configuration, then the kernel of the tensors' device. Forward
+/* rope.c - rotary position embedding: its description, then the configuration, then the kernel of the tensors' device. Forward
  * and backward are one computation with other factors. */
 #include <assert.h>
 #include <inttypes.h>
 
+#include "core/describe.h"
 #include "core/heads.h"
 #include "cuda/cuda.h"
 #include "ops/rope/rope_args.h"
 #include "ops/rope/rope_cpu.h"
 
-/* What the messages call the arguments. */
-typedef struct names {
-    const char *op, *q, *k, *q_out, *k_out;
-} names;
+/* ---- description ------------------------------------------------------------------------------------------------- */
 
-static const names forward_names = {"rope_forward", "q", "k", "q_out", "k_out"};
-static const names backward_names = {"rope_backward", "dq_out", "dk_out", "dq", "dk"};
+/* Backward reads the gradients of forward's outputs in the places of q and k, and writes those of q and k. */
+enum { Q, K, COS, SIN, Q_OUT, K_OUT };
+enum { INTERLEAVED_PAIRS, Q_TOKENS_FIRST, K_TOKENS_FIRST, DTYPE };
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
-
+#define Q_HEADS_OF(name) {name, BST_IN, BST_FLOATS, "BHSD", BST_LAST}
+#define K_HEADS_OF(name) {name, BST_IN | BST_OPTIONAL, BST_FLOATS, "BKSD", BST_LAST, BST_TYPE_OF(Q, "as for q")}
+#define COSINES          {"cos", BST_IN, BST_FLOATS, "~BSR", BST_LAST}
+#define SINES            {"sin", BST_IN, BST_FLOATS, "~BSR", BST_LAST, BST_TYPE_OF(COS, "the type of cos")}
+#define PROMOTED         "the promoted type of the heads and the tables"
 /* An output may be its own input, but share no memory with anything else. */
-static bst_status check_apart(const names *n, const rope_cpu *c, int which) {
-    const char *const in_name[] = {n->q, n->k}, *const out_name[] = {n->q_out, n->k_out};
-    const bst_view *out = &c->pair[which].out;
-    BST_TRY(bst__need_distinct(n->op, out_name[which], out));
-    for (int i = 0; i < 2; i++) {
-        if (i == which && bst__same_memory(out, &c->pair[i].in)) continue;
-        BST_TRY(bst__need_apart(n->op, out_name[which], out, in_name[i], &c->pair[i].in));
-    }
-    BST_TRY(bst__need_apart(n->op, out_name[which], out, "cos", &c->cos));
-    return bst__need_apart(n->op, out_name[which], out, "sin", &c->sin);
+#define RESULT(name, flags, heads, rule, order) \
+    {name,                                      \
+     BST_OUT | (flags),                         \
+     BST_FLOATS,                                \
+     NULL,                                      \
+     BST_LAST,                                  \
+     BST_LIKE(heads),                           \
+     BST_TYPE_RULE(rule, PROMOTED),             \
+     BST_WITH(heads),                           \
+     BST_MAY_BE(1u << (heads)),                 \
+     BST_EXCHANGED(order)}
+
+static bst_dtype promoted(const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return v[Q].dtype == v[COS].dtype ? v[Q].dtype : BST_F32;
 }
 
-/* q's type and the tables' give the turned type: the same, or float32. Forward turns q's into that, backward back. */
-static bst_status check_types(const names *n, const rope_cpu *c) {
-    const bst_view *plain = c->backward ? &c->pair[0].out : &c->pair[0].in;
-    const bst_view *turned = c->backward ? &c->pair[0].in : &c->pair[0].out;
-    bst_dtype promoted = plain->dtype == c->cos.dtype ? plain->dtype : BST_F32;
-    BST_TRY(bst__need_dtype(n->op, "sin", &c->sin, c->cos.dtype, "the type of cos"));
-    BST_TRY(bst__need_dtype(n->op, c->backward ? n->q : n->q_out, turned, promoted,
-                            "the promoted type of the heads and the tables"));
-    if (!c->pair[1].in.data && !c->pair[1].in.count) return BST_OK;
-    BST_TRY(bst__need_dtype(n->op, n->k, &c->pair[1].in, c->pair[0].in.dtype, "as for q"));
-    return bst__need_dtype(n->op, n->k_out, &c->pair[1].out, c->pair[0].out.dtype, "as for q");
+/* Where the tables are float32, the type of the incoming gradients does not tell that of q. */
+static bst_dtype as_told(const bst_view *v, const bst_attribute *attributes) {
+    (void)v;
+    return (bst_dtype)attributes[DTYPE].i;
 }
 
-static bst_status check(const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos, const DLTensor *sin,
-                        DLTensor *q_out, DLTensor *k_out, rope_cpu *c) {
-    bst_view *qv = &c->pair[0].in, *kv = &c->pair[1].in;
-    BST_TRY(bst__heads(n->op, n->q, q, qv));
-    BST_TRY(bst__rotary_table(n->op, "cos", cos, qv, n->q, &c->cos));
-    BST_TRY(bst__rotary_table(n->op, "sin", sin, qv, n->q, &c->sin));
-    BST_TRY(bst__need_size(n->op, "sin", &c->sin, 2, c->cos.size[2], "that of cos"));
-    BST_TRY(bst__heads_like(n->op, n->q_out, q_out, qv, n->q, &c->pair[0].out));
-    BST_TRY(bst__heads_beside(n->op, n->k, k, qv, n->q, kv));
-    if (k)
-        BST_TRY(bst__heads_like(n->op, n->k_out, k_out, kv, n->k, &c->pair[1].out));
-    else if (k_out)
-        return bst__error(BST_INVALID, "%s: %s is given, but %s is NULL", n->op, n->k_out, n->k);
-    BST_TRY(check_types(n, c));
-    BST_TRY(check_apart(n, c, 0));
-    if (!k) return BST_OK;
-    BST_TRY(check_apart(n, c, 1));
-    return bst__need_apart(n->op, n->k_out, &c->pair[1].out, n->q_out, &c->pair[0].out);
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return bst__need_heads(op, "q", &v[Q], "cos", &v[COS]);
 }
+
+static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    bst_dtype turned = as_told(v, attributes) == v[COS].dtype ? v[COS].dtype : BST_F32;
+    BST_TRY(bst__need_heads(op, "dq_out", &v[Q], "cos", &v[COS]));
+    return bst__need_dtype(op, "dq_out", &v[Q], turned, PROMOTED);
+}
+
+static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes, bool backward);
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    return run(exec, v, attributes, false);
+}
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    return run(exec, v, attributes, true);
+}
+
+static const bst_argument forward_arguments[] = {
+    [Q] = Q_HEADS_OF("q"),
+    [K] = K_HEADS_OF("k"),
+    [COS] = COSINES,
+    [SIN] = SINES,
+    [Q_OUT] = RESULT("q_out", 0, Q, promoted, Q_TOKENS_FIRST),
+    [K_OUT] = RESULT("k_out", BST_OPTIONAL, K, promoted, K_TOKENS_FIRST),
+    {NULL},
+};
+
+static const bst_argument backward_arguments[] = {
+    [Q] = Q_HEADS_OF("dq_out"),
+    [K] = K_HEADS_OF("dk_out"),
+    [COS] = COSINES,
+    [SIN] = SINES,
+    [Q_OUT] = RESULT("dq", 0, Q, as_told, Q_TOKENS_FIRST),
+    [K_OUT] = RESULT("dk", BST_OPTIONAL, K, as_told, K_TOKENS_FIRST),
+    {NULL},
+};
+
+static const bst_attribute_rule rules[] = {
+    [INTERLEAVED_PAIRS] = {"interleaved", 'b'},
+    [Q_TOKENS_FIRST] = {"q_tokens_first", 'b'},
+    [K_TOKENS_FIRST] = {"k_tokens_first", 'b'},
+    [DTYPE] = {"dtype", 'i', BST_F32, BST_F16, "0 (float32), 1 (bfloat16) or 2 (float16)"},
+    {NULL},
+};
+
+static const bst_function forward = {
+    .name = "rope_forward",
+    .meanings = bst__head_symbols,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_forward,
+    .torch =
+        (const char *const[]){
+            "rope_forward: q k! cos sin interleaved q_tokens_first k_tokens_first -> q_out k_out",
+            NULL,
+        },
+};
+
+static const bst_function backward = {
+    .name = "rope_backward",
+    .meanings = bst__head_symbols,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .check = check_backward,
+    .run = run_backward,
+    .torch =
+        (const char *const[]){
+            "rope_backward: dq_out dk_out cos sin interleaved q_tokens_first k_tokens_first dtype -> dq dk",
+            NULL,
+        },
+};
+
+const bst_function *const bst__rope[] = {&forward, &backward, NULL};
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
@@ -174,25 +231,32 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu 
     return bst__cuda_launch_tuned(exec, op, q->in.device.device_id, &l, &alternatives, &args, sizeof args);
 }
 
-static bst_status run(const bst_exec *exec, const names *n, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
-                      const DLTensor *sin, bool interleaved, bool backward, DLTensor *q_out, DLTensor *k_out) {
-    rope_cpu call = {.interleaved = interleaved, .backward = backward};
-    BST_TRY(check(n, q, k, cos, sin, q_out, k_out, &call));
-    const bst_view *qv = &call.pair[0].in;
-    int64_t tokens = qv->size[0] * qv->size[2], heads = qv->size[1] + call.pair[1].in.size[1];
-    call.positions = qv->size[2];
+static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes, bool is_backward) {
+    rope_cpu call = {.pair = {{v[Q], v[Q_OUT]}, {v[K], v[K_OUT]}},
+                     .cos = v[COS],
+                     .sin = v[SIN],
+                     .positions = v[Q].size[2],
+                     .interleaved = attributes[INTERLEAVED_PAIRS].i,
+                     .backward = is_backward};
+    int64_t tokens = v[Q].size[0] * v[Q].size[2], heads = v[Q].size[1] + v[K].size[1];
     if (!tokens || !heads) return BST_OK;
-    if (qv->device.device_type == kDLCUDA) return run_cuda(exec, n->op, &call, tokens);
-    bst__parallel_for(exec, tokens, bst__grain(heads * qv->size[3]), BST_CPU_SELECT(bst__rope_cpu), &call);
+    if (v[Q].device.device_type == kDLCUDA)
+        return run_cuda(exec, is_backward ? backward.name : forward.name, &call, tokens);
+    bst__parallel_for(exec, tokens, bst__grain(heads * v[Q].size[3]), BST_CPU_SELECT(bst__rope_cpu), &call);
     return BST_OK;
 }
 
 bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                             const DLTensor *sin, int interleaved, DLTensor *q_out, DLTensor *k_out) {
-    return run(exec, &forward_names, q, k, cos, sin, interleaved, false, q_out, k_out);
+    const DLTensor *tensors[] = {[Q] = q, [K] = k, [COS] = cos, [SIN] = sin, [Q_OUT] = q_out, [K_OUT] = k_out};
+    return bst__run(&forward, exec, tensors, (bst_attribute[4]){[INTERLEAVED_PAIRS].i = interleaved});
 }
 
 bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out, const DLTensor *cos,
                              const DLTensor *sin, int interleaved, DLTensor *dq, DLTensor *dk) {
-    return run(exec, &backward_names, dq_out, dk_out, cos, sin, interleaved, true, dq, dk);
+    const DLTensor *tensors[] = {[Q] = dq_out, [K] = dk_out, [COS] = cos, [SIN] = sin, [Q_OUT] = dq, [K_OUT] = dk};
+    bst_view view; /* dq says itself of which type it is */
+    if (dq) BST_TRY(bst__view(backward.name, "dq", BST_FLOATS, dq, &view));
+    bst_attribute attributes[] = {[INTERLEAVED_PAIRS].i = interleaved, [DTYPE].i = dq ? (int64_t)view.dtype : BST_F32};
+    return bst__run(&backward, exec, tensors, attributes);
 }

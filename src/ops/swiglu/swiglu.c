@@ -1,49 +1,49 @@
 /* swiglu.c - SwiGLU: checks, then the configuration, then the kernels of the tensors' device. */
 #include <assert.h>
 
+#include "core/describe.h"
 #include "cuda/cuda.h"
 #include "ops/swiglu/swiglu_args.h"
 #include "ops/swiglu/swiglu_cpu.h"
 
-static const char forward_op[] = "swiglu_forward", backward_op[] = "swiglu_backward";
+/* ---- description ------------------------------------------------------------------------------------------------- */
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
+enum { A, B, Y, DY, DA, DB };
 
-/* A tensor and how its rows lie. */
-typedef struct operand {
-    const char *name;
-    bst_view view;
-    bst_rows rows;
-} operand;
-
-static bst_status check_first(const char *op, const char *name, const DLTensor *tensor, operand *out) {
-    out->name = name;
-    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, &out->view));
-    return bst__rows(op, name, &out->view, &out->rows);
-}
-
-/* One that matches a. */
-static bst_status check_like(const char *op, const char *name, const DLTensor *tensor, const operand *a, operand *out) {
-    BST_TRY(check_first(op, name, tensor, out));
-    BST_TRY(bst__need_same_shape(op, name, &out->view, a->name, &a->view));
-    BST_TRY(bst__need_dtype(op, name, &out->view, a->view.dtype, "the type of a"));
-    return bst__need_device(op, name, &out->view, &a->view, a->name);
-}
-
+#define INPUT(name) {name, BST_IN, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(A), BST_TYPE_OF(A, "the type of a")}
 /* A result of the backward pass may take the place of an input, element for element, but not lie across one. */
-static bst_status check_result(const char *name, const DLTensor *tensor, const operand *const inputs[3], operand *out) {
-    BST_TRY(check_like(backward_op, name, tensor, inputs[0], out));
-    BST_TRY(bst__need_distinct(backward_op, name, &out->view));
-    for (int i = 0; i < 3; i++) {
-        if (bst__same_memory(&out->view, &inputs[i]->view)) continue;
-        BST_TRY(bst__need_apart(backward_op, name, &out->view, inputs[i]->name, &inputs[i]->view));
-    }
-    return BST_OK;
-}
+#define RESULT(name)                  \
+    {name,                            \
+     BST_OUT | BST_OPTIONAL,          \
+     BST_FLOATS,                      \
+     NULL,                            \
+     BST_ROWS,                        \
+     BST_LIKE(A),                     \
+     BST_TYPE_OF(A, "the type of a"), \
+     BST_MAY_BE(1u << A | 1u << B | 1u << DY)}
+
+static const bst_argument forward_arguments[] = {
+    [A] = {"a", BST_IN, BST_FLOATS, "*I", BST_ROWS},
+    [B] = INPUT("b"),
+    [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(A), BST_TYPE_OF(A, "the type of a")},
+    {NULL},
+};
+
+static const bst_argument backward_arguments[] = {
+    [A] = {"a", BST_IN, BST_FLOATS, "*I", BST_ROWS},
+    [B] = INPUT("b"),
+    [Y] = RESULT("y"),
+    [DY] = INPUT("dy"),
+    [DA] = RESULT("da"),
+    [DB] = RESULT("db"),
+    {NULL},
+};
+
+static const char forward_op[] = "swiglu_forward", backward_op[] = "swiglu_backward";
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP, Y };
+enum { TYPE, VEC, THREADS, EACH, FLAT, COLUMNS, CHUNKS, FOLDED, DGATE, DUP, WITH_Y };
 #define MACROS(which) \
     {"TYPE", "VEC", "THREADS", "EACH", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "DGATE", "DUP", "Y", which, NULL}
 
@@ -77,22 +77,22 @@ static bool alternative(bst_launch *l, int number, int64_t count) {
 }
 
 /* Everything that depends on the tensors' layout; `operands` ends with NULL. */
-static bst_alternatives shape(bst_launch *l, const operand *const operands[]) {
-    const operand *a = operands[0];
+static bst_alternatives shape(bst_launch *l, const bst_view *const operands[]) {
+    const bst_view *a = operands[0];
     bool flat = true, one_stride = true;
     int vec = 8;
     for (int i = 0; operands[i]; i++) {
-        int allowed = bst__row_vector(&operands[i]->view, &operands[i]->rows);
+        int allowed = bst__row_vector(operands[i], &operands[i]->rows);
         if (allowed < vec) vec = allowed;
         flat = flat && bst__rows_packed(&operands[i]->rows);
         one_stride = one_stride && bst__rows_folded(&operands[i]->rows);
     }
-    l->values[TYPE] = a->view.dtype;
+    l->values[TYPE] = a->dtype;
     l->values[VEC] = vec;
     l->values[FLAT] = flat;
     l->values[COLUMNS] = flat ? 0 : a->rows.columns;
     l->values[FOLDED] = one_stride;
-    bst_alternatives alternatives = {alternative, flat ? a->view.count : a->rows.rows, false};
+    bst_alternatives alternatives = {alternative, flat ? a->count : a->rows.rows, false};
     arrange(l, alternatives.count, MOST_THREADS, ACCESSES);
     return alternatives;
 }
@@ -103,13 +103,13 @@ static bst_status need_grid(const char *op, const bst_launch *l, const bst_alter
 }
 
 /* For the CPU: without gaps anywhere, all is one row. */
-static swiglu_matrix matrix(const operand *o, bool flat) {
-    int64_t count = o->view.count;
+static swiglu_matrix matrix(const bst_view *o, bool flat) {
+    int64_t count = o->count;
     bst_rows one = {.rows = 1, .columns = count, .inner = 1, .inner_stride = count, .outer_stride = count};
-    return (swiglu_matrix){o->view.data, flat ? one : o->rows};
+    return (swiglu_matrix){o->data, flat ? one : o->rows};
 }
 
-static bool packed(const operand *const operands[]) {
+static bool packed(const bst_view *const operands[]) {
     for (int i = 0; operands[i]; i++)
         if (!bst__rows_packed(&operands[i]->rows)) return false;
     return true;
@@ -117,91 +117,97 @@ static bool packed(const operand *const operands[]) {
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
-bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y) {
-    operand av, bv, yv;
-    BST_TRY(check_first(forward_op, "a", a, &av));
-    BST_TRY(check_like(forward_op, "b", b, &av, &bv));
-    BST_TRY(check_like(forward_op, "y", y, &av, &yv));
-    BST_TRY(bst__need_contiguous(forward_op, "y", &yv.view));
-    BST_TRY(bst__need_apart(forward_op, "y", &yv.view, "a", &av.view));
-    BST_TRY(bst__need_apart(forward_op, "y", &yv.view, "b", &bv.view));
-    if (!av.view.count) return BST_OK;
-    const operand *operands[] = {&av, &bv, &yv, NULL};
-    if (av.view.device.device_type == kDLCUDA) {
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    const bst_view *operands[] = {&v[A], &v[B], &v[Y], NULL};
+    if (!v[A].count) return BST_OK;
+    if (v[A].device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &forward_kernel};
         bst_alternatives alternatives = shape(&l, operands);
         BST_TRY(need_grid(forward_op, &l, &alternatives));
-        swiglu_forward_args args = {av.view.data,  bv.view.data,           yv.view.data,
-                                    av.view.count, bst__row_map(&av.rows), bst__row_map(&bv.rows)};
-        return bst__cuda_launch_tuned(exec, forward_op, av.view.device.device_id, &l, &alternatives, &args,
-                                      sizeof args);
+        swiglu_forward_args args = {
+            v[A].data, v[B].data, v[Y].data, v[A].count, bst__row_map(&v[A].rows), bst__row_map(&v[B].rows)};
+        return bst__cuda_launch_tuned(exec, forward_op, v[A].device.device_id, &l, &alternatives, &args, sizeof args);
     }
     bool flat = packed(operands);
-    swiglu_cpu call = {av.view.dtype, .gate = matrix(&av, flat), .up = matrix(&bv, flat), .y = matrix(&yv, flat)};
-    bst__parallel_for(exec, av.view.count, bst__grain(1), BST_CPU_SELECT(bst__swiglu_forward_cpu), &call);
+    swiglu_cpu call = {v[A].dtype, .gate = matrix(&v[A], flat), .up = matrix(&v[B], flat), .y = matrix(&v[Y], flat)};
+    bst__parallel_for(exec, v[A].count, bst__grain(1), BST_CPU_SELECT(bst__swiglu_forward_cpu), &call);
     return BST_OK;
+}
+
+static const bst_function forward = {.name = forward_op,
+                                     .arguments = forward_arguments,
+                                     .run = run_forward,
+                                     .torch = (const char *const[]){"swiglu_forward: a b -> y", NULL}};
+
+bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y) {
+    return bst__run(&forward, exec, (const DLTensor *[]){[A] = a, [B] = b, [Y] = y}, NULL);
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
-static bst_status backward_cuda(const bst_exec *exec, const operand *dy, const operand *a, const operand *b,
-                                const operand *da, const operand *db, const operand *y) {
-    const operand *operands[7] = {a, dy, b}, *const results[] = {da, db, y}; /* the rest NULL */
+static bst_status backward_cuda(const bst_exec *exec, const bst_view *v) {
+    const bst_view *operands[7] = {&v[A], &v[DY], &v[B]}; /* the rest NULL */
     bool in_place = false;
     for (int i = 0, count = 3; i < 3; i++) {
-        const void *data = results[i]->view.data;
-        if (!data) continue;
-        operands[count++] = results[i];
-        in_place = in_place || data == a->view.data || data == b->view.data || data == dy->view.data;
+        const bst_view *result = &v[(int[]){DA, DB, Y}[i]];
+        if (!result->data) continue;
+        operands[count++] = result;
+        in_place = in_place || result->data == v[A].data || result->data == v[B].data || result->data == v[DY].data;
     }
     bst_launch l = {.kernel = &backward_kernel};
     bst_alternatives alternatives = shape(&l, operands);
     BST_TRY(need_grid(backward_op, &l, &alternatives));
     alternatives.once = in_place;
-    l.values[DGATE] = da->view.data != NULL;
-    l.values[DUP] = db->view.data != NULL;
-    l.values[Y] = y->view.data != NULL;
-    swiglu_backward_args args = {.dy = dy->view.data,
-                                 .gate = a->view.data,
-                                 .up = b->view.data,
-                                 .dgate = da->view.data,
-                                 .dup = db->view.data,
-                                 .y = y->view.data,
-                                 .count = a->view.count,
-                                 .dy_map = bst__row_map(&dy->rows),
-                                 .gate_map = bst__row_map(&a->rows),
-                                 .up_map = bst__row_map(&b->rows),
-                                 .dgate_map = bst__row_map(&da->rows),
-                                 .dup_map = bst__row_map(&db->rows),
-                                 .y_map = bst__row_map(&y->rows)};
-    return bst__cuda_launch_tuned(exec, backward_op, a->view.device.device_id, &l, &alternatives, &args, sizeof args);
+    l.values[DGATE] = v[DA].data != NULL;
+    l.values[DUP] = v[DB].data != NULL;
+    l.values[WITH_Y] = v[Y].data != NULL;
+    swiglu_backward_args args = {.dy = v[DY].data,
+                                 .gate = v[A].data,
+                                 .up = v[B].data,
+                                 .dgate = v[DA].data,
+                                 .dup = v[DB].data,
+                                 .y = v[Y].data,
+                                 .count = v[A].count,
+                                 .dy_map = bst__row_map(&v[DY].rows),
+                                 .gate_map = bst__row_map(&v[A].rows),
+                                 .up_map = bst__row_map(&v[B].rows),
+                                 .dgate_map = bst__row_map(&v[DA].rows),
+                                 .dup_map = bst__row_map(&v[DB].rows),
+                                 .y_map = bst__row_map(&v[Y].rows)};
+    return bst__cuda_launch_tuned(exec, backward_op, v[A].device.device_id, &l, &alternatives, &args, sizeof args);
 }
+
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    bool da = v[DA].data, db = v[DB].data, y = v[Y].data;
+    if (!v[A].count || (!da && !db && !y)) return BST_OK;
+    if (v[A].device.device_type == kDLCUDA) return backward_cuda(exec, v);
+    /* A result that is not wanted has no rows: it is left out of the question. */
+    const bst_view *operands[] = {&v[A], &v[B], &v[DY], &v[da ? DA : A], &v[db ? DB : A], &v[y ? Y : A], NULL};
+    bool flat = packed(operands);
+    swiglu_cpu call = {v[A].dtype,
+                       .gate = matrix(&v[A], flat),
+                       .up = matrix(&v[B], flat),
+                       .y = matrix(&v[Y], flat),
+                       .dy = matrix(&v[DY], flat),
+                       .dgate = matrix(&v[DA], flat),
+                       .dup = matrix(&v[DB], flat)};
+    bst__parallel_for(exec, v[A].count, bst__grain(1), BST_CPU_SELECT(bst__swiglu_backward_cpu), &call);
+    return BST_OK;
+}
+
+static const bst_function backward = {
+    .name = backward_op,
+    .arguments = backward_arguments,
+    .run = run_backward,
+    .torch = (const char *const[]){"swiglu_backward: dy a b -> da? db?", "swiglu_backward_with_y: dy a b -> da? db? y",
+                                   "swiglu_backward_inplace: dy a b -> da?=a db?=b y?=dy", NULL}};
 
 bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                DLTensor *da, DLTensor *db, DLTensor *y) {
-    operand av, bv, dyv, dav = {0}, dbv = {0}, yv = {0};
-    BST_TRY(check_first(backward_op, "a", a, &av));
-    BST_TRY(check_like(backward_op, "b", b, &av, &bv));
-    BST_TRY(check_like(backward_op, "dy", dy, &av, &dyv));
-    const operand *inputs[] = {&av, &bv, &dyv};
-    if (da) BST_TRY(check_result("da", da, inputs, &dav));
-    if (db) BST_TRY(check_result("db", db, inputs, &dbv));
-    if (y) BST_TRY(check_result("y", y, inputs, &yv));
-    if (da && db) BST_TRY(bst__need_apart(backward_op, "da", &dav.view, "db", &dbv.view));
-    if (y && da) BST_TRY(bst__need_apart(backward_op, "y", &yv.view, "da", &dav.view));
-    if (y && db) BST_TRY(bst__need_apart(backward_op, "y", &yv.view, "db", &dbv.view));
-    if (!av.view.count || (!da && !db && !y)) return BST_OK;
-    if (av.view.device.device_type == kDLCUDA) return backward_cuda(exec, &dyv, &av, &bv, &dav, &dbv, &yv);
-    /* A result that is not wanted has no rows: it is left out of the question. */
-    const operand *operands[] = {&av, &bv, &dyv, da ? &dav : &av, db ? &dbv : &av, y ? &yv : &av, NULL};
-    bool flat = packed(operands);
-    swiglu_cpu call = {av.view.dtype,
-                       .gate = matrix(&av, flat),
-                       .up = matrix(&bv, flat),
-                       .y = matrix(&yv, flat),
-                       .dy = matrix(&dyv, flat),
-                       .dgate = matrix(&dav, flat),
-                       .dup = matrix(&dbv, flat)};
-    bst__parallel_for(exec, av.view.count, bst__grain(1), BST_CPU_SELECT(bst__swiglu_backward_cpu), &call);
-    return BST_OK;
+    const DLTensor *tensors[] = {[A] = a, [B] = b, [Y] = y, [DY] = dy, [DA] = da, [DB] = db};
+    return bst__run(&backward, exec, tensors, NULL);
 }
+
+const bst_function *const bst__swiglu[] = {&forward, &backward, NULL};

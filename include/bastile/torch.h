@@ -1,0 +1,32 @@
+/* torch.h - the library's side of PyTorch: what its Python package calls. A C program needs none of it. */
+#ifndef BASTILE_TORCH_H
+#define BASTILE_TORCH_H
+
+#include "bastile.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Registers every operator with PyTorch as torch.ops.bastile.<name>, for CPU and CUDA tensors. `folder` holds
+ * libtorch_cpu.so. Once a process. */
+BST_API bst_status bst_torch_register(const char *folder);
+
+/* Writes what a fake of operator `number` needs, from 0 on, in one line of at most `size` bytes (2048 suffice).
+ * BST_INVALID behind the last.
+ *
+ *     swiglu_backward dy:=a a:*I b:=a want_da want_db -> da?:=a db?:=a
+ *
+ * its name; its arguments in the order of the schema, tensors with their shapes (`=a`: that of a; else as
+ * src/core/describe.h has them); its results with theirs, `?` for one that its want_ asks for, `^b` for one whose
+ * dimensions 1 and 2 are exchanged in memory where the argument b is true, `/b` for one element where b is not 0. */
+BST_API bst_status bst_torch_describe(int number, char *text, size_t size);
+
+/* The element types of its results, as numbered in src/core/dtype.h: types[r] for result r. `stack` has a number for
+ * each argument: a tensor's type (-1: None), or the value of an integer or bool. */
+BST_API bst_status bst_torch_result_types(int number, const int64_t *stack, int64_t *types);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,107 @@
+"""The fakes of all operators that the library describes (bastile/torch.h): what torch.compile knows of their results.
+Imported once, by bastile.ops."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bastile._library import library
+
+#: In the order of src/core/dtype.h.
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+
+
+def _descriptions() -> Iterator[tuple[int, str]]:
+    text = ctypes.create_string_buffer(2048)
+    for number in itertools.count():
+        if library.bst_torch_describe(number, text, len(text)):
+            return
+        yield number, text.value.decode()
+
+
+class _Shapes:
+    """What the shapes of a call's arguments have bound."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, torch.Size] = {}
+        self.sizes: dict[str, Any] = {}
+        self.leading: tuple[Any, ...] = ()
+
+    def bind(self, name: str, shape: str, tensor: torch.Tensor) -> None:
+        self.of[name] = tensor.shape
+        if shape[0] in "=#.":
+            return
+        starred = shape[0] == "*"
+        if starred:
+            shape = shape[1:]
+            self.leading = tuple(tensor.shape[: tensor.dim() - len(shape)])
+        sizes = tensor.shape[len(self.leading) :] if starred else tensor.shape
+        for symbol, size in zip(re.findall("~?.", shape), sizes, strict=False):
+            self.sizes.setdefault(symbol, size)
+
+    def make(self, shape: str) -> tuple[Any, ...]:
+        if shape[0] == "=":
+            return tuple(self.of[shape[1:]])
+        if shape == ".":
+            return ()
+        if shape[0] == "#":
+            return (math.prod(self.leading), *map(int, shape[1:]))
+        leading = self.leading if shape[0] == "*" else ()
+        return (*leading, *(int(c) if c.isdigit() else self.sizes[c] for c in shape.removeprefix("*")))
+
+
+def _fake(number: int, arguments: list[tuple[str, str]], results: list[tuple[str, str]]) -> Callable[..., Any]:
+    names = [name for name, _ in arguments]
+
+    def types(values: tuple[Any, ...]) -> list[torch.dtype]:
+        stack = (ctypes.c_int64 * len(values))()
+        for i, (value, (_, shape)) in enumerate(zip(values, arguments, strict=True)):
+            if shape:
+                stack[i] = -1 if value is None else _TYPES.index(value.dtype)
+            else:
+                stack[i] = 0 if isinstance(value, float) else int(value)
+        found = (ctypes.c_int64 * len(results))()
+        library.bst_torch_result_types(number, stack, found)
+        return [_TYPES[code] for code in found]
+
+    def fake(*values: Any) -> Any:
+        shapes, given = _Shapes(), dict(zip(names, values, strict=True))
+        for name, shape in arguments:
+            if shape and given[name] is not None:
+                shapes.bind(name, shape, given[name])
+        device = next(given[name] for name, shape in arguments if shape).device
+        made = []
+        for (name, shape), dtype in zip(results, types(values), strict=True):
+            wanted = not name.endswith("?") or given["want_" + name[:-1]]
+            shape, _, reduced = shape.partition("/")
+            shape, _, exchanged = shape.partition("^")
+            shape = "." if reduced and given[reduced] else shape
+            wanted = wanted and (shape[0] != "=" or shape[1:] in shapes.of)
+            size, dtype = (shapes.make(shape), dtype) if wanted else ((0,), torch.float32)
+            if wanted and exchanged and given[exchanged]:
+                made.append(
+                    torch.empty((size[0], size[2], size[1], size[3]), dtype=dtype, device=device).transpose(1, 2)
+                )
+            else:
+                made.append(torch.empty(size, dtype=dtype, device=device))
+        return None if not made else made[0] if len(made) == 1 else tuple(made)
+
+    return fake
+
+
+def register() -> None:
+    for number, text in _descriptions():
+        call, _, returned = text.partition(" ->")
+        name, *words = call.split()
+        arguments, results = ([tuple(w.partition(":")[::2]) for w in part] for part in (words, returned.split()))
+        torch.library.register_fake(f"bastile::{name}", _fake(number, arguments, results))
+
+
+register()

@@ -1,0 +1,115 @@
+/* describe.h - an operator function as a table: its tensors with their direction, types, shape, layout and what they
+ * may overlap, its attributes, and what runs. From the table follow the checks of the C API, the outputs and schema of
+ * the PyTorch operator, the fake for torch.compile and the inputs of the fuzzer: what can be said in a table is said
+ * there and nowhere else, what cannot is a function beside it.
+ *
+ * Shapes are strings, a character a dimension: a capital letter is a size, bound where it first appears in the order of
+ * the table and needed wherever it appears again; `*`, first, stands for any leading dimensions, the same in all
+ * arguments that have it; `~` before a letter: that size, or 1 for a tensor that is the same all along (its stride is
+ * then 0); a digit is itself. "#" alone: any shape with one element for each row of the argument that bound `*`, "#2" with
+ * two; ".": any with one element. */
+#ifndef BST_DESCRIBE_H
+#define BST_DESCRIBE_H
+
+#include <float.h>
+
+#include "core/core.h"
+
+enum { BST_MOST_ARGUMENTS = 16, BST_MOST_ATTRIBUTES = 16 };
+
+/* The value of an attribute: double, or integer, bool and enum. */
+typedef union bst_attribute {
+    int64_t i;
+    double d;
+} bst_attribute;
+
+enum {
+    BST_IN = 0,
+    BST_OUT = 1,
+    BST_OPTIONAL = 2, /* may be NULL */
+};
+
+typedef enum bst_layout {
+    BST_ROWS,       /* the last dimension contiguous, the leading ones fold into two: the view's rows are filled in */
+    BST_CONTIGUOUS, /* without gaps; rows likewise, but of a scalar */
+    BST_LAST,       /* the last dimension contiguous, any strides else */
+} bst_layout;
+
+typedef struct bst_argument {
+    const char *name;
+    unsigned flags, types; /* of the enum above; a set of 1u << bst_dtype */
+    const char *shape;     /* NULL: that of `like` */
+    bst_layout layout;
+    /* Arguments are named by their place plus one, so that zero is none: see the macros below. */
+    uint8_t like, with, type_of;
+    bst_dtype (*type_rule)(const bst_view *views, const bst_attribute *attributes);
+    const char *why; /* of the type */
+    uint32_t may_be; /* OUT: a bit for each argument whose place it may take, element for element */
+    /* OUT: a new one has dimensions 1 and 2 exchanged in memory where this bool among the attributes says so. */
+    uint8_t exchanged;
+    /* One element in place of its shape where this attribute is not zero: a loss that is reduced. */
+    uint8_t reduced;
+} bst_argument;
+
+#define BST_LIKE(place)             .like = (place) + 1 /* has its shape, and is not given without it */
+#define BST_WITH(place)             .with = (place) + 1 /* is given exactly where that one is */
+#define BST_TYPE_OF(place, reason)  .type_of = (place) + 1, .why = (reason)
+#define BST_TYPE_RULE(rule, reason) .type_rule = (rule), .why = (reason)
+#define BST_MAY_BE(places)          .may_be = (places)
+#define BST_EXCHANGED(attribute)    .exchanged = (attribute) + 1
+#define BST_REDUCED(attribute)      .reduced = (attribute) + 1
+
+typedef struct bst_attribute_rule {
+    const char *name;
+    char type; /* 'd' double, 'i' integer, 'b' bool */
+    /* Bounds, where low < high, and the sentence for what is outside: "0 (llama), 1 (gemma) or 2 (none)". */
+    double low, high;
+    const char *needed;
+} bst_attribute_rule;
+
+/* What a norm adds to the mean of squares. */
+#define BST_EPS {"eps", 'd', 0, FLT_MAX, "a finite number, 0 or above,"}
+
+typedef struct bst_function {
+    const char *name;                     /* what errors begin with */
+    const char *const *meanings;          /* of symbols, for errors: "Sthe positions of q"; ends with NULL, or NULL */
+    const bst_argument *arguments;        /* in the order of views; ends with a NULL name */
+    const bst_attribute_rule *attributes; /* the same, or NULL */
+    /* What no table can say of the inputs, asked after the table's checks of them; or NULL. */
+    bst_status (*check)(const char *op, const bst_view *views, const bst_attribute *attributes);
+    /* Everything is checked. Views that are not given have no data, no dimensions and no elements. */
+    bst_status (*run)(const bst_exec *exec, const bst_view *views, const bst_attribute *attributes);
+    /* The PyTorch operators that call it, as torch/bind.h reads them; ends with NULL. */
+    const char *const *torch;
+} bst_function;
+
+/* What the shapes have bound so far. */
+typedef struct bst_symbols {
+    uint32_t bound; /* a bit a letter */
+    uint8_t owner[26], dimension[26];
+    int64_t size[26];
+    int leading_of; /* the place that bound `*`, plus one */
+    int leading;    /* its dimensions */
+    int64_t rows;   /* their product */
+} bst_symbols;
+
+/* Checks tensors[place], NULL or not, for each place of the table, inputs and then outputs, and calls the function.
+ * Nothing is written unless all of it holds. */
+bst_status bst__run(const bst_function *function, const bst_exec *exec, const DLTensor *const *tensors,
+                    const bst_attribute *attributes);
+
+/* Its two halves, for whoever makes the outputs himself: the inputs and attributes, then one output. `fresh`: it is
+ * new, and shares memory with nothing. */
+bst_status bst__check_inputs(const bst_function *function, const DLTensor *const *tensors,
+                             const bst_attribute *attributes, bst_view *views, bst_symbols *symbols);
+bst_status bst__check_output(const bst_function *function, int place, const DLTensor *tensor, bool fresh,
+                             const bst_attribute *attributes, bst_view *views, bst_symbols *symbols);
+
+/* The shape that an output must have, once the inputs are checked; its number of dimensions. */
+int bst__output_shape(const bst_function *function, int place, const bst_view *views, const bst_attribute *attributes,
+                      const bst_symbols *symbols, int64_t size[BST_MAX_DIMS]);
+/* Its type: of the views of inputs only the types are read. */
+bst_dtype bst__output_type(const bst_function *function, int place, const bst_view *views,
+                           const bst_attribute *attributes);
+
+#endif
