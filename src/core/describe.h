@@ -98,6 +98,9 @@ typedef struct bst_symbols {
 bst_status bst__run(const bst_function *function, const bst_exec *exec, const DLTensor *const *tensors,
                     const bst_attribute *attributes);
 
+/* The attributes alone: BST_INVALID, naming one, where it is out of its bounds. `rules` ends with a NULL name. */
+bst_status bst__check_attributes(const char *op, const bst_attribute_rule *rules, const bst_attribute *attributes);
+
 /* Its two halves, for whoever makes the outputs himself: the inputs and attributes, then one output. `fresh`: it is
  * new, and shares memory with nothing. */
 bst_status bst__check_inputs(const bst_function *function, const DLTensor *const *tensors,

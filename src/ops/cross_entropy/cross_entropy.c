@@ -69,7 +69,13 @@ enum { GRAD_LOSS = BOTH, IN_KEPT, IN_LSE, DLOGITS };
      BST_MAY_BE(1u << LOGITS)}
 #define LOSS_OF(name, flags) {name, flags, 1u << BST_F32, "#", BST_CONTIGUOUS, BST_REDUCED(BST_LOSS_REDUCTION)}
 
-static const bst_attribute_rule options[] = {BST_LOSS_ATTRIBUTES, {NULL}};
+static const bst_attribute_rule loss_rules[] = {BST_LOSS_ATTRIBUTES, {NULL}};
+
+bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *o) {
+    bst_attribute attributes[BST_LOSS_COUNT];
+    BST_TRY(bst__loss_attributes_of(op, o, attributes));
+    return bst__check_attributes(op, loss_rules, attributes);
+}
 
 static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
     const bst_rows *r = &v[LOGITS].rows;
@@ -433,7 +439,7 @@ static const bst_argument forward_arguments[] = {
 static const bst_function forward = {
     .name = forward_op,
     .arguments = forward_arguments,
-    .attributes = options,
+    .attributes = loss_rules,
     .check = check,
     .run = run_forward,
     .torch =
@@ -494,7 +500,7 @@ static const bst_argument backward_arguments[] = {
 static const bst_function backward = {
     .name = backward_op,
     .arguments = backward_arguments,
-    .attributes = options,
+    .attributes = loss_rules,
     .check = check_backward,
     .run = run_backward,
     .torch =
