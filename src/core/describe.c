@@ -174,7 +174,7 @@ static bst_status check_presence(const bst_function *f, int place, const DLTenso
 
 /* ---- all of them ------------------------------------------------------------------------------------------------- */
 
-bst_status bst__check_attributes(const char *op, const bst_attribute_rule *rules, const bst_attribute *attributes) {
+static bst_status check_attributes(const char *op, const bst_attribute_rule *rules, const bst_attribute *attributes) {
     for (int i = 0; rules && rules[i].name; i++) {
         const bst_attribute_rule *r = &rules[i];
         double value = r->type == 'd' ? attributes[i].d : (double)attributes[i].i;
@@ -194,7 +194,7 @@ bst_status bst__check_inputs(const bst_function *f, const DLTensor *const *tenso
         BST_TRY(check_presence(f, i, tensors[i], views));
         if (tensors[i]) BST_TRY(check_one(f, i, tensors[i], attributes, views, s));
     }
-    BST_TRY(bst__check_attributes(f->name, f->attributes, attributes));
+    BST_TRY(check_attributes(f->name, f->attributes, attributes));
     return f->check ? f->check(f->name, views, attributes) : BST_OK;
 }
 

@@ -47,6 +47,8 @@ typedef struct bst_argument {
     uint32_t may_be; /* OUT: a bit for each argument whose place it may take, element for element */
     /* OUT: a new one has dimensions 1 and 2 exchanged in memory where this bool among the attributes says so. */
     uint8_t exchanged;
+    /* OUT: rows of a new matrix are so many elements apart, a multiple of this, that accesses may be wide; 0: no gaps. */
+    uint8_t padded;
     /* One element in place of its shape where this attribute is not zero: a loss that is reduced. */
     uint8_t reduced;
 } bst_argument;
@@ -58,6 +60,7 @@ typedef struct bst_argument {
 #define BST_MAY_BE(places)          .may_be = (places)
 #define BST_EXCHANGED(attribute)    .exchanged = (attribute) + 1
 #define BST_REDUCED(attribute)      .reduced = (attribute) + 1
+#define BST_PADDED(elements)        .padded = (elements)
 
 typedef struct bst_attribute_rule {
     const char *name;
@@ -97,9 +100,6 @@ typedef struct bst_symbols {
  * Nothing is written unless all of it holds. */
 bst_status bst__run(const bst_function *function, const bst_exec *exec, const DLTensor *const *tensors,
                     const bst_attribute *attributes);
-
-/* The attributes alone: BST_INVALID, naming one, where it is out of its bounds. `rules` ends with a NULL name. */
-bst_status bst__check_attributes(const char *op, const bst_attribute_rule *rules, const bst_attribute *attributes);
 
 /* Its two halves, for whoever makes the outputs himself: the inputs and attributes, then one output. `fresh`: it is
  * new, and shares memory with nothing. */

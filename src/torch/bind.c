@@ -53,6 +53,11 @@ static DLTensor *make(bst_call *call, const bst_function *f, int place, DLTensor
     if (call->status != BST_OK || (like && !tensors[like - 1])) return NULL;
     int dims = bst__output_shape(f, place, views, attributes, symbols, size), exchanged = f->arguments[place].exchanged;
     DLDataType type = bst__dl_type(bst__output_type(f, place, views, attributes));
+    int64_t padded = f->arguments[place].padded;
+    if (padded && dims == 2) {
+        int64_t strides[] = {(size[1] + padded - 1) / padded * padded, 1};
+        return bst__call_empty(call, dims, size, strides, type);
+    }
     if (!exchanged || !attributes[exchanged - 1].i) return bst__call_empty(call, dims, size, NULL, type);
     return bst__call_heads(call, tensors[like - 1], true, type);
 }
@@ -112,10 +117,11 @@ static void run(const binding *b, bst_torch_value *stack) {
     X(3)                                                                                                            \
     X(4)                                                                                                            \
     X(5)                                                                                                            \
-    X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24)   \
-        X(25) X(26) X(27) X(28) X(29) X(30) X(31) X(32) X(33) X(34) X(35) X(36) X(37) X(38) X(39) X(40) X(41) X(42) \
-            X(43) X(44) X(45) X(46) X(47) X(48) X(49) X(50) X(51) X(52) X(53) X(54) X(55) X(56) X(57) X(58) X(59)   \
-                X(60) X(61) X(62) X(63)
+    X(6)                                                                                                            \
+    X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25)  \
+        X(26) X(27) X(28) X(29) X(30) X(31) X(32) X(33) X(34) X(35) X(36) X(37) X(38) X(39) X(40) X(41) X(42) X(43) \
+            X(44) X(45) X(46) X(47) X(48) X(49) X(50) X(51) X(52) X(53) X(54) X(55) X(56) X(57) X(58) X(59) X(60)   \
+                X(61) X(62) X(63)
 #define KERNEL(n)                                                                       \
     static void kernel_##n(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) { \
         (void)inputs, (void)outputs;                                                    \
@@ -252,6 +258,7 @@ static const char *shape_text(const bst_function *f, int place, char *text, size
     snprintf(text, size, "%s%s%s%s%s%s", a->like ? "=" : a->shape, a->like ? f->arguments[a->like - 1].name : "",
              a->exchanged ? "^" : "", a->exchanged ? f->attributes[a->exchanged - 1].name : "", a->reduced ? "/" : "",
              a->reduced ? f->attributes[a->reduced - 1].name : "");
+    if (a->padded) append(text, size, "+%d", a->padded);
     return text;
 }
 

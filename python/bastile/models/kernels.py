@@ -40,10 +40,12 @@ class Zeros:
     dtype: torch.dtype
     heads_first: bool = False  # in memory, of a shape [B, S, heads, D]
     value: int = 0  # where zeros mean nothing: another number, the same everywhere
+    columns: int | None = None  # of a matrix: only the first ones
 
     def make(self, device: torch.device) -> torch.Tensor:
         if not self.heads_first:
-            return torch.full(self.shape, self.value, dtype=self.dtype, device=device)
+            whole = torch.full(self.shape, self.value, dtype=self.dtype, device=device)
+            return whole if self.columns is None else whole[:, : self.columns]
         batch, positions, heads, dim = self.shape
         return torch.zeros((batch, heads, positions, dim), dtype=self.dtype, device=device).transpose(1, 2)
 
@@ -317,7 +319,7 @@ class _Step:
             return Zeros((rows,), torch.float32)
 
         few, many = inputs(_ROWS), inputs(_MANY_ROWS)
-        kept = Zeros((_ROWS, _padded(vocabulary)), dtype)
+        kept = Zeros((_ROWS, _padded(vocabulary)), dtype, columns=vocabulary)
         yield Call("linear_cross_entropy_forward", (*few, *_LOSS, 0, True, *nothing), title)
         yield Call("linear_cross_entropy_backward", (upstream, *few, lse(_ROWS), kept, *_LOSS, 0, *wanted), title)
         smallest_chunks = 1  # bytes

@@ -76,19 +76,23 @@ def _fake(number: int, arguments: list[tuple[str, str]], results: list[tuple[str
         for name, shape in arguments:
             if shape and given[name] is not None:
                 shapes.bind(name, shape, given[name])
-        device = next(given[name] for name, shape in arguments if shape).device
+        device = next(given[name] for name, shape in arguments if shape and given[name] is not None).device
         made = []
         for (name, shape), dtype in zip(results, types(values), strict=True):
             wanted = not name.endswith("?") or given["want_" + name[:-1]]
+            shape, _, padded = shape.partition("+")
             shape, _, reduced = shape.partition("/")
             shape, _, exchanged = shape.partition("^")
-            shape = "." if reduced and given[reduced] else shape
-            wanted = wanted and (shape[0] != "=" or shape[1:] in shapes.of)
-            size, dtype = (shapes.make(shape), dtype) if wanted else ((0,), torch.float32)
-            if wanted and exchanged and given[exchanged]:
-                made.append(
-                    torch.empty((size[0], size[2], size[1], size[3]), dtype=dtype, device=device).transpose(1, 2)
-                )
+            if not wanted or (shape[0] == "=" and shape[1:] not in shapes.of):
+                made.append(torch.empty((0,), dtype=torch.float32, device=device))
+                continue
+            size = () if reduced and given[reduced] else shapes.make(shape)
+            if exchanged and given[exchanged]:
+                size = (size[0], size[2], size[1], size[3])
+                made.append(torch.empty(size, dtype=dtype, device=device).transpose(1, 2))
+            elif padded:
+                stride = (size[1] + int(padded) - 1) // int(padded) * int(padded)
+                made.append(torch.empty_strided(size, (stride, 1), dtype=dtype, device=device))
             else:
                 made.append(torch.empty(size, dtype=dtype, device=device))
         return None if not made else made[0] if len(made) == 1 else tuple(made)

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scaled
@@ -53,34 +53,6 @@ def _chunk_bytes() -> int:
 def _padded(vocabulary: int) -> int:
     """Columns of the logits in memory: rows that begin at 16-byte boundaries keep the products on their fast path."""
     return (vocabulary + 7) // 8 * 8
-
-
-@torch.library.register_fake("bastile::linear_cross_entropy_forward")
-def _(hidden, weight, target, bias, class_weight, num_items, ignore_index, reduction, label_smoothing, softcap,
-      logit_scale, lse_square_scale, chunk_bytes, keep, want_dhidden, want_dweight, want_dbias):  # fmt: skip
-    def none():
-        return hidden.new_empty((0,), dtype=torch.float32)
-
-    tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    loss = hidden.new_empty((tokens,) if reduction == 0 else (), dtype=torch.float32)
-    lse = hidden.new_empty((tokens,), dtype=torch.float32)
-    dlogits = hidden.new_empty((tokens, _padded(vocabulary))) if keep else none()
-    dhidden = hidden.new_empty(hidden.shape) if want_dhidden else none()
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if want_dweight else none()
-    dbias = torch.empty_like(bias) if want_dbias else none()
-    return loss, lse, dlogits, dhidden, dweight, dbias
-
-
-@torch.library.register_fake("bastile::linear_cross_entropy_backward")
-def _(grad_loss, hidden, weight, target, bias, class_weight, num_items, lse, dlogits, ignore_index, reduction,
-      label_smoothing, softcap, logit_scale, lse_square_scale, chunk_bytes, want_dhidden, want_dweight,
-      want_dbias):  # fmt: skip
-    def none():
-        return hidden.new_empty((0,), dtype=torch.float32)
-
-    dhidden = hidden.new_empty(hidden.shape) if want_dhidden else none()
-    dweight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device) if want_dweight else none()
-    return dhidden, dweight, torch.empty_like(bias) if want_dbias else none()
 
 
 class _LinearCrossEntropy(Function):

@@ -71,12 +71,6 @@ enum { GRAD_LOSS = BOTH, IN_KEPT, IN_LSE, DLOGITS };
 
 static const bst_attribute_rule loss_rules[] = {BST_LOSS_ATTRIBUTES, {NULL}};
 
-bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *o) {
-    bst_attribute attributes[BST_LOSS_COUNT];
-    BST_TRY(bst__loss_attributes_of(op, o, attributes));
-    return bst__check_attributes(op, loss_rules, attributes);
-}
-
 static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
     const bst_rows *r = &v[LOGITS].rows;
     if (r->columns < 1 || r->columns > BST_CROSS_ENTROPY_MOST_CLASSES)

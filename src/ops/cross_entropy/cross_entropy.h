@@ -69,8 +69,6 @@ enum {
 bst_cross_entropy_options bst__loss_options(const bst_attribute *attributes);
 /* The other way round. BST_INVALID where there are no options, or one has no meaning. */
 bst_status bst__loss_attributes_of(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes);
-/* BST_INVALID, naming the option, where one has no meaning. */
-bst_status bst__cross_entropy_check_options(const char *op, const bst_cross_entropy_options *options);
 /* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA,
  * where that would wait for the device, the kernels make such a row's loss NaN and its gradient zero; BST_UNSUPPORTED
  * where there are more rows than a grid has blocks. */

@@ -30,120 +30,78 @@ typedef struct problem {
     const bst_cross_entropy_divisors *divisors;
 } problem;
 
-/* ---- checks ------------------------------------------------------------------------------------------------------ */
+/* ---- description ------------------------------------------------------------------------------------------------- */
 
-static bst_status optional_vector(const char *op, const char *name, const DLTensor *tensor, unsigned dtypes,
-                                  int64_t size, const char *why, const bst_view *model, bst_view *out) {
-    *out = (bst_view){0};
-    if (!tensor) return BST_OK;
-    BST_TRY(bst__view(op, name, dtypes, tensor, out));
-    if (size > 1) {
-        BST_TRY(bst__need_dims(op, name, out, 1));
-        BST_TRY(bst__need_size(op, name, out, 0, size, why));
-    } else {
-        BST_TRY(bst__need_one(op, name, out));
+/* Backward reads the gradient of the loss, lse and dlogits in the places of forward's outputs. */
+enum { HIDDEN, WEIGHT, TARGET, BIAS, CLASS_WEIGHT, NUM_ITEMS, LOSS, LSE, DLOGITS, DHIDDEN, DWEIGHT, DBIAS };
+enum { CHUNK_BYTES = BST_LOSS_COUNT };
+
+#define AS_HIDDEN BST_TYPE_OF(HIDDEN, "the type of hidden")
+#define INPUTS                                                                                                 \
+    {"hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS}, {"weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN}, \
+        {"target", BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS},                                                \
+        {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, AS_HIDDEN},                           \
+        {"class_weight", BST_IN | BST_OPTIONAL, 1u << BST_F32, "V", BST_CONTIGUOUS}, {                         \
+        "num_items", BST_IN | BST_OPTIONAL, 1u << BST_F32, ".", BST_CONTIGUOUS                                 \
     }
-    BST_TRY(bst__need_contiguous(op, name, out));
-    return bst__need_device(op, name, out, model, "hidden");
-}
+#define LOSS_OF(name, flags) {name, flags, 1u << BST_F32, "T", BST_CONTIGUOUS, BST_REDUCED(BST_LOSS_REDUCTION)}
+#define KEPT(flags)          {"dlogits", flags, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN, BST_PADDED(8)}
+#define GRADIENT(name, of)   \
+    {name,                   \
+     BST_OUT | BST_OPTIONAL, \
+     BST_FLOATS,             \
+     NULL,                   \
+     BST_CONTIGUOUS,         \
+     BST_LIKE(of),           \
+     BST_TYPE_OF(of, "as the inputs have it")}
+#define GRADIENTS \
+    [DHIDDEN] = GRADIENT("dhidden", HIDDEN), [DWEIGHT] = GRADIENT("dweight", WEIGHT), [DBIAS] = GRADIENT("dbias", BIAS)
 
-static bst_status optional_output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
-                                  const char *model_name, bst_view *out) {
-    *out = (bst_view){0};
-    return tensor ? bst__output(op, name, tensor, model, model_name, model->dtype, out) : BST_OK;
+static const char *const meanings[] = {"Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight",
+                                       NULL};
+
+static const bst_attribute_rule rules[] = {
+    BST_LOSS_ATTRIBUTES,
+    [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
+    {NULL},
+};
+
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    const bst_view *w = &v[WEIGHT];
+    if (w->size[0] < 1 || w->size[1] < 1)
+        return bst__error(BST_UNSUPPORTED, "%s: weight has shape %s; both dimensions must be at least 1", op,
+                          bst__shape_text(w));
+    if (w->size[0] > BST_CROSS_ENTROPY_MOST_CLASSES)
+        return bst__error(BST_UNSUPPORTED, "%s: weight has %" PRId64 " rows; 1 to %d are supported", op, w->size[0],
+                          BST_CROSS_ENTROPY_MOST_CLASSES);
+    return bst__cross_entropy_check_targets(op, w->device, v[TARGET].data, v[HIDDEN].size[0], w->size[0],
+                                            attributes[BST_LOSS_IGNORE_INDEX].i);
 }
 
 /* The rows of a matrix for a product: a stride of at least their length, also where there is but one row. */
-static bst_status need_matrix(const char *op, const char *name, bst_view *v) {
-    bst_rows rows;
-    BST_TRY(bst__need_dims(op, name, v, 2));
-    BST_TRY(bst__rows(op, name, v, &rows));
-    if (v->size[0] <= 1) v->stride[0] = v->size[1];
-    if (v->stride[0] >= v->size[1]) return BST_OK;
+static bst_status matrix(const char *op, const char *name, const bst_view *v, bst_view *out) {
+    *out = *v;
+    if (out->size[0] <= 1) out->stride[0] = out->size[1];
+    if (out->stride[0] >= out->size[1]) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, name);
 }
 
-static bst_status check(problem *p, const DLTensor *hidden, const DLTensor *weight, const DLTensor *target,
-                        const DLTensor *bias, const DLTensor *class_weight, const DLTensor *num_items,
-                        int64_t chunk_bytes, DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
-    const char *op = p->op;
-    if (chunk_bytes < 0)
-        return bst__error(BST_INVALID,
-                          "%s: chunk_bytes is %" PRId64 "; a positive number, or 0 for the default, is needed", op,
-                          chunk_bytes);
-    BST_TRY(bst__view(op, "hidden", BST_FLOATS, hidden, &p->hidden));
-    BST_TRY(need_matrix(op, "hidden", &p->hidden));
-    p->tokens = p->hidden.size[0], p->width = p->hidden.size[1], p->dtype = p->hidden.dtype,
-    p->device = p->hidden.device;
-    BST_TRY(bst__view(op, "weight", BST_FLOATS, weight, &p->weight));
-    BST_TRY(need_matrix(op, "weight", &p->weight));
-    BST_TRY(bst__need_size(op, "weight", &p->weight, 1, p->width, "the last dimension of hidden"));
-    BST_TRY(bst__need_dtype(op, "weight", &p->weight, p->dtype, "the type of hidden"));
-    BST_TRY(bst__need_device(op, "weight", &p->weight, &p->hidden, "hidden"));
-    p->vocabulary = p->weight.size[0];
-    if (p->vocabulary < 1 || p->width < 1)
-        return bst__error(BST_UNSUPPORTED, "%s: weight has shape %s; both dimensions must be at least 1", op,
-                          bst__shape_text(&p->weight));
-    if (p->vocabulary > BST_CROSS_ENTROPY_MOST_CLASSES)
-        return bst__error(BST_UNSUPPORTED, "%s: weight has %" PRId64 " rows; 1 to %d are supported", op, p->vocabulary,
-                          BST_CROSS_ENTROPY_MOST_CLASSES);
-    BST_TRY(bst__view(op, "target", 1u << BST_I64, target, &p->target));
-    BST_TRY(bst__need_dims(op, "target", &p->target, 1));
-    BST_TRY(bst__need_size(op, "target", &p->target, 0, p->tokens, "the rows of hidden"));
-    BST_TRY(bst__need_contiguous(op, "target", &p->target));
-    BST_TRY(bst__need_device(op, "target", &p->target, &p->hidden, "hidden"));
-    const unsigned f32 = 1u << BST_F32;
-    BST_TRY(
-        optional_vector(op, "bias", bias, 1u << p->dtype, p->vocabulary, "the rows of weight", &p->hidden, &p->bias));
-    BST_TRY(optional_vector(op, "class_weight", class_weight, f32, p->vocabulary, "the rows of weight", &p->hidden,
-                            &p->class_weight));
-    BST_TRY(optional_vector(op, "num_items", num_items, f32, 1, "", &p->hidden, &p->num_items));
-    if (dbias && !bias) return bst__error(BST_INVALID, "%s: dbias is wanted, but bias is NULL", op);
-    BST_TRY(optional_output(op, "dhidden", dhidden, &p->hidden, "hidden", &p->dhidden));
-    BST_TRY(optional_output(op, "dweight", dweight, &p->weight, "weight", &p->dweight));
-    if (dbias) BST_TRY(optional_output(op, "dbias", dbias, &p->bias, "bias", &p->dbias));
-    if (!p->options) return bst__error(BST_INVALID, "%s: options is NULL", op);
-    BST_TRY(bst__cross_entropy_check_options(op, p->options));
-    return bst__cross_entropy_check_targets(op, p->device, p->target.data, p->tokens, p->vocabulary,
-                                            p->options->ignore_index);
-}
-
-/* One float32 a row, or one in all. */
-static bst_status check_rows_of_float(const problem *p, const char *name, const DLTensor *tensor, bool per_row,
-                                      bst_view *out) {
-    BST_TRY(bst__view(p->op, name, 1u << BST_F32, tensor, out));
-    if (per_row && out->count != p->tokens)
-        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a row of hidden, are needed",
-                          p->op, name, bst__shape_text(out), p->tokens);
-    if (!per_row) BST_TRY(bst__need_one(p->op, name, out));
-    BST_TRY(bst__need_contiguous(p->op, name, out));
-    return bst__need_device(p->op, name, out, &p->hidden, "hidden");
-}
-
-static bst_status check_dlogits(const problem *p, const DLTensor *tensor, bst_view *out) {
-    BST_TRY(bst__view(p->op, "dlogits", 1u << p->dtype, tensor, out));
-    BST_TRY(need_matrix(p->op, "dlogits", out));
-    BST_TRY(bst__need_size(p->op, "dlogits", out, 0, p->tokens, "the rows of hidden"));
-    BST_TRY(bst__need_size(p->op, "dlogits", out, 1, p->vocabulary, "the rows of weight"));
-    BST_TRY(bst__need_device(p->op, "dlogits", out, &p->hidden, "hidden"));
-    if (p->options->reduction == BST_REDUCTION_NONE)
-        return bst__error(BST_INVALID, "%s: dlogits cannot be kept for reduction none; mean or sum is needed", p->op);
+/* The problem that the arguments pose. `options` and what `p` has already outlive it. */
+static bst_status pose(problem *p, const bst_view *v, bst_view *kept) {
+    BST_TRY(matrix(p->op, "hidden", &v[HIDDEN], &p->hidden));
+    BST_TRY(matrix(p->op, "weight", &v[WEIGHT], &p->weight));
+    *kept = v[DLOGITS];
+    if (bst__given(kept)) {
+        BST_TRY(matrix(p->op, "dlogits", &v[DLOGITS], kept));
+        if (p->options->reduction == BST_REDUCTION_NONE)
+            return bst__error(BST_INVALID, "%s: dlogits cannot be kept for reduction none; mean or sum is needed",
+                              p->op);
+    }
+    p->target = v[TARGET], p->bias = v[BIAS], p->class_weight = v[CLASS_WEIGHT], p->num_items = v[NUM_ITEMS];
+    p->dhidden = v[DHIDDEN], p->dweight = v[DWEIGHT], p->dbias = v[DBIAS];
+    p->tokens = p->hidden.size[0], p->width = p->hidden.size[1], p->vocabulary = p->weight.size[0];
+    p->dtype = p->hidden.dtype, p->device = p->hidden.device;
     return BST_OK;
-}
-
-/* Outputs share no memory with what is read, nor with each other. `more`: loss, lse, dlogits or their like, the first
- * `written` of which are outputs. */
-static bst_status check_apart(const problem *p, const bst_named *more, int written, int count) {
-    bst_named outputs[6] = {{"dhidden", &p->dhidden}, {"dweight", &p->dweight}, {"dbias", &p->dbias}};
-    bst_named inputs[9] = {{"hidden", &p->hidden},
-                           {"weight", &p->weight},
-                           {"target", &p->target},
-                           {"bias", &p->bias},
-                           {"class_weight", &p->class_weight},
-                           {"num_items", &p->num_items}};
-    for (int i = 0; i < written; i++) outputs[3 + i] = more[i];
-    for (int i = written; i < count; i++) inputs[6 + i - written] = more[i];
-    return bst__need_all_apart(p->op, outputs, 3 + written, inputs, 6 + count - written);
 }
 
 /* ---- chunks ------------------------------------------------------------------------------------------------------ */
@@ -524,32 +482,62 @@ static bst_status reduced(const problem *p, const pass *r) {
     return status;
 }
 
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_cross_entropy_options options = bst__loss_options(attributes);
+    problem p = {.exec = exec, .op = forward_op, .options = &options};
+    bst_view kept;
+    BST_TRY(pose(&p, v, &kept));
+    bool keep = bst__given(&kept), now = bst__given(&p.dhidden) || bst__given(&p.dweight) || bst__given(&p.dbias);
+    if (keep && now)
+        return bst__error(
+            BST_INVALID, "%s: dlogits and other gradients are both given; keep the one or make the others", forward_op);
+    if (now && options.reduction == BST_REDUCTION_NONE)
+        return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", forward_op);
+    BST_TRY(choose_chunks(&p, attributes[CHUNK_BYTES].i));
+    if (keep) p.chunks = 1, p.chunk_rows = p.tokens;
+    pass r = {.mode = now || keep ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS,
+              .loss_rows = v[LOSS].data,
+              .lse = v[LSE].data,
+              .kept = kept.data,
+              .kept_stride = kept.stride[0]};
+    return with_divisors(&p, &r, reduced);
+}
+
+static const bst_argument forward_arguments[] = {
+    INPUTS,
+    [LOSS] = LOSS_OF("loss", BST_OUT),
+    [LSE] = {"lse", BST_OUT | BST_OPTIONAL, 1u << BST_F32, "T", BST_CONTIGUOUS},
+    [DLOGITS] = KEPT(BST_OUT | BST_OPTIONAL),
+    GRADIENTS,
+    {NULL},
+};
+
+#define OPTIONS "ignore_index reduction label_smoothing softcap logit_scale lse_square_scale chunk_bytes"
+static const bst_function forward = {
+    .name = forward_op,
+    .meanings = meanings,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_forward,
+    .torch =
+        (const char *const[]){
+            "linear_cross_entropy_forward: hidden weight target bias class_weight num_items " OPTIONS
+            " -> loss lse dlogits? dhidden? dweight? dbias?",
+            NULL,
+        },
+};
+
 bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden, const DLTensor *weight,
                                             const DLTensor *target, const DLTensor *bias, const DLTensor *class_weight,
                                             const DLTensor *num_items, const bst_cross_entropy_options *options,
                                             int64_t chunk_bytes, DLTensor *loss, DLTensor *lse, DLTensor *dlogits,
                                             DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
-    problem p = {.exec = exec, .op = forward_op, .options = options};
-    bst_view loss_view, lse_view = {0}, kept = {0};
-    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, chunk_bytes, dhidden, dweight, dbias));
-    bool none = options->reduction == BST_REDUCTION_NONE, now = dhidden || dweight || dbias;
-    BST_TRY(check_rows_of_float(&p, "loss", loss, none, &loss_view));
-    if (lse) BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
-    if (dlogits) BST_TRY(check_dlogits(&p, dlogits, &kept));
-    if (dlogits && now)
-        return bst__error(
-            BST_INVALID, "%s: dlogits and other gradients are both given; keep the one or make the others", forward_op);
-    if (now && none)
-        return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", forward_op);
-    BST_TRY(check_apart(&p, (bst_named[]){{"loss", &loss_view}, {"lse", &lse_view}, {"dlogits", &kept}}, 3, 3));
-    BST_TRY(choose_chunks(&p, chunk_bytes));
-    if (dlogits) p.chunks = 1, p.chunk_rows = p.tokens;
-    pass r = {.mode = now || dlogits ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT : BST_CROSS_ENTROPY_LOSS,
-              .loss_rows = loss_view.data,
-              .lse = lse_view.data,
-              .kept = kept.data,
-              .kept_stride = kept.stride[0]};
-    return with_divisors(&p, &r, reduced);
+    bst_attribute attributes[BST_LOSS_COUNT + 1] = {[CHUNK_BYTES].i = chunk_bytes};
+    BST_TRY(bst__loss_attributes_of(forward_op, options, attributes));
+    const DLTensor *tensors[] = {hidden, weight, target,  bias,    class_weight, num_items,
+                                 loss,   lse,    dlogits, dhidden, dweight,      dbias};
+    return bst__run(&forward, exec, tensors, attributes);
 }
 
 /* The gradients from logit gradients that the forward pass left. */
@@ -564,25 +552,56 @@ static bst_status multiply_kept(const problem *p, const pass *r) {
     return status;
 }
 
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_cross_entropy_options options = bst__loss_options(attributes);
+    problem p = {.exec = exec, .op = backward_op, .options = &options};
+    bst_view kept;
+    BST_TRY(pose(&p, v, &kept));
+    if (!p.tokens) return zero_gradients(&p);
+    if (bst__given(&kept)) {
+        pass kept_pass = {.upstream = v[LOSS].data, .kept = kept.data, .kept_stride = kept.stride[0]};
+        return with_divisors(&p, &kept_pass, multiply_kept);
+    }
+    BST_TRY(choose_chunks(&p, attributes[CHUNK_BYTES].i));
+    pass r = {.mode = BST_CROSS_ENTROPY_GRADIENT, .lse = v[LSE].data, .upstream = v[LOSS].data};
+    return with_divisors(&p, &r, run_pass);
+}
+
+static const bst_argument backward_arguments[] = {
+    INPUTS,
+    [LOSS] = LOSS_OF("grad_loss", BST_IN),
+    [LSE] = {"lse", BST_IN, 1u << BST_F32, "T", BST_CONTIGUOUS},
+    [DLOGITS] = KEPT(BST_IN | BST_OPTIONAL),
+    GRADIENTS,
+    {NULL},
+};
+
+static const bst_function backward = {
+    .name = backward_op,
+    .meanings = meanings,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_backward,
+    .torch =
+        (const char *const[]){
+            "linear_cross_entropy_backward: grad_loss hidden weight target bias class_weight num_items lse "
+            "dlogits " OPTIONS " -> dhidden? dweight? dbias?",
+            NULL,
+        },
+};
+
+const bst_function *const bst__linear_cross_entropy[] = {&forward, &backward, NULL};
+
 bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *hidden,
                                              const DLTensor *weight, const DLTensor *target, const DLTensor *bias,
                                              const DLTensor *class_weight, const DLTensor *num_items,
                                              const DLTensor *lse, const DLTensor *dlogits,
                                              const bst_cross_entropy_options *options, int64_t chunk_bytes,
                                              DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
-    problem p = {.exec = exec, .op = backward_op, .options = options};
-    bst_view upstream, lse_view, kept = {0};
-    BST_TRY(check(&p, hidden, weight, target, bias, class_weight, num_items, chunk_bytes, dhidden, dweight, dbias));
-    BST_TRY(check_rows_of_float(&p, "grad_loss", grad_loss, options->reduction == BST_REDUCTION_NONE, &upstream));
-    BST_TRY(check_rows_of_float(&p, "lse", lse, true, &lse_view));
-    if (dlogits) BST_TRY(check_dlogits(&p, dlogits, &kept));
-    BST_TRY(check_apart(&p, (bst_named[]){{"grad_loss", &upstream}, {"lse", &lse_view}, {"dlogits", &kept}}, 0, 3));
-    if (!p.tokens) return zero_gradients(&p);
-    if (dlogits) {
-        pass kept_pass = {.upstream = upstream.data, .kept = kept.data, .kept_stride = kept.stride[0]};
-        return with_divisors(&p, &kept_pass, multiply_kept);
-    }
-    BST_TRY(choose_chunks(&p, chunk_bytes));
-    pass r = {.mode = BST_CROSS_ENTROPY_GRADIENT, .lse = lse_view.data, .upstream = upstream.data};
-    return with_divisors(&p, &r, run_pass);
+    bst_attribute attributes[BST_LOSS_COUNT + 1] = {[CHUNK_BYTES].i = chunk_bytes};
+    BST_TRY(bst__loss_attributes_of(backward_op, options, attributes));
+    const DLTensor *tensors[] = {hidden,    weight, target,  bias,    class_weight, num_items,
+                                 grad_loss, lse,    dlogits, dhidden, dweight,      dbias};
+    return bst__run(&backward, exec, tensors, attributes);
 }
