@@ -153,7 +153,8 @@ static bst_status check_one(const bst_function *f, int place, const DLTensor *te
         return bst__error(BST_UNSUPPORTED, "%s: the last dimension of %s is not contiguous; make it so", f->name,
                           a->name);
     int other = a->like ? a->like - 1 : 0;
-    return place ? bst__need_device(f->name, a->name, v, &views[other], f->arguments[other].name) : BST_OK;
+    if (place) BST_TRY(bst__need_device(f->name, a->name, v, &views[other], f->arguments[other].name));
+    return a->check ? a->check(f->name, views) : BST_OK;
 }
 
 /* Whether an argument may be absent, or present, as it is; what is absent gets an empty view. */
@@ -186,6 +187,7 @@ static bst_status check_attributes(const char *op, const bst_attribute_rule *rul
 
 bst_status bst__check_inputs(const bst_function *f, const DLTensor *const *tensors, const bst_attribute *attributes,
                              bst_view *views, bst_symbols *s) {
+    BST_TRY(check_attributes(f->name, f->attributes, attributes));
     s->bound = 0;
     s->leading_of = s->leading = 0;
     s->rows = 0;
@@ -194,7 +196,6 @@ bst_status bst__check_inputs(const bst_function *f, const DLTensor *const *tenso
         BST_TRY(check_presence(f, i, tensors[i], views));
         if (tensors[i]) BST_TRY(check_one(f, i, tensors[i], attributes, views, s));
     }
-    BST_TRY(check_attributes(f->name, f->attributes, attributes));
     return f->check ? f->check(f->name, views, attributes) : BST_OK;
 }
 

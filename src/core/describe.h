@@ -51,6 +51,8 @@ typedef struct bst_argument {
     uint8_t padded;
     /* One element in place of its shape where this attribute is not zero: a loss that is reduced. */
     uint8_t reduced;
+    /* What the table cannot say of it, asked right after the table's checks of it: of what comes later nothing is known. */
+    bst_status (*check)(const char *op, const bst_view *views);
 } bst_argument;
 
 #define BST_LIKE(place)             .like = (place) + 1 /* has its shape, and is not given without it */

@@ -6,17 +6,19 @@
 const char *const bst__head_symbols[] = {"Bthe batch of q", "Sthe positions of q", "Dthe size of a head",
                                          "Rthat of cos", NULL};
 
-bst_status bst__need_heads(const char *op, const char *name, const bst_view *heads, const char *table_name,
-                           const bst_view *table) {
+bst_status bst__need_heads(const char *op, const bst_view *views) {
+    if (views[0].size[3] <= BST_MOST_HEAD_DIM) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: q has heads of %" PRId64 " elements; at most %d are supported", op,
+                      views[0].size[3], BST_MOST_HEAD_DIM);
+}
+
+bst_status bst__need_rotary(const char *op, const bst_view *heads, const bst_view *table) {
     int64_t dim = heads->size[3], rotary = table->size[2];
-    if (dim > BST_MOST_HEAD_DIM)
-        return bst__error(BST_UNSUPPORTED, "%s: %s has heads of %" PRId64 " elements; at most %d are supported", op,
-                          name, dim, BST_MOST_HEAD_DIM);
     if (rotary >= 2 && rotary % 2 == 0 && rotary <= dim) return BST_OK;
     return bst__error(BST_INVALID,
-                      "%s: %s has shape %s; dimension 2 must be even, at least 2 and at most %" PRId64
+                      "%s: cos has shape %s; dimension 2 must be even, at least 2 and at most %" PRId64
                       ", the size of a head",
-                      op, table_name, bst__shape_text(table), dim);
+                      op, bst__shape_text(table), dim);
 }
 
 int64_t bst__aligned(const bst_view *v, int64_t most) {

@@ -8,10 +8,10 @@
 /* The widest head: a block of 1024 threads then has one for each pair. */
 enum { BST_MOST_HEAD_DIM = 2048 };
 
-/* What the tables of descriptions leave open: heads that a kernel serves, and a table whose size R is even, at least 2
- * and no more than a head. */
-bst_status bst__need_heads(const char *op, const char *name, const bst_view *heads, const char *table_name,
-                           const bst_view *table);
+/* What the tables of descriptions leave open: heads that a kernel serves, views[0], called q; and a table, called cos,
+ * whose size R is even, at least 2 and no more than a head. */
+bst_status bst__need_heads(const char *op, const bst_view *views);
+bst_status bst__need_rotary(const char *op, const bst_view *heads, const bst_view *table);
 /* What their symbols mean: B, S, D and R. */
 extern const char *const bst__head_symbols[];
 

@@ -118,10 +118,11 @@ static void run(const binding *b, bst_torch_value *stack) {
     X(4)                                                                                                            \
     X(5)                                                                                                            \
     X(6)                                                                                                            \
-    X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25)  \
-        X(26) X(27) X(28) X(29) X(30) X(31) X(32) X(33) X(34) X(35) X(36) X(37) X(38) X(39) X(40) X(41) X(42) X(43) \
-            X(44) X(45) X(46) X(47) X(48) X(49) X(50) X(51) X(52) X(53) X(54) X(55) X(56) X(57) X(58) X(59) X(60)   \
-                X(61) X(62) X(63)
+    X(7)                                                                                                            \
+    X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) \
+        X(27) X(28) X(29) X(30) X(31) X(32) X(33) X(34) X(35) X(36) X(37) X(38) X(39) X(40) X(41) X(42) X(43) X(44) \
+            X(45) X(46) X(47) X(48) X(49) X(50) X(51) X(52) X(53) X(54) X(55) X(56) X(57) X(58) X(59) X(60) X(61)   \
+                X(62) X(63)
 #define KERNEL(n)                                                                       \
     static void kernel_##n(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) { \
         (void)inputs, (void)outputs;                                                    \
@@ -135,9 +136,10 @@ static const bst_torch_kernel kernels[MOST_BINDINGS] = {KERNELS(KERNEL)};
 
 /* ---- from the text to a binding ---------------------------------------------------------------------------------- */
 
-static int place_of(const bst_function *f, const char *name) {
+/* `direction`: BST_IN or BST_OUT. */
+static int place_of(const bst_function *f, const char *name, unsigned direction) {
     for (int i = 0; f->arguments[i].name; i++)
-        if (strcmp(f->arguments[i].name, name) == 0) return i;
+        if ((f->arguments[i].flags & BST_OUT) == direction && strcmp(f->arguments[i].name, name) == 0) return i;
     return -1;
 }
 
@@ -165,7 +167,7 @@ static bool add_input(binding *b, char *word) {
     bool always = word[length - 1] == '!';
     if (always) word[length - 1] = '\0';
     step *s = &b->step[b->steps++];
-    int place = place_of(b->function, word);
+    int place = place_of(b->function, word, BST_IN);
     if (place >= 0) {
         bool optional = (b->function->arguments[place].flags & BST_OPTIONAL) && !always;
         char written[] = "Tensor(a!)";
@@ -188,12 +190,12 @@ static bool add_input(binding *b, char *word) {
 static bool add_output(binding *b, char *word) {
     output *o = &b->output[b->outputs++];
     char *over = strchr(word, '=');
-    o->over = over ? place_of(b->function, over + 1) : -1;
+    o->over = over ? place_of(b->function, over + 1, BST_IN) : -1;
     if (over) *over = '\0';
     size_t length = strlen(word);
     o->always = word[length - 1] != '?';
     if (!o->always) word[length - 1] = '\0';
-    o->place = place_of(b->function, word);
+    o->place = place_of(b->function, word, BST_OUT);
     if (o->over >= 0) b->written |= 1u << o->over;
     if (!over) b->results++, b->fresh |= 1u << (o->place < 0 ? 0 : o->place);
     return o->place >= 0 && (!over || o->over >= 0);
@@ -243,11 +245,18 @@ static bst_status bind_room(const bst_function *const *functions, bst_torch_libr
     return BST_OK;
 }
 
-bst_status bst__torch_bind(const bst_function *const *const *rooms, size_t count, bst_torch_library fragment,
-                           bst_torch_library cpu, bst_torch_library cuda) {
+#define BST_OP(name) extern const bst_function *const bst__##name[];
+#include "ops.def"
+#undef BST_OP
+
+bst_status bst__torch_bind_all(bst_torch_library fragment, bst_torch_library cpu, bst_torch_library cuda) {
+    static const bst_function *const *const rooms[] = {
+#define BST_OP(name) bst__##name,
+#include "ops.def"
+#undef BST_OP
+    };
     binding_count = 0; /* an earlier attempt may have failed halfway */
-    for (size_t i = 0; i < count; i++)
-        if (rooms[i]) BST_TRY(bind_room(rooms[i], fragment, cpu, cuda));
+    for (size_t i = 0; i < sizeof rooms / sizeof *rooms; i++) BST_TRY(bind_room(rooms[i], fragment, cpu, cuda));
     return BST_OK;
 }
 
@@ -303,4 +312,10 @@ bst_status bst_torch_result_types(int number, const int64_t *stack, int64_t *typ
     for (int i = 0, r = 0; i < b->outputs; i++)
         if (b->output[i].over < 0) types[r++] = bst__output_type(b->function, b->output[i].place, views, attributes);
     return BST_OK;
+}
+
+bst_torch_kernel bst__torch_kernel(const char *name) {
+    for (int i = 0; i < binding_count; i++)
+        if (strcmp(bindings[i].text, name) == 0) return kernels[i];
+    return NULL;
 }

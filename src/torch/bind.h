@@ -11,9 +11,9 @@
 #include "core/describe.h"
 #include "torch/torch_api.h"
 
-/* Gives the operators of all rooms, each a list of functions that ends with NULL, to PyTorch: schema, kernels for CPU and
- * CUDA. */
-bst_status bst__torch_bind(const bst_function *const *const *rooms, size_t count, bst_torch_library fragment,
-                           bst_torch_library cpu, bst_torch_library cuda);
+/* Gives the operators of all rooms of ops.def to PyTorch: schema, kernels for CPU and CUDA. */
+bst_status bst__torch_bind_all(bst_torch_library fragment, bst_torch_library cpu, bst_torch_library cuda);
+/* The kernel of an operator that has been bound; NULL: there is none of this name. */
+bst_torch_kernel bst__torch_kernel(const char *name);
 
 #endif

@@ -25,12 +25,6 @@ typedef struct bst_call {
     } workspace[BST_CALL_WORKSPACES];
 } bst_call;
 
-/* An operator function: its name and schema, such as "rms_norm_forward" and "(Tensor x) -> Tensor". */
-typedef struct bst_torch_function {
-    const char *name, *schema;
-    bst_torch_kernel kernel;
-} bst_torch_function;
-
 void bst__call_begin(bst_call *call);
 /* An argument, never NULL; a copy where its data is not aligned to its elements. */
 DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value);

@@ -7,23 +7,6 @@
 #include "torch/bind.h"
 #include "torch/call.h"
 
-#define BST_OP(name)                                                             \
-    extern const bst_torch_function bst__##name##_torch[] __attribute__((weak)); \
-    extern const bst_function *const bst__##name[] __attribute__((weak));
-#include "ops.def"
-#undef BST_OP
-
-static const bst_torch_function *const tables[] = {
-#define BST_OP(name) bst__##name##_torch,
-#include "ops.def"
-#undef BST_OP
-};
-static const bst_function *const *const rooms[] = {
-#define BST_OP(name) bst__##name,
-#include "ops.def"
-#undef BST_OP
-};
-
 static bst_status look_up(void *library, const char *path) {
 #define LOOK_UP(type, name, arguments) *(void **)&bst__torch.name = dlsym(library, #name);
     BST_TORCH_FUNCTIONS(LOOK_UP)
@@ -69,19 +52,7 @@ static bst_status register_all(const char *folder) {
         bst__torch.aoti_torch_library_init_impl("bastile", "CPU", __FILE__, __LINE__, &cpu) ||
         bst__torch.aoti_torch_library_init_impl("bastile", "CUDA", __FILE__, __LINE__, &cuda))
         return bst__error(BST_HOST, "torch: the operator namespace 'bastile' could not be opened");
-    BST_TRY(bst__torch_bind(rooms, sizeof rooms / sizeof *rooms, fragment, cpu, cuda));
-    for (size_t t = 0; t < sizeof tables / sizeof *tables; t++) {
-        if (!tables[t]) continue;
-        for (const bst_torch_function *f = tables[t]; f->name; f++) {
-            char schema[1024];
-            snprintf(schema, sizeof schema, "%s%s", f->name, f->schema);
-            if (bst__torch.aoti_torch_library_def(fragment, schema) ||
-                bst__torch.aoti_torch_library_impl(cpu, f->name, f->kernel) ||
-                bst__torch.aoti_torch_library_impl(cuda, f->name, f->kernel))
-                return bst__error(BST_HOST, "torch: the operator bastile::%s could not be registered", f->name);
-        }
-    }
-    return BST_OK;
+    return bst__torch_bind_all(fragment, cpu, cuda);
 }
 
 bst_status bst_torch_register(const char *folder) {

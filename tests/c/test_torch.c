@@ -1,6 +1,7 @@
 /* test_torch.c - the PyTorch operators on a PyTorch that is none: tensors of malloc, and functions of which any call can
  * be made to fail. */
 #include "tensors.h"
+#include "torch/bind.h"
 #include "torch/call.h"
 
 /* ---- the PyTorch ------------------------------------------------------------------------------------------------- */
@@ -130,6 +131,16 @@ static void check(bool fine, const char *function, const char *file, uint32_t li
     if (!fine) snprintf(thrown, sizeof thrown, "%s", message);
 }
 
+static int32_t define(bst_torch_library library, const char *schema) {
+    (void)library, (void)schema;
+    return 0;
+}
+
+static int32_t implement(bst_torch_library library, const char *name, bst_torch_kernel kernel) {
+    (void)library, (void)name, (void)kernel;
+    return 0;
+}
+
 static void install(void) {
     bst__torch = (bst_torch_api){.aoti_torch_delete_tensor_object = delete_tensor,
                                  .aoti_torch_get_data_ptr = get_data_ptr,
@@ -147,6 +158,8 @@ static void install(void) {
                                  .aoti_torch_device_type_cpu = cpu,
                                  .aoti_torch_device_type_cuda = cuda,
                                  .aoti_torch_check = check,
+                                 .aoti_torch_library_def = define,
+                                 .aoti_torch_library_impl = implement,
                                  .torch_exception_get_what_without_backtrace = what,
                                  .operator_delete = free};
 #define TYPE(name, code, bits) bst__torch.number_of_##name = dtype_##name();
@@ -205,7 +218,8 @@ static const operator_call operators[] = {
     {"qk_norm_rope_forward", 2, {HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), N(0), N(1), N(0)}},
     {"qk_norm_rope_backward",
      4,
-     {O(2, 2, 3, 4), O(2, 1, 3, 4), HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), N(0), N(0), N(0), N(15)}},
+     {O(2, 2, 3, 4), O(2, 1, 3, 4), HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), N(0), N(0), N(0), N(1), N(1),
+      N(1), N(1)}},
     {"cross_entropy_forward", 2, {F(3, 5), L(3), O(5), O(1), MEAN}},
     {"cross_entropy_forward_inplace", 1, {W(3, 5), L(3), O(5), O(1), MEAN}},
     {"cross_entropy_backward", 1, {F(1), F(3, 5), L(3), O(5), NONE, F(3, 2), MEAN}},
@@ -218,7 +232,7 @@ static const operator_call operators[] = {
      {F(1), F(3, 4), F(5, 4), L(3), O(5), O(5), NONE, F(3), NONE, MEAN, N(0), N(1), N(1), N(1)}},
     {"linear_cross_entropy_backward",
      3,
-     {F(1), F(3, 4), F(5, 4), L(3), NONE, NONE, NONE, F(3), O(3, 8), MEAN, N(0), N(1), N(1), N(0)}},
+     {F(1), F(3, 4), F(5, 4), L(3), NONE, NONE, NONE, F(3), O(3, 5), MEAN, N(0), N(1), N(1), N(0)}},
     {"moe_sort", 3, {L(3, 2), N(1)}},
     {"moe_gather", 1, {F(3, 4), I(0, 6)}},
     {"moe_glu_forward", 1, {F(6, 8), O(1, 8), I(6, 1), R(1.7), R(7)}},
@@ -231,22 +245,6 @@ static const operator_call operators[] = {
     {"moe_combine_forward", 1, {F(6, 4), I(0, 3, 2), O(3, 2), O(1, 4), OL(3, 2)}},
     {"moe_combine_backward", 3, {F(3, 4), I(0, 6), I(6, 1), F(3, 2), O(1, 4), N(1), N(1)}},
 };
-
-#define BST_OP(name) extern const bst_torch_function bst__##name##_torch[];
-#include "ops.def"
-#undef BST_OP
-static const bst_torch_function *const tables[] = {
-#define BST_OP(name) bst__##name##_torch,
-#include "ops.def"
-#undef BST_OP
-};
-
-static bst_torch_kernel kernel_of(const char *name) {
-    for (size_t t = 0; t < sizeof tables / sizeof *tables; t++)
-        for (const bst_torch_function *f = tables[t]; f->name; f++)
-            if (!strcmp(f->name, name)) return f->kernel;
-    abort();
-}
 
 static bst_torch_value boxed(bst_torch_value value, bool optional) {
     if (!optional) return value;
@@ -271,7 +269,7 @@ static bool run(const operator_call *c) {
     for (int i = 0; i < 24; i++) stack[i] = value_of(&c->arguments[i]);
     thrown[0] = 0;
     calls = 0;
-    kernel_of(c->name)(stack, 0, 0);
+    bst__torch_kernel(c->name)(stack, 0, 0);
     for (int i = 0; i < c->results && !thrown[0]; i++) delete_tensor((bst_torch_tensor)(uintptr_t)stack[i]);
     return !thrown[0];
 }
@@ -328,7 +326,7 @@ TEST(more_dimensions_than_anything_has) {
     for (int i = 0; i < DIMS; i++) sizes[i] = 1;
     bst_torch_value stack[8] = {(bst_torch_value)(uintptr_t)new_tensor(DIMS, sizes, NULL, dtype_float32(), 1)};
     thrown[0] = 0;
-    kernel_of("rms_norm_forward")(stack, 0, 0);
+    bst__torch_kernel("rms_norm_forward")(stack, 0, 0);
     CHECK_STR(thrown, "a tensor has 65 dimensions; 0 to 8 are supported");
     CHECK_EQ_I(live, 0);
     refused(&(operator_call){"rms_norm_forward", 2, {{.kind = TENSOR, .dtype = dtype_float32}}},
@@ -337,6 +335,7 @@ TEST(more_dimensions_than_anything_has) {
 
 int main(void) {
     install();
+    CHECK_OK(bst__torch_bind_all(NULL, NULL, NULL));
     RUN(failures_of_pytorch);
     RUN(types_by_the_names_that_users_know);
     RUN(more_dimensions_than_anything_has);

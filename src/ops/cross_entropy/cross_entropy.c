@@ -49,10 +49,18 @@ bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, con
 enum { LOGITS, TARGET, CLASS_WEIGHT, NUM_ITEMS, BOTH, OUT_LOSS = BOTH, OUT_KEPT, OUT_LSE, OUT_DLOGITS };
 enum { GRAD_LOSS = BOTH, IN_KEPT, IN_LSE, DLOGITS };
 
+static bst_status check_classes(const char *op, const bst_view *v) {
+    int64_t classes = v[LOGITS].rows.columns;
+    if (classes >= 1 && classes <= BST_CROSS_ENTROPY_MOST_CLASSES) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: logits has rows of %" PRId64 " elements; 1 to %d are supported", op,
+                      classes, BST_CROSS_ENTROPY_MOST_CLASSES);
+}
+
 #define ONE_FLOAT(name, flags) {name, flags, 1u << BST_F32, ".", BST_CONTIGUOUS}
-#define INPUTS                                                                                              \
-    {"logits", BST_IN, BST_FLOATS, "*V", BST_ROWS}, {"target", BST_IN, 1u << BST_I64, "#", BST_CONTIGUOUS}, \
-        {"class_weight", BST_IN | BST_OPTIONAL, 1u << BST_F32, "V", BST_CONTIGUOUS},                        \
+#define INPUTS                                                                       \
+    {"logits", BST_IN, BST_FLOATS, "*V", BST_ROWS, .check = check_classes},          \
+        {"target", BST_IN, 1u << BST_I64, "#", BST_CONTIGUOUS},                      \
+        {"class_weight", BST_IN | BST_OPTIONAL, 1u << BST_F32, "V", BST_CONTIGUOUS}, \
         ONE_FLOAT("num_items", BST_IN | BST_OPTIONAL)
 /* For the backward pass lse may be the two numbers that it is made of. */
 #define KEPT(flags) {"lse", flags, 1u << BST_F32, "#2", BST_CONTIGUOUS}
@@ -73,9 +81,6 @@ static const bst_attribute_rule loss_rules[] = {BST_LOSS_ATTRIBUTES, {NULL}};
 
 static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
     const bst_rows *r = &v[LOGITS].rows;
-    if (r->columns < 1 || r->columns > BST_CROSS_ENTROPY_MOST_CLASSES)
-        return bst__error(BST_UNSUPPORTED, "%s: logits has rows of %" PRId64 " elements; 1 to %d are supported", op,
-                          r->columns, BST_CROSS_ENTROPY_MOST_CLASSES);
     return bst__cross_entropy_check_targets(op, v[LOGITS].device, v[TARGET].data, r->rows, r->columns,
                                             attributes[BST_LOSS_IGNORE_INDEX].i);
 }
@@ -549,7 +554,7 @@ static bst_status run_scale(const bst_exec *exec, const bst_view *v, const bst_a
 static const bst_argument scale_arguments[] = {
     [TENSOR] = {"tensor", BST_IN, BST_FLOATS, "*N", BST_CONTIGUOUS},
     [FACTOR] = ONE_FLOAT("scale", BST_IN),
-    [SCALED] = {"scaled", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(TENSOR), BST_TYPE_OF(TENSOR, "its own"),
+    [SCALED] = {"tensor", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(TENSOR), BST_TYPE_OF(TENSOR, "its own"),
                 BST_MAY_BE(1u << TENSOR)},
     {NULL},
 };
@@ -558,7 +563,7 @@ static const bst_function scale = {
     .name = scale_op,
     .arguments = scale_arguments,
     .run = run_scale,
-    .torch = (const char *const[]){"scale_: tensor scale -> scaled=tensor", NULL},
+    .torch = (const char *const[]){"scale_: tensor scale -> tensor=tensor", NULL},
 };
 
 bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *factor) {

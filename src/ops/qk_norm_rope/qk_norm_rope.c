@@ -18,6 +18,8 @@ enum { Q, K, COS, SIN, Q_WEIGHT, K_WEIGHT, BOTH, Q_OUT = BOTH, K_OUT };
 enum { DQ_OUT = BOTH, DK_OUT, DQ, DK, DQ_WEIGHT, DK_WEIGHT };
 enum { EPS, CASTING, PAIRS, Q_TOKENS_FIRST, K_TOKENS_FIRST };
 
+static bst_status check_table(const char *op, const bst_view *v) { return bst__need_rotary(op, &v[Q], &v[COS]); }
+
 #define HEADS(name, flags, shape, ...)      {name, flags, BST_FLOATS, shape, BST_LAST, __VA_ARGS__}
 #define HEADS_LIKE(name, flags, heads, ...) HEADS(name, flags, NULL, BST_LIKE(heads), __VA_ARGS__)
 #define WEIGHT(name, flags, ...)            {name, flags, BST_FLOATS, "D", BST_CONTIGUOUS, __VA_ARGS__}
@@ -29,10 +31,11 @@ enum { EPS, CASTING, PAIRS, Q_TOKENS_FIRST, K_TOKENS_FIRST };
      BST_CONTIGUOUS,          \
      BST_LIKE(weight),        \
      BST_TYPE_OF(weight, "as the inputs have it")}
-#define INPUTS                                                                                           \
-    HEADS("q", BST_IN, "BHSD"), HEADS("k", BST_IN | BST_OPTIONAL, "BKSD", BST_TYPE_OF(Q, "as for q")),   \
-        HEADS("cos", BST_IN, "~BSR"), HEADS("sin", BST_IN, "~BSR", BST_TYPE_OF(COS, "the type of cos")), \
-        WEIGHT("q_weight", BST_IN),                                                                      \
+#define INPUTS                                                                                         \
+    HEADS("q", BST_IN, "BHSD", .check = bst__need_heads),                                              \
+        HEADS("k", BST_IN | BST_OPTIONAL, "BKSD", BST_TYPE_OF(Q, "as for q")),                         \
+        HEADS("cos", BST_IN, "~BSR", .check = check_table),                                            \
+        HEADS("sin", BST_IN, "~BSR", BST_TYPE_OF(COS, "the type of cos")), WEIGHT("q_weight", BST_IN), \
         WEIGHT("k_weight", BST_IN | BST_OPTIONAL, BST_TYPE_OF(Q_WEIGHT, "as for q_weight"), BST_WITH(K))
 
 static const bst_attribute_rule rules[] = {
@@ -49,11 +52,6 @@ static bst_dtype promoted(bst_dtype a, bst_dtype b) { return a == b ? a : BST_F3
 static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
     bool of_weight = attributes[CASTING].i == BST_CASTING_LLAMA;
     return promoted(of_weight ? promoted(v[Q].dtype, v[Q_WEIGHT].dtype) : v[Q].dtype, v[COS].dtype);
-}
-
-static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
-    return bst__need_heads(op, "q", &v[Q], "cos", &v[COS]);
 }
 
 /* The call, but for what forward and backward each have of their own. */
@@ -219,7 +217,6 @@ static const bst_function forward = {
     .meanings = bst__head_symbols,
     .arguments = forward_arguments,
     .attributes = rules,
-    .check = check,
     .run = run_forward,
     .torch =
         (const char *const[]){
@@ -378,7 +375,6 @@ static const bst_function backward = {
     .meanings = bst__head_symbols,
     .arguments = backward_arguments,
     .attributes = rules,
-    .check = check,
     .run = run_backward,
     .torch =
         (const char *const[]){

@@ -9,11 +9,17 @@
 /* ---- what forward and backward have in common -------------------------------------------------------------------- */
 
 /* Places of tensors: of both, of forward, of backward; and of attributes. */
-enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, Y, SUM, NEW_RSTD };
+enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, SUM, Y, NEW_RSTD };
 enum { RSTD = BOTH, DY, DSUM, DX, DWEIGHT };
 enum { CASTING, EPS };
 
-#define INPUT     {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS}
+static bst_status check_width(const char *op, const bst_view *v) {
+    int64_t columns = v[X].rows.columns;
+    if (columns >= 1 && columns <= 65536) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: x has rows of %" PRId64 " elements; 1 to 65536 are supported", op, columns);
+}
+
+#define INPUT     {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS, .check = check_width}
 #define OF_COLUMN {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS}
 #define AS_X      BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
 #define CASTINGS  {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"}
@@ -27,13 +33,6 @@ static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
 static bst_dtype residual_type(const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
     return v[X].dtype == BST_F32 ? v[RESIDUAL].dtype : v[X].dtype;
-}
-
-static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
-    int64_t columns = v[X].rows.columns;
-    if (columns >= 1 && columns <= 65536) return BST_OK;
-    return bst__error(BST_UNSUPPORTED, "%s: x has rows of %" PRId64 " elements; 1 to 65536 are supported", op, columns);
 }
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
@@ -68,7 +67,6 @@ static const bst_function forward = {
             [NEW_RSTD] = {"rstd", BST_OUT | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS},
             {NULL}},
     .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [EPS] = BST_EPS, {NULL}},
-    .check = check,
     .run = run_forward,
     .torch = (const char *const[]){"rms_norm_forward: x weight eps casting -> y rstd",
                                    "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd", NULL}};
@@ -127,7 +125,6 @@ static const bst_function backward = {
                                             BST_LIKE(WEIGHT), BST_TYPE_OF(WEIGHT, "as weight has it")},
                                {NULL}},
     .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, {NULL}},
-    .check = check,
     .run = run_backward,
     .torch = (const char *const[]){"rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
                                    "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?", NULL}};

@@ -15,9 +15,11 @@
 enum { Q, K, COS, SIN, Q_OUT, K_OUT };
 enum { INTERLEAVED_PAIRS, Q_TOKENS_FIRST, K_TOKENS_FIRST, DTYPE };
 
-#define Q_HEADS_OF(name) {name, BST_IN, BST_FLOATS, "BHSD", BST_LAST}
+static bst_status check_table(const char *op, const bst_view *v) { return bst__need_rotary(op, &v[Q], &v[COS]); }
+
+#define Q_HEADS_OF(name) {name, BST_IN, BST_FLOATS, "BHSD", BST_LAST, .check = bst__need_heads}
 #define K_HEADS_OF(name) {name, BST_IN | BST_OPTIONAL, BST_FLOATS, "BKSD", BST_LAST, BST_TYPE_OF(Q, "as for q")}
-#define COSINES          {"cos", BST_IN, BST_FLOATS, "~BSR", BST_LAST}
+#define COSINES          {"cos", BST_IN, BST_FLOATS, "~BSR", BST_LAST, .check = check_table}
 #define SINES            {"sin", BST_IN, BST_FLOATS, "~BSR", BST_LAST, BST_TYPE_OF(COS, "the type of cos")}
 #define PROMOTED         "the promoted type of the heads and the tables"
 /* An output may be its own input, but share no memory with anything else. */
@@ -44,14 +46,8 @@ static bst_dtype as_told(const bst_view *v, const bst_attribute *attributes) {
     return (bst_dtype)attributes[DTYPE].i;
 }
 
-static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
-    return bst__need_heads(op, "q", &v[Q], "cos", &v[COS]);
-}
-
 static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
     bst_dtype turned = as_told(v, attributes) == v[COS].dtype ? v[COS].dtype : BST_F32;
-    BST_TRY(bst__need_heads(op, "dq_out", &v[Q], "cos", &v[COS]));
     return bst__need_dtype(op, "dq_out", &v[Q], turned, PROMOTED);
 }
 
@@ -96,7 +92,6 @@ static const bst_function forward = {
     .meanings = bst__head_symbols,
     .arguments = forward_arguments,
     .attributes = rules,
-    .check = check,
     .run = run_forward,
     .torch =
         (const char *const[]){
