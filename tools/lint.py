@@ -78,7 +78,7 @@ def operators() -> list[str]:
     for op in rows:
         python = PYTHON_NAMES.get(op, op)
         room = f"src/ops/{op}/{op}"
-        needed = [f"{room}{end}" for end in (".c", "_cpu.c", "_torch.c", ".cu", "_args.h")]
+        needed = [f"{room}{end}" for end in (".c", "_cpu.c", ".cu", "_args.h")]
         needed += [
             f"python/bastile/ops/{python}.py",
             f"tests/c/test_{op}.c",

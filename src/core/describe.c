@@ -9,17 +9,28 @@
 
 enum { MEANING = 96 };
 
-/* What a symbol is: "the last dimension of x". */
-static const char *meaning(const bst_function *f, const bst_view *views, const bst_symbols *s, int symbol,
+/* What a symbol is: "the last dimension of x", "half the last dimension of x". */
+static const char *meaning(const bst_function *f, const bst_view *views, const bst_symbols *s, int symbol, bool half,
                            char text[MEANING]) {
     int owner = s->owner[symbol], dimension = s->dimension[symbol];
-    for (const char *const *m = f->meanings; m && *m; m++)
-        if (**m == 'A' + symbol) return *m + 1;
+    const char *half_of = half ? "half " : "";
+    for (const char *const *m = f->meanings; m && *m; m++) {
+        if (**m != 'A' + symbol) continue;
+        snprintf(text, MEANING, "%s%s", half_of, *m + 1);
+        return text;
+    }
     if (dimension == views[owner].dims - 1)
-        snprintf(text, MEANING, "the last dimension of %s", f->arguments[owner].name);
+        snprintf(text, MEANING, "%sthe last dimension of %s", half_of, f->arguments[owner].name);
     else
-        snprintf(text, MEANING, "dimension %d of %s", dimension, f->arguments[owner].name);
+        snprintf(text, MEANING, "%sdimension %d of %s", half_of, dimension, f->arguments[owner].name);
     return text;
+}
+
+/* The integer attribute whose name begins so. */
+static int attribute_place(const bst_function *f, char initial) {
+    int place = 0;
+    while (f->attributes[place].type != 'i' || *f->attributes[place].name != initial) place++;
+    return place;
 }
 
 static bst_status bind_leading(const bst_function *f, int place, int leading, const bst_view *views, bst_symbols *s) {
@@ -44,7 +55,9 @@ static const char *shape_of(const bst_argument *a, const bst_attribute *attribut
     return a->reduced && attributes[a->reduced - 1].i ? "." : a->shape;
 }
 
-static bst_status match(const bst_function *f, int place, const char *shape, bst_view *views, bst_symbols *s) {
+static bst_status match(const bst_function *f, int place, const bst_attribute *attributes, bst_view *views,
+                        bst_symbols *s) {
+    const char *shape = shape_of(&f->arguments[place], attributes);
     const char *name = f->arguments[place].name;
     bst_view *v = &views[place];
     char text[MEANING];
@@ -52,12 +65,13 @@ static bst_status match(const bst_function *f, int place, const char *shape, bst
     if (*shape == '#') {
         int64_t each = shape[1] ? shape[1] - '0' : 1;
         if (v->count == each * s->rows) return BST_OK;
-        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, %s a row of %s, are needed", f->name,
+        return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, %s %s of %s, are needed", f->name,
                           name, bst__shape_text(v), each * s->rows, each == 1 ? "one" : "two",
+                          s->leading < views[s->leading_of - 1].dims ? "a row" : "an element",
                           f->arguments[s->leading_of - 1].name);
     }
     int fixed = (int)strlen(shape), at = 0;
-    for (const char *c = shape; *c; c++) fixed -= *c == '~';
+    for (const char *c = shape; *c; c++) fixed -= *c == '~' || *c == '-';
     if (*shape == '*') {
         at = v->dims - --fixed;
         shape++;
@@ -75,12 +89,19 @@ static bst_status match(const bst_function *f, int place, const char *shape, bst
             if (v->size[at] != 1 && v->size[at] != size)
                 return bst__error(BST_INVALID, "%s: %s has shape %s; dimension %d must be 1 or %" PRId64 ", %s",
                                   f->name, name, bst__shape_text(v), at, size,
-                                  meaning(f, views, s, *shape - 'A', text));
+                                  meaning(f, views, s, *shape - 'A', false, text));
             if (v->size[at] == 1) v->stride[at] = 0;
             continue;
         }
+        bool half = *shape == '-';
+        shape += half;
         if (*shape <= '9') {
             BST_TRY(bst__need_size(f->name, name, v, at, *shape - '0', "always"));
+            continue;
+        }
+        if (*shape >= 'a') {
+            int from = attribute_place(f, *shape);
+            BST_TRY(bst__need_size(f->name, name, v, at, attributes[from].i, f->attributes[from].name));
             continue;
         }
         int symbol = *shape - 'A';
@@ -89,9 +110,11 @@ static bst_status match(const bst_function *f, int place, const char *shape, bst
             s->owner[symbol] = (uint8_t)place;
             s->dimension[symbol] = (uint8_t)at;
             s->size[symbol] = v->size[at];
-        } else if (v->size[at] != s->size[symbol]) {
-            return bst__need_size(f->name, name, v, at, s->size[symbol], meaning(f, views, s, symbol, text));
+            continue;
         }
+        int64_t size = half ? s->size[symbol] / 2 : s->size[symbol];
+        if (v->size[at] != size)
+            return bst__need_size(f->name, name, v, at, size, meaning(f, views, s, symbol, half, text));
     }
     return BST_OK;
 }
@@ -111,6 +134,10 @@ int bst__output_shape(const bst_function *f, int place, const bst_view *views, c
     for (const char *c = shape; *c; c++) {
         if (*c == '*')
             for (int i = 0; i < s->leading; i++) size[dims++] = views[s->leading_of - 1].size[i];
+        else if (*c == '-')
+            size[dims++] = s->size[*++c - 'A'] / 2;
+        else if (*c >= 'a')
+            size[dims++] = attributes[attribute_place(f, *c)].i;
         else
             size[dims++] = *c <= '9' ? *c - '0' : s->size[*c - 'A'];
     }
@@ -141,7 +168,7 @@ static bst_status check_one(const bst_function *f, int place, const DLTensor *te
     if (a->like)
         BST_TRY(bst__need_same_shape(f->name, a->name, v, f->arguments[a->like - 1].name, &views[a->like - 1]));
     else
-        BST_TRY(match(f, place, shape_of(a, attributes), views, s));
+        BST_TRY(match(f, place, attributes, views, s));
     if (a->type_of || a->type_rule)
         BST_TRY(bst__need_dtype(f->name, a->name, v, bst__output_type(f, place, views, attributes), a->why));
     /* An output in an input's place lies as that one does. */
@@ -208,6 +235,10 @@ bst_status bst__check_output(const bst_function *f, int place, const DLTensor *t
     BST_TRY(check_one(f, place, tensor, attributes, views, s));
     if (fresh || !v->count) return BST_OK;
     if (!bst__is_contiguous(v)) BST_TRY(bst__need_distinct(f->name, a->name, v));
+    for (int i = 0; a->may_be >> i; i++) /* first, for this says more than that they share memory */
+        if ((a->may_be >> i & 1) && v->data != views[i].data && bst__overlap(v, &views[i]))
+            return bst__error(BST_INVALID, "%s: %s and %s share memory, but do not begin together", f->name, a->name,
+                              f->arguments[i].name);
     for (int i = 0; f->arguments[i].name; i++) {
         bool output = f->arguments[i].flags & BST_OUT;
         if ((output && i >= place) || !views[i].count) continue;

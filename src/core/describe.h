@@ -6,8 +6,9 @@
  * Shapes are strings, a character a dimension: a capital letter is a size, bound where it first appears in the order of
  * the table and needed wherever it appears again; `*`, first, stands for any leading dimensions, the same in all
  * arguments that have it; `~` before a letter: that size, or 1 for a tensor that is the same all along (its stride is
- * then 0); a digit is itself. "#" alone: any shape with one element for each row of the argument that bound `*`, "#2" with
- * two; ".": any with one element. */
+ * then 0); `-` before a letter: half that size, rounded down; a small letter is the integer attribute whose name begins
+ * with it; a digit is itself. "#" alone: any shape with one element for each row of the argument that bound `*`, "#2"
+ * with two; ".": any with one element. */
 #ifndef BST_DESCRIBE_H
 #define BST_DESCRIBE_H
 

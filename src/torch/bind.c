@@ -39,7 +39,7 @@ static int binding_count;
 static DLTensor *take(bst_call *call, const binding *b, int place, bst_torch_value value, bool optional) {
     if (b->written & 1u << place) return bst__call_in_place(call, value);
     bst_layout layout = b->function->arguments[place].layout;
-    if (b->function->arguments[place].types == 1u << BST_I64) return bst__call_labels(call, value);
+    if (!optional && b->function->arguments[place].types == 1u << BST_I64) return bst__call_labels(call, value);
     if (layout == BST_ROWS) return optional ? bst__call_optional_rows(call, value) : bst__call_rows(call, value);
     DLTensor *tensor = optional ? bst__call_optional(call, value) : bst__call_tensor(call, value);
     return layout == BST_CONTIGUOUS ? bst__call_contiguous(call, tensor) : tensor;

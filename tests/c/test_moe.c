@@ -317,7 +317,8 @@ TEST(without_biases_and_weights) {
 TEST(errors_name_the_argument_and_write_nothing) {
     TENSORS;
     static float other[N][2 * I];
-    int64_t odd[] = {N, 2 * I - 1}, short_pairs[] = {T, K - 1};
+    int64_t odd[] = {N, 2 * I - 1}, short_pairs[] = {T, K - 1}, few[] = {E - 1}, many[] = {1024};
+    DLTensor t_few_ends = integers(ends, 1, few), t_many_ends = integers(other, 1, many);
     DLTensor t_odd = bst_f32(other, 2, odd), t_few = bst_f32(weights, 2, short_pairs);
     DLTensor t_other_i = bst_f32(other, 2, rows_i), t_other_h = bst_f32(other, 2, tokens),
              t_other_2i = bst_f32(other, 2, rows_2i);
@@ -334,6 +335,18 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK_EQ_I(bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, NULL, &t_z, NULL, &t_db),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "dots or dbias is wanted, but bias is NULL");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, alpha, limit, &t_x), BST_INVALID);
+    CHECK_STR(bst_last_error(), "y has shape [70, 12]; dimension 1 must be 9, half the last dimension of h");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_few_ends, alpha, limit, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "bias has shape [5, 18]; dimension 0 must be 4, the experts");
+    CHECK_EQ_I(bst_moe_sort(NULL, &t_indices, &t_few_ends, &t_position, &t_ends), BST_INVALID);
+    CHECK_STR(bst_last_error(), "order has shape [4]; 70 elements, one an element of indices, are needed");
+    CHECK_EQ_I(bst_moe_sort(NULL, &t_indices, &t_order, &t_position, &t_many_ends), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "ends has 1024 elements, one an expert; 1 to 1023 are supported");
+    CHECK_EQ_I(bst_moe_sort(NULL, &t_indices, &t_order, &t_position, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "moe_sort: ends is NULL");
+    CHECK_EQ_I(bst_moe_sort(NULL, &t_indices, &t_order, &t_position, &t_position), BST_INVALID);
+    CHECK_STR(bst_last_error(), "ends has shape [35, 2]; 1 dimensions are needed");
     struct {
         DLTensor dy, dh, wy;
         const char *message;

@@ -282,6 +282,21 @@ def test_an_index_that_is_no_expert(device):
 
 
 @pytest.mark.parametrize("device", devices())
+def test_operators_refuse_what_cannot_be(device):
+    shape = (20, 2, 5, 24, 16)
+    t, indices = inputs(shape, torch.float32, device), routing(*shape[:3], device)
+    for experts in (-1, 0, 1024):
+        with pytest.raises(RuntimeError, match=f"moe_sort: ends has {experts} elements, one an expert; 1 to 1023"):
+            SORT(indices, experts)
+    order, _, ends = SORT(indices, 5)
+    for wanted in ((True, False), (False, True)):
+        with pytest.raises(RuntimeError, match="moe_combine_backward: dots or dbias is wanted, but bias is NULL"):
+            torch.ops.bastile.moe_combine_backward(t["hidden"], order, ends, t["weights"], None, *wanted)
+    with pytest.raises(RuntimeError, match=r"rows of x, 20, is needed"):
+        GATHER(t["hidden"], order[:-1])
+
+
+@pytest.mark.parametrize("device", devices())
 def test_inputs_are_left_alone_and_bits_repeat(device):
     """In a second backward pass over the same graph, and a last one: the graph goes with it, and the gate's gradients
     are written over what it kept. On one thread and on several, where products may sum in another order."""

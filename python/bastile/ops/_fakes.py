@@ -43,7 +43,7 @@ class _Shapes:
             shape = shape[1:]
             self.leading = tuple(tensor.shape[: tensor.dim() - len(shape)])
         sizes = tensor.shape[len(self.leading) :] if starred else tensor.shape
-        for symbol, size in zip(re.findall("~?.", shape), sizes, strict=False):
+        for symbol, size in zip(re.findall("[~-]?.", shape), sizes, strict=False):
             self.sizes.setdefault(symbol, size)
 
     def make(self, shape: str) -> tuple[Any, ...]:
@@ -54,7 +54,12 @@ class _Shapes:
         if shape[0] == "#":
             return (math.prod(self.leading), *map(int, shape[1:]))
         leading = self.leading if shape[0] == "*" else ()
-        return (*leading, *(int(c) if c.isdigit() else self.sizes[c] for c in shape.removeprefix("*")))
+        return (*leading, *(self._size(c) for c in re.findall("-?.", shape.removeprefix("*"))))
+
+    def _size(self, symbol: str) -> Any:
+        if symbol[0] == "-":
+            return self.sizes[symbol[1:]] // 2
+        return int(symbol) if symbol.isdigit() else self.sizes[symbol]
 
 
 def _fake(number: int, arguments: list[tuple[str, str]], results: list[tuple[str, str]]) -> Callable[..., Any]:
@@ -76,6 +81,8 @@ def _fake(number: int, arguments: list[tuple[str, str]], results: list[tuple[str
         for name, shape in arguments:
             if shape and given[name] is not None:
                 shapes.bind(name, shape, given[name])
+            elif not shape and not isinstance(given[name], float):
+                shapes.sizes.setdefault(name[0], given[name])
         device = next(given[name] for name, shape in arguments if shape and given[name] is not None).device
         made = []
         for (name, shape), dtype in zip(results, types(values), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bastile import _library  # noqa: F401  (registers the operators)
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 
@@ -20,54 +20,6 @@ _combine_backward = torch.ops.bastile.moe_combine_backward.default
 
 #: The sort gives each expert a thread of one block.
 MOST_EXPERTS = 1023
-
-
-def _none(like: torch.Tensor) -> torch.Tensor:
-    return like.new_empty((0,), dtype=torch.float32)
-
-
-def _like(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if wanted else _none(tensor)
-
-
-@torch.library.register_fake("bastile::moe_sort")
-def _(indices, experts):
-    order = indices.new_empty((indices.shape[0] * indices.shape[1],), dtype=torch.int32)
-    ends = indices.new_empty((experts,), dtype=torch.int32)
-    return order, indices.new_empty(indices.shape, dtype=torch.int32), ends
-
-
-@torch.library.register_fake("bastile::moe_gather")
-def _(x, order):
-    return x.new_empty((order.shape[0], x.shape[1]))
-
-
-@torch.library.register_fake("bastile::moe_glu_forward")
-def _(h, bias, ends, alpha, limit):
-    return h.new_empty((h.shape[0], h.shape[1] // 2))
-
-
-@torch.library.register_fake("bastile::moe_glu_backward")
-def _(dy, h, bias, ends, order, weights, dots, alpha, limit, want_dh, want_wy, want_dweights, want_dbias):
-    dbias = _like(bias, want_dbias) if bias is not None else _none(h)
-    return _like(h, want_dh), _like(dy, want_wy), _like(weights, want_dweights), dbias
-
-
-@torch.library.register_fake("bastile::moe_glu_backward_inplace")
-def _(dy, h, bias, ends, order, weights, dots, alpha, limit, want_dh, want_wy, want_dweights, want_dbias):
-    return _like(weights, want_dweights), _like(bias, want_dbias) if bias is not None else _none(h)
-
-
-@torch.library.register_fake("bastile::moe_combine_forward")
-def _(y, position, weights, bias, indices):
-    return y.new_empty((position.shape[0], y.shape[1]))
-
-
-@torch.library.register_fake("bastile::moe_combine_backward")
-def _(dout, order, ends, weights, bias, want_dots, want_dbias):
-    rows = dout.new_empty((order.shape[0], dout.shape[1]))
-    dots = order.new_empty(order.shape if want_dots else (0,), dtype=torch.float32)
-    return rows, dots, _like(bias, want_dbias) if bias is not None else _none(dout)
 
 
 def _gate_gradients(in_place, dy, h, given, want):

@@ -1,32 +1,23 @@
-/* moe.c - a mixture of experts around its grouped products: checks, then the launches of moe_cuda.c or the CPU's
+/* moe.c - a mixture of experts around its grouped products: descriptions, then the launches of moe_cuda.c or the CPU's
  * kernels. */
 #include <inttypes.h>
 
+#include "core/describe.h"
 #include "ops/moe/moe.h"
 #include "ops/moe/moe_cpu.h"
 
+#define F32 (1u << BST_F32)
 #define I32 (1u << BST_I32)
 #define I64 (1u << BST_I64)
 
+/* Of descriptions: T tokens of K experts each make N = T K pairs, and as many rows. */
+static const char *const meanings[] = {"Ethe experts", NULL};
+
+#define IN(name, types, shape)       {name, BST_IN, types, shape, BST_CONTIGUOUS}
+#define OPTIONAL(name, types, shape) {name, BST_IN | BST_OPTIONAL, types, shape, BST_CONTIGUOUS}
+#define OUT(name, types, shape)      {name, BST_OUT, types, shape, BST_CONTIGUOUS}
+
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
-
-/* A contiguous tensor of `dims` dimensions, on the device of `beside` (NULL: any). */
-static bst_status take(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, int dims,
-                       const bst_view *beside, const char *beside_name, bst_view *out) {
-    BST_TRY(bst__view(op, name, dtypes, tensor, out));
-    BST_TRY(bst__need_dims(op, name, out, dims));
-    BST_TRY(bst__need_contiguous(op, name, out));
-    return beside ? bst__need_device(op, name, out, beside, beside_name) : BST_OK;
-}
-
-/* As `take`, with these sizes (-1: any). */
-static bst_status take_sized(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor,
-                             const bst_view *beside, const char *beside_name, int dims, int64_t rows, int64_t columns,
-                             const char *why, bst_view *out) {
-    BST_TRY(take(op, name, dtypes, tensor, dims, beside, beside_name, out));
-    if (rows >= 0) BST_TRY(bst__need_size(op, name, out, 0, rows, why));
-    return dims > 1 && columns >= 0 ? bst__need_size(op, name, out, 1, columns, why) : BST_OK;
-}
 
 /* Pairs and rows are counted in 32 bits. */
 static bst_status need_countable(const char *op, const char *name, const char *what, int64_t count) {
@@ -36,39 +27,26 @@ static bst_status need_countable(const char *op, const char *name, const char *w
 }
 
 /* [T, K] with as many elements as there are rows. */
-static bst_status take_pairs(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor,
-                             const bst_view *beside, const char *beside_name, int64_t rows, bst_view *out) {
-    BST_TRY(take(op, name, dtypes, tensor, 2, beside, beside_name, out));
-    BST_TRY(need_countable(op, name, "elements", out->count));
-    if (out->count == rows) return BST_OK;
+static bst_status need_pairs(const char *op, const char *name, const bst_view *v, int64_t rows) {
+    BST_TRY(need_countable(op, name, "elements", v->count));
+    if (v->count == rows) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a sorted row, are needed", op, name,
-                      bst__shape_text(out), rows);
+                      bst__shape_text(v), rows);
 }
 
-static bst_status take_ends(const char *op, const DLTensor *ends, const bst_view *beside, const char *beside_name,
-                            bst_view *out) {
-    BST_TRY(take(op, "ends", I32, ends, 1, beside, beside_name, out));
-    if (out->count >= 1 && out->count <= BST_MOE_MOST_EXPERTS) return BST_OK;
+static bst_status need_experts(const char *op, int64_t experts) {
+    if (experts >= 1 && experts <= BST_MOE_MOST_EXPERTS) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: ends has %" PRId64 " elements, one an expert; 1 to %d are supported", op,
-                      out->count, BST_MOE_MOST_EXPERTS);
+                      experts, BST_MOE_MOST_EXPERTS);
 }
 
-/* The matrix [T, H] that rows are gathered from, and how many rows a token has. */
-static bst_status take_tokens(const char *op, const char *name, const DLTensor *tensor, bst_view *out) {
-    bst_rows rows;
-    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, out));
-    BST_TRY(bst__need_dims(op, name, out, 2));
-    return bst__rows(op, name, out, &rows);
-}
-
-static bst_status take_order(const char *op, const DLTensor *order, const bst_view *tokens, const char *name,
-                             bst_view *out) {
-    BST_TRY(take(op, "order", I32, order, 1, tokens, name, out));
-    BST_TRY(need_countable(op, "order", "elements", out->count));
-    if (tokens->size[0] ? out->count % tokens->size[0] == 0 : !out->count) return BST_OK;
+/* Each row of the matrix that rows are gathered from has as many pairs. */
+static bst_status need_order_of(const char *op, const bst_view *order, const char *name, const bst_view *tokens) {
+    BST_TRY(need_countable(op, "order", "elements", order->count));
+    if (tokens->size[0] ? order->count % tokens->size[0] == 0 : !order->count) return BST_OK;
     return bst__error(BST_INVALID,
                       "%s: order has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
-                      out->count, name, tokens->size[0]);
+                      order->count, name, tokens->size[0]);
 }
 
 /* On CPU: every entry lies in [0, most). On CUDA, where looking would wait for the device, the kernels look. */
@@ -101,15 +79,18 @@ static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
     return BST_OK;
 }
 
-static bst_status check_gate(const char *op, double alpha, double limit) {
-    if (limit > 0 && alpha == alpha) return BST_OK;
-    return bst__error(BST_INVALID, "%s: alpha is %g and limit %g; numbers, and a limit above 0, are needed", op, alpha,
-                      limit);
-}
-
 /* ---- sort -------------------------------------------------------------------------------------------------------- */
 
 static const char sort_op[] = "moe_sort";
+
+enum { SORT_INDICES, SORT_ORDER, SORT_POSITION, SORT_ENDS };
+enum { EXPERTS };
+
+static bst_status check_sort(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    BST_TRY(bst__need_dims(op, "indices", &v[SORT_INDICES], 2));
+    BST_TRY(need_countable(op, "indices", "elements", v[SORT_INDICES].count));
+    return need_experts(op, attributes[EXPERTS].i);
+}
 
 static bst_status sort_cpu(const bst_view *indices, moe_sort_args a) {
     BST_TRY(check_entries(sort_op, "indices", indices, a.experts, "the experts"));
@@ -124,47 +105,91 @@ static bst_status sort_cpu(const bst_view *indices, moe_sort_args a) {
     return BST_OK;
 }
 
+static bst_status run_sort(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    const bst_view *indices = &v[SORT_INDICES];
+    if (!indices->count) return bst__zero(exec, sort_op, &v[SORT_ENDS]);
+    moe_sort_args args = {.indices = indices->data,
+                          .order = v[SORT_ORDER].data,
+                          .position = v[SORT_POSITION].data,
+                          .ends = v[SORT_ENDS].data,
+                          .pairs = indices->count,
+                          .experts = (int32_t)attributes[EXPERTS].i};
+    return indices->device.device_type == kDLCUDA ? bst__moe_sort_cuda(exec, sort_op, indices, args)
+                                                  : sort_cpu(indices, args);
+}
+
+static const bst_argument sort_arguments[] = {
+    [SORT_INDICES] = IN("indices", I64, "*"),
+    [SORT_ORDER] = OUT("order", I32, "#"),
+    [SORT_POSITION] = {"position", BST_OUT, I32, NULL, BST_CONTIGUOUS, BST_LIKE(SORT_INDICES)},
+    [SORT_ENDS] = OUT("ends", I32, "e"),
+    {NULL},
+};
+
+static const bst_function sort = {
+    .name = sort_op,
+    .arguments = sort_arguments,
+    .attributes = (const bst_attribute_rule[]){[EXPERTS] = {"experts", 'i'}, {NULL}},
+    .check = check_sort,
+    .run = run_sort,
+    .torch = (const char *const[]){"moe_sort: indices experts -> order position ends", NULL},
+};
+
 bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor *order, DLTensor *position,
                         DLTensor *ends) {
-    bst_view iv, ov, pv, ev;
-    BST_TRY(take(sort_op, "indices", I64, indices, 2, NULL, NULL, &iv));
-    BST_TRY(need_countable(sort_op, "indices", "elements", iv.count));
-    const char *why = "the elements of indices";
-    BST_TRY(take_sized(sort_op, "order", I32, order, &iv, "indices", 1, iv.count, -1, why, &ov));
-    BST_TRY(take_pairs(sort_op, "position", I32, position, &iv, "indices", iv.count, &pv));
-    BST_TRY(take_ends(sort_op, ends, &iv, "indices", &ev));
-    BST_TRY(bst__need_all_apart(sort_op, (bst_named[]){{"order", &ov}, {"position", &pv}, {"ends", &ev}}, 3,
-                                (bst_named[]){{"indices", &iv}}, 1));
-    if (!iv.count) return bst__zero(exec, sort_op, &ev);
-    moe_sort_args args = {iv.data, NULL, ov.data, pv.data, ev.data, iv.count, (int32_t)ev.count, 0};
-    return iv.device.device_type == kDLCUDA ? bst__moe_sort_cuda(exec, sort_op, &iv, args) : sort_cpu(&iv, args);
+    const DLTensor *tensors[] = {
+        [SORT_INDICES] = indices, [SORT_ORDER] = order, [SORT_POSITION] = position, [SORT_ENDS] = ends};
+    bool counted = ends && ends->ndim == 1 && ends->shape; /* if not, the check of ends says so */
+    return bst__run(&sort, exec, tensors, (bst_attribute[]){[EXPERTS].i = counted ? ends->shape[0] : 1});
 }
 
 /* ---- gather ------------------------------------------------------------------------------------------------------ */
 
 static const char gather_op[] = "moe_gather";
 
-bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows) {
-    bst_view xv, ov, rv;
-    BST_TRY(take_tokens(gather_op, "x", x, &xv));
-    BST_TRY(take_order(gather_op, order, &xv, "x", &ov));
-    BST_TRY(take_sized(gather_op, "rows", 1u << xv.dtype, rows, &xv, "x", 2, ov.count, xv.size[1],
-                       "the elements of order, and the columns of x", &rv));
-    BST_TRY(
-        bst__need_all_apart(gather_op, (bst_named[]){{"rows", &rv}}, 1, (bst_named[]){{"x", &xv}, {"order", &ov}}, 2));
-    if (!rv.count) return BST_OK;
-    BST_TRY(check_entries(gather_op, "order", &ov, ov.count, "the pairs"));
-    if (xv.device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, &xv, &ov, &rv);
-    moe_cpu call = {.dtype = xv.dtype,
-                    .rows = ov.count,
-                    .columns = xv.size[1],
-                    .choices = ov.count / xv.size[0],
-                    .order = ov.data,
-                    .x = xv.data,
-                    .x_stride = xv.stride[0],
-                    .out = rv.data};
-    bst__parallel_for(exec, ov.count, bst__grain(xv.size[1]), BST_CPU_SELECT(bst__moe_gather_cpu), &call);
+enum { GATHER_X, GATHER_ORDER, GATHER_ROWS };
+
+static bst_status check_gather(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return need_order_of(op, &v[GATHER_ORDER], "x", &v[GATHER_X]);
+}
+
+static bst_status run_gather(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    const bst_view *x = &v[GATHER_X], *order = &v[GATHER_ORDER], *rows = &v[GATHER_ROWS];
+    if (!rows->count) return BST_OK;
+    BST_TRY(check_entries(gather_op, "order", order, order->count, "the pairs"));
+    if (x->device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, x, order, rows);
+    moe_cpu call = {.dtype = x->dtype,
+                    .rows = order->count,
+                    .columns = x->size[1],
+                    .choices = order->count / x->size[0],
+                    .order = order->data,
+                    .x = x->data,
+                    .x_stride = x->stride[0],
+                    .out = rows->data};
+    bst__parallel_for(exec, order->count, bst__grain(x->size[1]), BST_CPU_SELECT(bst__moe_gather_cpu), &call);
     return BST_OK;
+}
+
+static const bst_argument gather_arguments[] = {
+    [GATHER_X] = {"x", BST_IN, BST_FLOATS, "TH", BST_ROWS},
+    [GATHER_ORDER] = IN("order", I32, "N"),
+    [GATHER_ROWS] = {"rows", BST_OUT, BST_FLOATS, "NH", BST_CONTIGUOUS, BST_TYPE_OF(GATHER_X, "the type of x")},
+    {NULL},
+};
+
+static const bst_function gather = {
+    .name = gather_op,
+    .arguments = gather_arguments,
+    .check = check_gather,
+    .run = run_gather,
+    .torch = (const char *const[]){"moe_gather: x order -> rows", NULL},
+};
+
+bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows) {
+    return bst__run(&gather, exec, (const DLTensor *[]){[GATHER_X] = x, [GATHER_ORDER] = order, [GATHER_ROWS] = rows},
+                    NULL);
 }
 
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
@@ -189,238 +214,351 @@ static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call
 
 static const char glu_forward_op[] = "moe_glu_forward", glu_backward_op[] = "moe_glu_backward";
 
-/* h, bias and ends. */
-static bst_status check_glu(const char *op, const DLTensor *h, const DLTensor *bias, const DLTensor *ends, double alpha,
-                            double limit, bst_view *hv, bst_view *bv, bst_view *ev) {
-    BST_TRY(check_gate(op, alpha, limit));
-    BST_TRY(take(op, "h", BST_FLOATS, h, 2, NULL, NULL, hv));
-    BST_TRY(need_countable(op, "h", "rows", hv->size[0]));
-    if (hv->size[1] % 2)
-        return bst__error(BST_INVALID, "%s: h has shape %s; columns in pairs, gate and up, are needed", op,
-                          bst__shape_text(hv));
-    BST_TRY(take_ends(op, ends, hv, "h", ev));
-    *bv = (bst_view){.data = NULL};
-    if (!bias) return BST_OK;
-    return take_sized(op, "bias", 1u << hv->dtype, bias, hv, "h", 2, ev->count, hv->size[1],
-                      "the experts, and the columns of h", bv);
-}
+enum { GLU_H, GLU_ENDS, GLU_BIAS, GLU_BOTH, GLU_Y = GLU_BOTH };
+enum { GLU_DY = GLU_BOTH, GLU_ORDER, GLU_WEIGHTS, GLU_DOTS, GLU_WY, GLU_DH, GLU_DWEIGHTS, GLU_DBIAS };
+enum { ALPHA, LIMIT };
 
+#define GLU_INPUTS                                                          \
+    [GLU_H] = IN("h", BST_FLOATS, "NC"), [GLU_ENDS] = IN("ends", I32, "E"), \
+    [GLU_BIAS] = {                                                          \
+        "bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "EC", BST_CONTIGUOUS, BST_TYPE_OF(GLU_H, "the type of h")}
 /* A matrix of half h's columns. */
-static bst_status take_half(const char *op, const char *name, const DLTensor *tensor, const bst_view *h,
-                            bst_view *out) {
-    return take_sized(op, name, 1u << h->dtype, tensor, h, "h", 2, h->size[0], h->size[1] / 2,
-                      "the rows of h, and half its columns", out);
+#define GLU_HALF(name, flags, ...) \
+    {name, flags, BST_FLOATS, "N-C", BST_CONTIGUOUS, BST_TYPE_OF(GLU_H, "the type of h"), __VA_ARGS__}
+
+static const bst_attribute_rule glu_rules[] = {[ALPHA] = {"alpha", 'd'}, [LIMIT] = {"limit", 'd'}, {NULL}};
+
+static bst_status check_glu(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    double alpha = attributes[ALPHA].d, limit = attributes[LIMIT].d;
+    if (!(limit > 0) || alpha != alpha)
+        return bst__error(BST_INVALID, "%s: alpha is %g and limit %g; numbers, and a limit above 0, are needed", op,
+                          alpha, limit);
+    BST_TRY(need_countable(op, "h", "rows", v[GLU_H].size[0]));
+    if (v[GLU_H].size[1] % 2)
+        return bst__error(BST_INVALID, "%s: h has shape %s; columns in pairs, gate and up, are needed", op,
+                          bst__shape_text(&v[GLU_H]));
+    return need_experts(op, v[GLU_ENDS].count);
 }
 
-bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
-                               double alpha, double limit, DLTensor *y) {
-    bst_view hv, bv, ev, yv;
-    BST_TRY(check_glu(glu_forward_op, h, bias, ends, alpha, limit, &hv, &bv, &ev));
-    BST_TRY(take_half(glu_forward_op, "y", y, &hv, &yv));
-    BST_TRY(bst__need_all_apart(glu_forward_op, (bst_named[]){{"y", &yv}}, 1,
-                                (bst_named[]){{"h", &hv}, {"bias", &bv}, {"ends", &ev}}, 3));
-    if (!yv.count) return BST_OK;
-    BST_TRY(check_ends(glu_forward_op, &ev, hv.size[0]));
-    if (hv.device.device_type == kDLCUDA) {
-        moe_glu_args args = {.h = hv.data,
-                             .bias = bv.data,
-                             .ends = ev.data,
-                             .y = yv.data,
-                             .rows = hv.size[0],
-                             .alpha = (float)alpha,
-                             .limit = (float)limit,
-                             .experts = (int32_t)ev.count};
-        return bst__moe_glu_forward_cuda(exec, glu_forward_op, &hv, &bv, &yv, args);
+static bst_status check_glu_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    BST_TRY(check_glu(op, v, attributes));
+    return need_pairs(op, "weights", &v[GLU_WEIGHTS], v[GLU_H].size[0]);
+}
+
+static bst_status run_glu_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    const bst_view *h = &v[GLU_H], *ends = &v[GLU_ENDS], *bias = &v[GLU_BIAS], *y = &v[GLU_Y];
+    int64_t rows = h->size[0];
+    float alpha = (float)attributes[ALPHA].d, limit = (float)attributes[LIMIT].d;
+    if (!y->count) return BST_OK;
+    BST_TRY(check_ends(glu_forward_op, ends, rows));
+    if (h->device.device_type == kDLCUDA) {
+        moe_glu_args args = {.h = h->data,
+                             .bias = bias->data,
+                             .ends = ends->data,
+                             .y = y->data,
+                             .rows = rows,
+                             .alpha = alpha,
+                             .limit = limit,
+                             .experts = (int32_t)ends->count};
+        return bst__moe_glu_forward_cuda(exec, glu_forward_op, h, bias, y, args);
     }
-    moe_cpu call = {.dtype = hv.dtype,
-                    .rows = hv.size[0],
-                    .columns = hv.size[1],
-                    .experts = ev.count,
-                    .ends = ev.data,
-                    .h = hv.data,
-                    .bias = bv.data,
-                    .out = yv.data,
-                    .alpha = (float)alpha,
-                    .limit = (float)limit};
-    bst__parallel_for(exec, hv.size[0], bst__grain(hv.size[1]), BST_CPU_SELECT(bst__moe_glu_forward_cpu), &call);
+    moe_cpu call = {.dtype = h->dtype,
+                    .rows = rows,
+                    .columns = h->size[1],
+                    .experts = ends->count,
+                    .ends = ends->data,
+                    .h = h->data,
+                    .bias = bias->data,
+                    .out = y->data,
+                    .alpha = alpha,
+                    .limit = limit};
+    bst__parallel_for(exec, rows, bst__grain(h->size[1]), BST_CPU_SELECT(bst__moe_glu_forward_cpu), &call);
     return BST_OK;
 }
 
-/* An output that may take the place of an input of its shape: both contiguous, so that beginning together is enough. */
-static bst_status need_itself_or_apart(const char *op, const char *name, const bst_view *v, const char *other_name,
-                                       const bst_view *other) {
-    if (v->data == other->data || !bst__overlap(v, other)) return BST_OK;
-    return bst__error(BST_INVALID, "%s: %s and %s share memory, but do not begin together", op, name, other_name);
+static const bst_argument glu_forward_arguments[] = {
+    GLU_INPUTS,
+    [GLU_Y] = GLU_HALF("y", BST_OUT),
+    {NULL},
+};
+
+static const bst_function glu_forward = {
+    .name = glu_forward_op,
+    .meanings = meanings,
+    .arguments = glu_forward_arguments,
+    .attributes = glu_rules,
+    .check = check_glu,
+    .run = run_glu_forward,
+    .torch = (const char *const[]){"moe_glu_forward: h bias ends alpha limit -> y", NULL},
+};
+
+bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
+                               double alpha, double limit, DLTensor *y) {
+    const DLTensor *tensors[] = {[GLU_H] = h, [GLU_ENDS] = ends, [GLU_BIAS] = bias, [GLU_Y] = y};
+    return bst__run(&glu_forward, exec, tensors, (bst_attribute[]){[ALPHA].d = alpha, [LIMIT].d = limit});
 }
+
+static bst_status run_glu_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    const char *op = glu_backward_op;
+    const bst_view *h = &v[GLU_H], *ends = &v[GLU_ENDS], *bias = &v[GLU_BIAS], *dy = &v[GLU_DY], *order = &v[GLU_ORDER],
+                   *weights = &v[GLU_WEIGHTS];
+    const moe_glu_gradients g = {.dh = v[GLU_DH], .wy = v[GLU_WY], .dweights = v[GLU_DWEIGHTS], .dbias = v[GLU_DBIAS]};
+    int64_t rows = h->size[0];
+    float alpha = (float)attributes[ALPHA].d, limit = (float)attributes[LIMIT].d;
+    if (!h->count) { /* sums of nothing */
+        if (bst__given(&g.dweights)) BST_TRY(bst__zero(exec, op, &g.dweights));
+        return bst__given(&g.dbias) ? bst__zero(exec, op, &g.dbias) : BST_OK;
+    }
+    BST_TRY(check_entries(op, "order", order, rows, "the pairs"));
+    BST_TRY(check_ends(op, ends, rows));
+    if (h->device.device_type == kDLCUDA) {
+        moe_glu_args args = {.h = h->data,
+                             .bias = bias->data,
+                             .ends = ends->data,
+                             .dy = dy->data,
+                             .weights = weights->data,
+                             .order = order->data,
+                             .dots = v[GLU_DOTS].data,
+                             .dh = g.dh.data,
+                             .wy = g.wy.data,
+                             .dweights = g.dweights.data,
+                             .rows = rows,
+                             .alpha = alpha,
+                             .limit = limit,
+                             .experts = (int32_t)ends->count};
+        return bst__moe_glu_backward_cuda(exec, op, h, bias, dy, weights, &g, args);
+    }
+    moe_cpu call = {.dtype = h->dtype,
+                    .w_dtype = weights->dtype,
+                    .rows = rows,
+                    .columns = h->size[1],
+                    .experts = ends->count,
+                    .order = order->data,
+                    .ends = ends->data,
+                    .h = h->data,
+                    .dy = dy->data,
+                    .bias = bias->data,
+                    .weights = weights->data,
+                    .dots_in = v[GLU_DOTS].data,
+                    .dh = g.dh.data,
+                    .wy = g.wy.data,
+                    .dweights = g.dweights.data,
+                    .alpha = alpha,
+                    .limit = limit};
+    return chunks_cpu(exec, op, &call, &g.dbias, BST_CPU_SELECT(bst__moe_glu_backward_cpu));
+}
+
+/* A gradient, which has its input's shape and type. */
+#define GRADIENT(name, of, ...) \
+    {name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__}
+
+static const bst_argument glu_backward_arguments[] = {
+    GLU_INPUTS,
+    [GLU_DY] = GLU_HALF("dy", BST_IN),
+    [GLU_ORDER] = IN("order", I32, "N"),
+    [GLU_WEIGHTS] = IN("weights", BST_FLOATS, "TK"),
+    [GLU_DOTS] = OPTIONAL("dots", F32, "N"),
+    [GLU_WY] = GLU_HALF("wy", BST_OUT | BST_OPTIONAL, BST_MAY_BE(1u << GLU_DY)),
+    [GLU_DH] = GRADIENT("dh", GLU_H, BST_TYPE_OF(GLU_H, "the type of h"), BST_MAY_BE(1u << GLU_H)),
+    [GLU_DWEIGHTS] = GRADIENT("dweights", GLU_WEIGHTS, BST_TYPE_OF(GLU_WEIGHTS, "the type of weights")),
+    [GLU_DBIAS] = GRADIENT("dbias", GLU_BIAS, BST_TYPE_OF(GLU_BIAS, "the type of bias")),
+    {NULL},
+};
+
+#define GLU_BACKWARD "dy h bias ends order weights dots alpha limit -> "
+static const bst_function glu_backward = {
+    .name = glu_backward_op,
+    .meanings = meanings,
+    .arguments = glu_backward_arguments,
+    .attributes = glu_rules,
+    .check = check_glu_backward,
+    .run = run_glu_backward,
+    .torch =
+        (const char *const[]){
+            "moe_glu_backward: " GLU_BACKWARD "dh? wy? dweights? dbias?",
+            "moe_glu_backward_inplace: " GLU_BACKWARD "dh?=h wy?=dy dweights? dbias?",
+            NULL,
+        },
+};
 
 bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h, const DLTensor *bias,
                                 const DLTensor *ends, const DLTensor *order, const DLTensor *weights,
                                 const DLTensor *dots, double alpha, double limit, DLTensor *dh, DLTensor *wy,
                                 DLTensor *dweights, DLTensor *dbias) {
-    const char *op = glu_backward_op;
-    bst_view hv, bv, ev, dyv, ov, wv, dv = {0};
-    moe_glu_gradients g = {0};
-    BST_TRY(check_glu(op, h, bias, ends, alpha, limit, &hv, &bv, &ev));
-    BST_TRY(take_half(op, "dy", dy, &hv, &dyv));
-    int64_t rows = hv.size[0];
-    BST_TRY(take_sized(op, "order", I32, order, &hv, "h", 1, rows, -1, "the rows of h", &ov));
-    BST_TRY(take_pairs(op, "weights", BST_FLOATS, weights, &hv, "h", rows, &wv));
-    if (dots) BST_TRY(take_sized(op, "dots", 1u << BST_F32, dots, &hv, "h", 1, rows, -1, "the rows of h", &dv));
-    if (dh) BST_TRY(bst__output(op, "dh", dh, &hv, "h", hv.dtype, &g.dh));
-    if (wy) BST_TRY(take_half(op, "wy", wy, &hv, &g.wy));
-    if (dweights) BST_TRY(bst__output(op, "dweights", dweights, &wv, "weights", wv.dtype, &g.dweights));
-    if (dbias && !bias) return bst__error(BST_INVALID, "%s: dbias is wanted, but bias is NULL", op);
-    if (dbias) BST_TRY(bst__output(op, "dbias", dbias, &bv, "bias", bv.dtype, &g.dbias));
-    BST_TRY(need_itself_or_apart(op, "dh", &g.dh, "h", &hv));
-    BST_TRY(need_itself_or_apart(op, "wy", &g.wy, "dy", &dyv));
-    BST_TRY(bst__need_apart(op, "dh", &g.dh, "dy", &dyv));
-    BST_TRY(bst__need_apart(op, "wy", &g.wy, "h", &hv));
-    const bst_named outputs[] = {{"wy", &g.wy}, {"dh", &g.dh}, {"dweights", &g.dweights}, {"dbias", &g.dbias}};
-    const bst_named inputs[] = {{"bias", &bv}, {"ends", &ev}, {"order", &ov}, {"weights", &wv},
-                                {"dots", &dv}, {"h", &hv},    {"dy", &dyv}};
-    BST_TRY(bst__need_all_apart(op, outputs, 4, inputs, 5));
-    BST_TRY(bst__need_all_apart(op, outputs + 2, 2, inputs + 5, 2));
-    if (!hv.count) { /* sums of nothing */
-        if (dweights) BST_TRY(bst__zero(exec, op, &g.dweights));
-        return dbias ? bst__zero(exec, op, &g.dbias) : BST_OK;
-    }
-    BST_TRY(check_entries(op, "order", &ov, rows, "the pairs"));
-    BST_TRY(check_ends(op, &ev, rows));
-    if (hv.device.device_type == kDLCUDA) {
-        moe_glu_args args = {.h = hv.data,
-                             .bias = bv.data,
-                             .ends = ev.data,
-                             .dy = dyv.data,
-                             .weights = wv.data,
-                             .order = ov.data,
-                             .dots = dv.data,
-                             .dh = g.dh.data,
-                             .wy = g.wy.data,
-                             .dweights = g.dweights.data,
-                             .rows = rows,
-                             .alpha = (float)alpha,
-                             .limit = (float)limit,
-                             .experts = (int32_t)ev.count};
-        return bst__moe_glu_backward_cuda(exec, op, &hv, &bv, &dyv, &wv, &g, args);
-    }
-    moe_cpu call = {.dtype = hv.dtype,
-                    .w_dtype = wv.dtype,
-                    .rows = rows,
-                    .columns = hv.size[1],
-                    .experts = ev.count,
-                    .order = ov.data,
-                    .ends = ev.data,
-                    .h = hv.data,
-                    .dy = dyv.data,
-                    .bias = bv.data,
-                    .weights = wv.data,
-                    .dots_in = dv.data,
-                    .dh = g.dh.data,
-                    .wy = g.wy.data,
-                    .dweights = g.dweights.data,
-                    .alpha = (float)alpha,
-                    .limit = (float)limit};
-    return chunks_cpu(exec, op, &call, &g.dbias, BST_CPU_SELECT(bst__moe_glu_backward_cpu));
+    const DLTensor *tensors[] = {[GLU_H] = h,         [GLU_ENDS] = ends,         [GLU_BIAS] = bias,  [GLU_DY] = dy,
+                                 [GLU_ORDER] = order, [GLU_WEIGHTS] = weights,   [GLU_DOTS] = dots,  [GLU_WY] = wy,
+                                 [GLU_DH] = dh,       [GLU_DWEIGHTS] = dweights, [GLU_DBIAS] = dbias};
+    return bst__run(&glu_backward, exec, tensors, (bst_attribute[]){[ALPHA].d = alpha, [LIMIT].d = limit});
 }
 
 /* ---- the weighted sum -------------------------------------------------------------------------------------------- */
 
 static const char combine_forward_op[] = "moe_combine_forward", combine_backward_op[] = "moe_combine_backward";
 
+enum { SUM_Y, SUM_POSITION, SUM_WEIGHTS, SUM_BIAS, SUM_INDICES, SUM_OUT };
+
+static bst_status check_combine_forward(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    int64_t rows = v[SUM_Y].size[0];
+    BST_TRY(need_pairs(op, "position", &v[SUM_POSITION], rows));
+    if (bst__given(&v[SUM_WEIGHTS])) {
+        BST_TRY(need_pairs(op, "weights", &v[SUM_WEIGHTS], rows));
+        BST_TRY(bst__need_same_shape(op, "weights", &v[SUM_WEIGHTS], "position", &v[SUM_POSITION]));
+    }
+    if (!bst__given(&v[SUM_BIAS]) || bst__given(&v[SUM_INDICES])) return BST_OK;
+    return bst__error(BST_INVALID, "%s: indices is NULL; a tensor is needed with bias", op);
+}
+
+static bst_status run_combine_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    const char *op = combine_forward_op;
+    const bst_view *y = &v[SUM_Y], *position = &v[SUM_POSITION], *weights = &v[SUM_WEIGHTS], *bias = &v[SUM_BIAS],
+                   *indices = &v[SUM_INDICES], *out = &v[SUM_OUT];
+    int64_t tokens = position->size[0], choices = position->size[1], experts = bst__given(bias) ? bias->size[0] : 0;
+    if (!out->count) return BST_OK;
+    if (!y->count) return bst__zero(exec, op, out);
+    BST_TRY(check_entries(op, "position", position, y->size[0], "the rows of y"));
+    if (bst__given(bias)) BST_TRY(check_entries(op, "indices", indices, experts, "the experts"));
+    if (y->device.device_type == kDLCUDA) {
+        moe_combine_args args = {.y = y->data,
+                                 .weights = weights->data,
+                                 .bias = bias->data,
+                                 .position = position->data,
+                                 .indices = indices->data,
+                                 .out = out->data,
+                                 .tokens = tokens,
+                                 .experts = experts};
+        return bst__moe_combine_forward_cuda(exec, op, y, weights, bias, out, choices, args);
+    }
+    moe_cpu call = {.dtype = y->dtype,
+                    .w_dtype = weights->dtype,
+                    .columns = y->size[1],
+                    .choices = choices,
+                    .position = position->data,
+                    .indices = indices->data,
+                    .y = y->data,
+                    .bias = bias->data,
+                    .weights = weights->data,
+                    .out = out->data};
+    bst__parallel_for(exec, tokens, bst__grain(choices * y->size[1]), BST_CPU_SELECT(bst__moe_combine_forward_cpu),
+                      &call);
+    return BST_OK;
+}
+
+/* The weights' shape, P and Q, is that of position, but they are first counted against the rows. */
+static const bst_argument combine_forward_arguments[] = {
+    [SUM_Y] = IN("y", BST_FLOATS, "NH"),
+    [SUM_POSITION] = IN("position", I32, "TK"),
+    [SUM_WEIGHTS] = OPTIONAL("weights", BST_FLOATS, "PQ"),
+    [SUM_BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "EH", BST_CONTIGUOUS, BST_TYPE_OF(SUM_Y, "the type of y")},
+    [SUM_INDICES] = OPTIONAL("indices", I64, "TK"),
+    [SUM_OUT] = {"out", BST_OUT, BST_FLOATS, "TH", BST_CONTIGUOUS, BST_TYPE_OF(SUM_Y, "the type of y")},
+    {NULL},
+};
+
+static const bst_function combine_forward = {
+    .name = combine_forward_op,
+    .arguments = combine_forward_arguments,
+    .check = check_combine_forward,
+    .run = run_combine_forward,
+    .torch = (const char *const[]){"moe_combine_forward: y position weights bias indices -> out", NULL},
+};
+
 bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, const DLTensor *position,
                                    const DLTensor *weights, const DLTensor *bias, const DLTensor *indices,
                                    DLTensor *out) {
-    const char *op = combine_forward_op;
-    bst_view yv, pv, wv = {0}, bv = {0}, iv = {0}, ov;
-    BST_TRY(take(op, "y", BST_FLOATS, y, 2, NULL, NULL, &yv));
-    BST_TRY(take_pairs(op, "position", I32, position, &yv, "y", yv.size[0], &pv));
-    if (weights) {
-        BST_TRY(take_pairs(op, "weights", BST_FLOATS, weights, &yv, "y", yv.size[0], &wv));
-        BST_TRY(bst__need_same_shape(op, "weights", &wv, "position", &pv));
-    }
-    if (bias) {
-        BST_TRY(take_sized(op, "bias", 1u << yv.dtype, bias, &yv, "y", 2, -1, yv.size[1], "the columns of y", &bv));
-        BST_TRY(take_pairs(op, "indices", I64, indices, &yv, "y", yv.size[0], &iv));
-    }
-    BST_TRY(take_sized(op, "out", 1u << yv.dtype, out, &yv, "y", 2, pv.size[0], yv.size[1],
-                       "the rows of position, and the columns of y", &ov));
-    const bst_named inputs[] = {{"y", &yv}, {"position", &pv}, {"weights", &wv}, {"bias", &bv}, {"indices", &iv}};
-    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"out", &ov}}, 1, inputs, 5));
-    if (!ov.count) return BST_OK;
-    if (!yv.count) return bst__zero(exec, op, &ov);
-    BST_TRY(check_entries(op, "position", &pv, yv.size[0], "the rows of y"));
-    if (bias) BST_TRY(check_entries(op, "indices", &iv, bv.size[0], "the experts"));
-    if (yv.device.device_type == kDLCUDA) {
-        moe_combine_args args = {.y = yv.data,
-                                 .weights = wv.data,
-                                 .bias = bv.data,
-                                 .position = pv.data,
-                                 .indices = iv.data,
-                                 .out = ov.data,
-                                 .tokens = pv.size[0],
-                                 .experts = bias ? bv.size[0] : 0};
-        return bst__moe_combine_forward_cuda(exec, op, &yv, &wv, &bv, &ov, pv.size[1], args);
-    }
-    moe_cpu call = {.dtype = yv.dtype,
-                    .w_dtype = wv.dtype,
-                    .columns = yv.size[1],
-                    .choices = pv.size[1],
-                    .position = pv.data,
-                    .indices = iv.data,
-                    .y = yv.data,
-                    .bias = bv.data,
-                    .weights = wv.data,
-                    .out = ov.data};
-    bst__parallel_for(exec, pv.size[0], bst__grain(pv.size[1] * yv.size[1]),
-                      BST_CPU_SELECT(bst__moe_combine_forward_cpu), &call);
-    return BST_OK;
+    const DLTensor *tensors[] = {[SUM_Y] = y,
+                                 [SUM_POSITION] = position,
+                                 [SUM_WEIGHTS] = weights,
+                                 [SUM_BIAS] = bias,
+                                 [SUM_INDICES] = bias ? indices : NULL,
+                                 [SUM_OUT] = out};
+    return bst__run(&combine_forward, exec, tensors, NULL);
 }
+
+enum { BACK_DOUT, BACK_ORDER, BACK_ENDS, BACK_WEIGHTS, BACK_BIAS, BACK_ROWS, BACK_DOTS, BACK_DBIAS };
+
+static bst_status check_combine_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    BST_TRY(need_order_of(op, &v[BACK_ORDER], "dout", &v[BACK_DOUT]));
+    BST_TRY(need_experts(op, v[BACK_ENDS].count));
+    return need_pairs(op, "weights", &v[BACK_WEIGHTS], v[BACK_ORDER].count);
+}
+
+static bst_status run_combine_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    const char *op = combine_backward_op;
+    const bst_view *dout = &v[BACK_DOUT], *order = &v[BACK_ORDER], *ends = &v[BACK_ENDS], *weights = &v[BACK_WEIGHTS],
+                   *bias = &v[BACK_BIAS], *rows = &v[BACK_ROWS], *dots = &v[BACK_DOTS], *dbias = &v[BACK_DBIAS];
+    if (!bst__given(bias) && (bst__given(dots) || bst__given(dbias)))
+        return bst__error(BST_INVALID, "%s: dots or dbias is wanted, but bias is NULL", op);
+    if (!rows->count) {
+        if (bst__given(dots)) BST_TRY(bst__zero(exec, op, dots));
+        return bst__given(dbias) ? bst__zero(exec, op, dbias) : BST_OK;
+    }
+    BST_TRY(check_entries(op, "order", order, order->count, "the pairs"));
+    BST_TRY(check_ends(op, ends, order->count));
+    if (dout->device.device_type == kDLCUDA) {
+        moe_combine_backward_args args = {.dout = dout->data,
+                                          .weights = weights->data,
+                                          .bias = bias->data,
+                                          .order = order->data,
+                                          .ends = ends->data,
+                                          .rows = rows->data,
+                                          .dots = dots->data,
+                                          .dout_stride = dout->stride[0],
+                                          .count = order->count,
+                                          .experts = (int32_t)ends->count};
+        return bst__moe_combine_backward_cuda(exec, op, dout, weights, bias, rows, dbias, args);
+    }
+    moe_cpu call = {.dtype = dout->dtype,
+                    .w_dtype = weights->dtype,
+                    .rows = order->count,
+                    .columns = dout->size[1],
+                    .choices = order->count / dout->size[0],
+                    .experts = ends->count,
+                    .order = order->data,
+                    .ends = ends->data,
+                    .x = dout->data,
+                    .x_stride = dout->stride[0],
+                    .bias = bias->data,
+                    .weights = weights->data,
+                    .out = rows->data,
+                    .dots = dots->data};
+    return chunks_cpu(exec, op, &call, dbias, BST_CPU_SELECT(bst__moe_combine_backward_cpu));
+}
+
+#define OF_DOUT(name, flags, shape) \
+    {name, flags, BST_FLOATS, shape, BST_CONTIGUOUS, BST_TYPE_OF(BACK_DOUT, "the type of dout")}
+
+static const bst_argument combine_backward_arguments[] = {
+    [BACK_DOUT] = {"dout", BST_IN, BST_FLOATS, "TH", BST_ROWS},
+    [BACK_ORDER] = IN("order", I32, "N"),
+    [BACK_ENDS] = IN("ends", I32, "E"),
+    [BACK_WEIGHTS] = IN("weights", BST_FLOATS, "TK"),
+    [BACK_BIAS] = OF_DOUT("bias", BST_IN | BST_OPTIONAL, "EH"),
+    [BACK_ROWS] = OF_DOUT("rows", BST_OUT, "NH"),
+    [BACK_DOTS] = {"dots", BST_OUT | BST_OPTIONAL, F32, "N", BST_CONTIGUOUS},
+    [BACK_DBIAS] = OF_DOUT("dbias", BST_OUT | BST_OPTIONAL, "EH"),
+    {NULL},
+};
+
+static const bst_function combine_backward = {
+    .name = combine_backward_op,
+    .meanings = meanings,
+    .arguments = combine_backward_arguments,
+    .check = check_combine_backward,
+    .run = run_combine_backward,
+    .torch = (const char *const[]){"moe_combine_backward: dout order ends weights bias -> rows dots? dbias?", NULL},
+};
 
 bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, const DLTensor *order,
                                     const DLTensor *ends, const DLTensor *weights, const DLTensor *bias, DLTensor *rows,
                                     DLTensor *dots, DLTensor *dbias) {
-    const char *op = combine_backward_op;
-    bst_view xv, ov, ev, wv, bv = {0}, rv, dv = {0}, dbv = {0};
-    BST_TRY(take_tokens(op, "dout", dout, &xv));
-    BST_TRY(take_order(op, order, &xv, "dout", &ov));
-    BST_TRY(take_ends(op, ends, &xv, "dout", &ev));
-    BST_TRY(take_pairs(op, "weights", BST_FLOATS, weights, &xv, "dout", ov.count, &wv));
-    if (bias)
-        BST_TRY(take_sized(op, "bias", 1u << xv.dtype, bias, &xv, "dout", 2, ev.count, xv.size[1],
-                           "the experts, and the columns of dout", &bv));
-    if (!bias && (dots || dbias)) return bst__error(BST_INVALID, "%s: dots or dbias is wanted, but bias is NULL", op);
-    BST_TRY(take_sized(op, "rows", 1u << xv.dtype, rows, &xv, "dout", 2, ov.count, xv.size[1],
-                       "the elements of order, and the columns of dout", &rv));
-    if (dots)
-        BST_TRY(
-            take_sized(op, "dots", 1u << BST_F32, dots, &xv, "dout", 1, ov.count, -1, "the elements of order", &dv));
-    if (dbias) BST_TRY(bst__output(op, "dbias", dbias, &bv, "bias", bv.dtype, &dbv));
-    const bst_named inputs[] = {{"dout", &xv}, {"order", &ov}, {"ends", &ev}, {"weights", &wv}, {"bias", &bv}};
-    BST_TRY(bst__need_all_apart(op, (bst_named[]){{"rows", &rv}, {"dots", &dv}, {"dbias", &dbv}}, 3, inputs, 5));
-    if (!rv.count) {
-        if (dots) BST_TRY(bst__zero(exec, op, &dv));
-        return dbias ? bst__zero(exec, op, &dbv) : BST_OK;
-    }
-    BST_TRY(check_entries(op, "order", &ov, ov.count, "the pairs"));
-    BST_TRY(check_ends(op, &ev, ov.count));
-    if (xv.device.device_type == kDLCUDA) {
-        moe_combine_backward_args args = {xv.data, wv.data, bv.data,      ov.data,  ev.data,           rv.data,
-                                          dv.data, NULL,    xv.stride[0], ov.count, (int32_t)ev.count, 0};
-        return bst__moe_combine_backward_cuda(exec, op, &xv, &wv, &bv, &rv, &dbv, args);
-    }
-    moe_cpu call = {.dtype = xv.dtype,
-                    .w_dtype = wv.dtype,
-                    .rows = ov.count,
-                    .columns = xv.size[1],
-                    .choices = ov.count / xv.size[0],
-                    .experts = ev.count,
-                    .order = ov.data,
-                    .ends = ev.data,
-                    .x = xv.data,
-                    .x_stride = xv.stride[0],
-                    .bias = bv.data,
-                    .weights = wv.data,
-                    .out = rv.data,
-                    .dots = dv.data};
-    return chunks_cpu(exec, op, &call, &dbv, BST_CPU_SELECT(bst__moe_combine_backward_cpu));
+    const DLTensor *tensors[] = {[BACK_DOUT] = dout, [BACK_ORDER] = order, [BACK_ENDS] = ends, [BACK_WEIGHTS] = weights,
+                                 [BACK_BIAS] = bias, [BACK_ROWS] = rows,   [BACK_DOTS] = dots, [BACK_DBIAS] = dbias};
+    return bst__run(&combine_backward, exec, tensors, NULL);
 }
+
+const bst_function *const bst__moe[] = {
+    &sort, &gather, &glu_forward, &glu_backward, &combine_forward, &combine_backward, NULL};
