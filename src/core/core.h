@@ -86,9 +86,6 @@ bst_status bst__need_contiguous(const char *op, const char *name, const bst_view
 /* One element: a scalar or any tensor of one. */
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v);
 bool bst__is_contiguous(const bst_view *v);
-/* An output: reads it, and needs it to have `model`'s shape and device, be of `dtype` and contiguous. */
-bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
-                       const char *model_name, bst_dtype dtype, bst_view *out);
 /* "[2, 3]", on the stack of the calling block. */
 enum { BST_SHAPE_TEXT = 160 };
 const char *bst__write_shape(const bst_view *v, char text[BST_SHAPE_TEXT]);
@@ -99,13 +96,6 @@ bool bst__overlap(const bst_view *a, const bst_view *b);
 bool bst__same_memory(const bst_view *a, const bst_view *b);
 bst_status bst__need_apart(const char *op, const char *name, const bst_view *v, const char *other_name,
                            const bst_view *other);
-/* The same for many: no output shares memory with an input or with another output. Views that are not given are empty. */
-typedef struct bst_named {
-    const char *name;
-    const bst_view *view;
-} bst_named;
-bst_status bst__need_all_apart(const char *op, const bst_named *outputs, int output_count, const bst_named *inputs,
-                               int input_count);
 /* BST_INVALID where two elements of an output of any strides share memory. */
 bst_status bst__need_distinct(const char *op, const char *name, const bst_view *v);
 

@@ -160,15 +160,6 @@ bst_status bst__need_one(const char *op, const char *name, const bst_view *v) {
     return bst__error(BST_INVALID, "%s: %s has shape %s; one element is needed", op, name, bst__shape_text(v));
 }
 
-bst_status bst__output(const char *op, const char *name, const DLTensor *tensor, const bst_view *model,
-                       const char *model_name, bst_dtype dtype, bst_view *out) {
-    BST_TRY(bst__view(op, name, BST_FLOATS, tensor, out));
-    BST_TRY(bst__need_same_shape(op, name, out, model_name, model));
-    BST_TRY(bst__need_dtype(op, name, out, dtype, "as the inputs have it"));
-    BST_TRY(bst__need_contiguous(op, name, out));
-    return bst__need_device(op, name, out, model, model_name);
-}
-
 /* The bytes a view may touch: [begin, end). */
 static void extent(const bst_view *v, uintptr_t *begin, uintptr_t *end) {
     int64_t low = 0, high = 0;
@@ -227,19 +218,6 @@ bst_status bst__need_apart(const char *op, const char *name, const bst_view *v, 
                            const bst_view *other) {
     if (!bst__overlap(v, other)) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s and %s share memory; they must not", op, name, other_name);
-}
-
-bst_status bst__need_all_apart(const char *op, const bst_named *outputs, int output_count, const bst_named *inputs,
-                               int input_count) {
-    for (int o = 0; o < output_count; o++) {
-        const bst_named *out = &outputs[o];
-        if (!out->view->count) continue;
-        for (int i = 0; i < input_count; i++)
-            BST_TRY(bst__need_apart(op, out->name, out->view, inputs[i].name, inputs[i].view));
-        for (int i = o + 1; i < output_count; i++)
-            BST_TRY(bst__need_apart(op, out->name, out->view, outputs[i].name, outputs[i].view));
-    }
-    return BST_OK;
 }
 
 static int64_t magnitude(int64_t stride) { return stride < 0 ? -stride : stride; }

@@ -259,10 +259,6 @@ DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const 
     return adopt(call, handle);
 }
 
-DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model) {
-    return model ? bst__call_empty(call, model->ndim, model->shape, NULL, model->dtype) : NULL;
-}
-
 DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_first, DLDataType dtype) {
     if (!model) return NULL;
     if (!tokens_first || model->ndim != 4) return bst__call_empty(call, model->ndim, model->shape, NULL, dtype);
@@ -276,7 +272,7 @@ void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor
     static const int64_t none = 0;
     DLTensor *made[BST_CALL_TENSORS];
     for (int r = 0; r < results; r++)
-        made[r] = result[r] ? result[r] : bst__call_empty(call, 1, &none, NULL, bst_type_f32);
+        made[r] = result[r] ? result[r] : bst__call_empty(call, 1, &none, NULL, bst__dl_type(BST_F32));
     /* All or nothing: what is on the stack belongs to PyTorch, which looks at it after a success only. */
     for (int r = 0; r < results && call->status == BST_OK; r++) {
         bst_torch_tensor *slot = &call->handle[made[r] - call->tensor];

@@ -1,9 +1,9 @@
 /* call.h - one call of a PyTorch operator: its tensors as DLTensors, its outputs, its workspace, its end.
  *
- * A kernel begins a call, takes its arguments, allocates its outputs, calls the C API and ends the call. Everything
+ * A kernel begins a call, takes its arguments, allocates its outputs, runs the function and ends the call. Everything
  * taken is owned by the call; the end frees it, and either hands the outputs to PyTorch or throws the error. The first
- * failure is remembered, and what follows it does nothing, so that kernels need no checks between: arguments can be
- * looked at even then, and BST_RUN leaves the operator out. */
+ * failure is remembered, and what follows it does nothing, so that a kernel need not check each step: it asks for the
+ * status before it looks at what it has taken, and before it runs the function. */
 #ifndef BST_TORCH_CALL_H
 #define BST_TORCH_CALL_H
 
@@ -42,23 +42,13 @@ DLTensor *bst__call_optional_rows(bst_call *call, bst_torch_value value);
 double bst__call_double(bst_torch_value value);
 /* A new tensor, contiguous or with the given strides, on the call's device. NULL after a failure. */
 DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype);
-DLTensor *bst__call_empty_like(bst_call *call, const DLTensor *model);
 /* Shaped as a [B, heads, S, D] `model`, dense; tokens_first: in the memory order [B, S, heads, D]. NULL for NULL. */
 DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_first, DLDataType dtype);
-/* Runs an operator, unless something has failed. */
-#define BST_RUN(call, expression)                                    \
-    do {                                                             \
-        if ((call)->status == BST_OK) (call)->status = (expression); \
-    } while (0)
 /* Ends the call: results in order, each from the functions above (an input may be a result too); NULL: a tensor of no
  * elements, which stands for None. Returns only if the call succeeded. */
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
 
-static const DLDataType bst_type_f32 = {kDLFloat, 32, 1}, bst_type_i32 = {kDLInt, 32, 1};
-
 /* DLPack's name of a type. */
 DLDataType bst__dl_type(bst_dtype dtype);
-
-static inline bool bst__same_type(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits; }
 
 #endif
