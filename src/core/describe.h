@@ -89,6 +89,9 @@ typedef struct bst_function {
     const char *const *torch;
 } bst_function;
 
+#define BST_TORCH(...) \
+    .torch = (const char *const[]) { __VA_ARGS__, NULL }
+
 /* What the shapes have bound so far. */
 typedef struct bst_symbols {
     uint32_t bound; /* a bit a letter */

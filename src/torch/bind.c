@@ -8,7 +8,7 @@
 #include "bastile/torch.h"
 #include "torch/call.h"
 
-enum { MOST_STEPS = 24, MOST_BINDINGS = 64, NAME = 64 };
+enum { MOST_STEPS = 24, MOST_BINDINGS = 60, NAME = 64 };
 
 /* How one value of PyTorch's stack becomes a tensor or an attribute of the function. */
 typedef struct step {
@@ -110,19 +110,10 @@ static void run(const binding *b, bst_torch_value *stack) {
 }
 
 /* PyTorch calls a kernel without saying which operator it is: each binding has a function of its own. */
-#define KERNELS(X)                                                                                                  \
-    X(0)                                                                                                            \
-    X(1)                                                                                                            \
-    X(2)                                                                                                            \
-    X(3)                                                                                                            \
-    X(4)                                                                                                            \
-    X(5)                                                                                                            \
-    X(6)                                                                                                            \
-    X(7)                                                                                                            \
-    X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23) X(24) X(25) X(26) \
-        X(27) X(28) X(29) X(30) X(31) X(32) X(33) X(34) X(35) X(36) X(37) X(38) X(39) X(40) X(41) X(42) X(43) X(44) \
-            X(45) X(46) X(47) X(48) X(49) X(50) X(51) X(52) X(53) X(54) X(55) X(56) X(57) X(58) X(59) X(60) X(61)   \
-                X(62) X(63)
+/* clang-format off */
+#define TEN(X, d) X(d##0) X(d##1) X(d##2) X(d##3) X(d##4) X(d##5) X(d##6) X(d##7) X(d##8) X(d##9)
+#define KERNELS(X) TEN(X, ) TEN(X, 1) TEN(X, 2) TEN(X, 3) TEN(X, 4) TEN(X, 5)
+/* clang-format on */
 #define KERNEL(n)                                                                       \
     static void kernel_##n(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) { \
         (void)inputs, (void)outputs;                                                    \

@@ -191,7 +191,7 @@ DLTensor *bst__call_labels(bst_call *call, bst_torch_value value) {
     const DLDataType i64 = {kDLInt, 64, 1};
     DLTensor *tensor = bst__call_tensor(call, value);
     bst_view view;
-    if (bst__same_type(tensor->dtype, (DLDataType){kDLUInt, 8, 1})) return contiguous_copy(call, tensor, i64);
+    if (tensor->dtype.code == kDLUInt && tensor->dtype.bits == 8) return contiguous_copy(call, tensor, i64);
     if (call->status != BST_OK || bst__view("", "", 1u << BST_I64, tensor, &view) != BST_OK) return tensor;
     return bst__is_contiguous(&view) ? tensor : contiguous_copy(call, tensor, i64);
 }

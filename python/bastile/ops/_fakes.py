@@ -107,12 +107,16 @@ def _fake(number: int, arguments: list[tuple[str, str]], results: list[tuple[str
     return fake
 
 
+def _pairs(words: list[str]) -> list[tuple[str, str]]:
+    """Names and shapes; "" for what is no tensor."""
+    return [(name, shape) for name, _, shape in (word.partition(":") for word in words)]
+
+
 def register() -> None:
     for number, text in _descriptions():
         call, _, returned = text.partition(" ->")
         name, *words = call.split()
-        arguments, results = ([tuple(w.partition(":")[::2]) for w in part] for part in (words, returned.split()))
-        torch.library.register_fake(f"bastile::{name}", _fake(number, arguments, results))
+        torch.library.register_fake(f"bastile::{name}", _fake(number, _pairs(words), _pairs(returned.split())))
 
 
 register()

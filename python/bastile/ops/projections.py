@@ -16,7 +16,7 @@ __all__ = ["projections"]
 
 
 class _Projections(Function):
-    """dtype: None, or what autocast makes of x, which is cast here, so that the sum of its gradients has its own type."""
+    """dtype: None, or what autocast makes of x, which is cast here: its gradients are then summed in its own type."""
 
     @staticmethod
     def forward(ctx, x, dtype, *weights):

@@ -441,12 +441,8 @@ static const bst_function forward = {
     .attributes = loss_rules,
     .check = check,
     .run = run_forward,
-    .torch =
-        (const char *const[]){
-            "cross_entropy_forward: logits target class_weight num_items " OPTIONS " -> loss lse",
-            "cross_entropy_forward_inplace: logits target class_weight num_items " OPTIONS " -> loss dlogits=logits",
-            NULL,
-        },
+    BST_TORCH("cross_entropy_forward: logits target class_weight num_items " OPTIONS " -> loss lse",
+              "cross_entropy_forward_inplace: logits target class_weight num_items " OPTIONS " -> loss dlogits=logits"),
 };
 
 /* Whether a tensor holds the two numbers that lse is made of. */
@@ -502,11 +498,7 @@ static const bst_function backward = {
     .attributes = loss_rules,
     .check = check_backward,
     .run = run_backward,
-    .torch =
-        (const char *const[]){
-            "cross_entropy_backward: grad_loss logits target class_weight num_items lse! " OPTIONS " -> dlogits",
-            NULL,
-        },
+    BST_TORCH("cross_entropy_backward: grad_loss logits target class_weight num_items lse! " OPTIONS " -> dlogits"),
 };
 
 bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
@@ -563,7 +555,7 @@ static const bst_function scale = {
     .name = scale_op,
     .arguments = scale_arguments,
     .run = run_scale,
-    .torch = (const char *const[]){"scale_: tensor scale -> tensor=tensor", NULL},
+    BST_TORCH("scale_: tensor scale -> tensor=tensor"),
 };
 
 bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTensor *factor) {

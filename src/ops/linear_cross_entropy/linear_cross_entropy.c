@@ -520,12 +520,8 @@ static const bst_function forward = {
     .attributes = rules,
     .check = check,
     .run = run_forward,
-    .torch =
-        (const char *const[]){
-            "linear_cross_entropy_forward: hidden weight target bias class_weight num_items " OPTIONS
-            " -> loss lse dlogits? dhidden? dweight? dbias?",
-            NULL,
-        },
+    BST_TORCH("linear_cross_entropy_forward: hidden weight target bias class_weight num_items " OPTIONS
+              " -> loss lse dlogits? dhidden? dweight? dbias?"),
 };
 
 bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden, const DLTensor *weight,
@@ -583,12 +579,8 @@ static const bst_function backward = {
     .attributes = rules,
     .check = check,
     .run = run_backward,
-    .torch =
-        (const char *const[]){
-            "linear_cross_entropy_backward: grad_loss hidden weight target bias class_weight num_items lse "
-            "dlogits " OPTIONS " -> dhidden? dweight? dbias?",
-            NULL,
-        },
+    BST_TORCH("linear_cross_entropy_backward: grad_loss hidden weight target bias class_weight num_items lse "
+              "dlogits " OPTIONS " -> dhidden? dweight? dbias?"),
 };
 
 const bst_function *const bst__linear_cross_entropy[] = {&forward, &backward, NULL};

@@ -132,7 +132,7 @@ static const bst_function sort = {
     .attributes = (const bst_attribute_rule[]){[EXPERTS] = {"experts", 'i'}, {NULL}},
     .check = check_sort,
     .run = run_sort,
-    .torch = (const char *const[]){"moe_sort: indices experts -> order position ends", NULL},
+    BST_TORCH("moe_sort: indices experts -> order position ends"),
 };
 
 bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor *order, DLTensor *position,
@@ -184,7 +184,7 @@ static const bst_function gather = {
     .arguments = gather_arguments,
     .check = check_gather,
     .run = run_gather,
-    .torch = (const char *const[]){"moe_gather: x order -> rows", NULL},
+    BST_TORCH("moe_gather: x order -> rows"),
 };
 
 bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows) {
@@ -289,7 +289,7 @@ static const bst_function glu_forward = {
     .attributes = glu_rules,
     .check = check_glu,
     .run = run_glu_forward,
-    .torch = (const char *const[]){"moe_glu_forward: h bias ends alpha limit -> y", NULL},
+    BST_TORCH("moe_glu_forward: h bias ends alpha limit -> y"),
 };
 
 bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
@@ -373,12 +373,8 @@ static const bst_function glu_backward = {
     .attributes = glu_rules,
     .check = check_glu_backward,
     .run = run_glu_backward,
-    .torch =
-        (const char *const[]){
-            "moe_glu_backward: " GLU_BACKWARD "dh? wy? dweights? dbias?",
-            "moe_glu_backward_inplace: " GLU_BACKWARD "dh?=h wy?=dy dweights? dbias?",
-            NULL,
-        },
+    BST_TORCH("moe_glu_backward: " GLU_BACKWARD "dh? wy? dweights? dbias?",
+              "moe_glu_backward_inplace: " GLU_BACKWARD "dh?=h wy?=dy dweights? dbias?"),
 };
 
 bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h, const DLTensor *bias,
@@ -461,7 +457,7 @@ static const bst_function combine_forward = {
     .arguments = combine_forward_arguments,
     .check = check_combine_forward,
     .run = run_combine_forward,
-    .torch = (const char *const[]){"moe_combine_forward: y position weights bias indices -> out", NULL},
+    BST_TORCH("moe_combine_forward: y position weights bias indices -> out"),
 };
 
 bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, const DLTensor *position,
@@ -549,7 +545,7 @@ static const bst_function combine_backward = {
     .arguments = combine_backward_arguments,
     .check = check_combine_backward,
     .run = run_combine_backward,
-    .torch = (const char *const[]){"moe_combine_backward: dout order ends weights bias -> rows dots? dbias?", NULL},
+    BST_TORCH("moe_combine_backward: dout order ends weights bias -> rows dots? dbias?"),
 };
 
 bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, const DLTensor *order,

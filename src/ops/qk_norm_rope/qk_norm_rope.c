@@ -218,12 +218,8 @@ static const bst_function forward = {
     .arguments = forward_arguments,
     .attributes = rules,
     .run = run_forward,
-    .torch =
-        (const char *const[]){
-            "qk_norm_rope_forward: q k! q_weight k_weight! cos sin eps casting interleaved q_tokens_first "
-            "k_tokens_first -> q_out k_out",
-            NULL,
-        },
+    BST_TORCH("qk_norm_rope_forward: q k! q_weight k_weight! cos sin eps casting interleaved q_tokens_first "
+              "k_tokens_first -> q_out k_out"),
 };
 
 bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k,
@@ -376,12 +372,8 @@ static const bst_function backward = {
     .arguments = backward_arguments,
     .attributes = rules,
     .run = run_backward,
-    .torch =
-        (const char *const[]){
-            "qk_norm_rope_backward: dq_out dk_out q k! q_weight k_weight! cos sin eps casting interleaved "
-            "q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?",
-            NULL,
-        },
+    BST_TORCH("qk_norm_rope_backward: dq_out dk_out q k! q_weight k_weight! cos sin eps casting interleaved "
+              "q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?"),
 };
 
 const bst_function *const bst__qk_norm_rope[] = {&forward, &backward, NULL};

@@ -68,8 +68,8 @@ static const bst_function forward = {
             {NULL}},
     .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [EPS] = BST_EPS, {NULL}},
     .run = run_forward,
-    .torch = (const char *const[]){"rms_norm_forward: x weight eps casting -> y rstd",
-                                   "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd", NULL}};
+    BST_TORCH("rms_norm_forward: x weight eps casting -> y rstd",
+              "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd")};
 
 bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                 const DLTensor *weight, double eps, bst_casting casting, DLTensor *y, DLTensor *sum,
@@ -126,8 +126,8 @@ static const bst_function backward = {
                                {NULL}},
     .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, {NULL}},
     .run = run_backward,
-    .torch = (const char *const[]){"rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
-                                   "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?", NULL}};
+    BST_TORCH("rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
+              "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?")};
 
 bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
                                  const DLTensor *weight, const DLTensor *rstd, bst_casting casting, DLTensor *dx,

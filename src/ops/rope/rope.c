@@ -93,11 +93,7 @@ static const bst_function forward = {
     .arguments = forward_arguments,
     .attributes = rules,
     .run = run_forward,
-    .torch =
-        (const char *const[]){
-            "rope_forward: q k! cos sin interleaved q_tokens_first k_tokens_first -> q_out k_out",
-            NULL,
-        },
+    BST_TORCH("rope_forward: q k! cos sin interleaved q_tokens_first k_tokens_first -> q_out k_out"),
 };
 
 static const bst_function backward = {
@@ -107,11 +103,7 @@ static const bst_function backward = {
     .attributes = rules,
     .check = check_backward,
     .run = run_backward,
-    .torch =
-        (const char *const[]){
-            "rope_backward: dq_out dk_out cos sin interleaved q_tokens_first k_tokens_first dtype -> dq dk",
-            NULL,
-        },
+    BST_TORCH("rope_backward: dq_out dk_out cos sin interleaved q_tokens_first k_tokens_first dtype -> dq dk"),
 };
 
 const bst_function *const bst__rope[] = {&forward, &backward, NULL};

@@ -135,10 +135,8 @@ static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst
     return BST_OK;
 }
 
-static const bst_function forward = {.name = forward_op,
-                                     .arguments = forward_arguments,
-                                     .run = run_forward,
-                                     .torch = (const char *const[]){"swiglu_forward: a b -> y", NULL}};
+static const bst_function forward = {
+    .name = forward_op, .arguments = forward_arguments, .run = run_forward, BST_TORCH("swiglu_forward: a b -> y")};
 
 bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y) {
     return bst__run(&forward, exec, (const DLTensor *[]){[A] = a, [B] = b, [Y] = y}, NULL);
@@ -201,8 +199,8 @@ static const bst_function backward = {
     .name = backward_op,
     .arguments = backward_arguments,
     .run = run_backward,
-    .torch = (const char *const[]){"swiglu_backward: dy a b -> da? db?", "swiglu_backward_with_y: dy a b -> da? db? y",
-                                   "swiglu_backward_inplace: dy a b -> da?=a db?=b y?=dy", NULL}};
+    BST_TORCH("swiglu_backward: dy a b -> da? db?", "swiglu_backward_with_y: dy a b -> da? db? y",
+              "swiglu_backward_inplace: dy a b -> da?=a db?=b y?=dy")};
 
 bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                DLTensor *da, DLTensor *db, DLTensor *y) {
