@@ -113,10 +113,11 @@ def sources() -> list[str]:
                 for module in imported(text)
                 if re.match(r"bastile\b", module) and f"{module}.".split(".")[1] not in BELOW_OPERATORS
             ]
-    declared = re.findall(r"^BST_API .*?(\w+)\(", (ROOT / "include/bastile.h").read_text(), re.M)
-    faults += [
-        f"include/bastile.h declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"
-    ]
+    for header in ("include/bastile.h", "include/bastile/torch.h"):
+        declared = re.findall(r"^BST_API .*?(\w+)\(", (ROOT / header).read_text(), re.M)
+        faults += [
+            f"{header} declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"
+        ]
     return faults
 
 

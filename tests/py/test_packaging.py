@@ -133,7 +133,8 @@ def test_the_library_needs_no_more_than_the_tag_promises(installed: Distribution
 
 
 def test_the_library_exports_its_own_names_and_no_others(packed: Elf) -> None:
-    declared = re.findall(r"^BST_API [^;]*?\b(bst_\w+)\(", (ROOT / "include/bastile.h").read_text(), re.M)
+    headers = "".join((ROOT / "include" / name).read_text() for name in ("bastile.h", "bastile/torch.h"))
+    declared = re.findall(r"^BST_API [^;]*?\b(bst_\w+)\(", headers, re.M)
     assert packed.symbols(exported=True) == set(declared)
 
 
