@@ -131,7 +131,8 @@ def test_pooled_error_is_no_larger(classes, dtype, device):
     judged = ()
     if EMULATED or device == "cuda":
         judged = ("output 0",) if dtype is torch.float32 else ("dlogits",)
-        classes = 64 if dtype is torch.float32 else classes
+        if dtype is torch.float32:  # a loss is one element of a row, and the largest few make up a sum of squares
+            classes, rows = 64, 32 if EMULATED else 64
 
     def draw() -> Case:
         logits = random_tensor((rows, classes), dtype, device, scale=3.0)
