@@ -1,7 +1,7 @@
 /* describe.h - an operator function as a table: its tensors with their direction, types, shape, layout and what they
  * may overlap, its attributes, and what runs. From the table follow the checks of the C API, the outputs and schema of
- * the PyTorch operator, the fake for torch.compile and the inputs of the fuzzer: what can be said in a table is said
- * there and nowhere else, what cannot is a function beside it.
+ * the PyTorch operator and the fake for torch.compile: what can be said in a table is said there and nowhere else, what
+ * cannot is a function beside it.
  *
  * Shapes are strings, a character a dimension: a capital letter is a size, bound where it first appears in the order of
  * the table and needed wherever it appears again; `*`, first, stands for any leading dimensions, the same in all

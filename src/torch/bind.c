@@ -40,8 +40,8 @@ static DLTensor *take(bst_call *call, const binding *b, int place, bst_torch_val
     if (b->written & 1u << place) return bst__call_in_place(call, value);
     bst_layout layout = b->function->arguments[place].layout;
     if (!optional && b->function->arguments[place].types == 1u << BST_I64) return bst__call_labels(call, value);
-    if (layout == BST_ROWS) return optional ? bst__call_optional_rows(call, value) : bst__call_rows(call, value);
     DLTensor *tensor = optional ? bst__call_optional(call, value) : bst__call_tensor(call, value);
+    if (layout == BST_ROWS) return bst__call_rows(call, tensor);
     return layout == BST_CONTIGUOUS ? bst__call_contiguous(call, tensor) : tensor;
 }
 

@@ -190,10 +190,8 @@ DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value) {
 DLTensor *bst__call_labels(bst_call *call, bst_torch_value value) {
     const DLDataType i64 = {kDLInt, 64, 1};
     DLTensor *tensor = bst__call_tensor(call, value);
-    bst_view view;
     if (tensor->dtype.code == kDLUInt && tensor->dtype.bits == 8) return contiguous_copy(call, tensor, i64);
-    if (call->status != BST_OK || bst__view("", "", 1u << BST_I64, tensor, &view) != BST_OK) return tensor;
-    return bst__is_contiguous(&view) ? tensor : contiguous_copy(call, tensor, i64);
+    return bst__call_contiguous(call, tensor);
 }
 
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
@@ -207,7 +205,7 @@ DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
     return bst__call_tensor(call, inner);
 }
 
-static DLTensor *rows_of(bst_call *call, DLTensor *tensor) {
+DLTensor *bst__call_rows(bst_call *call, DLTensor *tensor) {
     bst_view view;
     bst_rows rows;
     if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
@@ -219,12 +217,6 @@ DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor) {
     bst_view view;
     if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
     return bst__is_contiguous(&view) ? tensor : contiguous_copy(call, tensor, tensor->dtype);
-}
-
-DLTensor *bst__call_rows(bst_call *call, bst_torch_value value) { return rows_of(call, bst__call_tensor(call, value)); }
-
-DLTensor *bst__call_optional_rows(bst_call *call, bst_torch_value value) {
-    return rows_of(call, bst__call_optional(call, value));
 }
 
 double bst__call_double(bst_torch_value value) {

@@ -34,11 +34,10 @@ DLTensor *bst__call_labels(bst_call *call, bst_torch_value value);
 DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value);
 /* The same for one that may be None: NULL. */
 DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
-/* One of the above, or a copy of it without gaps where it has any. */
+/* One of the above or NULL, or a copy of it without gaps where it has any. */
 DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor);
-/* The same for an operator that needs rows: where the tensor's strides do not fold into rows, a contiguous copy. */
-DLTensor *bst__call_rows(bst_call *call, bst_torch_value value);
-DLTensor *bst__call_optional_rows(bst_call *call, bst_torch_value value);
+/* The same where its strides do not fold into rows. */
+DLTensor *bst__call_rows(bst_call *call, DLTensor *tensor);
 double bst__call_double(bst_torch_value value);
 /* A new tensor, contiguous or with the given strides, on the call's device. NULL after a failure. */
 DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype);
