@@ -24,7 +24,7 @@ static void check(bst_status status) {
 
 int main(void) {
     static float x[TOKENS][HIDDEN], gain[HIDDEN], normed[TOKENS][HIDDEN], rstd[TOKENS];
-    static float head[VOCABULARY][HIDDEN], loss, lse[TOKENS], dnormed[TOKENS][HIDDEN], dhead[VOCABULARY][HIDDEN];
+    static float head[VOCABULARY][HIDDEN], loss, dnormed[TOKENS][HIDDEN], dhead[VOCABULARY][HIDDEN];
     static int64_t target[TOKENS];
     for (int i = 0; i < TOKENS * HIDDEN; i++) x[i / HIDDEN][i % HIDDEN] = (float)(i * 37 % 101) / 50.0f - 1.0f;
     for (int i = 0; i < VOCABULARY * HIDDEN; i++) head[i / HIDDEN][i % HIDDEN] = (float)(i * 53 % 89) / 44.0f - 1.0f;
@@ -37,20 +37,25 @@ int main(void) {
     DLTensor tx = tensor(x, 2, activations, f32), tgain = tensor(gain, 1, hidden, f32);
     DLTensor tnormed = tensor(normed, 2, activations, f32), trstd = tensor(rstd, 1, tokens, f32);
     DLTensor thead = tensor(head, 2, weights, f32), ttarget = tensor(target, 1, tokens, i64);
-    DLTensor tloss = tensor(&loss, 0, NULL, f32), tlse = tensor(lse, 1, tokens, f32);
+    DLTensor tloss = tensor(&loss, 0, NULL, f32);
     DLTensor tdnormed = tensor(dnormed, 2, activations, f32), tdhead = tensor(dhead, 2, weights, f32);
 
     check(bst_rms_norm_forward(NULL, &tx, NULL, &tgain, 1e-6, BST_CASTING_LLAMA, &tnormed, NULL, &trstd));
-    bst_cross_entropy_options options = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1.0};
-    check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss,
-                                           &tlse, NULL, &tdnormed, &tdhead, NULL));
+    bst_linear_cross_entropy_tensors tensors = {.size = sizeof tensors,
+                                                .hidden = &tnormed,
+                                                .weight = &thead,
+                                                .target = &ttarget,
+                                                .loss = &tloss,
+                                                .dhidden = &tdnormed,
+                                                .dweight = &tdhead};
+    check(bst_linear_cross_entropy_forward(NULL, &tensors, NULL, 0)); /* no options: the mean, -100 ignored */
 
     /* One step down the gradient must lower the loss. */
     float before = loss;
     for (int i = 0; i < VOCABULARY; i++)
         for (int j = 0; j < HIDDEN; j++) head[i][j] -= 0.1f * dhead[i][j];
-    check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss,
-                                           &tlse, NULL, NULL, NULL, NULL));
+    tensors.dhidden = tensors.dweight = NULL;
+    check(bst_linear_cross_entropy_forward(NULL, &tensors, NULL, 0));
     printf("bastile %s: loss %.4f, after a step %.4f\n", bst_version(), before, loss);
     return loss < before ? 0 : 1;
 }

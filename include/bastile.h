@@ -5,9 +5,16 @@
  * library keeps compiled kernels and measured choices; which kernels did not compile; the driver, NVRTC, cuBLASLt and
  * CBLAS that it opened, one handle of cuBLASLt a device, and the device's primary context; and of each thread whose call
  * failed the message. It never prints, never aborts and never waits for the device, except where bst_set_autotune makes
- * it measure.
- * Every function returns a status; bst_last_error() then holds a sentence that names the operator, the argument, what
+ * it measure. It raises no signal and touches no handler or mask: where the cache's folder would need a file beyond
+ * RLIMIT_FSIZE, which ends in SIGXFSZ, it is not written.
+ * Every operator returns a status; bst_last_error() then holds a sentence that names the operator, the argument, what
  * was given and what is needed. A call that fails because of its arguments has written to none of its outputs.
+ *
+ * A struct that the caller fills begins with `size`, to be set to its sizeof. Of the other members zero means the usual,
+ * and so does NULL in place of a struct of options: {.size = sizeof(bst_exec)} and NULL are the same. A program so goes
+ * on to work with a later library, whose structs are longer; and with an earlier one, which refuses it
+ * (BST_UNSUPPORTED) only where it sets what that one does not know. A size of zero is BST_INVALID. Tensors are read
+ * during the call alone, and so are structs.
  *
  * Element types are float32, bfloat16 and float16 unless an argument says otherwise; sums are kept in float32. Shapes
  * are written [rows, columns]; `...` stands for any number of leading dimensions, of at most 8 in all. "One float32" is
@@ -17,8 +24,11 @@
  * row (rstd, lse). An output may not overlap an input, unless an argument says so, nor another output. Data begins at a
  * multiple of its element's size. On CUDA 2^31 rows and more may be refused.
  *
+ * On CUDA a call works in its device's primary context, which is also the CUDA runtime's: streams and memory are that
+ * context's. Whatever context was current when the call began, or none, is current again when it returns.
+ *
  * All functions may be called from several threads at once. A thread without calls costs nothing; a call takes up to
- * 128 KiB of its thread's stack. */
+ * 128 KiB of its thread's stack. PyTorch's entry is in bastile/torch.h. */
 #ifndef BASTILE_H
 #define BASTILE_H
 
@@ -35,13 +45,28 @@
 extern "C" {
 #endif
 
+/* BST_API: a compiler warns where the result, a status mostly, is not looked at. */
 #if defined(_WIN32)
-#define BST_API __declspec(dllexport)
+#define BST_EXPORT __declspec(dllexport)
 #else
-#define BST_API __attribute__((visibility("default")))
+#define BST_EXPORT __attribute__((visibility("default")))
+#endif
+#if defined(__GNUC__)
+#define BST_API BST_EXPORT __attribute__((warn_unused_result))
+#else
+#define BST_API BST_EXPORT
 #endif
 
-#define BST_VERSION "0.1.0"
+/* The version of this header. It stands here alone: Meson, pkg-config and Python read it. Before 1.0 a new minor version
+ * may change the interface, and then changes the name that programs are linked with, libbastile.so.0.1; from 1.0 on only
+ * a new major version does. */
+#define BST_VERSION_MAJOR  0
+#define BST_VERSION_MINOR  1
+#define BST_VERSION_PATCH  0
+#define BST_VERSION_NUMBER (BST_VERSION_MAJOR * 10000 + BST_VERSION_MINOR * 100 + BST_VERSION_PATCH)
+#define BST_VERSION        BST_VERSION_TEXT_(BST_VERSION_MAJOR, BST_VERSION_MINOR, BST_VERSION_PATCH)
+#define BST_VERSION_TEXT_(major, minor, patch)  BST_VERSION_TEXT__(major, minor, patch)
+#define BST_VERSION_TEXT__(major, minor, patch) #major "." #minor "." #patch
 
 /* Every status: name, value, text.
  *
@@ -65,8 +90,10 @@ typedef enum bst_status {
 #undef BST_STATUS_ENUM
 } bst_status;
 
-/* The library's version, "major.minor.patch". */
+/* The version of the library that runs, "major.minor.patch" and as a number that grows: BST_VERSION and
+ * BST_VERSION_NUMBER of the header that it was built with. */
 BST_API const char *bst_version(void);
+BST_API int bst_version_number(void);
 /* A status's name ("BST_INVALID") and its general meaning. Never NULL. */
 BST_API const char *bst_status_name(bst_status status);
 BST_API const char *bst_status_text(bst_status status);
@@ -79,7 +106,7 @@ BST_API bst_status bst_add_library_path(const char *folder);
 
 /* How many CUDA kernels this process has made ready since it began: those that it compiled, and those that it read from
  * the cache on disk. Each counts once. Either may be NULL. */
-BST_API void bst_kernel_counts(int64_t *compiled, int64_t *cached);
+BST_EXPORT void bst_kernel_counts(int64_t *compiled, int64_t *cached);
 
 /* 1: on CUDA, where a computation can be launched in several ways, the first call of its kind measures which one is the
  * fastest, waiting for the device, and stores the choice on disk for this chip, driver and version; later calls take
@@ -89,12 +116,13 @@ BST_API void bst_kernel_counts(int64_t *compiled, int64_t *cached);
 BST_API bst_status bst_set_autotune(int on);
 /* Forgets all measured choices, on disk too, and returns how many there were. Other processes keep what they have read.
  * What lies in a folder that cannot be written to stays, and is not counted. */
-BST_API int bst_autotune_clear(void);
+BST_EXPORT int bst_autotune_clear(void);
 
 /* ---- Where a call runs ------------------------------------------------------------------------------------------ */
 
 /* One matrix product, row-major: out[m, n] = alpha * op(a) op(b) + beta * out, with op(a) [m, k] and op(b) [k, n].
- * a_transposed says that a is stored [k, m], b_transposed that b is stored [n, k]. Leading dimensions in elements. */
+ * a_transposed says that a is stored [k, m], b_transposed that b is stored [n, k]. Leading dimensions in elements. The
+ * library fills it; a later one may add members at its end. */
 typedef struct bst_gemm {
     DLDevice device;
     int64_t m, n, k;
@@ -107,7 +135,8 @@ typedef struct bst_gemm {
     const float *device_alpha; /* where not NULL, a scalar in the device's memory that takes the place of alpha */
 } bst_gemm;
 
-/* What a call may use of its caller. Pass NULL, or leave members zero, for the defaults given with each. */
+/* What a call may use of its caller. Pass NULL, or leave members zero, for the defaults given with each. The functions
+ * are called with the CUDA context current that was so when the call began, or with the device's primary one. */
 typedef struct bst_exec {
     size_t size;  /* sizeof(bst_exec) */
     void *user;   /* passed to each function below */
@@ -203,7 +232,7 @@ BST_API bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTenso
 
 /* ---- cross_entropy ----------------------------------------------------------------------------------------------- */
 
-typedef enum bst_reduction { BST_REDUCTION_NONE = 0, BST_REDUCTION_MEAN = 1, BST_REDUCTION_SUM = 2 } bst_reduction;
+typedef enum bst_reduction { BST_REDUCTION_MEAN = 0, BST_REDUCTION_SUM = 1, BST_REDUCTION_NONE = 2 } bst_reduction;
 
 /* With z = logit_scale * logits, then z = softcap * tanh(z / softcap) where softcap > 0; lse = log(sum_j exp(z_j));
  * w = class_weight (ones if NULL); e = label_smoothing; t = target:
@@ -211,13 +240,16 @@ typedef enum bst_reduction { BST_REDUCTION_NONE = 0, BST_REDUCTION_MEAN = 1, BST
  * and 0 where t = ignore_index. MEAN divides the first two terms by the sum of w_t over the rows not ignored, the last
  * by their number (nothing left: NaN, as torch.nn.functional.cross_entropy); where num_items is given, MEAN and SUM
  * divide the sum by it instead. All in float32 from the logits' own type. A target outside [0, V) that is not
- * ignore_index: BST_INVALID on CPU; on CUDA a NaN loss and a zero gradient row. */
+ * ignore_index: BST_INVALID on CPU; on CUDA a NaN loss and a zero gradient row.
+ *
+ * ignore_index is a pointer, for every number may be one, 0 as well (a padding token): .ignore_index = &padding. */
 typedef struct bst_cross_entropy_options {
-    int64_t ignore_index; /* usually -100 */
+    size_t size;                 /* sizeof(bst_cross_entropy_options) */
+    const int64_t *ignore_index; /* NULL: -100 */
     bst_reduction reduction;
     double label_smoothing; /* [0, 1] */
     double softcap;         /* 0: none */
-    double logit_scale;     /* usually 1 */
+    double logit_scale;     /* 0: 1 */
     double lse_square_scale;
 } bst_cross_entropy_options;
 
@@ -241,36 +273,41 @@ BST_API bst_status bst_scale(const bst_exec *exec, DLTensor *tensor, const DLTen
 
 /* ---- linear_cross_entropy ---------------------------------------------------------------------------------------- */
 
-/* The cross_entropy of hidden [T, H] times weight [V, H] transposed, plus bias [V] or NULL; 1 <= V < 2^30. Logits of the
- * inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at once where they
- * fit. A budget for fewer than 64 rows counts as one for 64; chunks are then evened out. 0: 1664 MiB on CUDA, and where
- * that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and, but for dweight of 16 bits, an
- * eighth of the rows, but at least 256 rows.
+/* The cross_entropy of logits = hidden times weight transposed, plus bias. One struct serves both passes; what a pass
+ * does not name it does not look at. 1 <= V < 2^30. */
+typedef struct bst_linear_cross_entropy_tensors {
+    size_t size;                              /* sizeof(bst_linear_cross_entropy_tensors) */
+    const DLTensor *hidden, *weight, *target; /* [T, H]; [V, H] of hidden's type; [T] int64 */
+    const DLTensor *bias;                     /* [V] of hidden's type, or NULL */
+    const DLTensor *class_weight;             /* [V] float32, or NULL */
+    const DLTensor *num_items;                /* one float32, or NULL */
+    const DLTensor *grad_loss;                /* backward: one float32; NONE: [T] */
+    DLTensor *loss;                           /* forward: one float32; NONE: [T] */
+    DLTensor *lse;                            /* [T] float32, kept for the backward pass: forward NULL, or written;
+                                                     backward not NULL, though with dlogits it is not read */
+    DLTensor *dlogits;                        /* [T, V] of hidden's type, rows at any stride, or NULL: see below */
+    DLTensor *dhidden, *dweight, *dbias;      /* as hidden, weight, bias; NULL where not wanted */
+} bst_linear_cross_entropy_tensors;
+
+/* Logits of the inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at once
+ * where they fit. A budget for fewer than 64 rows counts as one for 64; chunks are then evened out. 0: 1664 MiB on CUDA,
+ * and where that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and, but for dweight of 16
+ * bits, an eighth of the rows, but at least 256 rows. A negative budget: BST_INVALID.
  *
- * lse [T] float32, kept for the backward pass, or NULL. Three ways to the gradients (for an upstream gradient g):
- *   - dlogits [T, V], rows at any stride: all the logits at once, replaced by their gradient, not yet divided nor
- *     multiplied by g; backward does both in its two products. MEAN and SUM only.
- *   - dhidden, dweight, dbias, each as its input, or NULL where not wanted: made chunk by chunk for g = 1, for the
- *     caller to multiply by g (bst_scale). MEAN and SUM only.
+ * Three ways to the gradients (for an upstream gradient g):
+ *   - dlogits: all the logits at once, replaced by their gradient, not yet divided nor multiplied by g; backward reads
+ *     it, and does both in its two products. MEAN and SUM only.
+ *   - dhidden, dweight, dbias in the forward pass: made chunk by chunk for g = 1, for the caller to multiply by g
+ *     (bst_scale). MEAN and SUM only, and not with dlogits.
  *   - none of these: backward makes the logits again, chunk by chunk.
  * dweight is rounded at each chunk, up to eight chunks; beyond, it is summed in float32. dbias is summed in float64 and
- * rounded once. A negative budget: BST_INVALID. */
-BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden,
-                                                    const DLTensor *weight, const DLTensor *target,
-                                                    const DLTensor *bias, const DLTensor *class_weight,
-                                                    const DLTensor *num_items, const bst_cross_entropy_options *options,
-                                                    int64_t chunk_bytes, DLTensor *loss, DLTensor *lse,
-                                                    DLTensor *dlogits, DLTensor *dhidden, DLTensor *dweight,
-                                                    DLTensor *dbias);
-/* grad_loss: one float32 (NONE: [T]); dlogits as forward left it, or NULL; lse as forward wrote it, not NULL, though with
- * dlogits it is not read. dhidden, dweight, dbias: NULL where not wanted. */
-BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss,
-                                                     const DLTensor *hidden, const DLTensor *weight,
-                                                     const DLTensor *target, const DLTensor *bias,
-                                                     const DLTensor *class_weight, const DLTensor *num_items,
-                                                     const DLTensor *lse, const DLTensor *dlogits,
-                                                     const bst_cross_entropy_options *options, int64_t chunk_bytes,
-                                                     DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias);
+ * rounded once. */
+BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec,
+                                                    const bst_linear_cross_entropy_tensors *tensors,
+                                                    const bst_cross_entropy_options *options, int64_t chunk_bytes);
+BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
+                                                     const bst_linear_cross_entropy_tensors *tensors,
+                                                     const bst_cross_entropy_options *options, int64_t chunk_bytes);
 
 /* ---- moe --------------------------------------------------------------------------------------------------------- */
 

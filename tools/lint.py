@@ -114,7 +114,7 @@ def sources() -> list[str]:
                 if re.match(r"bastile\b", module) and f"{module}.".split(".")[1] not in BELOW_OPERATORS
             ]
     for header in ("include/bastile.h", "include/bastile/torch.h"):
-        declared = re.findall(r"^BST_API .*?(\w+)\(", (ROOT / header).read_text(), re.M)
+        declared = re.findall(r"^BST_(?:API|EXPORT) .*?(\w+)\(", (ROOT / header).read_text(), re.M)
         faults += [
             f"{header} declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"
         ]

@@ -19,7 +19,8 @@ BST_API bst_status bst_torch_register(const char *folder);
  *
  * its name; its arguments in the order of the schema, tensors with their shapes (`=a`: that of a; else as
  * src/core/describe.h has them); its results with theirs, `?` for one that its want_ asks for, `^b` for one whose
- * dimensions 1 and 2 are exchanged in memory where the argument b is true, `/b` for one element where b is not 0, `+8`
+ * dimensions 1 and 2 are exchanged in memory where the argument b is true, `/b` for one element unless b is 2,
+ * BST_REDUCTION_NONE, `+8`
  * for a matrix whose rows begin at multiples of 8 elements. */
 BST_API bst_status bst_torch_describe(int number, char *text, size_t size);
 

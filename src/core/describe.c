@@ -54,7 +54,7 @@ static bst_status bind_leading(const bst_function *f, int place, int leading, co
 }
 
 static const char *shape_of(const bst_argument *a, const bst_attribute *attributes) {
-    return a->reduced && attributes[a->reduced - 1].i ? "." : a->shape;
+    return a->reduced && attributes[a->reduced - 1].i != BST_REDUCTION_NONE ? "." : a->shape;
 }
 
 static bst_status match(const bst_function *f, int place, const bst_attribute *attributes, bst_view *views,

@@ -50,7 +50,7 @@ typedef struct bst_argument {
     uint8_t exchanged;
     /* OUT: rows of a new matrix are so many elements apart, a multiple of this, that accesses may be wide; 0: no gaps. */
     uint8_t padded;
-    /* One element in place of its shape where this attribute is not zero: a loss that is reduced. */
+    /* One element in place of its shape unless this attribute is BST_REDUCTION_NONE: a loss that is reduced. */
     uint8_t reduced;
     /* What the table cannot say of it, asked right after the table's checks of it: of what comes later nothing is known. */
     bst_status (*check)(const char *op, const bst_view *views);

@@ -7,6 +7,7 @@
 #include "core/core.h"
 
 const char *bst_version(void) { return BST_VERSION; }
+int bst_version_number(void) { return BST_VERSION_NUMBER; }
 
 const char *bst_status_name(bst_status status) {
     switch (status) {

@@ -24,6 +24,10 @@ static inline DLTensor bst_tensor(void *data, int dims, int64_t *shape, int64_t 
         .data = data, .device = bst_test_device, .ndim = dims, .dtype = type, .shape = shape, .strides = strides};
 }
 
+/* The tensors of the fused loss by their names. */
+#define LOSS_OF(...) \
+    (&(bst_linear_cross_entropy_tensors){.size = sizeof(bst_linear_cross_entropy_tensors), __VA_ARGS__})
+
 /* A contiguous one of float32. */
 static inline DLTensor bst_f32(void *data, int dims, int64_t *shape) {
     return bst_tensor(data, dims, shape, NULL, bst_test_types[0]);

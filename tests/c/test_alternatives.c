@@ -32,7 +32,7 @@ static void take(int number) {
     char text[8];
     snprintf(text, sizeof text, "%d", number);
     setenv("BASTILE_ALTERNATIVE", text, 1);
-    bst_set_autotune(-1);
+    CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
 }
 
 /* Runs each of `calls` calls with the default and with each alternative; of every number, one call at least must have a

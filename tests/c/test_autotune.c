@@ -201,8 +201,8 @@ TEST(a_set_mode_stays_while_others_ask) {
     if (pthread_create(&thread, NULL, ask_for_the_mode, &done) != 0) abort();
     int lost = 0;
     for (int i = 0; i < 200000; i++) {
-        bst_set_autotune(-1);
-        bst_set_autotune(1);
+        CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
+        CHECK_EQ_I(bst_set_autotune(1), BST_OK);
         lost += bst__tuning() != 1;
     }
     atomic_store(&done, true);

@@ -9,7 +9,7 @@
 
 enum { T = 70, H = 6, V = 6, E = 2, K = 2, N = T * K };
 
-static const bst_cross_entropy_options mean = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1};
+static const bst_cross_entropy_options mean = {.size = sizeof mean};
 
 /* Every tensor of a test is a piece of this, and no call here may write to it. */
 static _Alignas(64) unsigned char arena[1 << 16];
@@ -248,16 +248,22 @@ TEST(fused_losses_are_apart) {
              *tz = &make(&z, f, 2, T, V)->tensor, *tdw = &make(&dw, f, 2, V, H)->tensor;
     DLTensor hidden_in_lse = *ts, bias_in_dweight = *tb;
     hidden_in_lse.data = th->data, bias_in_dweight.data = tdw->data;
-#define FORWARD(l, s, z, dh, dw, db) \
-    bst_linear_cross_entropy_forward(NULL, th, tw, tt, tb, NULL, NULL, &mean, 0, l, s, z, dh, dw, db)
+#define FORWARD(l, s, z, dh, dw, db)                                                                             \
+    bst_linear_cross_entropy_forward(NULL,                                                                       \
+                                     LOSS_OF(.hidden = th, .weight = tw, .target = tt, .bias = tb, .loss = l,    \
+                                             .lse = s, .dlogits = z, .dhidden = dh, .dweight = dw, .dbias = db), \
+                                     &mean, 0)
     SHARED(FORWARD(tl, ts, NULL, th, tdw, NULL), "dhidden and hidden share memory");
     SHARED(FORWARD(tl, ts, NULL, NULL, tw, NULL), "dweight and weight share memory");
     SHARED(FORWARD(tl, ts, NULL, NULL, NULL, tb), "dbias and bias share memory");
     SHARED(FORWARD(tl, &hidden_in_lse, NULL, NULL, NULL, NULL), "lse and hidden share memory");
     SHARED(FORWARD(tl, ts, th, NULL, NULL, NULL), "dlogits and hidden share memory");
     SHARED(FORWARD(tl, ts, NULL, NULL, tdw, &bias_in_dweight), "dweight and dbias share memory");
-#define BACKWARD(z, dh, dw) \
-    bst_linear_cross_entropy_backward(NULL, tl, th, tw, tt, tb, NULL, NULL, ts, z, &mean, 0, dh, dw, NULL)
+#define BACKWARD(z, dh, dw)                                                                                          \
+    bst_linear_cross_entropy_backward(NULL,                                                                          \
+                                      LOSS_OF(.grad_loss = tl, .hidden = th, .weight = tw, .target = tt, .bias = tb, \
+                                              .lse = ts, .dlogits = z, .dhidden = dh, .dweight = dw),                \
+                                      &mean, 0)
     SHARED(BACKWARD(NULL, th, tdw), "dhidden and hidden share memory");
     SHARED(BACKWARD(NULL, NULL, tw), "dweight and weight share memory");
     SHARED(BACKWARD(tz, tz, NULL), "dhidden and dlogits share memory");
@@ -324,10 +330,12 @@ TEST(more_than_a_grid_holds) {
 #endif
     const int64_t none = 0;
     check_refused(
-        bst_linear_cross_entropy_forward(&nowhere, bst_device_tensor(&h, half, 2, (int64_t[]){0, 1}),
-                                         bst_device_tensor(&w, half, 2, (int64_t[]){INT32_MAX, 1}),
-                                         bst_device_tensor(&tt, bst_test_i64, 1, &none), NULL, NULL, NULL, &mean, 0,
-                                         bst_device_tensor(&l, f, 1, &one), NULL, NULL, NULL, NULL, NULL),
+        bst_linear_cross_entropy_forward(&nowhere,
+                                         LOSS_OF(.hidden = bst_device_tensor(&h, half, 2, (int64_t[]){0, 1}),
+                                                 .weight = bst_device_tensor(&w, half, 2, (int64_t[]){INT32_MAX, 1}),
+                                                 .target = bst_device_tensor(&tt, bst_test_i64, 1, &none),
+                                                 .loss = bst_device_tensor(&l, f, 1, &one)),
+                                         &mean, 0),
         BST_UNSUPPORTED, "linear_cross_entropy_forward: weight has 2147483647 rows; 1 to 1073741823 are supported");
 }
 
@@ -350,9 +358,9 @@ TEST(sizes_that_are_not_served) {
                   "x has rows of 0 elements; 1 to 65536 are supported");
     message = "logits has rows of 1073741824 elements; 1 to 1073741823 are supported";
     check_refused(bst_cross_entropy_forward(NULL, &z, &t, NULL, NULL, &mean, &l, NULL, NULL), BST_UNSUPPORTED, message);
-    check_refused(bst_linear_cross_entropy_forward(NULL, &x, &x, &t, NULL, NULL, NULL, &mean, 0, &l, NULL, NULL, NULL,
-                                                   NULL, NULL),
-                  BST_UNSUPPORTED, "weight has shape [2, 0]; both dimensions must be at least 1");
+    check_refused(
+        bst_linear_cross_entropy_forward(NULL, LOSS_OF(.hidden = &x, .weight = &x, .target = &t, .loss = &l), &mean, 0),
+        BST_UNSUPPORTED, "weight has shape [2, 0]; both dimensions must be at least 1");
 }
 
 /* ---- numbers ----------------------------------------------------------------------------------------------------- */
@@ -383,11 +391,11 @@ TEST(numbers_out_of_their_range) {
                       BST_INVALID, strchr(message, ':'));
     }
     const char *budget = "chunk_bytes is -1; a positive number, or 0 for the default, is needed";
-    check_refused(bst_linear_cross_entropy_forward(NULL, tx, ty, tt, NULL, NULL, NULL, &mean, -1, tl, NULL, NULL, NULL,
-                                                   NULL, NULL),
+    check_refused(bst_linear_cross_entropy_forward(NULL, LOSS_OF(.hidden = tx, .weight = ty, .target = tt, .loss = tl),
+                                                   &mean, -1),
                   BST_INVALID, budget);
-    check_refused(bst_linear_cross_entropy_backward(NULL, tl, tx, ty, tt, NULL, NULL, NULL, tt, NULL, &mean, -1, NULL,
-                                                    NULL, NULL),
+    check_refused(bst_linear_cross_entropy_backward(
+                      NULL, LOSS_OF(.grad_loss = tl, .hidden = tx, .weight = ty, .target = tt, .lse = tt), &mean, -1),
                   BST_INVALID, budget);
 }
 
@@ -407,10 +415,10 @@ TEST(what_may_be_left_out) {
     for (int dims = 0; dims <= 3; dims++) {
         DLTensor loss = bst_tensor(tl->data, dims, ones, NULL, f);
         CHECK_OK(bst_cross_entropy_forward(NULL, tx, tt, NULL, NULL, &mean, &loss, NULL, NULL));
-        CHECK_OK(bst_linear_cross_entropy_forward(NULL, tx, ty, tt, NULL, NULL, NULL, &mean, 0, &loss, NULL, NULL, NULL,
-                                                  NULL, NULL));
-        CHECK_OK(bst_linear_cross_entropy_backward(NULL, &loss, tx, ty, tt, NULL, NULL, NULL, ts, NULL, &mean, 0, NULL,
-                                                   NULL, NULL));
+        CHECK_OK(bst_linear_cross_entropy_forward(
+            NULL, LOSS_OF(.hidden = tx, .weight = ty, .target = tt, .loss = &loss), &mean, 0));
+        CHECK_OK(bst_linear_cross_entropy_backward(
+            NULL, LOSS_OF(.grad_loss = &loss, .hidden = tx, .weight = ty, .target = tt, .lse = ts), &mean, 0));
     }
     memset(arena, 0, sizeof arena);
     DLTensor pair = bst_tensor(tl->data, 1, two, NULL, f);
@@ -419,7 +427,8 @@ TEST(what_may_be_left_out) {
     check_refused(bst_cross_entropy_backward(NULL, tl, tx, tt, NULL, NULL, NULL, &mean, ty), BST_INVALID,
                   "lse is NULL");
     check_refused(
-        bst_linear_cross_entropy_backward(NULL, tl, tx, ty, tt, NULL, NULL, NULL, NULL, tx, &mean, 0, NULL, NULL, NULL),
+        bst_linear_cross_entropy_backward(
+            NULL, LOSS_OF(.grad_loss = tl, .hidden = tx, .weight = ty, .target = tt, .dlogits = tx), &mean, 0),
         BST_INVALID, "lse is NULL");
 }
 #endif

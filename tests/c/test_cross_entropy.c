@@ -22,14 +22,21 @@ typedef struct setting {
     float num_items; /* 0: not given */
 } setting;
 
+#define OPTIONS(...) {sizeof(bst_cross_entropy_options), &ignored, __VA_ARGS__}
 static const setting settings[] = {
-    {{3, BST_REDUCTION_MEAN, 0, 0, 1, 0}, false, 0},       {{3, BST_REDUCTION_SUM, 0, 0, 1, 0}, false, 0},
-    {{3, BST_REDUCTION_NONE, 0, 0, 1, 0}, false, 0},       {{3, BST_REDUCTION_MEAN, 0, 0, 1, 0}, true, 0},
-    {{3, BST_REDUCTION_MEAN, 0.1, 0, 1, 0}, false, 0},     {{3, BST_REDUCTION_NONE, 0.1, 0, 1, 0}, true, 0},
-    {{3, BST_REDUCTION_MEAN, 0, 2.5, 1, 0}, false, 0},     {{3, BST_REDUCTION_MEAN, 0, 0, -0.7, 0}, false, 0},
-    {{3, BST_REDUCTION_MEAN, 0, 0, 1, 0.01}, true, 0},     {{3, BST_REDUCTION_MEAN, 0, 0, 1, 0.01}, true, 11},
-    {{3, BST_REDUCTION_SUM, 0, 0, 1, 0}, false, 11},       {{3, BST_REDUCTION_SUM, 0.2, 1.5, 1.3, 0.02}, true, 11},
-    {{3, BST_REDUCTION_NONE, 1, 1.5, 1.3, 0.02}, true, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0, 0, 1, 0), false, 0},
+    {OPTIONS(BST_REDUCTION_SUM, 0, 0, 1, 0), false, 0},
+    {OPTIONS(BST_REDUCTION_NONE, 0, 0, 1, 0), false, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0, 0, 1, 0), true, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0.1, 0, 1, 0), false, 0},
+    {OPTIONS(BST_REDUCTION_NONE, 0.1, 0, 1, 0), true, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0, 2.5, 1, 0), false, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0, 0, -0.7, 0), false, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0, 0, 1, 0.01), true, 0},
+    {OPTIONS(BST_REDUCTION_MEAN, 0, 0, 1, 0.01), true, 11},
+    {OPTIONS(BST_REDUCTION_SUM, 0, 0, 1, 0), false, 11},
+    {OPTIONS(BST_REDUCTION_SUM, 0.2, 1.5, 1.3, 0.02), true, 11},
+    {OPTIONS(BST_REDUCTION_NONE, 1, 1.5, 1.3, 0.02), true, 0},
 };
 enum { SETTINGS = sizeof settings / sizeof *settings };
 
@@ -189,8 +196,8 @@ TEST(losses_and_gradients) {
 
 enum { V = 37 };
 static int64_t plain_shape[] = {T, V};
-static const bst_cross_entropy_options mean = {3, BST_REDUCTION_MEAN, 0, 0, 1, 0},
-                                       sum = {3, BST_REDUCTION_SUM, 0, 0, 1, 0};
+static const bst_cross_entropy_options mean = OPTIONS(BST_REDUCTION_MEAN, 0, 0, 1, 0),
+                                       sum = OPTIONS(BST_REDUCTION_SUM, 0, 0, 1, 0);
 
 TEST(kept_sums_repeat_the_gradient_bit_by_bit) {
     inputs(V);
@@ -201,6 +208,30 @@ TEST(kept_sums_repeat_the_gradient_bit_by_bit) {
     CHECK_OK(bst_cross_entropy_forward(NULL, &logits, &targets, NULL, NULL, &mean, &total, &pairs, &first));
     CHECK_OK(bst_cross_entropy_backward(NULL, &grad, &logits, &targets, NULL, NULL, &pairs, &mean, &second));
     CHECK(!memcmp(dlogits, other, T * V * sizeof *other));
+}
+
+/* Zeros mean the usual, and so does no struct at all; a class of 0 can still be ignored. */
+TEST(options_that_are_not_given) {
+    inputs(V);
+    target[1] = -100, target[3] = 0;
+    const int64_t usual_index = -100, zero = 0;
+    DLTensor logits = bst_f32(buffer, 2, plain_shape), targets = bst_tensor(target, 1, rows_shape, NULL, bst_test_i64);
+    DLTensor total = bst_f32(loss, 0, NULL), gradient = bst_f32(dlogits, 2, plain_shape);
+    DLTensor again = bst_f32(other, 2, plain_shape);
+    const bst_cross_entropy_options usual = {sizeof usual, &usual_index, BST_REDUCTION_MEAN, 0, 0, 1, 0};
+    const bst_cross_entropy_options zeros = {.size = sizeof zeros}, *same[] = {NULL, &zeros};
+    CHECK_OK(bst_cross_entropy_forward(NULL, &logits, &targets, NULL, NULL, &usual, &total, NULL, &gradient));
+    float expected = loss[0];
+    CHECK(isfinite(expected));
+    for (int i = 0; i < 2; i++) {
+        loss[0] = 0;
+        CHECK_OK(bst_cross_entropy_forward(NULL, &logits, &targets, NULL, NULL, same[i], &total, NULL, &again));
+        CHECK(loss[0] == expected && !memcmp(dlogits, other, T * V * sizeof *other));
+    }
+    const bst_cross_entropy_options padding = {.size = sizeof padding, .ignore_index = &zero};
+    target[1] = 0;
+    CHECK_OK(bst_cross_entropy_forward(NULL, &logits, &targets, NULL, NULL, &padding, &total, NULL, &gradient));
+    for (int v = 0; v < V; v++) CHECK(dlogits[1 * V + v] == 0 && dlogits[3 * V + v] == 0 && dlogits[4 * V + v] != 0);
 }
 
 TEST(nothing_to_count) {
@@ -298,7 +329,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
     REFUSED(BST_INVALID, FORWARD(&logits, &few, NULL, &mean, NULL), "target has shape [5]; 6 elements, one a row");
     REFUSED(BST_UNSUPPORTED, FORWARD(&logits, &total, NULL, &mean, NULL), "target has elements of");
     REFUSED(BST_INVALID, FORWARD(&logits, &targets, &weights, &mean, NULL), "class_weight has shape [3]; dimension 0");
-    REFUSED(BST_INVALID, FORWARD(&logits, &targets, NULL, NULL, NULL), "options is NULL");
+    o = (bst_cross_entropy_options){.reduction = BST_REDUCTION_SUM};
+    REFUSED(BST_INVALID, FORWARD(&logits, &targets, NULL, &o, NULL), "options->size is 0; it must be set to sizeof");
     REFUSED(BST_INVALID, FORWARD(&logits, &targets, NULL, &mean, &narrow), "dlogits has shape [6, 36]");
     REFUSED(BST_INVALID, FORWARD(&logits, &targets, NULL, &mean, &shifted), "dlogits and logits share memory");
     REFUSED(BST_INVALID, bst_cross_entropy_forward(NULL, &logits, &targets, NULL, &sums, &mean, &total, NULL, NULL),
@@ -349,7 +381,7 @@ static void compile_call(DLDataType type, int64_t vocabulary, const bst_cross_en
 /* Vocabularies of Qwen, of Llama 3, of Llama 2 (a narrow cluster) and of GPT-2 (odd: rows begin between vectors). */
 static void compile_calls(void) {
     static const int64_t vocabularies[] = {151936, 128256, 32000, 50257};
-    static const bst_cross_entropy_options all = {-100, BST_REDUCTION_MEAN, 0.1, 30, -1.5, 1e-4};
+    static const bst_cross_entropy_options all = {sizeof all, NULL, BST_REDUCTION_MEAN, 0.1, 30, -1.5, 1e-4};
     for (size_t v = 0; v < 4; v++)
         for (int in_place = 0; in_place < 2; in_place++)
             compile_call(bst_test_types[1], vocabularies[v], &mean, false, in_place);
@@ -374,6 +406,7 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("cross_entropy", compi
 int main(void) {
     RUN(losses_and_gradients);
     RUN(kept_sums_repeat_the_gradient_bit_by_bit);
+    RUN(options_that_are_not_given);
     RUN(nothing_to_count);
     RUN(a_masked_class_has_no_share);
     RUN(a_target_out_of_range);

@@ -9,7 +9,7 @@ enum { T = 150, V = 53, H = 21 };
 static float hidden[T][H], weight[V][H], bias[V], dhidden[T][H], dweight[V][H], dbias[V], lse[T], loss;
 static int64_t target[T];
 static int64_t hidden_shape[] = {T, H}, weight_shape[] = {V, H}, bias_shape[] = {V}, rows_shape[] = {T};
-static const bst_cross_entropy_options mean = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1};
+static const bst_cross_entropy_options mean = {.size = sizeof mean};
 
 static void inputs(void) {
     bst_fill(&hidden[0][0], T * H, 1, 1);
@@ -64,25 +64,36 @@ TEST(gradients_made_at_once_or_later) {
              tdb = bst_f32(dbias, 1, bias_shape);
     /* Chunks of 64 rows (the least), and all at once. */
     for (int64_t bytes = 1; bytes < 1 << 30; bytes <<= 29) {
-        CHECK_OK(bst_linear_cross_entropy_forward(NULL, &th, &tw, &tt, &tb, NULL, NULL, &mean, bytes, &tl, &tlse, NULL,
-                                                  &tdh, &tdw, &tdb));
+        CHECK_OK(bst_linear_cross_entropy_forward(
+            NULL,
+            LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .loss = &tl, .lse = &tlse,
+                    .dhidden = &tdh, .dweight = &tdw, .dbias = &tdb),
+            &mean, bytes));
         CHECK_CLOSE(loss, exact_loss, 2e-6);
         check_gradients(1);
     }
     memset(dhidden, 0xff, sizeof dhidden);
     float upstream = 3;
     DLTensor tg = bst_f32(&upstream, 0, NULL);
-    CHECK_OK(bst_linear_cross_entropy_backward(NULL, &tg, &th, &tw, &tt, &tb, NULL, NULL, &tlse, NULL, &mean, 1, &tdh,
-                                               &tdw, &tdb));
+    CHECK_OK(bst_linear_cross_entropy_backward(
+        NULL,
+        LOSS_OF(.grad_loss = &tg, .hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .lse = &tlse,
+                .dhidden = &tdh, .dweight = &tdw, .dbias = &tdb),
+        &mean, 1));
     check_gradients(3);
     static float dlogits[T][V + 3];
     int64_t kept_shape[] = {T, V}, kept_strides[] = {V + 3, 1};
     DLTensor tk = bst_f32(dlogits, 2, kept_shape);
     tk.strides = kept_strides;
-    CHECK_OK(bst_linear_cross_entropy_forward(NULL, &th, &tw, &tt, &tb, NULL, NULL, &mean, 0, &tl, &tlse, &tk, NULL,
-                                              NULL, NULL));
-    CHECK_OK(bst_linear_cross_entropy_backward(NULL, &tg, &th, &tw, &tt, &tb, NULL, NULL, &tlse, &tk, &mean, 0, &tdh,
-                                               &tdw, &tdb));
+    CHECK_OK(bst_linear_cross_entropy_forward(
+        NULL,
+        LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .loss = &tl, .lse = &tlse, .dlogits = &tk),
+        &mean, 0));
+    CHECK_OK(bst_linear_cross_entropy_backward(
+        NULL,
+        LOSS_OF(.grad_loss = &tg, .hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .lse = &tlse,
+                .dlogits = &tk, .dhidden = &tdh, .dweight = &tdw, .dbias = &tdb),
+        &mean, 0));
     check_gradients(3);
 }
 
@@ -113,9 +124,10 @@ TEST(chunks_follow_the_budget_and_nothing_else) {
             for (int64_t chunks = 1; chunks <= 8; chunks *= 2) {
                 int64_t logits = ROWS / chunks * vocabulary;
                 products = 0, most_logits = 0;
-                CHECK_OK(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean,
-                                                          logits * (int64_t)sizeof(float), &tl, NULL, NULL, &tdh, &tdw,
-                                                          NULL));
+                CHECK_OK(bst_linear_cross_entropy_forward(
+                    &exec,
+                    LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &tl, .dhidden = &tdh, .dweight = &tdw),
+                    &mean, logits * (int64_t)sizeof(float)));
                 CHECK_EQ_I(products, 3 * chunks); /* logits, dhidden, dweight */
                 CHECK_EQ_I(most_logits, logits);
             }
@@ -125,7 +137,8 @@ TEST(chunks_follow_the_budget_and_nothing_else) {
 
 static bst_status failing_product(void *user, const bst_gemm *problem) {
     (void)problem;
-    if (user) bst_swiglu_forward(NULL, NULL, NULL, NULL); /* something of ours, which leaves its message */
+    if (user) /* something of ours, which leaves its message */
+        CHECK_EQ_I(bst_swiglu_forward(NULL, NULL, NULL, NULL), BST_INVALID);
     return BST_HOST;
 }
 
@@ -136,9 +149,9 @@ TEST(products_that_fail) {
     DLTensor tt = bst_tensor(target, 1, rows_shape, NULL, bst_test_i64);
     for (int told = 0; told < 2; told++) {
         bst_exec exec = {.size = sizeof exec, .user = told ? &exec : NULL, .gemm = failing_product};
-        bst_scale(NULL, NULL, NULL);
-        CHECK_EQ_I(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL,
-                                                    NULL, NULL, NULL),
+        CHECK_EQ_I(bst_scale(NULL, NULL, NULL), BST_INVALID);
+        CHECK_EQ_I(bst_linear_cross_entropy_forward(
+                       &exec, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &tl), &mean, 0),
                    BST_HOST);
         CHECK_STR(bst_last_error(), told ? "linear_cross_entropy_forward: swiglu_forward: a is NULL"
                                          : "linear_cross_entropy_forward: bst_exec.gemm returned 7 (a call into the "
@@ -156,8 +169,8 @@ TEST(chunks_of_few_rows) {
     DLTensor tt = bst_tensor(classes, 1, hs, NULL, bst_test_i64);
     bst_exec exec = {.size = sizeof exec, .gemm = count_product};
     products = 0, most_logits = 0;
-    CHECK_OK(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 1, &tl, NULL, NULL, NULL,
-                                              NULL, NULL));
+    CHECK_OK(bst_linear_cross_entropy_forward(&exec, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &tl),
+                                              &mean, 1));
     CHECK_EQ_I(products, 2);
     CHECK_EQ_I(most_logits, 60 * WIDTH);
 }
@@ -171,26 +184,27 @@ TEST(errors_name_the_argument) {
     loss = 42;
 #ifndef BST_EMULATE /* on CUDA targets are not checked, for that would wait for the device */
     target[7] = V;
-    CHECK_EQ_I(bst_linear_cross_entropy_forward(NULL, &th, &tw, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL, NULL,
-                                                NULL, NULL),
+    CHECK_EQ_I(bst_linear_cross_entropy_forward(NULL, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &tl),
+                                                &mean, 0),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "target");
     CHECK_STR(bst_last_error(), "53");
     target[7] = 0;
 #endif
-    CHECK_EQ_I(bst_linear_cross_entropy_forward(NULL, &th, &tw, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL, NULL,
-                                                NULL, &tdb),
+    CHECK_EQ_I(bst_linear_cross_entropy_forward(
+                   NULL, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &tl, .dbias = &tdb), &mean, 0),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "dbias is wanted, but bias is NULL");
     bst_cross_entropy_options none = mean;
     none.reduction = BST_REDUCTION_NONE;
     DLTensor rows = bst_f32(lse, 1, rows_shape);
-    CHECK_EQ_I(bst_linear_cross_entropy_forward(NULL, &th, &tw, &tt, NULL, NULL, NULL, &none, 0, &rows, NULL, NULL,
-                                                NULL, &tdw, NULL),
-               BST_INVALID);
+    CHECK_EQ_I(
+        bst_linear_cross_entropy_forward(
+            NULL, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &rows, .dweight = &tdw), &none, 0),
+        BST_INVALID);
     CHECK_STR(bst_last_error(), "reduction none");
-    CHECK_EQ_I(bst_linear_cross_entropy_forward(NULL, &tw, &th, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL, NULL,
-                                                NULL, NULL),
+    CHECK_EQ_I(bst_linear_cross_entropy_forward(NULL, LOSS_OF(.hidden = &tw, .weight = &th, .target = &tt, .loss = &tl),
+                                                &mean, 0),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "target has shape [150]; dimension 0 must be 53");
     CHECK(loss == 42);
@@ -206,11 +220,13 @@ static void compile_calls(void) {
             int64_t tokens = 1024, width = 1024, hs[] = {tokens, width}, ws[] = {vocabularies[v], width};
             DLDataType type = bst_test_types[t], f = bst_test_types[0];
             CHECK_OK(bst_linear_cross_entropy_forward(
-                &bst_fake_exec, bst_device_tensor(&h, type, 2, hs), bst_device_tensor(&w, type, 2, ws),
-                bst_device_tensor(&tt, bst_test_i64, 1, hs), bst_device_tensor(&b, type, 1, ws), NULL, NULL, &mean,
-                v ? 0 : 1, bst_device_tensor(&l, f, 0, NULL), bst_device_tensor(&lse_, f, 1, hs), NULL,
-                bst_device_tensor(&dh, type, 2, hs), bst_device_tensor(&dw, type, 2, ws),
-                bst_device_tensor(&db, type, 1, ws)));
+                &bst_fake_exec,
+                LOSS_OF(.hidden = bst_device_tensor(&h, type, 2, hs), .weight = bst_device_tensor(&w, type, 2, ws),
+                        .target = bst_device_tensor(&tt, bst_test_i64, 1, hs),
+                        .bias = bst_device_tensor(&b, type, 1, ws), .loss = bst_device_tensor(&l, f, 0, NULL),
+                        .lse = bst_device_tensor(&lse_, f, 1, hs), .dhidden = bst_device_tensor(&dh, type, 2, hs),
+                        .dweight = bst_device_tensor(&dw, type, 2, ws), .dbias = bst_device_tensor(&db, type, 1, ws)),
+                &mean, v ? 0 : 1));
         }
     }
 }

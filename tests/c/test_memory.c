@@ -28,7 +28,7 @@ static const bst_exec exec = {.size = sizeof exec, .allocate = allocate, .releas
 
 enum { T = 20, H = 4, V = 5, MOST = 160 };
 
-static const bst_cross_entropy_options mean = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1};
+static const bst_cross_entropy_options mean = {.size = sizeof mean};
 static float in[8][MOST], out[8][MOST], one[1];
 static int64_t target[T], rows[] = {T, H}, classes[] = {V, H}, logits[] = {T, V}, heads[] = {1, 2, T, H};
 static int64_t table[] = {1, T, H}, width[] = {H}, gate[] = {2 * T, 2 * H}, half[] = {2 * T, H}, choices[] = {T, 2};
@@ -59,8 +59,10 @@ static bst_status linear_cross_entropy(void) {
     DLTensor h = f32(in[0], 2, rows), w = f32(in[1], 2, classes), b = f32(in[2], 1, classes);
     DLTensor t = bst_tensor(target, 1, rows, NULL, bst_test_i64), loss = f32(one, 0, NULL);
     DLTensor dh = f32(out[0], 2, rows), dw = f32(out[1], 2, classes), db = f32(out[2], 1, classes);
-    return bst_linear_cross_entropy_forward(&exec, &h, &w, &t, &b, NULL, NULL, &mean, 1, &loss, NULL, NULL, &dh, &dw,
-                                            &db);
+    return bst_linear_cross_entropy_forward(&exec,
+                                            LOSS_OF(.hidden = &h, .weight = &w, .target = &t, .bias = &b, .loss = &loss,
+                                                    .dhidden = &dh, .dweight = &dw, .dbias = &db),
+                                            &mean, 1);
 }
 
 /* In halves, which the default product converts, and whose gradients are summed in float32. */
@@ -73,8 +75,8 @@ static bst_status linear_cross_entropy_halves(void) {
     DLTensor th = bst_tensor(h, 2, shape, NULL, half_type), tw = bst_tensor(w, 2, classes, NULL, half_type);
     DLTensor t = bst_tensor(labels, 1, shape, NULL, bst_test_i64), loss = f32(one, 0, NULL);
     DLTensor tdw = bst_tensor(dw, 2, classes, NULL, half_type);
-    return bst_linear_cross_entropy_forward(&exec, &th, &tw, &t, NULL, NULL, NULL, &mean, 1, &loss, NULL, NULL, NULL,
-                                            &tdw, NULL);
+    return bst_linear_cross_entropy_forward(
+        &exec, LOSS_OF(.hidden = &th, .weight = &tw, .target = &t, .loss = &loss, .dweight = &tdw), &mean, 1);
 }
 
 static bst_status moe_glu(void) {

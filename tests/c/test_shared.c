@@ -37,6 +37,11 @@ TEST(no_thread_local_storage) {
     CHECK_EQ_I(s.bytes, 0);
 }
 
+TEST(version_of_the_library) {
+    CHECK_EQ_I(bst_version_number(), BST_VERSION_NUMBER);
+    CHECK(!strcmp(bst_version(), BST_VERSION));
+}
+
 static void *fail(void *context) {
     (void)context;
     CHECK_EQ_I(strlen(bst_last_error()), 0);
@@ -107,6 +112,7 @@ TEST(calls_on_small_stacks) {
 
 int main(void) {
     RUN(no_thread_local_storage);
+    RUN(version_of_the_library);
     RUN(threads_with_the_smallest_stack);
     RUN(calls_on_small_stacks);
     return bst_test_report();

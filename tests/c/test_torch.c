@@ -195,7 +195,7 @@ typedef struct operator_call {
     argument arguments[24];
 } operator_call;
 
-#define MEAN    N(-100), N(1), R(0.0), R(0.0), R(1.0), R(0.0)
+#define MEAN    N(-100), N(0), R(0.0), R(0.0), R(1.0), R(0.0)
 #define HEADS   F(2, 2, 3, 4)
 #define K_HEADS F(2, 1, 3, 4)
 #define TABLES  F(1, 3, 4), F(1, 3, 4)

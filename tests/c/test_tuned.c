@@ -89,7 +89,7 @@ static int launches_of(int width, int64_t count, bool once) {
 
 TEST(off_it_launches_the_default_once) {
     begin(fastest_512);
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(launches_of(1, 1000, false), 1);
     CHECK_TOOK(128);
     CHECK_EQ_I(fake->waits, 0);
@@ -108,7 +108,7 @@ TEST(the_first_call_measures_and_every_call_takes_the_fastest) {
     CHECK_TOOK(512);
     CHECK_EQ_I(fake->waits, waits);
     CHECK_EQ_I(choices(), 1);
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(launches_of(1, 1000, false), 1);
     CHECK_TOOK(128);
     end();
@@ -188,9 +188,9 @@ TEST(without_memory_or_time_the_default_is_taken) {
 TEST(what_could_not_be_compiled_for_lack_of_memory_has_not_lost) {
     enum { OTHER = 6000, OUT_OF_MEMORY = 1 }; /* a width that no other test has */
     begin(fastest_512);
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(launches_of(OTHER, 1000, false), 1);
-    bst_set_autotune(1);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
     fake->failing = "nvrtcCompileProgram";
     fake->failure = OUT_OF_MEMORY;
     CHECK_EQ_I(launches_of(OTHER, 1000, false), 1 + 1);
@@ -393,11 +393,11 @@ static int products_of(int64_t m, float beta) {
 
 TEST(a_product_takes_the_fastest_algorithm) {
     begin(fastest_512);
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(products_of(4, 0), 1);
     CHECK_EQ_I(fake->last_algorithm, 0);
     CHECK_EQ_I(fake->waits, 0);
-    bst_set_autotune(1);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
     /* Three in ten rounds, one that fails, and one so slow that it runs twice; then the result. */
     CHECK_EQ_I(products_of(4, 0), 3 * 10 + 2 + 1);
     CHECK_EQ_I(fake->last_algorithm, 2);
@@ -405,10 +405,10 @@ TEST(a_product_takes_the_fastest_algorithm) {
     CHECK_EQ_I(products_of(4, 0), 1);
     CHECK_EQ_I(fake->last_algorithm, 2);
     CHECK(products_of(5, 0) > 1); /* another shape is another problem */
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(products_of(4, 0), 1);
     CHECK_EQ_I(fake->last_algorithm, 0);
-    bst_set_autotune(1);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
     CHECK_EQ_I(bst_autotune_clear(), 2);
     fake->product_ms[2] = 1.0;
     CHECK(products_of(4, 0) > 1);

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from bastile.ops import _valid_rows
 from bastile.ops import fused_linear_cross_entropy as module
+from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy, set_logits_memory
 from oracle import (
     DTYPES,
@@ -379,7 +380,7 @@ def test_bad_input_is_named(device):
 def test_kept_logits_of_another_shape_are_refused(shape):
     # One row has no stride that would tell: its columns alone say whether it is long enough to be read.
     hidden, weight, row, scalar = torch.ones(1, 8), torch.ones(5, 8), torch.ones(1), torch.ones(())
-    options = (-100, 2, 0.0, 0.0, 1.0, 0.0, 0)  # the sum, plainly; no budget
+    options = (-100, REDUCTION["sum"], 0.0, 0.0, 1.0, 0.0, 0)  # plainly; no budget
     inputs = (scalar, hidden, weight, torch.zeros(1, dtype=torch.int64), None, None, None, row, torch.ones(shape))
     with pytest.raises(RuntimeError, match="dlogits has shape"):
         torch.ops.bastile.linear_cross_entropy_backward(*inputs, *options, True, True, False)

@@ -102,11 +102,16 @@ def git(*arguments: str) -> list[str]:
 
 
 def test_the_version_stands_in_the_header_alone() -> None:
-    stated = re.findall(r'^#define BST_VERSION "(\d+\.\d+\.\d+)"$', (ROOT / "include/bastile.h").read_text(), re.M)
-    assert len(stated) == 1
-    assert bastile.__version__ == _library.version() == stated[0]
+    header = (ROOT / "include/bastile.h").read_text()
+    numbers = re.findall(r"^#define BST_VERSION_(?:MAJOR|MINOR|PATCH) +(\d+)$", header, re.M)
+    assert len(numbers) == 3
+    stated = ".".join(numbers)
+    assert stated not in header
+    assert bastile.__version__ == _library.version() == stated
+    major, minor, patch = map(int, numbers)
+    assert _library.library.bst_version_number() == 10000 * major + 100 * minor + patch
     for name in ("meson.build", "pyproject.toml", "python/bastile/__init__.py"):
-        assert stated[0] not in (ROOT / name).read_text(), f"{name} states the version once more"
+        assert stated not in (ROOT / name).read_text(), f"{name} states the version once more"
 
 
 def test_the_package_has_the_version_of_the_library(installed: Distribution) -> None:
@@ -134,7 +139,7 @@ def test_the_library_needs_no_more_than_the_tag_promises(installed: Distribution
 
 def test_the_library_exports_its_own_names_and_no_others(packed: Elf) -> None:
     headers = "".join((ROOT / "include" / name).read_text() for name in ("bastile.h", "bastile/torch.h"))
-    declared = re.findall(r"^BST_API [^;]*?\b(bst_\w+)\(", headers, re.M)
+    declared = re.findall(r"^BST_(?:API|EXPORT) [^;]*?\b(bst_\w+)\(", headers, re.M)
     assert packed.symbols(exported=True) == set(declared)
 
 
@@ -264,6 +269,49 @@ def test_a_static_library_says_what_it_is_linked_with(tmp_path: Path) -> None:
     # Whoever packages this has another compiler, which may warn of something else.
     options = json.loads((tmp_path / "meson-info/intro-buildoptions.json").read_text())
     assert {o["name"]: o["value"] for o in options}["werror"] is False
+
+
+def libraries(build: Path) -> list[str]:
+    targets = json.loads((build / "meson-info/intro-targets.json").read_text())
+    return [Path(name).name for t in targets if t["installed"] for name in t["filename"]]
+
+
+def test_a_shared_library_has_the_version_of_its_interface(tmp_path: Path) -> None:
+    major, minor, _ = bastile.__version__.split(".")
+    interface = f"0.{minor}" if major == "0" else major
+    assert configure(tmp_path / "c").returncode == 0
+    assert libraries(tmp_path / "c") == [f"libbastile.so.{bastile.__version__}"]
+    assert f"-Wl,-soname,libbastile.so.{interface}\n" in (tmp_path / "c/build.ninja").read_text().replace(" ", "\n")
+    # The Python package opens one file by its path.
+    assert configure(tmp_path / "python", "-Dpackage=true").returncode == 0
+    assert libraries(tmp_path / "python") == ["libbastile.so"]
+
+
+# ---- the header ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("language", ["c", "c++"])
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        ("return bst_scale(0, 0, 0) == BST_INVALID && BST_VERSION_NUMBER >= 100 && sizeof BST_VERSION > 5;", None),
+        ("bst_scale(0, 0, 0); return 0;", "unused-result"),
+        ("int64_t padding = 0; bst_cross_entropy_options o = {sizeof o, padding}; return !o.size;", "int64_t"),
+    ],
+    ids=["right", "a status not looked at", "ignore_index without its address"],
+)
+def test_compilers_find_what_the_header_lets_them_find(tmp_path: Path, language: str, body: str, fault) -> None:
+    compiler = shutil.which({"c": "cc", "c++": "c++"}[language])
+    if not compiler:
+        pytest.skip(f"no compiler of {language}")
+    program = f"#include <bastile.h>\nint main(void) {{ {body} }}\n"
+    standard = {"c": "c17", "c++": "c++20"}[language]
+    run = subprocess.run(
+        [compiler, "-x", language, f"-std={standard}", "-Werror", f"-I{ROOT}/include", "-c", "-o", "/dev/null", "-"],
+        input=program, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (run.returncode == 0) == (fault is None), run.stderr
+    assert fault is None or fault in run.stderr
 
 
 def test_an_emulated_gpu_cannot_be_packaged(tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ from bastile._library import library
 #: In the order of src/core/dtype.h.
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
+#: BST_REDUCTION_NONE of bastile.h.
+NOT_REDUCED = 2
+
 
 def _descriptions() -> Iterator[tuple[int, str]]:
     text = ctypes.create_string_buffer(2048)
@@ -93,7 +96,7 @@ def _fake(number: int, arguments: list[tuple[str, str]], results: list[tuple[str
             if not wanted or (shape[0] == "=" and shape[1:] not in shapes.of):
                 made.append(torch.empty((0,), dtype=torch.float32, device=device))
                 continue
-            size = () if reduced and given[reduced] else shapes.make(shape)
+            size = () if reduced and given[reduced] != NOT_REDUCED else shapes.make(shape)
             if exchanged and given[exchanged]:
                 size = (size[0], size[2], size[1], size[3])
                 made.append(torch.empty(size, dtype=dtype, device=device).transpose(1, 2))

@@ -7,13 +7,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
+from bastile.ops import _fakes  # registers the operators, with their fakes
 from bastile.ops._common import Function, first_order_only, is_batched, is_last_pass, need_floats, served
 
 __all__ = ["BastileCrossEntropyLoss", "cross_entropy"]
 
 Reduction = Literal["none", "mean", "sum"]
-REDUCTION = {"none": 0, "mean": 1, "sum": 2}
+#: bst_reduction in bastile.h.
+REDUCTION = {"mean": 0, "sum": 1, "none": _fakes.NOT_REDUCED}
 
 _forward = torch.ops.bastile.cross_entropy_forward.default
 _forward_inplace = torch.ops.bastile.cross_entropy_forward_inplace.default
@@ -147,9 +148,9 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: reduction is {reduction!r}; one of {', '.join(map(repr, REDUCTION))} is needed"
         )
-    if inplace and code == 0:
+    if inplace and reduction == "none":
         raise ValueError("cross_entropy: inplace needs reduction 'mean' or 'sum', not 'none'")
-    if num_items is not None and code == 0:
+    if num_items is not None and reduction == "none":
         raise ValueError("cross_entropy: num_items divides a sum; reduction 'mean' or 'sum' is needed, not 'none'")
     is_served = served(logits)
     if not is_served:
@@ -168,7 +169,7 @@ def cross_entropy(
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
     if not is_served:
         return reference(logits, target, weight, num_items, ignore_index, reduction, *options[2:]).view(
-            target.shape if code == 0 else ()
+            target.shape if reduction == "none" else ()
         )
     if weight is not None:
         weight = weight.float()
@@ -181,7 +182,7 @@ def cross_entropy(
             )
         return _CrossEntropyInplace.apply(*arguments)
     loss = _CrossEntropy.apply(*arguments)
-    return loss.view(target.shape) if code == 0 else loss
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 class BastileCrossEntropyLoss(nn.Module):

@@ -197,7 +197,7 @@ def fused_linear_cross_entropy(
     if code is None:
         names = ", ".join(map(repr, REDUCTION))
         raise ValueError(f"fused_linear_cross_entropy: reduction is {reduction!r}; one of {names} is needed")
-    if num_items is not None and code == 0:
+    if num_items is not None and reduction == "none":
         raise ValueError("fused_linear_cross_entropy: num_items divides a sum; reduction 'none' has none")
     if getattr(target, "dtype", None) is torch.uint8:  # as torch's loss has it: 156 is a class, not -100
         target = target.long()

@@ -2,6 +2,7 @@
 #include <assert.h>
 #include <inttypes.h>
 
+#include "core/options.h"
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/cross_entropy/cross_entropy_cpu.h"
@@ -11,23 +12,24 @@ static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross
 
 /* ---- options and targets ------------------------------------------------------------------------------------------------------ */
 
-bst_cross_entropy_options bst__loss_options(const bst_attribute *attributes) {
-    return (bst_cross_entropy_options){.ignore_index = attributes[BST_LOSS_IGNORE_INDEX].i,
-                                       .reduction = (bst_reduction)attributes[BST_LOSS_REDUCTION].i,
-                                       .label_smoothing = attributes[BST_LOSS_SMOOTHING].d,
-                                       .softcap = attributes[BST_LOSS_SOFTCAP].d,
-                                       .logit_scale = attributes[BST_LOSS_SCALE].d,
-                                       .lse_square_scale = attributes[BST_LOSS_SQUARE].d};
+bst_loss bst__loss_of(const bst_attribute *attributes) {
+    return (bst_loss){.ignore_index = attributes[BST_LOSS_IGNORE_INDEX].i,
+                      .reduction = (bst_reduction)attributes[BST_LOSS_REDUCTION].i,
+                      .label_smoothing = attributes[BST_LOSS_SMOOTHING].d,
+                      .softcap = attributes[BST_LOSS_SOFTCAP].d,
+                      .logit_scale = attributes[BST_LOSS_SCALE].d,
+                      .lse_square_scale = attributes[BST_LOSS_SQUARE].d};
 }
 
-bst_status bst__loss_attributes_of(const char *op, const bst_cross_entropy_options *o, bst_attribute *attributes) {
-    if (!o) return bst__error(BST_INVALID, "%s: options is NULL; they are needed", op);
-    attributes[BST_LOSS_IGNORE_INDEX].i = o->ignore_index;
-    attributes[BST_LOSS_REDUCTION].i = o->reduction;
-    attributes[BST_LOSS_SMOOTHING].d = o->label_smoothing;
-    attributes[BST_LOSS_SOFTCAP].d = o->softcap;
-    attributes[BST_LOSS_SCALE].d = o->logit_scale;
-    attributes[BST_LOSS_SQUARE].d = o->lse_square_scale;
+bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes) {
+    bst_cross_entropy_options o;
+    BST_TRY(bst__options(op, "options", options, &o, sizeof o));
+    attributes[BST_LOSS_IGNORE_INDEX].i = o.ignore_index ? *o.ignore_index : -100;
+    attributes[BST_LOSS_REDUCTION].i = o.reduction;
+    attributes[BST_LOSS_SMOOTHING].d = o.label_smoothing;
+    attributes[BST_LOSS_SOFTCAP].d = o.softcap;
+    attributes[BST_LOSS_SCALE].d = o.logit_scale == 0 ? 1 : o.logit_scale;
+    attributes[BST_LOSS_SQUARE].d = o.lse_square_scale;
     return BST_OK;
 }
 
@@ -92,7 +94,7 @@ static bst_status check_backward(const char *op, const bst_view *v, const bst_at
 }
 
 /* What forward and backward share of the call. `o` outlives it. */
-static bst_cross_entropy_rows_call call_of(const bst_view *v, const bst_cross_entropy_options *o) {
+static bst_cross_entropy_rows_call call_of(const bst_view *v, const bst_loss *o) {
     const bst_rows *r = &v[LOGITS].rows;
     return (bst_cross_entropy_rows_call){.device = v[LOGITS].device,
                                          .dtype = v[LOGITS].dtype,
@@ -270,7 +272,7 @@ static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
 }
 
 static bst_status rows_cuda(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *c) {
-    const bst_cross_entropy_options *o = c->options;
+    const bst_loss *o = c->options;
     bst_chip chip;
     BST_TRY(bst__cuda_chip(op, c->device.device_id, &chip));
     bst_launch l = {.overlap = true};
@@ -327,9 +329,8 @@ bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const b
 
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
                                        int64_t rows, int64_t vocabulary, const float *class_weight,
-                                       const float *num_items, const float *upstream,
-                                       const bst_cross_entropy_options *options, int64_t chunks,
-                                       bst_cross_entropy_divisors *out) {
+                                       const float *num_items, const float *upstream, const bst_loss *options,
+                                       int64_t chunks, bst_cross_entropy_divisors *out) {
     bool mean = options->reduction == BST_REDUCTION_MEAN;
     if (options->reduction == BST_REDUCTION_NONE) num_items = NULL;
     if (device.device_type == kDLCUDA) {
@@ -382,7 +383,7 @@ bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDev
 
 /* Whether there are divisors, or tickets to be cleared with them. */
 static bool divides(const bst_cross_entropy_rows_call *c, const float *num_items) {
-    const bst_cross_entropy_options *o = c->options;
+    const bst_loss *o = c->options;
     if (c->device.device_type == kDLCUDA && c->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT) return true;
     return o->reduction == BST_REDUCTION_MEAN || (num_items && o->reduction == BST_REDUCTION_SUM) ||
            (c->class_weight && o->label_smoothing > 0);
@@ -403,7 +404,7 @@ static bst_status run(const bst_exec *exec, const char *op, bst_cross_entropy_ro
 }
 
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    bst_cross_entropy_options o = bst__loss_options(attributes);
+    bst_loss o = bst__loss_of(attributes);
     bool none = o.reduction == BST_REDUCTION_NONE, gradient = bst__given(&v[OUT_DLOGITS]);
     if (gradient && none)
         return bst__error(BST_INVALID, "%s: dlogits is wanted with reduction none; mean or sum is needed", forward_op);
@@ -450,10 +451,10 @@ static bool in_pairs(const DLTensor *lse) { return lse && lse->ndim == 2 && lse-
 
 bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
                                      const DLTensor *class_weight, const DLTensor *num_items,
-                                     const bst_cross_entropy_options *o, DLTensor *loss, DLTensor *lse,
+                                     const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
                                      DLTensor *dlogits) {
     bst_attribute attributes[BST_LOSS_COUNT];
-    BST_TRY(bst__loss_attributes_of(forward_op, o, attributes));
+    BST_TRY(bst__loss_attributes(forward_op, options, attributes));
     const DLTensor *tensors[] = {[LOGITS] = logits,
                                  [TARGET] = target,
                                  [CLASS_WEIGHT] = class_weight,
@@ -466,7 +467,7 @@ bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logit
 }
 
 static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    bst_cross_entropy_options o = bst__loss_options(attributes);
+    bst_loss o = bst__loss_of(attributes);
     bst_cross_entropy_rows_call c = call_of(v, &o);
     c.lse = v[IN_LSE].data;
     c.kept = v[IN_KEPT].data;
@@ -503,9 +504,10 @@ static const bst_function backward = {
 
 bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
                                       const DLTensor *target, const DLTensor *class_weight, const DLTensor *num_items,
-                                      const DLTensor *lse, const bst_cross_entropy_options *o, DLTensor *dlogits) {
+                                      const DLTensor *lse, const bst_cross_entropy_options *options,
+                                      DLTensor *dlogits) {
     bst_attribute attributes[BST_LOSS_COUNT];
-    BST_TRY(bst__loss_attributes_of(backward_op, o, attributes));
+    BST_TRY(bst__loss_attributes(backward_op, options, attributes));
     const DLTensor *tensors[] = {[LOGITS] = logits,
                                  [TARGET] = target,
                                  [CLASS_WEIGHT] = class_weight,

@@ -22,6 +22,13 @@ typedef enum bst_cross_entropy_mode {
     BST_CROSS_ENTROPY_GRADIENT           /* kept, or else lse, is read; dlogits is written */
 } bst_cross_entropy_mode;
 
+/* The options of a loss as they are, whoever gave them. */
+typedef struct bst_loss {
+    int64_t ignore_index;
+    bst_reduction reduction;
+    double label_smoothing, softcap, logit_scale, lse_square_scale;
+} bst_loss;
+
 /* One chunk of rows. Its pointers are at the chunk's first row. */
 typedef struct bst_cross_entropy_rows_call {
     DLDevice device;
@@ -34,7 +41,7 @@ typedef struct bst_cross_entropy_rows_call {
         outer_stride;      /* inner > 0: `stride` holds within groups of `inner` rows, outer_stride between groups */
     const int64_t *target; /* [rows] */
     const float *class_weight; /* [vocabulary], or NULL */
-    const bst_cross_entropy_options *options;
+    const bst_loss *options;
     /* All three may be NULL: the factor is then one (no division, an upstream gradient of one). `divisors` is needed
      * where class weights meet label smoothing, and where options->reduction or num_items divide. */
     const bst_cross_entropy_divisors *divisors; /* multiplies loss rows and gradients */
@@ -60,15 +67,16 @@ enum {
     BST_LOSS_SQUARE,
     BST_LOSS_COUNT
 };
-#define BST_LOSS_ATTRIBUTES                                                                                            \
-    {"ignore_index", 'i'}, {"reduction", 'i', BST_REDUCTION_NONE, BST_REDUCTION_SUM, "0 (none), 1 (mean) or 2 (sum)"}, \
-        {"label_smoothing", 'd', 0, 1, "a number from 0 to 1"},                                                        \
-        {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},                                             \
-        {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},                                                    \
+#define BST_LOSS_ATTRIBUTES                                                                          \
+    {"ignore_index", 'i'},                                                                           \
+        {"reduction", 'i', BST_REDUCTION_MEAN, BST_REDUCTION_NONE, "0 (mean), 1 (sum) or 2 (none)"}, \
+        {"label_smoothing", 'd', 0, 1, "a number from 0 to 1"},                                      \
+        {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},                           \
+        {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},                                  \
         {"lse_square_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"}
-bst_cross_entropy_options bst__loss_options(const bst_attribute *attributes);
-/* The other way round. BST_INVALID where there are no options, or one has no meaning. */
-bst_status bst__loss_attributes_of(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes);
+bst_loss bst__loss_of(const bst_attribute *attributes);
+/* A caller's struct as attributes, where zeros have become what they stand for. */
+bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes);
 /* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA,
  * where that would wait for the device, the kernels make such a row's loss NaN and its gradient zero; BST_UNSUPPORTED
  * where there are more rows than a grid has blocks. */
@@ -84,9 +92,8 @@ static inline uint32_t *bst__cross_entropy_tickets(const bst_cross_entropy_divis
 /* Writes *out, on the device. num_items: one float32 on the device, or NULL; upstream: likewise, for out->gradient. */
 bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
                                        int64_t rows, int64_t vocabulary, const float *class_weight,
-                                       const float *num_items, const float *upstream,
-                                       const bst_cross_entropy_options *options, int64_t chunks,
-                                       bst_cross_entropy_divisors *out);
+                                       const float *num_items, const float *upstream, const bst_loss *options,
+                                       int64_t chunks, bst_cross_entropy_divisors *out);
 bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
 /* *loss = the sum of the loss rows, in a fixed order. divisors: those the rows were divided by, or NULL. */
 bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDevice device, const float *loss_rows,

@@ -30,7 +30,7 @@ static inline float hyperbolic_tangent(float x) {
 }
 
 /* z of a tile of logits and, where `slope` is not NULL, dz/d(logit). */
-static void shape_tile(const bst_cross_entropy_options *o, float *z, float *slope, int64_t n) {
+static void shape_tile(const bst_loss *o, float *z, float *slope, int64_t n) {
     float scale = (float)o->logit_scale, cap = (float)o->softcap, inner = (float)(o->logit_scale / o->softcap);
     if (o->softcap > 0) {
         for (int64_t i = 0; i < n; i++) z[i] = hyperbolic_tangent(z[i] * inner);
@@ -122,7 +122,7 @@ typedef struct row_terms {
 static void write_gradient(const rows_call *c, const row_terms *t, const void *in, void *out, int64_t target, float *z,
                            bool kept) {
     float slope[BST_TILE];
-    const bst_cross_entropy_options *o = c->options;
+    const bst_loss *o = c->options;
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
         int64_t n = smaller(BST_TILE, c->vocabulary - column);
         if (!kept || o->softcap > 0) {
@@ -153,7 +153,7 @@ static void keep(const rows_call *c, int64_t row, const row_sums *s, float lse) 
 }
 
 static void one_row(const rows_call *c, int64_t row) {
-    const bst_cross_entropy_options *o = c->options;
+    const bst_loss *o = c->options;
     bst_cross_entropy_divisors divide = {1, 1, (float)c->vocabulary, 0};
     if (c->divisors) divide = *c->divisors;
     int64_t inner = c->inner > 0 ? c->inner : c->rows;

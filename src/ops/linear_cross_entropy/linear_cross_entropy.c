@@ -6,6 +6,7 @@
 #include <assert.h>
 #include <inttypes.h>
 
+#include "core/options.h"
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_args.h"
@@ -22,7 +23,7 @@ typedef struct problem {
     const char *op;
     bst_view hidden, weight, target, bias, class_weight, num_items; /* data NULL where absent */
     bst_view dhidden, dweight, dbias;                               /* data NULL where not wanted */
-    const bst_cross_entropy_options *options;
+    const bst_loss *options;
     DLDevice device;
     bst_dtype dtype;
     int64_t tokens, vocabulary, width; /* T, V, H */
@@ -483,7 +484,7 @@ static bst_status reduced(const problem *p, const pass *r) {
 }
 
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    bst_cross_entropy_options options = bst__loss_options(attributes);
+    bst_loss options = bst__loss_of(attributes);
     problem p = {.exec = exec, .op = forward_op, .options = &options};
     bst_view kept;
     BST_TRY(pose(&p, v, &kept));
@@ -524,18 +525,6 @@ static const bst_function forward = {
               " -> loss lse dlogits? dhidden? dweight? dbias?"),
 };
 
-bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const DLTensor *hidden, const DLTensor *weight,
-                                            const DLTensor *target, const DLTensor *bias, const DLTensor *class_weight,
-                                            const DLTensor *num_items, const bst_cross_entropy_options *options,
-                                            int64_t chunk_bytes, DLTensor *loss, DLTensor *lse, DLTensor *dlogits,
-                                            DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
-    bst_attribute attributes[BST_LOSS_COUNT + 1] = {[CHUNK_BYTES].i = chunk_bytes};
-    BST_TRY(bst__loss_attributes_of(forward_op, options, attributes));
-    const DLTensor *tensors[] = {hidden, weight, target,  bias,    class_weight, num_items,
-                                 loss,   lse,    dlogits, dhidden, dweight,      dbias};
-    return bst__run(&forward, exec, tensors, attributes);
-}
-
 /* The gradients from logit gradients that the forward pass left. */
 static bst_status multiply_kept(const problem *p, const pass *r) {
     total dweight = {.out = p->dweight.data, .count = p->dweight.count};
@@ -549,7 +538,7 @@ static bst_status multiply_kept(const problem *p, const pass *r) {
 }
 
 static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    bst_cross_entropy_options options = bst__loss_options(attributes);
+    bst_loss options = bst__loss_of(attributes);
     problem p = {.exec = exec, .op = backward_op, .options = &options};
     bst_view kept;
     BST_TRY(pose(&p, v, &kept));
@@ -585,15 +574,35 @@ static const bst_function backward = {
 
 const bst_function *const bst__linear_cross_entropy[] = {&forward, &backward, NULL};
 
-bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *hidden,
-                                             const DLTensor *weight, const DLTensor *target, const DLTensor *bias,
-                                             const DLTensor *class_weight, const DLTensor *num_items,
-                                             const DLTensor *lse, const DLTensor *dlogits,
-                                             const bst_cross_entropy_options *options, int64_t chunk_bytes,
-                                             DLTensor *dhidden, DLTensor *dweight, DLTensor *dbias) {
+static bst_status call(const bst_function *function, const bst_exec *exec,
+                       const bst_linear_cross_entropy_tensors *tensors, const bst_cross_entropy_options *options,
+                       int64_t chunk_bytes) {
+    bst_linear_cross_entropy_tensors t;
     bst_attribute attributes[BST_LOSS_COUNT + 1] = {[CHUNK_BYTES].i = chunk_bytes};
-    BST_TRY(bst__loss_attributes_of(backward_op, options, attributes));
-    const DLTensor *tensors[] = {hidden,    weight, target,  bias,    class_weight, num_items,
-                                 grad_loss, lse,    dlogits, dhidden, dweight,      dbias};
-    return bst__run(&backward, exec, tensors, attributes);
+    BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
+    BST_TRY(bst__loss_attributes(function->name, options, attributes));
+    return bst__run(function, exec,
+                    (const DLTensor *[]){[HIDDEN] = t.hidden,
+                                         [WEIGHT] = t.weight,
+                                         [TARGET] = t.target,
+                                         [BIAS] = t.bias,
+                                         [CLASS_WEIGHT] = t.class_weight,
+                                         [NUM_ITEMS] = t.num_items,
+                                         [LOSS] = function == &forward ? t.loss : t.grad_loss,
+                                         [LSE] = t.lse,
+                                         [DLOGITS] = t.dlogits,
+                                         [DHIDDEN] = t.dhidden,
+                                         [DWEIGHT] = t.dweight,
+                                         [DBIAS] = t.dbias},
+                    attributes);
+}
+
+bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const bst_linear_cross_entropy_tensors *tensors,
+                                            const bst_cross_entropy_options *options, int64_t chunk_bytes) {
+    return call(&forward, exec, tensors, options, chunk_bytes);
+}
+
+bst_status bst_linear_cross_entropy_backward(const bst_exec *exec, const bst_linear_cross_entropy_tensors *tensors,
+                                             const bst_cross_entropy_options *options, int64_t chunk_bytes) {
+    return call(&backward, exec, tensors, options, chunk_bytes);
 }
