@@ -22,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
@@ -271,10 +272,19 @@ static bool write_all(int file, const void *data, size_t bytes) {
     return true;
 }
 
+/* Whether this process may write a file of so many bytes. To try would end it, by SIGXFSZ. */
+static bool may_write(size_t bytes) {
+    struct rlimit most;
+    if (getrlimit(RLIMIT_FSIZE, &most) != 0 || most.rlim_cur == RLIM_INFINITY || bytes <= most.rlim_cur) return true;
+    give_reason("an entry of %zu bytes is larger than a file of this process may be (RLIMIT_FSIZE)", bytes);
+    return false;
+}
+
 static void store(int folder, const bst_digest *key, const char *kind, const bst_blob *blob) {
     header h = {.key = *key, .length = blob->bytes, .checksum = checksum(blob->data, blob->bytes)};
     memcpy(h.magic, magic, sizeof magic);
     give_reason("%s", ""); /* `make` may have got another entry, with a reason of its own */
+    if (!may_write(sizeof h + blob->bytes)) return;
     /* A random name, for writers may be on several machines that share a home. */
     uint64_t random = 0;
     char suffix[32], temporary[NAME_BYTES], name[NAME_BYTES];

@@ -311,6 +311,25 @@ static bst_status make_by_another(void *context, bst_blob *out) {
 }
 
 /* A search compiles kernels, which are entries too. */
+/* Writing on would end the process, by SIGXFSZ. */
+TEST(an_entry_beyond_the_file_size_limit_is_not_written) {
+    begin();
+    struct rlimit before, few;
+    CHECK_EQ_I(getrlimit(RLIMIT_FSIZE, &before), 0);
+    few = before, few.rlim_cur = 1000;
+    CHECK(get(1, 1000 - HEADER)); /* fits to the byte */
+    CHECK_EQ_I(setrlimit(RLIMIT_FSIZE, &few), 0);
+    CHECK(get(2, 1000 - HEADER));
+    CHECK_EQ_I(strlen(bst__cache_reason()), 0);
+    CHECK(get(3, 1001 - HEADER));
+    CHECK_STR(bst__cache_reason(), "an entry of 1001 bytes is larger than a file of this process may be");
+    CHECK_EQ_I(setrlimit(RLIMIT_FSIZE, &before), 0);
+    bst_digest kept = key_of(2), left = key_of(3);
+    CHECK(access(entry_path(&kept), F_OK) == 0);
+    CHECK(access(entry_path(&left), F_OK) != 0);
+    end();
+}
+
 TEST(the_reason_is_that_of_the_last_get) {
     begin();
     CHECK(get(1, 100));
@@ -338,6 +357,7 @@ int main(void) {
     RUN(an_entry_of_another_key_is_made_anew);
     RUN(entries_that_others_could_have_written_are_not_loaded);
     RUN(an_entry_that_cannot_be_opened_stays);
+    RUN(an_entry_beyond_the_file_size_limit_is_not_written);
     RUN(the_reason_is_that_of_the_last_get);
     return bst_test_report();
 }
