@@ -216,7 +216,7 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
     int64_t vectors = c->vocabulary / l->values[VEC], slice = (vectors + cluster - 1) / cluster;
     int64_t warps = (slice + each * 32 - 1) / (each * 32), threads = (warps + 1) * 32;
     if (threads > 1024) return false;
-    int64_t numbers = BST_CROSS_ENTROPY_TURNS * cluster * warps * BST_CROSS_ENTROPY_NUMBERS(l->values[SMOOTH]);
+    int64_t numbers = BST_CROSS_ENTROPY_IN_FLIGHT * cluster * warps * BST_CROSS_ENTROPY_PARTIALS(l->values[SMOOTH]);
     int64_t room =
         (chip->shared_memory + RESERVED) / blocks - RESERVED - BARRIERS_BYTES - numbers * (int64_t)sizeof(float);
     /* On an H200 at 4096 x 128256: two slots and staged 514 us, one and staged 523, two and not staged 521. */

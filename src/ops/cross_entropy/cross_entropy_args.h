@@ -4,10 +4,10 @@
 
 #include "row_map.h"
 
-/* The ring's room for the numbers of warps, which the host reckons with: rows whose numbers may be under way, and how
- * many a warp has for a row. */
-#define BST_CROSS_ENTROPY_TURNS           4
-#define BST_CROSS_ENTROPY_NUMBERS(smooth) ((smooth) ? 4 : 2)
+/* The ring's room for partials, which the host reckons with: rows whose partials may be in flight, and the numbers that
+ * the partials of a warp are, for a row. */
+#define BST_CROSS_ENTROPY_IN_FLIGHT        4
+#define BST_CROSS_ENTROPY_PARTIALS(smooth) ((smooth) ? 4 : 2)
 
 /* What the terms of a loss are multiplied by. */
 typedef struct bst_cross_entropy_divisors {

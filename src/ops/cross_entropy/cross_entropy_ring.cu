@@ -1,15 +1,26 @@
 /* cross_entropy_ring.cu - loss and gradient of wide rows with one read and one write per logit, on sm_90 and later.
  *
- * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of 16 bytes; THREADS of a block: its warps and one that fetches;
+ * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of 16 bytes; THREADS of a block, its producer warp among them;
  * BLOCKS of a multiprocessor; CLUSTER blocks that share a row; SLOTS of a block's ring; STAGED: gradients leave through
- * shared memory, by bulk copies; AHEAD: a warp begins a row before it ends the one before; FOLDED: one stride describes
+ * shared memory, by bulk copies; AHEAD: a consumer begins a row before it ends the one before; FOLDED: one stride describes
  * all rows; HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; PEEL 0; MODE
  * LOSS_AND_GRADIENT.
  *
  * Bytes: one read and one write per logit. Each block of a cluster has a slice of the row and each warp a part of the
- * slice, packed in registers between its uses. A warp sends its maximum and sum to every block of the cluster and goes
- * on to the next row while they travel: nothing but their arrival is waited for. Rows are dealt in order, by a counter:
- * clusters that drift apart cost the memory 5 % of its speed. No result depends on who has which row.
+ * slice, packed in registers between its uses. A block has one producer warp, which copies rows into the ring's slots,
+ * and WARPS consumer warps. A consumer sends its part's maximum and sum to every block of the cluster and goes on to the
+ * next row while they travel: nothing but their arrival is waited for. So three rows are in flight, with AHEAD and two
+ * slots, a column being one iteration of the consumers:
+ *
+ *                                          n                  n + 1              n + 2
+ *   producer    bulk copy into a slot      row n + 1          row n + 2          row n + 3          waits: slot empty
+ *   consumers   slot to registers, sums,   row n              row n + 1          row n + 2          wait: slot full
+ *               partials to the cluster
+ *               gradients to `staged`      row n - 1          row n              row n + 1          wait: partials there
+ *   bulk write  staged to memory           row n - 1          row n              row n + 1
+ *
+ * Rows are handed out in order, by tickets that block 0 draws from a counter in memory: clusters that drift apart cost
+ * the memory 5 % of its speed. No result depends on who has which row.
  * Measured on an H200, bf16, with divisors and reduce: 519 us at 4096 x 128256 (0.96 of the copy bandwidth), 615 at
  * 4096 x 151936 (0.96), 141 at 1024 x 128256 (0.88), 538 at 2048 x 262144 (0.94). */
 #define VECTORS (VOCAB / VEC)
@@ -20,26 +31,51 @@
 #define STEP    32
 #include "cross_entropy_row.cuh"
 
-#define NUMBERS       BST_CROSS_ENTROPY_NUMBERS(SMOOTH) /* of a warp for its cluster */
-#define NONE          0xffffffffu                       /* no row, or no target in the vocabulary */
-#define EARLY         2                                 /* tickets that are dealt before they are needed */
-#define TICKETS       8                                 /* places for them */
-#define TURNS         BST_CROSS_ENTROPY_TURNS
-#define PARTIAL_BYTES (CLUSTER * WARPS * NUMBERS * 4u)
+#define PARTIALS      BST_CROSS_ENTROPY_PARTIALS(SMOOTH) /* of a warp for its cluster */
+#define NONE          0xffffffffu                        /* no row, or no target in the vocabulary */
+#define PREFETCH      2                                  /* tickets drawn before they are needed */
+#define TICKETS       8                                  /* room for them */
+#define IN_FLIGHT     BST_CROSS_ENTROPY_IN_FLIGHT
+#define PARTIAL_BYTES (CLUSTER * WARPS * PARTIALS * 4u)
 
-/* A warp that sends the numbers of row n has ended row n - 2, for which every warp of the cluster has sent its own, and
- * had then ended row n - 4: so the place of row n - TURNS is free. And block 0 deals ticket n + EARLY when its warps
- * have taken row n - SLOTS from the ring, that is, when every block had read the ticket of row n - SLOTS - 2. */
-static_assert(TURNS >= 4 && TICKETS >= SLOTS + EARLY + 2, "places are used again when they are free");
+/* A warp that sends the partials of row n has ended row n - 2, for which every warp of the cluster has sent its own, and
+ * had then ended row n - 4: so the room of row n - IN_FLIGHT is free. And block 0 draws ticket n + PREFETCH when its warps
+ * have emptied the slot of row n - SLOTS, that is, when every block had read the ticket of row n - SLOTS - 2. */
+static_assert(IN_FLIGHT >= 4 && TICKETS >= SLOTS + PREFETCH + 2, "room is used again when it is free");
 
 typedef struct ring {
-    unsigned char *slots;  /* [SLOTS][SLICE] vectors */
-    unsigned char *staged; /* [SLICE] vectors */
-    uint32_t *jobs;        /* [SLOTS][2]: row and target of a slot */
-    uint32_t *tickets;     /* [TICKETS][2]: row and target, as dealt */
-    float *partials;       /* [TURNS][CLUSTER][WARPS][NUMBERS] */
-    uint64_t *filled, *taken, *dealt, *met;
+    unsigned char *slots;                    /* [SLOTS][SLICE] vectors */
+    unsigned char *staged;                   /* [SLICE] vectors */
+    uint32_t *jobs;                          /* [SLOTS][2]: row and target of a slot */
+    uint32_t *tickets;                       /* [TICKETS][2]: row and target, as drawn */
+    float *partials;                         /* [IN_FLIGHT][CLUSTER][WARPS][PARTIALS] */
+    uint64_t *full, *empty, *drawn, *summed; /* barriers of slots (two), tickets and partials */
 } ring;
+
+/* One use of a barrier: the barriers of `count` places serve row n at place n % count, each time in its next phase, the
+ * first of which is row `first`'s. */
+typedef struct phase {
+    uint64_t *barrier;
+    unsigned parity;
+} phase;
+
+BST_DEVICE phase phase_of(uint64_t *barriers, unsigned count, unsigned n, unsigned first) {
+    phase p = {&barriers[n % count], (n - first) / count & 1u};
+    return p;
+}
+/* The phase before, of the row `count` earlier. */
+BST_DEVICE phase before(phase p) {
+    p.parity ^= 1u;
+    return p;
+}
+BST_DEVICE phase full(const ring *r, unsigned n) { return phase_of(r->full, SLOTS, n, 0); }
+BST_DEVICE phase empty(const ring *r, unsigned n) { return phase_of(r->empty, SLOTS, n, 0); }
+BST_DEVICE phase drawn(const ring *r, unsigned n) { return phase_of(r->drawn, TICKETS, n, 1); }
+BST_DEVICE phase summed(const ring *r, unsigned n) { return phase_of(r->summed, IN_FLIGHT, n, 0); }
+BST_DEVICE void wait(phase p) { bst_barrier_wait(p.barrier, p.parity); }
+BST_DEVICE void wait_cluster(phase p) { bst_barrier_wait_cluster(p.barrier, p.parity); }
+BST_DEVICE void arrive(phase p) { bst_barrier_arrive(p.barrier); }
+BST_DEVICE void expect(phase p, unsigned bytes) { bst_barrier_expect(p.barrier, bytes); }
 
 /* What a block or a warp has of a row, in vectors. */
 typedef struct piece {
@@ -52,7 +88,7 @@ BST_DEVICE piece piece_of(int index, int size, int whole) {
     return p;
 }
 
-/* ---- the warp that fetches: one lane ----------------------------------------------------------------------------- */
+/* ---- the producer: one lane -------------------------------------------------------------------------------------- */
 
 BST_DEVICE uint32_t target_of(const cross_entropy_rows_args *a, uint32_t row) {
     int64_t target = a->target[row];
@@ -60,55 +96,54 @@ BST_DEVICE uint32_t target_of(const cross_entropy_rows_args *a, uint32_t row) {
 }
 
 /* Block 0 draws the cluster's row number n and tells the cluster. Each cluster's first is its own number. */
-BST_DEVICE void deal(const cross_entropy_rows_args *a, const ring *r, unsigned n) {
-    unsigned place = n % TICKETS;
+BST_DEVICE void draw(const cross_entropy_rows_args *a, const ring *r, unsigned n) {
     uint32_t row = bst_blocks() / CLUSTER + bst_atomic_add_u32(a->tickets, 1), target = NONE;
     if (row < a->rows)
         target = target_of(a, row);
     else
         row = NONE;
     for (unsigned rank = 0; rank < CLUSTER; rank++)
-        bst_cluster_send(&r->tickets[2 * place], &r->dealt[place], rank, row, target);
+        bst_cluster_send(&r->tickets[2 * (n % TICKETS)], drawn(r, n).barrier, rank, row, target);
 }
 
-/* Fills a slot with a row, or with word that there is none. */
-BST_DEVICE void fill(const cross_entropy_rows_args *a, const ring *r, unsigned slot, piece slice, uint32_t row,
+/* Fills the slot of row number n with a row, or with word that there is none. */
+BST_DEVICE void fill(const cross_entropy_rows_args *a, const ring *r, unsigned n, piece slice, uint32_t row,
                      uint32_t target) {
+    unsigned slot = n % SLOTS;
     r->jobs[2 * slot] = row;
     r->jobs[2 * slot + 1] = target;
     if (target == NONE) {
-        bst_barrier_arrive(&r->filled[slot]);
+        arrive(full(r, n));
         return;
     }
     int64_t at = bst_row_start(&a->logits_map, row, FOLDED) + (int64_t)slice.first * VEC;
-    bst_barrier_expect(&r->filled[slot], (unsigned)slice.count * 16u);
+    expect(full(r, n), (unsigned)slice.count * 16u);
     bst_bulk_read(r->slots + slot * (SLICE * 16), bst_at(a->logits, at, TYPE), (unsigned)slice.count * 16u,
-                  &r->filled[slot]);
+                  full(r, n).barrier);
 }
 
-BST_DEVICE void fetch_rows(const cross_entropy_rows_args *a, const ring *r, unsigned rank, piece slice) {
+BST_DEVICE void produce(const cross_entropy_rows_args *a, const ring *r, unsigned rank, piece slice) {
     uint32_t row = bst_block() / CLUSTER, target = target_of(a, row);
     fill(a, r, 0, slice, row, target);
-    for (unsigned n = 1; rank == 0 && n <= EARLY; n++) deal(a, r, n);
+    for (unsigned n = 1; rank == 0 && n <= PREFETCH; n++) draw(a, r, n);
     for (unsigned n = 1;; n++) {
         unsigned place = n % TICKETS;
-        if (n >= SLOTS) bst_barrier_wait(&r->taken[n % SLOTS], (n / SLOTS + 1) & 1u);
-        bst_barrier_wait_cluster(&r->dealt[place], (n - 1) / TICKETS & 1u);
+        if (n >= SLOTS) wait(before(empty(r, n)));
+        wait_cluster(drawn(r, n));
         row = r->tickets[2 * place];
         target = r->tickets[2 * place + 1];
-        bst_barrier_expect(&r->dealt[place], 8);
-        fill(a, r, n % SLOTS, slice, row, target);
+        expect(drawn(r, n), 8);
+        fill(a, r, n, slice, row, target);
         if (row == NONE) {
-            /* What was dealt early must have come before the block ends. */
-            for (unsigned i = n + 1; i < n + EARLY; i++)
-                bst_barrier_wait_cluster(&r->dealt[i % TICKETS], (i - 1) / TICKETS & 1u);
+            /* Tickets in flight must arrive before the block ends. */
+            for (unsigned i = n + 1; i < n + PREFETCH; i++) wait_cluster(drawn(r, i));
             return;
         }
-        if (rank == 0) deal(a, r, n + EARLY);
+        if (rank == 0) draw(a, r, n + PREFETCH);
     }
 }
 
-/* ---- the warps that work ----------------------------------------------------------------------------------------- */
+/* ---- the consumers ----------------------------------------------------------------------------------------------- */
 
 /* A row between its two halves. */
 typedef struct begun {
@@ -116,7 +151,7 @@ typedef struct begun {
     uint32_t row, target;
 } begun;
 
-/* Takes a row from the ring and sends the warp's numbers. */
+/* Takes a row out of its slot and sends the warp's partials. */
 BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsigned n, unsigned rank, piece slice,
                           piece part, begun *b) {
     const unsigned char *slot = r->slots + n % SLOTS * (SLICE * 16);
@@ -132,26 +167,26 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
         b->h.hit = 0.0f;
         if ((unsigned)(at - part.first * VEC) < (unsigned)(part.count * VEC)) bst_load(&b->h.hit, slot, at, TYPE, 1);
     }
-    bst_sync_warp(); /* the part is in registers: its place is free */
-    if (lane == 0) bst_barrier_arrive(&r->taken[n % SLOTS]);
+    bst_sync_warp(); /* the part is in registers */
+    if (lane == 0) arrive(empty(r, n));
     if (b->target != NONE) p = held_sums(a, &b->h, (int)lane, part.count, column);
     p = warp_total(p, 32);
     if (lane >= CLUSTER) return;
-    float *to = r->partials + ((n % TURNS * CLUSTER + rank) * WARPS + warp) * NUMBERS;
-    bst_cluster_send(to, &r->met[n % TURNS], lane, bst_bits(p.reference), bst_bits(p.sum));
-    if (SMOOTH) bst_cluster_send(to + 2, &r->met[n % TURNS], lane, bst_bits(p.weights), bst_bits(p.weighted));
+    float *to = r->partials + ((n % IN_FLIGHT * CLUSTER + rank) * WARPS + warp) * PARTIALS;
+    bst_cluster_send(to, summed(r, n).barrier, lane, bst_bits(p.reference), bst_bits(p.sum));
+    if (SMOOTH) bst_cluster_send(to + 2, summed(r, n).barrier, lane, bst_bits(p.weights), bst_bits(p.weighted));
 }
 
 /* The total of a row's warps, in each lane. */
 BST_DEVICE partial ring_total(const ring *r, unsigned n) {
-    const float *from = r->partials + n % TURNS * (CLUSTER * WARPS * NUMBERS);
+    const float *from = r->partials + n % IN_FLIGHT * (CLUSTER * WARPS * PARTIALS);
     partial p = nothing();
-    for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) p.reference = bst_max(p.reference, from[i * NUMBERS]);
+    for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) p.reference = bst_max(p.reference, from[i * PARTIALS]);
     p.reference = bst_warp_reduce(p.reference, 32, true);
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) {
-        float step = from[i * NUMBERS] - p.reference;
-        p.sum += from[i * NUMBERS + 1] * bst_exp2(to_base2(step));
-        if (SMOOTH) p.weighted += bst_fma(from[i * NUMBERS + 2], bst_max(step, LOWEST), from[i * NUMBERS + 3]);
+        float step = from[i * PARTIALS] - p.reference;
+        p.sum += from[i * PARTIALS + 1] * bst_exp2(to_base2(step));
+        if (SMOOTH) p.weighted += bst_fma(from[i * PARTIALS + 2], bst_max(step, LOWEST), from[i * PARTIALS + 3]);
     }
     p.sum = bst_warp_reduce(p.sum, 32, false);
     if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, 32, false);
@@ -190,9 +225,9 @@ BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, cons
 BST_DEVICE void end_row(const cross_entropy_rows_args *a, const bst_cross_entropy_divisors *divide, const ring *r,
                         unsigned n, unsigned rank, piece slice, piece part, const begun *b) {
     bool leader = bst_thread() == 0;
-    bst_barrier_wait_cluster(&r->met[n % TURNS], n / TURNS & 1u);
+    wait_cluster(summed(r, n));
     partial p = ring_total(r, n);
-    if (leader) bst_barrier_expect(&r->met[n % TURNS], PARTIAL_BYTES);
+    if (leader) expect(summed(r, n), PARTIAL_BYTES);
     if (b->target == NONE) {
         write_part(a, r, 0, b, slice, part);
         if (leader && rank == 0) skip(a, b->row, a->target[b->row]);
@@ -206,19 +241,19 @@ BST_DEVICE void end_row(const cross_entropy_rows_args *a, const bst_cross_entrop
     write_part(a, r, &terms, b, slice, part);
 }
 
-BST_DEVICE void work(const cross_entropy_rows_args *a, const ring *r, unsigned rank, piece slice) {
+BST_DEVICE void consume(const cross_entropy_rows_args *a, const ring *r, unsigned rank, piece slice) {
     piece part = piece_of((int)bst_thread() / 32, PART, slice.count);
     bst_cross_entropy_divisors divide = divisors_of(a);
-    begun now, before;
-    before.row = NONE;
+    begun now, last;
+    last.row = NONE;
     for (unsigned n = 0;; n++) {
-        bst_barrier_wait(&r->filled[n % SLOTS], n / SLOTS & 1u);
+        wait(full(r, n));
         now.row = r->jobs[2 * (n % SLOTS)];
         now.target = r->jobs[2 * (n % SLOTS) + 1];
         if (now.row != NONE) begin_row(a, r, n, rank, slice, part, &now);
         if (AHEAD) {
-            if (before.row != NONE) end_row(a, &divide, r, n - 1, rank, slice, part, &before);
-            before = now;
+            if (last.row != NONE) end_row(a, &divide, r, n - 1, rank, slice, part, &last);
+            last = now;
         } else if (now.row != NONE) {
             end_row(a, &divide, r, n, rank, slice, part, &now);
         }
@@ -229,32 +264,32 @@ BST_DEVICE void work(const cross_entropy_rows_args *a, const ring *r, unsigned r
 
 BST_KERNEL(cross_entropy_ring, cross_entropy_rows_args, THREADS, BLOCKS) {
     BST_DYNAMIC_SHARED(slots);
-    BST_SHARED(uint64_t, filled, SLOTS);
-    BST_SHARED(uint64_t, taken, SLOTS);
-    BST_SHARED(uint64_t, dealt, TICKETS);
-    BST_SHARED(uint64_t, met, TURNS);
+    BST_SHARED(uint64_t, full, SLOTS);
+    BST_SHARED(uint64_t, empty, SLOTS);
+    BST_SHARED(uint64_t, drawn, TICKETS);
+    BST_SHARED(uint64_t, summed, IN_FLIGHT);
     BST_SHARED(uint32_t, jobs, 2 * SLOTS);
     BST_SHARED(uint32_t, tickets, 2 * TICKETS);
-    BST_SHARED(float, partials, TURNS * CLUSTER * WARPS * NUMBERS);
-    ring r = {slots, slots + SLOTS * SLICE * 16, jobs, tickets, partials, filled, taken, dealt, met};
+    BST_SHARED(float, partials, IN_FLIGHT * CLUSTER * WARPS * PARTIALS);
+    ring r = {slots, slots + SLOTS * SLICE * 16, jobs, tickets, partials, full, empty, drawn, summed};
     unsigned rank = bst_cluster_rank();
     if (bst_thread() == 0) {
         for (int i = 0; i < SLOTS; i++) {
-            bst_barrier_init(&filled[i], 1);
-            bst_barrier_init(&taken[i], WARPS);
+            bst_barrier_init(&full[i], 1);
+            bst_barrier_init(&empty[i], WARPS);
         }
-        for (int i = 0; i < TICKETS; i++) bst_barrier_init(&dealt[i], 1);
-        for (int i = 0; i < TURNS; i++) bst_barrier_init(&met[i], 1);
+        for (int i = 0; i < TICKETS; i++) bst_barrier_init(&drawn[i], 1);
+        for (int i = 0; i < IN_FLIGHT; i++) bst_barrier_init(&summed[i], 1);
         bst_barrier_fence_init();
-        for (int i = 0; i < TICKETS; i++) bst_barrier_expect(&dealt[i], 8);
-        for (int i = 0; i < TURNS; i++) bst_barrier_expect(&met[i], PARTIAL_BYTES);
+        for (int i = 0; i < TICKETS; i++) bst_barrier_expect(&drawn[i], 8);
+        for (int i = 0; i < IN_FLIGHT; i++) bst_barrier_expect(&summed[i], PARTIAL_BYTES);
     }
     bst_cluster_sync(); /* every block has begun and has its barriers */
     bst_wait_for_previous();
     piece slice = piece_of((int)rank, SLICE, VECTORS);
     if (bst_thread() / 32 < WARPS)
-        work(&a, &r, rank, slice);
+        consume(&a, &r, rank, slice);
     else if (bst_lane() == 0)
-        fetch_rows(&a, &r, rank, slice);
+        produce(&a, &r, rank, slice);
     bst_cluster_sync(); /* no block ends while others may write into it */
 }
