@@ -65,13 +65,13 @@ class _LinearCrossEntropy(Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, class_weight, num_items, options, with_grad):
-        reduction = options[1]
+        reduced = options[1] != REDUCTION["none"]
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         chunk_bytes = _chunk_bytes()
-        again = reduction == 0 or hidden.dtype is torch.float16
+        again = not reduced or hidden.dtype is torch.float16
         logits_bytes = hidden.shape[0] * _padded(weight.shape[0]) * hidden.element_size()
         fits = logits_bytes <= (chunk_bytes or DEFAULT_LOGITS_BYTES)
-        keep = any(want) and reduction != 0 and hidden.device.type == "cuda" and fits
+        keep = any(want) and reduced and hidden.device.type == "cuda" and fits
         now = [w and not again and not keep for w in want]
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
             hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, keep, *now

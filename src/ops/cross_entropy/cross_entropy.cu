@@ -26,7 +26,7 @@
 #endif
 
 #ifdef ROWS
-#define BATCH 4 /* vectors a thread asks for before it uses the first */
+#define BATCH BST_CROSS_ENTROPY_BATCH
 
 /* A row as whole vectors, with up to VEC - 1 single elements before and behind where it begins between vectors. */
 typedef struct row_shape {
@@ -208,13 +208,13 @@ BST_KERNEL(cross_entropy_held, cross_entropy_rows_args, THREADS, BLOCKS) {
 #ifdef DIVISORS
 /* One block. Counts the targets in the vocabulary, sums their class weights and all class weights, clears the chunks'
  * tickets. */
-BST_KERNEL(cross_entropy_divisors, cross_entropy_divisors_args, 1024, 1) {
+BST_KERNEL(cross_entropy_divisors, cross_entropy_divisors_args, BST_CROSS_ENTROPY_BLOCK, 1) {
     BST_SHARED(float, scratch, 3 * 32);
     bst_let_next_start();
     bst_wait_for_previous();
     float weights = 0, count = 0, all = 0;
     if (a.mean && !a.num_items) {
-        for (int64_t i = bst_thread(); i < a.rows; i += 1024) {
+        for (int64_t i = bst_thread(); i < a.rows; i += BST_CROSS_ENTROPY_BLOCK) {
             int64_t target = a.target[i];
             if (target == a.ignore_index || target < 0 || target >= a.vocabulary) continue;
             count += 1.0f;
@@ -222,11 +222,11 @@ BST_KERNEL(cross_entropy_divisors, cross_entropy_divisors_args, 1024, 1) {
         }
     }
     if (a.class_weight)
-        for (int i = (int)bst_thread(); i < a.vocabulary; i += 1024) all += a.class_weight[i];
-    count = bst_group_sum(count, 1024, scratch);
-    weights = bst_group_sum(weights, 1024, scratch + 32);
-    all = bst_group_sum(all, 1024, scratch + 64);
-    for (int i = (int)bst_thread(); i < a.chunks; i += 1024) a.tickets[i] = 0;
+        for (int i = (int)bst_thread(); i < a.vocabulary; i += BST_CROSS_ENTROPY_BLOCK) all += a.class_weight[i];
+    count = bst_group_sum(count, BST_CROSS_ENTROPY_BLOCK, scratch);
+    weights = bst_group_sum(weights, BST_CROSS_ENTROPY_BLOCK, scratch + 32);
+    all = bst_group_sum(all, BST_CROSS_ENTROPY_BLOCK, scratch + 64);
+    for (int i = (int)bst_thread(); i < a.chunks; i += BST_CROSS_ENTROPY_BLOCK) a.tickets[i] = 0;
     if (bst_thread() != 0) return;
     bst_cross_entropy_divisors out = {1.0f, 1.0f, a.class_weight ? all : (float)a.vocabulary, 0.0f};
     if (a.num_items)
@@ -242,12 +242,12 @@ BST_KERNEL(cross_entropy_divisors, cross_entropy_divisors_args, 1024, 1) {
 
 #ifdef REDUCE
 /* One block. Nothing left to divide: 0 * (1 / 0) is NaN, as torch has it. */
-BST_KERNEL(cross_entropy_reduce, cross_entropy_reduce_args, 1024, 1) {
+BST_KERNEL(cross_entropy_reduce, cross_entropy_reduce_args, BST_CROSS_ENTROPY_BLOCK, 1) {
     BST_SHARED(float, scratch, 32);
     bst_wait_for_previous();
     float sum = 0;
-    for (int64_t i = bst_thread(); i < a.rows; i += 1024) sum += a.loss_rows[i];
-    sum = bst_group_sum(sum, 1024, scratch);
+    for (int64_t i = bst_thread(); i < a.rows; i += BST_CROSS_ENTROPY_BLOCK) sum += a.loss_rows[i];
+    sum = bst_group_sum(sum, BST_CROSS_ENTROPY_BLOCK, scratch);
     if (bst_thread() == 0) *a.loss = sum == 0.0f && a.divisors ? sum * a.divisors->inverse_weight_sum : sum;
 }
 #endif

@@ -1,13 +1,12 @@
 /* cross_entropy.h - the cross-entropy of rows of logits, as other operators may use it: a chunk at a time.
  *
- * A whole problem of T rows is: bst__cross_entropy_divisors over all targets, bst__cross_entropy_rows over each chunk
- * of logits, bst__cross_entropy_reduce over all loss rows. Nothing here checks shapes: the calling operator has done so
+ * A whole problem of T rows is: bst__cross_entropy_begin over all targets, bst__cross_entropy_rows over each chunk of
+ * logits, bst__cross_entropy_reduce over all loss rows. Nothing here checks shapes: the calling operator has done so
  * (its description, and bst__cross_entropy_check_targets). `op` is the name that messages carry. */
 #ifndef BST_CROSS_ENTROPY_H
 #define BST_CROSS_ENTROPY_H
 
 #include <assert.h>
-
 #include <float.h>
 
 #include "core/describe.h"
@@ -15,12 +14,6 @@
 
 /* The widest row: its columns, and what a kernel's loops add to them, fit 32 bits. */
 #define BST_CROSS_ENTROPY_MOST_CLASSES (INT32_MAX / 2)
-
-typedef enum bst_cross_entropy_mode {
-    BST_CROSS_ENTROPY_LOSS,              /* loss_rows, lse and kept are written */
-    BST_CROSS_ENTROPY_LOSS_AND_GRADIENT, /* and dlogits, in one pass over the logits where the chip allows it */
-    BST_CROSS_ENTROPY_GRADIENT           /* kept, or else lse, is read; dlogits is written */
-} bst_cross_entropy_mode;
 
 /* The options of a loss as they are, whoever gave them. */
 typedef struct bst_loss {
@@ -48,9 +41,9 @@ typedef struct bst_cross_entropy_rows_call {
     bool undivided;        /* gradients are left for the caller to multiply by divisors->gradient, once they are sums */
     const float *upstream; /* multiplies gradients only */
     int64_t upstream_stride; /* 0: one factor for all rows; 1: one a row */
-    uint32_t *tickets;       /* LOSS_AND_GRADIENT: one zero on the device, for this call alone; or NULL, if slower */
-    float *loss_rows;        /* [rows], divided already; or NULL */
-    float *lse;              /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
+    uint32_t *tickets; /* LOSS_AND_GRADIENT: one zero on the device, for this call alone; or NULL, which is slower */
+    float *loss_rows;  /* [rows], divided already; or NULL */
+    float *lse;        /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
     float *kept;   /* [rows, 2], or NULL: the reference of a row's exponentials and their sum, as the kernels have them.
                       GRADIENT with it repeats the bits of LOSS_AND_GRADIENT; lse alone rounds away 2^-25 |lse| */
     void *dlogits; /* [rows, vocabulary]; logits itself, laid out as it is, or apart from it with dlogits_stride */
@@ -74,6 +67,8 @@ enum {
         {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},                           \
         {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},                                  \
         {"lse_square_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"}
+/* An argument of float32, contiguous. */
+#define BST_LOSS_FLOATS(name, flags, shape, ...) {name, flags, 1u << BST_F32, shape, BST_CONTIGUOUS, ##__VA_ARGS__}
 bst_loss bst__loss_of(const bst_attribute *attributes);
 /* A caller's struct as attributes, where zeros have become what they stand for. */
 bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes);
@@ -82,21 +77,25 @@ bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options 
  * where there are more rows than a grid has blocks. */
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index);
-/* What bst__cross_entropy_divisors writes: the divisors, and behind them a zero for the tickets of each chunk. */
-static inline size_t bst__cross_entropy_divisors_bytes(int64_t chunks) {
-    return sizeof(bst_cross_entropy_divisors) + (size_t)chunks * sizeof(uint32_t);
-}
-static inline uint32_t *bst__cross_entropy_tickets(const bst_cross_entropy_divisors *divisors, int64_t chunk) {
-    return (uint32_t *)(uintptr_t)(divisors + 1) + chunk;
-}
-/* Writes *out, on the device. num_items: one float32 on the device, or NULL; upstream: likewise, for out->gradient. */
-bst_status bst__cross_entropy_divisors(const bst_exec *exec, const char *op, DLDevice device, const int64_t *target,
-                                       int64_t rows, int64_t vocabulary, const float *class_weight,
-                                       const float *num_items, const float *upstream, const bst_loss *options,
-                                       int64_t chunks, bst_cross_entropy_divisors *out);
+/* Begins a whole problem, `whole`: allocates *memory, for the caller to release whatever is returned, computes in it what
+ * the terms are divided by, where that is not one, and sets whole->divisors and, for each of the chunks, whole->tickets.
+ * Behind them are `more` bytes. num_items: one float32 on the device, or NULL; upstream: likewise, for
+ * divisors->gradient. */
+bst_status bst__cross_entropy_begin(const bst_exec *exec, const char *op, bst_cross_entropy_rows_call *whole,
+                                    const float *num_items, const float *upstream, int64_t chunks, size_t more,
+                                    void **memory);
 bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
-/* *loss = the sum of the loss rows, in a fixed order. divisors: those the rows were divided by, or NULL. */
-bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, DLDevice device, const float *loss_rows,
-                                     int64_t rows, const bst_cross_entropy_divisors *divisors, float *loss);
+/* *loss = the sum of the whole problem's loss rows, in a fixed order. */
+bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *whole,
+                                     float *loss);
+
+/* The parts that CUDA has of its own (cross_entropy_cuda.c). */
+bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
+bst_status bst__cross_entropy_divisors_cuda(const bst_exec *exec, const char *op,
+                                            const bst_cross_entropy_rows_call *whole, const float *num_items,
+                                            const float *upstream, int64_t chunks, bst_cross_entropy_divisors *out);
+bst_status bst__cross_entropy_reduce_cuda(const bst_exec *exec, const char *op,
+                                          const bst_cross_entropy_rows_call *whole, float *loss);
+bst_status bst__scale_cuda(const bst_exec *exec, const char *op, const bst_view *tensor, const float *factor);
 
 #endif

@@ -4,6 +4,16 @@
 
 #include "row_map.h"
 
+/* What a pass over rows makes: loss, lse and kept; those and the gradient, in one pass over the logits where the chip
+ * allows it; or the gradient out of kept or lse. */
+typedef enum bst_cross_entropy_mode {
+    BST_CROSS_ENTROPY_LOSS,
+    BST_CROSS_ENTROPY_LOSS_AND_GRADIENT,
+    BST_CROSS_ENTROPY_GRADIENT
+} bst_cross_entropy_mode;
+
+#define BST_CROSS_ENTROPY_BATCH 4    /* vectors that a thread of `rows` loads before it uses the first */
+#define BST_CROSS_ENTROPY_BLOCK 1024 /* threads of `divisors` and of `reduce`, which have one block */
 /* The ring's room for partials, which the host reckons with: rows whose partials may be in flight, and the numbers that
  * the partials of a warp are, for a row. */
 #define BST_CROSS_ENTROPY_IN_FLIGHT        4

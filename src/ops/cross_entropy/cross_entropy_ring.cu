@@ -31,12 +31,11 @@
 #define STEP    32
 #include "cross_entropy_row.cuh"
 
-#define PARTIALS      BST_CROSS_ENTROPY_PARTIALS(SMOOTH) /* of a warp for its cluster */
-#define NONE          0xffffffffu                        /* no row, or no target in the vocabulary */
-#define PREFETCH      2                                  /* tickets drawn before they are needed */
-#define TICKETS       8                                  /* room for them */
+#define NONE          0xffffffffu /* no row, or no target in the vocabulary */
+#define PREFETCH      2           /* tickets drawn before they are needed */
+#define TICKETS       8           /* room for them */
 #define IN_FLIGHT     BST_CROSS_ENTROPY_IN_FLIGHT
-#define PARTIAL_BYTES (CLUSTER * WARPS * PARTIALS * 4u)
+#define PARTIAL_BYTES (CLUSTER * WARPS * PARTIAL * 4u)
 
 /* A warp that sends the partials of row n has ended row n - 2, for which every warp of the cluster has sent its own, and
  * had then ended row n - 4: so the room of row n - IN_FLIGHT is free. And block 0 draws ticket n + PREFETCH when its warps
@@ -48,7 +47,7 @@ typedef struct ring {
     unsigned char *staged;                   /* [SLICE] vectors */
     uint32_t *jobs;                          /* [SLOTS][2]: row and target of a slot */
     uint32_t *tickets;                       /* [TICKETS][2]: row and target, as drawn */
-    float *partials;                         /* [IN_FLIGHT][CLUSTER][WARPS][PARTIALS] */
+    float *partials;                         /* [IN_FLIGHT][CLUSTER][WARPS][PARTIAL] */
     uint64_t *full, *empty, *drawn, *summed; /* barriers of slots (two), tickets and partials */
 } ring;
 
@@ -172,21 +171,21 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
     if (b->target != NONE) p = held_sums(a, &b->h, (int)lane, part.count, column);
     p = warp_total(p, 32);
     if (lane >= CLUSTER) return;
-    float *to = r->partials + ((n % IN_FLIGHT * CLUSTER + rank) * WARPS + warp) * PARTIALS;
+    float *to = r->partials + ((n % IN_FLIGHT * CLUSTER + rank) * WARPS + warp) * PARTIAL;
     bst_cluster_send(to, summed(r, n).barrier, lane, bst_bits(p.reference), bst_bits(p.sum));
     if (SMOOTH) bst_cluster_send(to + 2, summed(r, n).barrier, lane, bst_bits(p.weights), bst_bits(p.weighted));
 }
 
 /* The total of a row's warps, in each lane. */
 BST_DEVICE partial ring_total(const ring *r, unsigned n) {
-    const float *from = r->partials + n % IN_FLIGHT * (CLUSTER * WARPS * PARTIALS);
+    const float *from = r->partials + n % IN_FLIGHT * (CLUSTER * WARPS * PARTIAL);
     partial p = nothing();
-    for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) p.reference = bst_max(p.reference, from[i * PARTIALS]);
+    for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) p.reference = bst_max(p.reference, from[i * PARTIAL]);
     p.reference = bst_warp_reduce(p.reference, 32, true);
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) {
-        float step = from[i * PARTIALS] - p.reference;
-        p.sum += from[i * PARTIALS + 1] * bst_exp2(to_base2(step));
-        if (SMOOTH) p.weighted += bst_fma(from[i * PARTIALS + 2], bst_max(step, LOWEST), from[i * PARTIALS + 3]);
+        float step = from[i * PARTIAL] - p.reference;
+        p.sum += from[i * PARTIAL + 1] * bst_exp2(to_base2(step));
+        if (SMOOTH) p.weighted += bst_fma(from[i * PARTIAL + 2], bst_max(step, LOWEST), from[i * PARTIAL + 3]);
     }
     p.sum = bst_warp_reduce(p.sum, 32, false);
     if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, 32, false);
@@ -270,7 +269,7 @@ BST_KERNEL(cross_entropy_ring, cross_entropy_rows_args, THREADS, BLOCKS) {
     BST_SHARED(uint64_t, summed, IN_FLIGHT);
     BST_SHARED(uint32_t, jobs, 2 * SLOTS);
     BST_SHARED(uint32_t, tickets, 2 * TICKETS);
-    BST_SHARED(float, partials, IN_FLIGHT * CLUSTER * WARPS * PARTIALS);
+    BST_SHARED(float, partials, IN_FLIGHT * CLUSTER * WARPS * PARTIAL);
     ring r = {slots, slots + SLOTS * SLICE * 16, jobs, tickets, partials, full, empty, drawn, summed};
     unsigned rank = bst_cluster_rank();
     if (bst_thread() == 0) {

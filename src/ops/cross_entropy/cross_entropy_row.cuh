@@ -15,9 +15,9 @@
 #define LN2_REST          (-1.90465430e-9f) /* what is missing in the float above */
 #define LOG2E             1.44269504088896f
 
-#define LOSS              0
-#define LOSS_AND_GRADIENT 1
-#define GRADIENT          2
+#define LOSS              BST_CROSS_ENTROPY_LOSS
+#define LOSS_AND_GRADIENT BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
+#define GRADIENT          BST_CROSS_ENTROPY_GRADIENT
 #define SIZE              (TYPE == BST_F32_CODE ? 4 : 2)
 #define LOWEST            (-3.402823466e38f)
 
@@ -100,7 +100,7 @@ BST_DEVICE partial warp_total(partial p, int lanes) {
 }
 
 /* Partials in shared memory, `n` of them: PARTIAL arrays. */
-#define PARTIAL (SMOOTH ? 4 : 2)
+#define PARTIAL BST_CROSS_ENTROPY_PARTIALS(SMOOTH)
 BST_DEVICE partial shared_total(const float *from, int n) {
     partial p = nothing();
     int lane = (int)bst_lane();

@@ -12,7 +12,7 @@
 
 #include "linear_cross_entropy_args.h"
 
-#define BLOCK 256
+#define BLOCK LINEAR_CROSS_ENTROPY_BLOCK
 
 #ifdef SPREAD
 BST_KERNEL(linear_cross_entropy_spread, linear_cross_entropy_spread_args, BLOCK, 1) {
@@ -27,12 +27,13 @@ BST_KERNEL(linear_cross_entropy_spread, linear_cross_entropy_spread_args, BLOCK,
 
 #ifdef ROUND
 BST_KERNEL(linear_cross_entropy_round, linear_cross_entropy_round_args, BLOCK, 1) {
-    int64_t step = (int64_t)bst_blocks() * BLOCK * 4;
-    for (int64_t i = ((int64_t)bst_block() * BLOCK + bst_thread()) * 4; i < a.count; i += step) {
-        float v[4];
-        if (i + 4 <= a.count) {
-            bst_unpack(v, bst_raw_once(a.in, i, BST_F32_CODE, 4), BST_F32_CODE, 4);
-            bst_store_once(a.out, i, v, TYPE, 4);
+    enum { EACH = LINEAR_CROSS_ENTROPY_VEC };
+    int64_t step = (int64_t)bst_blocks() * BLOCK * EACH;
+    for (int64_t i = ((int64_t)bst_block() * BLOCK + bst_thread()) * EACH; i < a.count; i += step) {
+        float v[EACH];
+        if (i + EACH <= a.count) {
+            bst_unpack(v, bst_raw_once(a.in, i, BST_F32_CODE, EACH), BST_F32_CODE, EACH);
+            bst_store_once(a.out, i, v, TYPE, EACH);
         } else {
             for (int64_t j = i; j < a.count; j++) bst_store(a.out, j, a.in + j, TYPE, 1);
         }

@@ -27,6 +27,8 @@ typedef struct linear_cross_entropy_bias_args {
     int64_t columns;
 } linear_cross_entropy_bias_args;
 
+#define LINEAR_CROSS_ENTROPY_BLOCK 256 /* threads */
+#define LINEAR_CROSS_ENTROPY_VEC   4   /* elements that a thread of `round` takes at a time, and of `columns` at most */
 /* Sums of as many parts of the rows: blocks enough for a large chip from one vocabulary. */
 #define LINEAR_CROSS_ENTROPY_PARTS 8
 

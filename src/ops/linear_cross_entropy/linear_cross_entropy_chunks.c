@@ -1,0 +1,45 @@
+/* linear_cross_entropy_chunks.c - see linear_cross_entropy.h. */
+#include "ops/linear_cross_entropy/linear_cross_entropy.h"
+
+enum {
+    TILE = 128,        /* rows and columns of a tile: what the products round to */
+    CHUNK_ROWS = 4096, /* on CUDA by default: more rows make no product faster for its size (bench/NOTES.md) */
+    LEAST_ROWS = 64
+};
+
+/* Waves of tiles, one a multiprocessor at a time, in which dhidden's product is made from chunks of `rows` rows. Its
+ * tiles are few: a last wave with little to do costs as much as a full one. */
+static int64_t waves(const linear_cross_entropy_chunks *c, int64_t rows) {
+    int64_t across = (c->width + TILE - 1) / TILE, whole = c->rows / rows, rest = c->rows % rows;
+    int64_t each = ((rows + TILE - 1) / TILE * across + c->processors - 1) / c->processors;
+    return whole * each + ((rest + TILE - 1) / TILE * across + c->processors - 1) / c->processors;
+}
+
+/* Rows of a chunk: at most `most`, in no more chunks than that needs; whole tiles where they can be, and on CUDA (where
+ * `processors` are known) the fewest waves. */
+static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
+    int64_t chunks = (c->rows + most - 1) / most, even = (c->rows + chunks - 1) / chunks;
+    int64_t best = (even + TILE - 1) / TILE * TILE;
+    if (chunks == 1 || best > most) return even;
+    for (int64_t rows = best + TILE; c->processors && rows <= most; rows += TILE)
+        if (waves(c, rows) < waves(c, best)) best = rows;
+    return best;
+}
+
+int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *c) {
+    bool cpu = !c->processors, by_default = !c->budget;
+    int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : c->budget, most = bytes / c->row_bytes;
+    int64_t eighth = (c->rows + LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS - 1) / LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS;
+    if (cpu && by_default) {
+        /* Less than fits, where no sum of rounded chunks is made: dweight of 16 bits, which a CPU's product rounds at
+         * each, is as exact as one product over all rows where it is one. Not under 256 rows: each chunk reads and
+         * writes all of dweight, which at 64 costs a third of the products' time. */
+        if (most > eighth && !c->rounded) most = eighth;
+        if (most < 256) most = 256;
+    } else if (by_default && most < c->rows) {
+        /* Not so many chunks that dweight would be summed in float32. */
+        int64_t small = eighth > CHUNK_ROWS ? (eighth + TILE - 1) / TILE * TILE : CHUNK_ROWS;
+        if (most > small) most = small;
+    }
+    return even_rows(c, most < LEAST_ROWS ? LEAST_ROWS : most);
+}
