@@ -3,16 +3,16 @@
  *
  * Tensors are DLPack's DLTensor: any framework's arrays can be passed, on kDLCPU or kDLCUDA. From call to call the
  * library keeps compiled kernels and measured choices; which kernels did not compile; the driver, NVRTC, cuBLASLt and
- * CBLAS that it opened, one handle of cuBLASLt a device, and the device's primary context; and of each thread whose call
- * failed the message. It never prints, never aborts and never waits for the device, except where bst_set_autotune makes
- * it measure. It raises no signal and touches no handler or mask: where the cache's folder would need a file beyond
- * RLIMIT_FSIZE, which ends in SIGXFSZ, it is not written.
+ * CBLAS that it opened, one handle of cuBLASLt a device, and the device's primary context; and of each thread whose
+ * call failed the message. It never prints, never aborts and never waits for the device, except where bst_set_autotune
+ * makes it measure. It raises no signal and touches no handler or mask: where the cache's folder would need a file
+ * beyond RLIMIT_FSIZE, which ends in SIGXFSZ, it is not written.
  * Every operator returns a status; bst_last_error() then holds a sentence that names the operator, the argument, what
  * was given and what is needed. A call that fails because of its arguments has written to none of its outputs.
  *
- * A struct that the caller fills begins with `size`, to be set to its sizeof. Of the other members zero means the usual,
- * and so does NULL in place of a struct of options: {.size = sizeof(bst_exec)} and NULL are the same. A program so goes
- * on to work with a later library, whose structs are longer; and with an earlier one, which refuses it
+ * A struct that the caller fills begins with `size`, to be set to its sizeof. Of the other members zero means the
+ * usual, and so does NULL in place of a struct of options: {.size = sizeof(bst_exec)} and NULL are the same. A program
+ * so goes on to work with a later library, whose structs are longer; and with an earlier one, which refuses it
  * (BST_UNSUPPORTED) only where it sets what that one does not know. A size of zero is BST_INVALID. Tensors are read
  * during the call alone, and so are structs.
  *
@@ -57,9 +57,9 @@ extern "C" {
 #define BST_API BST_EXPORT
 #endif
 
-/* The version of this header. It stands here alone: Meson, pkg-config and Python read it. Before 1.0 a new minor version
- * may change the interface, and then changes the name that programs are linked with, libbastile.so.0.1; from 1.0 on only
- * a new major version does. */
+/* The version of this header. It stands here alone: Meson, pkg-config and Python read it. Before 1.0 a new minor
+ * version may change the interface, and then changes the name that programs are linked with, libbastile.so.0.1; from
+ * 1.0 on only a new major version does. */
 #define BST_VERSION_MAJOR  0
 #define BST_VERSION_MINOR  1
 #define BST_VERSION_PATCH  0
@@ -158,25 +158,25 @@ typedef struct bst_exec {
 
 /* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
 
-/* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case, with
- * eps finite and not below 0:
+/* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case,
+ * with eps finite and not below 0:
  *   LLAMA  y = round_x(n) * weight, in the promoted type of x and weight   (Llama, Qwen, Mistral)
  *   GEMMA  y = round_x(n * (1 + weight))                                   (Gemma)
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
 /* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
- * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both NULL;
- * weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; y as x (LLAMA: the promoted type of x and
- * weight); rstd, float32, one a row, kept for the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer
- * Normalization", 2019. */
+ * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both
+ * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; y as x (LLAMA: the promoted type of x
+ * and weight); rstd, float32, one a row, kept for the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square
+ * Layer Normalization", 2019. */
 BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                         const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
                                         DLTensor *sum, DLTensor *rstd);
 /* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it, not NULL; x as forward had it, or its
- * sum where there was one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that
- * is rounded; NULL: none. dx as x, may be NULL; with a residual, it is the gradient of both terms. dweight as weight,
- * summed in float32 in a fixed order, may be NULL. */
+ * sum where there was one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before
+ * that is rounded; NULL: none. dx as x, may be NULL; with a residual, it is the gradient of both terms. dweight as
+ * weight, summed in float32 in a fixed order, may be NULL. */
 BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum,
                                          const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
                                          bst_casting casting, DLTensor *dx, DLTensor *dweight);
@@ -253,17 +253,17 @@ typedef struct bst_cross_entropy_options {
     double lse_square_scale;
 } bst_cross_entropy_options;
 
-/* logits [..., V], T rows, 1 <= V < 2^30; target, of T elements, int64; class_weight [V] float32 or NULL; num_items: one
- * float32, or NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count; or, for
- * the backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the rounding
- * of lse. dlogits [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and SUM only).
- * It is contiguous, or logits itself: one read and one write per logit. */
+/* logits [..., V], T rows, 1 <= V < 2^30; target, of T elements, int64; class_weight [V] float32 or NULL; num_items:
+ * one float32, or NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count;
+ * or, for the backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the
+ * rounding of lse. dlogits [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and
+ * SUM only). It is contiguous, or logits itself: one read and one write per logit. */
 BST_API bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
                                              const DLTensor *class_weight, const DLTensor *num_items,
                                              const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
                                              DLTensor *dlogits);
-/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it, either way,
- * and not NULL; dlogits may be logits itself. */
+/* The gradient for any upstream gradient. grad_loss: one float32 (NONE: T of them); lse as forward wrote it, either
+ * way, and not NULL; dlogits may be logits itself. */
 BST_API bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad_loss, const DLTensor *logits,
                                               const DLTensor *target, const DLTensor *class_weight,
                                               const DLTensor *num_items, const DLTensor *lse,
@@ -289,10 +289,10 @@ typedef struct bst_linear_cross_entropy_tensors {
     DLTensor *dhidden, *dweight, *dbias;      /* as hidden, weight, bias; NULL where not wanted */
 } bst_linear_cross_entropy_tensors;
 
-/* Logits of the inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at once
- * where they fit. A budget for fewer than 64 rows counts as one for 64; chunks are then evened out. 0: 1664 MiB on CUDA,
- * and where that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and, but for dweight of 16
- * bits, an eighth of the rows, but at least 256 rows. A negative budget: BST_INVALID.
+/* Logits of the inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at
+ * once where they fit. A budget for fewer than 64 rows counts as one for 64; chunks are then evened out. 0: 1664 MiB on
+ * CUDA, and where that is too little for all rows, 4096 rows or an eighth of them; on CPU 256 MiB and, but for dweight
+ * of 16 bits, an eighth of the rows, but at least 256 rows. A negative budget: BST_INVALID.
  *
  * Three ways to the gradients (for an upstream gradient g):
  *   - dlogits: all the logits at once, replaced by their gradient, not yet divided nor multiplied by g; backward reads
@@ -326,10 +326,10 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN (a sum
  * without weights leaves the pair out). That none stands there twice is for the caller to see to. */
 
-/* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T, K]
- * int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where the
- * rows of an expert end. An index outside [0, E): BST_INVALID on CPU; on CUDA its position is -1, its row lies behind
- * all experts', its token's output is NaN and its pair's gradients are zero. */
+/* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T,
+ * K] int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where
+ * the rows of an expert end. An index outside [0, E): BST_INVALID on CPU; on CUDA its position is -1, its row lies
+ * behind all experts', its token's output is NaN and its pair's gradients are zero. */
 BST_API bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor *order, DLTensor *position,
                                 DLTensor *ends);
 /* rows[n] = x[order[n] / K]. */
@@ -341,9 +341,9 @@ BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const
 BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias,
                                        const DLTensor *ends, double alpha, double limit, DLTensor *y);
 /* Its gradients, where each row counts by its routing weight w, y being computed again from h. dy [N, I]: the gradient
- * of w y, divided by w. dh [N, 2I]; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y, plus dots [N] float32 where
- * given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed order. Each may be NULL. dh may
- * be h itself, and wy dy itself. */
+ * of w y, divided by w. dh [N, 2I]; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y, plus dots [N] float32
+ * where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed order. Each may be NULL.
+ * dh may be h itself, and wy dy itself. */
 BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
                                         const DLTensor *bias, const DLTensor *ends, const DLTensor *order,
                                         const DLTensor *weights, const DLTensor *dots, double alpha, double limit,
@@ -354,8 +354,8 @@ BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy
 BST_API bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, const DLTensor *position,
                                            const DLTensor *weights, const DLTensor *bias, const DLTensor *indices,
                                            DLTensor *out);
-/* rows[n] = dout of the row's token: the gradient of y, divided by the routing weight. dots [N] float32: its product with
- * the bias of the row's expert, a part of the weight's gradient; dbias [E, H]: the sum over an expert's rows of
+/* rows[n] = dout of the row's token: the gradient of y, divided by the routing weight. dots [N] float32: its product
+ * with the bias of the row's expert, a part of the weight's gradient; dbias [E, H]: the sum over an expert's rows of
  * weight times dout, in a fixed order. Either may be NULL. */
 BST_API bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, const DLTensor *order,
                                             const DLTensor *ends, const DLTensor *weights, const DLTensor *bias,

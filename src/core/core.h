@@ -70,9 +70,9 @@ static inline bool bst__given(const bst_view *v) { return v->dims || v->count; }
 #define BST_FLOATS (1u << BST_F32 | 1u << BST_BF16 | 1u << BST_F16)
 
 /* Reads a tensor. BST_INVALID where it is NULL, has no shape, a negative size, sizes or strides whose products pass 63
- * bits, or no memory though it has elements; BST_UNSUPPORTED where its type or device is none of ours, where it has more
- * than BST_MAX_DIMS dimensions, or its elements are not aligned. What works with a view need not look out for overflow,
- * strides of dimensions of one element included. */
+ * bits, or no memory though it has elements; BST_UNSUPPORTED where its type or device is none of ours, where it has
+ * more than BST_MAX_DIMS dimensions, or its elements are not aligned. What works with a view need not look out for
+ * overflow, strides of dimensions of one element included. */
 bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out);
 /* The following name the argument and what was given. */
 bst_status bst__need_dims(const char *op, const char *name, const bst_view *v, int dims);

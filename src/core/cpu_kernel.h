@@ -133,9 +133,9 @@ static inline double bst_sum_of_products(const float *x, const float *y, int64_t
     return sum;
 }
 
-/* exp(x) / 2^k for an integer k within 0.51 of x / ln 2, wrong by 0.06 units in the last place before its last rounding:
- * with f = x - k ln 2, |f| < 0.3535, it is 1 + (f + f^2 p(f)), p of degree 4 with the least largest error. Terms are added
- * from the smallest on: only the last sum rounds at the result's own size. */
+/* exp(x) / 2^k for an integer k within 0.51 of x / ln 2, wrong by 0.06 units in the last place before its last
+ * rounding: with f = x - k ln 2, |f| < 0.3535, it is 1 + (f + f^2 p(f)), p of degree 4 with the least largest error.
+ * Terms are added from the smallest on: only the last sum rounds at the result's own size. */
 static inline float bst_exp_over_power(float x, float k) {
     float f = x - k * 0.693359375f; /* exact: 10 bits times 8 */
     f = f + k * 2.12194440e-4f;

@@ -48,11 +48,13 @@ typedef struct bst_argument {
     uint32_t may_be; /* OUT: a bit for each argument whose place it may take, element for element */
     /* OUT: a new one has dimensions 1 and 2 exchanged in memory where this bool among the attributes says so. */
     uint8_t exchanged;
-    /* OUT: rows of a new matrix are so many elements apart, a multiple of this, that accesses may be wide; 0: no gaps. */
+    /* OUT: rows of a new matrix are so many elements apart, a multiple of this, that accesses may be wide; 0: no
+     * gaps. */
     uint8_t padded;
     /* One element in place of its shape unless this attribute is BST_REDUCTION_NONE: a loss that is reduced. */
     uint8_t reduced;
-    /* What the table cannot say of it, asked right after the table's checks of it: of what comes later nothing is known. */
+    /* What the table cannot say of it, asked right after the table's checks of it: of what comes later nothing is
+     * known. */
     bst_status (*check)(const char *op, const bst_view *views);
 } bst_argument;
 

@@ -8,9 +8,9 @@
 
 #include "core/core.h"
 
-/* Reads `given`, the caller's argument `name`, into the struct at `own`, of `bytes` bytes as we know it: members that the
- * caller's struct does not have are zero, and own's size is `bytes`. NULL given: all members are zero. BST_INVALID where
- * its size is not set; BST_UNSUPPORTED where it sets a member that this library does not know.
+/* Reads `given`, the caller's argument `name`, into the struct at `own`, of `bytes` bytes as we know it: members that
+ * the caller's struct does not have are zero, and own's size is `bytes`. NULL given: all members are zero. BST_INVALID
+ * where its size is not set; BST_UNSUPPORTED where it sets a member that this library does not know.
  *
  *     bst_glu_options own;
  *     BST_TRY(bst__options(op, "options", options, &own, sizeof own)); */

@@ -1,8 +1,9 @@
 /* autotune.c - the mode, and choices in the cache's folder.
  *
- * A choice is an entry of the cache (cache.h), with all its care: its key covers everything that the measurement depends
- * on, its text begins "2 of 5: " (candidate 2 won over four others). While one process searches, others that need the
- * same choice wait for it. A process searches one thing at a time, or its searches would disturb each other. */
+ * A choice is an entry of the cache (cache.h), with all its care: its key covers everything that the measurement
+ * depends on, its text begins "2 of 5: " (candidate 2 won over four others). While one process searches, others that
+ * need the same choice wait for it. A process searches one thing at a time, or its searches would disturb each
+ * other. */
 #include "cuda/autotune.h"
 
 #include <pthread.h>
@@ -106,8 +107,8 @@ static bst_status make(void *context, bst_blob *out) {
     return BST_OK;
 }
 
-/* The candidate that an entry names; -1 where it says nothing of such a race. Not by sscanf, which asks newer systems for
- * a newer glibc than anything else here does. */
+/* The candidate that an entry names; -1 where it says nothing of such a race. Not by sscanf, which asks newer systems
+ * for a newer glibc than anything else here does. */
 static int parse(const bst_blob *entry, int count) {
     for (int won = 0; won < count; won++) {
         char begin[32];

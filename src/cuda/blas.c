@@ -5,8 +5,8 @@
  *
  * Workspace is what the chosen algorithm needs (at most WORKSPACE bytes), taken from the caller's allocator at each
  * call: stream-ordered, so no two streams share it, it belongs to a graph that is being captured, and nothing is kept
- * that the caller does not see. The choice of algorithm is remembered by everything that it depends on: the heuristic's,
- * or, with autotuning, the fastest of its candidates. */
+ * that the caller does not see. The choice of algorithm is remembered by everything that it depends on: the
+ * heuristic's, or, with autotuning, the fastest of its candidates. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>

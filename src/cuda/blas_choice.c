@@ -1,16 +1,17 @@
 /* blas_choice.c - where the heuristic's first answer is not the best of its answers.
  *
- * Measured on an H200 (cuBLASLt 13.1, bf16, operands distributed as in training, candidates interleaved, medians) on the
- * three products of an output head, V = 128256 and 151936, H = 4096 and 1024, 512 to 16384 tokens. Times relative to the
- * first answer:
- *   logits  m = tokens, n = V, k = H   tiles 201 and 197: 0.94 to 0.97 from 2048 tokens on (H = 1024: 0.88), 197 by 1 to
- *                                      2 % the better of them at 4096, 201 from 5504 on; 512: 1.01
- *   dhidden m = tokens, n = H, k = V   its tiles are few, and what counts is how full the last round of them is: tile 24
- *                                      where that fills 95 % of all rounds (1024, 2048, 3072, 4096, 5120, 5248 tokens:
- *                                      the best of all, or within 1 %), else tile 20, a half of 24: 0.94 to 0.97 of the
- *                                      first answer at 2752, 5376, 5504, 5632, 6528 and 6784; 16384: tile 24 0.94
- *   dweight m = V, n = H, k = tokens   tile 29: 0.80 to 0.94 up to 8192 tokens, the more so where dweight is added to or
- *                                      kept in float32; 16384: tile 24 0.93 to 0.95. H = 1024: 0.92 to 1.02
+ * Measured on an H200 (cuBLASLt 13.1, bf16, operands distributed as in training, candidates interleaved, medians) on
+ * the three products of an output head, V = 128256 and 151936, H = 4096 and 1024, 512 to 16384 tokens. Times relative
+ * to the first answer:
+ *   logits  m = tokens, n = V, k = H   tiles 201 and 197: 0.94 to 0.97 from 2048 tokens on (H = 1024: 0.88), 197 by 1
+ *                                      to 2 % the better of them at 4096, 201 from 5504 on; 512: 1.01
+ *   dhidden m = tokens, n = H, k = V   its tiles are few, and what counts is how full the last round of them is: tile
+ *                                      24 where that fills 95 % of all rounds (1024, 2048, 3072, 4096, 5120, 5248
+ *                                      tokens: the best of all, or within 1 %), else tile 20, a half of 24: 0.94 to
+ *                                      0.97 of the first answer at 2752, 5376, 5504, 5632, 6528 and 6784; 16384: tile
+ *                                      24 0.94
+ *   dweight m = V, n = H, k = tokens   tile 29: 0.80 to 0.94 up to 8192 tokens, the more so where dweight is added to
+ *                                      or kept in float32; 16384: tile 24 0.93 to 0.95. H = 1024: 0.92 to 1.02
  * These products are limited by power; what wins moves fewer bytes for the same arithmetic. Other chips, float32 and
  * other layouts keep the first answer. */
 #include "cuda/blas_choice.h"

@@ -12,8 +12,8 @@ typedef struct bst_product {
     bool a_transposed, b_transposed, halves; /* halves: bfloat16 or float16 inputs */
 } bst_product;
 
-/* The place, among `count` candidates in the heuristic's order, given by their cublasLtMatmulTile_t, of the one to take:
- * 0, the heuristic's own choice, unless measurements say otherwise. */
+/* The place, among `count` candidates in the heuristic's order, given by their cublasLtMatmulTile_t, of the one to
+ * take: 0, the heuristic's own choice, unless measurements say otherwise. */
 int bst__preferred_candidate(const bst_product *product, const uint32_t *tiles, int count);
 
 #endif

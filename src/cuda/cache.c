@@ -1,7 +1,7 @@
 /* cache.c - one file per compiled kernel, and per measured choice, in a folder that only we can write to (folder.c).
  *
- * An entry is code that will run with our rights: it is used only if its file belongs to us and nobody else may write to
- * it, which is asked of the opened descriptor.
+ * An entry is code that will run with our rights: it is used only if its file belongs to us and nobody else may write
+ * to it, which is asked of the opened descriptor.
  *
  * Entry: a header (magic, key, length, checksum) and the bytes. It is written under a temporary name, flushed and then
  * renamed, so that no name ever stands for half a file; one that does not check is deleted and made anew. A lock file
@@ -311,8 +311,8 @@ static void store(int folder, const bst_digest *key, const char *kind, const bst
  * deletes the lock's name, so a late comer may hold one that no longer has a name; it then finds the entry stored.
  *
  * A record lock belongs to the process and ends with it. One of flock belongs to the opened file, which a forked worker
- * shares: it would outlive its maker. What a record lock lacks, that it keeps threads of one process apart, is no matter:
- * at most, work is done twice. */
+ * shares: it would outlive its maker. What a record lock lacks, that it keeps threads of one process apart, is no
+ * matter: at most, work is done twice. */
 static int try_lock(int folder, const char *name) {
     struct flock whole = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     int file = openat(folder, name, O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600);

@@ -1,8 +1,8 @@
 /* driver.c - the CUDA driver, its devices and contexts.
  *
  * Nothing is opened before the first call that names a device, so that a process may load the library, fork, and use
- * the GPU in the child. What fails is tried again at the next call: the driver may be short of descriptors or memory for
- * a moment only. After the first success every function here is free of locks. */
+ * the GPU in the child. What fails is tried again at the next call: the driver may be short of descriptors or memory
+ * for a moment only. After the first success every function here is free of locks. */
 #include "cuda/driver.h"
 
 #include <dlfcn.h>

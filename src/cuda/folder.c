@@ -1,10 +1,11 @@
 /* folder.c - finding the cache's folder: $BASTILE_CACHE ("off": none), else $XDG_CACHE_HOME/bastile, else
  * $HOME/.cache/bastile.
  *
- * The path is walked component by component from opened folders, so that nobody can exchange one between a check and its
- * use. A symbolic link on the way is followed if it is ours or root's: any other user who may write there could aim it at
- * another folder of ours. The last component may be no link at all. Missing folders are made below ours and root's only:
- * root with a user's HOME leaves nothing in it. The folder itself must be ours, and nobody else may write to it. */
+ * The path is walked component by component from opened folders, so that nobody can exchange one between a check and
+ * its use. A symbolic link on the way is followed if it is ours or root's: any other user who may write there could aim
+ * it at another folder of ours. The last component may be no link at all. Missing folders are made below ours and
+ * root's only: root with a user's HOME leaves nothing in it. The folder itself must be ours, and nobody else may write
+ * to it. */
 #include "cuda/folder.h"
 
 #include <errno.h>

@@ -1,5 +1,5 @@
-/* fork.h - locks in a forked child. A lock that another thread held at the fork has no owner in the child, and would make
- * whoever asks for it there wait for ever; so each file with locks says what its child does about them.
+/* fork.h - locks in a forked child. A lock that another thread held at the fork has no owner in the child, and would
+ * make whoever asks for it there wait for ever; so each file with locks says what its child does about them.
  *
  * The parent does not take them before a fork (pthread_atfork's first handler): a search or a compilation would hold
  * every fork up, and the driver itself forks while it starts (it runs nvidia-modprobe), under a lock of ours. */

@@ -1,8 +1,8 @@
 /* verdict.c - which candidate the measurements speak for.
  *
  * A candidate wins if even the slower quarter of its rounds is faster than the faster quarter of the default's, by more
- * than MARGIN. So noise on either side is for the default: where nothing stands out, nothing changes. Of several winners
- * the one with the lowest median is taken. */
+ * than MARGIN. So noise on either side is for the default: where nothing stands out, nothing changes. Of several
+ * winners the one with the lowest median is taken. */
 #include <string.h>
 
 #include "cuda/search.h"

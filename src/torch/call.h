@@ -28,7 +28,8 @@ typedef struct bst_call {
 void bst__call_begin(bst_call *call);
 /* An argument, never NULL; a copy where its data is not aligned to its elements. */
 DLTensor *bst__call_tensor(bst_call *call, bst_torch_value value);
-/* The same for labels, which are contiguous: int64, or uint8, which PyTorch's losses take too and which are converted. */
+/* The same for labels, which are contiguous: int64, or uint8, which PyTorch's losses take too and which are
+ * converted. */
 DLTensor *bst__call_labels(bst_call *call, bst_torch_value value);
 /* The same for one that is written to: never a copy. */
 DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value);

@@ -1,9 +1,10 @@
 /* chips.h - compiling an operator's kernels for every supported chip, without a GPU.
  *
  * A test describes its calls with tensors that have shapes but no real memory; in compile-only mode the operator makes
- * its checks, chooses its configuration for that chip and compiles, and nothing runs. Register spills fail the test, and
- * shared memory that a block of that chip does not have. sm_86 and sm_89 have the registers and the instructions of
- * sm_80: what was compiled for that with the same macros is not compiled for them again, and its shared memory checked. */
+ * its checks, chooses its configuration for that chip and compiles, and nothing runs. Register spills fail the test,
+ * and shared memory that a block of that chip does not have. sm_86 and sm_89 have the registers and the instructions of
+ * sm_80: what was compiled for that with the same macros is not compiled for them again, and its shared memory
+ * checked. */
 #ifndef BST_TEST_CHIPS_H
 #define BST_TEST_CHIPS_H
 

@@ -1,5 +1,5 @@
-/* fake_cuda.c - libcuda.so.1, NVRTC and cuBLASLt in one, for a machine without a GPU: nothing is computed, but each launch
- * takes the time that the test says, on a clock that events read. Two devices of different names. */
+/* fake_cuda.c - libcuda.so.1, NVRTC and cuBLASLt in one, for a machine without a GPU: nothing is computed, but each
+ * launch takes the time that the test says, on a clock that events read. Two devices of different names. */
 #include "fake_cuda.h"
 
 #include <pthread.h>

@@ -5,8 +5,9 @@
 #include "cuda/nvrtc.h"
 #include "test.h"
 
-/* NVRTC is looked for in BASTILE_NVRTC_FOLDER and in the usual places. False, and the checks are left out, where there is
- * none; but never where BASTILE_NVRTC_FOLDER or BASTILE_NVRTC is set: where it is expected, its absence is a failure. */
+/* NVRTC is looked for in BASTILE_NVRTC_FOLDER and in the usual places. False, and the checks are left out, where there
+ * is none; but never where BASTILE_NVRTC_FOLDER or BASTILE_NVRTC is set: where it is expected, its absence is a
+ * failure. */
 static inline bool bst_nvrtc_is_there(void) {
     const char *folder = getenv("BASTILE_NVRTC_FOLDER");
     int major, minor;

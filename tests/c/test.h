@@ -10,8 +10,8 @@
 
 static int bst_test_failures, bst_test_checks, bst_test_skipped;
 
-/* Whether the environment leaves this test in: BASTILE_TEST_ONLY names the one to run, BASTILE_TEST_WITHOUT one to leave
- * out. */
+/* Whether the environment leaves this test in: BASTILE_TEST_ONLY names the one to run, BASTILE_TEST_WITHOUT one to
+ * leave out. */
 static inline bool bst_test_wanted(const char *name) {
     const char *only = getenv("BASTILE_TEST_ONLY"), *without = getenv("BASTILE_TEST_WITHOUT");
     return (!only || !strcmp(only, name)) && (!without || strcmp(without, name));

@@ -1,5 +1,5 @@
-/* test_alternatives.c - every launch that autotuning may choose writes the bits that the default writes. On the emulated
- * GPU, which takes the alternative that BASTILE_ALTERNATIVE names. */
+/* test_alternatives.c - every launch that autotuning may choose writes the bits that the default writes. On the
+ * emulated GPU, which takes the alternative that BASTILE_ALTERNATIVE names. */
 #include <math.h>
 
 #include "tensors.h"

@@ -1,5 +1,5 @@
-/* test_cache.c - entries of the cache: several processes at once, writers killed, damaged files, and files that somebody
- * else may have written. */
+/* test_cache.c - entries of the cache: several processes at once, writers killed, damaged files, and files that
+ * somebody else may have written. */
 #include <signal.h>
 #include <sys/resource.h>
 #include <time.h>
@@ -165,8 +165,9 @@ static bst_status fork_and_die(void *context, bst_blob *out) {
     return BST_INVALID;
 }
 
-/* A maker that has forked meanwhile, as a data loader does, and is killed: the worker lives on, with every descriptor of
- * its parent's, and yet holds nobody up. Who takes over, and does not only give up waiting, leaves no lock behind. */
+/* A maker that has forked meanwhile, as a data loader does, and is killed: the worker lives on, with every descriptor
+ * of its parent's, and yet holds nobody up. Who takes over, and does not only give up waiting, leaves no lock
+ * behind. */
 TEST(a_worker_of_a_killed_maker_holds_no_lock) {
     begin();
     int gate[2];

@@ -4,8 +4,8 @@
 
 #include "chips.h"
 
-/* 70 rows are several blocks of the backward pass, on CPU and CUDA; expert 2 has no token, and experts end inside blocks.
- */
+/* 70 rows are several blocks of the backward pass, on CPU and CUDA; expert 2 has no token, and experts end inside
+ * blocks. */
 enum { T = 35, K = 2, E = 5, H = 12, I = 9, N = T * K };
 static const double alpha = 1.702, limit = 1.5;
 
@@ -284,7 +284,8 @@ TEST(index_tensors_are_not_believed) {
 #endif
         indices[4][1] = kept_index;
     }
-    /* Ends that fall, that lie before the first row or behind the last, and the rows of no expert that a CPU never has. */
+    /* Ends that fall, that lie before the first row or behind the last, and the rows of no expert that a CPU never
+     * has. */
     const int32_t kept_ends[E] = {ends[0], ends[1], ends[2], ends[3], ends[4]};
     const int32_t wrong_ends[][2] = {{0, ends[1] + 1}, {0, -5}, {3, INT32_MIN}, {4, INT32_MAX}, {4, N - 1}, {4, -1}};
     for (size_t w = 0; w < sizeof wrong_ends / sizeof *wrong_ends; w++) {

@@ -1,5 +1,6 @@
-/* test_opening.c - the first use of a GPU: what fails for a while is tried again, and a child that is forked meanwhile does
- * not hang. On a driver that is none (fake_cuda.c); each test is a process of its own, in which nothing is open yet. */
+/* test_opening.c - the first use of a GPU: what fails for a while is tried again, and a child that is forked meanwhile
+ * does not hang. On a driver that is none (fake_cuda.c); each test is a process of its own, in which nothing is open
+ * yet. */
 #include <errno.h>
 #include <pthread.h>
 #include <semaphore.h>

@@ -186,8 +186,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
 
 enum { F32, BF16, F16 }; /* of bst_test_types */
 
-/* Qwen3's heads, heads that leave threads idle, partial heads, wide ones that take several warps, an address that allows
- * single elements only; weights or tables of float32. */
+/* Qwen3's heads, heads that leave threads idle, partial heads, wide ones that take several warps, an address that
+ * allows single elements only; weights or tables of float32. */
 static void compile_calls(void) {
     static const struct {
         int64_t q_heads, kv_heads, dim, rotary;

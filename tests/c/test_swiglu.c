@@ -122,8 +122,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
     for (int i = 0; i < (ROWS + 1) * PITCH; i++) CHECK((&other[0][0])[i] == 0);
 }
 
-/* Packed tensors (one kernel for all sizes), the halves of one, and a width that needs narrow accesses. float16 takes the
- * kernels of bfloat16 but for the conversions, which the first width shows. */
+/* Packed tensors (one kernel for all sizes), the halves of one, and a width that needs narrow accesses. float16 takes
+ * the kernels of bfloat16 but for the conversions, which the first width shows. */
 static void compile_calls(void) {
     for (size_t t = 0; t < 3; t++) {
         for (int64_t width = 12288; width >= (t == 2 ? 12288 : 12287); width--) {

@@ -1,5 +1,5 @@
-/* test_torch.c - the PyTorch operators on a PyTorch that is none: tensors of malloc, and functions of which any call can
- * be made to fail. */
+/* test_torch.c - the PyTorch operators on a PyTorch that is none: tensors of malloc, and functions of which any call
+ * can be made to fail. */
 #include "tensors.h"
 #include "torch/bind.h"
 #include "torch/call.h"
@@ -274,8 +274,8 @@ static bool run(const operator_call *c) {
     return !thrown[0];
 }
 
-/* Each call of PyTorch's functions fails in turn, alone and with all that follow: nothing crashes, nothing is left over,
- * and the failure that came first is told, by PyTorch's own words or as memory that an operator lacks. */
+/* Each call of PyTorch's functions fails in turn, alone and with all that follow: nothing crashes, nothing is left
+ * over, and the failure that came first is told, by PyTorch's own words or as memory that an operator lacks. */
 static void fail_each(const operator_call *c) {
     first_to_fail = 0;
     bool refused = !run(c); /* the call itself: what it throws without a failure is for it to say */

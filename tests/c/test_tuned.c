@@ -99,7 +99,8 @@ TEST(off_it_launches_the_default_once) {
 
 TEST(the_first_call_measures_and_every_call_takes_the_fastest) {
     begin(fastest_512);
-    /* Three that run: ten rounds, then the result; one more that was tried and did not compile, one that did not launch. */
+    /* Three that run: ten rounds, then the result; one more that was tried and did not compile, one that did not
+     * launch. */
     CHECK_EQ_I(launches_of(1, 1000, false), 3 * 10 + 1);
     CHECK_TOOK(512);
     int waits = fake->waits;

@@ -2,7 +2,8 @@
  * against the emulator's ptx.cuh in place of the real one, under ASan and UBSan where the emulator is.
  *
  * Objects are kept in $BASTILE_EMU_CACHE under a hash of every text and option; without it, in a temporary folder that
- * goes with the process. The chip is no option: what it lacks is noticed when a kernel runs, and one object serves all. Any number of processes may share a cache: each file appears whole or not at all. */
+ * goes with the process. The chip is no option: what it lacks is noticed when a kernel runs, and one object serves all.
+ * Any number of processes may share a cache: each file appears whole or not at all. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -340,9 +340,9 @@ BST_DEVICE void bst_bulk_commit(void) { asm volatile("cp.async.bulk.commit_group
  * that precedes the copy. "membar / fence: fence.proxy.async". */
 BST_DEVICE void bst_fence_async(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/* ---- clusters --------------------------------------------------------------------------------------------------------
- * "Special Registers: %cluster_ctarank", "barrier.cluster", "mapa". A cluster barrier must come before the first word is
- * sent to another block (it may not have begun) and between the last one's arrival and that block's end. */
+/* ---- clusters -------------------------------------------------------------------------------------------------------
+ * "Special Registers: %cluster_ctarank", "barrier.cluster", "mapa". A cluster barrier must come before the first word
+ * is sent to another block (it may not have begun) and between the last one's arrival and that block's end. */
 
 BST_DEVICE unsigned bst_cluster_rank(void) {
     unsigned v;
@@ -356,8 +356,8 @@ BST_DEVICE void bst_cluster_sync(void) {
     bst_cluster_wait();
 }
 
-/* Sends two words to where `shared` (8-byte aligned) lies in block `rank`, and 8 bytes' completion to its barrier at `b`.
- * The sender goes on at once. "Data Movement and Conversion Instructions: st.async". */
+/* Sends two words to where `shared` (8-byte aligned) lies in block `rank`, and 8 bytes' completion to its barrier at
+ * `b`. The sender goes on at once. "Data Movement and Conversion Instructions: st.async". */
 BST_DEVICE void bst_cluster_send(void *shared, uint64_t *b, unsigned rank, uint32_t first, uint32_t second) {
     asm volatile(
         "{\n"

@@ -1,12 +1,13 @@
 /* rotary.cuh - how the threads of a head share its elements, and how each comes by the partners of its own.
  *
- * PIECES 2: a thread takes two pieces of VEC elements, left and right: x1 and x2 of VEC pairs, or, INTERLEAVED, two runs
- * of whole pairs. The last PASSING of the LANES threads take what lies behind the ROTARY elements that turn.
+ * PIECES 2: a thread takes two pieces of VEC elements, left and right: x1 and x2 of VEC pairs, or, INTERLEAVED, two
+ * runs of whole pairs. The last PASSING of the LANES threads take what lies behind the ROTARY elements that turn.
  * PIECES 1: a thread takes one piece, and the partners of its elements are in the piece of another lane of its warp,
- * which it asks for by shuffles. A warp's access is then one run of memory: on an H200 3 % of rope's time and, with plain
- * accesses and small blocks, 12 % of qk_norm_rope's forward. For heads that turn whole, INTERLEAVED 0, whose LANES are a
- * power of two and at most 32.
- * Macros of the kernel: DIM, ROTARY, INTERLEAVED, PIECES, VEC, a divisor of ROTARY / 2 and, where ROTARY < DIM, of DIM. */
+ * which it asks for by shuffles. A warp's access is then one run of memory: on an H200 3 % of rope's time and, with
+ * plain accesses and small blocks, 12 % of qk_norm_rope's forward. For heads that turn whole, INTERLEAVED 0, whose
+ * LANES are a power of two and at most 32.
+ * Macros of the kernel: DIM, ROTARY, INTERLEAVED, PIECES, VEC, a divisor of ROTARY / 2 and, where ROTARY < DIM, of
+ * DIM. */
 #ifndef BST_ROTARY_CUH
 #define BST_ROTARY_CUH
 

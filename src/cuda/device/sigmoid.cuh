@@ -10,8 +10,8 @@
 #define BST_LOG2_E 1.44269504f
 
 /* exp(x) to less than one unit in the last place, for float32: exp2's approximation is off by two. As on CPU
- * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than 2^-126,
- * infinite above 88.37. For NaN any number. */
+ * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than
+ * 2^-126, infinite above 88.37. For NaN any number. */
 BST_DEVICE float bst_exp_exact(float x) {
     const float most = 88.37f,
                 magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */

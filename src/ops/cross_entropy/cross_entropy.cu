@@ -7,9 +7,9 @@
  * rows      one block a row. LOSS: Bytes: the logits, once. GRADIENT: the logits and dlogits, once each.
  *           LOSS_AND_GRADIENT: reads the logits twice, the second time backwards, so that the caches have most of what
  *           is left. Measured on an H200, bf16: LOSS 259 us at 4096 x 128256 (0.95 of the copy bandwidth).
- * held      LOSS_AND_GRADIENT on sm_90 and later, rows of up to 64 KiB; cross_entropy_ring.cu has the wider ones. Bytes:
- *           one read and one write per logit. A block holds its row in registers between its uses. Measured on an H200,
- *           bf16, with divisors and reduce: 140 us at 4096 x 32000 (0.89 of the copy).
+ * held      LOSS_AND_GRADIENT on sm_90 and later, rows of up to 64 KiB; cross_entropy_ring.cu has the wider ones.
+ *           Bytes: one read and one write per logit. A block holds its row in registers between its uses. Measured on
+ *           an H200, bf16, with divisors and reduce: 140 us at 4096 x 32000 (0.89 of the copy).
  * Rows to be ignored are not read. No atomics. */
 #ifdef HELD
 #define VECTORS (VOCAB / VEC)

@@ -77,9 +77,9 @@ bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options 
  * where there are more rows than a grid has blocks. */
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
                                             int64_t vocabulary, int64_t ignore_index);
-/* Begins a whole problem, `whole`: allocates *memory, for the caller to release whatever is returned, computes in it what
- * the terms are divided by, where that is not one, and sets whole->divisors and, for each of the chunks, whole->tickets.
- * Behind them are `more` bytes. num_items: one float32 on the device, or NULL; upstream: likewise, for
+/* Begins a whole problem, `whole`: allocates *memory, for the caller to release whatever is returned, computes in it
+ * what the terms are divided by, where that is not one, and sets whole->divisors and, for each of the chunks,
+ * whole->tickets. Behind them are `more` bytes. num_items: one float32 on the device, or NULL; upstream: likewise, for
  * divisors->gradient. */
 bst_status bst__cross_entropy_begin(const bst_exec *exec, const char *op, bst_cross_entropy_rows_call *whole,
                                     const float *num_items, const float *upstream, int64_t chunks, size_t more,

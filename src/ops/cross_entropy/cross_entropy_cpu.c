@@ -52,8 +52,8 @@ static float shaped(const rows_call *c, const void *row, int64_t column) {
 /* So many that compilers keep the loop over them a loop. */
 enum { LANES = 128 };
 
-/* The largest of `top` and n numbers, NaNs left out. In lanes: a reduction to a maximum that leaves NaNs out is none that
- * Clang vectorises. */
+/* The largest of `top` and n numbers, NaNs left out. In lanes: a reduction to a maximum that leaves NaNs out is none
+ * that Clang vectorises. */
 static float largest(float top, const float *z, int64_t n) {
     float lane[LANES];
     int64_t i = 0;

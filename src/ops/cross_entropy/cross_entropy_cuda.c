@@ -122,7 +122,8 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
 }
 
 /* The narrowest cluster whose blocks fit twice on a multiprocessor; else the widest that every chip takes, once. On an
- * H200, 4096 x 128256 in bf16: 8 blocks twice 514 us, 4 once 519. Most vectors a lane: few warps leave most registers. */
+ * H200, 4096 x 128256 in bf16: 8 blocks twice 514 us, 4 once 519. Most vectors a lane: few warps leave most
+ * registers. */
 static bool choose_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
     enum { CLUSTER_MOST = 8, EACH_LEAST = 8, EACH_BEST = 11, EACH_MOST = 20 };
     if (!c->tickets) return false;

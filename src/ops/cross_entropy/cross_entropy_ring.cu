@@ -2,21 +2,21 @@
  *
  * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of 16 bytes; THREADS of a block, its producer warp among them;
  * BLOCKS of a multiprocessor; CLUSTER blocks that share a row; SLOTS of a block's ring; STAGED: gradients leave through
- * shared memory, by bulk copies; AHEAD: a consumer begins a row before it ends the one before; FOLDED: one stride describes
- * all rows; HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; PEEL 0; MODE
+ * shared memory, by bulk copies; AHEAD: a consumer begins a row before it ends the one before; FOLDED: one stride
+ * describes all rows; HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; PEEL 0; MODE
  * LOSS_AND_GRADIENT.
  *
  * Bytes: one read and one write per logit. Each block of a cluster has a slice of the row and each warp a part of the
  * slice, packed in registers between its uses. A block has one producer warp, which copies rows into the ring's slots,
- * and WARPS consumer warps. A consumer sends its part's maximum and sum to every block of the cluster and goes on to the
- * next row while they travel: nothing but their arrival is waited for. So three rows are in flight, with AHEAD and two
- * slots, a column being one iteration of the consumers:
+ * and WARPS consumer warps. A consumer sends its part's maximum and sum to every block of the cluster and goes on to
+ * the next row while they travel: nothing but their arrival is waited for. So three rows are in flight, with AHEAD and
+ * two slots, a column being one iteration of the consumers:
  *
  *                                          n                  n + 1              n + 2
  *   producer    bulk copy into a slot      row n + 1          row n + 2          row n + 3          waits: slot empty
  *   consumers   slot to registers, sums,   row n              row n + 1          row n + 2          wait: slot full
  *               partials to the cluster
- *               gradients to `staged`      row n - 1          row n              row n + 1          wait: partials there
+ *               gradients to `staged`      row n - 1          row n              row n + 1          wait: partials
  *   bulk write  staged to memory           row n - 1          row n              row n + 1
  *
  * Rows are handed out in order, by tickets that block 0 draws from a counter in memory: clusters that drift apart cost
@@ -37,9 +37,10 @@
 #define IN_FLIGHT     BST_CROSS_ENTROPY_IN_FLIGHT
 #define PARTIAL_BYTES (CLUSTER * WARPS * PARTIAL * 4u)
 
-/* A warp that sends the partials of row n has ended row n - 2, for which every warp of the cluster has sent its own, and
- * had then ended row n - 4: so the room of row n - IN_FLIGHT is free. And block 0 draws ticket n + PREFETCH when its warps
- * have emptied the slot of row n - SLOTS, that is, when every block had read the ticket of row n - SLOTS - 2. */
+/* A warp that sends the partials of row n has ended row n - 2, for which every warp of the cluster has sent its own,
+ * and had then ended row n - 4: so the room of row n - IN_FLIGHT is free. And block 0 draws ticket n + PREFETCH when
+ * its warps have emptied the slot of row n - SLOTS, when every block had read
+ * the ticket of row n - SLOTS - 2. */
 static_assert(IN_FLIGHT >= 4 && TICKETS >= SLOTS + PREFETCH + 2, "room is used again when it is free");
 
 typedef struct ring {

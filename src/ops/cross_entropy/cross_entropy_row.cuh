@@ -1,8 +1,8 @@
 /* cross_entropy_row.cuh - the arithmetic of one row of logits, for the kernels that hold it in their different ways.
  *
  * Macros: those of the kernel that includes this; EACH and STEP where it holds its row. Exponentials are powers of two
- * relative to a running reference, so that the plain case costs one multiply-add and one exponential per logit. All sums
- * have a fixed order. */
+ * relative to a running reference, so that the plain case costs one multiply-add and one exponential per logit. All
+ * sums have a fixed order. */
 #ifndef BST_CROSS_ENTROPY_ROW_CUH
 #define BST_CROSS_ENTROPY_ROW_CUH
 
@@ -232,7 +232,8 @@ BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t targ
 
 /* For 16-bit logits without options that look at each logit twice, what stays in registers is not the logits but their
  * exponentials relative to the thread's own maximum, in float16 with 2^15 for one: 12 bits, four more than the gradient
- * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its logit. */
+ * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its
+ * logit. */
 #define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
 #define ONE     15.0f
 

@@ -177,12 +177,12 @@ static bst_status make_logits(const problem *p, int64_t first, int64_t rows, voi
 
 /* Gradients that are sums over chunks, while they are made. */
 typedef struct sums {
-    /* What the sums of a chunk's logit gradients are multiplied by: the divisor and the upstream gradient, where they are
-     * the same for all rows; NULL: one. The logits' own gradients, p - 1 and p, so stay in the range where their type is
-     * most exact. */
+    /* What the sums of a chunk's logit gradients are multiplied by: the divisor and the upstream gradient, where they
+     * are the same for all rows; NULL: one. The logits' own gradients, p - 1 and p, so stay in the range where their
+     * type is most exact. */
     const float *alpha;
-    /* Up to LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS chunks of dweight are added in its own type; more are in `dweight`, in float32 (on CPU, whose
-     * products do not write float32 from halves, each is made in `part` first). */
+    /* Up to LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS chunks of dweight are added in its own type; more are in `dweight`, in
+     * float32 (on CPU, whose products do not write float32 from halves, each is made in `part` first). */
     float *dweight;
     void *part;
     /* Float64, and rounded once: PARTS sums on CUDA, of a part of the rows each, or one; NULL: not wanted. */

@@ -1,12 +1,12 @@
 /* linear_cross_entropy.cu - what the fused loss needs beside matrix products (cuBLASLt) and the rows' cross-entropy.
  *
- * Macros: TYPE (a code of dtype.h); VEC elements of an access (columns alone); SPREAD, ROUND, COLUMNS or BIAS chooses the
- * kernel.
+ * Macros: TYPE (a code of dtype.h); VEC elements of an access (columns alone); SPREAD, ROUND, COLUMNS or BIAS chooses
+ * the kernel.
  *
  * spread   writes one row (the bias) over rows that the next product adds to. Bytes: the output's, once.
  * round    rounds a float32 sum to the output's type. Bytes: 4 read and 2 or 4 written per element.
- * columns  adds the columns of a chunk's gradient to sums in float64, each of every PARTS-th row. Bytes: the gradient's,
- *          once, and 16 PARTS a column.
+ * columns  adds the columns of a chunk's gradient to sums in float64, each of every PARTS-th row. Bytes: the
+ *          gradient's, once, and 16 PARTS a column.
  * bias     adds these up in their order and rounds once. Bytes: 8 PARTS a column. */
 #include "pack.cuh"
 

@@ -12,8 +12,8 @@
  *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
  *   combine   forward s H (N + T); backward as gather
  *   bias      sums over an expert's rows, in registers while the rows pass: 8 bytes a column for each chunk of rows
- * Measured on an H200, bf16, at GPT-OSS-20B's shape (4096 tokens, 4 of 32 experts, H = I = 2880): all of them, forward and
- * backward, 0.30 ms beside 4.67 ms of products: no more than their 1.4 GB take at the copy's speed (0.34 ms).
+ * Measured on an H200, bf16, at GPT-OSS-20B's shape (4096 tokens, 4 of 32 experts, H = I = 2880): all of them, forward
+ * and backward, 0.30 ms beside 4.67 ms of products: no more than their 1.4 GB take at the copy's speed (0.34 ms).
  * Each sum over rows: first the rows of a block, then the blocks, in that order, in float32. Pairs whose index is no
  * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN. What else an index tensor
  * may hold: no kernel reads or writes where it should not for it; a row of no pair is NaN.
@@ -56,7 +56,7 @@ BST_DEVICE bst_raw not_numbers(void) {
 }
 #endif
 
-/* ---- sort --------------------------------------------------------------------------------------------------------- */
+/* ---- sort -------------------------------------------------------------------------------------------------------- */
 
 #if defined(COUNT) || defined(PLACE)
 /* A thread is an expert: it walks over the block's pairs, eight to a read that all threads share, and finds its own in
@@ -134,7 +134,7 @@ BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
 }
 #endif
 
-/* ---- gather ------------------------------------------------------------------------------------------------------- */
+/* ---- gather ------------------------------------------------------------------------------------------------------ */
 
 #ifdef GATHER
 /* Four accesses a thread, all under way at once behind the reads of `order`. */
@@ -161,7 +161,7 @@ BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
 }
 #endif
 
-/* ---- the clamped gate ---------------------------------------------------------------------------------------------- */
+/* ---- the clamped gate -------------------------------------------------------------------------------------------- */
 
 #if defined(GLU_FORWARD) || defined(GLU_BACKWARD)
 /* A thread has VEC elements of h at a time: VEC/2 pairs of gate and up, and as many elements of y. COLUMNS is 2I. */
@@ -344,13 +344,13 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
 }
 #endif
 
-/* ---- the weighted sum ---------------------------------------------------------------------------------------------- */
+/* ---- the weighted sum -------------------------------------------------------------------------------------------- */
 
 #ifdef COMBINE_FORWARD
 #define VECTORS (COLUMNS / VEC)
 #define AT_ONCE (CHOICES < 4 ? CHOICES : 4)
-/* out = sum over choices of weight (y + bias), in their order. Without WEIGHTS a plain sum, which leaves out the pairs of
- * no expert. */
+/* out = sum over choices of weight (y + bias), in their order. Without WEIGHTS a plain sum, which leaves out the pairs
+ * of no expert. */
 BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
     int64_t at = (int64_t)bst_block() * THREADS + bst_thread(), token = at / VECTORS;
     int column = (int)(at % VECTORS) * VEC;
@@ -451,7 +451,7 @@ BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
 }
 #endif
 
-/* ---- gradients of biases -------------------------------------------------------------------------------------------- */
+/* ---- gradients of biases ----------------------------------------------------------------------------------------- */
 
 #ifdef BIAS_SUM
 /* A block takes an expert (blockIdx.y) and 32 columns; each of its warps every WARPS-th of the blocks that had rows of

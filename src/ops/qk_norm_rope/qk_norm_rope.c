@@ -1,5 +1,5 @@
-/* qk_norm_rope.c - QK-norm and rotary embedding: its description, then the configuration, then the kernels of the tensors'
- * device. */
+/* qk_norm_rope.c - QK-norm and rotary embedding: its description, then the configuration, then the kernels of the
+ * tensors' device. */
 #include <assert.h>
 #include <inttypes.h>
 
@@ -95,8 +95,8 @@ static const bst_kernel backward_kernel = {"qk_norm_rope.cu", "qk_norm_rope_back
 static const bst_kernel reduce_kernel = {"qk_norm_rope.cu", "qk_norm_rope_dweight", MACROS("REDUCE", "WANTS")};
 
 /* Forward: many heads of a token a group, for they share a read of the weight and of the tables, in small blocks. On an
- * H200, 16384 tokens of 32 + 8 heads of 128 in bf16: 84 us; blocks of 128 threads 85, four heads 88, and 89 in blocks of
- * 128. */
+ * H200, 16384 tokens of 32 + 8 heads of 128 in bf16: 84 us; blocks of 128 threads 85, four heads 88, and 89 in blocks
+ * of 128. */
 enum { FORWARD_THREADS = 64, FORWARD_EACH = 8, BACKWARD_THREADS = 128 };
 
 static int64_t slots_of(int64_t heads, int64_t each) { return (heads + each - 1) / each; }
@@ -282,8 +282,8 @@ static bst_status backward_cuda(const bst_exec *exec, qk_norm_rope_cpu *c, bst_d
     bool ring = vec * bst__dtype_size(c->of[0].x.dtype) == 16 && vec * bst__dtype_size(y_dtype) == 16;
     int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = ring ? threads * each * 2 * pieces * 16 : 0;
     l.shared = (unsigned)(copies > sums ? copies : sums);
-    /* Blocks that a multiprocessor holds. Of one piece a thread: 640 threads of 96 registers. Of two: 512 of 128; 384 of
-     * 168 where some threads of a head have less to do than others. */
+    /* Blocks that a multiprocessor holds. Of one piece a thread: 640 threads of 96 registers. Of two: 512 of 128; 384
+     * of 168 where some threads of a head have less to do than others. */
     bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == 2 * vec * l.values[GROUP];
     int64_t fit = l.shared ? chip.shared_memory / (int64_t)l.shared : INT64_MAX;
     int64_t blocks = (pieces == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads;

@@ -1,4 +1,5 @@
-/* rms_norm.c - RMSNorm, alone or after the addition of a residual: its description, then the kernels of the tensors' device. */
+/* rms_norm.c - RMSNorm, alone or after the addition of a residual: its description, then the kernels of the tensors'
+ * device. */
 #include "ops/rms_norm/rms_norm.h"
 
 #include <inttypes.h>

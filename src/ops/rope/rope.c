@@ -1,5 +1,5 @@
-/* rope.c - rotary position embedding: its description, then the configuration, then the kernel of the tensors' device. Forward
- * and backward are one computation with other factors. */
+/* rope.c - rotary position embedding: its description, then the configuration, then the kernel of the tensors' device.
+ * Forward and backward are one computation with other factors. */
 #include <assert.h>
 #include <inttypes.h>
 

@@ -38,8 +38,8 @@ static inline void put_word(void *to, int64_t i, uint32_t word) { memcpy((char *
 static inline void put_float(void *to, int64_t i, float value) { put_word(to, i, bst_bits_from_float(value)); }
 
 /* 1 + exp(-x), where 1 hides what exp is short of near zero. exp(v) = 2^k p(f), k the integer nearest to v log2(e): for
- * float32 p is that of bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most 2.6e-6,
- * 1/90 of their rounding. For NaN any number: what it is used with is NaN too. */
+ * float32 p is that of bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most
+ * 2.6e-6, 1/90 of their rounding. For NaN any number: what it is used with is NaN too. */
 static inline float one_plus_exp_minus(float x, bst_dtype dtype) {
     const float least = -87.3f, most = 88.37f, log2_e = 1.44269504f, magic = 12582912.0f;
     float v = -x < least ? least : -x;
