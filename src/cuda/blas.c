@@ -21,7 +21,7 @@
 
 enum {
     WORKSPACE = 32 << 20,             /* with less, Hopper and Blackwell silently lose algorithms */
-    REMEMBERED = 1024,                /* choices; a step has a few, times the lengths of sequences in turn */
+    REMEMBERED = 1024,                /* choices; a step has a few for each length of its sequences */
     CANDIDATES = BST_MOST_CANDIDATES, /* answers of the heuristic to choose from */
     CELL = 256,                       /* the alignment of workspace, and the room that a scalar gets in it */
 };
@@ -51,7 +51,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bst_cublaslt_api api;
 static bool opened;
 static cublasLtHandle_t handles[BST_MAX_DEVICES];
-/* One place for each hash: a newer choice takes an older one's, so that lengths that never come back cost nothing. */
+/* One slot for each hash: a newer choice replaces an older one, so that lengths that never come back cost nothing. */
 static struct {
     bool used;
     problem_key key;
@@ -273,7 +273,7 @@ static void remember(const problem_key *p, const choice *c) {
 
 /* ---- multiplying ------------------------------------------------------------------------------------------------- */
 
-/* A product under way. */
+/* A product that is being queued. */
 typedef struct product {
     const bst_exec *exec;
     const char *op;

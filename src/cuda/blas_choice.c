@@ -5,8 +5,8 @@
  * to the first answer:
  *   logits  m = tokens, n = V, k = H   tiles 201 and 197: 0.94 to 0.97 from 2048 tokens on (H = 1024: 0.88), 197 by 1
  *                                      to 2 % the better of them at 4096, 201 from 5504 on; 512: 1.01
- *   dhidden m = tokens, n = H, k = V   its tiles are few, and what counts is how full the last round of them is: tile
- *                                      24 where that fills 95 % of all rounds (1024, 2048, 3072, 4096, 5120, 5248
+ *   dhidden m = tokens, n = H, k = V   its tiles are few, and what counts is how full the last wave of them is: tile
+ *                                      24 where that fills 95 % of all waves (1024, 2048, 3072, 4096, 5120, 5248
  *                                      tokens: the best of all, or within 1 %), else tile 20, a half of 24: 0.94 to
  *                                      0.97 of the first answer at 2752, 5376, 5504, 5632, 6528 and 6784; 16384: tile
  *                                      24 0.94
@@ -39,8 +39,8 @@ static int first_of(uint32_t one, uint32_t other, const uint32_t *tiles, int cou
     return at < 0 ? 0 : at;
 }
 
-/* Whether tiles of 256 x 128 keep all multiprocessors busy in their last round, or nearly. */
-static bool fills_rounds(const bst_product *p) {
+/* Whether tiles of 256 x 128 keep all multiprocessors busy in their last wave, or nearly. */
+static bool fills_waves(const bst_product *p) {
     int64_t tiles = ((p->m + 127) / 128) * ((p->n + 255) / 256), each = p->processors > 0 ? p->processors : 1;
     return 100 * tiles >= 95 * ((tiles + each - 1) / each * each);
 }
@@ -58,7 +58,7 @@ int bst__preferred_candidate(const bst_product *p, const uint32_t *tiles, int co
                                  : first_of(TILE_LOGITS, TILE_LOGITS_TOO, tiles, count);
     }
     if (!p->a_transposed && !p->b_transposed && p->m >= LARGE)
-        return p->m > 12 * LARGE || fills_rounds(p) ? first_of(TILE_256x128, TILE_128x128, tiles, count)
-                                                    : first_of(TILE_128x128, TILE_256x128, tiles, count);
+        return p->m > 12 * LARGE || fills_waves(p) ? first_of(TILE_256x128, TILE_128x128, tiles, count)
+                                                   : first_of(TILE_128x128, TILE_256x128, tiles, count);
     return 0;
 }

@@ -176,15 +176,15 @@ static void visit(int folder, unsigned kinds, visitor see, void *context) {
 }
 
 /* What is known of an entry that may have to leave. */
-typedef struct lodger {
+typedef struct entry {
     char name[NAME_BYTES];
     struct timespec used;
     int64_t bytes;
-} lodger;
+} entry;
 
 typedef struct survey {
     time_t now;
-    lodger *lodgers;
+    entry *entries;
     size_t count, room;
     int64_t bytes; /* of them all */
 } survey;
@@ -192,15 +192,15 @@ typedef struct survey {
 static int64_t on_disk(int64_t bytes) { return (bytes + BLOCK - 1) / BLOCK * BLOCK; }
 
 /* An entry that there is no memory to note stays, and does not count. */
-static void take_down(survey *v, const char *name, const struct stat *s) {
+static void note(survey *v, const char *name, const struct stat *s) {
     if (v->count == v->room) {
         size_t room = v->room ? 2 * v->room : 256;
-        lodger *more = realloc(v->lodgers, room * sizeof *more);
+        entry *more = realloc(v->entries, room * sizeof *more);
         if (!more) return;
-        v->lodgers = more;
+        v->entries = more;
         v->room = room;
     }
-    lodger *l = &v->lodgers[v->count++];
+    entry *l = &v->entries[v->count++];
     memcpy(l->name, name, strlen(name) + 1); /* a key and a suffix: it fits */
     l->used = s->st_mtim;
     l->bytes = on_disk(s->st_size);
@@ -210,13 +210,13 @@ static void take_down(survey *v, const char *name, const struct stat *s) {
 static void survey_one(void *context, int folder, const char *name, const struct stat *s) {
     survey *v = context;
     if (kind_of(name) == ENTRY)
-        take_down(v, name, s);
+        note(v, name, s);
     else if (v->now - s->st_mtime > STALE)
         unlinkat(folder, name, 0); /* a writer that was killed has left it behind */
 }
 
 static int by_use(const void *a, const void *b) {
-    const struct timespec *x = &((const lodger *)a)->used, *y = &((const lodger *)b)->used;
+    const struct timespec *x = &((const entry *)a)->used, *y = &((const entry *)b)->used;
     if (x->tv_sec != y->tv_sec) return x->tv_sec < y->tv_sec ? -1 : 1;
     return (x->tv_nsec > y->tv_nsec) - (x->tv_nsec < y->tv_nsec);
 }
@@ -243,10 +243,10 @@ static void tidy(int folder, int64_t incoming) {
     visit(folder, 1u << TEMPORARY | 1u << LOCK | (look ? 1u << ENTRY : 0), survey_one, &v);
     if (!look) return;
     atomic_store(&unseen, incoming);
-    if (v.count) qsort(v.lodgers, v.count, sizeof *v.lodgers, by_use);
+    if (v.count) qsort(v.entries, v.count, sizeof *v.entries, by_use);
     for (size_t i = 0; i < v.count && v.bytes + incoming > most - spare; i++)
-        if (unlinkat(folder, v.lodgers[i].name, 0) == 0) v.bytes -= v.lodgers[i].bytes;
-    free(v.lodgers);
+        if (unlinkat(folder, v.entries[i].name, 0) == 0) v.bytes -= v.entries[i].bytes;
+    free(v.entries);
 }
 
 typedef struct clearing {
@@ -325,7 +325,7 @@ static int try_lock(int folder, const char *name) {
 
 /* Waits for the key's lock, or for the entry to appear, which is as good (true, *out filled). *held: the lock's
  * descriptor, or -1 where there is none, because of the entry, the time, or a file system without locks. */
-static bool wait_for_turn(int folder, const bst_digest *key, const char *kind, const char *name, int *held,
+static bool wait_for_lock(int folder, const bst_digest *key, const char *kind, const char *name, int *held,
                           bst_blob *out) {
     struct timespec start, now, pause = {0, 1000000};
     clock_gettime(CLOCK_MONOTONIC, &start);
@@ -350,7 +350,7 @@ bst_status bst__cache_get(const bst_digest *key, const char *kind, bst_cache_mak
         char lock_name[NAME_BYTES];
         int held = -1;
         entry_name(key, lock_suffix, lock_name);
-        if (!wait_for_turn(folder, key, kind, lock_name, &held, out)) {
+        if (!wait_for_lock(folder, key, kind, lock_name, &held, out)) {
             status = make(context, out);
             if (status == BST_OK) store(folder, key, kind, out);
         }

@@ -17,7 +17,7 @@ static void add(emu_bulk copy, const char *where) {
     if (emu.bulk_count == emu.bulk_room) {
         const unsigned room = emu.bulk_room ? 2 * emu.bulk_room : 16;
         emu_bulk *more = realloc(emu.bulk, room * sizeof *more);
-        if (more == NULL) emu_fail(where, "no memory for %u bulk copies under way", room);
+        if (more == NULL) emu_fail(where, "no memory for %u bulk copies in flight", room);
         emu.bulk = more;
         emu.bulk_room = room;
     }
@@ -130,7 +130,7 @@ void emu_bulk_exit(emu_thread *thread) {
         const emu_bulk *copy = &emu.bulk[i];
         if (!copy->is_write && emu_is_shared(thread->block, copy->to, copy->bytes)) {
             emu_fail(NULL,
-                     "the block ends while a bulk read or a bst_cluster_send into its shared memory is under way");
+                     "the block ends while a bulk read or a bst_cluster_send into its shared memory is in flight");
         }
     }
 }

@@ -15,7 +15,7 @@ void emu_copy_async16(void *to, const void *from, int valid, const char *where) 
     if (t->copy_count == t->copy_room) {
         const unsigned room = t->copy_room ? 2 * t->copy_room : 16;
         emu_copy *more = realloc(t->copies, room * sizeof *more);
-        if (more == NULL) emu_fail(where, "no memory for %u copies under way", room);
+        if (more == NULL) emu_fail(where, "no memory for %u copies in flight", room);
         t->copies = more;
         t->copy_room = room;
     }

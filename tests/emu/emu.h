@@ -89,7 +89,7 @@ typedef struct emu_bulk {
 
 enum { EMU_MOST_CLUSTER = 8, EMU_MOST_SITES = 64, EMU_STATIC_LIMIT = 48 * 1024 };
 
-/* The launch under way. */
+/* The running launch. */
 typedef struct emu_state {
     const char *op;
     const bst_launch *launch;

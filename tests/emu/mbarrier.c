@@ -88,7 +88,7 @@ void emu_barrier_wait(void *barrier, unsigned parity, const char *where) {
 void emu_barrier_complete(void *barrier, unsigned bytes) {
     state s;
     if (!load(barrier, &s)) {
-        emu_fail_launch("the mbarrier of a bulk copy was overwritten while the copy was under way");
+        emu_fail_launch("the mbarrier of a bulk copy was overwritten while the copy was in flight");
         return;
     }
     s.bytes -= (int)bytes;

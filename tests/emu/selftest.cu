@@ -58,7 +58,7 @@ BST_KERNEL(async, arguments, 32, 1) {
 }
 
 /* y = x turned by one place, while the next data is on its way into the same buffer: no thread may issue its copy
- * before its neighbour has read. Only the garbage that a copy under way leaves in its destination shows a missing
+ * before its neighbour has read. Only the garbage that a copy in flight leaves in its destination shows a missing
  * barrier. */
 BST_KERNEL(prefetch, arguments, 32, 1) {
     BST_DYNAMIC_SHARED(memory);

@@ -245,7 +245,7 @@ BST_DEVICE void bst_copy_async16_or_zero(void *shared, const void *global, bool 
                  : "memory");
 }
 BST_DEVICE void bst_copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* Waits until at most the `newest` (a constant) latest groups of this thread are under way. */
+/* Waits until at most the `newest` (a constant) latest groups of this thread are in flight. */
 #define bst_copy_async_wait(newest) asm volatile("cp.async.wait_group %0;" ::"n"(newest) : "memory")
 
 /* ---- programmatic dependent launch ---------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ BST_DEVICE void bst_bulk_write(void *global, const void *shared, unsigned bytes)
                  : "memory");
 }
 BST_DEVICE void bst_bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/* Waits until at most the `newest` (a constant) latest groups of this thread's bulk writes are under way; wait_read
+/* Waits until at most the `newest` (a constant) latest groups of this thread's bulk writes are in flight; wait_read
  * only until their source may be overwritten, which also must be so before the block ends. */
 #define bst_bulk_wait(newest)      asm volatile("cp.async.bulk.wait_group %0;" ::"n"(newest) : "memory")
 #define bst_bulk_wait_read(newest) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(newest) : "memory")

@@ -17,7 +17,7 @@ BST_DEVICE float bst_warp_reduce(float v, int lanes, bool maximum) {
 }
 
 /* `scratch`: 32 floats of shared memory; unused where a group fits a warp. A second call may reuse it only after a
- * bst_sync(): two calls in a row take turns between two scratches, or synchronise. */
+ * bst_sync(): two calls in a row alternate between two scratches, or synchronise. */
 BST_DEVICE float bst_group_reduce(float v, int threads, float *scratch, bool maximum) {
     v = bst_warp_reduce(v, threads < 32 ? threads : 32, maximum);
     if (threads <= 32) return v;

@@ -49,8 +49,8 @@ bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, con
 /* ---- description ------------------------------------------------------------------------------------------------- */
 
 /* Backward reads the gradient of the loss, and the sums, in the places of forward's outputs. lse may be the two numbers
- * that it is made of (KEPT). */
-enum { LOGITS, TARGET, CLASS_WEIGHT, NUM_ITEMS, LOSS, KEPT, LSE, DLOGITS, COUNT };
+ * that it is made of, for each row (PAIRS). */
+enum { LOGITS, TARGET, CLASS_WEIGHT, NUM_ITEMS, LOSS, PAIRS, LSE, DLOGITS, COUNT };
 
 static bst_status check_classes(const char *op, const bst_view *v) {
     int64_t classes = v[LOGITS].rows.columns;
@@ -67,7 +67,7 @@ static bst_status check_classes(const char *op, const bst_view *v) {
     [CLASS_WEIGHT] = BST_LOSS_FLOATS("class_weight", BST_IN | BST_OPTIONAL, "V"),                                  \
     [NUM_ITEMS] = BST_LOSS_FLOATS("num_items", BST_IN | BST_OPTIONAL, "."),                                        \
     [LOSS] = BST_LOSS_FLOATS(loss, direction, "#", BST_REDUCED(BST_LOSS_REDUCTION)),                               \
-    [KEPT] = BST_LOSS_FLOATS("lse", (direction) | BST_OPTIONAL, "#2"),                                             \
+    [PAIRS] = BST_LOSS_FLOATS("lse", (direction) | BST_OPTIONAL, "#2"),                                            \
     [LSE] = BST_LOSS_FLOATS("lse", (direction) | BST_OPTIONAL, "#"),                                               \
     [DLOGITS] = ARGUMENT("dlogits", BST_OUT | (dlogits_flags), BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(LOGITS), \
                          BST_TYPE_OF(LOGITS, "the type of logits"), BST_MAY_BE(1u << LOGITS))
@@ -84,7 +84,7 @@ static bst_status check(const char *op, const bst_view *v, const bst_attribute *
 }
 
 static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    if (!bst__given(&v[KEPT]) && !bst__given(&v[LSE]))
+    if (!bst__given(&v[PAIRS]) && !bst__given(&v[LSE]))
         return bst__error(BST_INVALID, "%s: lse is NULL; a tensor is needed", op);
     return check(op, v, attributes);
 }
@@ -176,7 +176,7 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
                                      .upstream_stride = none,
                                      .loss_rows = backward ? NULL : v[LOSS].data,
                                      .lse = v[LSE].data,
-                                     .kept = v[KEPT].data,
+                                     .lse_pairs = v[PAIRS].data,
                                      .dlogits = v[DLOGITS].data,
                                      .dlogits_stride = r->columns};
     size_t loss_bytes = reduce ? (size_t)c.rows * sizeof(float) : 0;
@@ -222,7 +222,7 @@ static bst_status call(const bst_function *function, const bst_exec *exec, const
     bst_attribute attributes[BST_LOSS_COUNT];
     BST_TRY(bst__loss_attributes(function->name, options, attributes));
     const DLTensor *lse = tensors[LSE];
-    if (lse && lse->ndim == 2 && lse->shape && lse->shape[1] == 2) tensors[KEPT] = lse, tensors[LSE] = NULL;
+    if (lse && lse->ndim == 2 && lse->shape && lse->shape[1] == 2) tensors[PAIRS] = lse, tensors[LSE] = NULL;
     return bst__run(function, exec, tensors, attributes);
 }
 

@@ -7,16 +7,16 @@
  * rows      one block a row. LOSS: Bytes: the logits, once. GRADIENT: the logits and dlogits, once each.
  *           LOSS_AND_GRADIENT: reads the logits twice, the second time backwards, so that the caches have most of what
  *           is left. Measured on an H200, bf16: LOSS 259 us at 4096 x 128256 (0.95 of the copy bandwidth).
- * held      LOSS_AND_GRADIENT on sm_90 and later, rows of up to 64 KiB; cross_entropy_ring.cu has the wider ones.
+ * registers LOSS_AND_GRADIENT on sm_90 and later, rows of up to 64 KiB; cross_entropy_ring.cu has the wider ones.
  *           Bytes: one read and one write per logit. A block holds its row in registers between its uses. Measured on
  *           an H200, bf16, with divisors and reduce: 140 us at 4096 x 32000 (0.89 of the copy).
  * Rows to be ignored are not read. No atomics. */
-#ifdef HELD
+#ifdef REGISTERS
 #define VECTORS (VOCAB / VEC)
 #define STEP    THREADS
 #define EACH    ((VECTORS + THREADS - 1) / THREADS)
 #endif
-#if defined(ROWS) || defined(HELD)
+#if defined(ROWS) || defined(REGISTERS)
 #include "cross_entropy_row.cuh"
 #else
 #include "pack.cuh"
@@ -92,8 +92,8 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
 BST_DEVICE void row_gradient(const cross_entropy_rows_args *a, const row_terms *t, const void *row, void *out,
                              const row_shape *s, int target) {
     int last = (s->vectors + BATCH * THREADS - 1) / (BATCH * THREADS) - 1;
-    for (int turn = last; turn >= 0; turn--) {
-        int first = turn * BATCH * THREADS + (int)bst_thread();
+    for (int batch = last; batch >= 0; batch--) {
+        int first = batch * BATCH * THREADS + (int)bst_thread();
         bst_raw raw[BATCH];
         float x[VEC];
         BST_UNROLL
@@ -140,8 +140,8 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
     partial total;
     if (MODE == GRADIENT) {
         total = nothing();
-        total.reference = a.kept ? a.kept[2 * row] : TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * LOG2E;
-        total.sum = a.kept ? a.kept[2 * row + 1] : 1.0f;
+        total.reference = a.lse_pairs ? a.lse_pairs[2 * row] : TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * LOG2E;
+        total.sum = a.lse_pairs ? a.lse_pairs[2 * row + 1] : 1.0f;
     } else {
         bst_load(&x, logits, target, TYPE, 1); /* before the barrier in row_total: dlogits may be logits */
         total = row_total(&a, logits, &shape, scratch);
@@ -150,14 +150,14 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
     row_terms terms = terms_of(&a, &divide, row, (int)target, total, x);
     if (MODE != GRADIENT && bst_thread() == 0) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
-        keep(&a, row, total, terms.lse);
+        store_lse(&a, row, total, terms.lse);
     }
     if (MODE != LOSS) row_gradient(&a, &terms, logits, dlogits, &shape, (int)target);
 }
 #endif
 
-#ifdef HELD
-BST_KERNEL(cross_entropy_held, cross_entropy_rows_args, THREADS, BLOCKS) {
+#ifdef REGISTERS
+BST_KERNEL(cross_entropy_registers, cross_entropy_rows_args, THREADS, BLOCKS) {
     BST_DYNAMIC_SHARED(buffer); /* VECTORS vectors */
     BST_SHARED(uint64_t, arrived, 1);
     BST_SHARED(float, scratch, PARTIAL *(THREADS / 32));
@@ -184,23 +184,24 @@ BST_KERNEL(cross_entropy_held, cross_entropy_rows_args, THREADS, BLOCKS) {
     }
     bst_cross_entropy_divisors divide = divisors_of(&a);
     bst_barrier_wait(arrived, 0);
-    held h;
+    registers h;
     BST_UNROLL
     for (int i = 0; i < EACH; i++)
-        if (thread + i * THREADS < VECTORS) h.kept[i] = bst_read(buffer + (thread + i * THREADS) * 16, 16);
+        if (thread + i * THREADS < VECTORS) h.raw[i] = bst_read(buffer + (thread + i * THREADS) * 16, 16);
     bst_load(&h.hit, buffer, target, TYPE, 1);
-    partial p = block_total(held_sums(&a, &h, thread, VECTORS, 0), scratch);
+    partial p = block_total(registers_sums(&a, &h, thread, VECTORS, 0), scratch);
     row_terms terms = terms_of(&a, &divide, row, (int)target, p, h.hit);
-    factors f = held_factors(&a, &terms, &h);
+    factors f = registers_factors(&a, &terms, &h);
     if (thread == 0) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
-        keep(&a, row, p, terms.lse);
+        store_lse(&a, row, p, terms.lse);
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
         int column = (thread + i * THREADS) * VEC;
         if (thread + i * THREADS < VECTORS)
-            bst_write(bst_at_out(out, column, TYPE), held_gradient(&a, &terms, &f, &h, i, column, (int)target), 16);
+            bst_write(bst_at_out(out, column, TYPE), registers_gradient(&a, &terms, &f, &h, i, column, (int)target),
+                      16);
     }
 }
 #endif

@@ -4,8 +4,8 @@
 
 #include "row_map.h"
 
-/* What a pass over rows makes: loss, lse and kept; those and the gradient, in one pass over the logits where the chip
- * allows it; or the gradient out of kept or lse. */
+/* What a pass over rows makes: loss, lse and its pairs; those and the gradient, in one pass over the logits where the
+ * chip allows it; or the gradient out of the pairs or lse. */
 typedef enum bst_cross_entropy_mode {
     BST_CROSS_ENTROPY_LOSS,
     BST_CROSS_ENTROPY_LOSS_AND_GRADIENT,
@@ -14,7 +14,7 @@ typedef enum bst_cross_entropy_mode {
 
 #define BST_CROSS_ENTROPY_BATCH 4    /* vectors that a thread of `rows` loads before it uses the first */
 #define BST_CROSS_ENTROPY_BLOCK 1024 /* threads of `divisors` and of `reduce`, which have one block */
-/* The ring's room for partials, which the host reckons with: rows whose partials may be in flight, and the numbers that
+/* The ring's room for partials, which the host counts on: rows whose partials may be in flight, and the numbers that
  * the partials of a warp are, for a row. */
 #define BST_CROSS_ENTROPY_IN_FLIGHT        4
 #define BST_CROSS_ENTROPY_PARTIALS(smooth) ((smooth) ? 4 : 2)
@@ -34,7 +34,7 @@ typedef struct cross_entropy_rows_args {
     const float *class_weight;
     const bst_cross_entropy_divisors *divisors; /* NULL: no division */
     const float *upstream;                      /* NULL: one */
-    float *loss_rows, *lse, *kept;              /* NULL: not wanted */
+    float *loss_rows, *lse, *lse_pairs;         /* NULL: not wanted */
     uint32_t *tickets;                          /* ring: zero before the launch */
     int64_t rows, ignore_index, upstream_stride;
     bst_row_map logits_map, dlogits_map;

@@ -120,12 +120,12 @@ typedef struct row_terms {
 } row_terms;
 
 static void write_gradient(const rows_call *c, const row_terms *t, const void *in, void *out, int64_t target, float *z,
-                           bool kept) {
+                           bool loaded) {
     float slope[BST_TILE];
     const bst_loss *o = c->options;
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
         int64_t n = smaller(BST_TILE, c->vocabulary - column);
-        if (!kept || o->softcap > 0) {
+        if (!loaded || o->softcap > 0) {
             bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
             shape_tile(o, z, slope, n);
         }
@@ -145,11 +145,11 @@ static void write_gradient(const rows_call *c, const row_terms *t, const void *i
     }
 }
 
-static void keep(const rows_call *c, int64_t row, const row_sums *s, float lse) {
+static void store_lse(const rows_call *c, int64_t row, const row_sums *s, float lse) {
     if (c->lse) c->lse[row] = lse;
-    if (!c->kept) return;
-    c->kept[2 * row] = s->top;
-    c->kept[2 * row + 1] = (float)s->exponentials;
+    if (!c->lse_pairs) return;
+    c->lse_pairs[2 * row] = s->top;
+    c->lse_pairs[2 * row + 1] = (float)s->exponentials;
 }
 
 static void one_row(const rows_call *c, int64_t row) {
@@ -165,7 +165,7 @@ static void one_row(const rows_call *c, int64_t row) {
     bool forward = c->mode != BST_CROSS_ENTROPY_GRADIENT;
     if (target == o->ignore_index || target < 0 || target >= c->vocabulary) {
         if (forward && c->loss_rows) c->loss_rows[row] = target == o->ignore_index ? 0.0f : NAN;
-        if (forward) keep(c, row, &(row_sums){.exponentials = 1}, 0);
+        if (forward) store_lse(c, row, &(row_sums){.exponentials = 1}, 0);
         if (c->mode != BST_CROSS_ENTROPY_LOSS) memset(out, 0, (size_t)(c->vocabulary * bst__dtype_size(c->dtype)));
         return;
     }
@@ -179,8 +179,9 @@ static void one_row(const rows_call *c, int64_t row) {
         shape_tile(o, z, NULL, n);
         add_tile(c, &s, z, column, n);
     }
-    if (!forward && c->kept) s = (row_sums){.top = c->kept[2 * row], .exponentials = (double)c->kept[2 * row + 1]};
-    if (!forward && !c->kept) s = (row_sums){.top = c->lse[row], .exponentials = 1};
+    if (!forward && c->lse_pairs)
+        s = (row_sums){.top = c->lse_pairs[2 * row], .exponentials = (double)c->lse_pairs[2 * row + 1]};
+    if (!forward && !c->lse_pairs) s = (row_sums){.top = c->lse[row], .exponentials = 1};
     double log_sum = log(s.exponentials);
     float lse = (float)(s.top + log_sum), smoothing = (float)o->label_smoothing;
     float weight = (c->class_weight ? c->class_weight[target] : 1.0f) * (1 - smoothing);
@@ -192,7 +193,7 @@ static void one_row(const rows_call *c, int64_t row) {
         loss *= divide.inverse_weight_sum;
         if (square != 0) loss += divide.inverse_count * square * lse * lse;
         if (c->loss_rows) c->loss_rows[row] = (float)loss;
-        keep(c, row, &s, lse);
+        store_lse(c, row, &s, lse);
     }
     if (c->mode == BST_CROSS_ENTROPY_LOSS) return;
     float upstream = c->upstream ? c->upstream[row * c->upstream_stride] : 1.0f;

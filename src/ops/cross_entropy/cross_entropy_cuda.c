@@ -12,7 +12,8 @@
 enum { ROW_MACROS(VALUE), RING_MACROS(VALUE) };
 
 static const bst_kernel rows_kernel = {"cross_entropy.cu", "cross_entropy_rows", {ROW_MACROS(NAME), "ROWS"}};
-static const bst_kernel held_kernel = {"cross_entropy.cu", "cross_entropy_held", {ROW_MACROS(NAME), "HELD"}};
+static const bst_kernel registers_kernel = {
+    "cross_entropy.cu", "cross_entropy_registers", {ROW_MACROS(NAME), "REGISTERS"}};
 static const bst_kernel ring_kernel = {
     "cross_entropy_ring.cu", "cross_entropy_ring", {ROW_MACROS(NAME), RING_MACROS(NAME)}};
 static const bst_kernel divisors_kernel = {"cross_entropy.cu", "cross_entropy_divisors", {"DIVISORS"}};
@@ -20,12 +21,12 @@ static const bst_kernel reduce_kernel = {"cross_entropy.cu", "cross_entropy_redu
 static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "VEC", "THREADS", "SCALE"}};
 
 enum {
-    ROW_THREADS = 512,   /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
-    HELD_BYTES = 65536,  /* rows up to this size are one block's */
-    HELD_EACH = 8,       /* vectors of a thread there */
-    HELD_THREADS = 1024, /* of a multiprocessor there: 64 registers each, just enough */
-    OTHER_THREADS = 512, /* with label smoothing, softcap or rows of two strides: 128 registers each */
-    HELD_SHARED = 512,   /* static, of a block there, with what the driver keeps for itself */
+    ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
+    BLOCK_BYTES = 65536,  /* rows up to this size are one block's */
+    BLOCK_EACH = 8,       /* vectors of a thread there */
+    PLAIN_THREADS = 1024, /* of a multiprocessor there: 64 registers each, just enough */
+    OTHER_THREADS = 512,  /* with label smoothing, softcap or rows of two strides: 128 registers each */
+    BLOCK_SHARED = 512,   /* static, of a block there, with what the driver keeps for itself */
     SCALE_THREADS = 256
 };
 
@@ -57,20 +58,20 @@ static void choose_access(const bst_cross_entropy_rows_call *c, bst_launch *l) {
 static bool is_plain(const bst_launch *l) { return l->values[FOLDED] && !l->values[SMOOTH] && !l->values[SOFTCAP]; }
 
 /* One read and one write per logit, where the chip has bulk copies and rows are whole vectors. */
-static bool can_hold(const bst_cross_entropy_rows_call *c, const bst_chip *chip, const bst_launch *l) {
+static bool can_read_once(const bst_cross_entropy_rows_call *c, const bst_chip *chip, const bst_launch *l) {
     return c->mode == BST_CROSS_ENTROPY_LOSS_AND_GRADIENT && chip->arch >= 90 && !l->values[PEEL] &&
            l->values[VEC] * bst__dtype_size(c->dtype) == 16;
 }
 
 /* A row in one block. Blocks start over for each row: as fast as ones that stay, measured at 4096 x 32000. */
-static bool choose_held(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
+static bool choose_registers(const bst_cross_entropy_rows_call *c, const bst_chip *chip, bst_launch *l) {
     int64_t vectors = c->vocabulary / l->values[VEC], shared = vectors * 16;
-    int64_t threads = (vectors + HELD_EACH * 32 - 1) / (HELD_EACH * 32) * 32;
-    if (shared > HELD_BYTES || shared + HELD_SHARED > chip->shared_memory) return false;
-    int64_t room = is_plain(l) ? HELD_THREADS : OTHER_THREADS;
-    int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + HELD_SHARED);
+    int64_t threads = (vectors + BLOCK_EACH * 32 - 1) / (BLOCK_EACH * 32) * 32;
+    if (shared > BLOCK_BYTES || shared + BLOCK_SHARED > chip->shared_memory) return false;
+    int64_t room = is_plain(l) ? PLAIN_THREADS : OTHER_THREADS;
+    int64_t blocks = threads < room ? room / threads : 1, fit = chip->shared_memory / (shared + BLOCK_SHARED);
     if (blocks > fit) blocks = fit;
-    l->kernel = &held_kernel;
+    l->kernel = &registers_kernel;
     l->values[THREADS] = threads;
     l->values[BLOCKS] = blocks < 16 ? blocks : 16;
     l->block = (unsigned)threads;
@@ -99,11 +100,11 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
     if (slots * slice * 16 > room) return false;
     /* What a row takes in registers, and what else there is: found by compiling. */
     bool light = is_plain(l) && !l->values[NEGATIVE];
-    int64_t lanes = (slice + warps - 1) / warps, held = (lanes + 31) / 32;
+    int64_t lanes = (slice + warps - 1) / warps, each_lane = (lanes + 31) / 32;
     int64_t others = !light ? 72 : !staged || c->dtype == BST_F32 ? 48 : chip->arch == 90 ? 40 : 44;
-    int64_t registers = (1 + ahead) * 4 * held + others;
-    int64_t warps_held = (warps + 1 + 3) / 4 * 4 * blocks; /* registers are given to four warps at a time */
-    if (registers > 255 || registers * 32 * warps_held > REGISTERS) return false;
+    int64_t registers = (1 + ahead) * 4 * each_lane + others;
+    int64_t warps_allocated = (warps + 1 + 3) / 4 * 4 * blocks; /* registers are given to four warps at a time */
+    if (registers > 255 || registers * 32 * warps_allocated > REGISTERS) return false;
     int64_t resident = chip->processors * blocks / cluster, wanted = c->rows < resident ? c->rows : resident;
     l->kernel = &ring_kernel;
     l->values[THREADS] = threads;
@@ -161,7 +162,8 @@ bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, co
     l.values[Z_LOSS] = o->lse_square_scale != 0;
     l.values[NEGATIVE] = o->logit_scale < 0;
     choose_access(c, &l);
-    if (!can_hold(c, &chip, &l) || !(choose_held(c, &chip, &l) || choose_ring(c, &chip, &l))) choose_rows(c, &l);
+    if (!can_read_once(c, &chip, &l) || !(choose_registers(c, &chip, &l) || choose_ring(c, &chip, &l)))
+        choose_rows(c, &l);
     bst_row_map in = {c->inner > 0 ? c->inner : c->rows, c->stride, c->outer_stride};
     bst_row_map out = {c->rows, c->dlogits_stride, 0};
     double natural = o->softcap > 0 ? o->softcap : o->logit_scale;
@@ -175,7 +177,7 @@ bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, co
         .loss_rows = c->loss_rows,
         .tickets = c->tickets,
         .lse = c->lse,
-        .kept = c->kept,
+        .lse_pairs = c->lse_pairs,
         .rows = c->rows,
         .ignore_index = o->ignore_index,
         .upstream_stride = c->upstream_stride,

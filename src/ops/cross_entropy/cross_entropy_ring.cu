@@ -147,7 +147,7 @@ BST_DEVICE void produce(const cross_entropy_rows_args *a, const ring *r, unsigne
 
 /* A row between its two halves. */
 typedef struct begun {
-    held h;
+    registers h;
     uint32_t row, target;
 } begun;
 
@@ -162,14 +162,14 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
         BST_UNROLL
         for (int i = 0; i < EACH; i++)
             if ((int)lane + i * 32 < part.count)
-                b->h.kept[i] = bst_read(slot + (part.first + (int)lane + i * 32) * 16, 16);
+                b->h.raw[i] = bst_read(slot + (part.first + (int)lane + i * 32) * 16, 16);
         int at = (int)b->target - slice.first * VEC;
         b->h.hit = 0.0f;
         if ((unsigned)(at - part.first * VEC) < (unsigned)(part.count * VEC)) bst_load(&b->h.hit, slot, at, TYPE, 1);
     }
     bst_sync_warp(); /* the part is in registers */
     if (lane == 0) arrive(empty(r, n));
-    if (b->target != NONE) p = held_sums(a, &b->h, (int)lane, part.count, column);
+    if (b->target != NONE) p = registers_sums(a, &b->h, (int)lane, part.count, column);
     p = warp_total(p, 32);
     if (lane >= CLUSTER) return;
     float *to = r->partials + ((n % IN_FLIGHT * CLUSTER + rank) * WARPS + warp) * PARTIAL;
@@ -198,7 +198,7 @@ BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, cons
                            piece slice, piece part) {
     int lane = (int)bst_lane(), first = slice.first + part.first;
     factors f = {0, 0};
-    if (t) f = held_factors(a, t, &b->h);
+    if (t) f = registers_factors(a, t, &b->h);
     void *out = bst_at_out(a->dlogits, bst_row_start(&a->dlogits_map, b->row, FOLDED) + (int64_t)first * VEC, TYPE);
     unsigned char *staged = r->staged + part.first * 16;
     if (STAGED) {
@@ -210,7 +210,7 @@ BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, cons
         int at = lane + i * 32;
         if (at >= part.count) continue;
         bst_raw v = {{0, 0, 0, 0}};
-        if (t) v = held_gradient(a, t, &f, &b->h, i, (first + at) * VEC, (int)b->target);
+        if (t) v = registers_gradient(a, t, &f, &b->h, i, (first + at) * VEC, (int)b->target);
         bst_write(STAGED ? staged + at * 16 : (unsigned char *)out + (size_t)at * 16, v, 16);
     }
     if (!STAGED) return;
@@ -237,7 +237,7 @@ BST_DEVICE void end_row(const cross_entropy_rows_args *a, const bst_cross_entrop
     int at = (int)b->target - (slice.first + part.first) * VEC;
     if (bst_lane() == 0 && (unsigned)at < (unsigned)(part.count * VEC) && a->loss_rows)
         a->loss_rows[b->row] = terms.loss;
-    if (leader && rank == 0) keep(a, b->row, p, terms.lse);
+    if (leader && rank == 0) store_lse(a, b->row, p, terms.lse);
     write_part(a, r, &terms, b, slice, part);
 }
 

@@ -210,11 +210,11 @@ BST_DEVICE bool in_vocabulary(const cross_entropy_rows_args *a, int64_t target) 
     return target != a->ignore_index && target >= 0 && target < VOCAB;
 }
 
-BST_DEVICE void keep(const cross_entropy_rows_args *a, int64_t row, partial total, float lse) {
+BST_DEVICE void store_lse(const cross_entropy_rows_args *a, int64_t row, partial total, float lse) {
     if (a->lse) a->lse[row] = lse;
-    if (!a->kept) return;
-    a->kept[2 * row] = total.reference;
-    a->kept[2 * row + 1] = total.sum;
+    if (!a->lse_pairs) return;
+    a->lse_pairs[2 * row] = total.reference;
+    a->lse_pairs[2 * row + 1] = total.sum;
 }
 
 /* The loss of a row that is not read. */
@@ -222,7 +222,7 @@ BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t targ
     partial one = {0.0f, 1.0f, 0.0f, 0.0f};
     if (MODE == GRADIENT) return;
     if (a->loss_rows) a->loss_rows[row] = target == a->ignore_index ? 0.0f : BST_NAN;
-    keep(a, row, one, 0.0f);
+    store_lse(a, row, one, 0.0f);
 }
 
 #ifdef EACH
@@ -237,14 +237,14 @@ BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t targ
 #define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
 #define ONE     15.0f
 
-typedef struct held {
-    bst_raw kept[EACH];
+typedef struct registers {
+    bst_raw raw[EACH];
     float own; /* COMPACT: what the exponentials are relative to */
     float hit; /* the target's logit, where it is in this piece */
-} held;
+} registers;
 
 /* The largest of a thread's logits (of their negatives where NEGATIVE). */
-BST_DEVICE float held_top(const held *h, int first, int count) {
+BST_DEVICE float registers_top(const registers *h, int first, int count) {
     float x[VEC], top = -BST_INFINITY;
     if (COMPACT) {
         uint32_t pair = TYPE == BST_BF16_CODE ? 0xff80ff80u : 0xfc00fc00u; /* -inf, twice */
@@ -253,7 +253,7 @@ BST_DEVICE float held_top(const held *h, int first, int count) {
             if (first + i * STEP >= count) continue;
             BST_UNROLL
             for (int j = 0; j < 4; j++) {
-                uint32_t w = h->kept[i].w[j];
+                uint32_t w = h->raw[i].w[j];
                 pair = TYPE == BST_BF16_CODE ? bst_max_bf16x2(pair, w) : bst_max_f16x2(pair, w);
             }
         }
@@ -262,7 +262,7 @@ BST_DEVICE float held_top(const held *h, int first, int count) {
         BST_UNROLL
         for (int i = 0; i < EACH; i++) {
             if (first + i * STEP >= count) continue;
-            bst_unpack(x, h->kept[i], TYPE, VEC);
+            bst_unpack(x, h->raw[i], TYPE, VEC);
             top = top_of(top, x, VEC);
         }
     }
@@ -270,22 +270,22 @@ BST_DEVICE float held_top(const held *h, int first, int count) {
 }
 
 /* This thread's sums. `column`: where the piece begins. */
-BST_DEVICE partial held_sums(const cross_entropy_rows_args *a, held *h, int first, int count, int column) {
+BST_DEVICE partial registers_sums(const cross_entropy_rows_args *a, registers *h, int first, int count, int column) {
     partial p = nothing();
     float x[VEC];
-    raise_to(a, &p, held_top(h, first, count));
+    raise_to(a, &p, registers_top(h, first, count));
     if (COMPACT) p.reference -= ONE;
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
         if (first + i * STEP >= count) continue;
-        bst_unpack(x, h->kept[i], TYPE, VEC);
+        bst_unpack(x, h->raw[i], TYPE, VEC);
         if (COMPACT) {
             BST_UNROLL
             for (int j = 0; j < VEC; j++) {
                 x[j] = bst_exp2(exponent(a, x[j], p.reference));
                 p.sum += x[j];
             }
-            h->kept[i] = bst_pack(x, BST_F16_CODE, VEC);
+            h->raw[i] = bst_pack(x, BST_F16_CODE, VEC);
         } else {
             add(a, &p, x, VEC, column + (first + i * STEP) * VEC);
         }
@@ -299,7 +299,7 @@ typedef struct factors {
     float share, at_target;
 } factors;
 
-BST_DEVICE factors held_factors(const cross_entropy_rows_args *a, const row_terms *t, const held *h) {
+BST_DEVICE factors registers_factors(const cross_entropy_rows_args *a, const row_terms *t, const registers *h) {
     factors f = {0, 0};
     if (!COMPACT) return f;
     f.share = t->share * bst_exp2(h->own - t->reference);
@@ -308,11 +308,11 @@ BST_DEVICE factors held_factors(const cross_entropy_rows_args *a, const row_term
 }
 
 /* Gradients of vector i, which begins at `column`, packed. */
-BST_DEVICE bst_raw held_gradient(const cross_entropy_rows_args *a, const row_terms *t, const factors *f, const held *h,
-                                 int i, int column, int target) {
+BST_DEVICE bst_raw registers_gradient(const cross_entropy_rows_args *a, const row_terms *t, const factors *f,
+                                      const registers *h, int i, int column, int target) {
     float x[VEC];
     if (COMPACT) {
-        bst_unpack(x, h->kept[i], BST_F16_CODE, VEC);
+        bst_unpack(x, h->raw[i], BST_F16_CODE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) x[j] *= f->share;
         if ((unsigned)(target - column) < (unsigned)VEC) {
@@ -321,7 +321,7 @@ BST_DEVICE bst_raw held_gradient(const cross_entropy_rows_args *a, const row_ter
                 if (column + j == target) x[j] = f->at_target;
         }
     } else {
-        bst_unpack(x, h->kept[i], TYPE, VEC);
+        bst_unpack(x, h->raw[i], TYPE, VEC);
         differentiate(a, t, x, VEC, column, target);
     }
     return bst_pack(x, TYPE, VEC);

@@ -307,11 +307,11 @@ static bst_status run_chunk(const problem *p, int64_t first, int64_t rows, void 
 }
 
 static bst_status run_chunks(const problem *p, void *memory, const sums *s) {
-    bool keep = p->dlogits.data;
-    int64_t stride = keep ? p->dlogits.stride[0] : padded(p);
+    bool saved = p->dlogits.data; /* for the backward pass, or by the forward one */
+    int64_t stride = saved ? p->dlogits.stride[0] : padded(p);
     for (int64_t first = 0; first < p->loss.rows; first += p->chunk_rows) {
         int64_t left = p->loss.rows - first, rows = left < p->chunk_rows ? left : p->chunk_rows;
-        BST_TRY(run_chunk(p, first, rows, keep ? p->dlogits.data : memory, stride, s));
+        BST_TRY(run_chunk(p, first, rows, saved ? p->dlogits.data : memory, stride, s));
     }
     return end_sums(p, s);
 }
@@ -345,7 +345,7 @@ static bst_status run_all(const problem *p) {
 static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
     bst_loss options = bst__loss_of(attributes);
     bool backward = op == backward_op, none = options.reduction == BST_REDUCTION_NONE, reduce = !backward && !none;
-    bool keep = bst__given(&v[DLOGITS]);
+    bool save = bst__given(&v[DLOGITS]);
     bool now = !backward && (bst__given(&v[DHIDDEN]) || bst__given(&v[DWEIGHT]) || bst__given(&v[DBIAS]));
     problem p = {.exec = exec,
                  .op = op,
@@ -357,16 +357,16 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
                  .width = v[HIDDEN].size[1]};
     BST_TRY(matrix(op, "hidden", &v[HIDDEN], &p.hidden));
     BST_TRY(matrix(op, "weight", &v[WEIGHT], &p.weight));
-    if (keep) BST_TRY(matrix(op, "dlogits", &v[DLOGITS], &p.dlogits));
-    if (keep && none)
+    if (save) BST_TRY(matrix(op, "dlogits", &v[DLOGITS], &p.dlogits));
+    if (save && none)
         return bst__error(BST_INVALID, "%s: dlogits cannot be kept for reduction none; mean or sum is needed", op);
-    if (keep && now)
+    if (save && now)
         return bst__error(BST_INVALID,
                           "%s: dlogits and other gradients are both given; keep the one or make the others", op);
     if (now && none) return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", op);
     p.loss = (bst_cross_entropy_rows_call){.device = p.hidden.device,
                                            .mode = backward      ? BST_CROSS_ENTROPY_GRADIENT
-                                                   : now || keep ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
+                                                   : now || save ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
                                                                  : BST_CROSS_ENTROPY_LOSS,
                                            .dtype = p.hidden.dtype,
                                            .rows = p.hidden.size[0],
@@ -379,7 +379,7 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
                                            .upstream_stride = 1,
                                            .loss_rows = backward ? NULL : v[LOSS].data,
                                            .lse = v[LSE].data};
-    if (keep)
+    if (save)
         p.chunks = 1, p.chunk_rows = p.loss.rows;
     else
         BST_TRY(choose_chunks(&p, attributes[CHUNK_BYTES].i));
