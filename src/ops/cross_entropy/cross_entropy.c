@@ -158,27 +158,17 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
     bool backward = op == backward_op, none = options.reduction == BST_REDUCTION_NONE, reduce = !backward && !none;
     if (!backward && none && bst__given(&v[DLOGITS]))
         return bst__error(BST_INVALID, "%s: dlogits is wanted with reduction none; mean or sum is needed", op);
-    bst_cross_entropy_rows_call c = {.device = v[LOGITS].device,
-                                     .mode = backward                  ? BST_CROSS_ENTROPY_GRADIENT
-                                             : bst__given(&v[DLOGITS]) ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
-                                                                       : BST_CROSS_ENTROPY_LOSS,
-                                     .dtype = v[LOGITS].dtype,
-                                     .rows = r->rows,
-                                     .vocabulary = r->columns,
-                                     .logits = v[LOGITS].data,
-                                     .stride = r->inner_stride,
-                                     .inner = r->inner < r->rows ? r->inner : 0,
-                                     .outer_stride = r->outer_stride,
-                                     .target = v[TARGET].data,
-                                     .class_weight = v[CLASS_WEIGHT].data,
-                                     .options = &options,
-                                     .upstream = backward ? v[LOSS].data : NULL,
-                                     .upstream_stride = none,
-                                     .loss_rows = backward ? NULL : v[LOSS].data,
-                                     .lse = v[LSE].data,
-                                     .lse_pairs = v[PAIRS].data,
-                                     .dlogits = v[DLOGITS].data,
-                                     .dlogits_stride = r->columns};
+    bst_cross_entropy_rows_call c = {.device = v[LOGITS].device, .dtype = v[LOGITS].dtype, .options = &options};
+    c.mode = backward                  ? BST_CROSS_ENTROPY_GRADIENT
+             : bst__given(&v[DLOGITS]) ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
+                                       : BST_CROSS_ENTROPY_LOSS;
+    c.rows = r->rows, c.vocabulary = r->columns;
+    c.logits = v[LOGITS].data, c.stride = r->inner_stride;
+    c.inner = r->inner < r->rows ? r->inner : 0, c.outer_stride = r->outer_stride;
+    c.target = v[TARGET].data, c.class_weight = v[CLASS_WEIGHT].data;
+    c.upstream = backward ? v[LOSS].data : NULL, c.upstream_stride = none;
+    c.loss_rows = backward ? NULL : v[LOSS].data, c.lse = v[LSE].data, c.lse_pairs = v[PAIRS].data;
+    c.dlogits = v[DLOGITS].data, c.dlogits_stride = r->columns;
     size_t loss_bytes = reduce ? (size_t)c.rows * sizeof(float) : 0;
     void *memory;
     bst_status status = bst__cross_entropy_begin(exec, op, &c, v[NUM_ITEMS].data, NULL, 1, loss_bytes, &memory);

@@ -167,30 +167,17 @@ bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, co
     bst_row_map in = {c->inner > 0 ? c->inner : c->rows, c->stride, c->outer_stride};
     bst_row_map out = {c->rows, c->dlogits_stride, 0};
     double natural = o->softcap > 0 ? o->softcap : o->logit_scale;
-    cross_entropy_rows_args args = {
-        .logits = c->logits,
-        .dlogits = c->dlogits,
-        .target = c->target,
-        .class_weight = c->class_weight,
-        .divisors = c->divisors,
-        .upstream = c->upstream,
-        .loss_rows = c->loss_rows,
-        .tickets = c->tickets,
-        .lse = c->lse,
-        .lse_pairs = c->lse_pairs,
-        .rows = c->rows,
-        .ignore_index = o->ignore_index,
-        .upstream_stride = c->upstream_stride,
-        .logits_map = in,
-        .dlogits_map = c->dlogits == c->logits ? in : out,
-        .inner = o->softcap > 0 ? (float)(o->logit_scale / o->softcap) : 0,
-        .natural = (float)natural,
-        .base2 = (float)(c->dtype == BST_F32 ? natural : natural * 1.4426950408889634),
-        .slope = (float)o->logit_scale,
-        .smoothing = (float)o->label_smoothing,
-        .lse_square_scale = (float)o->lse_square_scale,
-        .undivided = c->undivided,
-    };
+    cross_entropy_rows_args args = {.logits = c->logits, .dlogits = c->dlogits, .rows = c->rows};
+    args.logits_map = in, args.dlogits_map = c->dlogits == c->logits ? in : out;
+    args.target = c->target, args.ignore_index = o->ignore_index, args.class_weight = c->class_weight;
+    args.divisors = c->divisors, args.tickets = c->tickets, args.undivided = c->undivided;
+    args.upstream = c->upstream, args.upstream_stride = c->upstream_stride;
+    args.loss_rows = c->loss_rows, args.lse = c->lse, args.lse_pairs = c->lse_pairs;
+    args.inner = o->softcap > 0 ? (float)(o->logit_scale / o->softcap) : 0;
+    args.natural = (float)natural;
+    args.base2 = (float)(c->dtype == BST_F32 ? natural : natural * 1.4426950408889634);
+    args.slope = (float)o->logit_scale;
+    args.smoothing = (float)o->label_smoothing, args.lse_square_scale = (float)o->lse_square_scale;
     return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
 }
 
@@ -203,17 +190,11 @@ bst_status bst__cross_entropy_divisors_cuda(const bst_exec *exec, const char *op
                                             const float *num_items, const float *upstream, int64_t chunks,
                                             bst_cross_entropy_divisors *out) {
     bst_launch l = one_block(&divisors_kernel);
-    cross_entropy_divisors_args args = {.target = c->target,
-                                        .class_weight = c->class_weight,
-                                        .num_items = num_items,
-                                        .upstream = upstream,
-                                        .out = out,
-                                        .tickets = c->tickets,
-                                        .rows = c->rows,
-                                        .ignore_index = c->options->ignore_index,
-                                        .vocabulary = (int32_t)c->vocabulary,
-                                        .mean = c->options->reduction == BST_REDUCTION_MEAN,
-                                        .chunks = (int32_t)chunks};
+    cross_entropy_divisors_args args = {.num_items = num_items, .upstream = upstream, .out = out};
+    args.target = c->target, args.rows = c->rows, args.ignore_index = c->options->ignore_index;
+    args.class_weight = c->class_weight, args.vocabulary = (int32_t)c->vocabulary;
+    args.mean = c->options->reduction == BST_REDUCTION_MEAN;
+    args.tickets = c->tickets, args.chunks = (int32_t)chunks;
     return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
 }
 

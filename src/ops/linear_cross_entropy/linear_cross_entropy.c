@@ -162,17 +162,11 @@ static bst_status spread(const problem *p, void *logits, int64_t rows, int64_t s
  * it, so that the sum is rounded once. */
 static bst_status make_logits(const problem *p, int64_t first, int64_t rows, void *logits, int64_t stride) {
     if (p->bias.data) BST_TRY(spread(p, logits, rows, stride));
-    return multiply(p, (bst_gemm){.m = rows,
-                                  .n = p->loss.vocabulary,
-                                  .k = p->width,
-                                  .a = row_at(p, p->hidden.data, first, p->hidden.stride[0]),
-                                  .lda = p->hidden.stride[0],
-                                  .b = p->weight.data,
-                                  .ldb = p->weight.stride[0],
-                                  .b_transposed = 1,
-                                  .out = logits,
-                                  .ldo = stride,
-                                  .beta = p->bias.data ? 1 : 0});
+    bst_gemm g = {.m = rows, .n = p->loss.vocabulary, .k = p->width, .b_transposed = 1, .beta = p->bias.data ? 1 : 0};
+    g.a = row_at(p, p->hidden.data, first, p->hidden.stride[0]), g.lda = p->hidden.stride[0];
+    g.b = p->weight.data, g.ldb = p->weight.stride[0];
+    g.out = logits, g.ldo = stride;
+    return multiply(p, g);
 }
 
 /* Gradients that are sums over chunks, while they are made. */
@@ -232,33 +226,20 @@ static bst_status add_dbias(const problem *p, const sums *s, const void *dz, int
 /* The gradients of rows [first, first + rows) from dz. */
 static bst_status add_gradients(const problem *p, int64_t first, int64_t rows, const void *dz, int64_t stride,
                                 const sums *s) {
-    if (p->dhidden.data)
-        BST_TRY(multiply(p, (bst_gemm){.m = rows,
-                                       .n = p->width,
-                                       .k = p->loss.vocabulary,
-                                       .a = dz,
-                                       .lda = stride,
-                                       .b = p->weight.data,
-                                       .ldb = p->weight.stride[0],
-                                       .out = row_at(p, p->dhidden.data, first, p->width),
-                                       .ldo = p->width,
-                                       .device_alpha = s->alpha}));
-    if (p->dweight.data)
-        BST_TRY(multiply(p, (bst_gemm){.m = p->loss.vocabulary,
-                                       .n = p->width,
-                                       .k = rows,
-                                       .a = dz,
-                                       .lda = stride,
-                                       .a_transposed = 1,
-                                       .b = row_at(p, p->hidden.data, first, p->hidden.stride[0]),
-                                       .ldb = p->hidden.stride[0],
-                                       .out = s->part      ? s->part
-                                              : s->dweight ? (void *)s->dweight
-                                                           : p->dweight.data,
-                                       .ldo = p->width,
-                                       .output_type = dl_type(s->dweight && !s->part ? BST_F32 : p->loss.dtype),
-                                       .beta = first == 0 || s->part ? 0 : 1,
-                                       .device_alpha = s->alpha}));
+    bst_gemm g = {.m = rows, .n = p->width, .k = p->loss.vocabulary, .device_alpha = s->alpha};
+    g.a = dz, g.lda = stride;
+    g.b = p->weight.data, g.ldb = p->weight.stride[0];
+    g.ldo = p->width;
+    if (p->dhidden.data) {
+        g.out = row_at(p, p->dhidden.data, first, p->width);
+        BST_TRY(multiply(p, g));
+    }
+    g.m = p->loss.vocabulary, g.k = rows, g.a_transposed = 1;
+    g.b = row_at(p, p->hidden.data, first, p->hidden.stride[0]), g.ldb = p->hidden.stride[0];
+    g.out = s->part ? s->part : s->dweight ? (void *)s->dweight : p->dweight.data;
+    g.output_type = dl_type(s->dweight && !s->part ? BST_F32 : p->loss.dtype);
+    g.beta = first == 0 || s->part ? 0 : 1;
+    if (p->dweight.data) BST_TRY(multiply(p, g));
     if (s->part)
         BST_TRY(run_cpu(p, p->dweight.count, 1, BST_CPU_SELECT(bst__linear_cross_entropy_add_cpu),
                         (linear_cross_entropy_cpu){.in = s->part, .dweight = s->dweight}));
@@ -364,35 +345,29 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
         return bst__error(BST_INVALID,
                           "%s: dlogits and other gradients are both given; keep the one or make the others", op);
     if (now && none) return bst__error(BST_INVALID, "%s: reduction none has no gradients before the backward pass", op);
-    p.loss = (bst_cross_entropy_rows_call){.device = p.hidden.device,
-                                           .mode = backward      ? BST_CROSS_ENTROPY_GRADIENT
-                                                   : now || save ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
-                                                                 : BST_CROSS_ENTROPY_LOSS,
-                                           .dtype = p.hidden.dtype,
-                                           .rows = p.hidden.size[0],
-                                           .vocabulary = p.weight.size[0],
-                                           .target = v[TARGET].data,
-                                           .class_weight = v[CLASS_WEIGHT].data,
-                                           .options = &options,
-                                           .undivided = !none,
-                                           .upstream = none ? p.upstream : NULL,
-                                           .upstream_stride = 1,
-                                           .loss_rows = backward ? NULL : v[LOSS].data,
-                                           .lse = v[LSE].data};
+    bst_cross_entropy_rows_call *c = &p.loss;
+    c->mode = backward      ? BST_CROSS_ENTROPY_GRADIENT
+              : now || save ? BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
+                            : BST_CROSS_ENTROPY_LOSS;
+    c->device = p.hidden.device, c->dtype = p.hidden.dtype, c->options = &options, c->undivided = !none;
+    c->rows = p.hidden.size[0], c->vocabulary = p.weight.size[0];
+    c->target = v[TARGET].data, c->class_weight = v[CLASS_WEIGHT].data;
+    c->upstream = none ? p.upstream : NULL, c->upstream_stride = 1;
+    c->loss_rows = backward ? NULL : v[LOSS].data, c->lse = v[LSE].data;
     if (save)
         p.chunks = 1, p.chunk_rows = p.loss.rows;
     else
         BST_TRY(choose_chunks(&p, attributes[CHUNK_BYTES].i));
     void *divisors, *loss_rows = NULL;
-    bst_status status = bst__cross_entropy_begin(exec, op, &p.loss, v[NUM_ITEMS].data, none ? NULL : p.upstream,
-                                                 p.chunks, 0, &divisors);
+    bst_status status =
+        bst__cross_entropy_begin(exec, op, c, v[NUM_ITEMS].data, none ? NULL : p.upstream, p.chunks, 0, &divisors);
     if (status == BST_OK && reduce)
-        status = bst__allocate(exec, op, p.loss.device, (size_t)p.loss.rows * sizeof(float), &loss_rows);
-    if (reduce) p.loss.loss_rows = loss_rows;
+        status = bst__allocate(exec, op, c->device, (size_t)c->rows * sizeof(float), &loss_rows);
+    if (reduce) c->loss_rows = loss_rows;
     if (status == BST_OK) status = run_all(&p);
-    if (status == BST_OK && reduce) status = bst__cross_entropy_reduce(exec, op, &p.loss, v[LOSS].data);
-    bst__release(exec, p.loss.device, loss_rows);
-    bst__release(exec, p.loss.device, divisors);
+    if (status == BST_OK && reduce) status = bst__cross_entropy_reduce(exec, op, c, v[LOSS].data);
+    bst__release(exec, c->device, loss_rows);
+    bst__release(exec, c->device, divisors);
     return status;
 }
 
