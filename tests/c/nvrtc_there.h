@@ -11,7 +11,7 @@
 static inline bool bst_nvrtc_is_there(void) {
     const char *folder = getenv("BASTILE_NVRTC_FOLDER");
     int major, minor;
-    if (folder) CHECK_EQ_I(bst_add_library_path(folder), BST_OK);
+    if (folder && *folder) CHECK_EQ_I(bst_add_library_path(folder), BST_OK);
     if (folder || getenv("BASTILE_NVRTC") || bst__nvrtc_version("test", &major, &minor) == BST_OK) return true;
     SKIPPED("%s", bst_last_error());
     return false;
