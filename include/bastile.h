@@ -16,11 +16,11 @@
  * (BST_UNSUPPORTED) only where it sets what that one does not know. A size of zero is BST_INVALID. Tensors are read
  * during the call alone, and so are structs.
  *
- * Element types are float32, bfloat16 and float16 unless an argument says otherwise; sums are kept in float32. Shapes
+ * Element types are float32, bfloat16 and float16 unless an argument says otherwise; sums are in float32. Shapes
  * are written [rows, columns]; `...` stands for any number of leading dimensions, of at most 8 in all. "One float32" is
  * a tensor of any rank with one element. Inputs of rows may have any strides as long as their last dimension is
  * contiguous and their leading dimensions fold into at most two; outputs are contiguous unless an argument says
- * otherwise, and their elements never share a place; so are weights of one dimension, labels, and what is kept of each
+ * otherwise, and their elements never share a place; so are weights of one dimension, labels, and what is saved of each
  * row (rstd, lse). An output may not overlap an input, unless an argument says so, nor another output. Data begins at a
  * multiple of its element's size. On CUDA 2^31 rows and more may be refused.
  *
@@ -283,7 +283,7 @@ typedef struct bst_linear_cross_entropy_tensors {
     const DLTensor *num_items;                /* one float32, or NULL */
     const DLTensor *grad_loss;                /* backward: one float32; NONE: [T] */
     DLTensor *loss;                           /* forward: one float32; NONE: [T] */
-    DLTensor *lse;                            /* [T] float32, kept for the backward pass: forward NULL, or written;
+    DLTensor *lse;                            /* [T] float32, saved for the backward pass: forward NULL, or written;
                                                      backward not NULL, though with dlogits it is not read */
     DLTensor *dlogits;                        /* [T, V] of hidden's type, rows at any stride, or NULL: see below */
     DLTensor *dhidden, *dweight, *dbias;      /* as hidden, weight, bias; NULL where not wanted */
