@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from transformers import OPTConfig
 
 import bastile
-from bastile.cli import compare, data, main, strict_json
+from bastile.cli import compare, data, files, main
 from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
 from bastile.models.table import FAMILIES, OPERATORS
@@ -332,7 +332,7 @@ def test_a_mistyped_hub_name_fails_fast(
 
 def test_results_are_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    strict_json.write(path, {"losses": (1.5, float("nan"), float("-inf")), 3: {"a": None}})
+    files.write_json(path, {"losses": (1.5, float("nan"), float("-inf")), 3: {"a": None}})
     assert json.loads(path.read_text()) == {"losses": [1.5, None, None], "3": {"a": None}}
 
 

@@ -5,6 +5,7 @@ Values are random, of the sizes that training sees: zeros can run faster than re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,10 +32,16 @@ class Operator:
     inputs: Callable[[Case, torch.dtype, torch.device], Tensors]
     arguments: tuple[str, ...]  #: the inputs that contenders are called with, in this order
     leaves: tuple[str, ...]  #: those that get a gradient
-    cost: Callable[[Case, int], Cost]  #: given the size of an element
-    model: str  #: the cost in words
-    #: Where the cost is in flops: a call that runs those products alone, on the operands of the given inputs.
+    #: Elements read and written, or operations, for each one of `size`: forward; forward and backward.
+    times: tuple[int, int]
+    model: str  #: the same in words
+    size: Callable[[Case], int] = lambda case: math.prod(case.shape)
+    #: Where the limit is in products: a call that runs those alone, on the operands of the given inputs.
     products: Callable[[Case, Tensors], Callable[[Tensors], tuple[torch.Tensor, ...]]] | None = None
+
+    def cost(self, case: Case, itemsize: int) -> Cost:
+        work = self.times[case.backward] * self.size(case)
+        return Cost(flops=work) if self.products else Cost(moved=work * itemsize)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
@@ -52,26 +59,14 @@ def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensor
     }
 
 
-def _norm_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(5 if case.backward else 2) * case.shape[0] * case.shape[1] * size)
-
-
 def _add_norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
     return _norm_inputs(case, dtype, device) | {
         name: _random(case.shape, dtype, device) for name in ("residual", "upstream 1")
     }
 
 
-def _add_norm_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(8 if case.backward else 4) * case.shape[0] * case.shape[1] * size)
-
-
 def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
     return {name: _random(case.shape, dtype, device) for name in ("a", "b", "upstream 0")}
-
-
-def _swiglu_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(8 if case.backward else 3) * case.shape[0] * case.shape[1] * size)
 
 
 # ---- rope ------------------------------------------------------------------------------------------------------------
@@ -95,19 +90,15 @@ def _rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensor
     return {"q": q, "k": k, "cos": cos, "sin": sin, "upstream 0": dq, "upstream 1": dk}
 
 
-def _rope_cost(case: Case, size: int) -> Cost:
+def _heads(case: Case) -> int:
+    """Elements of q and k."""
     tokens, q_heads, k_heads, dim = case.shape
-    return Cost(moved=(4 if case.backward else 2) * tokens * (q_heads + k_heads) * dim * size)
+    return tokens * (q_heads + k_heads) * dim
 
 
 def _qk_norm_rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
     weights = {name: 1 + _random(case.shape[-1:], dtype, device, 0.1) for name in ("q_weight", "k_weight")}
     return _rope_inputs(case, dtype, device) | weights
-
-
-def _qk_norm_rope_cost(case: Case, size: int) -> Cost:
-    tokens, q_heads, k_heads, dim = case.shape
-    return Cost(moved=(5 if case.backward else 2) * tokens * (q_heads + k_heads) * dim * size)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -126,10 +117,6 @@ def _loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensor
     }
 
 
-def _loss_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(2 if case.backward else 1) * case.shape[0] * case.shape[1] * size)
-
-
 def _linear_loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
     rows, hidden, vocabulary = case.shape
     return {
@@ -138,11 +125,6 @@ def _linear_loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) ->
         "target": _targets(case, device),
         "upstream 0": torch.ones((), device=device),
     }
-
-
-def _linear_loss_cost(case: Case, size: int) -> Cost:
-    rows, hidden, vocabulary = case.shape
-    return Cost(flops=(6 if case.backward else 2) * rows * hidden * vocabulary)
 
 
 def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
@@ -175,69 +157,72 @@ def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], t
 
 OPERATORS = {
     "rms_norm": Operator(
-        inputs=_norm_inputs,
+        _norm_inputs,
         arguments=("x", "weight"),
         leaves=("x", "weight"),
-        cost=_norm_cost,
+        times=(2, 5),
         model="x read, y written; backward: x and dy read, dx written",
     ),
     "add_rms_norm": Operator(
-        inputs=_add_norm_inputs,
+        _add_norm_inputs,
         arguments=("x", "residual", "weight"),
         leaves=("x", "residual", "weight"),
-        cost=_add_norm_cost,
+        times=(4, 8),
         model="x and residual read, sum and y written; backward: sum, dsum and dy read, one gradient for both written",
     ),
     "swiglu": Operator(
-        inputs=_swiglu_inputs,
+        _swiglu_inputs,
         arguments=("a", "b"),
         leaves=("a", "b"),
-        cost=_swiglu_cost,
+        times=(3, 8),
         model="a and b read, y written; backward: a, b and dy read, da and db written",
     ),
     "gated_mlp": Operator(
-        inputs=mlp.inputs,
+        mlp.inputs,
         arguments=mlp.ARGUMENTS,
-        leaves=mlp.LEAVES,
-        cost=lambda case, size: Cost(flops=mlp.flops(case)),
-        model=mlp.MODEL,
+        leaves=mlp.ARGUMENTS,
+        times=(6, 18),
+        model="three products, nine with their gradients, as the framework runs them",
         products=mlp.products,
     ),
     "rope": Operator(
-        inputs=_rope_inputs,
+        _rope_inputs,
         arguments=("q", "k", "cos", "sin"),
         leaves=("q", "k"),
-        cost=_rope_cost,
+        times=(2, 4),
         model="q and k read and written; backward: their gradients read and written",
+        size=_heads,
     ),
     "qk_norm_rope": Operator(
-        inputs=_qk_norm_rope_inputs,
+        _qk_norm_rope_inputs,
         arguments=("q", "k", "q_weight", "k_weight", "cos", "sin"),
         leaves=("q", "k", "q_weight", "k_weight"),
-        cost=_qk_norm_rope_cost,
+        times=(2, 5),
         model="q and k read and written once; backward: q, k and the gradients read, dq and dk written",
+        size=_heads,
     ),
     "cross_entropy": Operator(
-        inputs=_loss_inputs,
+        _loss_inputs,
         arguments=("logits", "target"),
         leaves=("logits",),
-        cost=_loss_cost,
+        times=(1, 2),
         model="logits read once, their gradient written once",
     ),
     "fused_linear_cross_entropy": Operator(
-        inputs=_linear_loss_inputs,
+        _linear_loss_inputs,
         arguments=("hidden", "weight", "target"),
         leaves=("hidden", "weight"),
-        cost=_linear_loss_cost,
+        times=(2, 6),
         model="three products of 2 x rows x hidden x vocabulary each (forward alone: one)",
         products=_linear_loss_products,
     ),
     "moe_experts": Operator(
-        inputs=moe.inputs,
-        arguments=moe.ARGUMENTS,
-        leaves=moe.LEAVES,
-        cost=lambda case, size: Cost(flops=moe.flops(case)),
-        model=moe.MODEL,
+        moe.inputs,
+        arguments=("hidden", "indices", "weights", "gate_up", "gate_up_bias", "down", "down_bias"),
+        leaves=("hidden", "weights", "gate_up", "gate_up_bias", "down", "down_bias"),
+        times=(6, 18),
+        model="two products of tokens x choices rows, six with their gradients, as the framework runs them in groups",
+        size=lambda case: math.prod(case.shape[:3]) * case.shape[4],
         products=moe.products,
     ),
 }

@@ -16,7 +16,7 @@ import torch
 from bastile.bench import timing
 from bastile.bench.cases import Case, Need
 from bastile.bench.operators import OPERATORS, Operator, Tensors
-from bastile.bench.peers import CUDA_ONLY, PEERS
+from bastile.peers.operators import CUDA_ONLY, PEERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: The name under which a case's limit runs among the contenders, where it is matrix products.

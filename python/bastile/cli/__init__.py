@@ -10,13 +10,14 @@ from bastile.cli.errors import RunFailed, UsageError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 1 where a training run failed, 2 for a mistake in the command."""
-    from bastile.cli.arguments import parse
+    from bastile.cli.arguments import check, parse
 
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)
     except SystemExit as ending:  # --help, --version, and what argparse refuses
         return int(ending.code or 0)
     try:
+        check(options)
         return options.command(options)
     except UsageError as error:
         print(f"bastile {options.name}: {error}", file=sys.stderr)

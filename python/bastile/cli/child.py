@@ -9,6 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def events() -> Callable[[dict[str, Any]], None]:
+def begin() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None], Callable[[], None]]:
+    """The plan, whose file the first argument names; what sends an event; and what waits until the command says to go
+    on."""
+    parent = _Parent()
+    return json.loads(Path(sys.argv[1]).read_text()), _events(), parent.wait
+
+
+def _events() -> Callable[[dict[str, Any]], None]:
     """What writes an object as a line of JSON to standard output. What libraries print there goes to standard error
     from now on."""
     stream = os.fdopen(os.dup(1), "w")
@@ -35,7 +43,7 @@ def events() -> Callable[[dict[str, Any]], None]:
     return send
 
 
-class Parent:
+class _Parent:
     """The command, at the other end of standard input. When it is gone, so is the use of this process, which ends."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bastile.cli import strict_json
 from bastile.cli.errors import RunFailed, UsageError
+from bastile.cli.files import write_json
 from bastile.cli.processes import Process
 
 #: Off a terminal: how many lines a run's progress has at least, and after how many seconds there is another one.
@@ -75,7 +75,7 @@ class _Run:
 
     def start(self) -> None:
         self._ended.unlink(missing_ok=True)
-        strict_json.write(self._plan_file, self.plan)
+        write_json(self._plan_file, self.plan)
         self.shown.begin(self.name)
         self._process = start(self.plan, self._plan_file, self._log)
 
@@ -106,7 +106,7 @@ class _Run:
         if "out_of_memory" in event:
             self._lost("out of memory", event["out_of_memory"])
             return
-        strict_json.write(self._ended, {"name": self.name, "status": "ok", **event["result"]})
+        write_json(self._ended, {"name": self.name, "status": "ok", **event["result"]})
         self.result = json.loads(self._ended.read_text())
 
     def _end_badly(self) -> None:

@@ -1,14 +1,13 @@
 """`demo`: a small Qwen3 trained from scratch on text that every machine has."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bastile.cli import data, runs
 from bastile.cli.examples import Examples
-from bastile.cli.options import count, device_for
+from bastile.cli.options import add, device_for
 
 # Per device: a model large enough for its operators to matter there, small enough that both runs stay within minutes;
 # and the steps of a turn: a second or two, beside which it takes no time to begin one.
@@ -48,19 +47,8 @@ def add_parser(subparsers: Any) -> None:
         "Transformers and with Bastile, in turns of some steps each, and compares losses, speed and memory. Needs no "
         "download. On a CPU it takes a few minutes.",
     )
-    parser.add_argument(
-        "--text",
-        type=Path,
-        metavar="FILE",
-        help="train on this text (default: the Python standard library's sources)",
-    )
-    parser.add_argument(
-        "--vocabulary",
-        type=count,
-        metavar="N",
-        default=8192,
-        help="tokens of the BPE vocabulary that is trained first (default: %(default)s)",
-    )
+    add(parser, "--text")
+    add(parser, "--vocabulary", default=8192)
     training = {kind: sizes["training"] for kind, sizes in SIZES.items()}
     runs.add_training(parser, training, lr=3e-4, out="demo-out", holds="the logs, the plans and the tokens")
     parser.set_defaults(command=demo)

@@ -1,11 +1,14 @@
 """Finding a model by the name that a user gave: its folder, its config, its tokenizer."""
 
+import argparse
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
 from bastile.cli.errors import UsageError
 from bastile.models.table import FAMILIES
+from bastile.shapes import MODELS
 
 _SECONDS = 10  # for the hub's answer; loading would repeat its questions for half a minute before it gave up
 
@@ -46,13 +49,30 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        return _supported(f"--model {name}", AutoConfig.from_pretrained(name))
     except (OSError, ValueError) as error:
         raise _not_there(name, error) from error
+
+
+def of_model_or_shape(options: argparse.Namespace) -> tuple[str | None, Any]:
+    """Where the weights are (None: random ones of --shape), and the config; None for it where neither was given."""
+    if options.model is not None:
+        name = find_model(options.model)
+        if not sys.stderr.isatty():
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
+        return name, load_config(name)
+    if options.shape is None:
+        return None, None
+    from transformers import AutoConfig
+
+    return None, _supported(f"--shape {options.shape}", AutoConfig.for_model(**MODELS[options.shape]))
+
+
+def _supported(option: str, config: Any) -> Any:
     if config.model_type not in FAMILIES:
-        raise UsageError(
-            f"--model {name} is of the type {config.model_type}; supported are: {', '.join(sorted(FAMILIES))}"
-        )
+        raise UsageError(f"{option} is of the type {config.model_type}; supported are: {', '.join(sorted(FAMILIES))}")
     return config
 
 

@@ -7,13 +7,11 @@ compiles kernels. {"waits": true}: where runs take turns, before the first step 
 line comes by standard input. At the end {"result": {...}}, or {"out_of_memory": "why"}. All else goes to standard
 error. With and without Bastile the same lines run; only bastile.apply() differs. The loop is Transformers' Trainer."""
 
-import json
 import resource
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -22,7 +20,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import bastile
-from bastile.cli.child import Parent, events, is_out_of_memory
+from bastile.bench.machine import describe_briefly
+from bastile.bench.timing import held
+from bastile.cli.child import begin, is_out_of_memory
 from bastile.cli.examples import Examples, batch
 from bastile.cli.model import checkpoint_activations
 
@@ -104,19 +104,11 @@ class _Watch(TrainerCallback):
     def measured(self) -> dict[str, Any]:
         """Medians over the turns. None for what a process that made one step at most cannot say."""
         turns = [turn for turn in self.turns if turn["steps"]]
-        if not turns:
-            return {
-                "timed_steps": 0,
-                "timed_seconds": None,
-                "seconds_per_step": None,
-                "tokens_per_second": None,
-                "turns": [],
-            }
         return {
             "timed_steps": sum(turn["steps"] for turn in turns),
-            "timed_seconds": sum(turn["seconds"] for turn in turns),
-            "seconds_per_step": median(turn["seconds"] / turn["steps"] for turn in turns),
-            "tokens_per_second": median(turn["tokens"] / turn["seconds"] for turn in turns),
+            "timed_seconds": sum(turn["seconds"] for turn in turns) if turns else None,
+            "seconds_per_step": median(turn["seconds"] / turn["steps"] for turn in turns) if turns else None,
+            "tokens_per_second": median(turn["tokens"] / turn["seconds"] for turn in turns) if turns else None,
             "turns": turns,
         }
 
@@ -155,9 +147,7 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
         "patched": patched,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, threads: {torch.get_num_threads()}",
+        "device": describe_briefly(device),
     }
 
 
@@ -218,14 +208,10 @@ def _memory_peak(device: torch.device) -> int:
 
 
 def _process_memory(key: str) -> int:
-    """Bytes. On Linux its own count for this process: ru_maxrss there begins with what the parent process held."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        return held(key)  # ru_maxrss begins with what the parent process held, on Linux
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def run(plan: dict[str, Any], send: Callable[[dict[str, Any]], None], go_on: Wait) -> None:
@@ -248,9 +234,7 @@ def run(plan: dict[str, Any], send: Callable[[dict[str, Any]], None], go_on: Wai
 
 
 def main() -> None:
-    parent = Parent()
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    run(plan, events(), parent.wait)
+    run(*begin())
 
 
 if __name__ == "__main__":
