@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bastile.cli.shown import MIB, aligned, number, plot, ratio
-from bastile.peers.operators import COLOURS, PEERS
+from bastile.peers.operators import PEERS
 
 # Nine columns in 80 characters. "+-": half of what lies between the quartiles; "of limit": limit / time; "1st call"
 # includes compiling and tuning.
@@ -154,7 +154,7 @@ def draw(run: dict[str, Any], out: Path) -> list[Path]:
 def _panel(axis: Any, result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if "seconds" in row]
     names, values = [row["name"] for row in rows], [row["seconds"] * 1e3 for row in rows]
-    bars = axis.barh(names, values, color=[COLOURS.get(name, "#cccccc") for name in names])
+    bars = axis.barh(names, values, color=[PEERS[name].colour if name in PEERS else "#cccccc" for name in names])
     axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
     axis.invert_yaxis()
     axis.margins(x=0.12)

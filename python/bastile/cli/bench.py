@@ -12,6 +12,7 @@ import torch
 
 from bastile.cli.files import check_folder, dumps, make_folder, read_results, write_json
 from bastile.cli.options import SHORT_TYPES, add, chosen, device_for, type_name
+from bastile.peers.operators import AGAINST, PEERS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,12 +21,13 @@ def add_parser(subparsers: Any) -> None:
         help="time the operators beside the code they replace and other libraries",
         description="Measures each operator's time, host time and memory, beside other libraries in turns, against the "
         "limit of this machine. Peers that are not installed are left out with a note.",
+        epilog="contenders: " + "; ".join(f"{name}: {peer.meaning}" for name, peer in PEERS.items()),
     )
     parser.add_argument("ops", nargs="*", metavar="op", help="operators to measure or show; none given: all")
     types = ", ".join(f"{name} ({short})" for name, short in SHORT_TYPES.items())
     types += ", with commas (default: CUDA bfloat16, CPU bfloat16,float32)"
     add(parser, "--dtype", metavar="T,T", type=str, choices=None, help=types)
-    add(parser, "--against", what="torch, hf, compile, liger, quack", shown="all on CUDA, torch,hf on CPU")
+    add(parser, "--against", what=", ".join(AGAINST), shown="all on CUDA, torch,hf on CPU")
     add(parser, "--device", what="cpu, cuda or cuda:N", shown="cuda where there is one")
     add(parser, "--cases", what="limits (a large GPU's) or small", shown="limits on CUDA, small on CPU")
     add(parser, "--host")
@@ -68,7 +70,6 @@ def bench(options: argparse.Namespace) -> int:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from bastile.bench import cases, machine, report, run, timing
     from bastile.cli.shown import about
-    from bastile.peers.operators import AGAINST
 
     check_folder("--out", options.out)
     device = torch.device(device_for(options.device))

@@ -9,33 +9,19 @@ from bastile.cli import data, runs
 from bastile.cli.examples import Examples
 from bastile.cli.options import add, device_for
 
+
+def _model(hidden: int, layers: int) -> dict[str, int]:
+    """Qwen3's proportions, with heads of 64."""
+    heads = hidden // 64
+    shape = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "head_dim": 64}
+    return {**shape, "num_attention_heads": heads, "num_key_value_heads": heads // 2}
+
+
 # Per device: a model large enough for its operators to matter there, small enough that both runs stay within minutes;
 # and the steps of a turn: a second or two, beside which it takes no time to begin one.
 SIZES: dict[str, dict[str, Any]] = {
-    "cpu": {
-        "training": {"steps": 150, "batch": 4, "sequence": 256},
-        "turn": 5,
-        "model": {
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-        },
-    },
-    "cuda": {
-        "training": {"steps": 200, "batch": 8, "sequence": 1024},
-        "turn": 10,
-        "model": {
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-        },
-    },
+    "cpu": {"training": {"steps": 150, "batch": 4, "sequence": 256}, "turn": 5, "model": _model(256, 4)},
+    "cuda": {"training": {"steps": 200, "batch": 8, "sequence": 1024}, "turn": 10, "model": _model(1024, 8)},
 }
 
 

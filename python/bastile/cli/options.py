@@ -74,7 +74,7 @@ OPTIONS: dict[str, _Option] = {
     "--lengths": _Option("N,N", "tokens a sequence (default: 256 to 16384 by doubling)"),
     "--batch": _Option("N", "sequences a batch (default: {shown})"),
     "--sequence": _Option("N", "tokens a sequence, at least 2 (default: {shown})"),
-    "--steps": _Option("N", "{what} (default: {shown})", ("--max-steps", "--repeats")),
+    "--steps": _Option("N", "{what} (default: {shown})", ("--max-steps",)),
     "--epochs": _Option("X", "train this often on all data, in place of --steps"),
     "--accumulate": _Option("N", "batches whose gradients make one step (default: {shown})", more={"default": 1}),
     "--checkpointing": _Option(None, "recompute activations to save memory", ("--gradient-checkpointing",)),
@@ -142,8 +142,15 @@ OPTIONS: dict[str, _Option] = {
 }
 
 
-def add(parser: Any, *names: str, what: str = "", shown: str = "%(default)s", **changes: Any) -> None:
-    """Gives the command (or a group of its options) these options. changes: for argparse, over what the table has."""
+def add(
+    parser: Any,
+    *names: str,
+    what: str = "",
+    shown: str = "%(default)s",
+    was: Sequence[str] | None = None,
+    **changes: Any,
+) -> None:
+    """Gives the command (or a group of its options) these options. was and changes: in place of the table's."""
     for name in names:
         option = OPTIONS[name]
         keywords: dict[str, Any] = {"action": "store_true"}
@@ -152,7 +159,7 @@ def add(parser: Any, *names: str, what: str = "", shown: str = "%(default)s", **
         keywords |= {**option.more, "help": option.help, **changes}
         choices = ", ".join(f"{one} ({SHORT_TYPES.get(one)})" for one in keywords.get("choices") or ())
         keywords["help"] = keywords["help"].format(what=what, shown=shown, choices=choices)
-        _declare(parser, name, option.was, **keywords)
+        _declare(parser, name, option.was if was is None else was, **keywords)
 
 
 def _declare(parser: Any, name: str, was: Sequence[str], **keywords: Any) -> None:

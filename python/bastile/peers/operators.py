@@ -1,15 +1,4 @@
-"""The contenders of one operator, each in its best form for the purpose.
-
-bastile        the operators of this package
-unfused        where one of them fuses a sequence: that sequence, of this package's other operators
-torch          PyTorch's own functions, on tensors of their own type
-hf             the code of Transformers (Qwen3, GPT-OSS) that Bastile replaces; of experts, grouped_mm
-hf-eager       of experts, its loop over them; hf-batched: its batched_mm
-compile        torch.compile of that code
-compile-torch  torch.compile of PyTorch's own functions
-liger          Liger-Kernel's Triton operators
-cute           Liger-Kernel's CuTe operators
-quack          QuACK's operators
+"""The contenders of one operator, each in its best form for the purpose: `PEERS`.
 
 A builder imports what it needs and returns a function of the operator's arguments; ImportError says that a library is
 not there. Where a library has no fused operator, its contender is the sequence of its own. Contenders may write over
@@ -20,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -194,12 +184,12 @@ _TORCH: dict[str, Builder] = {
 _TORCH |= _sequences({**_TORCH, "rope": _hf_rope})  # PyTorch has no rotary function
 
 
-def _compiled(builder: Builder) -> Builder:
-    def build() -> Function:
+def _compiled(builders: dict[str, Builder]) -> dict[str, Builder]:
+    def build(builder: Builder) -> Function:
         torch._dynamo.reset()  # a cache full of other shapes would make it fall back to eager code
         return torch.compile(builder(), dynamic=False, fullgraph=True)
 
-    return build
+    return {op: partial(build, builder) for op, builder in builders.items()}
 
 
 # ---- Liger, QuACK ----------------------------------------------------------------------------------------------------
@@ -276,19 +266,31 @@ _QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-#: contender -> operator -> builder. Where an operator is missing, the contender has none.
-PEERS: dict[str, dict[str, Builder]] = {
-    "bastile": _BASTILE,
-    "unfused": _sequences(_BASTILE),
-    "torch": _TORCH,
-    "hf": _HF,
-    "hf-eager": {"moe_experts": _hf_experts("eager")},
-    "hf-batched": {"moe_experts": _hf_experts("batched_mm")},
-    "compile": {op: _compiled(builder) for op, builder in _HF.items()},
-    "compile-torch": {op: _compiled(builder) for op, builder in _TORCH.items()},
-    "liger": _liger(_TRITON),
-    "cute": _liger(_CUTE),
-    "quack": _QUACK,
+
+class Peer(dict[str, Builder]):
+    """By operator; where one is missing, the contender has none."""
+
+    def __init__(self, meaning: str, colour: str, builders: dict[str, Builder], title: str = "") -> None:
+        super().__init__(builders)
+        self.meaning = meaning
+        self.colour = colour  # in plots: what is of one library has shades of one colour
+        self.title = title  # in the documents' tables, which have no others
+
+
+PEERS = {
+    "bastile": Peer("the operators of this package", "#1b7f4d", _BASTILE, "Bastile"),
+    "unfused": Peer(
+        "where one of them fuses a sequence: that, of its others", "#8fcfae", _sequences(_BASTILE), "Bastile, unfused"
+    ),
+    "torch": Peer("PyTorch's own functions, on tensors of their own type", "#888888", _TORCH, "torch"),
+    "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF, "Hugging Face code"),
+    "hf-eager": Peer("of experts, its loop over them", "#cccccc", {"moe_experts": _hf_experts("eager")}),
+    "hf-batched": Peer("of experts, its batched_mm", "#dddddd", {"moe_experts": _hf_experts("batched_mm")}),
+    "compile": Peer("torch.compile of the code that is replaced", "#e0a030", _compiled(_HF), "that, compiled"),
+    "compile-torch": Peer("torch.compile of PyTorch's own functions", "#f0c878", _compiled(_TORCH)),
+    "liger": Peer("Liger-Kernel's Triton operators", "#7a5bb0", _liger(_TRITON), "Liger (Triton)"),
+    "cute": Peer("Liger-Kernel's CuTe operators", "#a98fd0", _liger(_CUTE), "Liger (CuTe)"),
+    "quack": Peer("QuACK's operators", "#3f7fbf", _QUACK, "QuACK"),
 }
 
 #: What --against may name, and the contenders that it stands for.
@@ -300,29 +302,3 @@ AGAINST = {
     "quack": ("quack",),
 }
 CUDA_ONLY = ("liger", "cute", "quack")
-
-#: In the documents' tables, which have these alone.
-TITLES = {
-    "bastile": "Bastile",
-    "unfused": "Bastile, unfused",
-    "torch": "torch",
-    "hf": "Hugging Face code",
-    "compile": "that, compiled",
-    "liger": "Liger (Triton)",
-    "cute": "Liger (CuTe)",
-    "quack": "QuACK",
-}
-#: In plots: what is of one library has shades of one colour.
-COLOURS = {
-    "bastile": "#1b7f4d",
-    "unfused": "#8fcfae",
-    "torch": "#888888",
-    "hf": "#bbbbbb",
-    "hf-eager": "#cccccc",
-    "hf-batched": "#dddddd",
-    "compile": "#e0a030",
-    "compile-torch": "#f0c878",
-    "liger": "#7a5bb0",
-    "cute": "#a98fd0",
-    "quack": "#3f7fbf",
-}
