@@ -14,12 +14,8 @@ Tensors = dict[str, torch.Tensor]
 ARGUMENTS = ("x", "gate", "up", "down")
 
 
-def inputs(case: Any, dtype: torch.dtype, device: torch.device) -> Tensors:
+def inputs(case: Any, random: Callable[..., torch.Tensor]) -> Tensors:
     tokens, width, inner = case.shape
-
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, device=device) * scale).to(dtype)
-
     return {
         "x": random(tokens, width),
         "gate": random(inner, width, scale=width**-0.5),

@@ -12,18 +12,14 @@ import torch
 Tensors = dict[str, torch.Tensor]
 
 
-def inputs(case: Any, dtype: torch.dtype, device: torch.device) -> Tensors:
+def inputs(case: Any, random: Any) -> Tensors:
     """A router that has learnt nothing: every expert is as likely, and rows fall unevenly by chance."""
     tokens, width, inner, experts, choices = case.shape
-
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=device).mul_(scale)
-
-    scores, indices = torch.randn((tokens, experts), device=device).topk(choices)
+    scores, indices = torch.randn((tokens, experts), device=random.device).topk(choices)
     return {
         "hidden": random(tokens, width),
         "indices": indices,
-        "weights": scores.softmax(-1).to(dtype),
+        "weights": scores.softmax(-1).to(random.dtype),
         "gate_up": random(experts, width, 2 * inner, scale=width**-0.5),
         "gate_up_bias": random(experts, 2 * inner, scale=0.1),
         "down": random(experts, inner, width, scale=inner**-0.5),

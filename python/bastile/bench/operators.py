@@ -27,9 +27,24 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Random:
+    """Makes normal numbers of the case's type."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
+
+    def weight(self, size: int) -> torch.Tensor:
+        """Of a norm: near one."""
+        return 1 + self(size, scale=0.1)
+
+
+@dataclass(frozen=True)
 class Operator:
     #: Inputs, and the gradients of the outputs as "upstream 0", "upstream 1", ...
-    inputs: Callable[[Case, torch.dtype, torch.device], Tensors]
+    inputs: Callable[[Case, Random], Tensors]
     arguments: tuple[str, ...]  #: the inputs that contenders are called with, in this order
     leaves: tuple[str, ...]  #: those that get a gradient
     #: Elements read and written, or operations, for each one of `size`: forward; forward and backward.
@@ -44,29 +59,20 @@ class Operator:
         return Cost(flops=work) if self.products else Cost(moved=work * itemsize)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape, dtype=torch.float32, device=device) * scale).to(dtype)
-
-
 # ---- norms, swiglu ---------------------------------------------------------------------------------------------------
 
 
-def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return {
-        "x": _random(case.shape, dtype, device),
-        "weight": 1 + _random(case.shape[-1:], dtype, device, 0.1),
-        "upstream 0": _random(case.shape, dtype, device),
-    }
+def _rows(*names: str) -> Callable[[Case, Random], Tensors]:
+    """Tensors of the case's shape."""
+    return lambda case, random: {name: random(*case.shape) for name in names}
 
 
-def _add_norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return _norm_inputs(case, dtype, device) | {
-        name: _random(case.shape, dtype, device) for name in ("residual", "upstream 1")
-    }
+def _norm_inputs(case: Case, random: Random) -> Tensors:
+    return {"weight": random.weight(case.shape[-1]), **_rows("x", "upstream 0")(case, random)}
 
 
-def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return {name: _random(case.shape, dtype, device) for name in ("a", "b", "upstream 0")}
+def _add_norm_inputs(case: Case, random: Random) -> Tensors:
+    return {**_norm_inputs(case, random), **_rows("residual", "upstream 1")(case, random)}
 
 
 # ---- rope ------------------------------------------------------------------------------------------------------------
@@ -80,14 +86,19 @@ def rotary_tables(tokens: int, dim: int, dtype: torch.dtype, device: torch.devic
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _rope_inputs(case: Case, random: Random) -> Tensors:
     """q and k as projections leave them, [1, tokens, heads, dim]; rotary code sees them transposed, and so are the
     gradients that attention hands back."""
     tokens, q_heads, k_heads, dim = case.shape
-    q, k = (_random((1, tokens, heads, dim), dtype, device) for heads in (q_heads, k_heads))
-    dq, dk = (_random((1, tokens, heads, dim), dtype, device).transpose(1, 2) for heads in (q_heads, k_heads))
-    cos, sin = rotary_tables(tokens, dim, dtype, device)
+    q, k = (random(1, tokens, heads, dim) for heads in (q_heads, k_heads))
+    dq, dk = (random(1, tokens, heads, dim).transpose(1, 2) for heads in (q_heads, k_heads))
+    cos, sin = rotary_tables(tokens, dim, random.dtype, random.device)
     return {"q": q, "k": k, "cos": cos, "sin": sin, "upstream 0": dq, "upstream 1": dk}
+
+
+def _qk_norm_rope_inputs(case: Case, random: Random) -> Tensors:
+    weights = {name: random.weight(case.shape[-1]) for name in ("q_weight", "k_weight")}
+    return _rope_inputs(case, random) | weights
 
 
 def _heads(case: Case) -> int:
@@ -96,35 +107,23 @@ def _heads(case: Case) -> int:
     return tokens * (q_heads + k_heads) * dim
 
 
-def _qk_norm_rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    weights = {name: 1 + _random(case.shape[-1:], dtype, device, 0.1) for name in ("q_weight", "k_weight")}
-    return _rope_inputs(case, dtype, device) | weights
-
-
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def _targets(case: Case, device: torch.device) -> torch.Tensor:
+def _labels(case: Case, device: torch.device) -> Tensors:
     target = torch.randint(0, case.shape[-1], case.shape[:1], device=device)
-    return target.masked_fill(torch.rand(target.shape, device=device) < case.ignored, -100)
+    target.masked_fill_(torch.rand(target.shape, device=device) < case.ignored, -100)
+    return {"target": target, "upstream 0": torch.ones((), device=device)}
 
 
-def _loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return {
-        "logits": _random(case.shape, dtype, device, 2.0),
-        "target": _targets(case, device),
-        "upstream 0": torch.ones((), device=device),
-    }
+def _loss_inputs(case: Case, random: Random) -> Tensors:
+    return {"logits": random(*case.shape, scale=2.0), **_labels(case, random.device)}
 
 
-def _linear_loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _linear_loss_inputs(case: Case, random: Random) -> Tensors:
     rows, hidden, vocabulary = case.shape
-    return {
-        "hidden": _random((rows, hidden), dtype, device),
-        "weight": _random((vocabulary, hidden), dtype, device, 0.02),
-        "target": _targets(case, device),
-        "upstream 0": torch.ones((), device=device),
-    }
+    weight = random(vocabulary, hidden, scale=0.02)
+    return {"hidden": random(rows, hidden), "weight": weight, **_labels(case, random.device)}
 
 
 def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
@@ -171,7 +170,7 @@ OPERATORS = {
         model="x and residual read, sum and y written; backward: sum, dsum and dy read, one gradient for both written",
     ),
     "swiglu": Operator(
-        _swiglu_inputs,
+        _rows("a", "b", "upstream 0"),
         arguments=("a", "b"),
         leaves=("a", "b"),
         times=(3, 8),

@@ -16,7 +16,7 @@ import torch
 
 from bastile.bench import timing
 from bastile.bench.cases import Case, Need
-from bastile.bench.operators import OPERATORS, Operator, Tensors
+from bastile.bench.operators import OPERATORS, Operator, Random, Tensors
 from bastile.peers.operators import CUDA_ONLY, PEERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -130,7 +130,7 @@ def _run_case(
 ) -> None:
     operator = OPERATORS[case.op]
     torch.manual_seed(20261120)
-    pristine = operator.inputs(case, DTYPES[dtype], device)
+    pristine = operator.inputs(case, Random(DTYPES[dtype], device))
     rotation = timing.Rotation(pristine, operator.leaves, device)
     cost = operator.cost(case, DTYPES[dtype].itemsize)
     result["model"] = operator.model

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def start(plan: dict[str, Any], plan_file: Path, log: Path) -> Process:
 
 
 class _Shown:
-    """The progress of the runs: bars on a terminal; elsewhere a line now and then."""
+    """The progress of the runs: bars on a terminal; elsewhere a line after the first step, each tenth of them, and a
+    minute without one."""
 
     def __init__(self, plans: Iterable[dict[str, Any]]) -> None:
         columns = [
@@ -148,7 +150,7 @@ class _Shown:
         ]
         self._console = Console()
         self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._tasks = {plan["name"]: _Task(plan["steps"]) for plan in plans}
+        self._runs = {plan["name"]: _Far(plan["steps"]) for plan in plans}
 
     def __enter__(self) -> "_Shown":
         self._bars.start()
@@ -161,47 +163,39 @@ class _Shown:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, name: str) -> None:
-        task = self._tasks[name]
         if self._console.is_terminal:
-            task.bar = self._bars.add_task(name, total=task.total, note="starting")
+            self._runs[name].bar = self._bars.add_task(name, total=self._runs[name].total, note="starting")
         else:
             self.say(f"{name}: starting")
 
     def steps(self, name: str, event: dict[str, Any]) -> None:
         """event: as train.py writes it."""
-        task = self._tasks[name]
-        due = task.add(event)
+        far = self._runs[name]
+        far.done += len(event["losses"])
+        far.tokens += event["tokens"] if event["seconds"] else 0
+        far.seconds += event["seconds"]
         note = f"loss {event['losses'][-1]:.4f}"
-        if task.seconds:
-            note += f", {task.tokens / task.seconds:,.0f} tokens/s"
-        if task.bar is not None:
-            self._bars.update(task.bar, completed=task.done, note=note)
-        elif due:
-            self.say(f"{name}: step {task.done} of {task.total}, {note}")
+        if far.seconds:
+            note += f", {far.tokens / far.seconds:,.0f} tokens/s"
+        part, now = far.done * _LINES // far.total, time.monotonic()
+        if far.bar is not None:
+            self._bars.update(far.bar, completed=far.done, note=note)
+        elif part > far.told or now - far.when > _SILENCE:
+            far.told, far.when = part, now
+            self.say(f"{name}: step {far.done} of {far.total}, {note}")
 
 
-class _Task:
+@dataclass
+class _Far:
     """How far one run is."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.bar: Any = None
-        self.done = self.tokens = 0
-        self.seconds = 0.0
-        self._told = -1.0  # the part that the last line told of, in lines
-        self._when = 0.0  # and when that was
-
-    def add(self, event: dict[str, Any]) -> bool:
-        """Whether a line is due: after the first step, each tenth of them, and a minute without one."""
-        self.done += len(event["losses"])
-        if event["seconds"]:
-            self.tokens += event["tokens"]
-            self.seconds += event["seconds"]
-        part = self.done * _LINES // self.total
-        due = part > self._told or time.monotonic() - self._when > _SILENCE
-        if due:
-            self._told, self._when = part, time.monotonic()
-        return due
+    total: int
+    bar: Any = None
+    done: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    told: int = -1  #: the part that the last line told of, in lines
+    when: float = 0.0  #: and when that was
 
 
 def _check_earlier(plan: dict[str, Any], out: Path, resume: bool) -> None:

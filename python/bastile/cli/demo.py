@@ -48,9 +48,8 @@ def demo(options: argparse.Namespace) -> int:
     options.turn = sizes["turn"]
     runs.check(options)
     text = data.read_text(options.text) if options.text else data.standard_library_text()
-    print(f"Training a BPE vocabulary on {len(text):,} characters of text", flush=True)
-    tokenizer = data.train_tokenizer(text, options.vocabulary)
-    examples = Examples.of_text(torch.tensor(tokenizer.encode(text).ids), options.sequence)
+    tokenizer, tokens = data.tokens_of(text, options.vocabulary)
+    examples = Examples.of_text(tokens, options.sequence)
     config = {
         "model_type": "qwen3",
         "vocab_size": tokenizer.get_vocab_size(),

@@ -11,6 +11,7 @@ from rich.console import Console
 from bastile.cli import shown
 from bastile.cli.files import write_json
 from bastile.cli.shown import TITLES, about, bytes_text, number
+from bastile.peers.models import IMPLEMENTATIONS
 
 
 def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path, command: str) -> None:
@@ -31,11 +32,17 @@ def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path, command: 
         if run["status"] != "ok":
             text = f"{TITLES[run['name']]}: {run['status']}: {run['reason']}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-    _plot(runs, out / "curves.png")
+    title = f"{plan['dtype']}, {plan['steps']} steps of {plan['batch']} x {plan['sequence']} tokens"
+    shown.draw_losses(out / "curves.png", title, [_curve(run) for run in runs])
     result = {**about(command), "plan": plan, "measured": how, "runs": runs, "comparison": comparison}
     write_json(out / "result.json", result)
     console.print(f"Command: {command}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Curves: {out / 'curves.png'}   Figures: {out / 'result.json'}")
+
+
+def _curve(run: dict[str, Any]) -> tuple[str, str, list[float | None]]:
+    label = f"{TITLES[run['name']]}: {number(run.get('tokens_per_second'), ',.0f')} tokens/s"
+    return label, IMPLEMENTATIONS["hf" if run["name"] == "stock" else run["name"]].colour, run["losses"]
 
 
 def _how(plan: dict[str, Any]) -> dict[str, str]:
@@ -100,15 +107,3 @@ def _table(steps: int, runs: list[dict[str, Any]], comparison: dict[str, Any]) -
 
 def _times(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f} x"
-
-
-def _plot(runs: list[dict[str, Any]], path: Path) -> None:
-    styles: tuple[dict[str, Any], ...] = ({"linewidth": 3, "alpha": 0.5}, {"linewidth": 1, "color": "black"})
-    with shown.plot(path, figsize=(8, 4.5)) as axes:
-        for run, style in zip(reversed(runs), styles, strict=False):
-            losses = [math.nan if loss is None else loss for loss in run["losses"]]  # a gap in the curve
-            axes.plot(range(1, len(losses) + 1), losses, label=TITLES[run["name"]], **style)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        speeds = (f"{TITLES[run['name']]}: {number(run.get('tokens_per_second'), ',.0f')} tokens/s" for run in runs)
-        axes.legend(title=", ".join(speeds))

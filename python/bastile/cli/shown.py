@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -80,3 +81,26 @@ def plot(path: Path, rows: int = 1, **options: Any) -> Iterator[Any]:
     yield axes
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def draw_losses(path: Path, title: str, curves: Sequence[tuple[str, str | None, Sequence[float | None]]]) -> None:
+    """Of each run its label, its colour and its losses (None: not a number, a gap): the losses above, their difference
+    from the first run's below, for the curves lie upon each other."""
+    with plot(path, 2, figsize=(8, 6.4), height_ratios=(3, 1), sharex=True) as (above, below):
+        first: list[float] = []
+        for place, (label, colour, losses) in enumerate(curves):
+            values = [math.nan if loss is None else loss for loss in losses]
+            steps = range(1, len(values) + 1)
+            # The first ones are drawn broad, so that those upon them do not hide them.
+            above.plot(steps, values, color=colour, label=label, linewidth=1 + 1.2 * (len(curves) - 1 - place))
+            first = first or values
+            if place:
+                differences = [a - b for a, b in zip(values, first, strict=False)]
+                below.plot(steps[: len(differences)], differences, color=colour, linewidth=1)
+        above.set_ylabel("loss")
+        above.set_title(title, fontsize=9)
+        below.set_ylabel(f"minus {curves[0][0].partition(':')[0]}'s" if curves else "")
+        below.set_xlabel("step")
+        below.grid(alpha=0.3)
+        if curves:
+            above.legend(fontsize=8)

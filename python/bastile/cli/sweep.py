@@ -181,9 +181,8 @@ def _measure(options: argparse.Namespace, results: Any, names: list[str], length
     todo = run.jobs(names, lengths, options.share_process)
     jobs = make_folder("--out", folder / "jobs" / results.path.stem)
     with report.progress(todo, results, sys.stderr if options.json else sys.stdout) as tell:
-        return run.carry_out(
-            results, todo, jobs, timeout=options.timeout, budget=options.budget, tell=tell, extra=extra
-        )
+        limits = {"timeout": options.timeout, "budget": options.budget}
+        return run.carry_out(results, todo, jobs, **limits, tell=tell, extra=extra)
 
 
 def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
@@ -194,9 +193,7 @@ def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
     path = folder / f"tokens-{vocabulary}.pt"
     made = None
     if not path.exists():
-        text = data.standard_library_text()
-        print(f"Training a BPE vocabulary on {len(text):,} characters of text", file=sys.stderr, flush=True)
-        made = torch.tensor(data.train_tokenizer(text, vocabulary).encode(text).ids)
+        _, made = data.tokens_of(data.standard_library_text(), vocabulary)
     found = len(torch.load(path, weights_only=True) if made is None else made)
     if found < settings["batch"] * length:
         raise UsageError(f"the text has {found} tokens, and one step takes {settings['batch']} x {length}")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bastile.cli.shown import GIB, number, plot, ratio
+from bastile.cli.shown import GIB, draw_losses, number, plot, ratio
 from bastile.peers.models import IMPLEMENTATIONS
 from bastile.sweep.results import FINISHED, Record, Results, largest_loss_difference
 from bastile.sweep.run import Told, seconds_left
@@ -209,34 +209,23 @@ def _lines(
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)
-        _finish(axes, axes, results)
+        axes.grid(alpha=0.3)
+        axes.set_title(title(results), fontsize=9)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
     return path
 
 
 def _curves(results: Results, path: Path) -> Path:
-    """The losses above, their difference from the first implementation's below: the curves lie upon each other."""
-    with plot(path, 2, figsize=(8, 6.4), height_ratios=(3, 1), sharex=True) as (above, below):
-        found = [r for name in results.implementations() for r in results.records if r["implementation"] == name]
-        ran = [record for record in found if record["status"] == "ok"]
-        curves = [[float("nan") if loss is None else loss for loss in record["losses"]] for record in ran]
-        for place, (record, losses) in enumerate(zip(ran, curves, strict=True)):
-            name = record["implementation"]
-            colour, steps = IMPLEMENTATIONS[name].colour, range(1, len(losses) + 1)
-            label = f"{name}: {record['tokens_per_second']:,.0f} tokens/s"
-            # The first ones are drawn broad, so that those upon them do not hide them.
-            above.plot(steps, losses, color=colour, label=label, linewidth=1 + 1.2 * (len(ran) - 1 - place))
-            if place:
-                differences = [a - b for a, b in zip(losses, curves[0], strict=True)]
-                below.plot(steps, differences, color=colour, linewidth=1)
-        above.set_ylabel("loss")
-        below.set_ylabel(f"minus {ran[0]['implementation']}'s" if ran else "")
-        below.set_xlabel("step")
-        _finish(above, below, results)
+    ran = [r for name in results.implementations() for r in results.records if r["implementation"] == name]
+    curves = [
+        (
+            f"{record['implementation']}: {record['tokens_per_second']:,.0f} tokens/s",
+            IMPLEMENTATIONS[record["implementation"]].colour,
+            record["losses"],
+        )
+        for record in ran
+        if record["status"] == "ok"
+    ]
+    draw_losses(path, title(results), curves)
     return path
-
-
-def _finish(axes: Any, with_grid: Any, results: Results) -> None:
-    with_grid.grid(alpha=0.3)
-    axes.set_title(title(results), fontsize=9)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8)
