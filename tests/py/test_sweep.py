@@ -20,9 +20,8 @@ from torch import nn
 
 import sweep_with_worker
 from bastile.cli import data, main, processes
-from bastile.cli.child import is_out_of_memory
 from bastile.cli.errors import UsageError
-from bastile.cli.processes import run_job
+from bastile.cli.processes import is_out_of_memory, run_job
 from bastile.peers.models import IMPLEMENTATIONS
 from bastile.shapes import MODELS
 from bastile.sweep import measure, report, run

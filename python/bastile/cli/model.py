@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bastile.cli.errors import UsageError
 from bastile.models.table import FAMILIES
 from bastile.shapes import MODELS
@@ -74,6 +76,22 @@ def _supported(option: str, config: Any) -> Any:
     if config.model_type not in FAMILIES:
         raise UsageError(f"{option} is of the type {config.model_type}; supported are: {', '.join(sorted(FAMILIES))}")
     return config
+
+
+def build(config: Any, dtype: str, device: Any = "cpu", pretrained: str | None = None) -> Any:
+    """The model in training mode: with the weights that are there, or with random ones of this config. These are drawn
+    where they are used: on a CPU, billions take minutes."""
+    from transformers import AutoModelForCausalLM
+
+    kind = getattr(torch, dtype)
+    model: Any
+    with torch.device(device):
+        if pretrained:
+            model = AutoModelForCausalLM.from_pretrained(pretrained, config=config, dtype=kind)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=kind)
+    model.config.use_cache = False
+    return model.to(device).train()
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -63,7 +63,12 @@ def profile(options: argparse.Namespace) -> int:
     if on_cuda:
         torch.cuda.set_device(torch.device(device).index or 0)
     try:
-        built = run.build(config, name, options.layers, dtype, device, options.seed)
+        if options.layers is not None:
+            config.num_hidden_layers = options.layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[: options.layers]
+        torch.manual_seed(options.seed)
+        built = model.build(config, dtype, device, name)
         if options.checkpointing:
             model.checkpoint_activations(built)
         runs, profilers = run.compare(built, batch, sequence, options.steps, patched, options.seed)

@@ -10,21 +10,20 @@ error. With and without Bastile the same lines run; only bastile.apply() differs
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
 import bastile
 from bastile.bench.machine import describe_briefly
 from bastile.bench.timing import held
-from bastile.cli.child import begin, is_out_of_memory
 from bastile.cli.examples import Examples, batch
-from bastile.cli.model import checkpoint_activations
+from bastile.cli.model import build, checkpoint_activations
+from bastile.cli.processes import begin, out_of_memory
 
 #: The products that LoRA adapts: all of a decoder layer's.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -124,7 +123,6 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     device = arguments.device
     torch.manual_seed(plan["seed"])
     model = _build_model(plan)
-    model.config.use_cache = False
     if plan["checkpointing"]:
         checkpoint_activations(model)
     patched = (
@@ -184,10 +182,8 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
 
 
 def _build_model(plan: dict[str, Any]) -> Any:
-    dtype = getattr(torch, plan["dtype"])
-    if "pretrained" in plan["model"]:
-        return AutoModelForCausalLM.from_pretrained(plan["model"]["pretrained"], dtype=dtype)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**plan["model"]["config"]), dtype=dtype)
+    name = plan["model"].get("pretrained")
+    return build(None if name else AutoConfig.for_model(**plan["model"]["config"]), plan["dtype"], pretrained=name)
 
 
 def _with_adapters(model: Any, plan: dict[str, Any]) -> Any:
@@ -224,13 +220,8 @@ def run(plan: dict[str, Any], send: Callable[[dict[str, Any]], None], go_on: Wai
         send({"waits": True})
         go_on()
 
-    try:
+    with out_of_memory(lambda why: send({"out_of_memory": why})):
         send({"result": train(plan, report, wait)})
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.print_exc()
-        send({"out_of_memory": str(error).strip().partition("\n")[0] or type(error).__name__})
 
 
 def main() -> None:

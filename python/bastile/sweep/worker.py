@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import resource
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import distributed, nn
 
 from bastile.bench import machine
 from bastile.bench.timing import held
-from bastile.cli.child import begin, is_out_of_memory
+from bastile.cli.processes import begin, out_of_memory
 from bastile.peers.models import IMPLEMENTATIONS, CannotRun
 from bastile.shapes import MODELS
 from bastile.sweep.measure import clear, forward_backward, measure, optimizer_for, train
@@ -86,8 +85,16 @@ def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
     device = ranks.device
     chosen = IMPLEMENTATIONS[plan["implementation"]]
     length = plan["lengths"][0]
-    try:
-        patched = chosen.patch(MODELS[plan["model"]]["model_type"])
+
+    def end(status: str, **more: Any) -> None:
+        send({"result": {"length": length, "status": status, **more}})
+
+    with out_of_memory(lambda _: end("out of memory")):
+        try:
+            patched = chosen.patch(MODELS[plan["model"]]["model_type"])
+        except CannotRun as error:
+            end("cannot run", reason=str(error))
+            return
         if plan["memory_limit"] and device.type == "cuda":
             _limit_gpu(plan["memory_limit"], device)
         model = build(plan["model"], getattr(torch, plan["dtype"]), device, plan["seed"])
@@ -97,28 +104,20 @@ def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
         if plan["kind"] == "curve":
             tokens = torch.load(plan["tokens"], weights_only=True)
             found = train(running, tokens, {**plan, "length": length}, lambda n: send({"steps": n}))
-            send({"result": {"length": length, "status": "ok", **found, "patched": patched}})
+            end("ok", **found, patched=patched)
             return
         optimizer = optimizer_for(model, plan["optimizer"])
         for length in plan["lengths"]:
             if length != plan["lengths"][0]:
                 torch.compiler.reset()  # compiled code for another length would be made general
-            ids = random_tokens(
-                model.config.vocab_size, plan["batch"], length, device, plan["seed"] * 1_000 + ranks.rank
-            )
+            seed = plan["seed"] * 1_000 + ranks.rank
+            ids = random_tokens(model.config.vocab_size, plan["batch"], length, device, seed)
             found = ranks.joined(measure(running, ids, optimizer, plan, ranks.together))
             if ranks.rank == 0:
-                send({"result": {"length": length, "status": "ok", **found, "patched": patched}})
+                end("ok", **found, patched=patched)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-    except CannotRun as error:
-        send({"result": {"length": length, "status": "cannot run", "reason": str(error)}})
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        print(error, file=sys.stderr)
-        send({"result": {"length": length, "status": "out of memory"}})
 
 
 def _limit_gpu(gib: float, device: torch.device) -> None:
@@ -128,8 +127,9 @@ def _limit_gpu(gib: float, device: torch.device) -> None:
 
 def _limit_process(gib: float, model: nn.Module) -> None:
     """The model and what its steps take may hold so much. What the libraries hold does not count, and is there after a
-    step of two tokens: some of them load their parts when these are first used. The limit is on writable private
-    memory: address space is reserved by the gigabyte where a library has a GPU in mind."""
+    step of two tokens and some work for all threads: parts are loaded, and threads begun, when first used. The limit
+    is on writable private memory: address space is reserved by the gigabyte where a library has a GPU in mind."""
+    torch.ones(1 << 20).exp()
     small = nn.Linear(1, 1)
     small(torch.ones(1, 1)).backward()
     torch.optim.AdamW(small.parameters(), fused=True).step()
