@@ -10,7 +10,8 @@ from bastile.cli.errors import RunFailed, UsageError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status: 1 where a training run failed, 2 for a mistake in the command."""
-    from bastile.cli.arguments import check, parse
+    from bastile.cli.arguments import parse
+    from bastile.cli.options import check
 
     try:
         options = parse(sys.argv[1:] if arguments is None else arguments)

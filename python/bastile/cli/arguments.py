@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 import bastile
 from bastile.cli import bench, demo, finetune, profile, sweep, warmup
-from bastile.cli.options import check
-
-__all__ = ["check", "parse", "parser"]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import uuid
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bastile.cli.files import write_json
 from bastile.cli.processes import Ending, run_job
 from bastile.peers.models import IMPLEMENTATIONS
 from bastile.sweep.results import Record, Results
@@ -102,7 +102,7 @@ def _run_one(
     if size > 1:
         plan["rendezvous"] = str(rendezvous.resolve())
     plan_file = folder / f"{title}.plan.json"
-    plan_file.write_text(json.dumps(plan, indent=1))
+    write_json(plan_file, plan)
     shared = {**IMPLEMENTATIONS[name].environment, **_of_device(results.settings.get("device", ""))}
     environments = [{**shared, **_of_rank(rank, size)} for rank in range(size)]
     logs = [folder / (f"{title}.log" if size == 1 else f"{title}.rank{rank}.log") for rank in range(size)]
