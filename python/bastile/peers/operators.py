@@ -71,10 +71,9 @@ def _sequences(own: dict[str, Builder]) -> dict[str, Builder]:
 # ---- Bastile ---------------------------------------------------------------------------------------------------------
 
 
-def _ours(name: str, *last: Any, module: str | None = None) -> Any:
-    """The function of that name, from the module of that name, with these as its last arguments."""
-    function = _get(f"bastile.ops.{module or name}", name)
-    return (lambda *given: function(*given, *last)) if last else function
+def _ours(name: str, module: str | None = None) -> Any:
+    """The function of that name, from the module of that name. EPS is what it takes where none is given."""
+    return _get(f"bastile.ops.{module or name}", name)
 
 
 def _bastile_cross_entropy() -> Function:
@@ -84,12 +83,12 @@ def _bastile_cross_entropy() -> Function:
 
 
 _BASTILE: dict[str, Builder] = {
-    "rms_norm": lambda: _ours("rms_norm", EPS),
-    "add_rms_norm": lambda: _ours("add_rms_norm", EPS, module="rms_norm"),
+    "rms_norm": lambda: _ours("rms_norm"),
+    "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
     "swiglu": lambda: _ours("swiglu"),
     "gated_mlp": lambda: _ours("gated_mlp"),
     "rope": lambda: _heads_first(_ours("rope")),
-    "qk_norm_rope": lambda: _heads_first(_ours("qk_norm_rope", EPS)),
+    "qk_norm_rope": lambda: _heads_first(_ours("qk_norm_rope")),
     "cross_entropy": _bastile_cross_entropy,
     "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
     "moe_experts": lambda: _ours("moe_experts", module="moe"),
