@@ -231,6 +231,18 @@ def test_what_an_option_is_called_it_is_called_everywhere() -> None:
     assert {name for name, found in kinds.items() if len(found) > 1} == set()
 
 
+def test_each_option_stands_in_the_table_and_is_taken_by_a_command() -> None:
+    from bastile.cli import arguments
+    from bastile.cli.options import OPTIONS
+
+    taken = set()
+    for command in arguments.parser()._subparsers._group_actions[0].choices.values():
+        for action in command._actions:
+            if action.option_strings and action.help != argparse.SUPPRESS and not action.dest.startswith("use_"):
+                taken.add(action.option_strings[-1])
+    assert taken - {"--help"} == set(OPTIONS)
+
+
 def test_operators_can_be_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from bastile.cli import options
     from bastile.cli.arguments import parse

@@ -353,6 +353,23 @@ def test_a_crash_in_a_shared_process_leaves_the_other_lengths(tmp_path: Path) ->
     assert run.carry_out(results, [("hf", [10, 30])], tmp_path, budget=0.0, **options)
 
 
+def test_a_sweep_on_a_cpu_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would open it now and then, though nothing is computed there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import json, os\n"
+        "print(json.dumps({'result': {'length': 8, 'status': 'ok', 'seen': os.environ['CUDA_VISIBLE_DEVICES'],"
+        " 'seconds': 1.0, 'tokens_per_second': 1.0, 'peak_bytes': None}}), flush=True)\n" + DONE
+    )
+    for device, visible in (("cpu", ""), ("cuda", "1")):
+        content = {"date": "", "settings": {**SETTINGS, "device": device}, "machine": None, "records": []}
+        results = Results(tmp_path / f"{device}.json", content)
+        options: dict[str, Any] = {"timeout": 60, "tell": lambda told: None, "worker": [sys.executable, str(program)]}
+        assert run.carry_out(results, [("hf", [8])], tmp_path, budget=None, **options)
+        assert results.find("hf", 8)["seen"] == visible
+
+
 # ---- what is made of the figures -------------------------------------------------------------------------------------
 
 
