@@ -240,6 +240,7 @@ def test_each_option_stands_in_the_table_and_is_taken_by_a_command() -> None:
         for action in command._actions:
             if action.option_strings and action.help != argparse.SUPPRESS and not action.dest.startswith("use_"):
                 taken.add(action.option_strings[-1])
+        assert "--json" in command._option_string_actions
     assert taken - {"--help"} == set(OPTIONS)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bastile.cli.files import check_folder, dumps, make_folder, read_results, write_json
+from bastile.cli.files import check_folder, make_folder, read_results, write_json
 from bastile.cli.options import SHORT_TYPES, add, chosen, device_for, type_name
 from bastile.peers.operators import AGAINST, PEERS
 
@@ -46,17 +46,14 @@ def bench(options: argparse.Namespace) -> int:
         run = read_results(options.show, "bench", {"results", "machine", "date"})
         ops = _operators(options)
         run["results"] = [result for result in run["results"] if result["op"] in ops]
-        if not options.json:
-            show = report.printer()
-            for result in run["results"]:
-                show(result)
+        show = report.printer()
+        for result in run["results"]:
+            show(result)
     else:
         run = _measure(options)
-    if options.json:
-        print(dumps(run))
-    else:
-        table = report.host_table(run["results"])
-        print("\n\n".join(text for text in (table, report.summary(run["results"])) if text))
+    options.found = run
+    table = report.host_table(run["results"])
+    print("\n\n".join(text for text in (table, report.summary(run["results"])) if text))
     if options.plots:
         try:
             for path in report.draw(run, make_folder("--out", options.out)):
@@ -88,7 +85,6 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     selected = [(case, dtype) for op in ops for dtype in dtypes for case in table if case.op == op]
 
     make_folder("--out", options.out)
-    tell = sys.stderr if options.json else sys.stdout
     with machine.Monitor(device) as monitor:
         speed = timing.copy_speed(device)
         measured: dict[str, Any] = {
@@ -100,7 +96,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             "results": [],
         }
         path = options.out / f"bench-{device.type}-{datetime.fromisoformat(measured['date']):%Y%m%d-%H%M%S}.json"
-        print(f"{measured['machine']['name']}, copy {speed / 1e9:.4g} GB/s; results in {path}\n", file=tell, flush=True)
+        print(f"{measured['machine']['name']}, copy {speed / 1e9:.4g} GB/s; results in {path}\n", flush=True)
         show = report.printer()
         for result in run.run_cases(
             selected,
@@ -113,10 +109,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         ):
             measured["results"].append(result)
             write_json(path, measured)
-            if options.json:
-                print(f"{len(measured['results'])}/{len(selected)} {result['title']}", file=tell, flush=True)
-            else:
-                show(result)
+            show(result)
     return measured
 
 

@@ -30,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--checkpointing", "--trace")
     add_where(parser)
     add(parser, "--out", what="profile.json and profile.png", default=Path("profile-out"))
+    add(parser, "--json")
     add_operators(parser)
     parser.set_defaults(command=profile)
 
@@ -86,7 +87,8 @@ def profile(options: argparse.Namespace) -> int:
     settings = {"model": options.model, "shape": options.shape, "layers": config.num_hidden_layers, "batch": batch}
     settings |= {"sequence": sequence, "dtype": dtype, "steps": options.steps, "checkpointing": options.checkpointing}
     where = describe_briefly(torch.device(device))
-    write_json(out / "profile.json", {**about(options.given), "device": where, "settings": settings, "runs": runs})
+    options.found = {**about(options.given), "device": where, "settings": settings, "runs": runs}
+    write_json(out / "profile.json", options.found)
     console.print(f"Figures: {out / 'profile.json'}   Plot: {out / 'profile.png'}", soft_wrap=True)
     if options.trace:
         record.write_trace(profilers, options.trace)

@@ -14,8 +14,9 @@ from bastile.cli.shown import TITLES, about, bytes_text, number
 from bastile.peers.models import IMPLEMENTATIONS
 
 
-def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path, command: str) -> None:
-    """Prints the runs side by side and the comparison, and writes both files. command: as it was given."""
+def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path, command: str) -> dict[str, Any]:
+    """Prints the runs side by side and the comparison, and writes both files. Returns the result. command: as it was
+    given."""
     console = Console()
     comparison = compared(runs) if len(runs) == 2 and all(run["status"] == "ok" for run in runs) else {}
     console.print(_table(plan["steps"], runs, comparison))
@@ -38,6 +39,7 @@ def write(plan: dict[str, Any], runs: list[dict[str, Any]], out: Path, command: 
     write_json(out / "result.json", result)
     console.print(f"Command: {command}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"Curves: {out / 'curves.png'}   Figures: {out / 'result.json'}")
+    return result
 
 
 def _curve(run: dict[str, Any]) -> tuple[str, str, list[float | None]]:

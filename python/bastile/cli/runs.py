@@ -45,6 +45,7 @@ def add_training(
     add(parser, "--lr", default=lr)
     add_where(parser)
     add(parser, "--out", what=f"curves.png, result.json, {holds}", default=Path(out))
+    add(parser, "--json")
     return length
 
 
@@ -91,7 +92,7 @@ def train(options: argparse.Namespace, model: dict[str, Any], examples: Examples
         make_folder("--save", Path(plan["save"]))
     examples.save(out / "examples.pt")
     found = compare.run_all(plans, out, resume)
-    report.write(plan, found, out, options.given)
+    options.found = report.write(plan, found, out, options.given)
     if found[-1]["status"] != "ok":
         raise RunFailed(
             f"the {found[-1]['name']} run did not end ({found[-1]['status']}): a smaller --batch or --sequence takes "

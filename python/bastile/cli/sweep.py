@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bastile.cli.errors import UsageError
-from bastile.cli.files import check_folder, dumps, make_folder
+from bastile.cli.files import check_folder, make_folder
 from bastile.cli.options import add, add_where, chosen, device_for, dtype_for, need_packages
 from bastile.peers.models import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
 from bastile.shapes import MODELS
@@ -58,7 +58,8 @@ def sweep(options: argparse.Namespace) -> int:
     from bastile.sweep.results import Results
 
     if options.show:
-        return _report(Results.shown(options.show), make_folder("--out", options.out), options.json)
+        _report(options, Results.shown(options.show), make_folder("--out", options.out))
+        return 0
     if int(os.environ.get("RANK", 0)) > 0:
         return 0  # torchrun has started this once a GPU; the first of them starts the workers of all
     settings, names, lengths = _plan(options)
@@ -70,8 +71,8 @@ def sweep(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("Give the same command again to go on", file=sys.stderr)
         raise
-    if results.records or options.json:
-        _report(results, folder, options.json)
+    if results.records:
+        _report(options, results, folder)
     if not complete:
         print("Not all was measured: give the same command again to go on", file=sys.stderr)
     ours = [record for record in results.records if record["implementation"] == "bastile"]
@@ -180,7 +181,7 @@ def _measure(options: argparse.Namespace, results: Any, names: list[str], length
         extra["tokens"] = str(_tokens(results.settings, lengths[0], folder))
     todo = run.jobs(names, lengths, options.share_process)
     jobs = make_folder("--out", folder / "jobs" / results.path.stem)
-    with report.progress(todo, results, sys.stderr if options.json else sys.stdout) as tell:
+    with report.progress(todo, results) as tell:
         limits = {"timeout": options.timeout, "budget": options.budget}
         return run.carry_out(results, todo, jobs, **limits, tell=tell, extra=extra)
 
@@ -204,18 +205,15 @@ def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
     return path.resolve()
 
 
-def _report(results: Any, folder: Path, as_json: bool) -> int:
+def _report(options: argparse.Namespace, results: Any, folder: Path) -> None:
     from rich.console import Console
 
     from bastile.sweep import report
 
+    options.found = report.as_json(results)
     console = Console(width=None if sys.stdout.isatty() else 100)
-    if as_json:
-        print(dumps(report.as_json(results)))
-    else:
-        console.print(report.table(results))
-        for line in report.sentences(results):
-            console.print(line, markup=False, highlight=False)
+    console.print(report.table(results))
+    for line in report.sentences(results):
+        console.print(line, markup=False, highlight=False)
     for path in (results.path, *report.draw(results, folder / results.path.stem)):
         print(path, file=sys.stderr)
-    return 0

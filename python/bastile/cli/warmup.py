@@ -1,6 +1,7 @@
 """`warmup`: from options to a config, its kernels compiled, and what each operator took."""
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--shape", what="in place of --model: this model's shapes")
     add(parser, "--dtype", default="bfloat16", choices=tuple(SHORT_TYPES))
     add(parser, "--device", what="cuda or cuda:N", shown="cuda")
-    add(parser, "--threads")
+    add(parser, "--threads", "--json")
     parser.set_defaults(command=warmup)
 
 
@@ -44,6 +45,7 @@ def warmup(options: argparse.Namespace) -> int:
         done = warmup_all_kernels(config, getattr(torch, options.dtype), device, threads=options.threads)
     except RuntimeError as error:
         raise RunFailed(str(error)) from error
+    options.found = asdict(done)
     console = Console()
     if done.seconds:
         shown = table("", ["operator and width"], ["seconds"])

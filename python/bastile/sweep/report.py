@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -122,9 +122,7 @@ def as_json(results: Results) -> dict[str, Any]:
 
 
 @contextmanager
-def progress(
-    todo: Sequence[tuple[str, list[int]]], results: Results, stream: TextIO
-) -> Iterator[Callable[[Told], None]]:
+def progress(todo: Sequence[tuple[str, list[int]]], results: Results) -> Iterator[Callable[[Told], None]]:
     """A bar with the time that is left, and a line for each configuration that is done."""
     columns = [
         TextColumn("{task.description}"),
@@ -138,7 +136,7 @@ def progress(
     def done() -> int:
         return sum(results.is_finished(name, length) for name, length in everything)
 
-    with Progress(*columns, console=Console(file=stream)) as bars:
+    with Progress(*columns, console=Console()) as bars:
         before = done()
         if before:
             bars.console.print(f"{before} of {len(everything)} were measured before", highlight=False)
