@@ -9,10 +9,9 @@ layer chose another set of experts than in float32. The float32 model needs twic
 
 import argparse
 import gc
-import json
 import multiprocessing
-from collections.abc import Iterator
-from datetime import datetime, timezone
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,21 @@ import torch
 from torch.nn import functional as F
 
 import bastile
-from bastile.bench.machine import versions
+from bastile.bench.machine import describe_briefly
+from bastile.cli.files import write_json
+from bastile.cli.shown import about
+from bastile.peers.models import IMPLEMENTATIONS, CannotRun
 from bastile.shapes import MODELS
 from bastile.sweep.model import build, random_tokens
 
+#: What is told of, by the sweep's names, and how experts are computed where that is not the usual way. Liger-Kernel is
+#: the last, for it cannot be taken out.
+WAYS = (
+    ("Transformers", "hf", None),
+    ("Transformers, experts one by one", "hf", "eager"),
+    ("Bastile", "bastile", None),
+    ("Liger-Kernel", "liger", None),
+)
 BATCHES = ((512, 0), (2048, 1), (2048, 2), (2048, 3))  #: tokens, seed
 
 
@@ -46,39 +56,29 @@ def run(model: Any, tokens: torch.Tensor) -> tuple[float, torch.Tensor, list[tor
     return loss.item(), hidden.float(), chosen
 
 
-def implementations(model: Any) -> Iterator[str]:
-    """Puts one after the other into force."""
-    model_type = model.config.model_type
-    yield "Transformers"
-    if hasattr(model.config, "num_local_experts"):
-        before = model.config._experts_implementation
-        model.set_experts_implementation("eager")
-        yield "Transformers, experts one by one"
-        model.set_experts_implementation(before)
-    bastile.apply(model_types=[model_type])
-    yield "Bastile"
-    bastile.reset()
-    try:
-        from liger_kernel import transformers as liger
-    except ImportError:
-        return
-    getattr(liger, f"apply_liger_kernel_to_{model_type}")(model=model)  # the last, for it cannot be taken out
-    yield "Liger-Kernel"
-
-
 def compare(name: str, device: torch.device) -> dict[str, dict[str, float | None]]:
     torch.backends.cuda.matmul.allow_tf32 = False
     print(f"{name}: float32", flush=True)
     model = build(name, torch.bfloat16, device, seed=0).float()  # the weights that the others have
     batches = [random_tokens(model.config.vocab_size, 1, length, device, seed) for length, seed in BATCHES]
     truth = [run(model, tokens) for tokens in batches]
-    del model
-    gc.collect()
-    model = build(name, torch.bfloat16, device, seed=0)
     found = {}
-    for implementation in implementations(model):
-        print(f"{name}: {implementation}", flush=True)
-        found[implementation] = difference([run(model, tokens) for tokens in batches], truth)
+    for title, implementation, experts in WAYS:
+        del model
+        gc.collect()
+        try:
+            IMPLEMENTATIONS[implementation].patch(MODELS[name]["model_type"])
+        except CannotRun as reason:
+            print(f"{name}: {reason}")
+            break
+        model = build(name, torch.bfloat16, device, seed=0)
+        if experts and not hasattr(model.config, "num_local_experts"):
+            continue
+        if experts:
+            model.set_experts_implementation(experts)
+        print(f"{name}: {title}", flush=True)
+        found[title] = difference([run(model, tokens) for tokens in batches], truth)
+        bastile.reset()
     return found
 
 
@@ -100,16 +100,15 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     content: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "versions": versions(),
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+        **about(shlex.join(sys.argv)),
+        "machine": describe_briefly(device),
         "batches": [{"tokens": length, "seed": seed} for length, seed in BATCHES],
         "models": {},
     }
     for name in options.models:
         with multiprocessing.get_context("spawn").Pool(1) as process:  # one each, for Liger-Kernel stays in force
             content["models"][name] = process.apply(compare, (name, device))
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(options.out, content)
 
 
 if __name__ == "__main__":

@@ -16,26 +16,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from bastile.cli.shown import GIB, MIB
+from bastile.peers.models import IMPLEMENTATIONS
+from bastile.peers.operators import PEERS
+from bastile.sweep.results import Record, Results, loss_difference
+
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = {
-    "bastile": "Bastile",
-    "unfused": "Bastile, unfused",
-    "torch": "torch",
-    "hf": "Hugging Face code",
-    "compile": "that, compiled",
-    "liger": "Liger (Triton)",
-    "cute": "Liger (CuTe)",
-    "quack": "QuACK",
-}
-MODELS = {
-    "hf": "Transformers",
-    "liger": "Liger-Kernel",
-    "compile": "torch.compile",
-    "compile-layers": "torch.compile, each layer",
-    "bastile-compile": "Bastile, compiled",
-    "bastile": "**Bastile**",
-}
-GIB, MIB = 2**30, 2**20
+#: The columns of a sweep's table.
+MODELS = ("hf", "liger", "compile", "compile-layers", "bastile-compile", "bastile")
 BLOCK = re.compile(r"(<!-- measured: (?P<file>\S+)(?P<words>[^>]*?) -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 
@@ -73,8 +61,8 @@ def bench(run: dict[str, Any], operators: list[str], link: str) -> list[str]:
     if missing:
         raise SystemExit(f"{link} has no {', '.join(sorted(missing))}")
     timed = [{r["name"]: r for r in result["rows"] if "seconds" in r} for result in results]
-    names = [name for name in COLUMNS if any(name in rows for rows in timed)]
-    lines = [["", "limit", *(COLUMNS[name] for name in names), "extra memory"]]
+    names = [name for name, peer in PEERS.items() if peer.title and any(name in rows for rows in timed)]
+    lines = [["", "limit", *(PEERS[name].title for name in names), "extra memory"]]
     for result, rows in zip(results, timed, strict=True):
         limit = three_digits(result["floor"]["seconds"]) if result["floor"] else "–"
         cells = [three_digits(rows[name]["seconds"]) if name in rows else "–" for name in names]
@@ -97,41 +85,30 @@ def bench(run: dict[str, Any], operators: list[str], link: str) -> list[str]:
 
 def command(settings: dict[str, Any], peers: list[str], lengths: list[int]) -> str:
     words = ["bastile sweep", f"--shape {settings['model']}"]
-    if settings["gpus"] > 1:
-        words.append(f"--fsdp --gpus {settings['gpus']}")
+    words += [f"--fsdp --gpus {settings['gpus']}"] * (settings["gpus"] > 1)
     words += [f"--against {','.join(peers)}", f"--lengths {','.join(map(str, lengths))}"]
     words += {"step": ["--whole-step"], "none": ["--no-optimizer"]}.get(settings["optimizer"], [])
-    words += ["--profile-floor"] * bool(settings["profile_floor"]) + ["--share-process"] * bool(
-        settings["share_process"]
-    )
+    words += [f"--{name.replace('_', '-')}" for name in ("profile_floor", "share_process") if settings[name]]
     return " ".join(words)
 
 
-def loss_differences(find: Any, names: list[str], lengths: list[int]) -> str:
+def loss_differences(results: Results, names: list[str]) -> str:
     """Of the first step's losses, from those of Transformers, where both ran."""
     told = []
     for name in names:
-        pairs = [(find(name, length), find("hf", length)) for length in lengths]
-        differences = [
-            abs(ours["losses"][0] - theirs["losses"][0]) / abs(theirs["losses"][0])
-            for ours, theirs in pairs
-            if ours and theirs and ours["status"] == theirs["status"] == "ok"
-        ]
-        if differences:
-            told.append(f"{MODELS[name].strip('*')} {max(differences):.1e}")
+        pairs = [(results.find(name, length), results.find("hf", length)) for length in results.lengths()]
+        ran = [(a, b) for a, b in pairs if a and b and a["status"] == b["status"] == "ok"]
+        if ran:
+            largest = max(loss_difference(ours, theirs, 1) for ours, theirs in ran)
+            told.append(f"{IMPLEMENTATIONS[name].title.strip('*')} {largest:.1e}")
     return ", ".join(told)
 
 
 def sweep(run: dict[str, Any], words: list[str], link: str) -> list[str]:
-    settings, records = run["settings"], {(r["implementation"], r["length"]): r for r in run["records"]}
-    names = [name for name in MODELS if any(key[0] == name for key in records)]
-    lengths = sorted({key[1] for key in records})
+    results, settings = Results(Path(link), run), run["settings"]
+    names, lengths = [name for name in MODELS if name in results.implementations()], results.lengths()
 
-    def find(name: str, length: int) -> dict[str, Any] | None:
-        return records.get((name, length))
-
-    def cell(name: str, length: int) -> str:
-        record = find(name, length)
+    def cell(name: str, record: Record | None) -> str:
         if record is None:
             return "–"
         if record["status"] != "ok":
@@ -139,24 +116,23 @@ def sweep(run: dict[str, Any], words: list[str], link: str) -> list[str]:
         shown = f"{record['seconds'] * 1e3:.0f} ({record['peak_bytes'] / GIB:.1f})"
         return f"**{shown}**" if name == "bastile" else shown
 
-    table = [["tokens", *(MODELS[name] for name in names)]]
-    table += [[str(length), *(cell(name, length) for name in names)] for length in lengths]
+    table = [["tokens", *(IMPLEMENTATIONS[name].title for name in names)]]
+    table += [[str(length), *(cell(name, results.find(name, length)) for name in names)] for length in lengths]
     if "floor" in words:
         table[0].append("Bastile / floor")
         for line, length in zip(table[1:], lengths, strict=True):
-            record = find("bastile", length)
+            record = results.find("bastile", length)
             line.append(f"{record['floor']['wall'] / record['floor']['seconds']:.2f}" if record else "–")
-    peers = [name for name in names if name != "bastile"]
     several = settings["gpus"] > 1
-    where = f"{settings['gpus']} {run['machine']['name']}s" if several else run["machine"]["name"]
     batch = f"batch {settings['batch']}{' a GPU' * several}"
-    others = loss_differences(find, [name for name in names if name != "hf"], lengths)
+    where = f"{settings['gpus']} {run['machine']['name']}s" if several else run["machine"]["name"]
     return [
         *rows_of(table),
         "",
         f"{made(where, run, settings['versions'])}; {settings['dtype']}, {batch}.",
-        f"Largest difference of the first loss from Transformers', of its value: {others}.",
-        f"`{command(settings, peers, lengths)}`,",
+        "Largest difference of the first loss from Transformers', of its value: "
+        f"{loss_differences(results, [name for name in names if name != 'hf'])}.",
+        f"`{command(settings, [name for name in names if name != 'bastile'], lengths)}`,",
         f"[all figures]({link}).",
     ]
 
@@ -164,11 +140,10 @@ def sweep(run: dict[str, Any], words: list[str], link: str) -> list[str]:
 def curve(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     settings = run["settings"]
     table = [["", "ms a step", "tokens/s", "peak GiB", "last loss"]]
-    for name, said in MODELS.items():
-        for record in run["records"]:
-            if record["implementation"] == name:
-                speed, memory = f"{record['tokens_per_second']:,.0f}", f"{record['peak_bytes'] / GIB:.1f}"
-                table.append([said, f"{record['seconds'] * 1e3:.0f}", speed, memory, f"{record['losses'][-1]:.3f}"])
+    for record in sorted(run["records"], key=lambda record: MODELS.index(record["implementation"])):
+        speed, memory = f"{record['tokens_per_second']:,.0f}", f"{record['peak_bytes'] / GIB:.1f}"
+        said, time = IMPLEMENTATIONS[record["implementation"]].title, f"{record['seconds'] * 1e3:.0f}"
+        table.append([said, time, speed, memory, f"{record['losses'][-1]:.3f}"])
     tokens = f"{settings['batch']} x {run['records'][0]['length']} tokens"
     return [
         f"{made(run['machine']['name'], run, settings['versions'])}; {settings['dtype']},",

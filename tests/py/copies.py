@@ -19,6 +19,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 #: A model this small only waits for a second thread; tables are to be as wide as their words.
@@ -35,12 +36,14 @@ def begin(module: str, arguments: Sequence[str], environment: Mapping[str, str],
     if not torch.cuda.is_available():
         return _Copy(module, arguments, environment, streams)
     given, printed, told = streams
+    # A module of the tests is found as the server of copies finds it.
+    paths = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, "-m", module.removesuffix(".cli"), *arguments],
         stdin=given,
         stdout=printed,
         stderr=told,
-        env=environment,
+        env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
         start_new_session=True,
     )
 

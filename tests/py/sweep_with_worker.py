@@ -14,3 +14,7 @@ def main() -> int:
 def use(program: str) -> None:
     assert run.carry_out.__kwdefaults__ is not None
     run.carry_out.__kwdefaults__["worker"] = (sys.executable, "-S", program)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,8 +20,8 @@ from packaging.version import Version
 from bastile.bench import cases, machine, report, run, timing
 from bastile.bench.cases import HOST, LIMITS, OPS, Case, Need
 from bastile.bench.operators import OPERATORS
-from bastile.bench.peers import PEERS
 from bastile.cli import main
+from bastile.peers.operators import PEERS
 from command import one_thread
 
 CPU = torch.device("cpu")

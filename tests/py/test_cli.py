@@ -19,7 +19,7 @@ from huggingface_hub import constants
 from transformers import OPTConfig
 
 import bastile
-from bastile.cli import compare, data, main, strict_json
+from bastile.cli import compare, data, files, main
 from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
 from bastile.models.table import FAMILIES, OPERATORS
@@ -231,6 +231,19 @@ def test_what_an_option_is_called_it_is_called_everywhere() -> None:
     assert {name for name, found in kinds.items() if len(found) > 1} == set()
 
 
+def test_each_option_stands_in_the_table_and_is_taken_by_a_command() -> None:
+    from bastile.cli import arguments
+    from bastile.cli.options import OPTIONS
+
+    taken = set()
+    for command in arguments.parser()._subparsers._group_actions[0].choices.values():
+        for action in command._actions:
+            if action.option_strings and action.help != argparse.SUPPRESS and not action.dest.startswith("use_"):
+                taken.add(action.option_strings[-1])
+        assert "--json" in command._option_string_actions
+    assert taken - {"--help"} == set(OPTIONS)
+
+
 def test_operators_can_be_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from bastile.cli import options
     from bastile.cli.arguments import parse
@@ -332,7 +345,7 @@ def test_a_mistyped_hub_name_fails_fast(
 
 def test_results_are_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    strict_json.write(path, {"losses": (1.5, float("nan"), float("-inf")), 3: {"a": None}})
+    files.write_json(path, {"losses": (1.5, float("nan"), float("-inf")), 3: {"a": None}})
     assert json.loads(path.read_text()) == {"losses": [1.5, None, None], "3": {"a": None}}
 
 

@@ -270,6 +270,16 @@ def test_profile_of_a_shape(tmp_path: Path) -> None:
     assert min(event["ts"] for event in events if event.get("ph") == "X") == 0
 
 
+def test_results_as_json_stand_alone_on_standard_output(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    from bastile.cli import main
+
+    arguments = ["--shape", "tiny", "--layers", "1", "--sequence", "8", "--steps", "1", "--device", "cpu", "--json"]
+    assert main(["profile", *arguments, "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == json.loads((tmp_path / "profile.json").read_text())
+    assert "CPU time by group" in printed.err
+
+
 def test_profile_of_a_saved_model_with_one_operator(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "text to cut into tokens")
     arguments = [model, "--sequence", 16, "--steps", 1, "--device", "cpu", "--checkpointing", "--rms-norm"]

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,12 @@ from rich.console import Console
 from torch import nn
 
 import sweep_with_worker
-from bastile.cli import data, main
-from bastile.cli.child import is_out_of_memory
+from bastile.cli import data, main, processes
 from bastile.cli.errors import UsageError
+from bastile.cli.processes import is_out_of_memory, run_job
+from bastile.peers.models import IMPLEMENTATIONS
 from bastile.shapes import MODELS
-from bastile.sweep import floor, jobs, plots, report, run
-from bastile.sweep.implementations import IMPLEMENTATIONS
-from bastile.sweep.jobs import run_job
+from bastile.sweep import measure, report, run
 from bastile.sweep.model import build, fill, random_tokens
 from bastile.sweep.results import Results, largest_loss_difference, loss_difference
 from command import Copied
@@ -50,7 +48,7 @@ SETTINGS = {
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of their own, which begin at once."""
-    monkeypatch.setattr(jobs, "Process", Copied)
+    monkeypatch.setattr(processes, "Process", Copied)
 
 
 def content(folder: Path, name: str = "tiny") -> dict[str, Any]:
@@ -102,7 +100,7 @@ def test_a_sweep_is_measured_shown_and_not_repeated(
         assert word in shown
 
     before = (tmp_path / "tiny-step.json").read_text()
-    monkeypatch.setattr(jobs, "Process", None)  # a finished sweep starts no process
+    monkeypatch.setattr(processes, "Process", None)  # a finished sweep starts no process
     assert main(arguments) == 0
     assert (tmp_path / "tiny-step.json").read_text() == before
     assert "4 of 4 were measured before" in capfd.readouterr().out
@@ -171,7 +169,9 @@ def test_a_killed_sweep_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: py
     arguments = [*TINY, "--lengths", "16,32", "--out", str(tmp_path)]
     with open(os.devnull, "r+") as nothing:
         first = begin("sweep_with_worker", [str(worker), *arguments], os.environ, 3 * [nothing])
-    wait_until(lambda: (tmp_path / "jobs" / "tiny" / "bastile-16.log").exists())
+    while not (tmp_path / "jobs" / "tiny" / "bastile-16.log").exists():
+        assert is_alive(first.pid), "it ended before its second worker began"
+        time.sleep(0.02)
     os.kill(first.pid, signal.SIGKILL)
     assert first.wait() == -signal.SIGKILL
     done = content(tmp_path)["records"]
@@ -209,13 +209,6 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.usefixtures("workers")
@@ -333,7 +326,8 @@ def test_a_job_is_ended_when_its_time_is_over_or_when_told(tmp_path: Path) -> No
     stop = 'print(\'{"status": "stop", "child": %d}\' % p.pid, flush=True)\n' + WAIT
     ending, (event,) = job(tmp_path, children + stop)
     assert ending is None
-    wait_until(lambda: not is_alive(event["child"]))
+    while is_alive(event["child"]):  # it has been killed
+        time.sleep(0.02)
 
 
 def test_a_crash_in_a_shared_process_leaves_the_other_lengths(tmp_path: Path) -> None:
@@ -357,6 +351,23 @@ def test_a_crash_in_a_shared_process_leaves_the_other_lengths(tmp_path: Path) ->
     # What failed is tried again, what is done is not; without time nothing is.
     assert not run.carry_out(results, [("hf", [10, 20, 30])], tmp_path, budget=0.0, **options)
     assert run.carry_out(results, [("hf", [10, 30])], tmp_path, budget=0.0, **options)
+
+
+def test_a_sweep_on_a_cpu_sees_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would open it now and then, though nothing is computed there."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    program = tmp_path / "worker.py"
+    program.write_text(
+        "import json, os\n"
+        "print(json.dumps({'result': {'length': 8, 'status': 'ok', 'seen': os.environ['CUDA_VISIBLE_DEVICES'],"
+        " 'seconds': 1.0, 'tokens_per_second': 1.0, 'peak_bytes': None}}), flush=True)\n" + DONE
+    )
+    for device, visible in (("cpu", ""), ("cuda", "1")):
+        content = {"date": "", "settings": {**SETTINGS, "device": device}, "machine": None, "records": []}
+        results = Results(tmp_path / f"{device}.json", content)
+        options: dict[str, Any] = {"timeout": 60, "tell": lambda told: None, "worker": [sys.executable, str(program)]}
+        assert run.carry_out(results, [("hf", [8])], tmp_path, budget=None, **options)
+        assert results.find("hf", 8)["seen"] == visible
 
 
 # ---- what is made of the figures -------------------------------------------------------------------------------------
@@ -393,16 +404,16 @@ def test_tables_fit_a_terminal(tmp_path: Path) -> None:
 
 
 def test_plots_of_what_does_not_fit(tmp_path: Path) -> None:
-    written = plots.draw(made_up(tmp_path), tmp_path / "made.up-8b")
+    written = report.draw(made_up(tmp_path), tmp_path / "made.up-8b")
     assert [path.name for path in written] == [f"made.up-8b-{name}.png" for name in ("throughput", "latency", "memory")]
     assert all(is_png(path) for path in written)
     nothing = Results(tmp_path / "n.json", {"date": "x", "settings": SETTINGS, "machine": None, "records": []})
-    assert all(is_png(path) for path in plots.draw(nothing, tmp_path / "nothing"))
+    assert all(is_png(path) for path in report.draw(nothing, tmp_path / "nothing"))
     none_ran = Results(tmp_path / "n.json", {**nothing.content, "settings": {**SETTINGS, "kind": "curve"}})
-    assert is_png(plots.draw(none_ran, tmp_path / "curve")[0])
+    assert is_png(report.draw(none_ran, tmp_path / "curve")[0])
     broken = made_up(tmp_path, kind="curve", curve_steps=2)
     broken.find("hf", 256)["losses"][1] = None  # it was not a number
-    assert is_png(plots.draw(broken, tmp_path / "broken")[0])
+    assert is_png(report.draw(broken, tmp_path / "broken")[0])
 
 
 def test_the_time_that_is_left(tmp_path: Path) -> None:
@@ -493,7 +504,7 @@ def test_every_shape_is_a_model(name: str) -> None:
     ],
 )
 def test_kernels_are_sorted_by_name(name: str, kind: str) -> None:
-    assert floor.kind_of(name) == kind
+    assert measure.kind_of(name) == kind
 
 
 def test_out_of_memory_is_known_by_its_words() -> None:

@@ -1,8 +1,7 @@
-"""What a run was measured on: versions, the device, and its clock and power while it ran."""
+"""What a run was measured on: the device, and its clock and power while it ran."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shutil
 import subprocess
@@ -13,22 +12,6 @@ from statistics import median
 from typing import Any
 
 import torch
-
-_PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "quack-kernels", "nvidia-cutlass-dsl")
-
-
-def versions() -> dict[str, str]:
-    import bastile
-
-    found = {"bastile": bastile.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -46,6 +29,12 @@ def describe(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def describe_briefly(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, threads: {torch.get_num_threads()}"
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""The gated MLP: inputs, its products alone, and the code that it replaces around any activation.
+"""The gated MLP: inputs, and its products alone.
 
 A case's shape is (tokens, hidden size, size between the products)."""
 
@@ -8,20 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
 
 Tensors = dict[str, torch.Tensor]
 
-ARGUMENTS = LEAVES = ("x", "gate", "up", "down")
-MODEL = "three products, nine with their gradients, as the framework runs them"
+ARGUMENTS = ("x", "gate", "up", "down")
 
 
-def inputs(case: Any, dtype: torch.dtype, device: torch.device) -> Tensors:
+def inputs(case: Any, random: Callable[..., torch.Tensor]) -> Tensors:
     tokens, width, inner = case.shape
-
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, device=device) * scale).to(dtype)
-
     return {
         "x": random(tokens, width),
         "gate": random(inner, width, scale=width**-0.5),
@@ -29,11 +23,6 @@ def inputs(case: Any, dtype: torch.dtype, device: torch.device) -> Tensors:
         "down": random(width, inner, scale=inner**-0.5),
         "upstream 0": random(tokens, width),
     }
-
-
-def flops(case: Any) -> int:
-    tokens, width, inner = case.shape
-    return (9 if case.backward else 3) * 2 * tokens * width * inner
 
 
 def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
@@ -61,8 +50,3 @@ def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Ten
         return ()
 
     return run
-
-
-def around(activation: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Three linear layers, and between them a function of the first two."""
-    return lambda x, gate, up, down: linear(activation(linear(x, gate), linear(x, up)), down)

@@ -1,4 +1,4 @@
-"""The experts of a mixture of experts: inputs, their products alone, and Transformers' three ways to compute them.
+"""The experts of a mixture of experts: inputs, and their products alone.
 
 A case's shape is (tokens, hidden size, size between the products, experts, experts of a token)."""
 
@@ -11,34 +11,21 @@ import torch
 
 Tensors = dict[str, torch.Tensor]
 
-ARGUMENTS = ("hidden", "indices", "weights", "gate_up", "gate_up_bias", "down", "down_bias")
-LEAVES = ("hidden", "weights", "gate_up", "gate_up_bias", "down", "down_bias")
-MODEL = "two products of tokens x choices rows, six with their gradients, as the framework runs them in groups"
 
-
-def inputs(case: Any, dtype: torch.dtype, device: torch.device) -> Tensors:
+def inputs(case: Any, random: Any) -> Tensors:
     """A router that has learnt nothing: every expert is as likely, and rows fall unevenly by chance."""
     tokens, width, inner, experts, choices = case.shape
-
-    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=device).mul_(scale)
-
-    scores, indices = torch.randn((tokens, experts), device=device).topk(choices)
+    scores, indices = torch.randn((tokens, experts), device=random.device).topk(choices)
     return {
         "hidden": random(tokens, width),
         "indices": indices,
-        "weights": scores.softmax(-1).to(dtype),
+        "weights": scores.softmax(-1).to(random.dtype),
         "gate_up": random(experts, width, 2 * inner, scale=width**-0.5),
         "gate_up_bias": random(experts, 2 * inner, scale=0.1),
         "down": random(experts, inner, width, scale=inner**-0.5),
         "down_bias": random(experts, width, scale=0.1),
         "upstream 0": random(tokens, width),
     }
-
-
-def flops(case: Any) -> int:
-    tokens, width, inner, _, choices = case.shape
-    return (3 if case.backward else 1) * 6 * tokens * choices * width * inner
 
 
 def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
@@ -63,41 +50,3 @@ def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Ten
         return ()
 
     return run
-
-
-def transformers_experts(implementation: str) -> Callable[[], Callable[..., torch.Tensor]]:
-    """Builds one of Transformers' implementations of GptOssExperts, for weights that come as arguments."""
-
-    def build() -> Callable[..., torch.Tensor]:
-        from transformers.integrations import moe
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-
-        ways: dict[str, Any] = {
-            "eager": getattr(GptOssExperts.forward, "__wrapped__", GptOssExperts.forward),
-            "batched_mm": moe.batched_mm_experts_forward,
-            "grouped_mm": moe.grouped_mm_experts_forward,
-        }
-
-        class Experts:
-            """Stands for the module."""
-
-            alpha, limit = 1.702, 7.0
-            has_gate = has_bias = is_transposed = True
-            has_post_expert_norm = is_concatenated = _is_expert_parallel = False
-            _apply_gate = GptOssExperts._apply_gate
-
-            def __init__(self, gate_up, gate_up_bias, down, down_bias):
-                self.num_experts = gate_up.shape[0]
-                self.gate_up_proj, self.gate_up_proj_bias = gate_up, gate_up_bias
-                self.down_proj, self.down_proj_bias = down, down_bias
-
-        way = ways[implementation]
-        return lambda hidden, indices, weights, *parameters: way(Experts(*parameters), hidden, indices, weights)
-
-    return build
-
-
-def bastile_experts() -> Callable[..., torch.Tensor]:
-    from bastile.ops.moe import moe_experts
-
-    return lambda hidden, indices, weights, *rest: moe_experts(hidden, indices, weights, *rest)

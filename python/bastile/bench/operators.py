@@ -5,6 +5,7 @@ Values are random, of the sizes that training sees: zeros can run faster than re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,52 +27,52 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Random:
+    """Makes normal numbers of the case's type."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
+
+    def weight(self, size: int) -> torch.Tensor:
+        """Of a norm: near one."""
+        return 1 + self(size, scale=0.1)
+
+
+@dataclass(frozen=True)
 class Operator:
     #: Inputs, and the gradients of the outputs as "upstream 0", "upstream 1", ...
-    inputs: Callable[[Case, torch.dtype, torch.device], Tensors]
+    inputs: Callable[[Case, Random], Tensors]
     arguments: tuple[str, ...]  #: the inputs that contenders are called with, in this order
     leaves: tuple[str, ...]  #: those that get a gradient
-    cost: Callable[[Case, int], Cost]  #: given the size of an element
-    model: str  #: the cost in words
-    #: Where the cost is in flops: a call that runs those products alone, on the operands of the given inputs.
+    #: Elements read and written, or operations, for each one of `size`: forward; forward and backward.
+    times: tuple[int, int]
+    model: str  #: the same in words
+    size: Callable[[Case], int] = lambda case: math.prod(case.shape)
+    #: Where the limit is in products: a call that runs those alone, on the operands of the given inputs.
     products: Callable[[Case, Tensors], Callable[[Tensors], tuple[torch.Tensor, ...]]] | None = None
 
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(shape, dtype=torch.float32, device=device) * scale).to(dtype)
+    def cost(self, case: Case, itemsize: int) -> Cost:
+        work = self.times[case.backward] * self.size(case)
+        return Cost(flops=work) if self.products else Cost(moved=work * itemsize)
 
 
 # ---- norms, swiglu ---------------------------------------------------------------------------------------------------
 
 
-def _norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return {
-        "x": _random(case.shape, dtype, device),
-        "weight": 1 + _random(case.shape[-1:], dtype, device, 0.1),
-        "upstream 0": _random(case.shape, dtype, device),
-    }
+def _rows(*names: str) -> Callable[[Case, Random], Tensors]:
+    """Tensors of the case's shape."""
+    return lambda case, random: {name: random(*case.shape) for name in names}
 
 
-def _norm_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(5 if case.backward else 2) * case.shape[0] * case.shape[1] * size)
+def _norm_inputs(case: Case, random: Random) -> Tensors:
+    return {"weight": random.weight(case.shape[-1]), **_rows("x", "upstream 0")(case, random)}
 
 
-def _add_norm_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return _norm_inputs(case, dtype, device) | {
-        name: _random(case.shape, dtype, device) for name in ("residual", "upstream 1")
-    }
-
-
-def _add_norm_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(8 if case.backward else 4) * case.shape[0] * case.shape[1] * size)
-
-
-def _swiglu_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return {name: _random(case.shape, dtype, device) for name in ("a", "b", "upstream 0")}
-
-
-def _swiglu_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(8 if case.backward else 3) * case.shape[0] * case.shape[1] * size)
+def _add_norm_inputs(case: Case, random: Random) -> Tensors:
+    return {**_norm_inputs(case, random), **_rows("residual", "upstream 1")(case, random)}
 
 
 # ---- rope ------------------------------------------------------------------------------------------------------------
@@ -85,64 +86,44 @@ def rotary_tables(tokens: int, dim: int, dtype: torch.dtype, device: torch.devic
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _rope_inputs(case: Case, random: Random) -> Tensors:
     """q and k as projections leave them, [1, tokens, heads, dim]; rotary code sees them transposed, and so are the
     gradients that attention hands back."""
     tokens, q_heads, k_heads, dim = case.shape
-    q, k = (_random((1, tokens, heads, dim), dtype, device) for heads in (q_heads, k_heads))
-    dq, dk = (_random((1, tokens, heads, dim), dtype, device).transpose(1, 2) for heads in (q_heads, k_heads))
-    cos, sin = rotary_tables(tokens, dim, dtype, device)
+    q, k = (random(1, tokens, heads, dim) for heads in (q_heads, k_heads))
+    dq, dk = (random(1, tokens, heads, dim).transpose(1, 2) for heads in (q_heads, k_heads))
+    cos, sin = rotary_tables(tokens, dim, random.dtype, random.device)
     return {"q": q, "k": k, "cos": cos, "sin": sin, "upstream 0": dq, "upstream 1": dk}
 
 
-def _rope_cost(case: Case, size: int) -> Cost:
+def _qk_norm_rope_inputs(case: Case, random: Random) -> Tensors:
+    weights = {name: random.weight(case.shape[-1]) for name in ("q_weight", "k_weight")}
+    return _rope_inputs(case, random) | weights
+
+
+def _heads(case: Case) -> int:
+    """Elements of q and k."""
     tokens, q_heads, k_heads, dim = case.shape
-    return Cost(moved=(4 if case.backward else 2) * tokens * (q_heads + k_heads) * dim * size)
-
-
-def _qk_norm_rope_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    weights = {name: 1 + _random(case.shape[-1:], dtype, device, 0.1) for name in ("q_weight", "k_weight")}
-    return _rope_inputs(case, dtype, device) | weights
-
-
-def _qk_norm_rope_cost(case: Case, size: int) -> Cost:
-    tokens, q_heads, k_heads, dim = case.shape
-    return Cost(moved=(5 if case.backward else 2) * tokens * (q_heads + k_heads) * dim * size)
+    return tokens * (q_heads + k_heads) * dim
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
-def _targets(case: Case, device: torch.device) -> torch.Tensor:
+def _labels(case: Case, device: torch.device) -> Tensors:
     target = torch.randint(0, case.shape[-1], case.shape[:1], device=device)
-    return target.masked_fill(torch.rand(target.shape, device=device) < case.ignored, -100)
+    target.masked_fill_(torch.rand(target.shape, device=device) < case.ignored, -100)
+    return {"target": target, "upstream 0": torch.ones((), device=device)}
 
 
-def _loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
-    return {
-        "logits": _random(case.shape, dtype, device, 2.0),
-        "target": _targets(case, device),
-        "upstream 0": torch.ones((), device=device),
-    }
+def _loss_inputs(case: Case, random: Random) -> Tensors:
+    return {"logits": random(*case.shape, scale=2.0), **_labels(case, random.device)}
 
 
-def _loss_cost(case: Case, size: int) -> Cost:
-    return Cost(moved=(2 if case.backward else 1) * case.shape[0] * case.shape[1] * size)
-
-
-def _linear_loss_inputs(case: Case, dtype: torch.dtype, device: torch.device) -> Tensors:
+def _linear_loss_inputs(case: Case, random: Random) -> Tensors:
     rows, hidden, vocabulary = case.shape
-    return {
-        "hidden": _random((rows, hidden), dtype, device),
-        "weight": _random((vocabulary, hidden), dtype, device, 0.02),
-        "target": _targets(case, device),
-        "upstream 0": torch.ones((), device=device),
-    }
-
-
-def _linear_loss_cost(case: Case, size: int) -> Cost:
-    rows, hidden, vocabulary = case.shape
-    return Cost(flops=(6 if case.backward else 2) * rows * hidden * vocabulary)
+    weight = random(vocabulary, hidden, scale=0.02)
+    return {"hidden": random(rows, hidden), "weight": weight, **_labels(case, random.device)}
 
 
 def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
@@ -175,69 +156,72 @@ def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], t
 
 OPERATORS = {
     "rms_norm": Operator(
-        inputs=_norm_inputs,
+        _norm_inputs,
         arguments=("x", "weight"),
         leaves=("x", "weight"),
-        cost=_norm_cost,
+        times=(2, 5),
         model="x read, y written; backward: x and dy read, dx written",
     ),
     "add_rms_norm": Operator(
-        inputs=_add_norm_inputs,
+        _add_norm_inputs,
         arguments=("x", "residual", "weight"),
         leaves=("x", "residual", "weight"),
-        cost=_add_norm_cost,
+        times=(4, 8),
         model="x and residual read, sum and y written; backward: sum, dsum and dy read, one gradient for both written",
     ),
     "swiglu": Operator(
-        inputs=_swiglu_inputs,
+        _rows("a", "b", "upstream 0"),
         arguments=("a", "b"),
         leaves=("a", "b"),
-        cost=_swiglu_cost,
+        times=(3, 8),
         model="a and b read, y written; backward: a, b and dy read, da and db written",
     ),
     "gated_mlp": Operator(
-        inputs=mlp.inputs,
+        mlp.inputs,
         arguments=mlp.ARGUMENTS,
-        leaves=mlp.LEAVES,
-        cost=lambda case, size: Cost(flops=mlp.flops(case)),
-        model=mlp.MODEL,
+        leaves=mlp.ARGUMENTS,
+        times=(6, 18),
+        model="three products, nine with their gradients, as the framework runs them",
         products=mlp.products,
     ),
     "rope": Operator(
-        inputs=_rope_inputs,
+        _rope_inputs,
         arguments=("q", "k", "cos", "sin"),
         leaves=("q", "k"),
-        cost=_rope_cost,
+        times=(2, 4),
         model="q and k read and written; backward: their gradients read and written",
+        size=_heads,
     ),
     "qk_norm_rope": Operator(
-        inputs=_qk_norm_rope_inputs,
+        _qk_norm_rope_inputs,
         arguments=("q", "k", "q_weight", "k_weight", "cos", "sin"),
         leaves=("q", "k", "q_weight", "k_weight"),
-        cost=_qk_norm_rope_cost,
+        times=(2, 5),
         model="q and k read and written once; backward: q, k and the gradients read, dq and dk written",
+        size=_heads,
     ),
     "cross_entropy": Operator(
-        inputs=_loss_inputs,
+        _loss_inputs,
         arguments=("logits", "target"),
         leaves=("logits",),
-        cost=_loss_cost,
+        times=(1, 2),
         model="logits read once, their gradient written once",
     ),
     "fused_linear_cross_entropy": Operator(
-        inputs=_linear_loss_inputs,
+        _linear_loss_inputs,
         arguments=("hidden", "weight", "target"),
         leaves=("hidden", "weight"),
-        cost=_linear_loss_cost,
+        times=(2, 6),
         model="three products of 2 x rows x hidden x vocabulary each (forward alone: one)",
         products=_linear_loss_products,
     ),
     "moe_experts": Operator(
-        inputs=moe.inputs,
-        arguments=moe.ARGUMENTS,
-        leaves=moe.LEAVES,
-        cost=lambda case, size: Cost(flops=moe.flops(case)),
-        model=moe.MODEL,
+        moe.inputs,
+        arguments=("hidden", "indices", "weights", "gate_up", "gate_up_bias", "down", "down_bias"),
+        leaves=("hidden", "weights", "gate_up", "gate_up_bias", "down", "down_bias"),
+        times=(6, 18),
+        model="two products of tokens x choices rows, six with their gradients, as the framework runs them in groups",
+        size=lambda case: math.prod(case.shape[:3]) * case.shape[4],
         products=moe.products,
     ),
 }

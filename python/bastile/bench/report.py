@@ -1,14 +1,13 @@
-"""Showing results: a table a case that fits a terminal, a summary, and the dated JSON file."""
+"""Showing results: a table a case that fits a terminal, a summary, and a plot an operator."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bastile.bench.peers import PEERS
+from bastile.cli.shown import MIB, aligned, number, plot, ratio
+from bastile.peers.operators import PEERS
 
 # Nine columns in 80 characters. "+-": half of what lies between the quartiles; "of limit": limit / time; "1st call"
 # includes compiling and tuning.
@@ -18,50 +17,25 @@ _STEADY = 0.25
 
 
 def printer() -> Callable[[dict[str, Any]], None]:
-    """Prints a case: with rich where it is installed, else in plain text."""
+    """Prints a case: in colours where rich is installed."""
     try:
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
     except ImportError:
         return lambda result: print(as_text(result), flush=True)
     console = Console()
 
     def show(result: dict[str, Any]) -> None:
-        head, names, rows, tail = lines(result)
-        console.print(Text(head, style="bold"))
-        if rows:
-            table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-            for i, name in enumerate(names):
-                table.add_column(name, justify="right" if 0 < i < len(names) - 1 else "left", no_wrap=True)
-            for row in rows:
-                table.add_row(*map(Text, row), style="green" if row[0] == "bastile" else "")
-            console.print(table)
-        for line in tail:
-            style = "red" if "MISSED" in line else "green" if "met" in line else "dim"
-            console.print(Text("  " + line, style=style))
-        console.print()
+        for number_, line in enumerate(as_text(result).split("\n")):
+            style = "bold" if number_ == 0 else "green" if line.startswith("bastile ") else ""
+            if line.startswith("  "):
+                style = "red" if "MISSED" in line else "green" if line.endswith(", met") else "dim"
+            console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
     return show
 
 
 def as_text(result: dict[str, Any]) -> str:
-    head, names, rows, tail = lines(result)
-    shown = [head]
-    if rows:
-        table = [names, *rows]
-        widths = [max(len(row[i]) for row in table) for i in range(len(names))]
-        for row in table:
-            cells = [
-                cell.rjust(width) if 0 < i < len(names) - 1 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            shown.append("  ".join(cells).rstrip())
-    return "\n".join([*shown, *("  " + line for line in tail), ""])
-
-
-def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str, ...]], list[str]]:
-    """A case as its headline, its table's head and rows, and the lines under it: needs and notes."""
+    """A case: its headline, its table, and under it needs and notes."""
     head = result["title"]
     limit = result.get("floor") or {}
     if limit.get("seconds"):
@@ -71,6 +45,7 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
         head += f"; {result['sm_mhz']:.0f} MHz, {result['watts']:.0f} W"
     ours = next((row.get("seconds") for row in result["rows"] if row["name"] == "bastile"), None)
     rows = [_cells(row, limit, ours) for row in result["rows"]]
+    names = ["TFLOP/s" if name == "GB/s" and limit.get("flops") else name for name in _HEAD]
     tail = []
     for need in result["needs"]:
         verdict = {True: "met", False: "MISSED", None: "not known"}[need["met"]]
@@ -82,7 +57,8 @@ def lines(result: dict[str, Any]) -> tuple[str, tuple[str, ...], list[tuple[str,
     if "note" in limit:
         tail.append(f"limit: {limit['note']}")
     tail += [result[key] for key in ("unchecked", "note") if key in result]
-    return head, tuple("TFLOP/s" if name == "GB/s" and limit.get("flops") else name for name in _HEAD), rows, tail
+    table = aligned([names, *rows], left=(0, len(_HEAD) - 1)) if rows else []
+    return "\n".join([head, *table, *("  " + line for line in tail), ""])
 
 
 def _found(need: dict[str, Any]) -> str:
@@ -91,22 +67,20 @@ def _found(need: dict[str, Any]) -> str:
     return next((text for text in texts if need["met"] or float(text) > need["limit"]), texts[-1])
 
 
-def _cells(row: dict[str, Any], limit: dict[str, Any], ours: float | None) -> tuple[str, ...]:
-    def shown(value: float | None, text: Callable[[float], str]) -> str:
-        return "-" if value is None else text(value)
-
-    seconds, extra = row.get("seconds"), row.get("extra_bytes")
-    return (
+def _cells(row: dict[str, Any], limit: dict[str, Any], ours: float | None) -> list[str]:
+    seconds = row.get("seconds")
+    unit = 1e12 if limit.get("flops") else 1e9
+    return [
         row["name"],
-        shown(seconds, duration),
-        shown(row.get("spread"), "{:.0%}".format),
-        shown(row.get("rate"), lambda rate: _short(rate / (1e12 if limit.get("flops") else 1e9))),
-        shown(row.get("share"), "{:.0%}".format),
-        shown(seconds / ours if seconds and ours else None, "{:.2f}".format),
-        shown(extra, lambda size: _short(size / 2**20)),
-        shown(row.get("first_call"), "{:.1f} s".format),
+        number(seconds, duration),
+        number(row.get("spread"), ".0%"),
+        number(row.get("rate"), lambda rate: _short(rate / unit)),
+        number(row.get("share"), ".0%"),
+        ratio(seconds, ours),
+        number(row.get("extra_bytes"), lambda size: _short(size / MIB)),
+        number(row.get("first_call"), lambda took: f"{took:.1f} s"),
         row.get("way", ""),
-    )
+    ]
 
 
 def _short(value: float) -> str:
@@ -130,41 +104,63 @@ def host_table(results: Sequence[dict[str, Any]]) -> str:
     if not names:
         return ""
     several_types = len({result["dtype"] for result in chosen}) > 1
-    table = [("host us of a call", *names)]
+    table = [["host us of a call", *names]]
     for result, found in zip(chosen, times, strict=True):
-        cells = (_short(found[name] * 1e6) if name in found else "-" for name in names)
-        table.append((result["op"] + (f", {result['dtype']}" if several_types else ""), *cells))
-    widths = [max(len(row[i]) for row in table) for i in range(len(names) + 1)]
-    return "\n".join(
-        " ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    )
+        title = result["op"] + (f", {result['dtype']}" if several_types else "")
+        table.append([title, *(number(found.get(name), lambda seconds: _short(seconds * 1e6)) for name in names)])
+    return "\n".join(aligned(table, gap=" "))
 
 
 def summary(results: Sequence[dict[str, Any]]) -> str:
-    verdicts = [need["met"] for result in results for need in result["needs"]]
-    text = f"{verdicts.count(True)} needs met, {verdicts.count(False)} missed, {verdicts.count(None)} not known"
-    counted = [text] if verdicts else []
+    needs = [(result["title"], need) for result in results for need in result["needs"]]
+    met = [need["met"] for _, need in needs]
+    text = f"{met.count(True)} needs met, {met.count(False)} missed, {met.count(None)} not known"
     missed = [
-        f"  {result['title']}: {need['text']} {_found(need)}, <= {need['limit']:.3g} needed"
-        for result in results
-        for need in result["needs"]
+        f"  {title}: {need['text']} {_found(need)}, <= {need['limit']:.3g} needed"
+        for title, need in needs
         if need["met"] is False
     ]
     broken = [
-        f"  {result['title']}: {row['note']}"
+        f"  {result['title']}: {one['note']}"
         for result in results
-        for row in result["rows"]
-        if row["name"] == "bastile" and row.get("failed")
+        for one in (*result["rows"], result)
+        if "note" in one and (one is result or (one["name"] == "bastile" and one.get("failed")))
     ]
-    broken += [f"  {result['title']}: {result['note']}" for result in results if "note" in result]
-    return "\n".join(
-        [*counted, *(["Missed:", *missed] if missed else []), *(["Not measured:", *broken] if broken else [])]
-    )
+    lines = [text] if needs else []
+    lines += ["Missed:", *missed] if missed else []
+    lines += ["Not measured:", *broken] if broken else []
+    return "\n".join(lines)
 
 
-def save(run: dict[str, Any], path: Path) -> None:
-    """Whole or not at all: a run may be stopped at any time, and is saved after each case."""
-    draft = path.with_suffix(".part")
-    draft.write_text(json.dumps(run, indent=1) + "\n")
-    os.replace(draft, path)
+def draw(run: dict[str, Any], out: Path) -> list[Path]:
+    """One PNG an operator, one panel a case, one bar a contender; the line is the case's limit."""
+    written = []
+    for op in dict.fromkeys(result["op"] for result in run["results"]):
+        panels = [result for result in run["results"] if result["op"] == op]
+        panels = [result for result in panels if any("seconds" in row for row in result["rows"])]
+        if not panels:
+            continue
+        path = out / f"{op}.png"
+        size = (8, 0.6 + 1.9 * len(panels))
+        with plot(path, len(panels), figsize=size, squeeze=False) as axes:
+            title = f"{op}: {run['machine']['name']}, {run['date'][:10]}; milliseconds, less is better"
+            axes[0, 0].figure.suptitle(title, fontsize=10)
+            for axis, result in zip(axes[:, 0], panels, strict=True):
+                _panel(axis, result)
+        written.append(path)
+    return written
+
+
+def _panel(axis: Any, result: dict[str, Any]) -> None:
+    rows = [row for row in result["rows"] if "seconds" in row]
+    names, values = [row["name"] for row in rows], [row["seconds"] * 1e3 for row in rows]
+    bars = axis.barh(names, values, color=[PEERS[name].colour if name in PEERS else "#cccccc" for name in names])
+    axis.bar_label(bars, fmt="%.3g", fontsize=7, padding=2)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_title(result["title"], fontsize=8, loc="left")
+    axis.tick_params(labelsize=7)
+    axis.spines[["top", "right"]].set_visible(False)
+    limit = (result.get("floor") or {}).get("seconds")
+    if limit:
+        axis.axvline(limit * 1e3, color="black", linewidth=0.8, linestyle="--")

@@ -8,6 +8,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import quantiles
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 
 from bastile.bench import timing
 from bastile.bench.cases import Case, Need
-from bastile.bench.operators import OPERATORS, Operator, Tensors
-from bastile.bench.peers import CUDA_ONLY, PEERS
+from bastile.bench.operators import OPERATORS, Operator, Random, Tensors
+from bastile.peers.operators import CUDA_ONLY, PEERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: The name under which a case's limit runs among the contenders, where it is matrix products.
@@ -41,6 +42,14 @@ class _Entry:
     call: timing.Call | None = None
     clock: timing.Clock | None = None
     seconds: list[float] = field(default_factory=list)
+
+    def attempt(self, what: str, device: torch.device, work: Callable[[], Any]) -> Any:
+        """What the work returns; None where it fails, for whatever a foreign library raises."""
+        try:
+            return work()
+        except Exception as error:
+            self.fail(what, error, device)
+            return None
 
     def fail(self, what: str, error: BaseException, device: torch.device) -> None:
         """Turns an exception into the row's note."""
@@ -121,7 +130,7 @@ def _run_case(
 ) -> None:
     operator = OPERATORS[case.op]
     torch.manual_seed(20261120)
-    pristine = operator.inputs(case, DTYPES[dtype], device)
+    pristine = operator.inputs(case, Random(DTYPES[dtype], device))
     rotation = timing.Rotation(pristine, operator.leaves, device)
     cost = operator.cost(case, DTYPES[dtype].itemsize)
     result["model"] = operator.model
@@ -138,44 +147,29 @@ def _run_case(
         _time_host(entries, rotation.sets[0], device, rounds)
     else:
         if cost.flops:
-            entries.append(_limit_entry(case, operator, pristine, device))
+            assert operator.products is not None
+            limit = _Entry(PRODUCTS)
+            limit.call = limit.attempt("failed", device, partial(operator.products, case, pristine))
+            entries.append(limit)
         # Calls with large products last milliseconds, on either side of where a graph pays: all by the same clock.
         _time_device(entries, rotation, device, rounds, capture=not cost.flops)
     for entry in entries:
         if entry.seconds:
-            low, middle, high = _quartiles(entry.seconds)
+            several = entry.seconds if len(entry.seconds) > 1 else 2 * entry.seconds
+            low, middle, high = quantiles(several, n=4, method="inclusive")
             entry.row |= {"seconds": middle, "spread": (high - low) / 2 / middle, "samples": entry.seconds}
     rows = {entry.name: {"name": entry.name, **entry.row} for entry in entries}
     if not case.host:
         by_products = rows.pop(PRODUCTS, {})
-        limit = by_products.get("seconds") if cost.flops else cost.moved / copy_speed
-        result["floor"] = {"seconds": limit, "moved": cost.moved, "flops": cost.flops, **_noted(by_products)}
+        least = by_products.get("seconds") if cost.flops else cost.moved / copy_speed
+        result["floor"] = {"seconds": least, "moved": cost.moved, "flops": cost.flops}
+        if "note" in by_products:
+            result["floor"]["note"] = by_products["note"]
         for row in rows.values():
             if "seconds" in row:
                 row["rate"] = (cost.flops or cost.moved) / row["seconds"]
-                row["share"] = limit / row["seconds"] if limit else None
+                row["share"] = least / row["seconds"] if least else None
     result["rows"] = list(rows.values())
-
-
-def _limit_entry(case: Case, operator: Operator, pristine: Tensors, device: torch.device) -> _Entry:
-    entry = _Entry(PRODUCTS)
-    try:
-        assert operator.products is not None, f"{case.op} counts flops and names no products"
-        entry.call = operator.products(case, pristine)
-    except Exception as error:  # too little memory beside the inputs
-        entry.fail("failed", error, device)
-    return entry
-
-
-def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def _noted(row: dict[str, Any]) -> dict[str, Any]:
-    return {"note": row["note"]} if "note" in row else {}
 
 
 def _prepare(
@@ -192,28 +186,25 @@ def _prepare(
         entry.row["note"] = "needs CUDA"
         return
     tensors = rotation.sets[0]
-    results: tuple[torch.Tensor, ...] = ()
-    try:
-        entry.call = _call(PEERS[entry.name][case.op](), operator, case.backward)
+
+    def run() -> None:
+        entry.call = call = _call(PEERS[entry.name][case.op](), operator, case.backward)
         rotation.restore()
         timing.synchronize(device)
         begin = time.perf_counter()
-        results = entry.call(tensors)
+        results = call(tensors)
         timing.synchronize(device)
         entry.row["first_call"] = time.perf_counter() - begin  # imports done; compiling and tuning included
         difference = _difference(results, reference) if reference is not None else 0.0
         if not difference <= agree:  # NaN too
-            entry.row["note"] = f"wrong results: differ from the replaced code's by {difference:.1e}"
-            entry.row["failed"] = True
+            entry.row |= {"note": f"wrong results: differ from the replaced code's by {difference:.1e}", "failed": True}
             entry.call = None
-            return
-        results = ()
-        if not case.host:
+        elif not case.host:
+            del results
             rotation.restore()
-            call = entry.call
             entry.row["extra_bytes"] = timing.extra_bytes(lambda: call(tensors), device)
-    except Exception as error:  # whatever a foreign library raises
-        entry.fail("failed", error, device)
+
+    entry.attempt("failed", device, run)
 
 
 def _call(function: Callable[..., Any], operator: Operator, backward: bool) -> timing.Call:
@@ -247,25 +238,18 @@ def _difference(results: Sequence[torch.Tensor], reference: Sequence[torch.Tenso
 def _time_device(
     entries: Sequence[_Entry], rotation: timing.Rotation, device: torch.device, rounds: int, *, capture: bool
 ) -> None:
+    def warmed_up(call: timing.Call) -> timing.Clock:
+        rotation.restore()
+        return timing.clock_for(call, rotation, device, capture=capture)
+
     for entry in entries:
-        if entry.call is None:
-            continue
-        try:
-            rotation.restore()
-            entry.clock = timing.clock_for(entry.call, rotation, device, capture=capture)
-        except Exception as error:
-            entry.fail("failed in warm-up", error, device)
+        if entry.call is not None:
+            entry.clock = entry.attempt("failed in warm-up", device, partial(warmed_up, entry.call))
     for turn in range(rounds + 1):  # the first round warms the device up and does not count
         for entry in entries:
-            if entry.clock is None:
-                continue
-            try:
-                seconds = entry.clock.sample()
-            except Exception as error:
-                entry.fail("failed while timed", error, device)
-                continue
-            if turn:
-                entry.seconds.append(seconds)
+            if entry.clock is not None:
+                seconds = entry.attempt("failed while timed", device, entry.clock.sample)
+                entry.seconds += [seconds] if turn and seconds is not None else []
     for entry in entries:
         if entry.clock is not None:
             entry.row["way"] = entry.clock.way
@@ -277,16 +261,12 @@ def _time_device(
 def _time_host(entries: Sequence[_Entry], tensors: Tensors, device: torch.device, rounds: int) -> None:
     for turn in range(2 * rounds + 1):  # blocks are short: more of them than rounds on the device
         for entry in entries:
-            if entry.call is None:
-                continue
-            try:
-                seconds = timing.host_seconds(entry.call, tensors, device)
-            except Exception as error:
-                entry.fail("failed while timed", error, device)
-                continue
-            if turn:
-                entry.seconds.append(seconds)
-                entry.row["way"] = "host"
+            if entry.call is not None:
+                block = partial(timing.host_seconds, entry.call, tensors, device)
+                seconds = entry.attempt("failed while timed", device, block)
+                if turn and seconds is not None:
+                    entry.seconds.append(seconds)
+                    entry.row["way"] = "host"
 
 
 # ---- needs -----------------------------------------------------------------------------------------------------------
@@ -300,9 +280,8 @@ def judge(need: Need, result: dict[str, Any], all_labels: float | None) -> list[
 
     def require(text: str, limit: float, value: float | None, base: float | None) -> None:
         found = value / base if value is not None and base else None
-        verdicts.append(
-            {"text": text, "limit": limit, "found": found, "met": None if found is None else found <= limit}
-        )
+        met = None if found is None else found <= limit
+        verdicts.append({"text": text, "limit": limit, "found": found, "met": met})
 
     time_, memory = ours.get("seconds"), ours.get("extra_bytes")
     if need.limit is not None:

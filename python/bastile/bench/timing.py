@@ -14,6 +14,7 @@ contenders write over them.
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 import time
 import warnings
@@ -88,6 +89,16 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 # ---- device time -----------------------------------------------------------------------------------------------------
 
 
+def _between_events(work: Callable[[], object]) -> float:
+    """Seconds from one event of CUDA's current stream to another, with what the work queues between them."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    work()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3
+
+
 class Clock(Protocol):
     way: str
     note: str
@@ -123,16 +134,11 @@ class _Graph:
         with torch.cuda.graph(self._graph, stream=side):
             kept = _keep_one_turn(call, rotation, self._calls)
         del kept
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def sample(self) -> float:
         self._rotation.restore()
         torch.cuda._sleep(int(_LAUNCH_SECONDS * _cycles_per_second()))
-        self._events[0].record()
-        self._graph.replay()
-        self._events[1].record()
-        torch.cuda.synchronize()
-        return self._events[0].elapsed_time(self._events[1]) / 1e3 / self._calls
+        return _between_events(self._graph.replay) / self._calls
 
 
 class _Queue:
@@ -143,44 +149,35 @@ class _Queue:
         self._call, self._rotation = call, rotation
         self._calls = max(1, min(50, round(_QUEUE_SECONDS / max(expected, 1e-6))))
         self._host = 0.0  # seconds that queueing took, at most
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def _queue(self) -> list[Any]:
+        begin = time.perf_counter()
+        kept = _keep_one_turn(self._call, self._rotation, self._calls)
+        self._queued = time.perf_counter() - begin
+        return kept
 
     def sample(self) -> float:
         # Memory first: the caching allocator may have given this contender's blocks to another one.
         self._rotation.restore()
-        begin = time.perf_counter()
-        _keep_one_turn(self._call, self._rotation, self._calls)
-        self._host = max(self._host, time.perf_counter() - begin)
+        self._queue()
+        self._host = max(self._host, self._queued)
         torch.cuda.synchronize()
         sleep = min(_MOST_SLEEP, 1.5 * self._host + 1e-3)
         self._rotation.restore()
         torch.cuda._sleep(int(sleep * _cycles_per_second()))
-        self._events[0].record()
-        begin = time.perf_counter()
-        kept = _keep_one_turn(self._call, self._rotation, self._calls)
-        self._events[1].record()
-        queued = time.perf_counter() - begin
-        torch.cuda.synchronize()
-        del kept
-        if queued > sleep and _BEHIND not in self.note:
+        kept: list[Any] = []
+        seconds = _between_events(lambda: kept.extend(self._queue()))
+        if self._queued > sleep and _BEHIND not in self.note:
             self.note = "; ".join(filter(None, (self.note, _BEHIND)))
-        return self._events[0].elapsed_time(self._events[1]) / 1e3 / self._calls
+        return seconds / self._calls
 
 
-_cycles: list[float] = []
-
-
+@functools.cache
 def _cycles_per_second() -> float:
     """How fast the kernel behind torch.cuda._sleep counts."""
-    if not _cycles:
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        for _ in range(2):  # the first one warms up
-            events[0].record()
-            torch.cuda._sleep(20_000_000)
-            events[1].record()
-            torch.cuda.synchronize()
-        _cycles.append(20_000_000 / (events[0].elapsed_time(events[1]) / 1e3))
-    return _cycles[0]
+    cycles = 20_000_000
+    _between_events(lambda: torch.cuda._sleep(cycles))  # warms up
+    return cycles / _between_events(lambda: torch.cuda._sleep(cycles))
 
 
 class _Wall:
@@ -275,7 +272,7 @@ def begin_peak(device: torch.device) -> int | None:
     try:
         ctypes.CDLL(None).malloc_trim(0)  # freed memory that malloc holds back would hide what a call takes
         Path("/proc/self/clear_refs").write_text("5")
-        return _resident("VmRSS")
+        return held("VmRSS")
     except (OSError, AttributeError):
         return None
 
@@ -286,12 +283,13 @@ def peak_bytes(device: torch.device) -> int | None:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
     try:
-        return _resident("VmHWM")
+        return held("VmHWM")
     except OSError:
         return None
 
 
-def _resident(key: str) -> int:
+def held(key: str) -> int:
+    """Bytes that Linux counts for this process: VmRSS, VmHWM (the most of it so far), VmData."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) << 10
@@ -303,15 +301,9 @@ def copy_speed(device: torch.device) -> float:
     size = _COPY_BYTES[device.type]
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = []
-    for _ in range(9):
-        if device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            target.copy_(source)
-            events[1].record()
-            torch.cuda.synchronize(device)
-            seconds.append(events[0].elapsed_time(events[1]) / 1e3)
-        else:
-            seconds.append(seconds_of(lambda: target.copy_(source), device))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    seconds = [_between_events(copy) if device.type == "cuda" else seconds_of(copy, device) for _ in range(9)]
     return 2 * size / median(seconds[2:])

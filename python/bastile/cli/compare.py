@@ -5,7 +5,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bastile.cli import strict_json
 from bastile.cli.errors import RunFailed, UsageError
+from bastile.cli.files import write_json
 from bastile.cli.processes import Process
 
 #: Off a terminal: how many lines a run's progress has at least, and after how many seconds there is another one.
@@ -39,94 +40,74 @@ def run_all(plans: Sequence[dict[str, Any]], out: Path, resume: bool) -> list[di
     """What train.train returned for each plan, with its name and the status "ok". Of a run that did not fit into memory
     the status is "out of memory" (or "killed", where that is not known), with the reason and the losses up to then; the
     others go on. With resume, a run that ended is not repeated."""
+    results: dict[str, dict[str, Any]] = {}
+    for plan in plans if resume else ():
+        if (ended := _ended(out, plan)).exists():
+            results[plan["name"]] = json.loads(ended.read_text())
     with _Shown(plans) as shown:
-        runs = [_Run(plan, out, shown, resume) for plan in plans]
-        todo = [run for run in runs if run.result is None]
-        for together in [todo] if plans[0]["turn"] else [[run] for run in todo]:
-            _carry_out(together)
-    return [run.result for run in runs if run.result is not None]
+        runs = [_training(plan, out, shown, results) for plan in plans if plan["name"] not in results]
+        for together in [runs] if plans[0]["turn"] else [[run] for run in runs]:
+            waiting = together
+            try:
+                while waiting:
+                    waiting = [run for run in waiting if next(run, _OVER) is not _OVER]
+            finally:
+                for run in together:
+                    run.close()
+    return [results[plan["name"]] for plan in plans]
 
 
-def _carry_out(runs: Sequence["_Run"]) -> None:
-    """Starts them at once; when all are ready they go on by turns."""
+def _ended(out: Path, plan: dict[str, Any]) -> Path:
+    """The file that holds what came of a run, once it has ended well."""
+    return out / f"{plan['name']}.result.json"
+
+
+_OVER = object()
+
+
+def _training(
+    plan: dict[str, Any], out: Path, shown: "_Shown", results: dict[str, dict[str, Any]]
+) -> Generator[None, None, None]:
+    """One training in its process: stops when that has begun, and whenever it waits for its turn; puts what came of it
+    among the results."""
+    name, ended = plan["name"], _ended(out, plan)
+    plan_file, log = out / f"{name}.plan.json", out / f"{name}.log"
+    losses: list[float] = []
+
+    def lost(status: str, reason: str) -> None:
+        results[name] = {"name": name, "status": status, "reason": reason, "losses": losses}
+        shown.say(f"{name}: {status} after {len(losses)} steps: {reason}")
+
+    ended.unlink(missing_ok=True)
+    write_json(plan_file, plan)
+    shown.begin(name)
+    process = start(plan, plan_file, log)
     try:
-        for run in runs:
-            run.start()
-        waiting = [run for run in runs if run.read()]
-        while waiting:
-            waiting = [run for run in waiting if run.go_on()]
-    finally:
-        for run in runs:
-            run.end()
-
-
-class _Run:
-    """One training: its process, and what came of it."""
-
-    def __init__(self, plan: dict[str, Any], out: Path, shown: "_Shown", resume: bool) -> None:
-        self.plan, self.name, self.shown = plan, plan["name"], shown
-        self._plan_file, self._log = out / f"{self.name}.plan.json", out / f"{self.name}.log"
-        self._ended = out / f"{self.name}.result.json"
-        self._process: Process | None = None
-        self._losses: list[float] = []
-        self.result: dict[str, Any] | None = None
-        if resume and self._ended.exists():
-            self.result = json.loads(self._ended.read_text())
-
-    def start(self) -> None:
-        self._ended.unlink(missing_ok=True)
-        strict_json.write(self._plan_file, self.plan)
-        self.shown.begin(self.name)
-        self._process = start(self.plan, self._plan_file, self._log)
-
-    def go_on(self) -> bool:
-        """Lets it have its turn. Whether there is another one."""
-        assert self._process is not None
-        self._process.go_on()
-        return self.read()
-
-    def read(self) -> bool:
-        """Follows it until it waits for its turn: True; or has ended: False."""
-        assert self._process is not None
-        for line in self._process.lines():
+        yield
+        lines = process.lines()
+        while line := next(lines, None):
             event = json.loads(line)
             if "waits" in event:
-                return True
-            if "losses" in event:
-                self._losses += event["losses"]
-                self.shown.steps(self.name, event)
+                yield
+                process.go_on()
+                lines = process.lines()
+            elif "losses" in event:
+                losses += event["losses"]
+                shown.steps(name, event)
+            elif "out_of_memory" in event:
+                lost("out of memory", event["out_of_memory"])
             else:
-                self._end_with(event)
-        if self.result is None:
-            self._end_badly()
-        self.end()
-        return False
-
-    def _end_with(self, event: dict[str, Any]) -> None:
-        if "out_of_memory" in event:
-            self._lost("out of memory", event["out_of_memory"])
+                write_json(ended, {"name": name, "status": "ok", **event["result"]})
+                results[name] = json.loads(ended.read_text())
+        if name in results:
             return
-        strict_json.write(self._ended, {"name": self.name, "status": "ok", **event["result"]})
-        self.result = json.loads(self._ended.read_text())
-
-    def _end_badly(self) -> None:
-        assert self._process is not None
-        ending = self._process.ending()
-        if ending.killed:
-            self._lost(ending.status if ending.status == "out of memory" else "killed", ending.reason)
-            return
-        raise RunFailed(
-            f"the {self.name} run failed; its whole output is in {self._log}, its end:\n"
-            + "\n".join(f"    {line}" for line in self._process.tail() or [ending.reason])
-        )
-
-    def _lost(self, status: str, reason: str) -> None:
-        self.result = {"name": self.name, "status": status, "reason": reason, "losses": self._losses}
-        self.shown.say(f"{self.name}: {status} after {len(self._losses)} steps: {reason}")
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.end()
+        ending = process.ending()
+        if not ending.killed:
+            end = "\n".join(f"    {line}" for line in process.tail() or [ending.reason])
+            raise RunFailed(f"the {name} run failed; its whole output is in {log}, its end:\n{end}")
+        lost(ending.status if ending.status == "out of memory" else "killed", ending.reason)
+    finally:
+        process.end()
 
 
 def start(plan: dict[str, Any], plan_file: Path, log: Path) -> Process:
@@ -136,7 +117,8 @@ def start(plan: dict[str, Any], plan_file: Path, log: Path) -> Process:
 
 
 class _Shown:
-    """The progress of the runs: bars on a terminal; elsewhere a line now and then."""
+    """The progress of the runs: bars on a terminal; elsewhere a line after the first step, each tenth of them, and a
+    minute without one."""
 
     def __init__(self, plans: Iterable[dict[str, Any]]) -> None:
         columns = [
@@ -148,7 +130,7 @@ class _Shown:
         ]
         self._console = Console()
         self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._tasks = {plan["name"]: _Task(plan["steps"]) for plan in plans}
+        self._runs = {plan["name"]: _Far(plan["steps"]) for plan in plans}
 
     def __enter__(self) -> "_Shown":
         self._bars.start()
@@ -161,47 +143,39 @@ class _Shown:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, name: str) -> None:
-        task = self._tasks[name]
         if self._console.is_terminal:
-            task.bar = self._bars.add_task(name, total=task.total, note="starting")
+            self._runs[name].bar = self._bars.add_task(name, total=self._runs[name].total, note="starting")
         else:
             self.say(f"{name}: starting")
 
     def steps(self, name: str, event: dict[str, Any]) -> None:
         """event: as train.py writes it."""
-        task = self._tasks[name]
-        due = task.add(event)
+        far = self._runs[name]
+        far.done += len(event["losses"])
+        far.tokens += event["tokens"] if event["seconds"] else 0
+        far.seconds += event["seconds"]
         note = f"loss {event['losses'][-1]:.4f}"
-        if task.seconds:
-            note += f", {task.tokens / task.seconds:,.0f} tokens/s"
-        if task.bar is not None:
-            self._bars.update(task.bar, completed=task.done, note=note)
-        elif due:
-            self.say(f"{name}: step {task.done} of {task.total}, {note}")
+        if far.seconds:
+            note += f", {far.tokens / far.seconds:,.0f} tokens/s"
+        part, now = far.done * _LINES // far.total, time.monotonic()
+        if far.bar is not None:
+            self._bars.update(far.bar, completed=far.done, note=note)
+        elif part > far.told or now - far.when > _SILENCE:
+            far.told, far.when = part, now
+            self.say(f"{name}: step {far.done} of {far.total}, {note}")
 
 
-class _Task:
+@dataclass
+class _Far:
     """How far one run is."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.bar: Any = None
-        self.done = self.tokens = 0
-        self.seconds = 0.0
-        self._told = -1.0  # the part that the last line told of, in lines
-        self._when = 0.0  # and when that was
-
-    def add(self, event: dict[str, Any]) -> bool:
-        """Whether a line is due: after the first step, each tenth of them, and a minute without one."""
-        self.done += len(event["losses"])
-        if event["seconds"]:
-            self.tokens += event["tokens"]
-            self.seconds += event["seconds"]
-        part = self.done * _LINES // self.total
-        due = part > self._told or time.monotonic() - self._when > _SILENCE
-        if due:
-            self._told, self._when = part, time.monotonic()
-        return due
+    total: int
+    bar: Any = None
+    done: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    told: int = -1  #: the part that the last line told of, in lines
+    when: float = 0.0  #: and when that was
 
 
 def _check_earlier(plan: dict[str, Any], out: Path, resume: bool) -> None:
@@ -218,8 +192,7 @@ def _check_earlier(plan: dict[str, Any], out: Path, resume: bool) -> None:
             raise UsageError(f"--resume: there is no run in {out} to go on with")
         return
     earlier = json.loads(file.read_text())
-    ended = (out / f"{plan['name']}.result.json").exists()
-    if ended and plan["save"] not in (None, earlier["save"]):
+    if _ended(out, plan).exists() and plan["save"] not in (None, earlier["save"]):
         checkpoint = _newest_checkpoint(plan)
         held = f"; its last checkpoint, {checkpoint}, holds what it trained" if checkpoint else ""
         raise UsageError(f"--save {plan['save']}: the run in {out} had ended and is not repeated{held}")

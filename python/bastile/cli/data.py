@@ -1,6 +1,7 @@
 """What users give to train on, as tokenised examples: a text, chats, or a data set of the hub."""
 
 import json
+import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -111,6 +112,13 @@ def standard_library_text() -> str:
     if not parts:
         raise UsageError(f"no Python sources under {folder}; give a text with --text")
     return "\n".join(parts)
+
+
+def tokens_of(text: str, vocabulary: int) -> tuple[Any, torch.Tensor]:
+    """A tokenizer of its own for the text, and its tokens."""
+    print(f"Training a BPE vocabulary on {len(text):,} characters of text", file=sys.stderr, flush=True)
+    tokenizer = train_tokenizer(text, vocabulary)
+    return tokenizer, torch.tensor(tokenizer.encode(text).ids)
 
 
 def train_tokenizer(text: str, vocabulary: int) -> Any:

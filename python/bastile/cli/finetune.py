@@ -3,24 +3,14 @@
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 from bastile.cli import data, model, runs
 from bastile.cli.errors import UsageError
-from bastile.cli.folder import check_folder
-from bastile.cli.options import (
-    add_checkpointing,
-    add_model,
-    add_operators,
-    add_option,
-    count,
-    need_packages,
-    need_positive,
-)
+from bastile.cli.files import check_folder
+from bastile.cli.options import add, add_operators, need_packages, need_positive
 
 _STEPS = 100
-_RANK = 16  # of LoRA's matrices, where --lora is given without one
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,14 +20,9 @@ def add_parser(subparsers: Any) -> None:
         description="Fine-tunes a model twice, with stock Transformers and with Bastile, from the same weights, seed "
         "and data, by Transformers' Trainer, and compares losses, speed and memory.",
     )
-    add_model(parser, required=True)
-    parser.add_argument(
-        "--data",
-        metavar="DATA",
-        required=True,
-        help="a text file in UTF-8; a .jsonl file with a chat or a text a line; or a data set on the hub; needed",
-    )
-    parser.add_argument("--split", default="train", help="of a data set (default: %(default)s)")
+    add(parser, "--model", what="; needed", required=True)
+    add(parser, "--data", required=True)
+    add(parser, "--split")
     length = runs.add_training(
         parser,
         {"": {"steps": _STEPS, "batch": 1, "sequence": 1024}},
@@ -45,55 +30,9 @@ def add_parser(subparsers: Any) -> None:
         out="finetune-out",
         holds="the logs, the plans, the tokens and the checkpoints",
     )
-    length.add_argument("--epochs", type=float, metavar="X", help="train this often on all data, in place of --steps")
-    parser.add_argument(
-        "--accumulate", type=count, metavar="N", default=1, help="batches whose gradients make one step (default: 1)"
-    )
-    parser.add_argument(
-        "--schedule",
-        choices=["constant", "linear", "cosine"],
-        default="constant",
-        help="the learning rate after the warm-up (default: %(default)s)",
-    )
-    add_option(
-        parser,
-        "--lr-warmup",
-        was=["--warmup", "--warm-up"],
-        dest="warmup",
-        type=int,
-        metavar="N",
-        help="steps over which the learning rate rises to --lr (default: a tenth of all)",
-    )
-    parser.add_argument("--weight-decay", type=float, metavar="X", default=0.0, help="AdamW's (default: %(default)s)")
-    parser.add_argument(
-        "--max-grad-norm", type=float, metavar="X", default=1.0, help="clip gradients to this norm (default: 1.0)"
-    )
-    parser.add_argument(
-        "--bf16", action="store_true", help="float32 weights, products in bfloat16 (autocast): mixed precision"
-    )
-    add_checkpointing(parser)
-    parser.add_argument(
-        "--lora",
-        type=count,
-        metavar="RANK",
-        nargs="?",
-        const=_RANK,
-        help=f"train LoRA adapters on every projection of the layers, of this rank (default: {_RANK})",
-    )
-    parser.add_argument("--lora-alpha", type=float, metavar="X", help="LoRA's scale (default: twice the rank)")
-    parser.add_argument(
-        "--no-baseline", action="store_false", dest="baseline", help="do not train with stock Transformers first"
-    )
-    parser.add_argument(
-        "--save-every", type=count, metavar="N", help="save a checkpoint every N steps; the newest two are kept"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on with the run in --out from its newest checkpoint")
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="FOLDER",
-        help="where to save the model (or the adapters) trained with Bastile, and the tokenizer",
-    )
+    add(length, "--epochs")
+    add(parser, "--accumulate", "--schedule", "--lr-warmup", "--weight-decay", "--max-grad-norm", "--bf16")
+    add(parser, "--checkpointing", "--lora", "--lora-alpha", "--no-baseline", "--save-every", "--resume", "--save")
     add_operators(parser)
     parser.set_defaults(command=finetune)
 
@@ -117,8 +56,6 @@ def finetune(options: argparse.Namespace) -> int:
     runs.check(options)
     if options.save:
         check_folder("--save", options.save)
-    if options.epochs is not None:
-        need_positive("--epochs", options.epochs)
     name = model.find_model(options.model)
     most = getattr(model.load_config(name), "max_position_embeddings", None)
     if most and options.sequence > most:

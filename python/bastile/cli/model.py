@@ -1,11 +1,16 @@
 """Finding a model by the name that a user gave: its folder, its config, its tokenizer."""
 
+import argparse
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from bastile.cli.errors import UsageError
 from bastile.models.table import FAMILIES
+from bastile.shapes import MODELS
 
 _SECONDS = 10  # for the hub's answer; loading would repeat its questions for half a minute before it gave up
 
@@ -46,14 +51,47 @@ def load_config(name: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        return _supported(f"--model {name}", AutoConfig.from_pretrained(name))
     except (OSError, ValueError) as error:
         raise _not_there(name, error) from error
+
+
+def of_model_or_shape(options: argparse.Namespace) -> tuple[str | None, Any]:
+    """Where the weights are (None: random ones of --shape), and the config; None for it where neither was given."""
+    if options.model is not None:
+        name = find_model(options.model)
+        if not sys.stderr.isatty():
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
+        return name, load_config(name)
+    if options.shape is None:
+        return None, None
+    from transformers import AutoConfig
+
+    return None, _supported(f"--shape {options.shape}", AutoConfig.for_model(**MODELS[options.shape]))
+
+
+def _supported(option: str, config: Any) -> Any:
     if config.model_type not in FAMILIES:
-        raise UsageError(
-            f"--model {name} is of the type {config.model_type}; supported are: {', '.join(sorted(FAMILIES))}"
-        )
+        raise UsageError(f"{option} is of the type {config.model_type}; supported are: {', '.join(sorted(FAMILIES))}")
     return config
+
+
+def build(config: Any, dtype: str, device: Any = "cpu", pretrained: str | None = None) -> Any:
+    """The model in training mode: with the weights that are there, or with random ones of this config. These are drawn
+    where they are used: on a CPU, billions take minutes."""
+    from transformers import AutoModelForCausalLM
+
+    kind = getattr(torch, dtype)
+    model: Any
+    with torch.device(device):
+        if pretrained:
+            model = AutoModelForCausalLM.from_pretrained(pretrained, config=config, dtype=kind)
+        else:
+            model = AutoModelForCausalLM.from_config(config, dtype=kind)
+    model.config.use_cache = False
+    return model.to(device).train()
 
 
 def checkpoint_activations(model: Any) -> None:

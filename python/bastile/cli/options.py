@@ -1,13 +1,16 @@
-"""The options of the commands: each that several of them take is declared here, once, under one name; and their checks.
+"""The options of the commands: each stands here once, with its help, whichever of them take it; and their checks.
 
 Spellings of earlier versions go on working, and --help does not show them."""
+
+from __future__ import annotations
 
 import argparse
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +18,11 @@ from bastile.cli.errors import UsageError
 from bastile.models.table import OPERATORS
 from bastile.shapes import MODELS
 
-#: Shorter flags for operators whose names are long.
-_SHORT = {"fused_linear_cross_entropy": "cross_entropy"}
 #: Types by their names in torch; each is known by its short name too.
 SHORT_TYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _LONG_TYPES = {short: name for name, short in SHORT_TYPES.items()}
+#: Shorter flags for operators whose names are long.
+_SHORT = {"fused_linear_cross_entropy": "cross_entropy"}
 
 
 def count(text: str) -> int:
@@ -44,76 +47,133 @@ def _shape(text: str) -> str:
     return text
 
 
-def add_option(parser: Any, *names: str, was: Sequence[str] = (), **keywords: Any) -> None:
-    """As add_argument does. was: spellings of earlier versions."""
-    action = parser.add_argument(*names, **keywords)
+class _Option(NamedTuple):
+    metavar: str | None  #: what stands for its value, which tells the kind of value too; None: a flag
+    help: str  #: {what} and {shown}, the default, are filled in by the command
+    was: tuple[str, ...] = ()  #: spellings of earlier versions
+    more: Mapping[str, Any] = MappingProxyType({})  #: for argparse
+
+
+_KINDS = {"N": count, "X": float, "SECONDS": float, "GIB": float, "FILE": Path, "FOLDER": Path}
+_COMMAS = ", with commas (default: {shown})"
+
+OPTIONS: dict[str, _Option] = {
+    # What is run.
+    "--model": _Option("NAME", "a folder, or a name on the Hugging Face hub{what}"),
+    "--shape": _Option("NAME", "{what}; one of " + ", ".join(MODELS), ("--model",), {"type": _shape}),
+    "--layers": _Option("N", "so many layers only (default: all)"),
+    "--against": _Option("NAMES", "{what}" + _COMMAS),
+    "--data": _Option(
+        "DATA", "a text file in UTF-8; a .jsonl file with a chat or a text a line; or a data set on the hub; needed"
+    ),
+    "--split": _Option("NAME", "of a data set (default: {shown})", more={"default": "train"}),
+    "--text": _Option("FILE", "train on this text (default: the Python standard library's sources)"),
+    "--vocabulary": _Option("N", "tokens of the BPE vocabulary that is trained first (default: {shown})"),
+    "--cases": _Option("NAMES", "{what}" + _COMMAS, ("--shapes", "--shape")),
+    "--host": _Option(None, "measure only the host's time of a call, at one row"),
+    "--lengths": _Option("N,N", "tokens a sequence (default: 256 to 16384 by doubling)"),
+    "--batch": _Option("N", "sequences a batch (default: {shown})"),
+    "--sequence": _Option("N", "tokens a sequence, at least 2 (default: {shown})"),
+    "--steps": _Option("N", "{what} (default: {shown})", ("--max-steps",)),
+    "--epochs": _Option("X", "train this often on all data, in place of --steps"),
+    "--accumulate": _Option("N", "batches whose gradients make one step (default: {shown})", more={"default": 1}),
+    "--checkpointing": _Option(None, "recompute activations to save memory", ("--gradient-checkpointing",)),
+    "--seed": _Option("N", "of all that is drawn at random (default: {shown})", more={"type": int, "default": 0}),
+    "--device": _Option("D", "{what} (default: {shown})"),
+    "--dtype": _Option(
+        "T", "of the weights: {choices}; default: {shown}", more={"type": type_name, "choices": ("float32", "bfloat16")}
+    ),
+    # How it is trained.
+    "--lr": _Option("X", "AdamW's learning rate, after the warm-up (default: {shown})"),
+    "--schedule": _Option(
+        None,
+        "the learning rate after the warm-up (default: {shown})",
+        more={"action": "store", "choices": ["constant", "linear", "cosine"], "default": "constant"},
+    ),
+    "--lr-warmup": _Option(
+        "N",
+        "steps over which the learning rate rises to --lr (default: a tenth of all)",
+        ("--warmup", "--warm-up"),
+        {"dest": "warmup", "type": int},
+    ),
+    "--weight-decay": _Option("X", "AdamW's (default: {shown})", more={"default": 0.0}),
+    "--max-grad-norm": _Option("X", "clip gradients to this norm (default: {shown})", more={"default": 1.0}),
+    "--bf16": _Option(None, "float32 weights, products in bfloat16 (autocast): mixed precision"),
+    "--lora": _Option(
+        "RANK",
+        "train LoRA adapters on every projection of the layers, of this rank (default: 16)",
+        more={"type": count, "nargs": "?", "const": 16},
+    ),
+    "--lora-alpha": _Option("X", "LoRA's scale (default: twice the rank)"),
+    "--no-baseline": _Option(
+        None, "do not train with stock Transformers first", more={"action": "store_false", "dest": "baseline"}
+    ),
+    "--save-every": _Option("N", "save a checkpoint every N steps; the newest two are kept"),
+    "--resume": _Option(None, "go on with the run in --out from its newest checkpoint"),
+    "--save": _Option("FOLDER", "where to save the model (or the adapters) trained with Bastile, and the tokenizer"),
+    # How it is measured.
+    "--rounds": _Option("N", "turns of the contenders of a case (default: {shown})"),
+    "--whole-step": _Option(None, "also time the whole step, with fused AdamW", ("--step",)),
+    "--no-optimizer": _Option(None, "without the optimiser's states, which otherwise lie in memory"),
+    "--untimed": _Option("N", "steps before them, not timed (default: {shown})", ("--warm-up", "--warmup")),
+    "--profile-floor": _Option(
+        None, "also profile Bastile's steps; the table then has times as multiples of their products and attention"
+    ),
+    "--memory-limit": _Option("GIB", "as if the device had no more than this"),
+    "--timeout": _Option("SECONDS", "of one length (default: {shown})"),
+    "--budget": _Option("SECONDS", "start no {what} after this time"),
+    "--share-process": _Option(None, "one process for all lengths of an implementation"),
+    "--fsdp": _Option(None, "on several GPUs by FSDP2; batch is per GPU, tokens/s are all GPUs'"),
+    "--gpus": _Option("N", "processes; only with --fsdp (default: all GPUs; CPU 2)"),
+    "--loss-curve": _Option(
+        "STEPS",
+        "train on the Python standard library's sources instead, at one of --lengths; not with --fsdp, --whole-step, "
+        "--no-optimizer or --budget",
+        more={"type": count},
+    ),
+    "--threads": _Option("N", "kernels to compile at once (default: CPU cores, at most 8)"),
+    # Where the results go.
+    "--out": _Option("FOLDER", "folder for {what} (default: {shown})"),
+    "--fresh": _Option(None, "forget what an earlier sweep has left in --out"),
+    "--trace": _Option("FILE", "a Chrome trace of both steps, for ui.perfetto.dev"),
+    "--show": _Option("FILE", "tables and plots of a saved JSON; measure nothing"),
+    "--json": _Option(None, "print the results as JSON on standard output, all else on standard error"),
+    "--plots": _Option(None, "also draw bars, one PNG an operator (needs matplotlib)"),
+}
+
+
+def add(
+    parser: Any,
+    *names: str,
+    what: str = "",
+    shown: str = "%(default)s",
+    was: Sequence[str] | None = None,
+    **changes: Any,
+) -> None:
+    """Gives the command (or a group of its options) these options. was and changes: in place of the table's."""
+    for name in names:
+        option = OPTIONS[name]
+        keywords: dict[str, Any] = {"action": "store_true"}
+        if option.metavar:
+            keywords = {"metavar": option.metavar, "type": _KINDS.get(option.metavar, str)}
+        keywords |= {**option.more, "help": option.help, **changes}
+        choices = ", ".join(f"{one} ({SHORT_TYPES.get(one)})" for one in keywords.get("choices") or ())
+        keywords["help"] = keywords["help"].format(what=what, shown=shown, choices=choices)
+        _declare(parser, name, option.was if was is None else was, **keywords)
+
+
+def _declare(parser: Any, name: str, was: Sequence[str], **keywords: Any) -> None:
+    action = parser.add_argument(name, **keywords)
+    was = [spelling for spelling in was if spelling not in parser._option_string_actions]
     if was:
         parser.add_argument(*was, **{**keywords, "dest": action.dest, "help": argparse.SUPPRESS})
 
 
-# ---- what is run -----------------------------------------------------------------------------------------------------
-
-
-def add_model(parser: Any, required: bool = False) -> None:
-    text = "a folder, or a name on the Hugging Face hub" + ("; needed" if required else "")
-    add_option(parser, "--model", metavar="NAME", required=required, help=text)
-
-
-def add_shape(parser: Any, meaning: str, was: Sequence[str] = ()) -> None:
-    meaning = f"{meaning}; one of {', '.join(MODELS)}"
-    add_option(parser, "--shape", was=was, type=_shape, metavar="NAME", help=meaning)
-
-
-def add_steps(parser: Any, meaning: str, default: int | None, was: Sequence[str] = ()) -> None:
-    add_option(parser, "--steps", was=was, type=count, metavar="N", default=default, help=meaning)
-
-
-def add_batch(parser: Any, default: int | None, shown: str) -> None:
-    text = f"sequences a batch (default: {shown})"
-    add_option(parser, "--batch", type=count, metavar="N", default=default, help=text)
-
-
-def add_sequence(parser: Any, default: int | None, shown: str) -> None:
-    text = f"tokens a sequence, at least 2 (default: {shown})"
-    add_option(parser, "--sequence", type=count, metavar="N", default=default, help=text)
-
-
-def add_checkpointing(parser: Any) -> None:
-    add_option(
-        parser,
-        "--checkpointing",
-        was=["--gradient-checkpointing"],
-        action="store_true",
-        help="recompute activations to save memory",
-    )
-
-
-def add_seed(parser: Any) -> None:
-    text = "of all that is drawn at random (default: %(default)s)"
-    add_option(parser, "--seed", type=int, metavar="N", default=0, help=text)
-
-
-def add_device(parser: Any, kinds: str = "cpu, cuda or cuda:N", default: str = "cuda where there is one") -> None:
-    add_option(parser, "--device", metavar="D", help=f"{kinds} (default: {default})")
-
-
-def add_dtype(
-    parser: Any,
-    types: Sequence[str] = ("float32", "bfloat16"),
-    default: str | None = None,
-    shown: str = "bfloat16 on CUDA, else float32",
-) -> None:
-    """Of a model's weights."""
-    known = ", ".join(f"{name} ({SHORT_TYPES[name]})" for name in types)
-    add_option(
-        parser,
-        "--dtype",
-        type=type_name,
-        choices=types,
-        metavar="T",
-        default=default,
-        help=f"of the weights: {known}; default: {shown}",
-    )
+def add_where(parser: Any) -> None:
+    """Of a model that is trained or measured."""
+    add(parser, "--seed")
+    add(parser, "--device", what="cpu, cuda or cuda:N", shown="cuda where there is one")
+    add(parser, "--dtype", shown="bfloat16 on CUDA, else float32")
 
 
 def add_operators(parser: argparse.ArgumentParser) -> None:
@@ -126,14 +186,8 @@ def add_operators(parser: argparse.ArgumentParser) -> None:
     )
     for operator, row in OPERATORS.items():
         short = _SHORT.get(operator)
-        add_option(
-            group,
-            _flag(short or operator),
-            was=[_flag(operator)] if short else [],
-            dest=f"use_{operator}",
-            action=argparse.BooleanOptionalAction,
-            help=row.summary,
-        )
+        keywords = {"dest": f"use_{operator}", "action": argparse.BooleanOptionalAction, "help": row.summary}
+        _declare(group, _flag(short or operator), [_flag(operator)] if short else [], **keywords)
 
 
 def _flag(name: str) -> str:
@@ -154,31 +208,27 @@ def operators(options: argparse.Namespace) -> dict[str, bool]:
     return {operator: operator in named for operator in OPERATORS}
 
 
-# ---- how it is measured, and where the results go -------------------------------------------------------------------
-
-
-def add_against(parser: Any, known: str, default: str) -> None:
-    add_option(parser, "--against", metavar="NAMES", help=f"{known}, with commas (default: {default})")
-
-
-def add_budget(parser: Any, what: str) -> None:
-    add_option(parser, "--budget", type=float, metavar="SECONDS", help=f"start no {what} after this time")
-
-
-def add_out(parser: Any, default: str, holds: str) -> None:
-    text = f"folder for {holds} (default: %(default)s)"
-    add_option(parser, "--out", type=Path, metavar="FOLDER", default=Path(default), help=text)
-
-
-def add_show(parser: Any) -> None:
-    add_option(parser, "--show", type=Path, metavar="FILE", help="tables and plots of a saved JSON; measure nothing")
-
-
-def add_json(parser: Any) -> None:
-    add_option(parser, "--json", action="store_true", help="print the JSON in place of the tables")
-
-
 # ---- checks ----------------------------------------------------------------------------------------------------------
+
+_POSITIVE = ("lr", "epochs", "memory_limit", "timeout", "budget")
+_TWO = {
+    "sequence": "each token predicts the next one",
+    "loss_curve": "the first step warms up and is not timed",
+}
+
+
+def check(options: argparse.Namespace) -> None:
+    """What holds of an option in every command."""
+    for name, value in vars(options).items():
+        if name in _POSITIVE and value is not None:
+            need_positive(_flag(name), value)
+        if name in _TWO and value == 1:
+            raise UsageError(f"{_flag(name)} must be at least 2: {_TWO[name]}")
+
+
+def need_positive(option: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise UsageError(f"{option} is {value}; a positive number is needed")
 
 
 def need_packages(*packages: str, purpose: str = "") -> None:
@@ -187,9 +237,23 @@ def need_packages(*packages: str, purpose: str = "") -> None:
         raise UsageError(f"{purpose or 'this command'} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
-def need_positive(option: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise UsageError(f"{option} is {value}; a positive number is needed")
+def chosen(
+    option: str,
+    given: str | None,
+    known: Iterable[str],
+    otherwise: Iterable[str],
+    meant: Callable[[str], str] = lambda name: name,
+) -> list[str]:
+    """The names given with commas between them, each once; `otherwise` where none were. An error that names the option
+    for an unknown one. meant: the name that another one stands for."""
+    if given is None:
+        return list(otherwise)
+    known = list(known)
+    names = [meant(name.strip()) for name in given.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{option}: there is no {name!r}; give one or more of {', '.join(known)}")
+    return list(dict.fromkeys(names))
 
 
 def device_for(given: str | None) -> str:

@@ -1,18 +1,28 @@
-"""Processes that train or measure for a command: starting them, reading what they say, ending them, and how they ended.
+"""Processes that train or measure for a command: starting them, reading what they say, ending them, and how they ended;
+and at the end of this file their own side of it.
 
 Such a process writes JSON objects, one a line, to its standard output; its standard error goes to a log. Its standard
-input tells it when to go on, and by its end that the command is gone. child.py is its side of this."""
+input tells it when to go on, and by its end that the command is gone."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import queue
+import re
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -102,3 +112,109 @@ def killed_for_memory() -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def run_job(
+    command: Sequence[str],
+    environments: Sequence[dict[str, str]],
+    logs: Sequence[Path],
+    timeout: float,
+    handle: Callable[[dict[str, Any]], bool],
+) -> Ending | None:
+    """Starts the command once for each environment (added to this one), its standard error going to the log beside it.
+
+    handle(event) is called for each line of JSON that any of them writes; it returns whether to go on. The job is done
+    when all have written {"done": true}; when one ends without, or the time is over, the others are ended too."""
+    events: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+    processes: list[Process] = []
+    readers: list[threading.Thread] = []
+    deadline = time.monotonic() + timeout
+    try:
+        for number, (environment, log) in enumerate(zip(environments, logs, strict=True)):
+            processes.append(Process(command, {**os.environ, **environment}, log))
+            readers.append(threading.Thread(target=_forward, args=(processes[-1], number, events), daemon=True))
+            readers[-1].start()
+        running = set(range(len(processes)))
+        while running:
+            try:
+                number, line = events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                return Ending("timed out", f"not done after {timeout:.0f} s")
+            if line is not None:
+                event = json.loads(line)
+                if "done" in event:
+                    running.discard(number)
+                elif not handle(event):
+                    return None
+            elif number in running:
+                return processes[number].ending()
+        return None
+    finally:
+        for process in processes:
+            process.end()
+
+
+def _forward(process: Process, number: int, events: queue.SimpleQueue[tuple[int, str | None]]) -> None:
+    for line in process.lines():
+        events.put((number, line))
+    events.put((number, None))
+
+
+# ---- the process's own side ------------------------------------------------------------------------------------------
+
+#: How PyTorch, the driver, cuBLAS, Triton and Bastile say it.
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED|bad_alloc", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+    )
+
+
+@contextlib.contextmanager
+def out_of_memory(tell: Callable[[str], None]) -> Iterator[None]:
+    """What fails within for want of memory is told, as its first line, and ends there."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        tell(str(error).strip().partition("\n")[0] or type(error).__name__)
+
+
+def begin() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None], Callable[[], None]]:
+    """The plan, whose file the first argument names; what sends an event; and what waits until the command says to go
+    on."""
+    parent = _Parent()
+    return json.loads(Path(sys.argv[1]).read_text()), _events(), parent.wait
+
+
+def _events() -> Callable[[dict[str, Any]], None]:
+    """What writes an object as a line of JSON to standard output. What libraries print there goes to standard error
+    from now on."""
+    stream = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def send(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=stream, flush=True)
+
+    return send
+
+
+class _Parent:
+    """The command, at the other end of standard input. When it is gone, so is the use of this process, which ends."""
+
+    def __init__(self) -> None:
+        self._go = threading.Semaphore(0)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def wait(self) -> None:
+        """Until it says to go on."""
+        self._go.acquire()
+
+    def _read(self) -> None:
+        while sys.stdin.buffer.readline():
+            self._go.release()
+        os._exit(1)

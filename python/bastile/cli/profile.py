@@ -1,18 +1,15 @@
 """`profile`: from options to a model, its profile, and the report."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bastile.cli import model, strict_json
-from bastile.cli import options as shared
+from bastile.cli import model
 from bastile.cli.errors import RunFailed, UsageError
-from bastile.cli.folder import check_file, check_folder, make_folder
-from bastile.cli.options import add_operators, count, device_for, dtype_for, need_packages, operators
-from bastile.models.table import FAMILIES
+from bastile.cli.files import check_file, check_folder, make_folder, write_json
+from bastile.cli.options import add, add_operators, add_where, device_for, dtype_for, need_packages, operators
 from bastile.shapes import MODELS
 
 
@@ -23,19 +20,17 @@ def add_parser(subparsers: Any) -> None:
         description="Profiles a training step of a model with stock Transformers and with Bastile, on random tokens: "
         "time by group and by kernel, side by side, and what limits the step.",
     )
-    shared.add_model(parser)
+    add(parser, "--model")
     parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # as --model
-    shared.add_shape(parser, "in place of --model: random weights of this model's shapes")
-    parser.add_argument("--layers", type=count, metavar="N", help="so many layers only (default: all)")
-    shared.add_batch(parser, None, "CPU 1, CUDA 4")
-    shared.add_sequence(parser, None, "CPU 256, CUDA 2048")
-    shared.add_steps(parser, "steps to time before one is profiled (default: %(default)s)", 5)
-    shared.add_checkpointing(parser)
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace of both steps, for ui.perfetto.dev")
-    shared.add_seed(parser)
-    shared.add_device(parser)
-    shared.add_dtype(parser)
-    shared.add_out(parser, "profile-out", "profile.json and profile.png")
+    add(parser, "--shape", what="in place of --model: random weights of this model's shapes")
+    add(parser, "--layers")
+    add(parser, "--batch", shown="CPU 1, CUDA 4")
+    add(parser, "--sequence", shown="CPU 256, CUDA 2048")
+    add(parser, "--steps", what="steps to time before one is profiled", default=5)
+    add(parser, "--checkpointing", "--trace")
+    add_where(parser)
+    add(parser, "--out", what="profile.json and profile.png", default=Path("profile-out"))
+    add(parser, "--json")
     add_operators(parser)
     parser.set_defaults(command=profile)
 
@@ -49,17 +44,16 @@ def profile(options: argparse.Namespace) -> int:
     patched = operators(options)
     device = device_for(options.device)
     out = check_folder("--out", options.out)
-    name, config = _config(options)
+    name, config = model.of_model_or_shape(options)
     if options.layers is not None and options.layers > config.num_hidden_layers:
         raise UsageError(f"--layers is {options.layers}; the model has {config.num_hidden_layers}")
     on_cuda = device.startswith("cuda")
     batch, sequence = options.batch or (4 if on_cuda else 1), options.sequence or (2048 if on_cuda else 256)
-    if sequence < 2:
-        raise UsageError("--sequence must be at least 2: each token predicts the next one")
 
     from rich.console import Console
 
-    from bastile.cli.report import about
+    from bastile.bench.machine import describe_briefly
+    from bastile.cli.shown import about
     from bastile.profile import record, report, run
 
     console = Console()
@@ -70,7 +64,12 @@ def profile(options: argparse.Namespace) -> int:
     if on_cuda:
         torch.cuda.set_device(torch.device(device).index or 0)
     try:
-        built = run.build(config, name, options.layers, dtype, device, options.seed)
+        if options.layers is not None:
+            config.num_hidden_layers = options.layers
+            if getattr(config, "layer_types", None):
+                config.layer_types = config.layer_types[: options.layers]
+        torch.manual_seed(options.seed)
+        built = model.build(config, dtype, device, name)
         if options.checkpointing:
             model.checkpoint_activations(built)
         runs, profilers = run.compare(built, batch, sequence, options.steps, patched, options.seed)
@@ -87,32 +86,11 @@ def profile(options: argparse.Namespace) -> int:
     report.draw(runs, title, out / "profile.png")
     settings = {"model": options.model, "shape": options.shape, "layers": config.num_hidden_layers, "batch": batch}
     settings |= {"sequence": sequence, "dtype": dtype, "steps": options.steps, "checkpointing": options.checkpointing}
-    where = torch.cuda.get_device_name() if on_cuda else f"CPU, threads: {torch.get_num_threads()}"
-    strict_json.write(
-        out / "profile.json", {**about(options.given), "device": where, "settings": settings, "runs": runs}
-    )
+    where = describe_briefly(torch.device(device))
+    options.found = {**about(options.given), "device": where, "settings": settings, "runs": runs}
+    write_json(out / "profile.json", options.found)
     console.print(f"Figures: {out / 'profile.json'}   Plot: {out / 'profile.png'}", soft_wrap=True)
     if options.trace:
         record.write_trace(profilers, options.trace)
         console.print(f"Trace: {options.trace} (open it at ui.perfetto.dev)", soft_wrap=True)
     return 0
-
-
-def _config(options: argparse.Namespace) -> tuple[str | None, Any]:
-    """Where the weights are (None: random), and the config."""
-    if options.model is not None:
-        name = model.find_model(options.model)
-        if not sys.stderr.isatty():
-            from transformers.utils.logging import disable_progress_bar
-
-            disable_progress_bar()
-        return name, model.load_config(name)
-    from transformers import AutoConfig
-
-    shape = MODELS[options.shape]
-    if shape["model_type"] not in FAMILIES:
-        raise UsageError(
-            f"--shape {options.shape}: this bastile does not support {shape['model_type']}; supported are: "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
-    return None, AutoConfig.for_model(**shape)

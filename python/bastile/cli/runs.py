@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bastile.cli import options as shared
 from bastile.cli.errors import RunFailed, UsageError
 from bastile.cli.examples import Examples
-from bastile.cli.folder import check_folder, make_folder
-from bastile.cli.options import add_option, device_for, dtype_for, need_packages, need_positive, operators
+from bastile.cli.files import check_folder, make_folder
+from bastile.cli.options import add, add_where, device_for, dtype_for, need_packages, operators
 
 #: What a plan holds beside what every command asks for; `finetune` has an option for each.
 _PLAIN: dict[str, Any] = {
@@ -40,23 +39,13 @@ def add_training(
 
     default = sizes.get("", {})
     length = parser.add_mutually_exclusive_group()
-    shared.add_steps(
-        length, f"training steps of each run, at least 2 (default: {shown('steps')})", None, was=["--max-steps"]
-    )
-    shared.add_batch(parser, default.get("batch"), shown("batch"))
-    shared.add_sequence(parser, default.get("sequence"), shown("sequence"))
-    add_option(
-        parser,
-        "--lr",
-        type=float,
-        metavar="X",
-        default=lr,
-        help="AdamW's learning rate, after the warm-up (default: %(default)s)",
-    )
-    shared.add_seed(parser)
-    shared.add_device(parser)
-    shared.add_dtype(parser)
-    shared.add_out(parser, out, f"curves.png, result.json, {holds}")
+    add(length, "--steps", what="training steps of each run, at least 2", shown=shown("steps"))
+    for name in ("batch", "sequence"):
+        add(parser, f"--{name}", default=default.get(name), shown=shown(name))
+    add(parser, "--lr", default=lr)
+    add_where(parser)
+    add(parser, "--out", what=f"curves.png, result.json, {holds}", default=Path(out))
+    add(parser, "--json")
     return length
 
 
@@ -65,9 +54,6 @@ def check(options: argparse.Namespace) -> None:
     need_packages("transformers", "accelerate", "rich", "matplotlib")
     if options.steps == 1:
         raise UsageError("--steps must be at least 2: the first step warms up and is not timed")
-    if options.sequence == 1:
-        raise UsageError("--sequence must be at least 2: each token predicts the next one")
-    need_positive("--lr", options.lr)
     operators(options)
     options.device = device_for(options.device)
     options.dtype = dtype_for(options.dtype, options.device)
@@ -106,7 +92,7 @@ def train(options: argparse.Namespace, model: dict[str, Any], examples: Examples
         make_folder("--save", Path(plan["save"]))
     examples.save(out / "examples.pt")
     found = compare.run_all(plans, out, resume)
-    report.write(plan, found, out, options.given)
+    options.found = report.write(plan, found, out, options.given)
     if found[-1]["status"] != "ok":
         raise RunFailed(
             f"the {found[-1]['name']} run did not end ({found[-1]['status']}): a smaller --batch or --sequence takes "

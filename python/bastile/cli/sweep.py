@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 import torch
 
-from bastile.cli import options as shared
-from bastile.cli.choices import chosen
 from bastile.cli.errors import UsageError
-from bastile.cli.folder import check_folder, make_folder
-from bastile.cli.options import add_option, count, device_for, dtype_for, need_packages, need_positive
+from bastile.cli.files import check_folder, make_folder
+from bastile.cli.options import add, add_where, chosen, device_for, dtype_for, need_packages
+from bastile.peers.models import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
 from bastile.shapes import MODELS
-from bastile.sweep.implementations import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
 
 _LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _TINY_LENGTHS = (64, 128, 256)
@@ -33,64 +30,25 @@ def add_parser(subparsers: Any) -> None:
         epilog="implementations: " + "; ".join(f"{name}: {one.meaning}" for name, one in IMPLEMENTATIONS.items()),
     )
     model = parser.add_argument_group("what is run")
-    shared.add_shape(model, "the model (default: qwen3-8b on CUDA, tiny on CPU)", was=["--model"])
-    shared.add_against(model, "implementations beside bastile", "what suits the device")
-    model.add_argument("--lengths", metavar="N,N", help="tokens a sequence (default: 256 to 16384 by doubling)")
-    shared.add_batch(model, None, "1; loss curves 4")
-    shared.add_seed(model)
-    shared.add_device(model)
-    shared.add_dtype(model)
+    add(model, "--shape", what="the model (default: qwen3-8b on CUDA, tiny on CPU)")
+    add(model, "--against", what="implementations beside bastile", shown="what suits the device")
+    add(model, "--lengths")
+    add(model, "--batch", shown="1; loss curves 4")
+    add_where(model)
 
     how = parser.add_argument_group("how it is measured")
-    states = how.add_mutually_exclusive_group()
-    add_option(
-        states,
-        "--whole-step",
-        was=["--step"],
-        action="store_true",
-        help="also time the whole step, with fused AdamW",
-    )
-    states.add_argument(
-        "--no-optimizer", action="store_true", help="without the optimiser's states, which otherwise lie in memory"
-    )
-    shared.add_steps(how, "timed steps (default: %(default)s)", 5, was=["--repeats"])
-    add_option(
-        how,
-        "--untimed",
-        was=["--warm-up", "--warmup"],
-        type=count,
-        metavar="N",
-        default=3,
-        help="steps before them, not timed (default: %(default)s)",
-    )
-    how.add_argument(
-        "--profile-floor",
-        action="store_true",
-        help="also profile Bastile's steps; the table then has times as multiples of their products and attention",
-    )
-    how.add_argument("--memory-limit", type=float, metavar="GIB", help="as if the device had no more than this")
-    how.add_argument("--timeout", type=float, metavar="S", default=900.0, help="of one length (default: %(default)s)")
-    shared.add_budget(how, "configuration")
-    how.add_argument("--share-process", action="store_true", help="one process for all lengths of an implementation")
-
-    other = parser.add_argument_group("other measurements")
-    other.add_argument(
-        "--fsdp", action="store_true", help="on several GPUs by FSDP2; batch is per GPU, tokens/s are all GPUs'"
-    )
-    other.add_argument("--gpus", type=count, metavar="N", help="processes; only with --fsdp (default: all GPUs; CPU 2)")
-    other.add_argument(
-        "--loss-curve",
-        type=count,
-        metavar="STEPS",
-        help="train on the Python standard library's sources instead, at one of --lengths; not with --fsdp, "
-        "--whole-step, --no-optimizer or --budget",
-    )
+    add(how.add_mutually_exclusive_group(), "--whole-step", "--no-optimizer")
+    add(how, "--steps", what="timed steps", default=5, was=["--repeats"])
+    add(how, "--untimed", default=3)
+    add(how, "--profile-floor", "--memory-limit")
+    add(how, "--timeout", default=900.0)
+    add(how, "--budget", what="configuration")
+    add(how, "--share-process")
+    add(parser.add_argument_group("other measurements"), "--fsdp", "--gpus", "--loss-curve")
 
     files = parser.add_argument_group("files")
-    shared.add_out(files, "sweep-out", "the JSON, the plots and the logs")
-    files.add_argument("--fresh", action="store_true", help="forget what an earlier sweep has left in --out")
-    shared.add_show(files)
-    shared.add_json(files)
+    add(files, "--out", what="the JSON, the plots and the logs", default=Path("sweep-out"))
+    add(files, "--fresh", "--show", "--json")
     parser.set_defaults(command=sweep)
 
 
@@ -100,7 +58,8 @@ def sweep(options: argparse.Namespace) -> int:
     from bastile.sweep.results import Results
 
     if options.show:
-        return _report(Results.shown(options.show), make_folder("--out", options.out), options.json)
+        _report(options, Results.shown(options.show), make_folder("--out", options.out))
+        return 0
     if int(os.environ.get("RANK", 0)) > 0:
         return 0  # torchrun has started this once a GPU; the first of them starts the workers of all
     settings, names, lengths = _plan(options)
@@ -112,8 +71,8 @@ def sweep(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("Give the same command again to go on", file=sys.stderr)
         raise
-    if results.records or options.json:
-        _report(results, folder, options.json)
+    if results.records:
+        _report(options, results, folder)
     if not complete:
         print("Not all was measured: give the same command again to go on", file=sys.stderr)
     ours = [record for record in results.records if record["implementation"] == "bastile"]
@@ -122,7 +81,7 @@ def sweep(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[int]]:
     """The settings that all configurations share, the implementations, and the lengths."""
-    from bastile.bench.machine import versions
+    from bastile.peers import versions
 
     device = device_for(options.device)
     on_cuda = device.startswith("cuda")
@@ -130,15 +89,10 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
     model = options.shape or ("qwen3-8b" if on_cuda else "tiny")
     gpus = _gpus(options, device)
     if curve:
-        _refuse(
-            options, "--loss-curve trains whole steps", fsdp=False, whole_step=False, no_optimizer=False, budget=None
-        )
-        if options.loss_curve < 2:
-            raise UsageError("--loss-curve must be at least 2: the first step warms up and is not timed")
-    for option in ("timeout", "memory_limit", "budget"):
-        value = getattr(options, option)
-        if value is not None:
-            need_positive(f"--{option.replace('_', '-')}", value)
+        for name in ("fsdp", "whole_step", "no_optimizer", "budget"):
+            if getattr(options, name):
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option} does not go with it: --loss-curve trains whole steps")
     on_one = (CURVES_ON_CUDA if curve else ON_CUDA) if on_cuda else ON_CPU
     suited = SHARDED if gpus > 1 else on_one
     names = chosen("--against", options.against, IMPLEMENTATIONS, suited)
@@ -196,12 +150,6 @@ def _gpus(options: argparse.Namespace, device: str) -> int:
     return gpus
 
 
-def _refuse(options: argparse.Namespace, because: str, **defaults: Any) -> None:
-    for name, default in defaults.items():
-        if getattr(options, name) != default:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with it: {because}")
-
-
 def _lengths(given: str | None, otherwise: tuple[int, ...]) -> list[int]:
     if given is None:
         return list(otherwise)
@@ -226,17 +174,16 @@ def _file_name(settings: dict[str, Any]) -> str:
 
 
 def _measure(options: argparse.Namespace, results: Any, names: list[str], lengths: list[int], folder: Path) -> bool:
-    from bastile.sweep import progress, run
+    from bastile.sweep import report, run
 
     extra = {}
     if results.settings["kind"] == "curve":
         extra["tokens"] = str(_tokens(results.settings, lengths[0], folder))
     todo = run.jobs(names, lengths, options.share_process)
     jobs = make_folder("--out", folder / "jobs" / results.path.stem)
-    with progress.shown(todo, results, sys.stderr if options.json else sys.stdout) as tell:
-        return run.carry_out(
-            results, todo, jobs, timeout=options.timeout, budget=options.budget, tell=tell, extra=extra
-        )
+    with report.progress(todo, results) as tell:
+        limits = {"timeout": options.timeout, "budget": options.budget}
+        return run.carry_out(results, todo, jobs, **limits, tell=tell, extra=extra)
 
 
 def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
@@ -247,9 +194,7 @@ def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
     path = folder / f"tokens-{vocabulary}.pt"
     made = None
     if not path.exists():
-        text = data.standard_library_text()
-        print(f"Training a BPE vocabulary on {len(text):,} characters of text", file=sys.stderr, flush=True)
-        made = torch.tensor(data.train_tokenizer(text, vocabulary).encode(text).ids)
+        _, made = data.tokens_of(data.standard_library_text(), vocabulary)
     found = len(torch.load(path, weights_only=True) if made is None else made)
     if found < settings["batch"] * length:
         raise UsageError(f"the text has {found} tokens, and one step takes {settings['batch']} x {length}")
@@ -260,18 +205,15 @@ def _tokens(settings: dict[str, Any], length: int, folder: Path) -> Path:
     return path.resolve()
 
 
-def _report(results: Any, folder: Path, as_json: bool) -> int:
+def _report(options: argparse.Namespace, results: Any, folder: Path) -> None:
     from rich.console import Console
 
-    from bastile.sweep import plots, report
+    from bastile.sweep import report
 
+    options.found = report.as_json(results)
     console = Console(width=None if sys.stdout.isatty() else 100)
-    if as_json:
-        print(json.dumps(report.as_json(results), indent=1))
-    else:
-        console.print(report.table(results))
-        for line in report.sentences(results):
-            console.print(line, markup=False, highlight=False)
-    for path in (results.path, *plots.draw(results, folder / results.path.stem)):
+    console.print(report.table(results))
+    for line in report.sentences(results):
+        console.print(line, markup=False, highlight=False)
+    for path in (results.path, *report.draw(results, folder / results.path.stem)):
         print(path, file=sys.stderr)
-    return 0

@@ -7,24 +7,23 @@ compiles kernels. {"waits": true}: where runs take turns, before the first step 
 line comes by standard input. At the end {"result": {...}}, or {"out_of_memory": "why"}. All else goes to standard
 error. With and without Bastile the same lines run; only bastile.apply() differs. The loop is Transformers' Trainer."""
 
-import json
 import resource
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
 import bastile
-from bastile.cli.child import Parent, events, is_out_of_memory
+from bastile.bench.machine import describe_briefly
+from bastile.bench.timing import held
 from bastile.cli.examples import Examples, batch
-from bastile.cli.model import checkpoint_activations
+from bastile.cli.model import build, checkpoint_activations
+from bastile.cli.processes import begin, out_of_memory
 
 #: The products that LoRA adapts: all of a decoder layer's.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -104,19 +103,11 @@ class _Watch(TrainerCallback):
     def measured(self) -> dict[str, Any]:
         """Medians over the turns. None for what a process that made one step at most cannot say."""
         turns = [turn for turn in self.turns if turn["steps"]]
-        if not turns:
-            return {
-                "timed_steps": 0,
-                "timed_seconds": None,
-                "seconds_per_step": None,
-                "tokens_per_second": None,
-                "turns": [],
-            }
         return {
             "timed_steps": sum(turn["steps"] for turn in turns),
-            "timed_seconds": sum(turn["seconds"] for turn in turns),
-            "seconds_per_step": median(turn["seconds"] / turn["steps"] for turn in turns),
-            "tokens_per_second": median(turn["tokens"] / turn["seconds"] for turn in turns),
+            "timed_seconds": sum(turn["seconds"] for turn in turns) if turns else None,
+            "seconds_per_step": median(turn["seconds"] / turn["steps"] for turn in turns) if turns else None,
+            "tokens_per_second": median(turn["tokens"] / turn["seconds"] for turn in turns) if turns else None,
             "turns": turns,
         }
 
@@ -132,7 +123,6 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     device = arguments.device
     torch.manual_seed(plan["seed"])
     model = _build_model(plan)
-    model.config.use_cache = False
     if plan["checkpointing"]:
         checkpoint_activations(model)
     patched = (
@@ -155,9 +145,7 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
         "patched": patched,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "device": torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"CPU, threads: {torch.get_num_threads()}",
+        "device": describe_briefly(device),
     }
 
 
@@ -194,10 +182,8 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
 
 
 def _build_model(plan: dict[str, Any]) -> Any:
-    dtype = getattr(torch, plan["dtype"])
-    if "pretrained" in plan["model"]:
-        return AutoModelForCausalLM.from_pretrained(plan["model"]["pretrained"], dtype=dtype)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**plan["model"]["config"]), dtype=dtype)
+    name = plan["model"].get("pretrained")
+    return build(None if name else AutoConfig.for_model(**plan["model"]["config"]), plan["dtype"], pretrained=name)
 
 
 def _with_adapters(model: Any, plan: dict[str, Any]) -> Any:
@@ -218,14 +204,10 @@ def _memory_peak(device: torch.device) -> int:
 
 
 def _process_memory(key: str) -> int:
-    """Bytes. On Linux its own count for this process: ru_maxrss there begins with what the parent process held."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    try:
+        return held(key)  # ru_maxrss begins with what the parent process held, on Linux
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def run(plan: dict[str, Any], send: Callable[[dict[str, Any]], None], go_on: Wait) -> None:
@@ -238,19 +220,12 @@ def run(plan: dict[str, Any], send: Callable[[dict[str, Any]], None], go_on: Wai
         send({"waits": True})
         go_on()
 
-    try:
+    with out_of_memory(lambda why: send({"out_of_memory": why})):
         send({"result": train(plan, report, wait)})
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.print_exc()
-        send({"out_of_memory": str(error).strip().partition("\n")[0] or type(error).__name__})
 
 
 def main() -> None:
-    parent = Parent()
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    run(plan, events(), parent.wait)
+    run(*begin())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bastile.bench.timing import begin_peak, peak_bytes, seconds_of, synchronize
 from bastile.profile.groups import GROUPS, REGION, group_of
 
 _PYTHON = "(Python between operators)"
@@ -28,30 +28,25 @@ def measure(
     loss = float(step())
     for _ in range(2):  # the optimiser's state, allocators, compiled kernels
         step()
-    _wait(device)
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait(device)
-    seconds = (time.perf_counter() - begin) / steps
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        begin_peak(device)
+
+    def timed() -> None:
+        for _ in range(steps):
+            step()
+
+    seconds = seconds_of(timed, device) / steps
+    peak = peak_bytes(device) if device.type == "cuda" else None
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
     with marks(), profile(activities=activities, acc_events=True) as profiler:
         step()
-        _wait(device)
+        synchronize(device)
     return {
         "first_loss": loss,
         "seconds_per_step": seconds,
         "peak_memory": peak,
         **summary(profiler.events(), device.type, seconds),
     }, profiler
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def summary(events: Iterable[Any], device: str, step_seconds: float) -> dict[str, Any]:

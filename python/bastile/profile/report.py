@@ -5,45 +5,41 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from bastile.cli.shown import TITLES, bytes_text, plot, ratio, table
 from bastile.profile.groups import GROUPS, short_name
 
-TITLES = {"stock": "Stock Transformers", "bastile": "Bastile"}
 # Above these shares of the step the GPU's waiting is worth naming, and is what limits the step.
 _WAITING, _LAUNCH_BOUND = 0.05, 0.25
 
 
-def groups_table(runs: list[dict[str, Any]], device: str) -> Table:
-    stock, ours = runs
+def groups_table(runs: list[dict[str, Any]], device: str) -> Any:
+    shown = table(f"{device} time by group", ["milliseconds a step"], ["stock", "", "bastile", "", "ratio"])
     sums = [sum(run["groups"].values()) for run in runs]
-    table = Table("milliseconds a step", "stock", "", "bastile", "", "ratio", title=f"{device} time by group")
-    for column in table.columns[1:]:
-        column.justify = "right"
+
+    def times(title: str, seconds: list[float], shares: tuple[str, str] = ("", "")) -> None:
+        before, after = seconds
+        shown.add_row(
+            title, _ms(before), shares[0], _ms(after), shares[1], ratio(after, before) if before and after else ""
+        )
+
     for group in GROUPS:
-        before, after = stock["groups"][group], ours["groups"][group]
-        shares = [f"{100 * time / total:.0f}%" for time, total in zip((before, after), sums, strict=True)]
-        table.add_row(group, _ms(before), shares[0], _ms(after), shares[1], _ratio(before, after))
-    table.add_section()
-    table.add_row("sum", _ms(sums[0]), "", _ms(sums[1]), "", _ratio(*sums))
-    table.add_row(
-        "a step, not profiled",
-        _ms(stock["seconds_per_step"]),
-        "",
-        _ms(ours["seconds_per_step"]),
-        "",
-        _ratio(stock["seconds_per_step"], ours["seconds_per_step"]),
-    )
+        spent = [run["groups"][group] for run in runs]
+        before, after = (f"{100 * seconds / total:.0f}%" for seconds, total in zip(spent, sums, strict=True))
+        times(group, spent, (before, after))
+    shown.add_section()
+    times("sum", sums)
+    times("a step, not profiled", [run["seconds_per_step"] for run in runs])
+    stock, ours = runs
     if stock["busy"] is not None:
-        waiting = [f"{100 * (1 - run['busy']):.0f}%" for run in runs]
-        table.add_row("the GPU waits", "", waiting[0], "", waiting[1], "")
+        before, after = (f"{100 * (1 - run['busy']):.0f}%" for run in runs)
+        shown.add_row("the GPU waits", "", before, "", after, "")
     if stock["peak_memory"]:
-        gib = [f"{run['peak_memory'] / 2**30:.2f} GiB" for run in runs]
-        table.add_row("peak memory", gib[0], "", gib[1], "", _ratio(stock["peak_memory"], ours["peak_memory"]))
-    return table
+        peaks = stock["peak_memory"], ours["peak_memory"]
+        shown.add_row("peak memory", bytes_text(peaks[0]), "", bytes_text(peaks[1]), "", ratio(peaks[1], peaks[0]))
+    return shown
 
 
-def kernels_table(runs: list[dict[str, Any]], device: str, most: int = 20) -> Table:
+def kernels_table(runs: list[dict[str, Any]], device: str, most: int = 20) -> Any:
     """The kernels (on CPU: operators) that take the most time in either run."""
     rows: dict[tuple[str, str], dict[str, list[float]]] = {}
     for run in runs:
@@ -52,21 +48,20 @@ def kernels_table(runs: list[dict[str, Any]], device: str, most: int = 20) -> Ta
             entry = row.setdefault(run["name"], [0, 0.0])
             entry[0] += kernel["calls"]
             entry[1] += kernel["seconds"]
-    what = "kernel" if device == "GPU" else "operator"
-    table = Table("group", what, "stock ms", "calls", "bastile ms", "calls", title=f"The {most} that take longest")
-    table.columns[0].no_wrap = True
+    heads = ["group", "kernel" if device == "GPU" else "operator"]
+    shown = table(f"The {most} that take longest", heads, ["stock ms", "calls", "bastile ms", "calls"])
+    shown.columns[0].no_wrap = True
     if device == "CPU":
-        table.columns[1].overflow = "fold"  # operators' names are short, and told apart by their ends
-    for column in table.columns[2:]:
-        column.justify = "right"
+        shown.columns[1].overflow = "fold"  # operators' names are short, and told apart by their ends
     ordered = sorted(rows.items(), key=lambda item: -max(seconds for _, seconds in item[1].values()))
     for (group, name), row in ordered[:most]:
-        cells = []
-        for which in ("stock", "bastile"):
-            calls, seconds = row.get(which, (0, 0.0))
-            cells += [_ms(seconds), f"{calls:,.0f}"] if which in row else ["", ""]
-        table.add_row(group, name, *cells)
-    return table
+        pairs = [row.get(which) for which in ("stock", "bastile")]
+        shown.add_row(group, name, *(cell for pair in pairs for cell in _calls(pair)))
+    return shown
+
+
+def _calls(pair: list[float] | None) -> tuple[str, str]:
+    return (_ms(pair[1]), f"{pair[0]:,.0f}") if pair else ("", "")
 
 
 def sentence(run: dict[str, Any]) -> str:
@@ -98,33 +93,21 @@ def _take(group: str) -> str:
 
 def draw(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     """A stacked bar for each run: its groups, and above them what the step takes beside."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
-    colours = matplotlib.color_sequences["tab10"]
     names = [TITLES[run["name"]] for run in runs]
     bottoms = [0.0] * len(runs)
-    for group, colour in zip(GROUPS, colours, strict=False):
-        heights = [1000 * run["groups"][group] for run in runs]
-        if max(heights) > 0:
-            axes.bar(names, heights, bottom=bottoms, label=group, color=colour, width=0.5)
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    rest = [max(0.0, 1000 * run["seconds_per_step"] - bottom) for run, bottom in zip(runs, bottoms, strict=True)]
-    axes.bar(names, rest, bottom=bottoms, label="rest of the step", color="none", edgecolor="grey", width=0.5)
-    axes.set_ylabel("milliseconds a step")
-    axes.set_title(title)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with plot(path, figsize=(7, 5)) as axes:
+        for number, group in enumerate(GROUPS):
+            heights = [1000 * run["groups"][group] for run in runs]
+            if max(heights) > 0:
+                axes.bar(names, heights, bottom=bottoms, label=group, color=f"C{number}", width=0.5)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        rest = [max(0.0, 1000 * run["seconds_per_step"] - bottom) for run, bottom in zip(runs, bottoms, strict=True)]
+        axes.bar(names, rest, bottom=bottoms, label="rest of the step", color="none", edgecolor="grey", width=0.5)
+        axes.set_ylabel("milliseconds a step")
+        axes.set_title(title)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.2f}"
-
-
-def _ratio(before: float, after: float) -> str:
-    return f"{after / before:.2f}" if before > 0 and after > 0 else ""

@@ -1,4 +1,4 @@
-"""Builds a model and profiles a training step of it, with stock Transformers and then with Bastile."""
+"""Profiles a training step of a model, with stock Transformers and then with Bastile."""
 
 from __future__ import annotations
 
@@ -11,26 +11,6 @@ import torch
 import bastile
 from bastile.profile.record import measure
 from bastile.profile.regions import marked, region
-
-
-def build(config: Any, pretrained: str | None, layers: int | None, dtype: str, device: str, seed: int) -> Any:
-    """The model in training mode: pretrained, or of this config with random weights; of so many layers only."""
-    from transformers import AutoModelForCausalLM
-
-    if layers is not None:
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    torch.manual_seed(seed)
-    kind = getattr(torch, dtype)
-    model: Any
-    with torch.device(device):  # random weights are drawn where they are used: on a CPU, billions take minutes
-        if pretrained:
-            model = AutoModelForCausalLM.from_pretrained(pretrained, config=config, dtype=kind)
-        else:
-            model = AutoModelForCausalLM.from_config(config, dtype=kind)
-    model.config.use_cache = False
-    return model.to(device).train()
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""One length of one implementation: steps, their times, memory and losses."""
+"""One length of one implementation: steps with their times, memory and losses; or a training, for its loss curve."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
-from bastile.bench.timing import begin_peak, peak_bytes, synchronize
-from bastile.sweep import floor
+from bastile.bench.timing import begin_peak, peak_bytes, seconds_of, synchronize
+from bastile.profile.groups import group_of
 
 _LR = 1e-5
+_CURVE_LR = 3e-4
+#: Steps between two looks at the losses: waiting for each one would hide how well steps are queued.
+_LOOK = 10
 
 
 def optimizer_for(model: nn.Module, kind: str) -> torch.optim.Optimizer | None:
@@ -22,6 +26,18 @@ def optimizer_for(model: nn.Module, kind: str) -> torch.optim.Optimizer | None:
         return None
     lr = _LR if kind == "step" else 0.0
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+
+
+def forward_backward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """The loss; each token is a label. Gradients are left where they are."""
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def clear(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
 
 
 def measure(
@@ -44,30 +60,21 @@ def measure(
     step_seconds: list[float] = []
     peaks: list[int | None] = []
 
-    def forward_backward() -> None:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        losses.append(loss.detach())
-
     def update() -> None:
         if optimizer is not None:
             optimizer.step()
 
-    def clear() -> None:
-        for parameter in model.parameters():
-            parameter.grad = None
-
     for turn in range(plan["warm_up"]):
-        forward_backward()
+        losses.append(forward_backward(model, ids))
         if whole or turn == 0:  # the first one makes the states
             update()
-        clear()
+        clear(model)
     before = begin_peak(device)
     for _ in range(plan["repeats"]):
         together()
         synchronize(device)
         begin = time.perf_counter()
-        forward_backward()
+        losses.append(forward_backward(model, ids))
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
         peaks.append(peak_bytes(device))
@@ -75,7 +82,7 @@ def measure(
             update()
             synchronize(device)
             step_seconds.append(time.perf_counter() - begin)
-        clear()
+        clear(model)
         begin_peak(device)
     found: dict[str, Any] = {
         "seconds": median(seconds),
@@ -90,8 +97,74 @@ def measure(
     if plan["profile_floor"] and plan["implementation"] == "bastile":
 
         def once() -> None:
-            forward_backward()
-            clear()
+            forward_backward(model, ids)
+            clear(model)
 
-        found["floor"] = floor.profile(once, device)
+        found["floor"] = floor(once, device)
     return found
+
+
+def train(
+    model: nn.Module, tokens: torch.Tensor, plan: dict[str, Any], report: Callable[[int], None]
+) -> dict[str, Any]:
+    """plan["curve_steps"] steps of fused AdamW over the text, piece after piece. report(n): n steps are done.
+
+    The first tenth of the steps is warm-up, of the learning rate and of everything that compiles, and is not timed."""
+    device = next(model.parameters()).device
+    steps, batch, length = plan["curve_steps"], plan["batch"], plan["length"]
+    pieces = tokens[: len(tokens) // length * length].view(-1, length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_CURVE_LR, fused=True)
+    warm_up = max(1, steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
+    losses: list[float] = []
+    pending: list[torch.Tensor] = []
+    before = begin_peak(device)
+    begin = 0.0
+    for step in range(steps):
+        if step == warm_up:
+            synchronize(device)
+            begin = time.perf_counter()
+        chosen = (step * batch + torch.arange(batch)) % len(pieces)
+        pending.append(forward_backward(model, pieces[chosen].to(device)))
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % _LOOK == 0 or step + 1 == steps:
+            losses += torch.stack(pending).float().tolist()
+            pending.clear()
+            report(step + 1)
+    synchronize(device)
+    seconds = (time.perf_counter() - begin) / (steps - warm_up)
+    return {
+        "seconds": seconds,
+        "tokens_per_second": batch * length / seconds,
+        "before_bytes": before,
+        "peak_bytes": None if before is None else peak_bytes(device),
+        "losses": losses,
+    }
+
+
+# ---- the floor of a step: its matrix products and its attention, which Bastile leaves to others ----------------------
+
+
+def kind_of(name: str) -> str:
+    """ "attention", "products" or "rest"."""
+    group = group_of(name)
+    return group if group in ("attention", "products") else "rest"
+
+
+def floor(step: Callable[[], object], device: torch.device, steps: int = 4) -> dict[str, float]:
+    """Seconds of one step by kind: of the kernels on CUDA, of the operators on CPU; as "seconds" those of products and
+    attention together, as "wall" those of the whole step, each begun and ended when the device is idle."""
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        wall = sum(seconds_of(step, device) for _ in range(steps)) / steps
+    found = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+    for event in profiler.key_averages():
+        # Only what ran itself: an operator's time on CUDA is that of its kernels, which are events of their own.
+        on_device = event.device_type == torch.autograd.DeviceType.CUDA
+        own = event.self_device_time_total if on_device else 0.0 if on_cuda else event.self_cpu_time_total
+        found[kind_of(event.key)] += own / 1e6 / steps
+    return {**found, "seconds": found["products"] + found["attention"], "wall": wall}

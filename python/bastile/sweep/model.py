@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from bastile.cli import model
 from bastile.shapes import MODELS
 
 _STD = 0.02
@@ -15,18 +16,16 @@ _STD = 0.02
 
 def build(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
     """The model, in training mode. Its memory is taken in its own type, on its own device, at once."""
-    config = AutoConfig.for_model(**MODELS[name])
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    fill(model, seed)
-    return model.train()
+    made = model.build(AutoConfig.for_model(**MODELS[name]), str(dtype).removeprefix("torch."), device)
+    fill(made, seed)
+    return made
 
 
-def fill(model: nn.Module, seed: int) -> None:
+def fill(module: nn.Module, seed: int) -> None:
     """Norms' weights one, all else normal: no zeros, which products would run faster on. Each parameter draws from a
     generator of its own, chosen by its name's place in the alphabet: what replaced a module before the model was built,
     or the order of modules, changes no weight."""
-    for place, (name, parameter) in enumerate(sorted(model.named_parameters())):
+    for place, (name, parameter) in enumerate(sorted(module.named_parameters())):
         with torch.no_grad():
             if "norm" in name:
                 parameter.fill_(1.0)

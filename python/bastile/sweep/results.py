@@ -3,14 +3,14 @@ reads it again and does what is left."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bastile.cli import strict_json
 from bastile.cli.errors import UsageError
+from bastile.cli.files import read_results, write_json
+from bastile.cli.shown import now
+from bastile.peers.models import IMPLEMENTATIONS
 
 Record = dict[str, Any]
 
@@ -27,8 +27,7 @@ class Results:
     def opened(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Results:
         """Those at the path, if they were made with the same settings; new ones if there is no file or `fresh`."""
         if fresh or not path.exists():
-            date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            return cls(path, {"date": date, "settings": settings, "machine": None, "records": []})
+            return cls(path, {"date": now(), "settings": settings, "machine": None, "records": []})
         results = cls.shown(path)
         before = results.content["settings"]
         for key in sorted(before.keys() | settings.keys()):
@@ -41,15 +40,7 @@ class Results:
 
     @classmethod
     def shown(cls, path: Path) -> Results:
-        try:
-            content = json.loads(path.read_text())
-            if not isinstance(content, dict) or not {"date", "settings", "records"} <= content.keys():
-                raise ValueError("its keys are others")
-        except OSError as error:
-            raise UsageError(f"{path} cannot be read ({error.strerror})") from error
-        except ValueError as error:
-            raise UsageError(f"{path} is not a file that sweep has written ({error})") from error
-        return cls(path, content)
+        return cls(path, read_results(path, "sweep", {"date", "settings", "records"}))
 
     @property
     def records(self) -> list[Record]:
@@ -73,8 +64,8 @@ class Results:
         old = self.find(record["implementation"], record["length"])
         if old is not None:
             self.records.remove(old)
-        self.records.append({**record, "date": datetime.now(timezone.utc).isoformat(timespec="seconds")})
-        strict_json.write(self.path, self.content)
+        self.records.append({**record, "date": now()})
+        write_json(self.path, self.content)
 
     def find(self, implementation: str, length: int) -> Record | None:
         for record in self.records:
@@ -98,9 +89,9 @@ class Results:
     def lengths(self) -> list[int]:
         return sorted({record["length"] for record in self.records})
 
-    def implementations(self, order: Iterable[str]) -> list[str]:
+    def implementations(self) -> list[str]:
         present = {record["implementation"] for record in self.records}
-        return [name for name in order if name in present]
+        return [name for name in IMPLEMENTATIONS if name in present]
 
 
 def loss_difference(record: Record, reference: Record, steps: int | None = None) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 import uuid
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bastile.cli.processes import Ending
-from bastile.sweep.implementations import IMPLEMENTATIONS
-from bastile.sweep.jobs import run_job
+from bastile.cli.files import write_json
+from bastile.cli.processes import Ending, run_job
+from bastile.peers.models import IMPLEMENTATIONS
 from bastile.sweep.results import Record, Results
 
 WORKER = (sys.executable, "-m", "bastile.sweep.worker")
@@ -103,8 +102,9 @@ def _run_one(
     if size > 1:
         plan["rendezvous"] = str(rendezvous.resolve())
     plan_file = folder / f"{title}.plan.json"
-    plan_file.write_text(json.dumps(plan, indent=1))
-    environments = [{**IMPLEMENTATIONS[name].environment, **_of_rank(rank, size)} for rank in range(size)]
+    write_json(plan_file, plan)
+    shared = {**IMPLEMENTATIONS[name].environment, **_of_device(results.settings.get("device", ""))}
+    environments = [{**shared, **_of_rank(rank, size)} for rank in range(size)]
     logs = [folder / (f"{title}.log" if size == 1 else f"{title}.rank{rank}.log") for rank in range(size)]
     reported: list[int] = []
     began = time.monotonic()
@@ -138,6 +138,11 @@ def _run_one(
     if ending is not None and len(reported) < len(lengths):
         record({"length": lengths[len(reported)], "status": ending.status, "reason": ending.reason})
     return reported
+
+
+def _of_device(device: str) -> dict[str, str]:
+    """On a CPU no GPU is seen: PyTorch would open one now and then, which takes time, and memory of the host."""
+    return {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
 
 
 def _of_rank(rank: int, size: int) -> dict[str, str]:

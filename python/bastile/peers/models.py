@@ -1,4 +1,4 @@
-"""What the sweep compares, each prepared in a process of its own, so that nothing has to be undone."""
+"""The implementations of whole models, each prepared in a process of its own, so that nothing has to be undone."""
 
 from __future__ import annotations
 
@@ -63,6 +63,8 @@ def _compile_layers(model: Any) -> nn.Module:
 @dataclass(frozen=True)
 class Implementation:
     meaning: str
+    title: str  #: in the documents' tables
+    colour: str  #: in plots
     #: Before the model is built; returns what it put in. CannotRun where it cannot.
     patch: Callable[[str], list[str]] = _nothing
     #: After the model is built.
@@ -70,20 +72,31 @@ class Implementation:
     environment: dict[str, str] = field(default_factory=dict)  #: what its process is started with
 
 
+#: First what others are compared with, Bastile last.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "hf": Implementation("Transformers as it is"),
-    "compile": Implementation("torch.compile of the whole model", wrap=_compile),
-    "compile-layers": Implementation("torch.compile of each layer, and of the loss", wrap=_compile_layers),
-    "liger": Implementation("Liger-Kernel, everything it offers by default", _liger()),
+    "hf": Implementation("Transformers as it is", "Transformers", "#888888"),
+    "compile": Implementation("torch.compile of the whole model", "torch.compile", "#e0a030", wrap=_compile),
+    "compile-layers": Implementation(
+        "torch.compile of each layer, and of the loss", "torch.compile, each layer", "#c06020", wrap=_compile_layers
+    ),
+    "liger": Implementation("Liger-Kernel, everything it offers by default", "Liger-Kernel", "#7a5bb0", _liger()),
     "liger-nofused": Implementation(
         "Liger-Kernel with its cross-entropy in place of its fused linear one",
+        "Liger-Kernel, loss not fused",
+        "#a98fd0",
         _liger(fused_linear_cross_entropy=False, cross_entropy=True),
     ),
     "liger-cute": Implementation(
-        "Liger-Kernel's CuTe operators", _liger(), environment={"LIGER_KERNEL_IMPL": "cutedsl"}
+        "Liger-Kernel's CuTe operators",
+        "Liger-Kernel (CuTe)",
+        "#d060a0",
+        _liger(),
+        environment={"LIGER_KERNEL_IMPL": "cutedsl"},
     ),
-    "bastile-compile": Implementation("torch.compile of the whole patched model", _bastile, _compile),
-    "bastile": Implementation("Bastile, everything", _bastile),
+    "bastile-compile": Implementation(
+        "torch.compile of the whole patched model", "Bastile, compiled", "#3f7fbf", _bastile, _compile
+    ),
+    "bastile": Implementation("Bastile, everything", "**Bastile**", "#1b7f4d", _bastile),
 }
 
 #: Without --against; Bastile itself is always there.

@@ -1,0 +1,303 @@
+"""The contenders of one operator, each in its best form for the purpose: `PEERS`.
+
+A builder imports what it needs and returns a function of the operator's arguments; ImportError says that a library is
+not there. Where a library has no fused operator, its contender is the sequence of its own. Contenders may write over
+their inputs: the harness restores them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Function = Callable[..., Any]
+Builder = Callable[[], Function]
+
+EPS = 1e-6
+
+
+def _get(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+# ---- sequences -------------------------------------------------------------------------------------------------------
+
+
+def _added(norm: Function) -> Function:
+    """The residual's sum and its norm, one after the other."""
+
+    def run(x, residual, weight):
+        total = residual + x
+        return norm(total, weight), total
+
+    return run
+
+
+def _normed(norm: Function, rope: Function) -> Function:
+    """Both norms and the rotation, one after the other."""
+    return lambda q, k, q_weight, k_weight, cos, sin: rope(norm(q, q_weight), norm(k, k_weight), cos, sin)
+
+
+def _around(activation: Function) -> Function:
+    """Three linear layers, and between them a function of the first two."""
+    return lambda x, gate, up, down: F.linear(activation(F.linear(x, gate), F.linear(x, up)), down)
+
+
+def _of_logits(loss: Function) -> Function:
+    """The head's product and the loss of its result."""
+    return lambda hidden, weight, target: loss(F.linear(hidden, weight), target)
+
+
+def _heads_first(function: Function) -> Function:
+    """For what wants q and k as [batch, heads, tokens, dim]."""
+    return lambda q, k, *rest: function(q.transpose(1, 2), k.transpose(1, 2), *rest)
+
+
+def _sequences(own: dict[str, Builder]) -> dict[str, Builder]:
+    """What the fused operators do, of a library's single ones."""
+    made: dict[str, Builder] = {"add_rms_norm": lambda: _added(own["rms_norm"]())}
+    if "swiglu" in own:
+        made["gated_mlp"] = lambda: _around(own["swiglu"]())
+    if "rope" in own:
+        made["qk_norm_rope"] = lambda: _normed(own["rms_norm"](), own["rope"]())
+    return made
+
+
+# ---- Bastile ---------------------------------------------------------------------------------------------------------
+
+
+def _ours(name: str, module: str | None = None) -> Any:
+    """The function of that name, from the module of that name. EPS is what it takes where none is given."""
+    return _get(f"bastile.ops.{module or name}", name)
+
+
+def _bastile_cross_entropy() -> Function:
+    cross_entropy = _ours("cross_entropy")
+    # In a model the logits are a product's result, not a leaf: in-place work on a leaf is refused, rightly.
+    return lambda logits, target: cross_entropy(logits.view_as(logits), target, inplace=True)
+
+
+_BASTILE: dict[str, Builder] = {
+    "rms_norm": lambda: _ours("rms_norm"),
+    "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
+    "swiglu": lambda: _ours("swiglu"),
+    "gated_mlp": lambda: _ours("gated_mlp"),
+    "rope": lambda: _heads_first(_ours("rope")),
+    "qk_norm_rope": lambda: _heads_first(_ours("qk_norm_rope")),
+    "cross_entropy": _bastile_cross_entropy,
+    "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
+    "moe_experts": lambda: _ours("moe_experts", module="moe"),
+}
+
+
+# ---- Transformers ----------------------------------------------------------------------------------------------------
+
+
+class _Norm:
+    """Stands for a norm module whose weight differs from call to call."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.weight, self.variance_epsilon = weight, EPS
+
+
+def _hf_rms_norm() -> Function:
+    forward = _get("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm").forward
+    return lambda x, weight: forward(_Norm(weight), x)
+
+
+def _hf_swiglu() -> Function:
+    act = _get("transformers.activations", "ACT2FN")["silu"]
+    return lambda a, b: act(a) * b
+
+
+def _hf_rope() -> Function:
+    return _heads_first(_get("transformers.models.qwen3.modeling_qwen3", "apply_rotary_pos_emb"))
+
+
+def _hf_cross_entropy() -> Function:
+    loss = _get("transformers.loss.loss_utils", "ForCausalLMLoss")
+    return lambda logits, target: loss(logits, None, logits.shape[-1], shift_labels=target)
+
+
+def _hf_experts(implementation: str) -> Builder:
+    """One of Transformers' implementations of GptOssExperts, for weights that come as arguments."""
+
+    def build() -> Function:
+        from transformers.integrations import moe
+        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+        ways: dict[str, Any] = {
+            "eager": getattr(GptOssExperts.forward, "__wrapped__", GptOssExperts.forward),
+            "batched_mm": moe.batched_mm_experts_forward,
+            "grouped_mm": moe.grouped_mm_experts_forward,
+        }
+
+        class Experts:
+            """Stands for the module."""
+
+            alpha, limit = 1.702, 7.0
+            has_gate = has_bias = is_transposed = True
+            has_post_expert_norm = is_concatenated = _is_expert_parallel = False
+            _apply_gate = GptOssExperts._apply_gate
+
+            def __init__(self, gate_up, gate_up_bias, down, down_bias):
+                self.num_experts = gate_up.shape[0]
+                self.gate_up_proj, self.gate_up_proj_bias = gate_up, gate_up_bias
+                self.down_proj, self.down_proj_bias = down, down_bias
+
+        way = ways[implementation]
+        return lambda hidden, indices, weights, *parameters: way(Experts(*parameters), hidden, indices, weights)
+
+    return build
+
+
+_HF: dict[str, Builder] = {
+    "rms_norm": _hf_rms_norm,
+    "swiglu": _hf_swiglu,
+    "rope": _hf_rope,
+    "cross_entropy": _hf_cross_entropy,
+    "fused_linear_cross_entropy": lambda: _of_logits(_hf_cross_entropy()),
+    "moe_experts": _hf_experts("grouped_mm"),
+}
+_HF |= _sequences(_HF)
+
+
+# ---- PyTorch ---------------------------------------------------------------------------------------------------------
+
+
+def _torch_cross_entropy() -> Function:
+    return lambda logits, target: F.cross_entropy(logits, target).float()
+
+
+_TORCH: dict[str, Builder] = {
+    "rms_norm": lambda: lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+    "swiglu": lambda: lambda a, b: F.silu(a) * b,
+    "cross_entropy": _torch_cross_entropy,
+    "fused_linear_cross_entropy": lambda: _of_logits(_torch_cross_entropy()),
+}
+_TORCH |= _sequences({**_TORCH, "rope": _hf_rope})  # PyTorch has no rotary function
+
+
+def _compiled(builders: dict[str, Builder]) -> dict[str, Builder]:
+    def build(builder: Builder) -> Function:
+        torch._dynamo.reset()  # a cache full of other shapes would make it fall back to eager code
+        return torch.compile(builder(), dynamic=False, fullgraph=True)
+
+    return {op: partial(build, builder) for op, builder in builders.items()}
+
+
+# ---- Liger, QuACK ----------------------------------------------------------------------------------------------------
+
+_TRITON = "liger_kernel.ops.{}"
+_CUTE = "liger_kernel.ops.cutedsl.ops"
+
+
+def _liger(place: str) -> dict[str, Builder]:
+    """Liger's package chooses Triton or CuTe at import; its modules give both in one process."""
+
+    def operator(module: str, name: str) -> Any:
+        return _get(place.format(module), f"Liger{name}Function").apply
+
+    def norm(module: str, name: str) -> Function:
+        apply = operator(module, name)
+        # The last argument: dx not over dy, which saves memory and not traffic. It is what Liger needs in models with a
+        # residual.
+        return lambda *given: apply(*given, EPS, 0.0, "llama", False)
+
+    def cross_entropy() -> Function:
+        apply = operator("cross_entropy", "CrossEntropy")
+        return lambda logits, target: apply(logits, target, None)[0]
+
+    def linear_cross_entropy() -> Function:
+        apply = operator("fused_linear_cross_entropy", "FusedLinearCrossEntropy")
+        return lambda hidden, weight, target: apply(hidden, weight, target)[0]
+
+    own: dict[str, Builder] = {
+        "rms_norm": lambda: norm("rms_norm", "RMSNorm"),
+        "swiglu": lambda: operator("swiglu", "SiLUMul"),
+        "rope": lambda: _heads_first(operator("rope", "Rope")),
+        "cross_entropy": cross_entropy,
+        "fused_linear_cross_entropy": linear_cross_entropy,
+    }
+    fused: dict[str, Builder] = {"add_rms_norm": lambda: norm("fused_add_rms_norm", "FusedAddRMSNorm")}
+    return {**_sequences(own), **own, **(fused if place == _TRITON else {})}
+
+
+def _quack_rms_norm() -> Function:
+    norm = _get("quack.rmsnorm", "rmsnorm")
+    return lambda x, weight: norm(x, weight, eps=EPS)
+
+
+def _quack_add_rms_norm() -> Function:
+    norm = _get("quack.rmsnorm", "rmsnorm")
+    return lambda x, residual, weight: norm(x, weight, residual=residual, eps=EPS, prenorm=True)
+
+
+def _quack_rope() -> Function:
+    rope = _get("quack.rotary", "apply_rotary_emb")
+
+    def run(q, k, cos, sin):
+        half = cos.shape[-1] // 2
+        cos, sin = cos[0, :, :half], sin[0, :, :half]
+        return rope(q, cos, sin).transpose(1, 2), rope(k, cos, sin).transpose(1, 2)
+
+    return run
+
+
+def _quack_cross_entropy() -> Function:
+    loss = _get("quack.cross_entropy", "cross_entropy")
+    return lambda logits, target: loss(logits, target, inplace_backward=True)
+
+
+_QUACK: dict[str, Builder] = {
+    "rms_norm": _quack_rms_norm,
+    "rope": _quack_rope,
+    "cross_entropy": _quack_cross_entropy,
+    "fused_linear_cross_entropy": lambda: _get("quack.linear_cross_entropy", "chunked_linear_cross_entropy"),
+}
+_QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+class Peer(dict[str, Builder]):
+    """By operator; where one is missing, the contender has none."""
+
+    def __init__(self, meaning: str, colour: str, builders: dict[str, Builder], title: str = "") -> None:
+        super().__init__(builders)
+        self.meaning = meaning
+        self.colour = colour  # in plots: what is of one library has shades of one colour
+        self.title = title  # in the documents' tables, which have no others
+
+
+PEERS = {
+    "bastile": Peer("the operators of this package", "#1b7f4d", _BASTILE, "Bastile"),
+    "unfused": Peer(
+        "where one of them fuses a sequence: that, of its others", "#8fcfae", _sequences(_BASTILE), "Bastile, unfused"
+    ),
+    "torch": Peer("PyTorch's own functions, on tensors of their own type", "#888888", _TORCH, "torch"),
+    "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF, "Hugging Face code"),
+    "hf-eager": Peer("of experts, its loop over them", "#cccccc", {"moe_experts": _hf_experts("eager")}),
+    "hf-batched": Peer("of experts, its batched_mm", "#dddddd", {"moe_experts": _hf_experts("batched_mm")}),
+    "compile": Peer("torch.compile of the code that is replaced", "#e0a030", _compiled(_HF), "that, compiled"),
+    "compile-torch": Peer("torch.compile of PyTorch's own functions", "#f0c878", _compiled(_TORCH)),
+    "liger": Peer("Liger-Kernel's Triton operators", "#7a5bb0", _liger(_TRITON), "Liger (Triton)"),
+    "cute": Peer("Liger-Kernel's CuTe operators", "#a98fd0", _liger(_CUTE), "Liger (CuTe)"),
+    "quack": Peer("QuACK's operators", "#3f7fbf", _QUACK, "QuACK"),
+}
+
+#: What --against may name, and the contenders that it stands for.
+AGAINST = {
+    "torch": ("torch",),
+    "hf": ("hf", "hf-eager", "hf-batched"),
+    "compile": ("compile", "compile-torch"),
+    "liger": ("liger", "cute"),
+    "quack": ("quack",),
+}
+CUDA_ONLY = ("liger", "cute", "quack")
