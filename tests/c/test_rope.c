@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "chips.h"
+#include "rope_calls.h"
 
 /* A projection [B, S, Q + K + V heads, D], of which q and k turn. R < D: a part of each head does not. */
 enum { B = 2, S = 3, Q = 3, K = 2, V = 1, D = 12, R = 8, ALL = (Q + K + V) * D };
@@ -62,10 +63,9 @@ TEST(values_and_gradients) {
         memset(q_out, 0xff, sizeof q_out);
         memset(k_out, 0xff, sizeof k_out);
         if (backward)
-            CHECK_OK(
-                bst_rope_backward(NULL, &q, kv_heads ? &k : NULL, &c, &s, interleaved, &qo, kv_heads ? &ko : NULL));
+            CHECK_OK(rope_backward(NULL, &q, kv_heads ? &k : NULL, &c, &s, interleaved, &qo, kv_heads ? &ko : NULL));
         else
-            CHECK_OK(bst_rope_forward(NULL, &q, kv_heads ? &k : NULL, &c, &s, interleaved, &qo, kv_heads ? &ko : NULL));
+            CHECK_OK(rope_forward(NULL, &q, kv_heads ? &k : NULL, &c, &s, interleaved, &qo, kv_heads ? &ko : NULL));
         check_turned(kv_heads, batches, interleaved, backward);
         for (int i = kv_heads * B * S * D; i < B * K * S * D; i++) CHECK(isnan((&k_out[0][0][0][0])[i]));
     }
@@ -84,8 +84,8 @@ TEST(a_fused_projection_turns_in_place_and_back) {
         (&cosines[0][0][0])[i] = (&cosines[0][0][0])[i - R / 2];
         (&sines[0][0][0])[i] = (&sines[0][0][0])[i - R / 2];
     }
-    CHECK_OK(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &ko));
-    CHECK_OK(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &q, &k));
+    CHECK_OK(rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &ko));
+    CHECK_OK(rope_forward(NULL, &q, &k, &c, &s, 0, &q, &k));
     for (int b = 0; b < B; b++) {
         for (int t = 0; t < S; t++) {
             for (int i = 0; i < ALL; i++) {
@@ -97,8 +97,8 @@ TEST(a_fused_projection_turns_in_place_and_back) {
             }
         }
     }
-    CHECK_OK(bst_rope_backward(NULL, &q, NULL, &c, &s, 0, &q, NULL));
-    CHECK_OK(bst_rope_backward(NULL, &k, NULL, &c, &s, 0, &k, NULL));
+    CHECK_OK(rope_backward(NULL, &q, NULL, &c, &s, 0, &q, NULL));
+    CHECK_OK(rope_backward(NULL, &k, NULL, &c, &s, 0, &k, NULL));
     for (int i = 0; i < B * S * ALL; i++) CHECK_CLOSE((&copy[0][0][0])[i], (&projection[0][0][0])[i], 5e-7);
 }
 
@@ -113,8 +113,8 @@ TEST(whole_heads_turn_in_place_as_elsewhere) {
     DLTensor q = heads(x, q_sizes, strides), k = heads(x[0][N - 1], k_sizes, strides);
     DLTensor qo = heads(y, q_sizes, strides), ko = heads(y[0][N - 1], k_sizes, strides);
     DLTensor ct = bst_f32(&c[0][0], 3, sizes), st = bst_f32(&s[0][0], 3, sizes);
-    CHECK_OK(bst_rope_forward(NULL, &q, &k, &ct, &st, 0, &qo, &ko));
-    CHECK_OK(bst_rope_forward(NULL, &q, &k, &ct, &st, 0, &q, &k));
+    CHECK_OK(rope_forward(NULL, &q, &k, &ct, &st, 0, &qo, &ko));
+    CHECK_OK(rope_forward(NULL, &q, &k, &ct, &st, 0, &q, &k));
     CHECK(memcmp(x, y, sizeof x) == 0);
 }
 
@@ -128,37 +128,37 @@ TEST(errors_name_the_argument_and_write_nothing) {
              low = heads(projection, k_shape, fused);
     memset(q_out, 0, sizeof q_out);
     memset(k_out, 0, sizeof k_out);
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &low), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &low), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: k_out and q share memory");
     DLTensor shifted = heads(&projection[0][0][D], q_shape, fused);
-    CHECK_EQ_I(bst_rope_backward(NULL, &q, NULL, &c, &s, 0, &shifted, NULL), BST_INVALID);
+    CHECK_EQ_I(rope_backward(NULL, &q, NULL, &c, &s, 0, &shifted, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_backward: dq and dq_out share memory");
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, NULL, &c, &s, 0, &qo, &ko), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, NULL, &c, &s, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: k_out is given, but k is NULL");
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, NULL), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &c, &s, 0, &qo, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: k_out is NULL");
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, NULL, 0, &qo, &ko), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &c, NULL, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "rope_forward: sin is NULL");
     DLTensor half = s;
     half.dtype.bits = 16;
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &half, 0, &qo, &ko), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &c, &half, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "sin is float16; float32 is needed, the type of cos");
     int64_t odd[] = {B, S, R - 1}, longer[] = {B, S + 1, R}, wide[] = {B, S, D + 2};
-    DLTensor odd_table = bst_f32(cosines, 3, odd), long_table = bst_f32(cosines, 3, longer),
-             wide_table = bst_f32(cosines, 3, wide);
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &odd_table, &s, 0, &qo, &ko), BST_INVALID);
+    DLTensor odd_table = bst_f32(cosines, 3, odd), odd_sines = bst_f32(sines, 3, odd),
+             long_table = bst_f32(cosines, 3, longer), wide_table = bst_f32(cosines, 3, wide);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &odd_table, &odd_sines, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "cos has shape [2, 3, 7]; dimension 2 must be even, at least 2 and at most 12");
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &wide_table, &s, 0, &qo, &ko), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &wide_table, &s, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "cos has shape [2, 3, 14]");
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &long_table, 0, &qo, &ko), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &c, &long_table, 0, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "sin has shape [2, 4, 8]; dimension 1 must be 3, the positions of q");
     DLTensor there = ko;
     there.device = (DLDevice){kDLCUDA, 7};
-    CHECK_EQ_I(bst_rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &there), BST_INVALID);
+    CHECK_EQ_I(rope_forward(NULL, &q, &k, &c, &s, 0, &qo, &there), BST_INVALID);
     CHECK_STR(bst_last_error(), "k_out is on cuda:7, but k is on ");
     int64_t apart[] = {S * ALL, 1, ALL, Q};
     DLTensor strided = heads(projection, q_shape, apart);
-    CHECK_EQ_I(bst_rope_forward(NULL, &strided, &k, &c, &s, 0, &qo, &ko), BST_UNSUPPORTED);
+    CHECK_EQ_I(rope_forward(NULL, &strided, &k, &c, &s, 0, &qo, &ko), BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "the last dimension of q is not contiguous");
     CHECK(!memcmp(copy, projection, sizeof copy));
     for (int i = 0; i < B * Q * S * D; i++) CHECK((&q_out[0][0][0][0])[i] == 0);
@@ -189,8 +189,8 @@ static void compile_calls(void) {
         DLTensor *tqo = bst_device_tensor(&qo, table, 4, qs), *tko = bst_device_tensor(&ko, table, 4, ks);
         tq->byte_offset = calls[i].off ? (uint64_t)(type.bits / 8) : 0;
         for (int interleaved = 0; interleaved < 2; interleaved++) {
-            CHECK_OK(bst_rope_forward(&bst_fake_exec, tq, tk, tc, tn, interleaved, tqo, tko));
-            CHECK_OK(bst_rope_backward(&bst_fake_exec, tqo, tko, tc, tn, interleaved, tq, tk));
+            CHECK_OK(rope_forward(&bst_fake_exec, tq, tk, tc, tn, interleaved, tqo, tko));
+            CHECK_OK(rope_backward(&bst_fake_exec, tqo, tko, tc, tn, interleaved, tq, tk));
         }
     }
 }

@@ -1,8 +1,9 @@
-/* test_qk_norm_rope.c - QK-norm and rotary embedding through the C API: values and gradients on slices of a fused
+/* test_rope_norm.c - QK-norm and rotary embedding through the C API: values and gradients on slices of a fused
  * projection, errors, its kernels on every chip. */
 #include <math.h>
 
 #include "chips.h"
+#include "rope_calls.h"
 
 /* A projection [B, S, Q + K + V heads, D]. R < D: a part of each head does not turn. Q and K: a slot of four heads, one
  * that is not full, and one of k. */
@@ -89,9 +90,9 @@ TEST(values_and_gradients) {
         DLTensor dqw = bst_f32(dweights[0], 1, dim), dkw = bst_f32(dweights[1], 1, dim);
         DLTensor c = bst_f32(cosines, 3, table_sizes), s = bst_f32(sines, 3, table_sizes);
         DLTensor *pk = kv_heads ? &k : NULL, *pkw = kv_heads ? &kw : NULL, *pko = kv_heads ? &ko : NULL;
-        CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, pk, &qw, pkw, &c, &s, eps, casting, interleaved, &qo, pko));
-        CHECK_OK(bst_qk_norm_rope_backward(NULL, &dqo, kv_heads ? &dko : NULL, &q, pk, &qw, pkw, &c, &s, eps, casting,
-                                           interleaved, &dq, kv_heads ? &dk : NULL, &dqw, kv_heads ? &dkw : NULL));
+        CHECK_OK(normed_forward(NULL, &q, pk, &qw, pkw, &c, &s, eps, casting, interleaved, &qo, pko));
+        CHECK_OK(normed_backward(NULL, &dqo, kv_heads ? &dko : NULL, &q, pk, &qw, pkw, &c, &s, eps, casting,
+                                 interleaved, &dq, kv_heads ? &dk : NULL, &dqw, kv_heads ? &dkw : NULL));
         check_all(batches, gemma, interleaved, kv_heads);
     }
 }
@@ -108,10 +109,10 @@ TEST(each_gradient_alone) {
         DLTensor qw = bst_f32(weights[0], 1, dim), kw = bst_f32(weights[1], 1, dim);
         DLTensor dqw = bst_f32(dweights[0], 1, dim), dkw = bst_f32(dweights[1], 1, dim);
         DLTensor c = bst_f32(cosines, 3, table_shape), s = bst_f32(sines, 3, table_shape);
-        CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, &k, &qw, &kw, &c, &s, eps, BST_CASTING_NONE, 0, &qo, &ko));
-        CHECK_OK(bst_qk_norm_rope_backward(NULL, wants & 5 ? &dqo : NULL, wants & 10 ? &dko : NULL, &q, &k, &qw, &kw,
-                                           &c, &s, eps, BST_CASTING_NONE, 0, wants & 1 ? &dq : NULL,
-                                           wants & 2 ? &dk : NULL, wants & 4 ? &dqw : NULL, wants & 8 ? &dkw : NULL));
+        CHECK_OK(normed_forward(NULL, &q, &k, &qw, &kw, &c, &s, eps, BST_CASTING_NONE, 0, &qo, &ko));
+        CHECK_OK(normed_backward(NULL, wants & 5 ? &dqo : NULL, wants & 10 ? &dko : NULL, &q, &k, &qw, &kw, &c, &s, eps,
+                                 BST_CASTING_NONE, 0, wants & 1 ? &dq : NULL, wants & 2 ? &dk : NULL,
+                                 wants & 4 ? &dqw : NULL, wants & 8 ? &dkw : NULL));
         if (wants == 15) {
             memcpy(all, dx, sizeof all);
             memcpy(all_weights, dweights, sizeof all_weights);
@@ -133,9 +134,8 @@ TEST(no_tokens_give_zero_weight_gradients) {
     inputs();
     DLTensor q = heads(NULL, none, NULL), k = heads(NULL, k_none, NULL), c = bst_f32(NULL, 3, no_table);
     DLTensor qw = bst_f32(weights[0], 1, dim), dqw = bst_f32(dweights[0], 1, dim), dkw = bst_f32(dweights[1], 1, dim);
-    CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k));
-    CHECK_OK(bst_qk_norm_rope_backward(NULL, &q, &k, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k, &dqw,
-                                       &dkw));
+    CHECK_OK(normed_forward(NULL, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k));
+    CHECK_OK(normed_backward(NULL, &q, &k, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k, &dqw, &dkw));
     for (int i = 0; i < 2 * D; i++) CHECK((&dweights[0][0])[i] == 0);
 }
 
@@ -150,10 +150,9 @@ TEST(errors_name_the_argument_and_write_nothing) {
     DLTensor w = bst_f32(weights[0], 1, dim), short_w = bst_f32(weights[0], 1, narrow), half_w = w;
     DLTensor c = bst_f32(cosines, 3, table_shape), s = bst_f32(sines, 3, table_shape);
     half_w.dtype.bits = 16;
-#define FORWARD(q, k, qw, kw, c, s, casting, qo, ko) \
-    bst_qk_norm_rope_forward(NULL, q, k, qw, kw, c, s, eps, casting, 0, qo, ko)
+#define FORWARD(q, k, qw, kw, c, s, casting, qo, ko) normed_forward(NULL, q, k, qw, kw, c, s, eps, casting, 0, qo, ko)
     CHECK_EQ_I(FORWARD(&q, &k, &short_w, &w, &c, &s, BST_CASTING_LLAMA, &qo, &ko), BST_INVALID);
-    CHECK_STR(bst_last_error(), "qk_norm_rope_forward: q_weight has shape [11]; dimension 0 must be 12");
+    CHECK_STR(bst_last_error(), "rope_forward: q_weight has shape [11]; dimension 0 must be 12");
     CHECK_EQ_I(FORWARD(&q, &k, &w, &half_w, &c, &s, BST_CASTING_LLAMA, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "k_weight is float16; float32 is needed, as for q_weight");
     CHECK_EQ_I(FORWARD(&q, &k, &w, NULL, &c, &s, BST_CASTING_LLAMA, &qo, &ko), BST_INVALID);
@@ -172,9 +171,9 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK_STR(bst_last_error(), "q_out is float16; float32 is needed, the promoted type of the inputs");
 #undef FORWARD
 #define BACKWARD(dqo, k, kw, dq, dk) \
-    bst_qk_norm_rope_backward(NULL, dqo, NULL, &q, k, &w, kw, &c, &s, eps, BST_CASTING_LLAMA, 0, dq, dk, NULL, NULL)
+    normed_backward(NULL, dqo, NULL, &q, k, &w, kw, &c, &s, eps, BST_CASTING_LLAMA, 0, dq, dk, NULL, NULL)
     CHECK_EQ_I(BACKWARD(NULL, &k, &w, &dq, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "qk_norm_rope_backward: dq_out is NULL");
+    CHECK_STR(bst_last_error(), "rope_backward: dq_out is NULL");
     CHECK_EQ_I(BACKWARD(&dqo, &k, &w, &dqo, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "dq and dq_out share memory");
     CHECK_EQ_I(BACKWARD(&dqo, NULL, NULL, &dq, &dk), BST_INVALID);
@@ -211,17 +210,17 @@ static void compile_calls(void) {
         DLTensor *tqo = bst_device_tensor(&qo, to, 4, qs), *tko = bst_device_tensor(&ko, to, 4, ks);
         tq->byte_offset = calls[i].off ? (uint64_t)(type.bits / 8) : 0;
         for (int interleaved = 0; interleaved < 2; interleaved++) {
-            CHECK_OK(bst_qk_norm_rope_forward(&bst_fake_exec, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA,
-                                              interleaved, tqo, tko));
-            CHECK_OK(bst_qk_norm_rope_backward(
-                &bst_fake_exec, tqo, tko, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA, interleaved,
-                bst_device_tensor(&dq, type, 4, qs), bst_device_tensor(&dk, type, 4, ks),
-                bst_device_tensor(&dqw, weight, 1, qs + 3), bst_device_tensor(&dkw, weight, 1, qs + 3)));
+            CHECK_OK(normed_forward(&bst_fake_exec, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA, interleaved, tqo,
+                                    tko));
+            CHECK_OK(normed_backward(&bst_fake_exec, tqo, tko, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA,
+                                     interleaved, bst_device_tensor(&dq, type, 4, qs),
+                                     bst_device_tensor(&dk, type, 4, ks), bst_device_tensor(&dqw, weight, 1, qs + 3),
+                                     bst_device_tensor(&dkw, weight, 1, qs + 3)));
         }
     }
 }
 
-TEST(kernels_compile_for_every_chip) { bst_for_every_chip("qk_norm_rope", compile_calls); }
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rope_norm", compile_calls); }
 
 int main(void) {
     RUN(values_and_gradients);

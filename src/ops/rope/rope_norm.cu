@@ -30,12 +30,12 @@
 #define SLOTS_OF(heads) (((heads) + SLOT_HEADS - 1) / SLOT_HEADS)
 #ifdef FORWARD
 #define SLOT_HEADS EACH
-#define Q_SLOTS SLOTS_OF(Q_HEADS)
-#define K_SLOTS SLOTS_OF(K_HEADS)
+#define Q_SLOTS    SLOTS_OF(Q_HEADS)
+#define K_SLOTS    SLOTS_OF(K_HEADS)
 #else
 #define SLOT_HEADS ROPE_BACKWARD_EACH(PIECES)
-#define Q_SLOTS (WANTS & (ROPE_DX | ROPE_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
-#define K_SLOTS (WANTS >> ROPE_OF_K ? SLOTS_OF(K_HEADS) : 0)
+#define Q_SLOTS    (WANTS & (ROPE_DX | ROPE_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
+#define K_SLOTS    (WANTS >> ROPE_OF_K ? SLOTS_OF(K_HEADS) : 0)
 #endif
 #define SLOTS (Q_SLOTS + K_SLOTS)
 #define EVEN  (Q_HEADS % SLOT_HEADS == 0 && K_HEADS % SLOT_HEADS == 0) /* every slot has SLOT_HEADS heads */
