@@ -189,14 +189,14 @@ typedef struct bst_rope_options {
  *   z = x                                                    without weights
  *   z = x / sqrt(mean(x^2) + eps) * weight                   with them; GEMMA: * (1 + weight)
  *   y1 = z1 * cos1 - z2 * sin1,   y2 = z2 * cos2 + z1 * sin2
- * in float32 throughout and rounded once. cos, sin [B or 1, S, R], R even, R <= D: the first R elements of each head turn,
- * the others are z as they are. cos1 and cos2 lie in a table as y1 and y2 in y; with half_tables both are element i of
- * [B or 1, S, R/2]. q and k are of one type, cos and sin too, and the weights; the results have the promoted type of q,
- * cos and, LLAMA, the weights (float32 unless all are alike), or with keep_type that of q. They are shaped as q and k, of
- * any strides with a contiguous last dimension. Without a norm they may be q and k themselves, but for
- * INTERLEAVED_TO_HALVES (BST_INVALID); with one they overlap no input. D <= 2048 on both devices; on CUDA B S < 2^32, with
- * a norm fewer, by the number of heads. Su et al., "RoFormer", 2021; with a norm as in Qwen3: Yang et al., "Qwen3
- * Technical Report", 2025. */
+ * in float32 throughout and rounded once. cos, sin [B or 1, S, R], R even, R <= D: the first R elements of each head
+ * turn, the others are z as they are. cos1 and cos2 lie in a table as y1 and y2 in y; with half_tables both are
+ * element i of [B or 1, S, R/2]. q and k are of one type, cos and sin too, and the weights; the results have the
+ * promoted type of q, cos and, LLAMA, the weights (float32 unless all are alike), or with keep_type that of q. They
+ * are shaped as q and k, of any strides with a contiguous last dimension. Without a norm they may be q and k
+ * themselves, but for INTERLEAVED_TO_HALVES (BST_INVALID); with one they overlap no input. D <= 2048 on both devices;
+ * on CUDA B S < 2^32, with a norm fewer, by the number of heads. Su et al., "RoFormer", 2021; with a norm as in
+ * Qwen3: Yang et al., "Qwen3 Technical Report", 2025. */
 BST_API bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                                     const DLTensor *sin, const DLTensor *q_weight, const DLTensor *k_weight,
                                     const bst_rope_options *options, DLTensor *q_out, DLTensor *k_out);
@@ -210,11 +210,12 @@ typedef struct bst_rope_backward_tensors {
     DLTensor *dq_weight, *dk_weight; /* out, as the weights, summed in float32 in a fixed order */
 } bst_rope_backward_tensors;
 
-/* The gradients of the above: with dz1 = dy1 * cos1 + dy2 * sin2, dz2 = dy2 * cos2 - dy1 * sin1, the transposed rotation,
+/* The gradients of the above: with dz1 = dy1 * cos1 + dy2 * sin2, dz2 = dy2 * cos2 - dy1 * sin1, the rotation
+ * transposed,
  *   dx = dz                                                  without a norm; dq may be dq_out as q_out may be q
- *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n     with one
- * and mean(x^2) computed anew. Each gradient may be NULL, but not all; where both of q's are, dq_out is not looked at, and
- * so for k. */
+ *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n     with one (GEMMA: 1 + weight)
+ * and mean(x^2) computed anew. Each gradient may be NULL, but not all; where both of q's are, dq_out is not looked
+ * at, and so for k. */
 BST_API bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tensors *tensors,
                                      const bst_rope_options *options);
 

@@ -57,7 +57,7 @@ static void check_turned(int kv_heads, int table_batches, int layout, int backwa
     }
 }
 
-/* All layouts of pairs, tables of both widths; several kv heads, one and none; tables for each batch row and for all. */
+/* All layouts of pairs, tables of both widths; several kv heads, one and none; tables for each row and for all. */
 TEST(values_and_gradients) {
     inputs();
     for (int which = 0; which < 72; which++) {
@@ -236,7 +236,8 @@ static void compile_calls(void) {
 }
 
 #ifndef BST_EMULATE
-/* Where the measurements of rope_cuda.c say so, a block has other threads than the fewest idle lanes alone would give. */
+/* Where the measurements of rope_cuda.c say so, a block has other threads than the fewest idle lanes alone would
+ * give. */
 TEST(threads_of_a_block) {
     static const struct {
         int64_t q, k, dim;

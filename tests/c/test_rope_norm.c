@@ -5,8 +5,8 @@
 #include "chips.h"
 #include "rope_calls.h"
 
-/* A projection [B, S, Q + K + V heads, D]. R < D: a part of each head does not turn. Q and K: a slot of four heads, one
- * that is not full, and one of k. */
+/* A projection [B, S, Q + K + V heads, D]. R < D: a part of each head does not turn. Q and K: a slot of four heads,
+ * one that is not full, and one of k. */
 enum { B = 2, S = 3, Q = 5, K = 2, V = 1, D = 12, R = 8, HEADS = Q + K, ALL = (Q + K + V) * D };
 static const double eps = 1e-3; /* so large that leaving it out would show */
 
@@ -80,7 +80,8 @@ static void check_all(int table_batches, int gemma, int layout, int kv_heads) {
         for (int i = 0; i < D; i++) CHECK_CLOSE(dweights[which][i], dw_exact[which][i], 1e-5);
 }
 
-/* All layouts of pairs, tables of both widths, both factors, tables for each batch row and for all, with k and without. */
+/* All layouts of pairs, tables of both widths, both factors, tables for each batch row and for all, with k and
+ * without. */
 TEST(values_and_gradients) {
     for (int which = 0; which < 48; which++) {
         int layout = which / 8 % 3 + (which / 24 ? HALF_TABLES : 0), gemma = which & 1, batches = which & 2 ? B : 1;
@@ -203,8 +204,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
 
 enum { F32, BF16, F16 }; /* of bst_test_types */
 
-/* Qwen3's heads, heads that leave threads idle, partial heads, wide ones that take several warps, an address that allows
- * single elements only; weights or tables of float32. */
+/* Qwen3's heads, heads that leave threads idle, partial heads, wide ones that take several warps, an address that
+ * allows single elements only; weights or tables of float32. */
 static void compile_calls(void) {
     static const struct {
         int64_t q_heads, kv_heads, dim, rotary;

@@ -1,5 +1,5 @@
-/* rope.c - rotary position embedding, with and without a norm of each head before it: its descriptions, then what runs on
- * the tensors' device. Without a norm, forward and backward are one computation with other factors. */
+/* rope.c - rotary position embedding, with and without a norm of each head before it: its descriptions, then what runs
+ * on the tensors' device. Without a norm, forward and backward are one computation with other factors. */
 #include <inttypes.h>
 
 #include "core/describe.h"
@@ -201,8 +201,8 @@ static bst_status run_tokens(const bst_exec *exec, rope_call *c) {
     return BST_OK;
 }
 
-/* The one thing that descriptions cannot say of memory: threads write where others still read, if pairs lie elsewhere in
- * the result; and nobody has asked for heads that are normed in place. */
+/* What descriptions cannot say of memory: if pairs lie elsewhere in the result, threads write where others still read;
+ * and nobody has asked for heads that are normed in place. */
 static bst_status need_apart(const char *op, const bst_view *v, int out) {
     static const char *const names[] = {"q_out", "q", "k_out", "k"}, *const gradients[] = {"dq", "dq_out", "dk",
                                                                                            "dk_out"};

@@ -1,12 +1,13 @@
 /* rope.cu - rotary position embedding of q and k in one launch, and its transpose.
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE, OUT_TYPE, TABLE_TYPE (codes of
- * dtype.h); LAYOUT, HALF_TABLES (rope_pieces.cuh); BACKWARD; VEC elements of an access, a divisor of ROTARY / 2 and, where the
- * rest of a head is copied, of DIM; PIECES of a thread; SLOTS heads of a token turned side by side, EACH one after the
- * other but loaded at once; TOKENS of a block. q and k may be written where they were read, unless GATHERED.
+ * dtype.h); LAYOUT, HALF_TABLES (rope_pieces.cuh); BACKWARD; VEC elements of an access, a divisor of ROTARY / 2 and,
+ * where the rest of a head is copied, of DIM; PIECES of a thread; SLOTS heads of a token turned side by side, EACH
+ * one after the other but loaded at once; TOKENS of a block. q and k may be written where they were read, unless
+ * GATHERED.
  *
- * A thread takes one piece or two (rope_pieces.cuh) at the same place of several heads of one token. Its cos and sin are read
- * once and serve all these heads.
+ * A thread takes one piece or two (rope_pieces.cuh) at the same place of several heads of one token. Its cos and sin
+ * are read once and serve all these heads.
  * Bytes: 2 * size for each element of q and k, and the tables once (batch rows that share them find them in the L2).
  * Measured on an H200, bf16: 83.5 us for 16384 tokens of 32 + 8 heads of 128 (0.95 of the copy bandwidth). */
 #include "rope_pieces.cuh"
@@ -25,8 +26,8 @@ BST_DEVICE void turn(float *u, float *v, float cu, float mu, float cv, float mv)
 BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
     const int lane = (int)bst_thread() % LANES, slot = (int)bst_thread() / LANES % SLOTS;
     const uint32_t own = bst_block() * TOKENS + bst_thread() / (LANES * SLOTS);
-    /* Threads with nothing to do read what others read: their warp may have shuffles to do, and accesses that depend on
-     * nothing are all under way at once. */
+    /* Threads with nothing to do read what others read: their warp may have shuffles to do, and accesses that depend
+     * on nothing are all under way at once. */
     const bool live = bst_thread() < WORKERS && own < a.tokens;
     const uint32_t token = live ? own : 0;
     const bst_token_place place = bst_place_of_token(token, a.tokens, a.positions);

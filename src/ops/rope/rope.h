@@ -11,8 +11,8 @@
 /* The widest head: a block of 1024 threads then has one for each pair, and a tile of the CPU's holds one. */
 enum { ROPE_MOST_DIM = 2048 };
 
-/* Token chunks of the backward pass with a norm on CPU, each with its own partial sums of the weights' gradients: a fixed
- * number, so that the order of the sum, and with it the result, does not depend on the number of threads. */
+/* Token chunks of the backward pass with a norm on CPU, each with its own partial sums of the weights' gradients: a
+ * fixed number, so that the order of the sum, and with it the result, does not depend on the number of threads. */
 enum { ROPE_CHUNKS = 32 };
 
 /* q, or k: [B, heads, S, D] but for the weight [D]. data NULL: not there, or not wanted. */

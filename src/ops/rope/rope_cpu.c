@@ -1,8 +1,8 @@
-/* rope_cpu.c - rotary position embedding on CPU, with and without a norm, one token at a time: its cosines and sines are
- * arranged once, then serve all heads of q and k.
+/* rope_cpu.c - rotary position embedding on CPU, with and without a norm, one token at a time: its cosines and sines
+ * are arranged once, then serve all heads of q and k.
  *
- * A head is one float32 tile. Where pairs are neighbours, tiles hold the firsts of all pairs, then the seconds, as they
- * lie where pairs are halves: all loops run over halves. */
+ * A head is one float32 tile. Where pairs are neighbours, tiles hold the firsts of all pairs, then the seconds, as
+ * they lie where pairs are halves: all loops run over halves. */
 #include <assert.h>
 
 #include "ops/rope/rope.h"

@@ -78,15 +78,15 @@ static rope_tables tables_of(const rope_call *c) {
 enum { BACKWARD = OWN, SLOTS, EACH, TOKENS };
 static const bst_kernel kernel = {"rope.cu", "rope", {SHARED_MACROS, "BACKWARD", "SLOTS", "EACH", "TOKENS", NULL}};
 
-/* Four heads a thread: four accesses of each of its pieces in flight, and one read of the tables for four heads, within
- * 128 registers. A block of 256 threads or less, so that a multiprocessor holds several. */
+/* Four heads a thread: four accesses of each of its pieces in flight, and one read of the tables for four heads,
+ * within 128 registers. A block of 256 threads or less, so that a multiprocessor holds several. */
 enum { HEADS_EACH = 4, BLOCK = 256 };
 
 /* Tokens of a block: as many as leave the fewest lanes of its warps idle, and of those the number of which a
- * multiprocessor holds the most threads, for registers are given out a whole block at a time: 64 a thread of one piece,
- * up to 128 of two. On an H200, 32 + 32 heads of 96 (two pieces) at 4096 and 16384 tokens: one token in a block of 96
- * threads takes 0.87 of the time of two in 192. At 32 + 8 and 16 + 8 heads of 128 and 64 + 8 of 64 (one piece) nothing
- * else is faster. */
+ * multiprocessor holds the most threads, for registers are given out a whole block at a time: 64 a thread of one
+ * piece, up to 128 of two. On an H200, 32 + 32 heads of 96 (two pieces) at 4096 and 16384 tokens: one token in a
+ * block of 96 threads takes 0.87 of the time of two in 192. At 32 + 8 and 16 + 8 heads of 128 and 64 + 8 of 64 (one
+ * piece) nothing else is faster. */
 static int64_t tokens_of_a_block(int64_t threads, int64_t pieces) {
     int64_t best = 1, fewest = INT64_MAX, most = 0, resident = pieces == 1 ? 1024 : 512;
     for (int64_t n = 1; n == 1 || n * threads <= BLOCK; n++) {
@@ -149,10 +149,10 @@ static bst_status check_slots(const char *op, const rope_call *c, int64_t slots)
 /* ---- with a norm: forward ---------------------------------------------------------------------------------------- */
 
 /* Heads of a group: many, for they share a read of the weight and of the tables, in small blocks. On an H200, 16384
- * tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four 88. But a slot that is not full
- * reads a head again for each place that is empty: where eight leave a quarter of them empty or more, four are taken, if
- * that leaves fewer. 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time at 512 to 16384
- * tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
+ * tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four 88. But a slot that is not
+ * full reads a head again for each place that is empty: where eight leave a quarter of them empty or more, four are
+ * taken, if that leaves fewer. 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time
+ * at 512 to 16384 tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
 static int64_t heads_of_a_group(int64_t q, int64_t k) {
     int64_t of_eight = 8 * (divided_up(q, 8) + divided_up(k, 8)), of_four = 4 * (divided_up(q, 4) + divided_up(k, 4));
     return 4 * (of_eight - q - k) >= of_eight && of_four < of_eight ? 4 : 8;
@@ -212,8 +212,8 @@ bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c
     bool ring = vec * bst__dtype_size(c->of[0].x.dtype) == 16 && vec * bst__dtype_size(y_type) == 16;
     int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = ring ? threads * each * 2 * pieces * 16 : 0;
     l.shared = (unsigned)(copies > sums ? copies : sums);
-    /* Blocks that a multiprocessor holds. Of one piece a thread: 640 threads of 96 registers. Of two: 512 of 128; 384 of
-     * 168 where some threads of a head have less to do than others. */
+    /* Blocks that a multiprocessor holds. Of one piece a thread: 640 threads of 96 registers. Of two: 512 of 128; 384
+     * of 168 where some threads of a head have less to do than others. */
     bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == 2 * vec * l.values[GROUP];
     int64_t fit = l.shared ? chip.shared_memory / (int64_t)l.shared : INT64_MAX;
     int64_t blocks = lesser((pieces == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads, fit);

@@ -1,19 +1,21 @@
 /* rope_norm.cu - RMSNorm over each head of q and of k, then the rotary embedding, in one pass; and its gradients.
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k, W_TYPE, TABLE_TYPE,
- * OUT_TYPE (codes of dtype.h); LAYOUT, HALF_TABLES, VEC elements of an access and PIECES of a thread (rope_pieces.cuh);
- * GEMMA: the factor is 1 + weight; GROUP threads of a head, a power of two, at least LANES; THREADS of a block; forward:
- * EACH, the heads of a group; backward: WANTS (bits of rope_args.h), BLOCKS that a multiprocessor holds.
+ * OUT_TYPE (codes of dtype.h); LAYOUT, HALF_TABLES, VEC elements of an access and PIECES of a thread
+ * (rope_pieces.cuh); GEMMA: the factor is 1 + weight; GROUP threads of a head, a power of two, at least LANES;
+ * THREADS of a block; forward: EACH, the heads of a group; backward: WANTS (bits of rope_args.h), BLOCKS that a
+ * multiprocessor holds.
  *
  * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, SLOT_HEADS
  * heads of q or of k, is a slot of the token; its weight, cosines and sines are read once for these.
  *
  * forward   one slot a group; all its reads are in flight at once. Bytes: q and k read and written, once each; the
  *           tables once (batch rows that share them find them in the L2).
- * backward  persistent: a group keeps to one slot, goes from token to token, and has its share of that weight's gradient
- *           in float32 registers. Each head has its place in shared memory, which is filled with that head of the next
- *           token as soon as it has been read. A block writes one partial row at its end. Bytes: q, k, dq_out and dk_out
- *           read, dq and dk written; blocks * DIM * 8 written and read back by rope_norm_dweight, within the L2.
+ * backward  persistent: a group keeps to one slot, goes from token to token, and has its share of that weight's
+ *           gradient in float32 registers. Each head has its place in shared memory, which is filled with that head
+ *           of the next token as soon as it has been read. A block writes one partial row at its end. Bytes: q, k,
+ *           dq_out and dk_out read, dq and dk written; blocks * DIM * 8 written and read back by rope_norm_dweight,
+ *           within the L2.
  * Measured on an H200, bf16, 16384 tokens of 32 + 8 heads of 128: forward 85 us (0.93 of the copy bandwidth), backward
  *           131 us (0.90) and 3 us of the sum that no other kernel hides.
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */

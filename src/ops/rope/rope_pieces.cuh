@@ -1,16 +1,16 @@
-/* rope_pieces.cuh - where the tokens of a tensor are, how the threads of a head share its elements, and how each comes by the
- * partners of its own.
+/* rope_pieces.cuh - where the tokens of a tensor are, how the threads of a head share its elements, and how each
+ * comes by the partners of its own.
  *
- * PIECES 2: a thread takes two pieces of VEC elements, left and right: x1 and x2 of VEC pairs, or, INTERLEAVED, two runs
- * of whole pairs. The last PASSING of the LANES threads take what lies behind the ROTARY elements that turn.
+ * PIECES 2: a thread takes two pieces of VEC elements, left and right: x1 and x2 of VEC pairs, or, INTERLEAVED, two
+ * runs of whole pairs. The last PASSING of the LANES threads take what lies behind the ROTARY elements that turn.
  * PIECES 1: a thread takes one piece, and the partners of its elements are in the piece of another lane of its warp,
- * which it asks for by shuffles. A warp's access is then one run of memory: on an H200 3 % of rope's time and, with plain
- * accesses and small blocks, 12 % of its forward with a norm. For heads that turn whole by halves, whose LANES are a
- * power of two and at most 32.
+ * which it asks for by shuffles. A warp's access is then one run of memory: on an H200 3 % of rope's time and, with
+ * plain accesses and small blocks, 12 % of its forward with a norm. For heads that turn whole by halves, whose LANES
+ * are a power of two and at most 32.
  * GATHERED: pairs are neighbours on one side (q, k and their gradients) and halves on the other (the results and
  * theirs). A thread turns VEC pairs by halves; on the neighbours' side these are two pieces in a row.
- * Macros of the kernel: DIM, ROTARY, LAYOUT (rope_args.h), HALF_TABLES: cos and sin have an element a pair; TABLE_TYPE,
- * PIECES, VEC, a divisor of ROTARY / 2 and, where ROTARY < DIM, of DIM. */
+ * Macros of the kernel: DIM, ROTARY, LAYOUT (rope_args.h), HALF_TABLES: cos and sin have an element a pair;
+ * TABLE_TYPE, PIECES, VEC, a divisor of ROTARY / 2 and, where ROTARY < DIM, of DIM. */
 #ifndef BST_ROPE_PIECES_CUH
 #define BST_ROPE_PIECES_CUH
 
