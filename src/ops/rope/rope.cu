@@ -27,7 +27,7 @@ BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
     const int lane = (int)bst_thread() % LANES, slot = (int)bst_thread() / LANES % SLOTS;
     const uint32_t own = bst_block() * TOKENS + bst_thread() / (LANES * SLOTS);
     /* Threads with nothing to do read what others read: their warp may have shuffles to do, and accesses that depend
-     * on nothing are all under way at once. */
+     * on nothing are all in flight at once. */
     const bool live = bst_thread() < WORKERS && own < a.tokens;
     const uint32_t token = live ? own : 0;
     const bst_token_place place = bst_place_of_token(token, a.tokens, a.positions);
