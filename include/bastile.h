@@ -194,41 +194,59 @@ BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy,
 
 /* ---- rope -------------------------------------------------------------------------------------------------------- */
 
+/* Which elements of a head are pair i, of the R / 2 pairs that turn, where it comes from and where it goes to:
+ *   HALVES                 x1, x2 = x[i], x[i + R/2]       y likewise                        (Llama, Qwen)
+ *   INTERLEAVED            x1, x2 = x[2 i], x[2 i + 1]     y likewise                        (Cohere, GLM)
+ *   INTERLEAVED_TO_HALVES  x1, x2 = x[2 i], x[2 i + 1]     y1, y2 = y[i], y[i + R/2]         (DeepSeek) */
+typedef enum bst_rope_layout {
+    BST_ROPE_HALVES = 0,
+    BST_ROPE_INTERLEAVED = 1,
+    BST_ROPE_INTERLEAVED_TO_HALVES = 2
+} bst_rope_layout;
+
+typedef struct bst_rope_options {
+    size_t size; /* sizeof(bst_rope_options) */
+    bst_rope_layout layout;
+    int half_tables;     /* not 0: cos and sin have an element a pair and are R / 2 wide, as GPT-OSS has them */
+    int keep_type;       /* not 0: the results have q's type, whatever the tables' and weights' */
+    bst_casting casting; /* of the norm: which factor a weight is, and whether its type counts for the results' */
+    double eps;          /* of the norm; 0: 1e-6 */
+} bst_rope_options;
+
 /* Rotary position embedding of q [B, heads, S, D] and k [B, kv_heads, S, D] (NULL: q alone), any strides with a
- * contiguous last dimension. cos, sin [B or 1, S, R], R even, R <= D: the first R elements of each head turn, the
- * others are copied. With x1, x2 the first and second half of those R elements (interleaved: the even and the odd ones)
- *   y1 = x1 * cos1 - x2 * sin1,   y2 = x2 * cos2 + x1 * sin2
- * in float32, rounded once. cos and sin are of one type, q and k too; q_out and k_out have it where these are the same,
- * else float32. They are shaped as q and k, of any strides with a contiguous last dimension, and may be q and k
- * themselves. D <= 2048 on both devices; on CUDA B S < 2^32. Su et al., "RoFormer", 2021. */
+ * contiguous last dimension; with q_weight [D], and k_weight where there is k, after an RMSNorm of each head:
+ *   z = x                                                    without weights
+ *   z = x / sqrt(mean(x^2) + eps) * weight                   with them; GEMMA: * (1 + weight)
+ *   y1 = z1 * cos1 - z2 * sin1,   y2 = z2 * cos2 + z1 * sin2
+ * in float32 throughout and rounded once. cos, sin [B or 1, S, R], R even, R <= D: the first R elements of each head
+ * turn, the others are z as they are. cos1 and cos2 lie in a table as y1 and y2 in y; with half_tables both are
+ * element i of [B or 1, S, R/2]. q and k are of one type, cos and sin too, and the weights; the results have the
+ * promoted type of q, cos and, LLAMA, the weights (float32 unless all are alike), or with keep_type that of q. They
+ * are shaped as q and k, of any strides with a contiguous last dimension. Without a norm they may be q and k
+ * themselves, but for INTERLEAVED_TO_HALVES (BST_INVALID); with one they overlap no input. D <= 2048 on both devices;
+ * on CUDA B S < 2^32, with a norm fewer, by the number of heads. Su et al., "RoFormer", 2021; with a norm as in
+ * Qwen3: Yang et al., "Qwen3 Technical Report", 2025. */
 BST_API bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
-                                    const DLTensor *sin, int interleaved, DLTensor *q_out, DLTensor *k_out);
-/* Its gradient, the transposed rotation, for q and k, or for one of them (dk_out NULL):
- *   x1 = y1 * cos1 + y2 * sin2,   x2 = y2 * cos2 - y1 * sin1 */
-BST_API bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
-                                     const DLTensor *cos, const DLTensor *sin, int interleaved, DLTensor *dq,
-                                     DLTensor *dk);
+                                    const DLTensor *sin, const DLTensor *q_weight, const DLTensor *k_weight,
+                                    const bst_rope_options *options, DLTensor *q_out, DLTensor *k_out);
 
-/* ---- qk_norm_rope ------------------------------------------------------------------------------------------------ */
+/* The tensors of the backward pass. q, k, the weights and their gradients are NULL where there was no norm. */
+typedef struct bst_rope_backward_tensors {
+    size_t size;                                             /* sizeof(bst_rope_backward_tensors) */
+    const DLTensor *dq_out, *dk_out;                         /* shaped as q and k, of the results' type */
+    const DLTensor *q, *k, *cos, *sin, *q_weight, *k_weight; /* as forward had them */
+    DLTensor *dq, *dk;               /* out, as q and k, any strides with a contiguous last dimension */
+    DLTensor *dq_weight, *dk_weight; /* out, as the weights, summed in float32 in a fixed order */
+} bst_rope_backward_tensors;
 
-/* RMSNorm over each head of q [B, heads, S, D] and of k [B, kv_heads, S, D], then the rotary embedding, in one pass:
- *   z = x / sqrt(mean(x^2) + eps) * weight,   y as bst_rope_forward makes it of z
- * in float32 throughout and rounded once. q_weight, k_weight [D] are of one type; GEMMA: the factor is 1 + weight. k,
- * k_weight and k_out may be NULL together. Strides, cos, sin and D <= 2048 as for rope; q_out and k_out have the
- * promoted type of q, cos and, LLAMA, the weights, and overlap no input. As in Qwen3: Yang et al., "Qwen3 Technical
- * Report", 2025. */
-BST_API bst_status bst_qk_norm_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k,
-                                            const DLTensor *q_weight, const DLTensor *k_weight, const DLTensor *cos,
-                                            const DLTensor *sin, double eps, bst_casting casting, int interleaved,
-                                            DLTensor *q_out, DLTensor *k_out);
-/* Its gradients, with mean(x^2) computed anew: dq and dk as q and k, of any strides with a contiguous last dimension;
- * dq_weight and dk_weight summed in float32 in a fixed order. Each may be NULL; where both of q's are, dq_out is not
- * looked at, and so for k. */
-BST_API bst_status bst_qk_norm_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out,
-                                             const DLTensor *q, const DLTensor *k, const DLTensor *q_weight,
-                                             const DLTensor *k_weight, const DLTensor *cos, const DLTensor *sin,
-                                             double eps, bst_casting casting, int interleaved, DLTensor *dq,
-                                             DLTensor *dk, DLTensor *dq_weight, DLTensor *dk_weight);
+/* The gradients of the above: with dz1 = dy1 * cos1 + dy2 * sin2, dz2 = dy2 * cos2 - dy1 * sin1, the rotation
+ * transposed,
+ *   dx = dz                                                  without a norm; dq may be dq_out as q_out may be q
+ *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n     with one (GEMMA: 1 + weight)
+ * and mean(x^2) computed anew. Each gradient may be NULL, but not all; where both of q's are, dq_out is not looked
+ * at, and so for k. */
+BST_API bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tensors *tensors,
+                                     const bst_rope_options *options);
 
 /* ---- cross_entropy ----------------------------------------------------------------------------------------------- */
 

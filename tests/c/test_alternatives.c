@@ -85,45 +85,14 @@ static void rms_norm(int i) {
                                   i == 1 ? &sum : NULL, &rstd));
 }
 
-/* ---- rope and qk_norm_rope --------------------------------------------------------------------------------------- */
-
-enum { Q = 11, K = 3, D = 64 };
-static int64_t q_shape[] = {1, Q, TOKENS, D}, k_shape[] = {1, K, TOKENS, D};
-static int64_t q_strides[] = {TOKENS * Q * D, D, Q * D, 1}, k_strides[] = {TOKENS * K * D, D, K * D, 1}, dim[] = {D};
-
-/* Pairs of halves, and of neighbours; whole heads, and half of each. */
-static void rope(int which) {
-    DLTensor q = bf16(bits[0], 4, q_shape, q_strides), k = bf16(bits[1], 4, k_shape, k_strides);
-    int64_t table_shape[] = {1, TOKENS, which & 2 ? D / 2 : D};
-    DLTensor c = bf16(bits[2], 3, table_shape, NULL), s = bf16(bits[3], 3, table_shape, NULL);
-    DLTensor q_out = bf16(outputs[0], 4, q_shape, NULL), k_out = bf16(outputs[1], 4, k_shape, NULL);
-    DLTensor dq = bf16(&outputs[0][MOST / 2], 4, q_shape, NULL), dk = bf16(&outputs[1][MOST / 2], 4, k_shape, NULL);
-    CHECK_OK(bst_rope_forward(NULL, &q, &k, &c, &s, which & 1, &q_out, &k_out));
-    CHECK_OK(bst_rope_backward(NULL, &q, &k, &c, &s, which & 1, &dq, &dk));
-}
-
-static void qk_norm_rope(int which) {
-    DLTensor q = bf16(bits[0], 4, q_shape, q_strides), k = bf16(bits[1], 4, k_shape, k_strides);
-    int64_t table_shape[] = {1, TOKENS, which & 2 ? D / 2 : D};
-    DLTensor c = bf16(bits[2], 3, table_shape, NULL), s = bf16(bits[3], 3, table_shape, NULL);
-    DLTensor q_out = bf16(outputs[0], 4, q_shape, q_strides), k_out = bf16(outputs[1], 4, k_shape, k_strides);
-    DLTensor q_weight = bf16(bits[2], 1, dim, NULL), k_weight = bf16(bits[3], 1, dim, NULL);
-    CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, &k, &q_weight, &k_weight, &c, &s, 1e-6, BST_CASTING_LLAMA, which & 1,
-                                      &q_out, &k_out));
-}
-
 /* ---- the tests --------------------------------------------------------------------------------------------------- */
 
 TEST(swiglu_writes_the_same_bits) { compare("swiglu", swiglu, 3, 3); }
 TEST(rms_norm_writes_the_same_bits) { compare("rms_norm", rms_norm, 3, 3); }
-TEST(rope_writes_the_same_bits) { compare("rope", rope, 4, 3); }
-TEST(qk_norm_rope_writes_the_same_bits) { compare("qk_norm_rope", qk_norm_rope, 4, 3); }
 
 int main(void) {
     inputs();
     RUN(swiglu_writes_the_same_bits);
     RUN(rms_norm_writes_the_same_bits);
-    RUN(rope_writes_the_same_bits);
-    RUN(qk_norm_rope_writes_the_same_bits);
     return bst_test_report();
 }

@@ -6,6 +6,7 @@
 
 #include "bastile/torch.h"
 #include "chips.h"
+#include "rope_calls.h"
 
 enum { T = 70, H = 6, V = 6, E = 2, K = 2, N = T * K };
 
@@ -86,7 +87,7 @@ TEST(strides_that_say_nothing) {
         DLTensor q = bst_tensor(at, 4, head, wild_head, bst_test_types[0]);
         DLTensor k = bst_tensor(at + 64, 4, head, wild_head, bst_test_types[0]);
         DLTensor c = bst_tensor(at + 128, 3, table, wild_rows, bst_test_types[0]);
-        CHECK_OK(bst_rope_forward(NULL, &q, &k, &c, &c, 0, &q, &k));
+        CHECK_OK(rope_forward(NULL, &q, &k, &c, &c, 0, &q, &k));
         DLTensor x = bst_tensor(at, 2, last, wild_last, bst_test_types[0]);
         DLTensor y = bst_tensor(at + 64, 2, last, wild_last, bst_test_types[0]);
         CHECK_OK(bst_rms_norm_forward(NULL, &x, NULL, NULL, 1e-6, BST_CASTING_NONE, &y, NULL, NULL));
@@ -194,14 +195,13 @@ TEST(heads_have_places_of_their_own) {
     DLTensor q = bst_tensor(at, 4, shape, NULL, f), out = bst_tensor(at + lots, 4, shape, one, f);
     DLTensor c = bst_tensor(at + 2 * lots, 3, table, NULL, f), w = bst_tensor(at + 3 * lots, 1, weight, NULL, f);
     DLTensor whole = bst_tensor(at + lots, 4, shape, NULL, f), w_in_out = bst_tensor(at + lots, 1, weight, NULL, f);
-    SHARED(bst_rope_forward(NULL, &q, NULL, &c, &c, 0, &out, NULL), "rows of q_out lie over each other");
-    SHARED(bst_qk_norm_rope_forward(NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &out, NULL),
+    SHARED(rope_forward(NULL, &q, NULL, &c, &c, 0, &out, NULL), "rows of q_out lie over each other");
+    SHARED(normed_forward(NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &out, NULL),
            "rows of q_out lie over each other");
-    SHARED(bst_qk_norm_rope_forward(NULL, &q, NULL, &w_in_out, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &whole, NULL),
+    SHARED(normed_forward(NULL, &q, NULL, &w_in_out, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &whole, NULL),
            "q_out and q_weight share memory");
-#define BACKWARD(dq, dw)                                                                                            \
-    bst_qk_norm_rope_backward(NULL, &q, NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, dq, NULL, dw, \
-                              NULL)
+#define BACKWARD(dq, dw) \
+    normed_backward(NULL, &q, NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, dq, NULL, dw, NULL)
     SHARED(BACKWARD(&out, NULL), "rows of dq lie over each other");
     SHARED(BACKWARD(NULL, &w), "dq_weight and q_weight share memory");
     SHARED(BACKWARD(&whole, &w_in_out), "dq and dq_weight share memory");
@@ -349,8 +349,8 @@ TEST(sizes_that_are_not_served) {
     DLTensor q = bst_tensor(at, 4, head, NULL, f), c = bst_tensor(at, 3, table, NULL, f),
              w = bst_tensor(at, 1, weight, NULL, f);
     const char *message = "q has heads of 2050 elements; at most 2048 are supported";
-    check_refused(bst_rope_forward(NULL, &q, NULL, &c, &c, 0, &q, NULL), BST_UNSUPPORTED, message);
-    check_refused(bst_qk_norm_rope_forward(NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &q, NULL),
+    check_refused(rope_forward(NULL, &q, NULL, &c, &c, 0, &q, NULL), BST_UNSUPPORTED, message);
+    check_refused(normed_forward(NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &q, NULL),
                   BST_UNSUPPORTED, message);
     DLTensor x = bst_tensor(at, 2, none, NULL, f), t = bst_tensor(at, 1, rows, NULL, bst_test_i64);
     DLTensor z = bst_tensor(at, 2, classes, NULL, f), l = bst_tensor(at, 0, NULL, NULL, f);
@@ -383,11 +383,11 @@ TEST(numbers_out_of_their_range) {
                  wrong[i]);
         check_refused(bst_rms_norm_forward(NULL, tx, NULL, tw, wrong[i], BST_CASTING_LLAMA, ty, NULL, NULL),
                       BST_INVALID, message);
-        check_refused(bst_qk_norm_rope_forward(NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i],
-                                               BST_CASTING_LLAMA, 0, &out, NULL),
-                      BST_INVALID, strchr(message, ':'));
-        check_refused(bst_qk_norm_rope_backward(NULL, &heads, NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i],
-                                                BST_CASTING_LLAMA, 0, &out, NULL, NULL, NULL),
+        check_refused(
+            normed_forward(NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i], BST_CASTING_LLAMA, 0, &out, NULL),
+            BST_INVALID, strchr(message, ':'));
+        check_refused(normed_backward(NULL, &heads, NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i],
+                                      BST_CASTING_LLAMA, 0, &out, NULL, NULL, NULL),
                       BST_INVALID, strchr(message, ':'));
     }
     const char *budget = "chunk_bytes is -1; a positive number, or 0 for the default, is needed";

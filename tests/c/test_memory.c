@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 
+#include "rope_calls.h"
 #include "tensors.h"
 
 /* ---- the caller's allocator -------------------------------------------------------------------------------------- */
@@ -46,8 +47,8 @@ static bst_status rms_norm(void) {
 static bst_status qk_norm_rope(void) {
     DLTensor dq = f32(in[0], 4, heads), q = f32(in[1], 4, heads), w = f32(in[2], 1, width), c = f32(in[3], 3, table);
     DLTensor dx = f32(out[0], 4, heads), dw = f32(out[1], 1, width);
-    return bst_qk_norm_rope_backward(&exec, &dq, NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &dx,
-                                     NULL, &dw, NULL);
+    return normed_backward(&exec, &dq, NULL, &q, NULL, &w, NULL, &c, &c, 1e-6, BST_CASTING_LLAMA, 0, &dx, NULL, &dw,
+                           NULL);
 }
 
 static bst_status cross_entropy(void) {
@@ -92,7 +93,7 @@ static const struct {
     int least; /* allocations */
 } calls[] = {
     {"rms_norm_backward", rms_norm, 1},
-    {"qk_norm_rope_backward", qk_norm_rope, 1},
+    {"rope_backward", qk_norm_rope, 1},
     {"cross_entropy_forward", cross_entropy, 1},
     {"linear_cross_entropy_forward", linear_cross_entropy, 4}, /* divisors, losses, logits, dbias; our own product */
     {"linear_cross_entropy_forward", linear_cross_entropy_halves, 6},

@@ -87,8 +87,15 @@ static void *call(void *context) {
     for (int i = 0; i < 9; i++) t[i] = (DLTensor){heads[i], {kDLCPU, 0}, 4, f32, shape, NULL, 0};
     for (int i = 5; i < 7; i++) t[i].ndim = 3, t[i].shape = table;
     for (int i = 7; i < 9; i++) t[i].ndim = 1, t[i].shape = width;
-    *(bst_status *)context = bst_qk_norm_rope_backward(NULL, &t[0], NULL, &t[1], NULL, &t[7], NULL, &t[5], &t[6], 1e-6,
-                                                       BST_CASTING_LLAMA, 0, &t[2], NULL, &t[8], NULL);
+    const bst_rope_backward_tensors tensors = {.size = sizeof tensors,
+                                               .dq_out = &t[0],
+                                               .q = &t[1],
+                                               .cos = &t[5],
+                                               .sin = &t[6],
+                                               .q_weight = &t[7],
+                                               .dq = &t[2],
+                                               .dq_weight = &t[8]};
+    *(bst_status *)context = bst_rope_backward(NULL, &tensors, NULL);
     return NULL;
 }
 

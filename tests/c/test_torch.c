@@ -199,6 +199,7 @@ typedef struct operator_call {
 #define HEADS   F(2, 2, 3, 4)
 #define K_HEADS F(2, 1, 3, 4)
 #define TABLES  F(1, 3, 4), F(1, 3, 4)
+#define PAIRS   N(0), N(0), N(0)
 
 /* T = 3, H = 4, V = 5, and two choices of one expert. All but what is written to lies off its alignment, so that each
  * argument is copied first. */
@@ -212,13 +213,13 @@ static const operator_call operators[] = {
     {"swiglu_backward", 2, {F(3, 4), F(3, 4), F(3, 4), N(1), N(1)}},
     {"swiglu_backward_with_y", 3, {F(3, 4), F(3, 4), F(3, 4), N(0), N(1)}},
     {"swiglu_backward_inplace", 0, {W(3, 4), W(3, 4), W(3, 4), N(1), N(1), N(1)}},
-    {"rope_forward", 2, {HEADS, K_HEADS, TABLES, N(0), N(1), N(0)}},
-    {"rope_backward", 2, {HEADS, O(2, 1, 3, 4), TABLES, N(0), N(0), N(1), N(0)}},
-    {"rope_backward", 2, {HEADS, NONE, TABLES, N(0), N(0), N(1), N(9)}},
-    {"qk_norm_rope_forward", 2, {HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), N(0), N(1), N(0)}},
+    {"rope_forward", 2, {HEADS, K_HEADS, TABLES, PAIRS, N(1), N(0)}},
+    {"rope_backward", 2, {HEADS, O(2, 1, 3, 4), TABLES, PAIRS, N(0), N(1), N(0)}},
+    {"rope_backward", 2, {HEADS, NONE, TABLES, PAIRS, N(0), N(1), N(9)}},
+    {"qk_norm_rope_forward", 2, {HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), PAIRS, N(1), N(0)}},
     {"qk_norm_rope_backward",
      4,
-     {O(2, 2, 3, 4), O(2, 1, 3, 4), HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), N(0), N(0), N(0), N(1), N(1),
+     {O(2, 2, 3, 4), O(2, 1, 3, 4), HEADS, K_HEADS, F(4), F(4), TABLES, R(1e-6), N(0), PAIRS, N(0), N(0), N(1), N(1),
       N(1), N(1)}},
     {"cross_entropy_forward", 2, {F(3, 5), L(3), O(5), O(1), MEAN}},
     {"cross_entropy_forward_inplace", 1, {W(3, 5), L(3), O(5), O(1), MEAN}},

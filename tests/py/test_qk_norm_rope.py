@@ -24,8 +24,9 @@ from oracle import (
     few_examples,
     random_tensor,
 )
+from test_rope import LAYOUTS, table_pairs, turned, turned_by
+from test_rope import layout_case as rope_case
 from test_rope import stock as stock_rope
-from test_rope import turned
 
 EPS = 1e-6
 NAMES = ("q", "k", "q_weight", "k_weight")
@@ -403,7 +404,7 @@ def test_heads_of_zeros(device):
 @pytest.mark.parametrize("device", devices())
 def test_bad_input_is_named(device):
     q, k, qw, kw, cos, sin = inputs(2, 3, 4, 2, 16, 16, torch.float32, device)
-    with pytest.raises(RuntimeError, match=r"qk_norm_rope_forward: cos has shape \[1, 2, 16\]; dimension 1 must be 3"):
+    with pytest.raises(RuntimeError, match=r"rope_forward: cos has shape \[1, 2, 16\]; dimension 1 must be 3"):
         qk_norm_rope(q, k, qw, kw, cos[:, :2], sin)
     with pytest.raises(RuntimeError, match=r"sin has shape \[1, 3, 14\]; dimension 2 must be 16, that of cos"):
         qk_norm_rope(q, k, qw, kw, cos, sin[..., :14])
@@ -479,12 +480,82 @@ def test_what_the_compiler_is_told_is_true(device):
     )
     for order in (True, False):
         for casting in (0, 1):
-            torch.library.opcheck(forward, (*tensors, EPS, casting, False, order, not order))
-            dq, dk = forward(*tensors, EPS, casting, False, order, not order)
-            torch.library.opcheck(backward, (dq, dk, *tensors, EPS, casting, True, order, not order, *[True] * 4))
-            torch.library.opcheck(
-                backward, (dq, None, *tensors, EPS, casting, True, order, False, False, False, True, False)
-            )
-            torch.library.opcheck(
-                backward, (None, dk, *tensors, EPS, casting, True, order, False, False, True, False, False)
-            )
+            given = (*tensors, EPS, casting, 0, False, False, order, not order)
+            torch.library.opcheck(forward, given)
+            dq, dk = forward(*given)
+            given = (*tensors, EPS, casting, 1, False, False, order)
+            torch.library.opcheck(backward, (dq, dk, *given, not order, *[True] * 4))
+            torch.library.opcheck(backward, (dq, None, *given, False, False, False, True, False))
+            torch.library.opcheck(backward, (None, dk, *given, False, False, True, False, False))
+    *heads, cos, sin = tensors
+    given = (*heads, cos[..., :6], sin[..., :6], EPS, 0, 2, True, True, True, False)
+    torch.library.opcheck(forward, given)
+    torch.library.opcheck(backward, (*forward(*given), *given, *[True] * 4))
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def layout_case(layout, half_tables, tensors, keep_type=False) -> Case:
+    def exact(q, k, q_weight, k_weight, cos, sin):
+        normed = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * w for x, w in ((q, q_weight), (k, k_weight)))
+        return tuple(turned_by(layout, x, cos, sin, half_tables) for x in normed)
+
+    def stock(q, k, q_weight, k_weight, *tables):
+        turn = rope_case(layout, q, k, *tables, half_tables, keep_type).stock
+        both = turn(stock_norm(q, q_weight, "llama"), stock_norm(k, k_weight, "llama"), *tables)
+        return tuple(t.to(q.dtype) for t in both) if keep_type else both
+
+    return Case(
+        ours=lambda *t: qk_norm_rope(*t, EPS, layout=layout, half_tables=half_tables, keep_type=keep_type),
+        stock=stock,
+        exact=exact,
+        inputs=dict(zip(NAMES, tensors, strict=False)),
+        constants={"cos": tensors[4], "sin": tensors[5]},
+    )
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half_tables", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 5, 4, 2, 128, 128),  # whole
+        (2, 5, 9, 3, 64, 64),  # groups of four heads forward
+        (1, 3, 5, 1, 80, 32),  # partial, threads without a piece
+        (1, 2, 3, 1, 48, 40),  # partial, the rest one piece in a thread that has room for two
+        (1, 4, 2, 1, 18, 18),  # half of it odd: single elements
+        (1, 3, 2, 1, 576, 576),  # a head of several warps
+    ],
+    ids=str,
+)
+def test_layouts_match_float64_as_well_as_stock(shape, layout, half_tables, dtype, device):
+    *heads, cos, sin = inputs(*shape[:5], shape[5] // 2, dtype, device, table_batch=shape[0])
+    tables = table_pairs((cos, sin), layout, half_tables)
+    assert_no_worse(layout_case(layout, half_tables, (*heads, *tables)))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_float32_and_results_of_the_input_s_type(dtype, layout, device):
+    *heads, cos, sin = inputs(2, 5, 4, 2, 64, 32, dtype, device, tables=torch.float32)
+    for half_tables in (False, True):
+        tensors = (*heads, *table_pairs((cos, sin), layout, half_tables))
+        out = qk_norm_rope(*tensors, EPS, layout=layout, half_tables=half_tables, keep_type=True)
+        assert all(t.dtype == dtype for t in out)
+        assert_no_worse(layout_case(layout, half_tables, tensors, keep_type=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_original_code_of_each_layout(layout):
+    *heads, cos, sin = inputs(2, 3, 4, 2, 16, 6, torch.float64, "cpu")
+    for half_tables in (False, True):
+        tensors = (*heads, *table_pairs((cos, sin), layout, half_tables))
+        got = qk_norm_rope(*tensors, EPS, layout=layout, half_tables=half_tables)
+        for g, w in zip(got, layout_case(layout, half_tables, tensors).exact(*tensors), strict=True):
+            torch.testing.assert_close(g, w, rtol=1e-6, atol=1e-6)  # the original code's norm works in float32
+    with pytest.raises(ValueError, match="qk_norm_rope: layout is 'pairs'"):
+        qk_norm_rope(*heads, cos, sin, layout="pairs")

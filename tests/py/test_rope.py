@@ -7,6 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.cohere import modeling_cohere
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
+from transformers.models.glm import modeling_glm
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3 import modeling_qwen3
 
 from bastile.ops.rope import rope
@@ -350,7 +353,191 @@ def test_what_the_compiler_is_told_is_true(device):
     q, k, cos, sin = inputs(2, 3, 4, 1, 16, 12, torch.bfloat16, device, tables=torch.float32)
     forward, backward = torch.ops.bastile.rope_forward.default, torch.ops.bastile.rope_backward.default
     for order in (True, False):
-        torch.library.opcheck(forward, (q, k, cos, sin, False, order, not order))
-        dq, dk = forward(q, k, cos, sin, False, order, not order)
-        torch.library.opcheck(backward, (dq, dk, cos, sin, True, order, not order, 1))
-        torch.library.opcheck(backward, (dq, None, cos, sin, True, order, False, 2))
+        torch.library.opcheck(forward, (q, k, cos, sin, 0, False, False, order, not order))
+        dq, dk = forward(q, k, cos, sin, 0, False, False, order, not order)
+        torch.library.opcheck(backward, (dq, dk, cos, sin, 1, False, False, order, not order, 1))
+        torch.library.opcheck(backward, (dq, None, cos, sin, 1, False, False, order, False, 2))
+    torch.library.opcheck(forward, (q, k, cos[..., :6], sin[..., :6], 2, True, True, True, False))
+    dq, dk = forward(q, k, cos[..., :6], sin[..., :6], 2, True, True, True, False)
+    torch.library.opcheck(backward, (dq, dk, cos[..., :6], sin[..., :6], 2, True, True, True, False, 1))
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("halves", "interleaved", "interleaved_to_halves")
+
+
+def turned_by(layout, x, cos, sin, half_tables=False):
+    """The definition of each layout, pair by pair."""
+    rotary = cos.shape[-1] * (2 if half_tables else 1)
+    halves = slice(0, rotary // 2), slice(rotary // 2, rotary)
+    neighbours = slice(0, rotary, 2), slice(1, rotary, 2)
+    first, second = halves if layout == "halves" else neighbours
+    to_first, to_second = neighbours if layout == "interleaved" else halves
+    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+    c1, c2, s1, s2 = (
+        (c, c, s, s) if half_tables else (c[..., to_first], c[..., to_second], s[..., to_first], s[..., to_second])
+    )
+    y = x.clone()
+    y[..., to_first] = x[..., first] * c1 - x[..., second] * s1
+    y[..., to_second] = x[..., second] * c2 + x[..., first] * s2
+    return y
+
+
+def stock_of(layout, q, k, cos, sin, half_tables):
+    """What models of that layout run: DeepSeek V3's code, GPT-OSS's for tables of half the width, GLM's, which has
+    neighbours and reads the first half of each table, and those of above."""
+    rotary = cos.shape[-1] * (2 if half_tables else 1)
+    rest = [t[..., rotary:] for t in (q, k)]
+    q, k = q[..., :rotary], k[..., :rotary]
+    if half_tables and layout != "halves":
+        cos, sin = (torch.cat((t, t), -1) for t in (cos, sin))
+    if layout == "interleaved_to_halves":
+        both = modeling_deepseek_v3.apply_rotary_pos_emb_interleave(q, k, cos, sin)
+    elif layout == "interleaved":
+        both = modeling_glm.apply_rotary_pos_emb(q, k, cos, sin)
+    else:
+        both = (modeling_gpt_oss if half_tables else modeling_qwen3).apply_rotary_pos_emb(q, k, cos, sin)
+    return tuple(torch.cat((t, r), dim=-1) for t, r in zip(both, rest, strict=True))
+
+
+def table_pairs(tables, layout, half_tables):
+    """Tables of both widths, out of ones of half the width: those of a pair turn by one angle, as in models."""
+    if half_tables:
+        return tables
+    if layout == "interleaved":
+        return [t.repeat_interleave(2, -1) for t in tables]
+    return [torch.cat((t, t), -1) for t in tables]
+
+
+def layout_case(layout, q, k, cos, sin, half_tables, keep_type=False) -> Case:
+    def stock(q, k, c, s):
+        if not half_tables and layout == "interleaved":  # GLM's code takes the first half of a table
+            c, s = (torch.cat((t[..., ::2], t[..., ::2]), -1) for t in (c, s))
+        results = stock_of(layout, q, k, c, s, half_tables)
+        return tuple(t.to(q.dtype) for t in results) if keep_type else results
+
+    return Case(
+        ours=lambda *t: rope(*t, layout=layout, half_tables=half_tables, keep_type=keep_type),
+        stock=stock,
+        exact=lambda q, k, c, s: tuple(turned_by(layout, x, c, s, half_tables) for x in (q, k)),
+        inputs={"q": q, "k": k},
+        constants={"cos": cos, "sin": sin},
+    )
+
+
+# batch, positions, heads, kv_heads, dim, rotary, as above.
+LAYOUT_SHAPES = [
+    (2, 5, 4, 2, 64, 64),  # DeepSeek V3's turning part
+    (2, 4, 3, 1, 80, 32),  # partial
+    (1, 3, 5, 1, 96, 96),  # threads without a piece
+    (1, 4, 2, 1, 6, 6),  # half of it odd: single elements
+    (1, 3, 2, 1, 7, 4),  # an odd head
+    (1, 2, 2, 1, 576, 576),  # a head of several warps
+]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("half_tables", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", LAYOUT_SHAPES, ids=str)
+def test_layouts_match_float64_as_well_as_stock(shape, layout, half_tables, dtype, device):
+    q, k, *tables = inputs(*shape[:5], shape[5] // 2, dtype, device, table_batch=shape[0])
+    assert_no_worse(layout_case(layout, q, k, *table_pairs(tables, layout, half_tables), half_tables))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tables_whose_halves_differ(layout, device):
+    """No layout rests on cos1 = cos2, and backward is the transpose of forward."""
+    q, k, cos, sin = inputs(2, 5, 3, 1, 24, 16, torch.float32, device)
+    leaves = [q.requires_grad_(), k.requires_grad_()]
+    out = rope(*leaves, cos, sin, layout=layout)
+    exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
+    want = [turned_by(layout, t, cos.double(), sin.double()) for t in exact_leaves]
+    dy = [random_tensor(t.shape, torch.float32, device) for t in out]
+    got = [*out, *torch.autograd.grad(out, leaves, dy)]
+    want += torch.autograd.grad(want, exact_leaves, [t.double() for t in dy])
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_float32_and_results_of_the_input_s_type(dtype, layout, device):
+    """As Cohere's code has it, which turns in float32 and casts back."""
+    q, k, *tables = inputs(2, 6, 4, 2, 64, 32, dtype, device, tables=torch.float32)
+    for half_tables in (False, True):
+        pair = table_pairs(tables, layout, half_tables)
+        assert all(t.dtype == dtype for t in rope(q, k, *pair, layout=layout, half_tables=half_tables, keep_type=True))
+        assert_no_worse(layout_case(layout, q, k, *pair, half_tables, keep_type=True))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_half_tables_give_the_bits_of_whole_ones(layout, device):
+    for dim, rotary in ((64, 64), (48, 20)):
+        q, k, *tables = inputs(2, 5, 4, 2, dim, rotary // 2, torch.bfloat16, device)
+        results = []
+        for half_tables in (False, True):
+            leaves = [t.detach().requires_grad_() for t in (q, k)]
+            pair = table_pairs(tables, layout, half_tables)
+            out = rope(*leaves, *pair, layout=layout, half_tables=half_tables)
+            results.append([*(o.detach() for o in out), *torch.autograd.grad(out, leaves, [o.detach() for o in out])])
+        for first, second in zip(*results, strict=True):
+            assert_same_bits(first, second)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_layout_is_a_layout_in_any_memory(device):
+    """Unaligned and padded heads, read an element at a time, have the bits of aligned ones."""
+    *_, cos, sin = inputs(2, 6, 1, 1, 32, 32, torch.bfloat16, device, table_batch=2)
+    results = []
+    for q, k in layouts(device):
+        leaves = [q.detach().requires_grad_(), k.detach().requires_grad_()]
+        out = rope(*leaves, cos, sin, layout="interleaved_to_halves")
+        results.append([*(o.detach() for o in out), *torch.autograd.grad(out, leaves, [o.detach() for o in out])])
+    for other in results[1:]:
+        for g, w in zip(other, results[0], strict=True):
+            assert_same_bits(g, w)
+
+
+def test_layouts_are_named_once():
+    q, k, cos, sin = inputs(1, 2, 2, 1, 8, 8, torch.float32, "cpu")
+    with pytest.raises(
+        ValueError, match="rope: layout is 'pairs'; one of 'halves', 'interleaved', 'interleaved_to_halves'"
+    ):
+        rope(q, k, cos, sin, layout="pairs")
+    with pytest.raises(ValueError, match="rope: interleaved is True, but layout is 'halves'"):
+        rope(q, k, cos, sin, layout="halves", interleaved=True)
+    for ours, twin in zip(
+        rope(q, k, cos, sin, layout="interleaved"), rope(q, k, cos, sin, interleaved=True), strict=True
+    ):
+        assert_same_bits(ours, twin)
+    with pytest.raises(
+        RuntimeError, match=r"cos has shape \[1, 2, 8\]; with half_tables dimension 2 must be at least 1 and at most 4"
+    ):
+        rope(q, k, cos, sin, half_tables=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("half_tables", [False, True])
+def test_the_original_code_of_each_layout(half_tables, layout):
+    q, k, *tables = inputs(2, 3, 4, 2, 16, 6, torch.float64, "cpu")
+    pair = table_pairs(tables, layout, half_tables)
+    for x, got in zip((q, k), rope(q, k, *pair, layout=layout, half_tables=half_tables), strict=True):
+        torch.testing.assert_close(got, turned_by(layout, x, *pair, half_tables))
+    mixed = rope(
+        q.float(), k.bfloat16(), *(t.float() for t in pair), layout=layout, half_tables=half_tables, keep_type=True
+    )
+    assert [t.dtype for t in mixed] == [torch.float32, torch.bfloat16]
+    with pytest.raises(ValueError, match="cos has shape"):
+        rope(
+            q[..., : pair[0].shape[-1] - 1],
+            k[..., : pair[0].shape[-1] - 1],
+            *pair,
+            layout=layout,
+            half_tables=half_tables,
+        )

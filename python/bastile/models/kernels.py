@@ -203,6 +203,14 @@ class _Step:
         wanted = self.casting, x, module.is_trained
         yield Call("rms_norm_backward", (dy, rows, weight, rstd, *wanted), f"rms_norm {self.head_dim}")
 
+    @property
+    def _pairs(self) -> tuple[int, bool, bool]:
+        """layout, half_tables, keep_type"""
+        return int(self.family.rotary_interleaved), self.family.rotary_half_table, False
+
+    def _rotary_tables(self, stream: torch.dtype) -> list[Zeros]:
+        return [Zeros((1, _ROWS, self.head_dim // (2 if self.family.rotary_half_table else 1)), stream)] * 2
+
     def _heads(self, attention: _Part, stream: torch.dtype, x: bool) -> Iterator[Call]:
         """Queries and keys between their projections and the attention. x: whether a gradient is wanted of what is
         projected. Transformers gives the rotary tables the type of the stream."""
@@ -223,22 +231,22 @@ class _Step:
         if "rope" not in self.operators:
             return
         title = f"rope {dim}"
-        heads, tables = self._head_tensors(in_type), [Zeros((1, _ROWS, dim), stream)] * 2
+        heads, tables = self._head_tensors(in_type), self._rotary_tables(stream)
         turned = self._head_tensors(_promoted(in_type, stream))
-        yield Call("rope_forward", (*heads, *tables, family.rotary_interleaved, False, False), title)
+        yield Call("rope_forward", (*heads, *tables, *self._pairs, False, False), title)
         if q or k:
             gradients = [t for t, is_wanted in zip(turned, (q, k), strict=True) if is_wanted]
             first, second = gradients if q and k else (gradients[0], None)
-            options = family.rotary_interleaved, False, False, FLOATS.index(in_type)
+            options = *self._pairs, False, False, FLOATS.index(in_type)
             yield Call("rope_backward", (first, second, *tables, *options), title)
 
     def _qk_norm_rope(self, norms: tuple[_Part, _Part], stream: torch.dtype, q: bool, k: bool) -> Iterator[Call]:
         dim, product = self.head_dim, self.types.product
         title = f"qk_norm_rope {dim}"
         weight_type = self._weight_type(norms[0])
-        weights, tables = [Zeros((dim,), weight_type)] * 2, [Zeros((1, _ROWS, dim), stream)] * 2
+        weights, tables = [Zeros((dim,), weight_type)] * 2, self._rotary_tables(stream)
         inputs = *self._head_tensors(product), *weights, *tables
-        options = _EPS, self.casting, self.family.rotary_interleaved, False, False
+        options = _EPS, self.casting, *self._pairs, False, False
         yield Call("qk_norm_rope_forward", (*inputs, *options), title)
         q_weight, k_weight = (norm.is_trained for norm in norms)
         wanted = q, k, q_weight, k_weight

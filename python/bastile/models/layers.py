@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -61,8 +60,6 @@ def rotary_function(family: Family, original: Callable[..., Any]) -> Callable[..
         heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
         if args or not heads_first or q.dim() != 4 or cos.dim() != 3:
             return original(q, k, cos, sin, *args, **kwargs)
-        if half_table:
-            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-        return rope(q, k, cos, sin, interleaved=interleaved)
+        return rope(q, k, cos, sin, interleaved=interleaved, half_tables=half_table)
 
     return mark_as_ours(rotate)

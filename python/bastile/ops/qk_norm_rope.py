@@ -6,7 +6,7 @@ import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, served
-from bastile.ops._heads import MOST_DIM, check_heads, dense, tokens_first, turn
+from bastile.ops._heads import MOST_DIM, Layout, check_heads, dense, layout_code, tokens_first, turn
 from bastile.ops.rms_norm import _CASTING, Casting, check_weight
 from bastile.ops.rms_norm import _reference as norm
 from bastile.recompute import offer
@@ -44,7 +44,7 @@ class _QKNormRope(Function):
         results = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             results = [first_order_only("qk_norm_rope", g, dq_out, dk_out, *saved[:4]) for g in results]
-        return *results, *[None] * 7
+        return *results, *[None] * 9
 
 
 def _kernels_serve(q, k, q_weight, k_weight, cos, sin) -> bool:
@@ -70,6 +70,9 @@ def qk_norm_rope(
     *,
     casting: Casting = "llama",
     interleaved: bool = False,
+    layout: Layout | None = None,
+    half_tables: bool = False,
+    keep_type: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over each head of q and of k, then the rotary embedding: one pass forward, one backward.
 
@@ -78,13 +81,17 @@ def qk_norm_rope(
         k: [B, kv_heads, S, D], of q's type.
         q_weight: [D], the factor of q's normalised heads; any of the three types.
         k_weight: [D], of q_weight's type.
-        cos: [B or 1, S, R], R even and at most D: the first R elements of a head turn. Any of the three types.
+        cos: [B or 1, S, R], R even and at most D: the first R elements of a head turn. Any of the three types. Its
+            columns lie as the result's do.
         sin: as cos. Tables that want gradients, heads wider than 2048, and q and k, or their weights, of two types run
             the original torch code.
         eps: added to the mean of squares.
         casting: "llama" (Llama, Qwen) and "none": the factor is weight; "gemma": 1 + weight. As in `rms_norm`, the
             weight's type counts for the result's in "llama" alone.
-        interleaved: pairs are neighbours (2i, 2i + 1); else they are (i, i + R/2), as in Qwen.
+        interleaved: True is layout="interleaved".
+        layout: "halves" (as in Qwen), "interleaved" or "interleaved_to_halves", as for `rope`; weights lie as q does.
+        half_tables: cos and sin have an element for each pair and are [B or 1, S, R/2].
+        keep_type: the results have q's type, whatever the tables' and the weights'.
 
     Returns:
         q and k normalised and turned, in the memory order in which they came and in the promoted type of q, cos and
@@ -98,14 +105,16 @@ def qk_norm_rope(
     code = _CASTING.get(casting)
     if code is None:
         raise ValueError(f"qk_norm_rope: casting is {casting!r}; one of {', '.join(map(repr, _CASTING))} is needed")
+    turning = layout_code("qk_norm_rope", layout, interleaved), half_tables, keep_type
     if not _kernels_serve(q, k, q_weight, k_weight, cos, sin):
-        check_heads("qk_norm_rope", q, k, cos, sin)
+        check_heads("qk_norm_rope", q, k, cos, sin, half_tables)
         check_weight("qk_norm_rope", "q_weight", q_weight, q)
         check_weight("qk_norm_rope", "k_weight", k_weight, k)
-        q, k = norm(q, q_weight, eps, casting), norm(k, k_weight, eps, casting)
-        return turn(q, cos, sin, interleaved), turn(k, cos, sin, interleaved)
+        turned = (turn(norm(x, w, eps, casting), cos, sin, *turning) for x, w in ((q, q_weight), (k, k_weight)))
+        q_out, k_out = (y.to(q.dtype) if keep_type else y for y in turned)
+        return q_out, k_out
     tables = dense(q_weight), dense(k_weight), dense(cos), dense(sin)
-    given = dense(q), dense(k), *tables, eps, code, interleaved, tokens_first(q), tokens_first(k)
+    given = dense(q), dense(k), *tables, eps, code, *turning, tokens_first(q), tokens_first(k)
     q_out, k_out = _QKNormRope.apply(*given)
     offer(_forward, given, q_out, k_out)
     return q_out, k_out

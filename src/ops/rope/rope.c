@@ -1,249 +1,338 @@
-/* rope.c - rotary position embedding: its description, then the configuration, then the kernel of the tensors' device.
- * Forward and backward are one computation with other factors. */
-#include <assert.h>
+/* rope.c - rotary position embedding, with and without a norm of each head before it: its descriptions, then what runs
+ * on the tensors' device. Without a norm, forward and backward are one computation with other factors. */
 #include <inttypes.h>
 
 #include "core/describe.h"
-#include "core/heads.h"
-#include "cuda/cuda.h"
-#include "ops/rope/rope_args.h"
-#include "ops/rope/rope_cpu.h"
+#include "core/options.h"
+#include "ops/rope/rope.h"
 
 /* ---- description ------------------------------------------------------------------------------------------------- */
 
-/* Backward reads the gradients of forward's outputs in the places of q and k, and writes those of q and k. */
-enum { Q, K, COS, SIN, Q_OUT, K_OUT };
-enum { INTERLEAVED_PAIRS, Q_TOKENS_FIRST, K_TOKENS_FIRST, DTYPE };
-
-static bst_status check_table(const char *op, const bst_view *v) { return bst__need_rotary(op, &v[Q], &v[COS]); }
-
-#define Q_HEADS_OF(name) {name, BST_IN, BST_FLOATS, "BHSD", BST_LAST, .check = bst__need_heads}
-#define K_HEADS_OF(name) {name, BST_IN | BST_OPTIONAL, BST_FLOATS, "BKSD", BST_LAST, BST_TYPE_OF(Q, "as for q")}
-#define COSINES          {"cos", BST_IN, BST_FLOATS, "~BSR", BST_LAST, .check = check_table}
-#define SINES            {"sin", BST_IN, BST_FLOATS, "~BSR", BST_LAST, BST_TYPE_OF(COS, "the type of cos")}
-#define PROMOTED         "the promoted type of the heads and the tables"
-/* An output may be its own input, but share no memory with anything else. */
-#define RESULT(name, flags, heads, rule, order) \
-    {name,                                      \
-     BST_OUT | (flags),                         \
-     BST_FLOATS,                                \
-     NULL,                                      \
-     BST_LAST,                                  \
-     BST_LIKE(heads),                           \
-     BST_TYPE_RULE(rule, PROMOTED),             \
-     BST_WITH(heads),                           \
-     BST_MAY_BE(1u << (heads)),                 \
-     BST_EXCHANGED(order)}
-
-static bst_dtype promoted(const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
-    return v[Q].dtype == v[COS].dtype ? v[Q].dtype : BST_F32;
-}
-
-/* Where the tables are float32, the type of the incoming gradients does not tell that of q. */
-static bst_dtype as_told(const bst_view *v, const bst_attribute *attributes) {
-    (void)v;
-    return (bst_dtype)attributes[DTYPE].i;
-}
-
-static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    bst_dtype turned = as_told(v, attributes) == v[COS].dtype ? v[COS].dtype : BST_F32;
-    return bst__need_dtype(op, "dq_out", &v[Q], turned, PROMOTED);
-}
-
-static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes, bool backward);
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, v, attributes, false);
-}
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, v, attributes, true);
-}
-
-static const bst_argument forward_arguments[] = {
-    [Q] = Q_HEADS_OF("q"),
-    [K] = K_HEADS_OF("k"),
-    [COS] = COSINES,
-    [SIN] = SINES,
-    [Q_OUT] = RESULT("q_out", 0, Q, promoted, Q_TOKENS_FIRST),
-    [K_OUT] = RESULT("k_out", BST_OPTIONAL, K, promoted, K_TOKENS_FIRST),
-    {NULL},
-};
-
-static const bst_argument backward_arguments[] = {
-    [Q] = Q_HEADS_OF("dq_out"),
-    [K] = K_HEADS_OF("dk_out"),
-    [COS] = COSINES,
-    [SIN] = SINES,
-    [Q_OUT] = RESULT("dq", 0, Q, as_told, Q_TOKENS_FIRST),
-    [K_OUT] = RESULT("dk", BST_OPTIONAL, K, as_told, K_TOKENS_FIRST),
-    {NULL},
-};
+/* Places of tensors: of all three functions, of two, of each. Backward without a norm reads the gradients of forward's
+ * outputs in the places of q and k. */
+enum { Q, K, COS, SIN, DQ_TURNED, DK_TURNED, Q_WEIGHT = DQ_TURNED, K_WEIGHT, Q_OUT, K_OUT };
+enum { DQ_OUT = Q_OUT, DK_OUT, DQ, DK, DQ_WEIGHT, DK_WEIGHT, PLACES };
+enum { PAIRS, HALF_TABLES, KEEP_TYPE, EPS, CASTING, Q_TOKENS_FIRST, K_TOKENS_FIRST, DTYPE, ATTRIBUTES };
 
 static const bst_attribute_rule rules[] = {
-    [INTERLEAVED_PAIRS] = {"interleaved", 'b'},
+    [PAIRS] = {"layout", 'i', BST_ROPE_HALVES, BST_ROPE_INTERLEAVED_TO_HALVES,
+               "0 (halves), 1 (interleaved) or 2 (interleaved to halves)"},
+    [HALF_TABLES] = {"half_tables", 'b'},
+    [KEEP_TYPE] = {"keep_type", 'b'},
+    [EPS] = BST_EPS,
+    [CASTING] = {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"},
     [Q_TOKENS_FIRST] = {"q_tokens_first", 'b'},
     [K_TOKENS_FIRST] = {"k_tokens_first", 'b'},
     [DTYPE] = {"dtype", 'i', BST_F32, BST_F16, "0 (float32), 1 (bfloat16) or 2 (float16)"},
     {NULL},
 };
 
+static const char *const meanings[] = {"Bthe batch of q", "Sthe positions of q", "Dthe size of a head", "Rthat of cos",
+                                       NULL};
+
+static bst_status check_dim(const char *op, const bst_view *v) {
+    if (v[Q].size[3] <= ROPE_MOST_DIM) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: q has heads of %" PRId64 " elements; at most %d are supported", op,
+                      v[Q].size[3], ROPE_MOST_DIM);
+}
+
+static bst_status check_rotary(const char *op, const bst_view *v, bool right, bool half) {
+    if (right) return BST_OK;
+    return bst__error(BST_INVALID, "%s: cos has shape %s; %sdimension 2 must be %s and at most %" PRId64 ", %s", op,
+                      bst__shape_text(&v[COS]), half ? "with half_tables " : "",
+                      half ? "at least 1" : "even, at least 2", v[Q].size[3] / (half ? 2 : 1),
+                      half ? "half the size of a head" : "the size of a head");
+}
+
+/* What holds of tables of either width; then the rest. */
+static bst_status check_table(const char *op, const bst_view *v) {
+    return check_rotary(op, v, v[COS].size[2] >= 1 && v[COS].size[2] <= v[Q].size[3], false);
+}
+
+static bst_status check_inputs(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    int64_t size = v[COS].size[2];
+    bool half = attributes[HALF_TABLES].i;
+    return check_rotary(op, v, half ? 2 * size <= v[Q].size[3] : size % 2 == 0, half);
+}
+
+static bst_status check_weights(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    bool given = bst__given(&v[K_WEIGHT]);
+    BST_TRY(check_inputs(op, v, attributes));
+    if (given == (bst__given(&v[Q_WEIGHT]) && bst__given(&v[K]))) return BST_OK;
+    return bst__error(BST_INVALID, "%s: k_weight is %s; it goes with q_weight and k", op, given ? "given" : "NULL");
+}
+
+static bst_dtype promoted(bst_dtype a, bst_dtype b) { return a == b ? a : BST_F32; }
+
+static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
+    bool of_weight = attributes[CASTING].i == BST_CASTING_LLAMA && bst__given(&v[Q_WEIGHT]);
+    if (attributes[KEEP_TYPE].i) return v[Q].dtype;
+    return promoted(of_weight ? promoted(v[Q].dtype, v[Q_WEIGHT].dtype) : v[Q].dtype, v[COS].dtype);
+}
+
+/* Without a norm the backward pass has no q, and the type of its gradient does not tell q's. */
+static bst_dtype as_told(const bst_view *v, const bst_attribute *attributes) {
+    (void)v;
+    return (bst_dtype)attributes[DTYPE].i;
+}
+
+static bst_status check_turned(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    bst_dtype q = as_told(v, attributes), y = attributes[KEEP_TYPE].i ? q : promoted(q, v[COS].dtype);
+    BST_TRY(check_inputs(op, v, attributes));
+    return bst__need_dtype(op, "dq_out", &v[Q], y, "the type of the forward result");
+}
+
+#define HEADS(name, flags, shape, ...)      {name, flags, BST_FLOATS, shape, BST_LAST, __VA_ARGS__}
+#define HEADS_LIKE(name, flags, heads, ...) HEADS(name, flags, NULL, BST_LIKE(heads), __VA_ARGS__)
+#define WEIGHT(name, flags, shape, ...) {name, (flags) | BST_OPTIONAL, BST_FLOATS, shape, BST_CONTIGUOUS, __VA_ARGS__}
+#define INPUTS(q, k)                                                          \
+    HEADS(q, BST_IN, "BHSD", .check = check_dim),                             \
+        HEADS(k, BST_IN | BST_OPTIONAL, "BKSD", BST_TYPE_OF(Q, "as for " q)), \
+        HEADS("cos", BST_IN, "~BSR", .check = check_table),                   \
+        HEADS("sin", BST_IN, "~BSR", BST_TYPE_OF(COS, "the type of cos"))
+#define WEIGHTS \
+    WEIGHT("q_weight", BST_IN, "D"), WEIGHT("k_weight", BST_IN, "D", BST_TYPE_OF(Q_WEIGHT, "as for q_weight"))
+/* A result; without a norm it may be its own input, but share no memory with anything else. */
+#define Y_TYPE               BST_TYPE_RULE(y_type, "the promoted type of the inputs, or with keep_type that of q")
+#define OUT_OF(heads, order) BST_MAY_BE(1u << (heads)), BST_EXCHANGED(order)
+#define DX(name, heads, order) \
+    HEADS_LIKE(name, BST_OUT | BST_OPTIONAL, heads, BST_TYPE_OF(Q, "that of q and k"), BST_EXCHANGED(order))
+#define DWEIGHT(name, weight) \
+    WEIGHT(name, BST_OUT, NULL, BST_LIKE(weight), BST_TYPE_OF(weight, "as the inputs have it"))
+
+static const bst_argument forward_arguments[] = {
+    INPUTS("q", "k"),
+    WEIGHTS,
+    [Q_OUT] = HEADS_LIKE("q_out", BST_OUT, Q, Y_TYPE, OUT_OF(Q, Q_TOKENS_FIRST)),
+    [K_OUT] = HEADS_LIKE("k_out", BST_OUT | BST_OPTIONAL, K, Y_TYPE, BST_WITH(K), OUT_OF(K, K_TOKENS_FIRST)),
+    {NULL},
+};
+
+#define AS_TOLD BST_TYPE_RULE(as_told, "that of q and k")
+static const bst_argument turned_back_arguments[] = {
+    INPUTS("dq_out", "dk_out"),
+    [DQ_TURNED] = HEADS_LIKE("dq", BST_OUT, Q, AS_TOLD, OUT_OF(Q, Q_TOKENS_FIRST)),
+    [DK_TURNED] = HEADS_LIKE("dk", BST_OUT | BST_OPTIONAL, K, AS_TOLD, BST_WITH(K), OUT_OF(K, K_TOKENS_FIRST)),
+    {NULL},
+};
+
+#define DY_TYPE BST_TYPE_RULE(y_type, "the type of the forward result")
+static const bst_argument backward_arguments[] = {
+    INPUTS("q", "k"),
+    WEIGHTS,
+    [DQ_OUT] = HEADS_LIKE("dq_out", BST_IN | BST_OPTIONAL, Q, DY_TYPE),
+    [DK_OUT] = HEADS_LIKE("dk_out", BST_IN | BST_OPTIONAL, K, DY_TYPE),
+    [DQ] = DX("dq", Q, Q_TOKENS_FIRST),
+    [DK] = DX("dk", K, K_TOKENS_FIRST),
+    [DQ_WEIGHT] = DWEIGHT("dq_weight", Q_WEIGHT),
+    [DK_WEIGHT] = DWEIGHT("dk_weight", K_WEIGHT),
+    {NULL},
+};
+
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
+static bst_status run_turned_back(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
+
 static const bst_function forward = {
-    .name = "rope_forward",
-    .meanings = bst__head_symbols,
+    .name = ROPE_FORWARD,
+    .meanings = meanings,
     .arguments = forward_arguments,
     .attributes = rules,
+    .check = check_weights,
     .run = run_forward,
-    BST_TORCH("rope_forward: q k! cos sin interleaved q_tokens_first k_tokens_first -> q_out k_out"),
+    BST_TORCH("rope_forward: q k! cos sin layout half_tables keep_type q_tokens_first k_tokens_first -> q_out k_out",
+              "qk_norm_rope_forward: q k! q_weight! k_weight! cos sin eps casting layout half_tables keep_type "
+              "q_tokens_first k_tokens_first -> q_out k_out"),
+};
+
+static const bst_function turned_back = {
+    .name = ROPE_BACKWARD,
+    .meanings = meanings,
+    .arguments = turned_back_arguments,
+    .attributes = rules,
+    .check = check_turned,
+    .run = run_turned_back,
+    BST_TORCH(
+        "rope_backward: dq_out dk_out cos sin layout half_tables keep_type q_tokens_first k_tokens_first dtype -> "
+        "dq dk"),
 };
 
 static const bst_function backward = {
-    .name = "rope_backward",
-    .meanings = bst__head_symbols,
+    .name = ROPE_BACKWARD,
+    .meanings = meanings,
     .arguments = backward_arguments,
     .attributes = rules,
-    .check = check_backward,
+    .check = check_weights,
     .run = run_backward,
-    BST_TORCH("rope_backward: dq_out dk_out cos sin interleaved q_tokens_first k_tokens_first dtype -> dq dk"),
+    BST_TORCH("qk_norm_rope_backward: dq_out dk_out q k! q_weight! k_weight! cos sin eps casting layout half_tables "
+              "keep_type q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?"),
 };
 
-const bst_function *const bst__rope[] = {&forward, &backward, NULL};
+const bst_function *const bst__rope[] = {&forward, &turned_back, &backward, NULL};
 
-/* ---- configuration ----------------------------------------------------------------------------------------------- */
+/* ---- what runs --------------------------------------------------------------------------------------------------- */
 
-enum {
-    DIM,
-    ROTARY,
-    Q_HEADS,
-    K_HEADS,
-    IN_TYPE,
-    OUT_TYPE,
-    TABLE_TYPE,
-    INTERLEAVED,
-    BACKWARD,
-    VEC,
-    PIECES,
-    SLOTS,
-    EACH,
-    TOKENS
-};
-static const bst_kernel kernel = {"rope.cu",
-                                  "rope",
-                                  {"DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE",
-                                   "INTERLEAVED", "BACKWARD", "VEC", "PIECES", "SLOTS", "EACH", "TOKENS", NULL}};
+/* The call, but for what each function has of its own. */
+static rope_call call_of(const bst_view *v, const bst_attribute *attributes) {
+    return (rope_call){.of = {{.x = v[Q]}, {.x = v[K]}},
+                       .cos = v[COS],
+                       .sin = v[SIN],
+                       .tokens = v[Q].size[0] * v[Q].size[2],
+                       .positions = v[Q].size[2],
+                       .rotary = v[COS].size[2] * (attributes[HALF_TABLES].i ? 2 : 1),
+                       .layout = (bst_rope_layout)attributes[PAIRS].i,
+                       .half_tables = attributes[HALF_TABLES].i,
+                       .gemma = attributes[CASTING].i == BST_CASTING_GEMMA,
+                       .eps = (float)attributes[EPS].d};
+}
 
-/* Four heads a thread: four accesses of each of its pieces under way, and one read of the tables for four heads, within
- * 128 registers. A block of 256 threads or less, so that a multiprocessor holds several. */
-enum { HEADS_EACH = 4, BLOCK = 256 };
+static void take_weights(rope_call *c, const bst_view *v) {
+    c->normed = bst__given(&v[Q_WEIGHT]);
+    for (int i = 0; i < 2; i++) c->of[i].weight = v[Q_WEIGHT + i];
+}
 
-static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+/* All that goes over tokens alone. */
+static bst_status run_tokens(const bst_exec *exec, rope_call *c) {
+    int64_t elements = c->of[0].x.count + c->of[1].x.count;
+    if (!elements) return BST_OK;
+    if (c->cos.device.device_type == kDLCUDA)
+        return c->normed ? bst__rope_norm_forward_cuda(exec, c) : bst__rope_cuda(exec, c);
+    bst__parallel_for(exec, c->tokens, bst__grain(elements / c->tokens), BST_CPU_SELECT(bst__rope_cpu), c);
+    return BST_OK;
+}
 
-/* Elements of an access. */
-static int64_t vector(const rope_cpu *c) {
-    int64_t dim = c->pair[0].in.size[3], rotary = c->cos.size[2];
-    bool wide = c->pair[0].in.dtype == BST_F32 || c->pair[0].out.dtype == BST_F32 || c->cos.dtype == BST_F32;
-    int64_t vec = bst__rotary_vector(dim, rotary, wide ? 4 : 8);
-    vec = bst__aligned(&c->sin, bst__aligned(&c->cos, vec));
+/* What descriptions cannot say of memory: if pairs lie elsewhere in the result, threads write where others still read;
+ * and nobody has asked for heads that are normed in place. */
+static bst_status need_apart(const char *op, const bst_view *v, int out) {
+    static const char *const names[] = {"q_out", "q", "k_out", "k"}, *const gradients[] = {"dq", "dq_out", "dk",
+                                                                                           "dk_out"};
+    const char *const *name = out == Q_OUT ? names : gradients;
     for (int i = 0; i < 2; i++)
-        if (c->pair[i].in.data) vec = bst__aligned(&c->pair[i].out, bst__aligned(&c->pair[i].in, vec));
-    return vec;
+        if (v[out + i].count) BST_TRY(bst__need_apart(op, name[2 * i], &v[out + i], name[2 * i + 1], &v[Q + i]));
+    return BST_OK;
 }
 
-/* Geometry, for at most `each` heads a thread and blocks of `block` threads. */
-static void arrange(bst_launch *l, int64_t tokens, int64_t each, int64_t block) {
-    int64_t lanes = bst__rotary_lanes(l->values[DIM], l->values[ROTARY], l->values[VEC], l->values[PIECES]);
-    int64_t heads = l->values[Q_HEADS] + l->values[K_HEADS];
-    int64_t slots = lesser((heads + each - 1) / each, lanes < block ? block / lanes : 1);
-    /* Tokens of a block: as many as leave the fewest lanes of its warps idle. */
-    int64_t best = 1, least = INT64_MAX, threads = lanes * slots;
-    for (int64_t n = 1; n == 1 || n * threads <= block; n++) {
-        int64_t idle = (32 - n * threads % 32) % 32 * block / n;
-        if (idle <= least) least = idle, best = n;
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    rope_call c = call_of(v, attributes);
+    take_weights(&c, v);
+    if (c.normed || c.layout == BST_ROPE_INTERLEAVED_TO_HALVES) BST_TRY(need_apart(ROPE_FORWARD, v, Q_OUT));
+    for (int i = 0; i < 2; i++) c.of[i].y = v[Q_OUT + i];
+    return run_tokens(exec, &c);
+}
+
+static bst_status run_turned_back(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    rope_call c = call_of(v, attributes);
+    if (c.layout == BST_ROPE_INTERLEAVED_TO_HALVES) BST_TRY(need_apart(ROPE_BACKWARD, v, DQ_TURNED));
+    c.transposed = true;
+    for (int i = 0; i < 2; i++) c.of[i].y = v[DQ_TURNED + i];
+    return run_tokens(exec, &c);
+}
+
+static bst_status backward_cpu(const bst_exec *exec, rope_call *c) {
+    int64_t work = (c->of[0].y.count + c->of[1].y.count) / c->tokens, dim = c->of[0].x.size[3];
+    c->chunks = c->tokens < ROPE_CHUNKS ? c->tokens : ROPE_CHUNKS;
+    void *partial = NULL;
+    if (c->of[0].dweight.data || c->of[1].dweight.data) {
+        size_t bytes = (size_t)(c->chunks * 2 * dim) * sizeof(float);
+        BST_TRY(bst__allocate(exec, ROPE_BACKWARD, c->cos.device, bytes, &partial));
     }
-    l->values[SLOTS] = slots;
-    l->values[EACH] = each;
-    l->values[TOKENS] = best;
-    l->grid_x = (unsigned)((tokens + best - 1) / best);
-    l->block = (unsigned)((threads * best + 31) / 32 * 32);
+    c->partial = partial;
+    bst__parallel_for(exec, c->chunks, bst__grain(work * (c->tokens / c->chunks)),
+                      BST_CPU_SELECT(bst__rope_norm_backward_cpu), c);
+    if (partial) BST_CPU_SELECT(bst__rope_norm_dweight_cpu)(c, 0, 2);
+    bst__release(exec, c->cos.device, partial);
+    return BST_OK;
 }
 
-static bool alternative(bst_launch *l, int number, int64_t tokens) {
-    static const struct {
-        int64_t each, block;
-    } others[] = {{2, 256}, {4, 128}, {8, 256}};
-    if (number > (int)(sizeof others / sizeof *others)) return false;
-    arrange(l, tokens, others[number - 1].each, others[number - 1].block);
-    return true;
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    rope_call c = call_of(v, attributes);
+    bool work = false;
+    take_weights(&c, v);
+    c.transposed = true;
+    for (int i = 0; i < 2; i++) {
+        rope_heads *h = &c.of[i];
+        h->dx = v[DQ + i];
+        h->dweight = v[DQ_WEIGHT + i];
+        if (!bst__given(&h->dx) && !bst__given(&h->dweight)) continue; /* what comes in is not looked at */
+        if (!bst__given(&v[DQ_OUT + i]))
+            return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", ROPE_BACKWARD,
+                              i ? "dk_out" : "dq_out");
+        h->y = v[DQ_OUT + i];
+    }
+    for (int i = 0; i < 2; i++) {
+        rope_heads *h = &c.of[i];
+        if (h->dweight.data && !h->x.count) {
+            BST_TRY(bst__zero(exec, ROPE_BACKWARD, &h->dweight));
+            h->dweight = (bst_view){0};
+        }
+        work |= h->x.count && (h->dx.data || h->dweight.data);
+    }
+    if (!work) return BST_OK;
+    if (v[Q].device.device_type == kDLCUDA) return bst__rope_norm_backward_cuda(exec, &c, y_type(v, attributes));
+    return backward_cpu(exec, &c);
 }
 
-static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
-    l->values[DIM] = c->pair[0].in.size[3];
-    l->values[ROTARY] = c->cos.size[2];
-    l->values[Q_HEADS] = c->pair[0].in.size[1];
-    l->values[K_HEADS] = c->pair[1].in.size[1];
-    l->values[IN_TYPE] = c->pair[0].in.dtype;
-    l->values[OUT_TYPE] = c->pair[0].out.dtype;
-    l->values[TABLE_TYPE] = c->cos.dtype;
-    l->values[INTERLEAVED] = c->interleaved;
-    l->values[BACKWARD] = c->backward;
-    l->values[VEC] = vector(c);
-    l->values[PIECES] = bst__rotary_pieces(l->values[DIM], l->values[ROTARY], l->values[VEC], c->interleaved);
-    arrange(l, tokens, HEADS_EACH, BLOCK);
-}
+/* ---- the C API --------------------------------------------------------------------------------------------------- */
 
-static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu *c, int64_t tokens) {
-    const rope_pair *q = &c->pair[0], *k = &c->pair[1];
-    if (tokens > UINT32_MAX)
-        return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; at most 2^32 - 1 are supported", op,
-                          tokens);
-    bst_launch l = {.kernel = &kernel};
-    shape(&l, c, tokens);
-    bool in_place = q->in.data == q->out.data || (k->in.data && k->in.data == k->out.data);
-    bst_alternatives alternatives = {alternative, tokens, in_place};
-    rope_args args = {q->in.data,
-                      k->in.data,
-                      c->cos.data,
-                      c->sin.data,
-                      q->out.data,
-                      k->out.data,
-                      bst__head_map(&q->in),
-                      bst__head_map(&k->in),
-                      bst__head_map(&q->out),
-                      bst__head_map(&k->out),
-                      c->cos.stride[0],
-                      c->cos.stride[1],
-                      c->sin.stride[0],
-                      c->sin.stride[1],
-                      (uint32_t)tokens,
-                      (uint32_t)c->positions};
-    return bst__cuda_launch_tuned(exec, op, q->in.device.device_id, &l, &alternatives, &args, sizeof args);
-}
-
-static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes, bool is_backward) {
-    rope_cpu call = {.pair = {{v[Q], v[Q_OUT]}, {v[K], v[K_OUT]}},
-                     .cos = v[COS],
-                     .sin = v[SIN],
-                     .positions = v[Q].size[2],
-                     .interleaved = attributes[INTERLEAVED_PAIRS].i,
-                     .backward = is_backward};
-    int64_t tokens = v[Q].size[0] * v[Q].size[2], heads = v[Q].size[1] + v[K].size[1];
-    if (!tokens || !heads) return BST_OK;
-    if (v[Q].device.device_type == kDLCUDA)
-        return run_cuda(exec, is_backward ? backward.name : forward.name, &call, tokens);
-    bst__parallel_for(exec, tokens, bst__grain(heads * v[Q].size[3]), BST_CPU_SELECT(bst__rope_cpu), &call);
+static bst_status read_options(const char *op, const bst_rope_options *options, bst_attribute *attributes) {
+    static const double usual_eps = 1e-6;
+    bst_rope_options o;
+    BST_TRY(bst__options(op, "options", options, &o, sizeof o));
+    attributes[PAIRS].i = o.layout;
+    attributes[HALF_TABLES].i = o.half_tables != 0;
+    attributes[KEEP_TYPE].i = o.keep_type != 0;
+    attributes[EPS].d = o.eps == 0 ? usual_eps : o.eps;
+    attributes[CASTING].i = o.casting;
     return BST_OK;
 }
 
 bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
-                            const DLTensor *sin, int interleaved, DLTensor *q_out, DLTensor *k_out) {
-    const DLTensor *tensors[] = {[Q] = q, [K] = k, [COS] = cos, [SIN] = sin, [Q_OUT] = q_out, [K_OUT] = k_out};
-    return bst__run(&forward, exec, tensors, (bst_attribute[4]){[INTERLEAVED_PAIRS].i = interleaved});
+                            const DLTensor *sin, const DLTensor *q_weight, const DLTensor *k_weight,
+                            const bst_rope_options *options, DLTensor *q_out, DLTensor *k_out) {
+    const DLTensor *tensors[] = {
+        [Q] = q,         [K] = k,        [COS] = cos, [SIN] = sin, [Q_WEIGHT] = q_weight, [K_WEIGHT] = k_weight,
+        [Q_OUT] = q_out, [K_OUT] = k_out};
+    bst_attribute attributes[ATTRIBUTES] = {0};
+    BST_TRY(read_options(ROPE_FORWARD, options, attributes));
+    return bst__run(&forward, exec, tensors, attributes);
 }
 
-bst_status bst_rope_backward(const bst_exec *exec, const DLTensor *dq_out, const DLTensor *dk_out, const DLTensor *cos,
-                             const DLTensor *sin, int interleaved, DLTensor *dq, DLTensor *dk) {
-    const DLTensor *tensors[] = {[Q] = dq_out, [K] = dk_out, [COS] = cos, [SIN] = sin, [Q_OUT] = dq, [K_OUT] = dk};
+bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tensors *tensors,
+                             const bst_rope_options *options) {
+    bst_attribute attributes[ATTRIBUTES] = {0};
+    bst_rope_backward_tensors t;
+    BST_TRY(bst__options(ROPE_BACKWARD, "tensors", tensors, &t, sizeof t));
+    BST_TRY(read_options(ROPE_BACKWARD, options, attributes));
+    if (t.q_weight || t.k_weight || t.q || t.k || t.dq_weight || t.dk_weight) {
+        if (!t.k && (t.dk || t.dk_weight))
+            return bst__error(BST_INVALID, "%s: a gradient of k is wanted, but k is NULL", ROPE_BACKWARD);
+        if (!t.q_weight)
+            return bst__error(BST_INVALID,
+                              "%s: q_weight is NULL; without a norm neither q nor k nor the gradient of a "
+                              "weight is given",
+                              ROPE_BACKWARD);
+        const DLTensor *all[PLACES] = {[Q] = t.q,
+                                       [K] = t.k,
+                                       [COS] = t.cos,
+                                       [SIN] = t.sin,
+                                       [Q_WEIGHT] = t.q_weight,
+                                       [K_WEIGHT] = t.k_weight,
+                                       [DQ_OUT] = t.dq || t.dq_weight ? t.dq_out : NULL,
+                                       [DK_OUT] = t.dk || t.dk_weight ? t.dk_out : NULL,
+                                       [DQ] = t.dq,
+                                       [DK] = t.dk,
+                                       [DQ_WEIGHT] = t.dq_weight,
+                                       [DK_WEIGHT] = t.dk_weight};
+        return bst__run(&backward, exec, all, attributes);
+    }
+    bool k_alone = t.dk && !t.dq; /* it then takes q's places */
+    const DLTensor *all[] = {
+        [Q] = k_alone ? t.dk_out : t.dq_out, [K] = k_alone || !t.dk ? NULL : t.dk_out, [COS] = t.cos, [SIN] = t.sin,
+        [DQ_TURNED] = k_alone ? t.dk : t.dq, [DK_TURNED] = k_alone ? NULL : t.dk};
     bst_view view; /* dq says itself of which type it is */
-    if (dq) BST_TRY(bst__view(backward.name, "dq", BST_FLOATS, dq, &view));
-    bst_attribute attributes[] = {[INTERLEAVED_PAIRS].i = interleaved, [DTYPE].i = dq ? (int64_t)view.dtype : BST_F32};
-    return bst__run(&backward, exec, tensors, attributes);
+    if (all[DQ_TURNED]) {
+        BST_TRY(bst__view(ROPE_BACKWARD, k_alone ? "dk" : "dq", BST_FLOATS, all[DQ_TURNED], &view));
+        attributes[DTYPE].i = view.dtype;
+    }
+    return bst__run(&turned_back, exec, all, attributes);
 }

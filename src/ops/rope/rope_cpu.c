@@ -1,99 +1,187 @@
-/* rope_cpu.c - rotary position embedding on CPU, one token at a time: its cos and sin are read and arranged once, then
- * serve all heads of q and k. */
-#include "ops/rope/rope_cpu.h"
+/* rope_cpu.c - rotary position embedding on CPU, with and without a norm, one token at a time: its cosines and sines
+ * are arranged once, then serve all heads of q and k.
+ *
+ * A head is one float32 tile. Where pairs are neighbours, tiles hold the firsts of all pairs, then the seconds, as
+ * they lie where pairs are halves: all loops run over halves. */
+#include <assert.h>
 
-/* Pairs that are turned at once: all those of a head, in the models we know. */
-enum { PAIRS = 256 };
+#include "ops/rope/rope.h"
 
-/* For the two elements of each pair, what they and their partners are multiplied by:
- * y1 = x1 own1 + x2 across1, y2 = x2 own2 + x1 across2. */
+static_assert((int)ROPE_MOST_DIM <= (int)BST_TILE, "a head is one tile");
+
+/* Whether pairs are neighbours in x (and the weight and their gradients), in y, and in the tables. */
+static bool near_in(const rope_call *a) {
+    if (a->layout != BST_ROPE_INTERLEAVED_TO_HALVES) return a->layout == BST_ROPE_INTERLEAVED;
+    return a->normed || !a->transposed;
+}
+static bool near_out(const rope_call *a) {
+    if (a->layout != BST_ROPE_INTERLEAVED_TO_HALVES) return a->layout == BST_ROPE_INTERLEAVED;
+    return !a->normed && a->transposed;
+}
+static bool near_tables(const rope_call *a) { return a->layout == BST_ROPE_INTERLEAVED && !a->half_tables; }
+
+/* The first `rotary` elements of a tile from neighbours to halves, and back. */
+static void to_halves(float *restrict tile, int64_t rotary) {
+    float run[BST_TILE];
+    memcpy(run, tile, (size_t)rotary * sizeof *run);
+    for (int64_t i = 0; i < rotary / 2; i++) {
+        tile[i] = run[2 * i];
+        tile[rotary / 2 + i] = run[2 * i + 1];
+    }
+}
+
+static void to_neighbours(float *restrict tile, int64_t rotary) {
+    float run[BST_TILE];
+    memcpy(run, tile, (size_t)rotary * sizeof *run);
+    for (int64_t i = 0; i < rotary / 2; i++) {
+        tile[2 * i] = run[i];
+        tile[2 * i + 1] = run[rotary / 2 + i];
+    }
+}
+
+static void load(const rope_call *a, float *tile, const bst_view *v, int64_t at, bool near) {
+    bst_load(tile, bst_at(v->data, at, v->dtype), v->dtype, v->size[v->dims - 1]);
+    if (near) to_halves(tile, a->rotary);
+}
+
+static void store(const rope_call *a, const bst_view *v, int64_t at, float *tile, bool near) {
+    if (near) to_neighbours(tile, a->rotary);
+    bst_store(bst_at(v->data, at, v->dtype), tile, v->dtype, v->size[v->dims - 1]);
+}
+
+static void load_weight(const rope_call *a, float *tile, const rope_heads *h) {
+    load(a, tile, &h->weight, 0, near_in(a));
+    if (a->gemma)
+        for (int64_t i = 0; i < h->weight.size[0]; i++) tile[i] += 1.0f;
+}
+
+/* Where a token is, and what elements and their partners are multiplied by: y = x own + partner across. */
 typedef struct factors {
-    float own1[PAIRS], across1[PAIRS], own2[PAIRS], across2[PAIRS];
+    int64_t batch, position;
+    float own[BST_TILE], across[BST_TILE];
 } factors;
 
-/* Element `first` of a half, for half-split pairs; of both halves' interleaved run else. */
-static void load_pairs(float *restrict one, float *restrict two, const void *in, bst_dtype dtype, int64_t first,
-                       int64_t n, int64_t half, bool interleaved) {
-    if (!interleaved) {
-        bst_load(one, bst_at(in, first, dtype), dtype, n);
-        bst_load(two, bst_at(in, half + first, dtype), dtype, n);
-        return;
-    }
-    float run[2 * PAIRS];
-    bst_load(run, bst_at(in, 2 * first, dtype), dtype, 2 * n);
-    for (int64_t i = 0; i < n; i++) {
-        one[i] = run[2 * i];
-        two[i] = run[2 * i + 1];
+static void load_table(const rope_call *a, float *tile, const bst_view *table, const factors *f) {
+    load(a, tile, table, f->batch * table->stride[0] + f->position * table->stride[1], near_tables(a));
+    if (a->half_tables) memcpy(tile + a->rotary / 2, tile, (size_t)(a->rotary / 2) * sizeof *tile);
+}
+
+static void load_factors(const rope_call *a, factors *f, int64_t token) {
+    int64_t half = a->rotary / 2;
+    float sine[BST_TILE];
+    f->batch = token / a->positions;
+    f->position = token % a->positions;
+    load_table(a, f->own, &a->cos, f);
+    load_table(a, sine, &a->sin, f);
+    for (int64_t i = 0; i < half; i++) {
+        f->across[i] = a->transposed ? sine[half + i] : -sine[i];
+        f->across[half + i] = a->transposed ? -sine[i] : sine[half + i];
     }
 }
 
-static void store_pairs(void *out, const float *restrict one, const float *restrict two, bst_dtype dtype, int64_t first,
-                        int64_t n, int64_t half, bool interleaved) {
-    if (!interleaved) {
-        bst_store(bst_at(out, first, dtype), one, dtype, n);
-        bst_store(bst_at(out, half + first, dtype), two, dtype, n);
-        return;
-    }
-    float run[2 * PAIRS];
-    for (int64_t i = 0; i < n; i++) {
-        run[2 * i] = one[i];
-        run[2 * i + 1] = two[i];
-    }
-    bst_store(bst_at(out, 2 * first, dtype), run, dtype, 2 * n);
+static int64_t start_of(const bst_view *v, const factors *f, int64_t head) {
+    return f->batch * v->stride[0] + head * v->stride[1] + f->position * v->stride[2];
 }
 
-static void load_factors(factors *f, const rope_cpu *a, const void *cos, const void *sin, int64_t first, int64_t n) {
-    int64_t half = a->cos.size[2] / 2;
-    float sin1[PAIRS], sin2[PAIRS];
-    load_pairs(f->own1, f->own2, cos, a->cos.dtype, first, n, half, a->interleaved);
-    load_pairs(sin1, sin2, sin, a->sin.dtype, first, n, half, a->interleaved);
-    for (int64_t i = 0; i < n; i++) {
-        f->across1[i] = a->backward ? sin2[i] : -sin1[i];
-        f->across2[i] = a->backward ? -sin1[i] : sin2[i];
+static void turn(const rope_call *a, float *restrict y, const float *restrict x, const factors *f, int64_t dim) {
+    int64_t half = a->rotary / 2;
+    const float *restrict own = f->own, *restrict across = f->across;
+    for (int64_t i = 0; i < half; i++) {
+        y[i] = x[i] * own[i] + x[half + i] * across[i];
+        y[half + i] = x[half + i] * own[half + i] + x[i] * across[half + i];
     }
+    for (int64_t i = 2 * half; i < dim; i++) y[i] = x[i];
 }
 
-/* The elements behind those that turn. */
-static void copy_rest(void *out, bst_dtype out_type, const void *in, bst_dtype in_type, int64_t begin, int64_t end) {
-    float tile[PAIRS];
-    for (int64_t c = begin; c < end && out != in; c += PAIRS) {
-        int64_t n = end - c < PAIRS ? end - c : PAIRS;
-        bst_load(tile, bst_at(in, c, in_type), in_type, n);
-        bst_store(bst_at(out, c, out_type), tile, out_type, n);
-    }
+static float rstd_of(const rope_call *a, const float *x, int64_t dim) {
+    return (float)(1 / sqrt(bst_sum_of_products(x, x, dim) / (double)dim + (double)a->eps));
 }
 
-static void turn_heads(const rope_cpu *a, const rope_pair *p, const factors *f, int64_t batch, int64_t position,
-                       int64_t first, int64_t n) {
-    int64_t rotary = a->cos.size[2];
-    float x1[PAIRS], x2[PAIRS], y1[PAIRS], y2[PAIRS];
-    for (int64_t head = 0; head < p->in.size[1]; head++) {
-        const int64_t *from = p->in.stride, *to = p->out.stride;
-        const void *in = bst_at(p->in.data, batch * from[0] + head * from[1] + position * from[2], p->in.dtype);
-        void *out = bst_at(p->out.data, batch * to[0] + head * to[1] + position * to[2], p->out.dtype);
-        load_pairs(x1, x2, in, p->in.dtype, first, n, rotary / 2, a->interleaved);
-        for (int64_t i = 0; i < n; i++) {
-            y1[i] = x1[i] * f->own1[i] + x2[i] * f->across1[i];
-            y2[i] = x2[i] * f->own2[i] + x1[i] * f->across2[i];
+static void turn_heads(const rope_call *a, const rope_heads *h, const float *restrict w, const factors *f) {
+    int64_t dim = h->x.size[3];
+    float x[BST_TILE], y[BST_TILE];
+    for (int64_t head = 0; head < h->x.size[1]; head++) {
+        load(a, x, &h->x, start_of(&h->x, f, head), near_in(a));
+        if (a->normed) {
+            float rstd = rstd_of(a, x, dim);
+            for (int64_t i = 0; i < dim; i++) x[i] = x[i] * rstd * w[i];
         }
-        store_pairs(out, y1, y2, p->out.dtype, first, n, rotary / 2, a->interleaved);
-        if (first == 0) copy_rest(out, p->out.dtype, in, p->in.dtype, rotary, p->in.size[3]);
+        turn(a, y, x, f, dim);
+        store(a, &h->y, start_of(&h->y, f, head), y, near_out(a));
     }
 }
 
 void BST_CPU(bst__rope_cpu)(void *context, int64_t begin, int64_t end) {
-    const rope_cpu *a = context;
-    int64_t half = a->cos.size[2] / 2;
+    const rope_call *a = context;
     factors f;
+    float w[2][BST_TILE];
+    for (int i = 0; i < 2; i++)
+        if (a->of[i].weight.data) load_weight(a, w[i], &a->of[i]);
     for (int64_t token = begin; token < end; token++) {
-        int64_t batch = token / a->positions, position = token % a->positions;
-        const void *cos = bst_at(a->cos.data, batch * a->cos.stride[0] + position * a->cos.stride[1], a->cos.dtype);
-        const void *sin = bst_at(a->sin.data, batch * a->sin.stride[0] + position * a->sin.stride[1], a->sin.dtype);
-        for (int64_t first = 0; first < half; first += PAIRS) {
-            int64_t n = half - first < PAIRS ? half - first : PAIRS;
-            load_factors(&f, a, cos, sin, first, n);
-            for (int i = 0; i < 2; i++)
-                if (a->pair[i].in.data) turn_heads(a, &a->pair[i], &f, batch, position, first, n);
+        load_factors(a, &f, token);
+        for (int i = 0; i < 2; i++)
+            if (a->of[i].x.data) turn_heads(a, &a->of[i], w[i], &f);
+    }
+}
+
+/* ---- the backward pass with a norm ------------------------------------------------------------------------------- */
+
+/* With z = n w, n = x rstd: dz is dy turned back, m = dz w, dx = rstd (m - n mean(m n)), dweight = sum of dz n. */
+static void backward_heads(const rope_call *a, const rope_heads *h, const float *restrict w, const factors *f,
+                           float *restrict dweight) {
+    int64_t dim = h->x.size[3];
+    float n[BST_TILE], dy[BST_TILE], dz[BST_TILE];
+    for (int64_t head = 0; head < h->x.size[1]; head++) {
+        load(a, dy, &h->y, start_of(&h->y, f, head), near_out(a));
+        turn(a, dz, dy, f, dim);
+        load(a, n, &h->x, start_of(&h->x, f, head), near_in(a));
+        float rstd = rstd_of(a, n, dim);
+        for (int64_t i = 0; i < dim; i++) n[i] *= rstd;
+        if (dweight)
+            for (int64_t i = 0; i < dim; i++) dweight[i] += dz[i] * n[i];
+        if (!h->dx.data) continue;
+        for (int64_t i = 0; i < dim; i++) dz[i] *= w[i];
+        float mean = (float)(bst_sum_of_products(dz, n, dim) / (double)dim);
+        for (int64_t i = 0; i < dim; i++) dz[i] = rstd * (dz[i] - n[i] * mean);
+        store(a, &h->dx, start_of(&h->dx, f, head), dz, near_in(a));
+    }
+}
+
+void BST_CPU(bst__rope_norm_backward_cpu)(void *context, int64_t begin, int64_t end) {
+    const rope_call *a = context;
+    int64_t dim = a->of[0].x.size[3];
+    factors f;
+    float w[2][BST_TILE];
+    for (int i = 0; i < 2; i++)
+        if (a->of[i].y.data) load_weight(a, w[i], &a->of[i]);
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        float *partial = a->partial ? a->partial + chunk * 2 * dim : NULL;
+        if (partial) memset(partial, 0, (size_t)(2 * dim) * sizeof *partial);
+        int64_t last = a->tokens * (chunk + 1) / a->chunks;
+        for (int64_t token = a->tokens * chunk / a->chunks; token < last; token++) {
+            load_factors(a, &f, token);
+            for (int i = 0; i < 2; i++) {
+                const rope_heads *h = &a->of[i];
+                float *dweight = h->dweight.data ? partial + i * dim : NULL;
+                if (h->y.data) backward_heads(a, h, w[i], &f, dweight);
+            }
         }
+    }
+}
+
+void BST_CPU(bst__rope_norm_dweight_cpu)(void *context, int64_t begin, int64_t end) {
+    const rope_call *a = context;
+    int64_t dim = a->of[0].x.size[3];
+    double sum[BST_TILE];
+    float rounded[BST_TILE];
+    for (int64_t which = begin; which < end; which++) {
+        if (!a->of[which].dweight.data) continue;
+        memset(sum, 0, sizeof sum);
+        for (int64_t chunk = 0; chunk < a->chunks; chunk++) {
+            const float *part = a->partial + (chunk * 2 + which) * dim;
+            for (int64_t i = 0; i < dim; i++) sum[i] += (double)part[i];
+        }
+        for (int64_t i = 0; i < dim; i++) rounded[i] = (float)sum[i];
+        store(a, &a->of[which].dweight, 0, rounded, near_in(a));
     }
 }

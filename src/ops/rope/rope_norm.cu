@@ -1,28 +1,26 @@
-/* qk_norm_rope.cu - RMSNorm over each head of q and of k, then the rotary embedding, in one pass; and its gradients.
+/* rope_norm.cu - RMSNorm over each head of q and of k, then the rotary embedding, in one pass; and its gradients.
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k, W_TYPE, TABLE_TYPE,
- * OUT_TYPE (codes of dtype.h); INTERLEAVED; GEMMA: the factor is 1 + weight; VEC elements of an access and
- * PIECES of a thread (rotary.cuh); GROUP threads of a head, a power of two, at least LANES; THREADS of a block;
- * forward: EACH, the heads of a group; backward: WANTS (bits of qk_norm_rope_args.h), BLOCKS that a multiprocessor
- * holds.
+ * OUT_TYPE (codes of dtype.h); LAYOUT, HALF_TABLES, VEC elements of an access and PIECES of a thread
+ * (rope_pieces.cuh); GEMMA: the factor is 1 + weight; GROUP threads of a head, a power of two, at least LANES;
+ * THREADS of a block; forward: EACH, the heads of a group; backward: WANTS (bits of rope_args.h), BLOCKS that a
+ * multiprocessor holds.
  *
- * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, QK_EACH heads
- * of q or of k, is a slot of the token; its weight, cosines and sines are read once for these.
+ * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, SLOT_HEADS
+ * heads of q or of k, is a slot of the token; its weight, cosines and sines are read once for these.
  *
- * forward   one slot a group; all its reads are under way at once. Bytes: q and k read and written, once each; the
+ * forward   one slot a group; all its reads are in flight at once. Bytes: q and k read and written, once each; the
  *           tables once (batch rows that share them find them in the L2).
  * backward  persistent: a group keeps to one slot, goes from token to token, and has its share of that weight's
- *           gradient in float32 registers. Each head has its place in shared memory, which is filled with that head of
- *           the next token as soon as it has been read. A block writes one partial row at its end. Bytes: q, k, dq_out
- *           and dk_out read, dq and dk written; blocks * DIM * 8 written and read back by qk_norm_rope_dweight, within
- *           the L2.
+ *           gradient in float32 registers. Each head has its place in shared memory, which is filled with that head
+ *           of the next token as soon as it has been read. A block writes one partial row at its end. Bytes: q, k,
+ *           dq_out and dk_out read, dq and dk written; blocks * DIM * 8 written and read back by rope_norm_dweight,
+ *           within the L2.
  * Measured on an H200, bf16, 16384 tokens of 32 + 8 heads of 128: forward 85 us (0.93 of the copy bandwidth), backward
  *           131 us (0.90) and 3 us of the sum that no other kernel hides.
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
-#include "pack.cuh"
-#include "qk_norm_rope_args.h"
 #include "reduce.cuh"
-#include "rotary.cuh"
+#include "rope_pieces.cuh"
 
 #define GROUPS (THREADS / GROUP)
 #define HELD   (PIECES * VEC) /* elements of a thread: the left piece's, then the right one's */
@@ -31,21 +29,21 @@
 #define PARTNER(j)      (WHOLE_PAIRS ? (j) ^ 1 : (j) ^ VEC)
 #define FIRST(j)        (PIECES == 1 ? p.first : WHOLE_PAIRS ? (j) % 2 == 0 : (j) < VEC)
 
-#define SLOTS_OF(heads) (((heads) + QK_EACH - 1) / QK_EACH)
+#define SLOTS_OF(heads) (((heads) + SLOT_HEADS - 1) / SLOT_HEADS)
 #ifdef FORWARD
-#define QK_EACH EACH
-#define Q_SLOTS SLOTS_OF(Q_HEADS)
-#define K_SLOTS SLOTS_OF(K_HEADS)
+#define SLOT_HEADS EACH
+#define Q_SLOTS    SLOTS_OF(Q_HEADS)
+#define K_SLOTS    SLOTS_OF(K_HEADS)
 #else
-#define QK_EACH QK_BACKWARD_EACH(PIECES)
-#define Q_SLOTS (WANTS & (QK_DX | QK_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
-#define K_SLOTS (WANTS >> QK_OF_K ? SLOTS_OF(K_HEADS) : 0)
+#define SLOT_HEADS ROPE_BACKWARD_EACH(PIECES)
+#define Q_SLOTS    (WANTS & (ROPE_DX | ROPE_DWEIGHT) ? SLOTS_OF(Q_HEADS) : 0)
+#define K_SLOTS    (WANTS >> ROPE_OF_K ? SLOTS_OF(K_HEADS) : 0)
 #endif
 #define SLOTS (Q_SLOTS + K_SLOTS)
-#define EVEN  (Q_HEADS % QK_EACH == 0 && K_HEADS % QK_EACH == 0) /* every slot has QK_EACH heads */
+#define EVEN  (Q_HEADS % SLOT_HEADS == 0 && K_HEADS % SLOT_HEADS == 0) /* every slot has SLOT_HEADS heads */
 
 #ifndef REDUCE
-/* A slot: up to QK_EACH heads of q or of k, from `first` on. */
+/* A slot: up to SLOT_HEADS heads of q or of k, from `first` on. */
 typedef struct slot_heads {
     int first, count;
     bool of_q;
@@ -54,29 +52,35 @@ typedef struct slot_heads {
 BST_DEVICE slot_heads slot_at(int slot) {
     slot_heads s;
     s.of_q = slot < Q_SLOTS;
-    s.first = (s.of_q ? slot : slot - Q_SLOTS) * QK_EACH;
+    s.first = (s.of_q ? slot : slot - Q_SLOTS) * SLOT_HEADS;
     const int rest = (s.of_q ? Q_HEADS : K_HEADS) - s.first;
-    s.count = rest < QK_EACH ? rest : QK_EACH;
+    s.count = rest < SLOT_HEADS ? rest : SLOT_HEADS;
     return s;
 }
 
-/* The pieces of a vector or a table; zeros where this thread has none. */
-BST_DEVICE void load_pieces(float *out, const void *base, int64_t start, int type, bst_pieces p) {
+/* The pieces of a weight, or of a table; zeros where this thread has none. */
+BST_DEVICE void load_pieces(float *out, const void *base, int64_t start, bool of_table, bst_pieces p) {
     BST_UNROLL
     for (int j = 0; j < HELD; j++) out[j] = 0;
-    if (p.has_left) bst_load(out, base, start + p.left, type, VEC);
-    if (p.has_right) bst_load(out + VEC, base, start + p.right, type, VEC);
-}
-
-/* The same of the partners: what a vector or a table has at theirs. */
-BST_DEVICE void load_partners(float *out, const void *base, int64_t start, int type, bst_pieces p) {
-    float own[HELD];
-    if (PIECES == 1) {
-        p.left = p.right;
-        load_pieces(out, base, start, type, p);
+    if (of_table) {
+        if (p.has_left) bst_load_table(out, base, start, p.left);
+        if (p.has_right) bst_load_table(out + VEC, base, start, p.right);
         return;
     }
-    load_pieces(own, base, start, type, p);
+    if (p.has_left) bst_load(out, base, start + p.near_left, W_TYPE, VEC);
+    if (p.has_right) bst_load(out + VEC, base, start + p.near_right, W_TYPE, VEC);
+    bst_gather(out, out + VEC, p);
+}
+
+/* The same of the partners: what a weight or a table has at theirs. */
+BST_DEVICE void load_partners(float *out, const void *base, int64_t start, bool of_table, bst_pieces p) {
+    float own[HELD];
+    if (PIECES == 1) {
+        p.left = p.near_left = p.right;
+        load_pieces(out, base, start, of_table, p);
+        return;
+    }
+    load_pieces(own, base, start, of_table, p);
     BST_UNROLL
     for (int j = 0; j < HELD; j++) out[j] = own[PARTNER(j) % HELD];
 }
@@ -88,11 +92,11 @@ BST_DEVICE void as_factor(float *w) {
         if (GEMMA) w[j] += 1.0f;
 }
 
-BST_DEVICE int64_t cos_of(const qk_norm_rope_tables *t, int64_t batch, int64_t position) {
+BST_DEVICE int64_t cos_of(const rope_tables *t, int64_t batch, int64_t position) {
     return batch * t->cos_batch + position * t->cos_position;
 }
 
-BST_DEVICE int64_t sin_of(const qk_norm_rope_tables *t, int64_t batch, int64_t position) {
+BST_DEVICE int64_t sin_of(const rope_tables *t, int64_t batch, int64_t position) {
     return batch * t->sin_batch + position * t->sin_position;
 }
 
@@ -139,39 +143,39 @@ BST_DEVICE void unpack_pieces(float *out, const bst_raw *raw, int type) {
 #endif
 
 #ifdef FORWARD
-BST_KERNEL(qk_norm_rope_forward, qk_norm_rope_forward_args, THREADS, 1) {
+BST_KERNEL(rope_norm_forward, rope_norm_forward_args, THREADS, 1) {
     BST_SHARED(float, scratch, 64);
     const int lane = (int)bst_thread() % GROUP;
     const uint32_t group = bst_block() * GROUPS + bst_thread() / GROUP;
-    /* Groups with nothing to do read what others read: accesses that depend on nothing are all under way at once. */
+    /* Groups with nothing to do read what others read: accesses that depend on nothing are all in flight at once. */
     const bool live = group / SLOTS < a.tables.tokens;
     const uint32_t token = live ? group / SLOTS : 0;
     const slot_heads s = slot_at((int)(group % SLOTS));
-    const qk_norm_rope_forward_heads h = s.of_q ? a.q : a.k;
+    const rope_norm_forward_heads h = s.of_q ? a.q : a.k;
     const bst_pieces p = bst_pieces_of(lane);
     const bst_token_place at_token = bst_place_of_token(token, a.tables.tokens, a.tables.positions);
     const int64_t batch = at_token.batch, position = at_token.position;
     const int64_t x = bst_token_start(h.x_map, batch, position) + s.first * h.x_map.head;
     const int64_t y = bst_token_start(h.y_map, batch, position) + s.first * h.y_map.head;
-    bst_raw raw[QK_EACH][PIECES];
+    bst_raw raw[SLOT_HEADS][PIECES];
     float own[HELD], across[HELD];
     bst_wait_for_previous();
     BST_UNROLL
-    for (int i = 0; i < QK_EACH; i++) {
+    for (int i = 0; i < SLOT_HEADS; i++) {
         const int head = EVEN || i < s.count ? i : 0;
-        read_pieces(raw[i], h.x, x + head * h.x_map.head, IN_TYPE, true, p);
+        read_pieces(raw[i], h.x, x + head * h.x_map.head, IN_TYPE, true, bst_nearby(p));
     }
     {
         float w[HELD], w_across[HELD], sine[HELD];
-        load_pieces(w, h.weight, 0, W_TYPE, p);
-        load_partners(w_across, h.weight, 0, W_TYPE, p);
+        load_pieces(w, h.weight, 0, false, p);
+        load_partners(w_across, h.weight, 0, false, p);
         as_factor(w);
         as_factor(w_across);
         BST_UNROLL
         for (int j = 0; j < HELD; j++) own[j] = 1, sine[j] = 0; /* of what does not turn */
         if (p.turning) {
-            load_pieces(own, a.tables.cos, cos_of(&a.tables, batch, position), TABLE_TYPE, p);
-            load_pieces(sine, a.tables.sin, sin_of(&a.tables, batch, position), TABLE_TYPE, p);
+            load_pieces(own, a.tables.cos, cos_of(&a.tables, batch, position), true, p);
+            load_pieces(sine, a.tables.sin, sin_of(&a.tables, batch, position), true, p);
         }
         BST_UNROLL
         for (int j = 0; j < HELD; j++) {
@@ -180,9 +184,10 @@ BST_KERNEL(qk_norm_rope_forward, qk_norm_rope_forward_args, THREADS, 1) {
         }
     }
     BST_UNROLL
-    for (int i = 0; i < QK_EACH; i++) {
+    for (int i = 0; i < SLOT_HEADS; i++) {
         float v[HELD], other[HELD];
         unpack_pieces(v, raw[i], IN_TYPE);
+        bst_gather(v, v + VEC, p);
         const float rstd = rstd_of(v, a.eps, scratch + i % 2 * 32);
         BST_UNROLL
         for (int j = 0; j < HELD; j++) v[j] *= rstd;
@@ -203,12 +208,12 @@ typedef struct slot_source {
     bool live;
 } slot_source;
 
-BST_DEVICE slot_source source_of(const qk_norm_rope_backward_args *a, slot_heads s, uint32_t token) {
+BST_DEVICE slot_source source_of(const rope_norm_backward_args *a, slot_heads s, uint32_t token) {
     slot_source from = {a->q.x, a->q.dy, token < a->tables.tokens};
     if (!from.live) return from;
     const bst_token_place at_token = bst_place_of_token(token, a->tables.tokens, a->tables.positions);
     const int64_t batch = at_token.batch, position = at_token.position;
-    const qk_norm_rope_backward_heads *q = &a->q, *k = &a->k;
+    const rope_norm_backward_heads *q = &a->q, *k = &a->k;
     from.x = s.of_q ? bst_at(q->x, bst_token_start(q->x_map, batch, position) + s.first * q->x_map.head, IN_TYPE)
                     : bst_at(k->x, bst_token_start(k->x_map, batch, position) + s.first * k->x_map.head, IN_TYPE);
     from.dy = s.of_q ? bst_at(q->dy, bst_token_start(q->dy_map, batch, position) + s.first * q->dy_map.head, OUT_TYPE)
@@ -225,11 +230,11 @@ BST_DEVICE unsigned char *place(unsigned char *ring, int i, int input, int piece
 
 BST_DEVICE void fetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
     if (wanted && p.has_left) {
-        bst_copy_async16(place(ring, i, 0, 0), bst_at(from->x, p.left, IN_TYPE));
+        bst_copy_async16(place(ring, i, 0, 0), bst_at(from->x, p.near_left, IN_TYPE));
         bst_copy_async16(place(ring, i, 1, 0), bst_at(from->dy, p.left, OUT_TYPE));
     }
     if (wanted && p.has_right) {
-        bst_copy_async16(place(ring, i, 0, PIECES - 1), bst_at(from->x, p.right, IN_TYPE));
+        bst_copy_async16(place(ring, i, 0, PIECES - 1), bst_at(from->x, p.near_right, IN_TYPE));
         bst_copy_async16(place(ring, i, 1, PIECES - 1), bst_at(from->dy, p.right, OUT_TYPE));
     }
     bst_copy_async_commit();
@@ -237,13 +242,14 @@ BST_DEVICE void fetch(unsigned char *ring, int i, const slot_source *from, bool 
 #endif
 
 /* Adds up the groups of the block, kind by kind, into its row of the partial sums. */
-BST_DEVICE void store_partial(float *out, float *sums, const float *dw, bst_pieces p) {
+BST_DEVICE void store_partial(float *out, float *sums, float *dw, bst_pieces p) {
     float *mine = sums + (int)bst_thread() / GROUP * DIM;
+    bst_scatter(dw, dw + VEC, p);
     bst_sync(); /* of `sums`, others may still read what came before */
     BST_UNROLL
     for (int j = 0; j < VEC; j++) {
-        if (p.has_left) mine[p.left + j] = dw[j];
-        if (p.has_right) mine[p.right + j] = dw[VEC + j];
+        if (p.has_left) mine[p.near_left + j] = dw[j];
+        if (p.has_right) mine[p.near_right + j] = dw[VEC + j];
     }
     bst_sync();
     for (int c = (int)bst_thread(); c < 2 * DIM; c += THREADS) {
@@ -257,14 +263,14 @@ BST_DEVICE void store_partial(float *out, float *sums, const float *dw, bst_piec
 }
 
 /* With z = n w, n = x rstd: dz is dy turned back, m = dz w, dx = rstd (m - n mean(m n)), dweight = sum of dz n. */
-BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
+BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
     BST_SHARED(float, scratch, 64);
     BST_DYNAMIC_SHARED(memory);
     const int lane = (int)bst_thread() % GROUP;
     const uint32_t group = bst_block() * GROUPS + bst_thread() / GROUP, step = bst_blocks() * GROUPS / SLOTS;
     const slot_heads s = slot_at((int)(group % SLOTS));
     const bst_pieces p = bst_pieces_of(lane);
-    const bool dx_wanted = s.of_q ? WANTS & QK_DX : WANTS >> QK_OF_K & QK_DX;
+    const bool dx_wanted = s.of_q ? WANTS & ROPE_DX : WANTS >> ROPE_OF_K & ROPE_DX;
     const void *weight = s.of_q ? a.q.weight : a.k.weight;
     const int64_t x_head = s.of_q ? a.q.x_map.head : a.k.x_map.head;
     const int64_t dy_head = s.of_q ? a.q.dy_map.head : a.k.dy_map.head;
@@ -277,7 +283,7 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
     uint32_t token = group / SLOTS < step ? group / SLOTS : a.tables.tokens;
 #if RING
     slot_source first = source_of(&a, s, token);
-    for (int i = 0; i < QK_EACH; i++) {
+    for (int i = 0; i < SLOT_HEADS; i++) {
         fetch(memory, i, &first, first.live && i < s.count, p);
         first.x = bst_at(first.x, x_head, IN_TYPE);
         first.dy = bst_at(first.dy, dy_head, OUT_TYPE);
@@ -293,19 +299,19 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
         BST_UNROLL
         for (int j = 0; j < HELD; j++) c[j] = 1, back[j] = 0; /* of what does not turn */
         if (live && p.turning) {
-            load_pieces(c, a.tables.cos, cos_of(&a.tables, batch, position), TABLE_TYPE, p);
-            load_partners(back, a.tables.sin, sin_of(&a.tables, batch, position), TABLE_TYPE, p);
+            load_pieces(c, a.tables.cos, cos_of(&a.tables, batch, position), true, p);
+            load_partners(back, a.tables.sin, sin_of(&a.tables, batch, position), true, p);
         }
         BST_UNROLL
         for (int j = 0; j < HELD; j++) back[j] = FIRST(j) ? back[j] : -back[j];
         BST_ROLLED
-        for (int i = 0; i < QK_EACH; i++) {
+        for (int i = 0; i < SLOT_HEADS; i++) {
             const bool wanted = live && i < s.count;
             const bst_raw none = {{0, 0, 0, 0}};
             bst_raw raw_x[PIECES], raw_dy[PIECES];
             float n[HELD], m[HELD], w[HELD], other[HELD];
 #if RING
-            bst_copy_async_wait(QK_EACH - 1);
+            bst_copy_async_wait(SLOT_HEADS - 1);
             BST_UNROLL
             for (int piece = 0; piece < PIECES; piece++) {
                 const bool mine = wanted && (piece ? p.has_right : p.has_left);
@@ -314,48 +320,51 @@ BST_KERNEL(qk_norm_rope_backward, qk_norm_rope_backward_args, THREADS, BLOCKS) {
             }
             fetch(memory, i, &from, from.live && i < s.count, p);
 #else
-            read_pieces(raw_x, from.x, 0, IN_TYPE, wanted, p);
+            read_pieces(raw_x, from.x, 0, IN_TYPE, wanted, bst_nearby(p));
             read_pieces(raw_dy, from.dy, 0, OUT_TYPE, wanted, p);
 #endif
             from.x = bst_at(from.x, x_head, IN_TYPE);
             from.dy = bst_at(from.dy, dy_head, OUT_TYPE);
-            load_pieces(w, weight, 0, W_TYPE, p);
+            load_pieces(w, weight, 0, false, p);
             as_factor(w);
             unpack_pieces(n, raw_x, IN_TYPE);
+            bst_gather(n, n + VEC, p);
             const float rstd = rstd_of(n, a.eps, scratch);
             unpack_pieces(m, raw_dy, OUT_TYPE);
             partners_of(other, m, raw_dy, OUT_TYPE, 1.0f);
             turn(m, other, c, back, p);
             unpack_pieces(n, raw_x, IN_TYPE);
+            bst_gather(n, n + VEC, p);
             float projection = 0;
             BST_UNROLL
             for (int j = 0; j < HELD; j++) {
                 n[j] *= rstd;
-                if (WANTS & (QK_DWEIGHT | QK_DWEIGHT << QK_OF_K)) dw[j] = bst_fma(m[j], n[j], dw[j]);
+                if (WANTS & (ROPE_DWEIGHT | ROPE_DWEIGHT << ROPE_OF_K)) dw[j] = bst_fma(m[j], n[j], dw[j]);
                 m[j] *= w[j];
                 projection = bst_fma(m[j], n[j], projection);
             }
-            if (!(WANTS & (QK_DX | QK_DX << QK_OF_K))) continue;
+            if (!(WANTS & (ROPE_DX | ROPE_DX << ROPE_OF_K))) continue;
             projection = bst_group_sum(projection, GROUP, scratch + 32) * (1.0f / DIM);
             BST_UNROLL
             for (int j = 0; j < HELD; j++) m[j] = rstd * bst_fma(-projection, n[j], m[j]);
             if (!dx_wanted || !wanted) continue;
-            const qk_norm_rope_backward_heads *q = &a.q, *k = &a.k;
+            bst_scatter(m, m + VEC, p);
+            const rope_norm_backward_heads *q = &a.q, *k = &a.k;
             const int head = s.first + i;
             const int64_t at = s.of_q ? bst_token_start(q->dx_map, batch, position) + head * q->dx_map.head
                                       : bst_token_start(k->dx_map, batch, position) + head * k->dx_map.head;
-            store_pieces(s.of_q ? q->dx : k->dx, at, m, IN_TYPE, p);
+            store_pieces(s.of_q ? q->dx : k->dx, at, m, IN_TYPE, bst_nearby(p));
         }
         token = next;
     }
-    if (WANTS & (QK_DWEIGHT | QK_DWEIGHT << QK_OF_K))
+    if (WANTS & (ROPE_DWEIGHT | ROPE_DWEIGHT << ROPE_OF_K))
         store_partial(a.partial + (int64_t)bst_block() * 2 * DIM, (float *)memory, dw, p);
 }
 #endif
 
 #ifdef REDUCE
 /* Each weight's gradient is the sum of its columns of the partial rows. A block takes 32 columns. */
-BST_KERNEL(qk_norm_rope_dweight, qk_norm_rope_dweight_args, 1024, 1) {
+BST_KERNEL(rope_norm_dweight, rope_norm_dweight_args, 1024, 1) {
     BST_SHARED(float, scratch, 32 * 33);
     const int first = (int)bst_block() * 32, column = first + (int)bst_thread() / 32;
     bst_wait_for_previous();

@@ -1,11 +1,12 @@
-/* test_qk_norm_rope.c - QK-norm and rotary embedding through the C API: values and gradients on slices of a fused
+/* test_rope_norm.c - QK-norm and rotary embedding through the C API: values and gradients on slices of a fused
  * projection, errors, its kernels on every chip. */
 #include <math.h>
 
 #include "chips.h"
+#include "rope_calls.h"
 
-/* A projection [B, S, Q + K + V heads, D]. R < D: a part of each head does not turn. Q and K: a slot of four heads, one
- * that is not full, and one of k. */
+/* A projection [B, S, Q + K + V heads, D]. R < D: a part of each head does not turn. Q and K: a slot of four heads,
+ * one that is not full, and one of k. */
 enum { B = 2, S = 3, Q = 5, K = 2, V = 1, D = 12, R = 8, HEADS = Q + K, ALL = (Q + K + V) * D };
 static const double eps = 1e-3; /* so large that leaving it out would show */
 
@@ -31,35 +32,40 @@ static void inputs(void) {
     memset(dweights, 0xff, sizeof dweights);
 }
 
-static int partner_of(int i, int interleaved) { return interleaved ? i ^ 1 : (i + R / 2) % R; }
-static int is_first(int i, int interleaved) { return interleaved ? i % 2 == 0 : i < R / 2; }
-
 /* One head in double: the result, and the gradients for `dy`. */
 static void exact_head(const float *x, const float *w, const float *c, const float *s, const float *dy, int gemma,
-                       int interleaved, double *y, double *dx_out, double *dw) {
+                       int layout, double *y, double *dx_out, double *dw) {
     double squares = 0, mean = 0, r, z[D], dz[D];
     for (int i = 0; i < D; i++) squares += (double)x[i] * x[i];
     r = 1 / sqrt(squares / D + eps);
     for (int i = 0; i < D; i++) z[i] = x[i] * r * (gemma + (double)w[i]);
+    for (int i = R; i < D; i++) y[i] = z[i], dz[i] = dy[i];
+    for (int i = 0; i < R / 2; i++) {
+        rope_pair p = rope_pair_at(i, R / 2, layout);
+        double z1 = z[p.x[0]], z2 = z[p.x[1]], dy1 = dy[p.y[0]], dy2 = dy[p.y[1]];
+        double c1 = c[p.table[0]], c2 = c[p.table[1]], s1 = s[p.table[0]], s2 = s[p.table[1]];
+        y[p.y[0]] = z1 * c1 - z2 * s1;
+        y[p.y[1]] = z2 * c2 + z1 * s2;
+        dz[p.x[0]] = dy1 * c1 + dy2 * s2;
+        dz[p.x[1]] = dy2 * c2 - dy1 * s1;
+    }
     for (int i = 0; i < D; i++) {
-        int p = i < R ? partner_of(i, interleaved) : i, first = is_first(i, interleaved);
-        y[i] = i < R ? z[i] * c[i] + (first ? -1 : 1) * z[p] * s[i] : z[i];
-        dz[i] = i < R ? (double)dy[i] * c[i] + (first ? 1 : -1) * (double)dy[p] * s[p] : dy[i];
         dw[i] = dz[i] * x[i] * r;
         mean += dz[i] * (gemma + (double)w[i]) * x[i] * r / D;
     }
     for (int i = 0; i < D; i++) dx_out[i] = r * (dz[i] * (gemma + (double)w[i]) - x[i] * r * mean);
 }
 
-static void check_all(int table_batches, int gemma, int interleaved, int kv_heads) {
+static void check_all(int table_batches, int gemma, int layout, int kv_heads) {
+    int width = layout & HALF_TABLES ? R / 2 : R;
     double dw_exact[2][D] = {{0}};
     for (int b = 0; b < B; b++) {
         for (int t = 0; t < S; t++) {
             for (int head = 0; head < Q + kv_heads; head++) {
                 double y[D], d[D], dw[D];
-                int which = head >= Q, table = table_batches == 1 ? 0 : b, at = head * D;
-                exact_head(&projection[b][t][at], weights[which], cosines[table][t], sines[table][t],
-                           &upstream[b][t][at], gemma, interleaved, y, d, dw);
+                int which = head >= Q, at = head * D, row = ((table_batches == 1 ? 0 : b) * S + t) * width;
+                exact_head(&projection[b][t][at], weights[which], &cosines[0][0][0] + row, &sines[0][0][0] + row,
+                           &upstream[b][t][at], gemma, layout, y, d, dw);
                 for (int i = 0; i < D; i++) {
                     CHECK_CLOSE(out[b][t][at + i], y[i], 2e-6);
                     CHECK_CLOSE(dx[b][t][at + i], d[i], 5e-6);
@@ -74,12 +80,14 @@ static void check_all(int table_batches, int gemma, int interleaved, int kv_head
         for (int i = 0; i < D; i++) CHECK_CLOSE(dweights[which][i], dw_exact[which][i], 1e-5);
 }
 
-/* Both layouts of pairs, both factors, tables for each batch row and for all, with k and without. */
+/* All layouts of pairs, tables of both widths, both factors, tables for each batch row and for all, with k and
+ * without. */
 TEST(values_and_gradients) {
-    for (int which = 0; which < 16; which++) {
-        int interleaved = which & 1, gemma = which >> 1 & 1, batches = which & 4 ? B : 1, kv_heads = which & 8 ? K : 0;
+    for (int which = 0; which < 48; which++) {
+        int layout = which / 8 % 3 + (which / 24 ? HALF_TABLES : 0), gemma = which & 1, batches = which & 2 ? B : 1;
+        int kv_heads = which & 4 ? K : 0;
         bst_casting casting = gemma ? BST_CASTING_GEMMA : BST_CASTING_LLAMA;
-        int64_t table_sizes[] = {batches, S, R};
+        int64_t table_sizes[] = {batches, S, layout & HALF_TABLES ? R / 2 : R};
         inputs();
         DLTensor q = heads(projection, q_shape, fused), k = heads(&projection[0][0][Q * D], k_shape, fused);
         DLTensor qo = heads(out, q_shape, packed), ko = heads(&out[0][0][Q * D], k_shape, packed);
@@ -89,10 +97,10 @@ TEST(values_and_gradients) {
         DLTensor dqw = bst_f32(dweights[0], 1, dim), dkw = bst_f32(dweights[1], 1, dim);
         DLTensor c = bst_f32(cosines, 3, table_sizes), s = bst_f32(sines, 3, table_sizes);
         DLTensor *pk = kv_heads ? &k : NULL, *pkw = kv_heads ? &kw : NULL, *pko = kv_heads ? &ko : NULL;
-        CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, pk, &qw, pkw, &c, &s, eps, casting, interleaved, &qo, pko));
-        CHECK_OK(bst_qk_norm_rope_backward(NULL, &dqo, kv_heads ? &dko : NULL, &q, pk, &qw, pkw, &c, &s, eps, casting,
-                                           interleaved, &dq, kv_heads ? &dk : NULL, &dqw, kv_heads ? &dkw : NULL));
-        check_all(batches, gemma, interleaved, kv_heads);
+        CHECK_OK(normed_forward(NULL, &q, pk, &qw, pkw, &c, &s, eps, casting, layout, &qo, pko));
+        CHECK_OK(normed_backward(NULL, &dqo, kv_heads ? &dko : NULL, &q, pk, &qw, pkw, &c, &s, eps, casting, layout,
+                                 &dq, kv_heads ? &dk : NULL, &dqw, kv_heads ? &dkw : NULL));
+        check_all(batches, gemma, layout, kv_heads);
     }
 }
 
@@ -108,10 +116,10 @@ TEST(each_gradient_alone) {
         DLTensor qw = bst_f32(weights[0], 1, dim), kw = bst_f32(weights[1], 1, dim);
         DLTensor dqw = bst_f32(dweights[0], 1, dim), dkw = bst_f32(dweights[1], 1, dim);
         DLTensor c = bst_f32(cosines, 3, table_shape), s = bst_f32(sines, 3, table_shape);
-        CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, &k, &qw, &kw, &c, &s, eps, BST_CASTING_NONE, 0, &qo, &ko));
-        CHECK_OK(bst_qk_norm_rope_backward(NULL, wants & 5 ? &dqo : NULL, wants & 10 ? &dko : NULL, &q, &k, &qw, &kw,
-                                           &c, &s, eps, BST_CASTING_NONE, 0, wants & 1 ? &dq : NULL,
-                                           wants & 2 ? &dk : NULL, wants & 4 ? &dqw : NULL, wants & 8 ? &dkw : NULL));
+        CHECK_OK(normed_forward(NULL, &q, &k, &qw, &kw, &c, &s, eps, BST_CASTING_NONE, 0, &qo, &ko));
+        CHECK_OK(normed_backward(NULL, wants & 5 ? &dqo : NULL, wants & 10 ? &dko : NULL, &q, &k, &qw, &kw, &c, &s, eps,
+                                 BST_CASTING_NONE, 0, wants & 1 ? &dq : NULL, wants & 2 ? &dk : NULL,
+                                 wants & 4 ? &dqw : NULL, wants & 8 ? &dkw : NULL));
         if (wants == 15) {
             memcpy(all, dx, sizeof all);
             memcpy(all_weights, dweights, sizeof all_weights);
@@ -133,9 +141,8 @@ TEST(no_tokens_give_zero_weight_gradients) {
     inputs();
     DLTensor q = heads(NULL, none, NULL), k = heads(NULL, k_none, NULL), c = bst_f32(NULL, 3, no_table);
     DLTensor qw = bst_f32(weights[0], 1, dim), dqw = bst_f32(dweights[0], 1, dim), dkw = bst_f32(dweights[1], 1, dim);
-    CHECK_OK(bst_qk_norm_rope_forward(NULL, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k));
-    CHECK_OK(bst_qk_norm_rope_backward(NULL, &q, &k, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k, &dqw,
-                                       &dkw));
+    CHECK_OK(normed_forward(NULL, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k));
+    CHECK_OK(normed_backward(NULL, &q, &k, &q, &k, &qw, &qw, &c, &c, eps, BST_CASTING_LLAMA, 0, &q, &k, &dqw, &dkw));
     for (int i = 0; i < 2 * D; i++) CHECK((&dweights[0][0])[i] == 0);
 }
 
@@ -150,10 +157,9 @@ TEST(errors_name_the_argument_and_write_nothing) {
     DLTensor w = bst_f32(weights[0], 1, dim), short_w = bst_f32(weights[0], 1, narrow), half_w = w;
     DLTensor c = bst_f32(cosines, 3, table_shape), s = bst_f32(sines, 3, table_shape);
     half_w.dtype.bits = 16;
-#define FORWARD(q, k, qw, kw, c, s, casting, qo, ko) \
-    bst_qk_norm_rope_forward(NULL, q, k, qw, kw, c, s, eps, casting, 0, qo, ko)
+#define FORWARD(q, k, qw, kw, c, s, casting, qo, ko) normed_forward(NULL, q, k, qw, kw, c, s, eps, casting, 0, qo, ko)
     CHECK_EQ_I(FORWARD(&q, &k, &short_w, &w, &c, &s, BST_CASTING_LLAMA, &qo, &ko), BST_INVALID);
-    CHECK_STR(bst_last_error(), "qk_norm_rope_forward: q_weight has shape [11]; dimension 0 must be 12");
+    CHECK_STR(bst_last_error(), "rope_forward: q_weight has shape [11]; dimension 0 must be 12");
     CHECK_EQ_I(FORWARD(&q, &k, &w, &half_w, &c, &s, BST_CASTING_LLAMA, &qo, &ko), BST_INVALID);
     CHECK_STR(bst_last_error(), "k_weight is float16; float32 is needed, as for q_weight");
     CHECK_EQ_I(FORWARD(&q, &k, &w, NULL, &c, &s, BST_CASTING_LLAMA, &qo, &ko), BST_INVALID);
@@ -172,14 +178,26 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK_STR(bst_last_error(), "q_out is float16; float32 is needed, the promoted type of the inputs");
 #undef FORWARD
 #define BACKWARD(dqo, k, kw, dq, dk) \
-    bst_qk_norm_rope_backward(NULL, dqo, NULL, &q, k, &w, kw, &c, &s, eps, BST_CASTING_LLAMA, 0, dq, dk, NULL, NULL)
+    normed_backward(NULL, dqo, NULL, &q, k, &w, kw, &c, &s, eps, BST_CASTING_LLAMA, 0, dq, dk, NULL, NULL)
     CHECK_EQ_I(BACKWARD(NULL, &k, &w, &dq, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "qk_norm_rope_backward: dq_out is NULL");
+    CHECK_STR(bst_last_error(), "rope_backward: dq_out is NULL");
     CHECK_EQ_I(BACKWARD(&dqo, &k, &w, &dqo, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "dq and dq_out share memory");
     CHECK_EQ_I(BACKWARD(&dqo, NULL, NULL, &dq, &dk), BST_INVALID);
     CHECK_STR(bst_last_error(), "a gradient of k is wanted, but k is NULL");
 #undef BACKWARD
+    bst_rope_options keep = rope_options(0);
+    keep.keep_type = 1;
+    DLTensor halves = q; /* of 16 bits: the result's type is then not the tables' */
+    halves.dtype = bst_test_types[1];
+    CHECK_EQ_I(bst_rope_forward(NULL, &halves, NULL, &c, &s, &w, NULL, &keep, &qo, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(),
+              "q_out is float32; bfloat16 is needed, the promoted type of the inputs, or with keep_type");
+    CHECK_EQ_I(bst_rope_forward(NULL, &q, NULL, &c, &s, &w, &w, NULL, &qo, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rope_forward: k_weight is given; it goes with q_weight and k");
+    bst_rope_backward_tensors normless = {sizeof normless, &dqo, .q = &q, .cos = &c, .sin = &s, .dq = &dq};
+    CHECK_EQ_I(bst_rope_backward(NULL, &normless, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "rope_backward: q_weight is NULL; without a norm neither q nor k");
     for (int i = 0; i < B * S * HEADS * D; i++) CHECK((&out[0][0][0])[i] == 0);
     for (int i = 0; i < B * S * ALL; i++) CHECK((&dx[0][0][0])[i] == 0);
 }
@@ -210,24 +228,53 @@ static void compile_calls(void) {
         DLTensor *tc = bst_device_tensor(&c, table, 3, ts), *tn = bst_device_tensor(&s, table, 3, ts);
         DLTensor *tqo = bst_device_tensor(&qo, to, 4, qs), *tko = bst_device_tensor(&ko, to, 4, ks);
         tq->byte_offset = calls[i].off ? (uint64_t)(type.bits / 8) : 0;
-        for (int interleaved = 0; interleaved < 2; interleaved++) {
-            CHECK_OK(bst_qk_norm_rope_forward(&bst_fake_exec, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA,
-                                              interleaved, tqo, tko));
-            CHECK_OK(bst_qk_norm_rope_backward(
-                &bst_fake_exec, tqo, tko, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA, interleaved,
-                bst_device_tensor(&dq, type, 4, qs), bst_device_tensor(&dk, type, 4, ks),
-                bst_device_tensor(&dqw, weight, 1, qs + 3), bst_device_tensor(&dkw, weight, 1, qs + 3)));
+        for (int layout = 0; layout < 3; layout++) {
+            CHECK_OK(
+                normed_forward(&bst_fake_exec, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA, layout, tqo, tko));
+            CHECK_OK(normed_backward(&bst_fake_exec, tqo, tko, tq, tk, tqw, tkw, tc, tn, eps, BST_CASTING_LLAMA, layout,
+                                     bst_device_tensor(&dq, type, 4, qs), bst_device_tensor(&dk, type, 4, ks),
+                                     bst_device_tensor(&dqw, weight, 1, qs + 3),
+                                     bst_device_tensor(&dkw, weight, 1, qs + 3)));
         }
     }
 }
 
-TEST(kernels_compile_for_every_chip) { bst_for_every_chip("qk_norm_rope", compile_calls); }
+#ifndef BST_EMULATE
+/* Four heads where eight leave a quarter of a token's places empty or more. */
+TEST(heads_of_a_group) {
+    static const int64_t cases[][4] = {{32, 8, 128, 8}, {16, 8, 128, 8}, {64, 8, 64, 8},
+                                       {9, 3, 64, 4},   {8, 4, 256, 4},  {32, 4, 128, 8}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        DLDataType type = bst_test_types[BF16];
+        rope_launches got = {0};
+        bst_compile_only collector = {90, NULL, &got, rope_note_launch};
+        int64_t dims = cases[i][2], qs[] = {1, cases[i][0], 4096, dims}, ks[] = {1, cases[i][1], 4096, dims};
+        int64_t ts[] = {1, 4096, dims};
+        bst_shape q, k, qw, kw, c, s, qo, ko;
+        bst__cuda_compile_only(&collector);
+        CHECK_OK(normed_forward(&bst_fake_exec, bst_device_tensor(&q, type, 4, qs), bst_device_tensor(&k, type, 4, ks),
+                                bst_device_tensor(&qw, type, 1, &dims), bst_device_tensor(&kw, type, 1, &dims),
+                                bst_device_tensor(&c, type, 3, ts), bst_device_tensor(&s, type, 3, ts), eps,
+                                BST_CASTING_LLAMA, 0, bst_device_tensor(&qo, type, 4, qs),
+                                bst_device_tensor(&ko, type, 4, ks)));
+        bst__cuda_compile_only(NULL);
+        CHECK_EQ_I(got.count, 1);
+        CHECK_EQ_I(got.launch[0].block, 64);
+        CHECK_EQ_I(rope_macro(&got.launch[0], "EACH"), cases[i][3]);
+    }
+}
+#endif
+
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rope_norm", compile_calls); }
 
 int main(void) {
     RUN(values_and_gradients);
     RUN(each_gradient_alone);
     RUN(no_tokens_give_zero_weight_gradients);
     RUN(errors_name_the_argument_and_write_nothing);
+#ifndef BST_EMULATE
+    RUN(heads_of_a_group);
+#endif
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
 }

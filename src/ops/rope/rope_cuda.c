@@ -1,0 +1,236 @@
+/* rope_cuda.c - rotary embedding on CUDA, with and without a norm: the launches' geometry and arguments. */
+#include <assert.h>
+#include <inttypes.h>
+
+#include "cuda/cuda.h"
+#include "ops/rope/rope.h"
+#include "ops/rope/rope_args.h"
+
+static_assert(ROPE_HALVES == BST_ROPE_HALVES && ROPE_INTERLEAVED == BST_ROPE_INTERLEAVED &&
+                  ROPE_INTERLEAVED_TO_HALVES == BST_ROPE_INTERLEAVED_TO_HALVES,
+              "kernels know the layouts by their numbers");
+
+static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ---- how the elements of a head are shared out, see rope_pieces.cuh ---------------------------------------------- */
+
+/* The kernels' macros. These both have; what each has beside begins at OWN. */
+enum { DIM, ROTARY, Q_HEADS, K_HEADS, IN_TYPE, OUT_TYPE, TABLE_TYPE, LAYOUT, HALF_TABLES, VEC, PIECES, OWN };
+#define SHARED_MACROS \
+    "DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE", "LAYOUT", "HALF_TABLES", "VEC", "PIECES"
+
+/* The largest power of two, at most `most` elements, that divides the address and every stride in use. */
+static int64_t aligned(const bst_view *v, int64_t most) {
+    int64_t size = bst__dtype_size(v->dtype);
+    uint64_t bits = (uint64_t)(uintptr_t)v->data;
+    if (!v->data) return most;
+    for (int i = 0; i < v->dims - 1; i++)
+        if (v->size[i] > 1) bits |= (uint64_t)(v->stride[i] * size);
+    while (most > 1 && bits % (uint64_t)(most * size)) most /= 2;
+    return most;
+}
+
+/* Elements of an access, such that pieces of that size cover a head. */
+static int64_t vector(const rope_call *c, bst_dtype y_type) {
+    const rope_heads *q = &c->of[0];
+    int64_t dim = q->x.size[3];
+    bool wide = q->x.dtype == BST_F32 || y_type == BST_F32 || c->cos.dtype == BST_F32 ||
+                (c->normed && q->weight.dtype == BST_F32);
+    int64_t vec = wide ? 4 : 8;
+    while (c->rotary / 2 % vec || (dim > c->rotary && dim % vec)) vec /= 2;
+    vec = aligned(&c->sin, aligned(&c->cos, vec));
+    for (int i = 0; i < 2; i++) {
+        const rope_heads *h = &c->of[i];
+        vec = aligned(&h->weight, aligned(&h->dx, aligned(&h->y, aligned(&h->x, vec))));
+    }
+    return vec;
+}
+
+/* Sets what all kernels have of a call; returns the threads of a head. */
+static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type) {
+    const bst_view *x = &c->of[0].x;
+    int64_t dim = x->size[3], rotary = c->rotary, vec = vector(c, y_type), whole = dim / vec;
+    bool in_a_warp = whole <= 32 && !(whole & (whole - 1));
+    int64_t pieces = in_a_warp && rotary == dim && c->layout == BST_ROPE_HALVES ? 1 : 2;
+    const int64_t values[OWN] = {dim,    rotary,       x->size[1], c->of[1].x.size[1], x->dtype,
+                                 y_type, c->cos.dtype, c->layout,  c->half_tables,     vec,
+                                 pieces};
+    for (int i = 0; i < OWN; i++) l->values[i] = values[i];
+    return rotary / pieces / vec + divided_up(dim - rotary, 2 * vec);
+}
+
+static bst_status check_tokens(const char *op, const rope_call *c, int64_t most, const char *with) {
+    if (c->tokens <= most) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; %sat most %" PRId64 " are supported", op,
+                      c->tokens, with, most);
+}
+
+static rope_map map_of(const bst_view *v) { return (rope_map){v->stride[0], v->stride[1], v->stride[2]}; }
+
+static rope_tables tables_of(const rope_call *c) {
+    return (rope_tables){c->cos.data,      c->sin.data,      c->cos.stride[0],    c->cos.stride[1],
+                         c->sin.stride[0], c->sin.stride[1], (uint32_t)c->tokens, (uint32_t)c->positions};
+}
+
+/* ---- without a norm ---------------------------------------------------------------------------------------------- */
+
+enum { BACKWARD = OWN, SLOTS, EACH, TOKENS };
+static const bst_kernel kernel = {"rope.cu", "rope", {SHARED_MACROS, "BACKWARD", "SLOTS", "EACH", "TOKENS", NULL}};
+
+/* Four heads a thread: four accesses of each of its pieces in flight, and one read of the tables for four heads,
+ * within 128 registers. A block of 256 threads or less, so that a multiprocessor holds several. */
+enum { HEADS_EACH = 4, BLOCK = 256 };
+
+/* Tokens of a block: as many as leave the fewest lanes of its warps idle, and of those the number of which a
+ * multiprocessor holds the most threads, for registers are given out a whole block at a time: 64 a thread of one
+ * piece, up to 128 of two. On an H200, 32 + 32 heads of 96 (two pieces) at 4096 and 16384 tokens: one token in a
+ * block of 96 threads takes 0.87 of the time of two in 192. At 32 + 8 and 16 + 8 heads of 128 and 64 + 8 of 64 (one
+ * piece) nothing else is faster. */
+static int64_t tokens_of_a_block(int64_t threads, int64_t pieces) {
+    int64_t best = 1, fewest = INT64_MAX, most = 0, resident = pieces == 1 ? 1024 : 512;
+    for (int64_t n = 1; n == 1 || n * threads <= BLOCK; n++) {
+        int64_t block = divided_up(n * threads, 32) * 32, idle = (block - n * threads) * BLOCK / n;
+        int64_t held = resident / block * n * threads;
+        if (idle > fewest || (idle == fewest && held < most)) continue;
+        best = n, fewest = idle, most = held;
+    }
+    return best;
+}
+
+bst_status bst__rope_cuda(const bst_exec *exec, const rope_call *c) {
+    const rope_heads *q = &c->of[0], *k = &c->of[1];
+    const char *op = c->transposed ? ROPE_BACKWARD : ROPE_FORWARD;
+    bst_launch l = {.kernel = &kernel};
+    BST_TRY(check_tokens(op, c, UINT32_MAX, ""));
+    int64_t lanes = share_out(&l, c, q->y.dtype), heads = l.values[Q_HEADS] + l.values[K_HEADS];
+    int64_t slots = lesser(divided_up(heads, HEADS_EACH), lanes < BLOCK ? BLOCK / lanes : 1);
+    int64_t tokens = tokens_of_a_block(lanes * slots, l.values[PIECES]);
+    l.values[BACKWARD] = c->transposed;
+    l.values[SLOTS] = slots;
+    l.values[EACH] = HEADS_EACH;
+    l.values[TOKENS] = tokens;
+    l.grid_x = (unsigned)divided_up(c->tokens, tokens);
+    l.block = (unsigned)(divided_up(lanes * slots * tokens, 32) * 32);
+    rope_args args = {q->x.data,        k->x.data,        c->cos.data,         c->sin.data,
+                      q->y.data,        k->y.data,        map_of(&q->x),       map_of(&k->x),
+                      map_of(&q->y),    map_of(&k->y),    c->cos.stride[0],    c->cos.stride[1],
+                      c->sin.stride[0], c->sin.stride[1], (uint32_t)c->tokens, (uint32_t)c->positions};
+    return bst__cuda_launch(exec, op, q->x.device.device_id, &l, &args, sizeof args);
+}
+
+/* ---- with a norm: what forward and backward have in common ------------------------------------------------------- */
+
+enum { W_TYPE = OWN, GEMMA, GROUP, THREADS, SLOT_HEADS /* forward */, WANTS = SLOT_HEADS /* backward */, BLOCKS };
+#define NORM_MACROS(which, own) {SHARED_MACROS, "W_TYPE", "GEMMA", "GROUP", "THREADS", own, "BLOCKS", which, NULL}
+static const bst_kernel forward_kernel = {"rope_norm.cu", "rope_norm_forward", NORM_MACROS("FORWARD", "EACH")};
+static const bst_kernel backward_kernel = {"rope_norm.cu", "rope_norm_backward", NORM_MACROS("BACKWARD", "WANTS")};
+static const bst_kernel reduce_kernel = {"rope_norm.cu", "rope_norm_dweight", NORM_MACROS("REDUCE", "WANTS")};
+
+enum { FORWARD_THREADS = 64, BACKWARD_THREADS = 128 };
+
+/* For blocks of `threads`, or more where a head takes more; returns the groups of a block. */
+static int64_t share_out_normed(bst_launch *l, const rope_call *c, bst_dtype y_type, int64_t threads) {
+    int64_t lanes = share_out(l, c, y_type), group = 1;
+    while (group < lanes) group *= 2;
+    if (threads < group) threads = group;
+    l->values[W_TYPE] = c->of[0].weight.dtype;
+    l->values[GEMMA] = c->gemma;
+    l->values[GROUP] = group;
+    l->values[THREADS] = threads;
+    l->block = (unsigned)threads;
+    return threads / group;
+}
+
+static bst_status check_slots(const char *op, const rope_call *c, int64_t slots) {
+    return check_tokens(op, c, INT32_MAX / slots, "with this many heads, ");
+}
+
+/* ---- with a norm: forward ---------------------------------------------------------------------------------------- */
+
+/* Heads of a group: many, for they share a read of the weight and of the tables, in small blocks. On an H200, 16384
+ * tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four 88. But a slot that is not
+ * full reads a head again for each place that is empty: where eight leave a quarter of them empty or more, four are
+ * taken, if that leaves fewer. 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time
+ * at 512 to 16384 tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
+static int64_t heads_of_a_group(int64_t q, int64_t k) {
+    int64_t of_eight = 8 * (divided_up(q, 8) + divided_up(k, 8)), of_four = 4 * (divided_up(q, 4) + divided_up(k, 4));
+    return 4 * (of_eight - q - k) >= of_eight && of_four < of_eight ? 4 : 8;
+}
+
+bst_status bst__rope_norm_forward_cuda(const bst_exec *exec, const rope_call *c) {
+    bst_launch l = {.kernel = &forward_kernel};
+    int64_t groups = share_out_normed(&l, c, c->of[0].y.dtype, FORWARD_THREADS);
+    int64_t q_heads = l.values[Q_HEADS], k_heads = l.values[K_HEADS], each = heads_of_a_group(q_heads, k_heads);
+    int64_t slots = divided_up(q_heads, each) + divided_up(k_heads, each);
+    BST_TRY(check_slots(ROPE_FORWARD, c, slots));
+    l.values[SLOT_HEADS] = each;
+    l.grid_x = (unsigned)divided_up(c->tokens * slots, groups);
+    rope_norm_forward_args args = {.tables = tables_of(c), .eps = c->eps};
+    rope_norm_forward_heads *const to[] = {&args.q, &args.k};
+    for (int i = 0; i < 2; i++) {
+        const rope_heads *h = &c->of[i];
+        *to[i] = (rope_norm_forward_heads){h->x.data, h->weight.data, h->y.data, map_of(&h->x), map_of(&h->y)};
+    }
+    return bst__cuda_launch(exec, ROPE_FORWARD, c->of[0].x.device.device_id, &l, &args, sizeof args);
+}
+
+/* ---- with a norm: backward --------------------------------------------------------------------------------------- */
+
+static bst_status reduce(const bst_exec *exec, const rope_call *c, const bst_launch *l, const float *partial) {
+    rope_norm_dweight_args args = {partial, c->of[0].dweight.data, c->of[1].dweight.data, l->grid_x};
+    bst_launch r = {.kernel = &reduce_kernel, .block = 1024, .overlap = true};
+    r.grid_x = (unsigned)divided_up(2 * l->values[DIM], 32);
+    r.values[DIM] = l->values[DIM];
+    r.values[W_TYPE] = l->values[W_TYPE];
+    /* What this kernel does not depend on must not make new kernels of it. */
+    r.values[ROTARY] = r.values[VEC] = r.values[PIECES] = r.values[GROUP] = r.values[THREADS] = 1;
+    return bst__cuda_launch(exec, ROPE_BACKWARD, c->of[0].x.device.device_id, &r, &args, sizeof args);
+}
+
+bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c, bst_dtype y_type) {
+    bst_chip chip;
+    bst_launch l = {.kernel = &backward_kernel};
+    DLDevice device = c->of[0].x.device;
+    BST_TRY(bst__cuda_chip(ROPE_BACKWARD, device.device_id, &chip));
+    int64_t groups = share_out_normed(&l, c, y_type, BACKWARD_THREADS), slots = 0, threads = l.values[THREADS];
+    int64_t vec = l.values[VEC], pieces = l.values[PIECES], each = ROPE_BACKWARD_EACH(pieces);
+    bool want_dweight = false;
+    rope_norm_backward_args args = {.tables = tables_of(c), .eps = c->eps};
+    rope_norm_backward_heads *const to[] = {&args.q, &args.k};
+    for (int i = 0; i < 2; i++) {
+        const rope_heads *h = &c->of[i];
+        int wants = (h->dx.data ? ROPE_DX : 0) | (h->dweight.data ? ROPE_DWEIGHT : 0);
+        l.values[WANTS] |= wants << i * ROPE_OF_K;
+        slots += wants ? divided_up(h->x.size[1], each) : 0;
+        want_dweight |= h->dweight.data != NULL;
+        *to[i] = (rope_norm_backward_heads){h->x.data,     h->weight.data, h->y.data,     h->dx.data,
+                                            map_of(&h->x), map_of(&h->y),  map_of(&h->dx)};
+    }
+    BST_TRY(check_slots(ROPE_BACKWARD, c, slots));
+    /* The pieces of both inputs, of 16 bytes, for each of a thread's heads; at the end a row of sums for each group. */
+    bool ring = vec * bst__dtype_size(c->of[0].x.dtype) == 16 && vec * bst__dtype_size(y_type) == 16;
+    int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = ring ? threads * each * 2 * pieces * 16 : 0;
+    l.shared = (unsigned)(copies > sums ? copies : sums);
+    /* Blocks that a multiprocessor holds. Of one piece a thread: 640 threads of 96 registers. Of two: 512 of 128; 384
+     * of 168 where some threads of a head have less to do than others. */
+    bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == 2 * vec * l.values[GROUP];
+    int64_t fit = l.shared ? chip.shared_memory / (int64_t)l.shared : INT64_MAX;
+    int64_t blocks = lesser((pieces == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads, fit);
+    if (blocks < 1) blocks = 1;
+    l.values[BLOCKS] = blocks;
+    /* The grid: as many as the chip holds, but a group for each slot at least, and none without work. */
+    int64_t least = divided_up(slots, groups);
+    blocks *= chip.processors;
+    l.grid_x = (unsigned)lesser(divided_up(c->tokens * slots, groups), blocks < least ? least : blocks);
+    void *partial = NULL;
+    if (want_dweight) {
+        size_t bytes = (size_t)l.grid_x * 2 * (size_t)l.values[DIM] * sizeof(float);
+        BST_TRY(bst__allocate(exec, ROPE_BACKWARD, device, bytes, &partial));
+    }
+    args.partial = partial;
+    bst_status status = bst__cuda_launch(exec, ROPE_BACKWARD, device.device_id, &l, &args, sizeof args);
+    if (status == BST_OK && want_dweight) status = reduce(exec, c, &l, partial);
+    bst__release(exec, device, partial);
+    return status;
+}
