@@ -167,22 +167,10 @@ static int64_t arrange_forward(bst_launch *l, int64_t tokens, int64_t each) {
     return slots;
 }
 
-static bool alternative_forward(bst_launch *l, int number, int64_t tokens) {
-    static const struct {
-        int64_t each, threads;
-    } others[] = {{4, 64}, {4, 128}, {8, 128}};
-    if (number > (int)(sizeof others / sizeof *others)) return false;
-    bst_launch other = *l;
-    set_threads(&other, others[number - 1].threads);
-    if (tokens <= INT32_MAX / arrange_forward(&other, tokens, others[number - 1].each)) *l = other;
-    return true;
-}
-
 static bst_status forward_cuda(const bst_exec *exec, const qk_norm_rope_cpu *c) {
     bst_launch l = {.kernel = &forward_kernel};
     shape(&l, c, c->of[0].y.dtype, FORWARD_THREADS);
     BST_TRY(check_count(forward_op, c, arrange_forward(&l, c->tokens, FORWARD_EACH)));
-    bst_alternatives alternatives = {alternative_forward, c->tokens, false};
     qk_norm_rope_forward_args args = {.tables = tables_of(c), .eps = c->eps};
     qk_norm_rope_forward_heads *const to[] = {&args.q, &args.k};
     for (int i = 0; i < 2; i++) {
@@ -190,7 +178,7 @@ static bst_status forward_cuda(const bst_exec *exec, const qk_norm_rope_cpu *c) 
         *to[i] = (qk_norm_rope_forward_heads){h->x.data, h->weight.data, h->y.data, bst__head_map(&h->x),
                                               bst__head_map(&h->y)};
     }
-    return bst__cuda_launch_tuned(exec, forward_op, c->of[0].x.device.device_id, &l, &alternatives, &args, sizeof args);
+    return bst__cuda_launch(exec, forward_op, c->of[0].x.device.device_id, &l, &args, sizeof args);
 }
 
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {

@@ -166,15 +166,6 @@ static void arrange(bst_launch *l, int64_t tokens, int64_t each, int64_t block) 
     l->block = (unsigned)((threads * best + 31) / 32 * 32);
 }
 
-static bool alternative(bst_launch *l, int number, int64_t tokens) {
-    static const struct {
-        int64_t each, block;
-    } others[] = {{2, 256}, {4, 128}, {8, 256}};
-    if (number > (int)(sizeof others / sizeof *others)) return false;
-    arrange(l, tokens, others[number - 1].each, others[number - 1].block);
-    return true;
-}
-
 static void shape(bst_launch *l, const rope_cpu *c, int64_t tokens) {
     l->values[DIM] = c->pair[0].in.size[3];
     l->values[ROTARY] = c->cos.size[2];
@@ -197,8 +188,6 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu 
                           tokens);
     bst_launch l = {.kernel = &kernel};
     shape(&l, c, tokens);
-    bool in_place = q->in.data == q->out.data || (k->in.data && k->in.data == k->out.data);
-    bst_alternatives alternatives = {alternative, tokens, in_place};
     rope_args args = {q->in.data,
                       k->in.data,
                       c->cos.data,
@@ -215,7 +204,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const rope_cpu 
                       c->sin.stride[1],
                       (uint32_t)tokens,
                       (uint32_t)c->positions};
-    return bst__cuda_launch_tuned(exec, op, q->in.device.device_id, &l, &alternatives, &args, sizeof args);
+    return bst__cuda_launch(exec, op, q->in.device.device_id, &l, &args, sizeof args);
 }
 
 static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes, bool is_backward) {
