@@ -109,6 +109,7 @@ typedef struct bst_gemm {
 
 /* What a call may use of its caller. Pass NULL, or leave members zero, for the defaults given with each. */
 typedef struct bst_exec {
+    size_t size;  /* sizeof(bst_exec) */
     void *user;   /* passed to each function below */
     void *stream; /* CUDA stream; default: the legacy default stream */
     /* Workspace on a device, at least 256-byte aligned, or NULL where there is none (BST_NO_MEMORY). It is released

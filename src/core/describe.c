@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "core/options.h"
+
 /* ---- shapes ------------------------------------------------------------------------------------------------------ */
 
 enum { MEANING = 96 };
@@ -253,11 +255,13 @@ bst_status bst__check_output(const bst_function *f, int place, const DLTensor *t
 
 bst_status bst__run(const bst_function *f, const bst_exec *exec, const DLTensor *const *tensors,
                     const bst_attribute *attributes) {
+    bst_exec own;
     bst_view views[BST_MOST_ARGUMENTS];
     bst_symbols symbols;
+    BST_TRY(bst__options(f->name, "exec", exec, &own, sizeof own));
     BST_TRY(bst__check_inputs(f, tensors, attributes, views, &symbols));
     for (int i = 0; f->arguments[i].name; i++)
         if (f->arguments[i].flags & BST_OUT)
             BST_TRY(bst__check_output(f, i, tensors[i], false, attributes, views, &symbols));
-    return f->run(exec, views, attributes);
+    return f->run(&own, views, attributes);
 }

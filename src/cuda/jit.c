@@ -205,7 +205,7 @@ static bst_status load_error(const char *op, CUresult result, int major, int min
 static bst_status build_code(job *j, CUkernel *code) {
     int major, minor;
     BST_TRY(bst__nvrtc_version(j->op, &major, &minor));
-    BST_TRY(bst__options(j->op, j->key->kernel, j->key->arch, j->key->values, false, &j->options));
+    BST_TRY(bst__nvrtc_options(j->op, j->key->kernel, j->key->arch, j->key->values, false, &j->options));
     BST_TRY(bst__reach(j->op, j->key->kernel->file, &j->reached));
     bst_digest digest = digest_of(j, major, minor);
     CUlibrary library = NULL;
@@ -305,7 +305,7 @@ static bst_status build_report(const char *op, bst_jit_entry *e, const void *con
     bst_reached reached;
     bst_blob cubin = {0};
     char *log = NULL;
-    BST_TRY(bst__options(op, e->key.kernel, e->key.arch, e->key.values, true, &options));
+    BST_TRY(bst__nvrtc_options(op, e->key.kernel, e->key.arch, e->key.values, true, &options));
     bst_status status = bst__reach(op, e->key.kernel->file, &reached);
     /* No cache: what is wanted is the log. */
     if (status == BST_OK) status = bst__nvrtc_compile(op, e->key.kernel, e->key.arch, &options, &reached, &cubin, &log);

@@ -80,8 +80,8 @@ static void target_name(int arch, char name[16]) {
     snprintf(name, 16, "sm_%d%s", arch, arch == 90 || arch == 100 ? "a" : "");
 }
 
-bst_status bst__options(const char *op, const bst_kernel *kernel, int arch, const int64_t *values, bool report,
-                        bst_options *out) {
+bst_status bst__nvrtc_options(const char *op, const bst_kernel *kernel, int arch, const int64_t *values, bool report,
+                              bst_options *out) {
     size_t used = 0;
     char target[16];
     target_name(arch, target);

@@ -15,8 +15,8 @@ typedef struct bst_options {
 } bst_options;
 
 /* Writes a kernel's options for a chip. `report`: ptxas says in the log what registers and spills it made. */
-bst_status bst__options(const char *op, const bst_kernel *kernel, int arch, const int64_t *values, bool report,
-                        bst_options *out);
+bst_status bst__nvrtc_options(const char *op, const bst_kernel *kernel, int arch, const int64_t *values, bool report,
+                              bst_options *out);
 /* Opens NVRTC where that has not been done, and says its version; nothing is written where that fails. */
 bst_status bst__nvrtc_version(const char *op, int *major, int *minor);
 /* Compiles reached->texts[0]. BST_COMPILE, with the first lines of the log in the message, where the source is at fault,

@@ -132,8 +132,12 @@ static bst_status gemm(void *user, const bst_gemm *g) {
 /* ---- the call ---------------------------------------------------------------------------------------------------- */
 
 void bst__call_begin(bst_call *call) {
-    call->exec =
-        (bst_exec){.user = call, .allocate = allocate, .release = release, .parallel_for = parallel_for, .gemm = gemm};
+    call->exec = (bst_exec){.size = sizeof(bst_exec),
+                            .user = call,
+                            .allocate = allocate,
+                            .release = release,
+                            .parallel_for = parallel_for,
+                            .gemm = gemm};
     call->status = BST_OK;
     call->tensors = call->workspaces = 0;
 }

@@ -50,7 +50,8 @@ static inline bst_status bst_fake_gemm(void *user, const bst_gemm *problem) {
     return BST_OK;
 }
 
-static const bst_exec bst_fake_exec = {.allocate = bst_fake_allocate, .gemm = bst_fake_gemm};
+static const bst_exec bst_fake_exec = {
+    .size = sizeof bst_fake_exec, .allocate = bst_fake_allocate, .gemm = bst_fake_gemm};
 
 typedef struct bst_compiled {
     int arch, kernels, spilled, most_registers;

@@ -103,7 +103,7 @@ TEST(chunks_follow_the_budget_and_nothing_else) {
     enum { ROWS = 1024, MOST = 256 };
     static float h[ROWS * MOST], w[MOST * MOST], dh[ROWS * MOST], dw[MOST * MOST];
     static int64_t classes[ROWS];
-    bst_exec exec = {.gemm = count_product};
+    bst_exec exec = {.size = sizeof exec, .gemm = count_product};
     for (int64_t vocabulary = 16; vocabulary <= MOST; vocabulary *= 16) {
         for (int64_t width = 16; width <= MOST; width *= 16) {
             int64_t hs[] = {ROWS, width}, ws[] = {vocabulary, width};
@@ -135,7 +135,7 @@ TEST(products_that_fail) {
     DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape), tl = bst_f32(&loss, 0, NULL);
     DLTensor tt = bst_tensor(target, 1, rows_shape, NULL, bst_test_i64);
     for (int told = 0; told < 2; told++) {
-        bst_exec exec = {.user = told ? &exec : NULL, .gemm = failing_product};
+        bst_exec exec = {.size = sizeof exec, .user = told ? &exec : NULL, .gemm = failing_product};
         bst_scale(NULL, NULL, NULL);
         CHECK_EQ_I(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL,
                                                     NULL, NULL, NULL),
@@ -154,7 +154,7 @@ TEST(chunks_of_few_rows) {
     int64_t hs[] = {ROWS, WIDTH}, ws[] = {WIDTH, WIDTH};
     DLTensor th = bst_f32(h, 2, hs), tw = bst_f32(w, 2, ws), tl = bst_f32(&loss, 0, NULL);
     DLTensor tt = bst_tensor(classes, 1, hs, NULL, bst_test_i64);
-    bst_exec exec = {.gemm = count_product};
+    bst_exec exec = {.size = sizeof exec, .gemm = count_product};
     products = 0, most_logits = 0;
     CHECK_OK(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 1, &tl, NULL, NULL, NULL,
                                               NULL, NULL));

@@ -22,7 +22,7 @@ static void release(void *user, DLDevice device, void *memory) {
     free(memory);
 }
 
-static const bst_exec exec = {.allocate = allocate, .release = release};
+static const bst_exec exec = {.size = sizeof exec, .allocate = allocate, .release = release};
 
 /* ---- calls that allocate ----------------------------------------------------------------------------------------- */
 
@@ -126,7 +126,8 @@ static void *from_arena(void *user, DLDevice device, size_t bytes) {
 TEST(allocate_or_release_alone) {
     DLTensor dy = f32(in[0], 2, rows), x = f32(in[1], 2, rows), w = f32(in[2], 1, width), rstd = f32(in[3], 1, rows);
     DLTensor dw = f32(out[1], 1, width);
-    const bst_exec only[] = {{.allocate = from_arena}, {.release = release}};
+    const bst_exec only[] = {{.size = sizeof *only, .allocate = from_arena},
+                             {.size = sizeof *only, .release = release}};
     memset(arena, 255, sizeof arena);
     for (int i = 0; i < 2; i++)
         CHECK_OK(bst_rms_norm_backward(&only[i], &dy, NULL, &x, &w, &rstd, BST_CASTING_LLAMA, NULL, &dw));
