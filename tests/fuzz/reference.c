@@ -1,0 +1,428 @@
+/* reference.c - what outputs should be, in float64, by the formulas of include/bastile.h in plain loops. A reference writes
+ * for each element of an output its value, and the size that its error is relative to: the sum of the terms' absolute
+ * values. What overflows float32 on the way it leaves out, by an infinite size. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fuzz.h"
+
+/* ---- reading and writing ----------------------------------------------------------------------------------------- */
+
+static const fuzz_tensor *input(const fuzz_call *c, const char *name) {
+    int place = fuzz_place(c->function, name, BST_IN);
+    return place < 0 || !c->of[place].given ? NULL : &c->of[place];
+}
+
+static const double *numbers(const fuzz_call *c, const char *name) {
+    const fuzz_tensor *t = input(c, name);
+    return t ? t->numbers : NULL;
+}
+
+/* An output with room for what it should be; NULL where it is not wanted. */
+static fuzz_tensor *output(fuzz_call *c, const char *name) {
+    int place = fuzz_place(c->function, name, BST_OUT);
+    /* Of two of one name the last is the one that the formulas tell of. */
+    for (int i = place + 1; place >= 0 && i < c->count; i++)
+        if ((c->function->arguments[i].flags & BST_OUT) && !strcmp(c->function->arguments[i].name, name)) place = i;
+    if (place < 0 || !c->of[place].given) return NULL;
+    fuzz_tensor *t = &c->of[place];
+    size_t count = (size_t)(t->count ? t->count : 1);
+    t->numbers = calloc(count, sizeof *t->numbers);
+    t->size = calloc(count, sizeof *t->size);
+    if (!t->numbers || !t->size) abort();
+    return t;
+}
+
+static void want(fuzz_tensor *t, int64_t at, double value, double size) {
+    if (!t) return;
+    t->numbers[at] = value;
+    t->size[at] = size;
+}
+
+static double real(const fuzz_call *c, const char *name) {
+    int at = fuzz_attribute(c->function, name);
+    return at < 0 ? 0 : (double)(float)c->attributes[at].d;
+}
+
+static int64_t whole(const fuzz_call *c, const char *name) {
+    int at = fuzz_attribute(c->function, name);
+    return at < 0 ? 0 : c->attributes[at].i;
+}
+
+static int64_t last(const fuzz_tensor *t) { return t->shape[t->dims - 1]; }
+
+/* ---- swiglu ------------------------------------------------------------------------------------------------------ */
+
+static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+/* Infinite where float32 has no number for what a product begins with. */
+static double unless_lost(double part) { return fabs(part) < 1e-36 ? INFINITY : 0; }
+
+static void swiglu_forward(fuzz_call *c) {
+    const double *a = numbers(c, "a"), *b = numbers(c, "b");
+    fuzz_tensor *y = output(c, "y");
+    for (int64_t i = 0; i < y->count; i++) {
+        double value = a[i] * sigmoid(a[i]) * b[i];
+        want(y, i, value, fabs(value) + unless_lost(a[i] * sigmoid(a[i])) + unless_lost(sigmoid(a[i])));
+    }
+}
+
+static void swiglu_backward(fuzz_call *c) {
+    const double *a = numbers(c, "a"), *b = numbers(c, "b"), *dy = numbers(c, "dy");
+    fuzz_tensor *y = output(c, "y"), *da = output(c, "da"), *db = output(c, "db");
+    for (int64_t i = 0; i < input(c, "a")->count; i++) {
+        double s = sigmoid(a[i]), silu = a[i] * s, lost = unless_lost(s) + unless_lost(silu), both = dy[i] * b[i];
+        want(y, i, silu * b[i], fabs(silu * b[i]) + lost);
+        want(db, i, dy[i] * silu, fabs(dy[i] * silu) + lost);
+        lost += fabs(both) > 1e36 || fabs(a[i] * both) > 1e36 ? INFINITY : unless_lost(both);
+        want(da, i, both * s * (1 + a[i] * (1 - s)), fabs(both * s) * (1 + fabs(a[i]) * (1 - s)) + lost);
+    }
+}
+
+/* ---- norms ------------------------------------------------------------------------------------------------------- */
+
+enum { LLAMA, GEMMA };
+
+static double factor_of(const fuzz_call *c, const double *weight, int64_t at) {
+    double own = weight ? weight[at] : 0;
+    return whole(c, "casting") == GEMMA ? 1 + own : weight ? own : 1;
+}
+
+/* Of float16 the least numbers have fewer bits: what is rounded to it on the way is as wrong as this one. */
+static double least(const fuzz_tensor *t) { return t->type == BST_F16 ? 0x1p-14 : 0; }
+
+/* 1 / sqrt(mean(x^2) + eps); infinite where float32 overflows on the way. */
+static double inverse_root(const double *x, int64_t count, double eps) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
+    double inverse = 1 / sqrt(sum / (double)count + eps);
+    return sum < 1e37 && inverse < 1e18 ? inverse : INFINITY;
+}
+
+static void rms_norm_forward(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    const double *residual = numbers(c, "residual"), *weight = numbers(c, "weight");
+    fuzz_tensor *y = output(c, "y"), *sum = output(c, "sum"), *rstd = output(c, "rstd");
+    int64_t columns = last(x);
+    double *row = malloc((size_t)(columns ? columns : 1) * sizeof *row);
+    for (int64_t r = 0; columns && row && r < x->count / columns; r++) {
+        for (int64_t i = 0; i < columns; i++) {
+            int64_t at = r * columns + i;
+            row[i] = x->numbers[at] + (residual ? residual[at] : 0);
+            if (x->type == BST_F16 && fabs(row[i]) > 65504) row[i] = INFINITY;
+            want(sum, at, row[i], fabs(row[i]));
+        }
+        double inverse = inverse_root(row, columns, real(c, "eps"));
+        want(rstd, r, inverse, inverse);
+        for (int64_t i = 0; i < columns; i++) {
+            double n = row[i] * inverse, w = factor_of(c, weight, i);
+            want(y, r * columns + i, n * w, (fabs(n) + least(x)) * fabs(w) + (isfinite(inverse) ? 0 : INFINITY));
+        }
+    }
+    free(row);
+}
+
+static void rms_norm_backward(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    const double *dy = numbers(c, "dy"), *weight = numbers(c, "weight"), *rstd = numbers(c, "rstd"),
+                 *dsum = numbers(c, "dsum");
+    fuzz_tensor *dx = output(c, "dx"), *dweight = output(c, "dweight");
+    int64_t columns = last(x);
+    for (int64_t r = 0; columns && r < x->count / columns; r++) {
+        const double *own = x->numbers + r * columns, *gradient = dy + r * columns;
+        double dot = 0, dot_size = 0;
+        for (int64_t i = 0; i < columns; i++) {
+            double g = gradient[i] * factor_of(c, weight, i), term = g * own[i] * rstd[r] / (double)columns;
+            dot += term;
+            /* In whichever order they are multiplied. */
+            bool overflows = fabs(g * own[i]) > 1e36 || fabs(g * rstd[r]) > 1e36 || fabs(own[i] * rstd[r]) > 1e18;
+            dot_size += overflows ? INFINITY : fabs(term);
+        }
+        for (int64_t i = 0; i < columns; i++) {
+            int64_t at = r * columns + i;
+            double n = own[i] * rstd[r], g = gradient[i] * factor_of(c, weight, i), more = dsum ? dsum[at] : 0;
+            want(dx, at, rstd[r] * (g - n * dot) + more, fabs(rstd[r]) * (fabs(g) + fabs(n) * dot_size) + fabs(more));
+            if (!dweight) continue;
+            dweight->numbers[i] += gradient[i] * n;
+            dweight->size[i] += fabs(gradient[i]) * (fabs(n) + least(x));
+            if (fabs(gradient[i] * own[i]) > 1e36 || fabs(n) > 1e36) dweight->size[i] = INFINITY;
+        }
+    }
+}
+
+/* ---- rotations --------------------------------------------------------------------------------------------------- */
+
+/* Turns one head by its row of the tables. */
+static void turn(const double *x, const double *cos, const double *sin, int64_t dim, int64_t rotary, bool interleaved,
+                 bool backward, fuzz_tensor *out, int64_t at) {
+    for (int64_t p = 0; p < rotary / 2; p++) {
+        int64_t i = interleaved ? 2 * p : p, j = interleaved ? 2 * p + 1 : p + rotary / 2;
+        double across1 = backward ? sin[j] : -sin[i], across2 = backward ? -sin[i] : sin[j];
+        want(out, at + i, x[i] * cos[i] + x[j] * across1, fabs(x[i] * cos[i]) + fabs(x[j] * across1));
+        want(out, at + j, x[j] * cos[j] + x[i] * across2, fabs(x[j] * cos[j]) + fabs(x[i] * across2));
+    }
+    for (int64_t i = rotary; i < dim; i++) want(out, at + i, x[i], fabs(x[i]));
+}
+
+/* The row of a table [B or 1, S, R] for a head of x [B, heads, S, D]. */
+static const double *table_row(const fuzz_tensor *table, const fuzz_tensor *x, int64_t head) {
+    int64_t positions = x->shape[2], position = head % positions, batch = head / positions / x->shape[1];
+    return table->numbers + ((table->shape[0] == 1 ? 0 : batch) * positions + position) * table->shape[2];
+}
+
+static void rotate(fuzz_call *c, const char *from, const char *to, bool backward) {
+    const fuzz_tensor *x = input(c, from), *cos = input(c, "cos"), *sin = input(c, "sin");
+    fuzz_tensor *out = x ? output(c, to) : NULL;
+    if (!out || !x->count) return;
+    int64_t dim = x->shape[3];
+    for (int64_t head = 0; head < x->count / dim; head++)
+        turn(x->numbers + head * dim, table_row(cos, x, head), table_row(sin, x, head), dim, cos->shape[2],
+             whole(c, "interleaved"), backward, out, head * dim);
+}
+
+static void rope_forward(fuzz_call *c) {
+    rotate(c, "q", "q_out", false);
+    rotate(c, "k", "k_out", false);
+}
+
+static void rope_backward(fuzz_call *c) {
+    rotate(c, "dq_out", "dq", true);
+    rotate(c, "dk_out", "dk", true);
+}
+
+static void norm_and_rotate(fuzz_call *c, const char *from, const char *weight_of, const char *to) {
+    const fuzz_tensor *x = input(c, from), *cos = input(c, "cos"), *sin = input(c, "sin");
+    const double *weight = numbers(c, weight_of);
+    fuzz_tensor *out = x ? output(c, to) : NULL;
+    if (!out || !x->count) return;
+    int64_t dim = x->shape[3];
+    double *row = malloc((size_t)dim * sizeof *row);
+    for (int64_t head = 0; row && head < x->count / dim; head++) {
+        const double *own = x->numbers + head * dim;
+        double inverse = inverse_root(own, dim, real(c, "eps"));
+        for (int64_t i = 0; i < dim; i++) row[i] = own[i] * inverse * factor_of(c, weight, i);
+        turn(row, table_row(cos, x, head), table_row(sin, x, head), dim, cos->shape[2], whole(c, "interleaved"), false,
+             out, head * dim);
+    }
+    free(row);
+}
+
+static void qk_norm_rope_forward(fuzz_call *c) {
+    norm_and_rotate(c, "q", "q_weight", "q_out");
+    norm_and_rotate(c, "k", "k_weight", "k_out");
+}
+
+/* ---- losses ------------------------------------------------------------------------------------------------------ */
+
+enum { NONE, MEAN, SUM };
+
+/* A loss over rows of logits, and what divides it. */
+typedef struct losses {
+    const fuzz_call *call;
+    const double *target, *weight, *num_items;
+    int64_t rows, classes;
+    double smoothing, softcap, scale, square, smooth_divisor, square_divisor, counted;
+} losses;
+
+static double class_weight(const losses *l, int64_t j) { return l->weight ? l->weight[j] : 1; }
+static bool counts(const losses *l, int64_t row) { return l->target[row] != (double)whole(l->call, "ignore_index"); }
+
+static losses losses_of(const fuzz_call *c, int64_t rows, int64_t classes) {
+    losses l = {.call = c,
+                .target = numbers(c, "target"),
+                .weight = numbers(c, "class_weight"),
+                .num_items = numbers(c, "num_items"),
+                .rows = rows,
+                .classes = classes,
+                .smoothing = real(c, "label_smoothing"),
+                .softcap = real(c, "softcap"),
+                .scale = real(c, "logit_scale"),
+                .square = real(c, "lse_square_scale")};
+    double weights = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        if (!counts(&l, r)) continue;
+        weights += class_weight(&l, (int64_t)l.target[r]);
+        l.counted++;
+    }
+    bool mean = whole(c, "reduction") == MEAN;
+    l.smooth_divisor = mean ? weights : 1;
+    l.square_divisor = mean ? l.counted : 1;
+    if (l.num_items && whole(c, "reduction") != NONE) l.smooth_divisor = l.square_divisor = *l.num_items;
+    return l;
+}
+
+static double capped(const losses *l, double logit) {
+    double z = l->scale * logit;
+    return l->softcap > 0 ? l->softcap * tanh(z / l->softcap) : z;
+}
+
+static double lse_of(const losses *l, const double *logits) {
+    double most = -INFINITY, sum = 0;
+    for (int64_t j = 0; j < l->classes; j++) most = fmax(most, capped(l, logits[j]));
+    for (int64_t j = 0; j < l->classes; j++) sum += exp(capped(l, logits[j]) - most);
+    return most + log(sum);
+}
+
+/* The loss of a row, divided; *size: the terms that it is made of. */
+static double loss_of(const losses *l, int64_t row, const double *logits, double lse, double *size) {
+    int64_t t = (int64_t)l->target[row];
+    double all = 0, all_size = 0, z = capped(l, logits[t]), w = class_weight(l, t), e = l->smoothing;
+    for (int64_t j = 0; j < l->classes; j++) {
+        double zj = capped(l, logits[j]);
+        all += class_weight(l, j) * (lse - zj);
+        all_size += fabs(class_weight(l, j)) * (fabs(lse) + fabs(zj));
+    }
+    e /= (double)l->classes;
+    double square = l->square * lse * lse / l->square_divisor;
+    *size =
+        (fabs((1 - l->smoothing) * w) * (fabs(lse) + fabs(z)) + e * all_size) / fabs(l->smooth_divisor) + fabs(square);
+    return ((1 - l->smoothing) * w * (lse - z) + e * all) / l->smooth_divisor + square;
+}
+
+static void lose(losses *l, const double *logits, double noise) {
+    fuzz_call *c = (fuzz_call *)(uintptr_t)l->call;
+    fuzz_tensor *loss = output(c, "loss"), *lse_out = output(c, "lse");
+    double total = 0, total_size = 0;
+    bool none = whole(c, "reduction") == NONE;
+    for (int64_t r = 0; r < l->rows; r++) {
+        double value = 0, size = 0, lse = 0, most = 1;
+        if (counts(l, r)) {
+            lse = lse_of(l, logits + r * l->classes);
+            value = loss_of(l, r, logits + r * l->classes, lse, &size);
+            for (int64_t j = 0; j < l->classes; j++) most = fmax(most, fabs(l->scale * logits[r * l->classes + j]));
+        }
+        want(lse_out, r, lse, noise * most);
+        size *= noise * most;
+        if (none) want(loss, r, value, size);
+        total += value;
+        total_size += size;
+    }
+    bool nothing = whole(c, "reduction") == MEAN && !l->num_items && !l->counted;
+    if (!none) want(loss, 0, nothing ? NAN : total, total_size);
+}
+
+static void cross_entropy_forward(fuzz_call *c) {
+    const fuzz_tensor *logits = input(c, "logits");
+    losses l = losses_of(c, last(logits) ? logits->count / last(logits) : 0, last(logits));
+    lose(&l, logits->numbers, 1);
+}
+
+static void linear_cross_entropy_forward(fuzz_call *c) {
+    const fuzz_tensor *hidden = input(c, "hidden"), *weight = input(c, "weight");
+    const double *bias = numbers(c, "bias");
+    int64_t rows = hidden->shape[0], classes = weight->shape[0], width = last(weight);
+    double *logits = calloc((size_t)(rows * classes + 1), sizeof *logits), most = 1;
+    if (!logits) abort();
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < classes; j++) {
+            double sum = bias ? bias[j] : 0, size = fabs(sum);
+            for (int64_t i = 0; i < width; i++) {
+                double term = hidden->numbers[r * width + i] * weight->numbers[j * width + i];
+                sum += term;
+                size += fabs(term);
+            }
+            logits[r * classes + j] = sum;
+            most = fmax(most, hidden->type == BST_F16 && size > 3e4 ? INFINITY : size);
+        }
+    losses l = losses_of(c, rows, classes);
+    lose(&l, logits, most); /* logits are rounded, and as wrong as their terms are large */
+    free(logits);
+}
+
+static void scale(fuzz_call *c) {
+    const double *in = numbers(c, "tensor"), *factor = numbers(c, "scale");
+    fuzz_tensor *out = output(c, "tensor");
+    for (int64_t i = 0; i < out->count; i++) want(out, i, in[i] * *factor, fabs(in[i] * *factor));
+}
+
+/* ---- experts ----------------------------------------------------------------------------------------------------- */
+
+static void moe_sort(fuzz_call *c) {
+    const fuzz_tensor *indices = input(c, "indices");
+    fuzz_tensor *order = output(c, "order"), *position = output(c, "position"), *ends = output(c, "ends");
+    int64_t row = 0;
+    for (int64_t e = 0; e < whole(c, "experts"); e++) {
+        for (int64_t i = 0; i < indices->count; i++) {
+            if (indices->numbers[i] != (double)e) continue;
+            want(order, row, (double)i, 0);
+            want(position, i, (double)row++, 0);
+        }
+        want(ends, e, (double)row, 0);
+    }
+}
+
+static void moe_gather(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x"), *order = input(c, "order");
+    fuzz_tensor *rows = output(c, "rows");
+    for (int64_t n = 0; rows->count && n < order->count; n++) {
+        int64_t token = (int64_t)order->numbers[n] / (order->count / x->shape[0]);
+        for (int64_t i = 0; i < last(x); i++) {
+            double value = x->numbers[token * last(x) + i];
+            want(rows, n * last(x) + i, value, 0);
+        }
+    }
+}
+
+static void moe_glu_forward(fuzz_call *c) {
+    const fuzz_tensor *h = input(c, "h"), *ends = input(c, "ends");
+    const double *bias = numbers(c, "bias");
+    fuzz_tensor *y = output(c, "y");
+    int64_t columns = last(h), half = columns / 2, expert = 0;
+    double alpha = real(c, "alpha"), limit = real(c, "limit");
+    for (int64_t n = 0; y->count && n < h->shape[0]; n++) {
+        while (expert < ends->count && n >= (int64_t)ends->numbers[expert]) expert++;
+        for (int64_t i = 0; i < half; i++) {
+            const double *pair = h->numbers + n * columns + 2 * i;
+            double g = pair[0] + (bias ? bias[expert * columns + 2 * i] : 0);
+            double u = pair[1] + (bias ? bias[expert * columns + 2 * i + 1] : 0);
+            g = g > limit ? limit : g; /* NaN stays */
+            u = u > limit ? limit : u < -limit ? -limit : u;
+            want(y, n * half + i, (u + 1) * g * sigmoid(alpha * g),
+                 (fabs(u) + 1) * (fabs(g) + 1) * (1 + fabs(alpha * g)));
+        }
+    }
+}
+
+static void moe_combine_forward(fuzz_call *c) {
+    const fuzz_tensor *y = input(c, "y"), *position = input(c, "position");
+    const double *weights = numbers(c, "weights"), *bias = numbers(c, "bias"), *indices = numbers(c, "indices");
+    fuzz_tensor *out = output(c, "out");
+    int64_t columns = last(y), choices = position->shape[1];
+    for (int64_t p = 0; out->count && p < position->count; p++)
+        for (int64_t i = 0; i < columns; i++) {
+            double value = y->numbers[(int64_t)position->numbers[p] * columns + i];
+            double more = bias ? bias[(int64_t)indices[p] * columns + i] : 0, w = weights ? weights[p] : 1;
+            out->numbers[p / choices * columns + i] += w * (value + more);
+            out->size[p / choices * columns + i] += fabs(w) * (fabs(value) + fabs(more));
+        }
+}
+
+/* ---- the tables -------------------------------------------------------------------------------------------------- */
+
+#define REFERENCE(name) {#name, name}
+const fuzz_reference fuzz_references[] = {REFERENCE(swiglu_forward),
+                                          REFERENCE(swiglu_backward),
+                                          REFERENCE(rms_norm_forward),
+                                          REFERENCE(rms_norm_backward),
+                                          REFERENCE(rope_forward),
+                                          REFERENCE(rope_backward),
+                                          REFERENCE(qk_norm_rope_forward),
+                                          REFERENCE(cross_entropy_forward),
+                                          REFERENCE(linear_cross_entropy_forward),
+                                          REFERENCE(scale),
+                                          REFERENCE(moe_sort),
+                                          REFERENCE(moe_gather),
+                                          REFERENCE(moe_glu_forward),
+                                          REFERENCE(moe_combine_forward),
+                                          {NULL, NULL}};
+
+/* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
+const char *const fuzz_without_reference[] = {"qk_norm_rope_backward",         "cross_entropy_backward",
+                                              "linear_cross_entropy_backward", "moe_glu_backward",
+                                              "moe_combine_backward",          NULL};
+
+void fuzz_refer(fuzz_call *c) {
+    for (const fuzz_reference *r = fuzz_references; r->name; r++)
+        if (strcmp(r->name, c->function->name) == 0) r->compute(c);
+}
