@@ -21,6 +21,7 @@ static struct options {
     const char *only;
 } options = {.seed = 1, .calls = 2000};
 
+enum { MOST_FAILURES = 50 };
 static uint64_t at; /* the call that is under way */
 static int failures;
 
@@ -55,7 +56,7 @@ static void __attribute__((format(printf, 3, 4))) fail(const fuzz_call *c, const
     printf("\n    again: --seed %llu --first %llu --calls 1%s%s\n", (unsigned long long)options.seed,
            (unsigned long long)at, options.only ? " --only " : "", options.only ? options.only : "");
     show(c, raw);
-    if (++failures == 10) exit(EXIT_FAILURE);
+    if (++failures == MOST_FAILURES) exit(EXIT_FAILURE);
 }
 
 /* ---- what a call may use ----------------------------------------------------------------------------------------- */
@@ -187,6 +188,10 @@ static void judge_numbers(const fuzz_call *c, const fuzz_raw *raw) {
             if (fabs(got - want) <= allowed || got == want || (exact && isnan(got) && isnan(want))) continue;
             fail(c, raw, "%s[%lld] is %.9g; %.9g, and at most %.3g away, is needed", c->function->arguments[i].name,
                  (long long)e, got, want, allowed);
+            for (int j = 0; j < c->count; j++) /* where it comes from, if that has as many elements */
+                if (c->of[j].given && !c->of[j].results && e < c->of[j].count)
+                    printf("    %s: element %lld is %.9g\n", c->function->arguments[j].name, (long long)e,
+                           c->of[j].numbers[e]);
             break;
         }
     }

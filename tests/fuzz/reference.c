@@ -75,7 +75,8 @@ static void swiglu_backward(fuzz_call *c) {
         double s = sigmoid(a[i]), silu = a[i] * s, lost = unless_lost(s) + unless_lost(silu), both = dy[i] * b[i];
         want(y, i, silu * b[i], fabs(silu * b[i]) + lost);
         want(db, i, dy[i] * silu, fabs(dy[i] * silu) + lost);
-        lost += fabs(both) > 1e36 || fabs(a[i] * both) > 1e36 ? INFINITY : unless_lost(both);
+        lost += unless_lost(both);
+        if (fabs(both) > 1e36 || fabs(dy[i]) > 1e36 || fabs(b[i]) > 1e36 || fabs(a[i] * both) > 1e36) lost = INFINITY;
         want(da, i, both * s * (1 + a[i] * (1 - s)), fabs(both * s) * (1 + fabs(a[i]) * (1 - s)) + lost);
     }
 }
@@ -92,12 +93,14 @@ static double factor_of(const fuzz_call *c, const double *weight, int64_t at) {
 /* Of float16 the least numbers have fewer bits: what is rounded to it on the way is as wrong as this one. */
 static double least(const fuzz_tensor *t) { return t->type == BST_F16 ? 0x1p-14 : 0; }
 
+static double largest(const fuzz_tensor *t) { return t->type == BST_F16 ? 6e4 : 1e36; }
+
 /* 1 / sqrt(mean(x^2) + eps); infinite where float32 overflows on the way. */
 static double inverse_root(const double *x, int64_t count, double eps) {
     double sum = 0;
     for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
     double inverse = 1 / sqrt(sum / (double)count + eps);
-    return sum < 1e37 && inverse < 1e18 ? inverse : INFINITY;
+    return sum < 1e37 && (sum > 1e-30 || eps > 1e-12) ? inverse : INFINITY;
 }
 
 static void rms_norm_forward(fuzz_call *c) {
@@ -117,7 +120,8 @@ static void rms_norm_forward(fuzz_call *c) {
         want(rstd, r, inverse, inverse);
         for (int64_t i = 0; i < columns; i++) {
             double n = row[i] * inverse, w = factor_of(c, weight, i);
-            want(y, r * columns + i, n * w, (fabs(n) + least(x)) * fabs(w) + (isfinite(inverse) ? 0 : INFINITY));
+            want(y, r * columns + i, n * w,
+                 (fabs(n) + least(x)) * fabs(w) + (isfinite(inverse) ? row[i] != 0 ? unless_lost(n) : 0 : INFINITY));
         }
     }
     free(row);
@@ -136,7 +140,8 @@ static void rms_norm_backward(fuzz_call *c) {
             double g = gradient[i] * factor_of(c, weight, i), term = g * own[i] * rstd[r] / (double)columns;
             dot += term;
             /* In whichever order they are multiplied. */
-            bool overflows = fabs(g * own[i]) > 1e36 || fabs(g * rstd[r]) > 1e36 || fabs(own[i] * rstd[r]) > 1e18;
+            bool overflows = fabs(g * own[i]) > 1e36 || fabs(g) > 1e36 || rstd[r] < 1e-36 || fabs(g * rstd[r]) > 1e36 ||
+                             fabs(own[i] * rstd[r]) > 1e18;
             dot_size += overflows ? INFINITY : fabs(term);
         }
         for (int64_t i = 0; i < columns; i++) {
@@ -146,7 +151,7 @@ static void rms_norm_backward(fuzz_call *c) {
             if (!dweight) continue;
             dweight->numbers[i] += gradient[i] * n;
             dweight->size[i] += fabs(gradient[i]) * (fabs(n) + least(x));
-            if (fabs(gradient[i] * own[i]) > 1e36 || fabs(n) > 1e36) dweight->size[i] = INFINITY;
+            if (fabs(gradient[i] * own[i]) > 1e36 || fabs(n) > largest(x)) dweight->size[i] = INFINITY;
         }
     }
 }
@@ -201,7 +206,11 @@ static void norm_and_rotate(fuzz_call *c, const char *from, const char *weight_o
     for (int64_t head = 0; row && head < x->count / dim; head++) {
         const double *own = x->numbers + head * dim;
         double inverse = inverse_root(own, dim, real(c, "eps"));
-        for (int64_t i = 0; i < dim; i++) row[i] = own[i] * inverse * factor_of(c, weight, i);
+        for (int64_t i = 0; i < dim; i++) {
+            double n = own[i] * inverse;
+            row[i] = n * factor_of(c, weight, i);
+            if (fabs(row[i]) > 1e36 || (own[i] != 0 && fabs(n) < 1e-36)) row[i] = INFINITY;
+        }
         turn(row, table_row(cos, x, head), table_row(sin, x, head), dim, cos->shape[2], whole(c, "interleaved"), false,
              out, head * dim);
     }
@@ -223,6 +232,7 @@ typedef struct losses {
     const double *target, *weight, *num_items;
     int64_t rows, classes;
     double smoothing, softcap, scale, square, smooth_divisor, square_divisor, counted;
+    double lost; /* infinite where float32 has no inverse of what divides */
 } losses;
 
 static double class_weight(const losses *l, int64_t j) { return l->weight ? l->weight[j] : 1; }
@@ -248,6 +258,7 @@ static losses losses_of(const fuzz_call *c, int64_t rows, int64_t classes) {
     bool mean = whole(c, "reduction") == MEAN;
     l.smooth_divisor = mean ? weights : 1;
     l.square_divisor = mean ? l.counted : 1;
+    l.lost = l.num_items && fabs(*l.num_items) < 1e-36 ? INFINITY : 0;
     if (l.num_items && whole(c, "reduction") != NONE) l.smooth_divisor = l.square_divisor = *l.num_items;
     return l;
 }
@@ -293,13 +304,13 @@ static void lose(losses *l, const double *logits, double noise) {
             for (int64_t j = 0; j < l->classes; j++) most = fmax(most, fabs(l->scale * logits[r * l->classes + j]));
         }
         want(lse_out, r, lse, noise * most);
-        size *= noise * most;
+        size = noise > 1e36 ? INFINITY : size * noise * most;
         if (none) want(loss, r, value, size);
         total += value;
         total_size += size;
     }
     bool nothing = whole(c, "reduction") == MEAN && !l->num_items && !l->counted;
-    if (!none) want(loss, 0, nothing ? NAN : total, total_size);
+    if (!none) want(loss, 0, nothing ? NAN : total + 0 / (l->num_items ? *l->num_items : 1), total_size + l->lost);
 }
 
 static void cross_entropy_forward(fuzz_call *c) {
