@@ -285,7 +285,7 @@ def spoil(draw: Draw, values: list[Any]) -> tuple[str, list[Any]]:
     tensors = [i for i, v in enumerate(values) if isinstance(v, torch.Tensor)]
     at = draw.random.choice(tensors)
     argument, tensor = draw.arguments[at], values[at]
-    ways = ["type"]
+    ways = ["type"] if argument.optional or len(tensors) == 1 else ["type", "missing"]
     if argument.shape[0] not in "*#." and "/" not in argument.shape and tensor.dim() < 8:
         ways.append("rank")
     if argument.shape[0] == "=" and tensor.dim() and argument.shape != f"={argument.name}":
@@ -293,6 +293,8 @@ def spoil(draw: Draw, values: list[Any]) -> tuple[str, list[Any]]:
     way = draw.random.choice(ways)
     if way == "type":
         values[at] = tensor.to(draw.random.choice(WRONG_TYPES))
+    elif way == "missing":
+        values[at] = None
     elif way == "rank":
         values[at] = tensor.unsqueeze(-1)
     else:
