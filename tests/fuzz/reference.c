@@ -59,25 +59,59 @@ static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 /* Infinite where float32 has no number for what a product begins with. */
 static double unless_lost(double part) { return fabs(part) < 1e-36 ? INFINITY : 0; }
 
-static void swiglu_forward(fuzz_call *c) {
-    const double *a = numbers(c, "a"), *b = numbers(c, "b");
-    fuzz_tensor *y = output(c, "y");
-    for (int64_t i = 0; i < y->count; i++) {
-        double value = a[i] * sigmoid(a[i]) * b[i];
-        want(y, i, value, fabs(value) + unless_lost(a[i] * sigmoid(a[i])) + unless_lost(sigmoid(a[i])));
+enum { SILU, GELU_TANH, GELU, RELU, RELU2 };
+
+/* What a gated unit makes of its gate, and the slope there; where the operator has no such attribute, silu. */
+static double activate(const fuzz_call *c, double g, double *slope) {
+    double s = sigmoid(g), normal = erfc(-g / sqrt(2)) / 2, root = sqrt(8 / acos(-1));
+    double inner = root * (g + 0.044715 * g * g * g), tanh_s = sigmoid(inner);
+    switch (whole(c, "activation")) {
+        case SILU:
+            *slope = s * (1 + g * (1 - s));
+            return g * s;
+        case GELU_TANH:
+            *slope = tanh_s + (g * g > 1e4 ? 0 : g * tanh_s * (1 - tanh_s) * root * (1 + 3 * 0.044715 * g * g));
+            return g * tanh_s;
+        case GELU:
+            *slope = normal + g * exp(-g * g / 2) / sqrt(2 * acos(-1));
+            return g * normal;
+        case RELU:
+            *slope = g > 0;
+            return g > 0 ? g : 0;
+        default:
+            *slope = g > 0 ? 2 * g : 0;
+            return g > 0 ? g * g : 0;
     }
 }
 
-static void swiglu_backward(fuzz_call *c) {
+/* What it is relative to: near a zero of the slope its terms, and where the result is nothing beside the gate the gate. */
+static double activation_size(const fuzz_call *c, double g, double value) {
+    double lost = value != 0 && whole(c, "activation") <= GELU ? unless_lost(value) : 0;
+    return fabs(value) + (whole(c, "activation") == SILU ? 0 : fabs(g) * 1e-3) + lost + (fabs(g) > 1e18 ? INFINITY : 0);
+}
+
+static void glu_forward(fuzz_call *c) {
+    const double *a = numbers(c, "a"), *b = numbers(c, "b");
+    fuzz_tensor *y = output(c, "y");
+    for (int64_t i = 0; i < y->count; i++) {
+        double slope, value = activate(c, a[i], &slope);
+        want(y, i, value * b[i], activation_size(c, a[i], value) * fabs(b[i]) + (value == 0 && a[i] < 0 ? 1e-30 : 0));
+    }
+}
+
+static void glu_backward(fuzz_call *c) {
     const double *a = numbers(c, "a"), *b = numbers(c, "b"), *dy = numbers(c, "dy");
     fuzz_tensor *y = output(c, "y"), *da = output(c, "da"), *db = output(c, "db");
     for (int64_t i = 0; i < input(c, "a")->count; i++) {
-        double s = sigmoid(a[i]), silu = a[i] * s, lost = unless_lost(s) + unless_lost(silu), both = dy[i] * b[i];
-        want(y, i, silu * b[i], fabs(silu * b[i]) + lost);
-        want(db, i, dy[i] * silu, fabs(dy[i] * silu) + lost);
-        lost += unless_lost(both);
+        double slope, value = activate(c, a[i], &slope), both = dy[i] * b[i], s = sigmoid(a[i]),
+                      lost = unless_lost(both);
+        double size = activation_size(c, a[i], value);
+        want(y, i, value * b[i], size * fabs(b[i]));
+        want(db, i, dy[i] * value, size * fabs(dy[i]));
         if (fabs(both) > 1e36 || fabs(dy[i]) > 1e36 || fabs(b[i]) > 1e36 || fabs(a[i] * both) > 1e36) lost = INFINITY;
-        want(da, i, both * s * (1 + a[i] * (1 - s)), fabs(both * s) * (1 + fabs(a[i]) * (1 - s)) + lost);
+        if (whole(c, "activation") <= GELU) lost += unless_lost(s);
+        double terms = s * (1 + fabs(a[i]) * (1 - s)) + fabs(slope);
+        want(da, i, both * slope, fabs(both) * terms + lost);
     }
 }
 
@@ -103,54 +137,72 @@ static double inverse_root(const double *x, int64_t count, double eps) {
     return sum < 1e37 && (sum > 1e-30 || eps > 1e-12) ? inverse : INFINITY;
 }
 
-static void rms_norm_forward(fuzz_call *c) {
+static void norm_forward(fuzz_call *c) {
     const fuzz_tensor *x = input(c, "x");
-    const double *residual = numbers(c, "residual"), *weight = numbers(c, "weight");
-    fuzz_tensor *y = output(c, "y"), *sum = output(c, "sum"), *rstd = output(c, "rstd");
+    const double *residual = numbers(c, "residual"), *weight = numbers(c, "weight"), *bias = numbers(c, "bias");
+    fuzz_tensor *y = output(c, "y"), *sum = output(c, "sum"), *rstd = output(c, "rstd"), *means = output(c, "mean");
     int64_t columns = last(x);
     double *row = malloc((size_t)(columns ? columns : 1) * sizeof *row);
     for (int64_t r = 0; columns && row && r < x->count / columns; r++) {
+        double mean = 0, largest_one = 0;
         for (int64_t i = 0; i < columns; i++) {
             int64_t at = r * columns + i;
             row[i] = x->numbers[at] + (residual ? residual[at] : 0);
             if (x->type == BST_F16 && fabs(row[i]) > 65504) row[i] = INFINITY;
             want(sum, at, row[i], fabs(row[i]));
+            largest_one = fmax(largest_one, fabs(row[i]));
+            mean += row[i] / (double)columns;
         }
+        if (!whole(c, "kind")) mean = 0;
+        want(means, r, mean, largest_one);
+        for (int64_t i = 0; i < columns; i++) row[i] -= mean;
         double inverse = inverse_root(row, columns, real(c, "eps"));
-        want(rstd, r, inverse, inverse);
+        /* Where the numbers of a row differ by less than they are large, what is left of them is wrong by that. */
+        double blur = mean != 0 ? largest_one * inverse : 0;
+        want(rstd, r, inverse, inverse * (1 + blur * blur));
         for (int64_t i = 0; i < columns; i++) {
-            double n = row[i] * inverse, w = factor_of(c, weight, i);
-            want(y, r * columns + i, n * w,
-                 (fabs(n) + least(x)) * fabs(w) + (isfinite(inverse) ? row[i] != 0 ? unless_lost(n) : 0 : INFINITY));
+            double n = row[i] * inverse, w = factor_of(c, weight, i), more = bias ? bias[i] : 0;
+            double size = (fabs(n) + least(x) + blur) * (1 + blur * blur) * fabs(w) + fabs(more);
+            want(y, r * columns + i, n * w + more,
+                 size + (isfinite(inverse) ? row[i] != 0 ? unless_lost(n) : 0 : INFINITY));
         }
     }
     free(row);
 }
 
-static void rms_norm_backward(fuzz_call *c) {
+static void norm_backward(fuzz_call *c) {
     const fuzz_tensor *x = input(c, "x");
-    const double *dy = numbers(c, "dy"), *weight = numbers(c, "weight"), *rstd = numbers(c, "rstd"),
-                 *dsum = numbers(c, "dsum");
-    fuzz_tensor *dx = output(c, "dx"), *dweight = output(c, "dweight");
+    const double *dy = numbers(c, "dy"), *weight = numbers(c, "weight"), *rstd = numbers(c, "rstd");
+    const double *dsum = numbers(c, "dsum"), *means = numbers(c, "mean");
+    fuzz_tensor *dx = output(c, "dx"), *dweight = output(c, "dweight"), *dbias = output(c, "dbias");
     int64_t columns = last(x);
     for (int64_t r = 0; columns && r < x->count / columns; r++) {
         const double *own = x->numbers + r * columns, *gradient = dy + r * columns;
-        double dot = 0, dot_size = 0;
+        double dot = 0, dot_size = 0, mean = means ? means[r] : 0, mean_g = 0, mean_g_size = 0;
         for (int64_t i = 0; i < columns; i++) {
-            double g = gradient[i] * factor_of(c, weight, i), term = g * own[i] * rstd[r] / (double)columns;
+            double g = gradient[i] * factor_of(c, weight, i), centred = own[i] - mean;
+            double term = g * centred * rstd[r] / (double)columns;
             dot += term;
             /* In whichever order they are multiplied. */
-            bool overflows = fabs(g * own[i]) > 1e36 || fabs(g) > 1e36 || rstd[r] < 1e-36 || fabs(g * rstd[r]) > 1e36 ||
-                             fabs(own[i] * rstd[r]) > 1e18;
-            dot_size += overflows ? INFINITY : fabs(term);
+            bool overflows = fabs(g * centred) > 1e36 || fabs(g) > 1e36 || fabs(rstd[r]) < 1e-36 ||
+                             fabs(g * rstd[r]) > 1e36 || fabs(centred * rstd[r]) > 1e18;
+            dot_size += overflows ? INFINITY : fabs(g) * (fabs(own[i]) + fabs(mean)) * fabs(rstd[r]) / (double)columns;
+            mean_g += means ? g / (double)columns : 0;
+            mean_g_size += means ? fabs(g) / (double)columns : 0;
         }
         for (int64_t i = 0; i < columns; i++) {
             int64_t at = r * columns + i;
-            double n = own[i] * rstd[r], g = gradient[i] * factor_of(c, weight, i), more = dsum ? dsum[at] : 0;
-            want(dx, at, rstd[r] * (g - n * dot) + more, fabs(rstd[r]) * (fabs(g) + fabs(n) * dot_size) + fabs(more));
+            double n = (own[i] - mean) * rstd[r], n_size = (fabs(own[i]) + fabs(mean)) * fabs(rstd[r]);
+            double g = gradient[i] * factor_of(c, weight, i), more = dsum ? dsum[at] : 0;
+            want(dx, at, rstd[r] * (g - mean_g - n * dot) + more,
+                 fabs(rstd[r]) * (fabs(g) + mean_g_size + n_size * dot_size) + fabs(more));
+            if (dbias) {
+                dbias->numbers[i] += gradient[i];
+                dbias->size[i] += fabs(gradient[i]);
+            }
             if (!dweight) continue;
             dweight->numbers[i] += gradient[i] * n;
-            dweight->size[i] += fabs(gradient[i]) * (fabs(n) + least(x));
+            dweight->size[i] += fabs(gradient[i]) * (n_size + least(x));
             if (fabs(gradient[i] * own[i]) > 1e36 || fabs(n) > largest(x)) dweight->size[i] = INFINITY;
         }
     }
@@ -158,14 +210,24 @@ static void rms_norm_backward(fuzz_call *c) {
 
 /* ---- rotations --------------------------------------------------------------------------------------------------- */
 
-/* Turns one head by its row of the tables. */
-static void turn(const double *x, const double *cos, const double *sin, int64_t dim, int64_t rotary, bool interleaved,
-                 bool backward, fuzz_tensor *out, int64_t at) {
+enum { HALVES, INTERLEAVED, INTERLEAVED_TO_HALVES };
+
+/* How wide the part of a head is that turns. */
+static int64_t rotary_of(const fuzz_call *c) { return last(input(c, "cos")) * (whole(c, "half_tables") ? 2 : 1); }
+
+/* Turns one head by its row of the tables; backward, the transposed rotation. */
+static void turn(const fuzz_call *c, const double *x, const double *cos, const double *sin, int64_t dim, bool backward,
+                 fuzz_tensor *out, int64_t at) {
+    int64_t rotary = rotary_of(c), layout = whole(c, "layout") + whole(c, "interleaved");
     for (int64_t p = 0; p < rotary / 2; p++) {
-        int64_t i = interleaved ? 2 * p : p, j = interleaved ? 2 * p + 1 : p + rotary / 2;
-        double across1 = backward ? sin[j] : -sin[i], across2 = backward ? -sin[i] : sin[j];
-        want(out, at + i, x[i] * cos[i] + x[j] * across1, fabs(x[i] * cos[i]) + fabs(x[j] * across1));
-        want(out, at + j, x[j] * cos[j] + x[i] * across2, fabs(x[j] * cos[j]) + fabs(x[i] * across2));
+        int64_t apart[] = {p, p + rotary / 2}, together[] = {2 * p, 2 * p + 1};
+        const int64_t *to = layout == INTERLEAVED ? together : apart, *from = layout == HALVES ? apart : together;
+        const int64_t *in = backward ? to : from, *result = backward ? from : to;
+        int64_t one = whole(c, "half_tables") ? p : to[0], two = whole(c, "half_tables") ? p : to[1];
+        double x1 = x[in[0]], x2 = x[in[1]];
+        double across1 = x2 * (backward ? sin[two] : -sin[one]), across2 = x1 * (backward ? -sin[one] : sin[two]);
+        want(out, at + result[0], x1 * cos[one] + across1, fabs(x1 * cos[one]) + fabs(across1));
+        want(out, at + result[1], x2 * cos[two] + across2, fabs(x2 * cos[two]) + fabs(across2));
     }
     for (int64_t i = rotary; i < dim; i++) want(out, at + i, x[i], fabs(x[i]));
 }
@@ -176,50 +238,35 @@ static const double *table_row(const fuzz_tensor *table, const fuzz_tensor *x, i
     return table->numbers + ((table->shape[0] == 1 ? 0 : batch) * positions + position) * table->shape[2];
 }
 
-static void rotate(fuzz_call *c, const char *from, const char *to, bool backward) {
+/* `weight_of`: of the norm that comes first, where it is given; or NULL. */
+static void rotate(fuzz_call *c, const char *from, const char *weight_of, const char *to, bool backward) {
     const fuzz_tensor *x = input(c, from), *cos = input(c, "cos"), *sin = input(c, "sin");
-    fuzz_tensor *out = x ? output(c, to) : NULL;
-    if (!out || !x->count) return;
-    int64_t dim = x->shape[3];
-    for (int64_t head = 0; head < x->count / dim; head++)
-        turn(x->numbers + head * dim, table_row(cos, x, head), table_row(sin, x, head), dim, cos->shape[2],
-             whole(c, "interleaved"), backward, out, head * dim);
-}
-
-static void rope_forward(fuzz_call *c) {
-    rotate(c, "q", "q_out", false);
-    rotate(c, "k", "k_out", false);
-}
-
-static void rope_backward(fuzz_call *c) {
-    rotate(c, "dq_out", "dq", true);
-    rotate(c, "dk_out", "dk", true);
-}
-
-static void norm_and_rotate(fuzz_call *c, const char *from, const char *weight_of, const char *to) {
-    const fuzz_tensor *x = input(c, from), *cos = input(c, "cos"), *sin = input(c, "sin");
-    const double *weight = numbers(c, weight_of);
+    const double *weight = weight_of ? numbers(c, weight_of) : NULL;
     fuzz_tensor *out = x ? output(c, to) : NULL;
     if (!out || !x->count) return;
     int64_t dim = x->shape[3];
     double *row = malloc((size_t)dim * sizeof *row);
     for (int64_t head = 0; row && head < x->count / dim; head++) {
         const double *own = x->numbers + head * dim;
-        double inverse = inverse_root(own, dim, real(c, "eps"));
+        double inverse = weight ? inverse_root(own, dim, real(c, "eps")) : 1;
         for (int64_t i = 0; i < dim; i++) {
             double n = own[i] * inverse;
-            row[i] = n * factor_of(c, weight, i);
-            if (fabs(row[i]) > 1e36 || (own[i] != 0 && fabs(n) < 1e-36)) row[i] = INFINITY;
+            row[i] = weight ? n * factor_of(c, weight, i) : own[i];
+            if (weight && (fabs(row[i]) > 1e36 || (own[i] != 0 && fabs(n) < 1e-36))) row[i] = INFINITY;
         }
-        turn(row, table_row(cos, x, head), table_row(sin, x, head), dim, cos->shape[2], whole(c, "interleaved"), false,
-             out, head * dim);
+        turn(c, row, table_row(cos, x, head), table_row(sin, x, head), dim, backward, out, head * dim);
     }
     free(row);
 }
 
-static void qk_norm_rope_forward(fuzz_call *c) {
-    norm_and_rotate(c, "q", "q_weight", "q_out");
-    norm_and_rotate(c, "k", "k_weight", "k_out");
+static void rope_forward(fuzz_call *c) {
+    rotate(c, "q", "q_weight", "q_out", false);
+    rotate(c, "k", "k_weight", "k_out", false);
+}
+
+static void rope_backward(fuzz_call *c) {
+    rotate(c, "dq_out", NULL, "dq", true);
+    rotate(c, "dk_out", NULL, "dk", true);
 }
 
 /* ---- losses ------------------------------------------------------------------------------------------------------ */
@@ -411,22 +458,23 @@ static void moe_combine_forward(fuzz_call *c) {
 
 /* ---- the tables -------------------------------------------------------------------------------------------------- */
 
-#define REFERENCE(name) {#name, name}
-const fuzz_reference fuzz_references[] = {REFERENCE(swiglu_forward),
-                                          REFERENCE(swiglu_backward),
-                                          REFERENCE(rms_norm_forward),
-                                          REFERENCE(rms_norm_backward),
-                                          REFERENCE(rope_forward),
-                                          REFERENCE(rope_backward),
-                                          REFERENCE(qk_norm_rope_forward),
-                                          REFERENCE(cross_entropy_forward),
-                                          REFERENCE(linear_cross_entropy_forward),
-                                          REFERENCE(scale),
-                                          REFERENCE(moe_sort),
-                                          REFERENCE(moe_gather),
-                                          REFERENCE(moe_glu_forward),
-                                          REFERENCE(moe_combine_forward),
-                                          {NULL, NULL}};
+const fuzz_reference fuzz_references[] = {
+    {"swiglu_forward", glu_forward},
+    {"swiglu_backward", glu_backward},
+    {"rms_norm_forward", norm_forward},
+    {"rms_norm_backward", norm_backward},
+    {"rope_forward", rope_forward},
+    {"rope_backward", rope_backward},
+    {"qk_norm_rope_forward", rope_forward},
+    {"cross_entropy_forward", cross_entropy_forward},
+    {"linear_cross_entropy_forward", linear_cross_entropy_forward},
+    {"scale", scale},
+    {"moe_sort", moe_sort},
+    {"moe_gather", moe_gather},
+    {"moe_glu_forward", moe_glu_forward},
+    {"moe_combine_forward", moe_combine_forward},
+    {NULL, NULL},
+};
 
 /* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
 const char *const fuzz_without_reference[] = {"qk_norm_rope_backward",         "cross_entropy_backward",
