@@ -89,7 +89,7 @@ static void draw_attributes(fuzz_call *c) {
 typedef struct symbols {
     int64_t size[26], budget; /* how many elements what is still to be drawn may multiply to */
     uint32_t bound;
-    bool leading_bound;
+    bool leading_bound, large; /* large: so much work that it is cut into pieces */
     int leading, most_leading;
     int64_t leading_size[BST_MAX_DIMS], rows;
 } symbols;
@@ -103,7 +103,7 @@ static int64_t draw_size(symbols *s) {
 #endif
     enum { EDGES = sizeof edges / sizeof *edges };
     if (fuzz_chance(50)) return 0;
-    int64_t size = edges[fuzz_below(1 + fuzz_below(EDGES))];
+    int64_t size = edges[fuzz_below(s->large ? EDGES : 1 + fuzz_below(EDGES))];
     if (size > s->budget) size = 1 + fuzz_below(s->budget);
     s->budget /= size;
     return size;
@@ -237,6 +237,10 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
         int fixed = shape && (*shape == '*' || *shape == '#') ? (int)strlen(shape) - 1 : 0;
         if (BST_MAX_DIMS - fixed < s.most_leading) s.most_leading = BST_MAX_DIMS - fixed;
     }
+#ifndef BST_EMULATE
+    s.large = fuzz_chance(50);
+    if (s.large) s.budget = 1 << 16;
+#endif
     draw_attributes(c);
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) c->attributes[experts].i = c->experts;

@@ -310,7 +310,7 @@ static void fuzz_one(void) {
 static void check_acceptance(void) {
     enum { ENOUGH = 100 };
     for (int i = 0; i < function_count; i++) {
-        if (tried[i] < ENOUGH || accepted[i] * 8 >= tried[i]) continue;
+        if (tried[i] < ENOUGH || accepted[i] * 16 >= tried[i]) continue;
         failures++;
         printf("fuzz: %s accepted %lld of %lld legal calls; the last message: %s\n", functions[i]->name,
                (long long)accepted[i], (long long)tried[i], bst_last_error());
