@@ -4,6 +4,7 @@
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
 #   make test-oldest   the tests of models with the oldest Transformers that is supported
 #   make lint    format and style only
+#   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
 #   make bench   time the operators on this machine
 #   make wheel   the source and the wheel that are published, into dist/ (make sdist: the source alone)
 #   make clean   remove what the above made
@@ -19,7 +20,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest lint bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -84,6 +85,12 @@ emulated-tests: $(if $(VENV),$(VENV)/test.stamp)
 	$(call configure,emulated,-Demulate=true -Dtests=true $(SANITIZE))
 	$(MESON) test -C build/emulated --print-errorlogs --num-processes $(JOBS)
 	sh tests/emu/run.sh build/emulated $(PY) $(JOBS)
+
+SECONDS := 600
+SEED := 1
+fuzz: $(if $(VENV),$(VENV)/test.stamp)
+	$(call configure,sanitized,-Dtests=true $(SANITIZE))
+	build/sanitized/tests/fuzz/fuzz --seed $(SEED) --seconds $(SECONDS)
 
 # ---- the rest -------------------------------------------------------------------------------------------------------
 

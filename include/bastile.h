@@ -108,11 +108,11 @@ BST_API bst_status bst_add_library_path(const char *folder);
  * the cache on disk. Each counts once. Either may be NULL. */
 BST_EXPORT void bst_kernel_counts(int64_t *compiled, int64_t *cached);
 
-/* 1: on CUDA, where a computation can be launched in several ways, the first call of its kind measures which one is the
- * fastest, waiting for the device, and stores the choice on disk for this chip, driver and version; later calls take
- * it. Anything but the default is taken only if it was clearly faster. Kernels give the same bits whatever is chosen;
- * matrix products may sum in another order. 0: choices are a pure function of shape and chip. -1: as the environment
- * says, BASTILE_AUTOTUNE=1 or not, which is also how the library begins. It holds for calls that begin from now on. */
+/* 1: on CUDA, the first matrix product of its kind measures which of cuBLASLt's algorithms is the fastest, waiting for
+ * the device, and stores the choice on disk for this chip, driver and version; later ones take it. Anything but the
+ * default is taken only if it was clearly faster; it may sum in another order. 0: choices are a pure function of shape
+ * and chip. -1: as the environment says, BASTILE_AUTOTUNE=1 or not, which is also how the library begins. It holds for
+ * calls that begin from now on. */
 BST_API bst_status bst_set_autotune(int on);
 /* Forgets all measured choices, on disk too, and returns how many there were. Other processes keep what they have read.
  * What lies in a folder that cannot be written to stays, and is not counted. */

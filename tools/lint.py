@@ -4,6 +4,7 @@
 - every row of src/ops.def has its room, its Python file and its two tests, and no room lacks a row;
 - no source file is longer than 600 lines, and no line than 120 columns;
 - every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
+- every operator function has a reference for the fuzzer, or is named among those without;
 - the operators in Python import nothing from above them;
 - the shared library's public prefix is the only one the header declares;
 - mypy finds no fault in the package;
@@ -98,6 +99,26 @@ def operators() -> list[str]:
     return faults
 
 
+def described() -> set[str]:
+    """The names of the functions in src/ops, which stand there as text or under a name."""
+    names = set()
+    for room in (ROOT / "src/ops").iterdir():
+        text = "\n".join(p.read_text() for p in sorted(room.glob("*.[ch]")))
+        for name in re.findall(r"^ *\.name = (\w+|\"\w+\"),", text, re.M):
+            named = re.search(rf"\b{name}(?:\[\] =| ) *(\"\w+\")", text)
+            names.add((named.group(1) if named else name).strip('"'))
+    return names
+
+
+def references() -> list[str]:
+    text = (ROOT / "tests/fuzz/reference.c").read_text()
+    tables = text[text.index("fuzz_references[]") :]
+    known, functions = set(re.findall(r'"(\w+)"', tables)), described()
+    return [f"{name} has no reference in tests/fuzz/reference.c" for name in sorted(functions - known)] + [
+        f"tests/fuzz/reference.c knows {name}, which src/ops does not describe" for name in sorted(known - functions)
+    ]
+
+
 def sources() -> list[str]:
     faults = []
     for path in tracked(".c", ".h", ".cu", ".cuh", ".py"):
@@ -147,7 +168,7 @@ def reference() -> list[str]:
 
 
 def main() -> int:
-    faults = formatting() + operators() + sources() + reference()
+    faults = formatting() + operators() + references() + sources() + reference()
     for fault in faults:
         print(f"lint: {fault}")
     print(f"lint: {len(faults)} faults")

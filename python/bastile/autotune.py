@@ -1,4 +1,4 @@
-"""Measured choices of kernel configurations: switching the measurements on, and forgetting what they led to."""
+"""Measured choices of algorithms for matrix products: switching measurements on, and forgetting what they led to."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from bastile._library import library
 
 
 def set_autotune(on: bool | None) -> None:
-    """Whether GPU kernels and matrix products are launched as measurements on this machine say. None: as the variable
-    BASTILE_AUTOTUNE says (1: yes), which is also how a process begins; else configurations are a pure function of shape
-    and chip. It holds for calls that begin from now on, in every thread.
+    """Whether the matrix products of the output head and its loss take the algorithm that measurements on this machine
+    speak for. None: as the variable BASTILE_AUTOTUNE says (1: yes), which is also how a process begins; else algorithms
+    are a pure function of shape and chip. It holds for calls that begin from now on, in every thread.
 
-    The first call of its kind measures, and waits for the device; its choice is kept on disk for this chip, driver and
-    version. Anything but the default is chosen only where it was clearly faster. Kernels give the same bits either way;
-    matrix products may sum in another order.
+    The first product of its kind measures, and waits for the device; its choice is kept on disk for this chip, driver
+    and version. Anything but the default is chosen only where it was clearly faster. It may sum in another order.
 
     Raises:
         ValueError: for anything but True, False and None.

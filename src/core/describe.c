@@ -178,7 +178,7 @@ static bst_status check_one(const bst_function *f, int place, const DLTensor *te
     if (contiguous) BST_TRY(bst__need_contiguous(f->name, a->name, v));
     if (a->layout == BST_ROWS || (a->layout == BST_CONTIGUOUS && v->dims))
         BST_TRY(bst__rows(f->name, a->name, v, &v->rows));
-    if (a->layout == BST_LAST && v->dims && v->size[v->dims - 1] > 1 && v->stride[v->dims - 1] != 1)
+    if (a->layout == BST_LAST && v->count && v->dims && v->size[v->dims - 1] > 1 && v->stride[v->dims - 1] != 1)
         return bst__error(BST_UNSUPPORTED, "%s: the last dimension of %s is not contiguous; make it so", f->name,
                           a->name);
     int other = a->like ? a->like - 1 : 0;

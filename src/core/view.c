@@ -242,6 +242,13 @@ bst_status bst__rows(const char *op, const char *name, const bst_view *v, bst_ro
     if (v->dims < 1) return bst__error(BST_INVALID, "%s: %s is a scalar; at least one dimension is needed", op, name);
     int last = v->dims - 1;
     *out = (bst_rows){.rows = 1, .columns = v->size[last], .inner = 1};
+    if (!v->count) { /* without elements strides say nothing */
+        for (int i = 0; i < last; i++) out->rows *= v->size[i];
+        out->inner = out->rows;
+        out->inner_stride = out->columns;
+        out->outer_stride = out->rows * out->columns;
+        return BST_OK;
+    }
     if (v->size[last] > 1 && v->stride[last] != 1)
         return bst__error(BST_UNSUPPORTED, "%s: the last dimension of %s is not contiguous; make it so", op, name);
     /* Fold from the innermost leading dimension outwards: first into `inner`, then into the outer one. */

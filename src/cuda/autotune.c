@@ -32,12 +32,11 @@ static void in_child(void) { bst__free_lock(&searching); }
 BST_IN_CHILD(in_child)
 
 static int mode_of_environment(void) {
-    const char *number = getenv("BASTILE_ALTERNATIVE"), *on = getenv("BASTILE_AUTOTUNE");
-    if (number && atoi(number) > 0) return -atoi(number);
+    const char *on = getenv("BASTILE_AUTOTUNE");
     return on && strcmp(on, "1") == 0;
 }
 
-int bst__tuning(void) {
+bool bst__tuning(void) {
     int now = atomic_load_explicit(&mode, memory_order_relaxed);
     if (now != UNREAD) return now;
     /* Unless another thread has set it meanwhile. */
@@ -64,14 +63,12 @@ int bst_autotune_clear(void) {
 }
 
 void bst__choice_key(bst_sha256 *h, const bst_machine *m) {
-    const int numbers[] = {m->arch, m->processors, m->driver, m->compiler};
+    const int numbers[] = {m->arch, m->processors, m->driver, m->library};
     bst__sha256_begin(h);
     bst__sha256_add(h, BST_VERSION, sizeof BST_VERSION);
     bst__sha256_add(h, m->chip, strlen(m->chip) + 1);
     bst__sha256_add(h, numbers, sizeof numbers);
 }
-
-bool bst__may_search(void) { return atomic_load_explicit(&left_ms, memory_order_relaxed) > 0; }
 
 void bst__set_search_time(double seconds) { atomic_store(&left_ms, (long long)(seconds * 1000)); }
 
@@ -79,7 +76,6 @@ void bst__set_search_time(double seconds) { atomic_store(&left_ms, (long long)(s
 
 typedef struct job {
     const bst_race *race;
-    bool may_search;
     int for_now; /* what won where it is not to be stored; else -1 */
 } job;
 
@@ -92,7 +88,7 @@ static long long now_ms(void) {
 /* The status is only for the cache, which stores nothing that failed: no message goes with it. */
 static bst_status make(void *context, bst_blob *out) {
     job *j = context;
-    if (!j->may_search || !bst__may_search()) return BST_UNSUPPORTED;
+    if (atomic_load_explicit(&left_ms, memory_order_relaxed) <= 0) return BST_UNSUPPORTED;
     bst_times times = {0};
     long long begin = now_ms();
     int won = bst__search(j->race, &times);
@@ -118,8 +114,8 @@ static int parse(const bst_blob *entry, int count) {
     return -1;
 }
 
-int bst__choice(const bst_digest *key, const bst_race *race, bool may_search) {
-    job j = {race, may_search, -1};
+int bst__choice(const bst_digest *key, const bst_race *race) {
+    job j = {race, -1};
     bst_blob entry;
     int won = -1;
     bst_message message = bst__message(); /* a candidate that fails is no error of the call */

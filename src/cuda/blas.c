@@ -351,7 +351,7 @@ static bst_status fastest(const product *t, const problem_key *p, const answers 
     bst_race race = {a->count, what, bst__stopwatch_round, &watch};
     BST_TRY(choice_key(t, p, a, &key));
     int mode = bst__capture_relax();
-    int won = bst__choice(&key, &race, true);
+    int won = bst__choice(&key, &race);
     bst__stopwatch_end(&watch);
     bst__capture_restore(mode);
     if (won > 0) *out = &a->choices[won];
@@ -360,7 +360,7 @@ static bst_status fastest(const product *t, const problem_key *p, const answers 
 
 /* The choice for a problem, remembered or made. What is added to cannot be run twice, and so is never measured. */
 static bst_status plan(const product *t, problem_key *p, choice *out) {
-    if (bst__tuning() == 1 && p->beta_is_zero) p->generation = bst__tuning_generation();
+    if (bst__tuning() && p->beta_is_zero) p->generation = bst__tuning_generation();
     if (recall(p, out)) return BST_OK;
     if (p->generation && !bst__stopwatch_allowed(t->exec)) {
         p->generation = 0; /* for this call alone */

@@ -51,19 +51,6 @@ static inline bst_status bst__cuda_need_rows(const char *op, int64_t rows, int64
 bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, const bst_launch *launch,
                             const void *arguments, size_t bytes);
 
-/* Other launches that compute the same, to the last bit. */
-typedef struct bst_alternatives {
-    /* Makes alternative `number` (from 1) out of a copy of the default launch; a pure function, which may leave the
-     * copy as it is. False: there is no such number, nor a higher one. */
-    bool (*offer)(bst_launch *launch, int number, int64_t count);
-    int64_t count; /* what the grid is made for: rows, tokens, elements */
-    bool once;     /* the kernel overwrites what it reads: it cannot run again for a measurement */
-} bst_alternatives;
-
-/* The same for a launch that has alternatives: with autotuning off the default, else what was measured to be the
- * fastest; the first call measures. */
-bst_status bst__cuda_launch_tuned(const bst_exec *exec, const char *op, int device, const bst_launch *launch,
-                                  const bst_alternatives *alternatives, const void *arguments, size_t bytes);
 /* Queues a matrix product on exec's stream. */
 bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *problem);
 /* Queues a fill with zeros. */

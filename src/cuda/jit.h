@@ -14,10 +14,6 @@ typedef struct bst_jit_entry bst_jit_entry;
 bst_status bst__jit_function(const char *op, const bst_device *device, const bst_launch *launch, CUfunction *out,
                              unsigned *most_blocks);
 
-/* Queues a launch whose grid is not empty. The device's context is current. (launch.c) */
-bst_status bst__launch(const bst_exec *exec, const char *op, const bst_device *device, const bst_launch *launch,
-                       const void *arguments);
-
 /* Compiles a launch's kernel for the collector's chip, reports it, and loads nothing; once for each kernel. */
 bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, const bst_launch *launch);
 

@@ -5,8 +5,13 @@
 
 static CUstream stream_of(const bst_exec *exec) { return exec ? exec->stream : NULL; }
 
+/* Launches a grid that is not empty. The device's context is current. */
 static bst_status submit(const char *op, const bst_device *device, CUstream stream, const bst_launch *l,
-                         CUfunction function, unsigned most_blocks, void **parameters) {
+                         const void *arguments) {
+    CUfunction function;
+    unsigned most_blocks;
+    void *parameters[1] = {(void *)arguments}; /* only read */
+    BST_TRY(bst__jit_function(op, device, l, &function, &most_blocks));
     unsigned grid_x = l->grid_x < most_blocks ? l->grid_x : most_blocks;
     unsigned grid_y = l->grid_y ? l->grid_y : 1;
     CUlaunchAttribute attributes[2];
@@ -40,15 +45,6 @@ bst_status bst__cuda_chip(const char *op, int device, bst_chip *out) {
     return BST_OK;
 }
 
-bst_status bst__launch(const bst_exec *exec, const char *op, const bst_device *device, const bst_launch *launch,
-                       const void *arguments) {
-    CUfunction function;
-    unsigned most_blocks;
-    void *parameters[1] = {(void *)arguments}; /* only read */
-    BST_TRY(bst__jit_function(op, device, launch, &function, &most_blocks));
-    return submit(op, device, stream_of(exec), launch, function, most_blocks, parameters);
-}
-
 bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, const bst_launch *launch,
                             const void *arguments, size_t bytes) {
     (void)bytes; /* the driver knows from the kernel how much to copy */
@@ -59,7 +55,7 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     bst_scope scope;
     BST_TRY(bst__device(op, device, &d));
     BST_TRY(bst__enter(op, d, &scope));
-    bst_status status = bst__launch(exec, op, d, launch, arguments);
+    bst_status status = submit(op, d, stream_of(exec), launch, arguments);
     bst__leave(scope);
     return status;
 }

@@ -7,11 +7,11 @@
 
 static CUstream stream_of(const bst_exec *exec) { return exec ? exec->stream : NULL; }
 
-bst_status bst__stopwatch_machine(const char *op, const bst_device *device, int compiler, bst_machine *out) {
+bst_status bst__stopwatch_machine(const char *op, const bst_device *device, int library, bst_machine *out) {
     *out = (bst_machine){.arch = device->chip.arch,
                          .processors = device->chip.processors,
                          .driver = bst__driver_version(),
-                         .compiler = compiler};
+                         .library = library};
     BST_DRIVER_TRY(op, cuDeviceGetName, out->chip, sizeof out->chip, device->handle);
     return BST_OK;
 }

@@ -18,7 +18,7 @@ typedef struct bst_stopwatch {
 } bst_stopwatch;
 
 /* The machine that is measured, for keys. */
-bst_status bst__stopwatch_machine(const char *op, const bst_device *device, int compiler, bst_machine *out);
+bst_status bst__stopwatch_machine(const char *op, const bst_device *device, int library, bst_machine *out);
 /* Whether exec's stream may be waited for: it is not being captured. */
 bool bst__stopwatch_allowed(const bst_exec *exec);
 /* A bst_race's round, with a bst_stopwatch for context. */

@@ -45,6 +45,12 @@ static DLTensor *take(bst_call *call, const binding *b, int place, bst_torch_val
     return layout == BST_CONTIGUOUS ? bst__call_contiguous(call, tensor) : tensor;
 }
 
+/* A tensor that PyTorch could not read, such as None in the place of one, gets its name. */
+static void name_failure(bst_call *call, const bst_function *f, int place) {
+    bst_message reason = bst__message();
+    call->status = bst__error(call->status, "%s: %s: %s", f->name, f->arguments[place].name, reason.text);
+}
+
 /* A new output. NULL after a failure, and where there is nothing that it could be like: the check then says so. */
 static DLTensor *make(bst_call *call, const bst_function *f, int place, DLTensor *const *tensors, const bst_view *views,
                       const bst_attribute *attributes, const bst_symbols *symbols) {
@@ -70,13 +76,16 @@ static void run(const binding *b, bst_torch_value *stack) {
     bst_symbols symbols;
     bst_call call;
     uint32_t wanted = 0;
+    bool failed;
     bst__call_begin(&call);
     for (int i = 0; i < b->steps; i++) {
         int place = b->step[i].place;
         switch (b->step[i].kind) {
             case TENSOR:
             case OPTIONAL_TENSOR:
+                failed = call.status != BST_OK;
                 tensors[place] = take(&call, b, place, stack[i], b->step[i].kind == OPTIONAL_TENSOR);
+                if (!failed && call.status != BST_OK) name_failure(&call, f, place);
                 break;
             case DOUBLE:
                 attributes[place].d = bst__call_double(stack[i]);

@@ -1,5 +1,5 @@
 /* fake_cuda.c - libcuda.so.1, NVRTC and cuBLASLt in one, for a machine without a GPU: nothing is computed, but each
- * launch takes the time that the test says, on a clock that events read. Two devices of different names. */
+ * product takes the time that the test says, on a clock that events read. Two devices of different names. */
 #include "fake_cuda.h"
 
 #include <pthread.h>
@@ -172,19 +172,13 @@ DEFINE(cuFuncSetAttribute, (CUfunction function, int attribute, int value)) {
     return CUDA_SUCCESS;
 }
 
-static CUresult launch(CUfunction function, unsigned grid, unsigned block) {
-    const char *options = (const char *)(void *)function;
+static CUresult launch(unsigned grid) {
+    if (state.refuses) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    double ms = state.kernel_ms(options, block);
-    if (ms >= 0) {
-        clock_ms += ms;
-        state.launches++;
-        state.last_device = (int)(uintptr_t)current() - 1;
-        state.last_grid = grid;
-        snprintf(state.last_options, sizeof state.last_options, "%s", options);
-    }
+    state.last_device = (int)(uintptr_t)current() - 1;
+    state.last_grid = grid;
     pthread_mutex_unlock(&lock);
-    return ms < 0 ? INVALID_VALUE : CUDA_SUCCESS;
+    return CUDA_SUCCESS;
 }
 
 static void count_live(int more) {
@@ -210,14 +204,14 @@ DEFINE(cuOccupancyMaxActiveClusters, (int *clusters, CUfunction function, const 
 DEFINE(cuLaunchKernel,
        (CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
         unsigned block_z, unsigned shared, CUstream stream, void **parameters, void **extra)) {
-    (void)grid_y, (void)grid_z, (void)block_y, (void)block_z, (void)shared, (void)stream;
-    (void)parameters, (void)extra;
-    return launch(function, grid_x, block_x);
+    (void)function, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z, (void)shared;
+    (void)stream, (void)parameters, (void)extra;
+    return launch(grid_x);
 }
 
 DEFINE(cuLaunchKernelEx, (const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra)) {
-    (void)parameters, (void)extra;
-    return launch(function, config->gridDimX, config->blockDimX);
+    (void)function, (void)parameters, (void)extra;
+    return launch(config->gridDimX);
 }
 
 DEFINE(cuMemsetD8Async, (CUdeviceptr memory, unsigned char value, size_t bytes, CUstream stream)) {
@@ -408,7 +402,8 @@ DEFINE(cublasLtMatmulAlgoGetHeuristic,
         cublasLtMatmulHeuristicResult_t *results, int *count)) {
     (void)handle, (void)desc, (void)a, (void)b, (void)c, (void)d, (void)preference;
     for (*count = 0; *count < wanted && state.product_ms[*count] != 0; ++*count)
-        results[*count] = (cublasLtMatmulHeuristicResult_t){.algo = {{(uint64_t)*count}}, .workspaceSize = 64};
+        results[*count] =
+            (cublasLtMatmulHeuristicResult_t){.algo = {{(uint64_t)*count}}, .workspaceSize = 64 * ((size_t)*count + 1)};
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -430,8 +425,10 @@ DEFINE(cublasLtMatmul,
     (void)c_layout, (void)d, (void)d_layout, (void)workspace, (void)workspace_bytes, (void)stream;
     double ms = state.product_ms[algo->data[0]];
     if (ms < 0) return FAILED;
+    pthread_mutex_lock(&lock);
     clock_ms += ms;
     state.products++;
     state.last_algorithm = (int)algo->data[0];
+    pthread_mutex_unlock(&lock);
     return CUBLAS_STATUS_SUCCESS;
 }

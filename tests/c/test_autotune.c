@@ -169,7 +169,6 @@ TEST(a_search_is_short) {
 
 TEST(the_mode_is_the_calls_or_the_environments) {
     unsetenv("BASTILE_AUTOTUNE");
-    unsetenv("BASTILE_ALTERNATIVE");
     CHECK_EQ_I(bst_set_autotune(-1), BST_OK);
     CHECK_EQ_I(bst__tuning(), 0);
     CHECK_EQ_I(bst_set_autotune(1), BST_OK);
@@ -222,13 +221,13 @@ static bst_digest key_of(const bst_machine *m, int problem) {
     return bst__sha256_end(&h);
 }
 
-static int choose_on(const bst_machine *m, int problem, track *t, bool may_search) {
+static int choose_on(const bst_machine *m, int problem, track *t) {
     bst_digest key = key_of(m, problem);
     bst_race race = race_of(t);
-    return bst__choice(&key, &race, may_search);
+    return bst__choice(&key, &race);
 }
 
-static int choose(int problem, track *t) { return choose_on(&machine, problem, t, true); }
+static int choose(int problem, track *t) { return choose_on(&machine, problem, t); }
 
 static const char *path_of(int problem) {
     static char path[512];
@@ -265,19 +264,17 @@ TEST(a_choice_is_measured_once) {
 TEST(where_it_may_not_search_nothing_is_kept) {
     begin();
     track t = {.ms = {1.0f, 0.9f}};
-    CHECK_EQ_I(choose_on(&machine, 1, &t, false), -1);
     bst__set_search_time(0);
-    CHECK(!bst__may_search());
     CHECK_EQ_I(choose(1, &t), -1);
     CHECK_EQ_I(t.rounds, 0);
     bst__set_search_time(60);
-    CHECK(bst__may_search());
     t.broken = true;
     CHECK_EQ_I(choose(1, &t), -1);
     CHECK_EQ_I(count_files(""), 0);
     t.broken = false;
     CHECK_EQ_I(choose(1, &t), 1);
-    CHECK_EQ_I(choose_on(&machine, 1, &t, false), 1); /* what is stored serves nevertheless */
+    bst__set_search_time(0);
+    CHECK_EQ_I(choose(1, &t), 1); /* what is stored serves nevertheless */
     end();
 }
 
@@ -293,8 +290,7 @@ TEST(searches_use_up_their_time) {
     race.round = slow_round;
     bst_digest key = key_of(&machine, 1);
     bst__set_search_time(0.15);
-    CHECK_EQ_I(bst__choice(&key, &race, true), 1); /* what has begun is finished */
-    CHECK(!bst__may_search());
+    CHECK_EQ_I(bst__choice(&key, &race), 1); /* what has begun is finished */
     CHECK_EQ_I(choose(2, &t), -1);
     end();
 }
@@ -306,12 +302,12 @@ TEST(machines_do_not_share_choices) {
     others[1].arch = 100;
     others[2].processors = 16; /* a part of a chip */
     others[3].driver = 12080;
-    others[4].compiler = 13010;
+    others[4].library = 13010;
     track t = {.ms = {1.0f, 0.9f}};
     CHECK_EQ_I(choose(1, &t), 1);
     for (int i = 0; i < 5; i++) {
         track own = {.ms = {1.0f, 1.0f}};
-        CHECK_EQ_I(choose_on(&others[i], 1, &own, true), 0);
+        CHECK_EQ_I(choose_on(&others[i], 1, &own), 0);
         CHECK_EQ_I(own.rounds, 10);
     }
     CHECK_EQ_I(choose(1, &t), 1);
@@ -431,7 +427,7 @@ static int search_together(int process, int round) {
     bst_race race = race_of(&t);
     race.round = counted_round;
     bst_digest key = key_of(&machine, round);
-    return bst__choice(&key, &race, true);
+    return bst__choice(&key, &race);
 }
 
 TEST(eight_processes_search_once_and_agree) {
@@ -467,7 +463,7 @@ static void *search_held_up(void *won) {
     bst_race race = race_of(&t);
     race.round = held_up;
     bst_digest key = key_of(&machine, 1);
-    *(int *)won = bst__choice(&key, &race, true);
+    *(int *)won = bst__choice(&key, &race);
     return NULL;
 }
 

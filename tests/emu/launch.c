@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "cuda/autotune.h"
 #include "emu.h"
 
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
@@ -75,18 +74,4 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     const bst_status status = load_and_run(op, launch, &chip, arguments, bytes);
     pthread_mutex_unlock(&one_at_a_time);
     return status;
-}
-
-int bst__emu_alternatives_taken;
-
-/* Nothing is measured here: launches take the alternative that BASTILE_ALTERNATIVE names, or the default. */
-bst_status bst__cuda_launch_tuned(const bst_exec *exec, const char *op, int device, const bst_launch *launch,
-                                  const bst_alternatives *alternatives, const void *arguments, size_t bytes) {
-    const int number = -bst__tuning();
-    bst_launch other = *launch;
-    if (number > 0 && launch->grid_x && alternatives->offer(&other, number, alternatives->count)) {
-        bst__emu_alternatives_taken += memcmp(other.values, launch->values, sizeof other.values) != 0;
-        return bst__cuda_launch(exec, op, device, &other, arguments, bytes);
-    }
-    return bst__cuda_launch(exec, op, device, launch, arguments, bytes);
 }

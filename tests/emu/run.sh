@@ -10,9 +10,8 @@ export BASTILE_LIBRARY="$build/libbastile.so" BASTILE_EMULATED=1 PYTHONPATH="$he
 export BASTILE_EMU_CACHE="$build/kernels" LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so.6)"
 # libstdc++ early: AddressSanitizer looks for its __cxa_throw when it starts. Python itself is not free of leaks, and PyTorch's allocator aligns for itself.
 export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
-# The operators' own files, one a row of ops.def, and what chooses among their launches.
+# The operators' own files, one a row of ops.def.
 files=$(sed -n 's/^BST_OP(\(.*\))$/\1/p' "$here/src/ops.def" | sed "s/^linear_cross_entropy$/fused_&/; s|.*|$here/tests/py/test_*&.py|")
-files="$files $here/tests/py/test_autotune.py"
 for arch in 90 80; do
     echo "emulated sm_$arch"
     # shellcheck disable=SC2086

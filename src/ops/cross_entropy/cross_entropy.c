@@ -246,11 +246,17 @@ static bst_status run_scale(const bst_exec *exec, const bst_view *v, const bst_a
     return BST_OK;
 }
 
+/* It is an output for the sake of the checks, and has no place of its own. */
+static bst_status check_scaled(const char *op, const bst_view *v) {
+    if (v[SCALED].data == v[TENSOR].data) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: tensor is to be written elsewhere; it is scaled where it lies", op);
+}
+
 static const bst_argument scale_arguments[] = {
     [TENSOR] = {"tensor", BST_IN, BST_FLOATS, "*N", BST_CONTIGUOUS},
     [FACTOR] = BST_LOSS_FLOATS("scale", BST_IN, "."),
     [SCALED] = {"tensor", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(TENSOR), BST_TYPE_OF(TENSOR, "its own"),
-                BST_MAY_BE(1u << TENSOR)},
+                BST_MAY_BE(1u << TENSOR), .check = check_scaled},
     {NULL},
 };
 

@@ -70,16 +70,6 @@ static void cover(bst_launch *l, int64_t rows) {
     l->block = (unsigned)(l->values[THREADS] * l->values[ROWS]);
 }
 
-/* Larger and smaller blocks. The threads of a row stay, for they decide the order of its sum. */
-static bool alternative_forward(bst_launch *l, int number, int64_t rows) {
-    static const int blocks[] = {64, 256, 512};
-    if (number > (int)(sizeof blocks / sizeof *blocks)) return false;
-    int64_t rows_of_block = blocks[number - 1] / l->values[THREADS];
-    l->values[ROWS] = rows_of_block > 0 ? rows_of_block : 1;
-    cover(l, rows);
-    return true;
-}
-
 /* Static shared memory of the backward kernel, at most: the reductions' scratch, and the sums of rows in one block. */
 static int64_t backward_static_bytes(const bst_launch *l) {
     return 64 * 4 + (l->values[DW] && l->values[ROWS] > 1 ? l->values[HIDDEN] * 4 : 0);
@@ -160,7 +150,6 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
     l.values[FOLDED] = bst__rows_folded(&c->x.rows) && (!add || bst__rows_folded(&c->residual.rows));
     shape_forward(&l);
     cover(&l, rows);
-    bst_alternatives alternatives = {alternative_forward, rows, false};
     rms_norm_forward_args args = {.x = c->x.data,
                                   .weight = c->weight.data,
                                   .y = c->y.data,
@@ -171,7 +160,7 @@ bst_status bst__rms_norm_forward_cuda(const bst_exec *exec, const rms_norm_forwa
                                   .residual = c->residual.data,
                                   .sum = c->sum.data,
                                   .residual_map = bst__row_map(&c->residual.rows)};
-    return bst__cuda_launch_tuned(exec, RMS_NORM_FORWARD, c->x.device.device_id, &l, &alternatives, &args, sizeof args);
+    return bst__cuda_launch(exec, RMS_NORM_FORWARD, c->x.device.device_id, &l, &args, sizeof args);
 }
 
 static bst_status reduce(const bst_exec *exec, int device, bst_launch l, const float *partial, int64_t parts,

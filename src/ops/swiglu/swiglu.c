@@ -67,17 +67,9 @@ static void arrange(bst_launch *l, int64_t count, int threads, int each) {
     l->block = (unsigned)threads;
 }
 
-static bool alternative(bst_launch *l, int number, int64_t count) {
-    static const struct {
-        int threads, each;
-    } others[] = {{256, 1}, {128, 2}, {256, 4}};
-    if (number > (int)(sizeof others / sizeof *others)) return false;
-    arrange(l, count, others[number - 1].threads, others[number - 1].each);
-    return true;
-}
-
-/* Everything that depends on the tensors' layout; `operands` ends with NULL. */
-static bst_alternatives shape(bst_launch *l, const bst_view *const operands[]) {
+/* Everything that depends on the tensors' layout; `operands` ends with NULL. Gives what the grid is made for: rows, or
+ * elements without gaps, whose memory ends before they fill a grid. */
+static int64_t shape(bst_launch *l, const bst_view *const operands[]) {
     const bst_view *a = operands[0];
     bool flat = true, one_stride = true;
     int vec = 8;
@@ -92,14 +84,13 @@ static bst_alternatives shape(bst_launch *l, const bst_view *const operands[]) {
     l->values[FLAT] = flat;
     l->values[COLUMNS] = flat ? 0 : a->rows.columns;
     l->values[FOLDED] = one_stride;
-    bst_alternatives alternatives = {alternative, flat ? a->count : a->rows.rows, false};
-    arrange(l, alternatives.count, MOST_THREADS, ACCESSES);
-    return alternatives;
+    int64_t count = flat ? a->count : a->rows.rows;
+    arrange(l, count, MOST_THREADS, ACCESSES);
+    return count;
 }
 
-/* Without gaps there are elements in place of rows: memory ends before they fill a grid. */
-static bst_status need_grid(const char *op, const bst_launch *l, const bst_alternatives *a) {
-    return l->values[FLAT] ? BST_OK : bst__cuda_need_rows(op, a->count, l->values[CHUNKS]);
+static bst_status need_grid(const char *op, const bst_launch *l, int64_t count) {
+    return l->values[FLAT] ? BST_OK : bst__cuda_need_rows(op, count, l->values[CHUNKS]);
 }
 
 /* For the CPU: without gaps anywhere, all is one row. */
@@ -123,11 +114,10 @@ static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst
     if (!v[A].count) return BST_OK;
     if (v[A].device.device_type == kDLCUDA) {
         bst_launch l = {.kernel = &forward_kernel};
-        bst_alternatives alternatives = shape(&l, operands);
-        BST_TRY(need_grid(forward_op, &l, &alternatives));
+        BST_TRY(need_grid(forward_op, &l, shape(&l, operands)));
         swiglu_forward_args args = {
             v[A].data, v[B].data, v[Y].data, v[A].count, bst__row_map(&v[A].rows), bst__row_map(&v[B].rows)};
-        return bst__cuda_launch_tuned(exec, forward_op, v[A].device.device_id, &l, &alternatives, &args, sizeof args);
+        return bst__cuda_launch(exec, forward_op, v[A].device.device_id, &l, &args, sizeof args);
     }
     bool flat = packed(operands);
     swiglu_cpu call = {v[A].dtype, .gate = matrix(&v[A], flat), .up = matrix(&v[B], flat), .y = matrix(&v[Y], flat)};
@@ -146,17 +136,12 @@ bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLT
 
 static bst_status backward_cuda(const bst_exec *exec, const bst_view *v) {
     const bst_view *operands[7] = {&v[A], &v[DY], &v[B]}; /* the rest NULL */
-    bool in_place = false;
     for (int i = 0, count = 3; i < 3; i++) {
         const bst_view *result = &v[(int[]){DA, DB, Y}[i]];
-        if (!result->data) continue;
-        operands[count++] = result;
-        in_place = in_place || result->data == v[A].data || result->data == v[B].data || result->data == v[DY].data;
+        if (result->data) operands[count++] = result;
     }
     bst_launch l = {.kernel = &backward_kernel};
-    bst_alternatives alternatives = shape(&l, operands);
-    BST_TRY(need_grid(backward_op, &l, &alternatives));
-    alternatives.once = in_place;
+    BST_TRY(need_grid(backward_op, &l, shape(&l, operands)));
     l.values[DGATE] = v[DA].data != NULL;
     l.values[DUP] = v[DB].data != NULL;
     l.values[WITH_Y] = v[Y].data != NULL;
@@ -173,7 +158,7 @@ static bst_status backward_cuda(const bst_exec *exec, const bst_view *v) {
                                  .dgate_map = bst__row_map(&v[DA].rows),
                                  .dup_map = bst__row_map(&v[DB].rows),
                                  .y_map = bst__row_map(&v[Y].rows)};
-    return bst__cuda_launch_tuned(exec, backward_op, v[A].device.device_id, &l, &alternatives, &args, sizeof args);
+    return bst__cuda_launch(exec, backward_op, v[A].device.device_id, &l, &args, sizeof args);
 }
 
 static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {

@@ -1,0 +1,491 @@
+/* reference.c - what outputs should be, in float64, by the formulas of include/bastile.h in plain loops. A reference
+ * writes for each element of an output its value, and the size that its error is relative to: the sum of the terms'
+ * absolute values. What overflows float32 on the way it leaves out, by an infinite size. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fuzz.h"
+
+/* ---- reading and writing ----------------------------------------------------------------------------------------- */
+
+static const fuzz_tensor *input(const fuzz_call *c, const char *name) {
+    int place = fuzz_place(c->function, name, BST_IN);
+    return place < 0 || !c->of[place].given ? NULL : &c->of[place];
+}
+
+static const double *numbers(const fuzz_call *c, const char *name) {
+    const fuzz_tensor *t = input(c, name);
+    return t ? t->numbers : NULL;
+}
+
+/* An output with room for what it should be; NULL where it is not wanted. */
+static fuzz_tensor *output(fuzz_call *c, const char *name) {
+    int place = fuzz_place(c->function, name, BST_OUT);
+    /* Of two of one name the last is the one that the formulas tell of. */
+    for (int i = place + 1; place >= 0 && i < c->count; i++)
+        if ((c->function->arguments[i].flags & BST_OUT) && !strcmp(c->function->arguments[i].name, name)) place = i;
+    if (place < 0 || !c->of[place].given) return NULL;
+    fuzz_tensor *t = &c->of[place];
+    size_t count = (size_t)(t->count ? t->count : 1);
+    t->numbers = calloc(count, sizeof *t->numbers);
+    t->size = calloc(count, sizeof *t->size);
+    if (!t->numbers || !t->size) abort();
+    return t;
+}
+
+static void want(fuzz_tensor *t, int64_t at, double value, double size) {
+    if (!t) return;
+    t->numbers[at] = value;
+    t->size[at] = size;
+}
+
+static double real(const fuzz_call *c, const char *name) {
+    int at = fuzz_attribute(c->function, name);
+    return at < 0 ? 0 : (double)(float)c->attributes[at].d;
+}
+
+static int64_t whole(const fuzz_call *c, const char *name) {
+    int at = fuzz_attribute(c->function, name);
+    return at < 0 ? 0 : c->attributes[at].i;
+}
+
+static int64_t last(const fuzz_tensor *t) { return t->shape[t->dims - 1]; }
+
+/* ---- swiglu ------------------------------------------------------------------------------------------------------ */
+
+static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
+
+/* Infinite where float32 has no number for what a product begins with. */
+static double unless_lost(double part) { return fabs(part) < 1e-36 ? INFINITY : 0; }
+
+enum { SILU, GELU_TANH, GELU, RELU, RELU2 };
+
+/* What a gated unit makes of its gate, and the slope there; where the operator has no such attribute, silu. */
+static double activate(const fuzz_call *c, double g, double *slope) {
+    double s = sigmoid(g), normal = erfc(-g / sqrt(2)) / 2, root = sqrt(8 / acos(-1));
+    double inner = root * (g + 0.044715 * g * g * g), tanh_s = sigmoid(inner);
+    switch (whole(c, "activation")) {
+        case SILU:
+            *slope = s * (1 + g * (1 - s));
+            return g * s;
+        case GELU_TANH:
+            *slope = tanh_s + (g * g > 1e4 ? 0 : g * tanh_s * (1 - tanh_s) * root * (1 + 3 * 0.044715 * g * g));
+            return g * tanh_s;
+        case GELU:
+            *slope = normal + g * exp(-g * g / 2) / sqrt(2 * acos(-1));
+            return g * normal;
+        case RELU:
+            *slope = g > 0;
+            return g > 0 ? g : 0;
+        default:
+            *slope = g > 0 ? 2 * g : 0;
+            return g > 0 ? g * g : 0;
+    }
+}
+
+/* What it is relative to: near a zero of the slope its terms, and where the result is nothing beside the gate the
+ * gate. */
+static double activation_size(const fuzz_call *c, double g, double value) {
+    double lost = value != 0 && whole(c, "activation") <= GELU ? unless_lost(value) : 0;
+    return fabs(value) + (whole(c, "activation") == SILU ? 0 : fabs(g) * 1e-3) + lost + (fabs(g) > 1e18 ? INFINITY : 0);
+}
+
+static void glu_forward(fuzz_call *c) {
+    const double *a = numbers(c, "a"), *b = numbers(c, "b");
+    fuzz_tensor *y = output(c, "y");
+    for (int64_t i = 0; i < y->count; i++) {
+        double slope, value = activate(c, a[i], &slope);
+        want(y, i, value * b[i], activation_size(c, a[i], value) * fabs(b[i]) + (value == 0 && a[i] < 0 ? 1e-30 : 0));
+    }
+}
+
+static void glu_backward(fuzz_call *c) {
+    const double *a = numbers(c, "a"), *b = numbers(c, "b"), *dy = numbers(c, "dy");
+    fuzz_tensor *y = output(c, "y"), *da = output(c, "da"), *db = output(c, "db");
+    for (int64_t i = 0; i < input(c, "a")->count; i++) {
+        double slope, value = activate(c, a[i], &slope), both = dy[i] * b[i], s = sigmoid(a[i]),
+                      lost = unless_lost(both);
+        double size = activation_size(c, a[i], value);
+        want(y, i, value * b[i], size * fabs(b[i]));
+        want(db, i, dy[i] * value, size * fabs(dy[i]));
+        if (fabs(both) > 1e36 || fabs(dy[i]) > 1e36 || fabs(b[i]) > 1e36 || fabs(a[i] * both) > 1e36) lost = INFINITY;
+        if (whole(c, "activation") <= GELU) lost += unless_lost(s);
+        double terms = s * (1 + fabs(a[i]) * (1 - s)) + fabs(slope);
+        want(da, i, both * slope, fabs(both) * terms + lost);
+    }
+}
+
+/* ---- norms ------------------------------------------------------------------------------------------------------- */
+
+enum { LLAMA, GEMMA };
+
+static double factor_of(const fuzz_call *c, const double *weight, int64_t at) {
+    double own = weight ? weight[at] : 0;
+    return whole(c, "casting") == GEMMA ? 1 + own : weight ? own : 1;
+}
+
+/* Of float16 the least numbers have fewer bits: what is rounded to it on the way is as wrong as this one. */
+static double least(const fuzz_tensor *t) { return t->type == BST_F16 ? 0x1p-14 : 0; }
+
+static double largest(const fuzz_tensor *t) { return t->type == BST_F16 ? 6e4 : 1e36; }
+
+/* 1 / sqrt(mean(x^2) + eps); infinite where float32 overflows on the way. */
+static double inverse_root(const double *x, int64_t count, double eps) {
+    double sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
+    double inverse = 1 / sqrt(sum / (double)count + eps);
+    return sum < 1e37 && (sum > 1e-30 || eps > 1e-12) ? inverse : INFINITY;
+}
+
+static void norm_forward(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    const double *residual = numbers(c, "residual"), *weight = numbers(c, "weight"), *bias = numbers(c, "bias");
+    fuzz_tensor *y = output(c, "y"), *sum = output(c, "sum"), *rstd = output(c, "rstd"), *means = output(c, "mean");
+    int64_t columns = last(x);
+    double *row = malloc((size_t)(columns ? columns : 1) * sizeof *row);
+    for (int64_t r = 0; columns && row && r < x->count / columns; r++) {
+        double mean = 0, largest_one = 0;
+        for (int64_t i = 0; i < columns; i++) {
+            int64_t at = r * columns + i;
+            row[i] = x->numbers[at] + (residual ? residual[at] : 0);
+            if (x->type == BST_F16 && fabs(row[i]) > 65504) row[i] = INFINITY;
+            want(sum, at, row[i], fabs(row[i]));
+            largest_one = fmax(largest_one, fabs(row[i]));
+            mean += row[i] / (double)columns;
+        }
+        if (!whole(c, "kind")) mean = 0;
+        want(means, r, mean, largest_one);
+        for (int64_t i = 0; i < columns; i++) row[i] -= mean;
+        double inverse = inverse_root(row, columns, real(c, "eps"));
+        /* Where the numbers of a row differ by less than they are large, what is left of them is wrong by that. */
+        double blur = mean != 0 ? largest_one * inverse : 0;
+        want(rstd, r, inverse, inverse * (1 + blur * blur));
+        for (int64_t i = 0; i < columns; i++) {
+            double n = row[i] * inverse, w = factor_of(c, weight, i), more = bias ? bias[i] : 0;
+            double size = (fabs(n) + least(x) + blur) * (1 + blur * blur) * fabs(w) + fabs(more);
+            want(y, r * columns + i, n * w + more,
+                 size + (isfinite(inverse) ? row[i] != 0 ? unless_lost(n) : 0 : INFINITY));
+        }
+    }
+    free(row);
+}
+
+static void norm_backward(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    const double *dy = numbers(c, "dy"), *weight = numbers(c, "weight"), *rstd = numbers(c, "rstd");
+    const double *dsum = numbers(c, "dsum"), *means = numbers(c, "mean");
+    fuzz_tensor *dx = output(c, "dx"), *dweight = output(c, "dweight"), *dbias = output(c, "dbias");
+    int64_t columns = last(x);
+    for (int64_t r = 0; columns && r < x->count / columns; r++) {
+        const double *own = x->numbers + r * columns, *gradient = dy + r * columns;
+        double dot = 0, dot_size = 0, mean = means ? means[r] : 0, mean_g = 0, mean_g_size = 0;
+        for (int64_t i = 0; i < columns; i++) {
+            double g = gradient[i] * factor_of(c, weight, i), centred = own[i] - mean;
+            double term = g * centred * rstd[r] / (double)columns;
+            dot += term;
+            /* In whichever order they are multiplied. */
+            bool overflows = fabs(g * centred) > 1e36 || fabs(g) > 1e36 || fabs(rstd[r]) < 1e-36 ||
+                             fabs(g * rstd[r]) > 1e36 || fabs(centred * rstd[r]) > 1e18;
+            dot_size += overflows ? INFINITY : fabs(g) * (fabs(own[i]) + fabs(mean)) * fabs(rstd[r]) / (double)columns;
+            mean_g += means ? g / (double)columns : 0;
+            mean_g_size += means ? fabs(g) / (double)columns : 0;
+        }
+        for (int64_t i = 0; i < columns; i++) {
+            int64_t at = r * columns + i;
+            double n = (own[i] - mean) * rstd[r], n_size = (fabs(own[i]) + fabs(mean)) * fabs(rstd[r]);
+            double g = gradient[i] * factor_of(c, weight, i), more = dsum ? dsum[at] : 0;
+            want(dx, at, rstd[r] * (g - mean_g - n * dot) + more,
+                 fabs(rstd[r]) * (fabs(g) + mean_g_size + n_size * dot_size) + fabs(more));
+            if (dbias) {
+                dbias->numbers[i] += gradient[i];
+                dbias->size[i] += fabs(gradient[i]);
+            }
+            if (!dweight) continue;
+            dweight->numbers[i] += gradient[i] * n;
+            dweight->size[i] += fabs(gradient[i]) * (n_size + least(x));
+            if (fabs(gradient[i] * own[i]) > 1e36 || fabs(n) > largest(x)) dweight->size[i] = INFINITY;
+        }
+    }
+}
+
+/* ---- rotations --------------------------------------------------------------------------------------------------- */
+
+enum { HALVES, INTERLEAVED, INTERLEAVED_TO_HALVES };
+
+/* How wide the part of a head is that turns. */
+static int64_t rotary_of(const fuzz_call *c) { return last(input(c, "cos")) * (whole(c, "half_tables") ? 2 : 1); }
+
+/* Turns one head by its row of the tables; backward, the transposed rotation. */
+static void turn(const fuzz_call *c, const double *x, const double *cos, const double *sin, int64_t dim, bool backward,
+                 fuzz_tensor *out, int64_t at) {
+    int64_t rotary = rotary_of(c), layout = whole(c, "layout") + whole(c, "interleaved");
+    for (int64_t p = 0; p < rotary / 2; p++) {
+        int64_t apart[] = {p, p + rotary / 2}, together[] = {2 * p, 2 * p + 1};
+        const int64_t *to = layout == INTERLEAVED ? together : apart, *from = layout == HALVES ? apart : together;
+        const int64_t *in = backward ? to : from, *result = backward ? from : to;
+        int64_t one = whole(c, "half_tables") ? p : to[0], two = whole(c, "half_tables") ? p : to[1];
+        double x1 = x[in[0]], x2 = x[in[1]];
+        double across1 = x2 * (backward ? sin[two] : -sin[one]), across2 = x1 * (backward ? -sin[one] : sin[two]);
+        want(out, at + result[0], x1 * cos[one] + across1, fabs(x1 * cos[one]) + fabs(across1));
+        want(out, at + result[1], x2 * cos[two] + across2, fabs(x2 * cos[two]) + fabs(across2));
+    }
+    for (int64_t i = rotary; i < dim; i++) want(out, at + i, x[i], fabs(x[i]));
+}
+
+/* The row of a table [B or 1, S, R] for a head of x [B, heads, S, D]. */
+static const double *table_row(const fuzz_tensor *table, const fuzz_tensor *x, int64_t head) {
+    int64_t positions = x->shape[2], position = head % positions, batch = head / positions / x->shape[1];
+    return table->numbers + ((table->shape[0] == 1 ? 0 : batch) * positions + position) * table->shape[2];
+}
+
+/* `weight_of`: of the norm that comes first, where it is given; or NULL. */
+static void rotate(fuzz_call *c, const char *from, const char *weight_of, const char *to, bool backward) {
+    const fuzz_tensor *x = input(c, from), *cos = input(c, "cos"), *sin = input(c, "sin");
+    const double *weight = weight_of ? numbers(c, weight_of) : NULL;
+    fuzz_tensor *out = x ? output(c, to) : NULL;
+    if (!out || !x->count) return;
+    int64_t dim = x->shape[3];
+    double *row = malloc((size_t)dim * sizeof *row);
+    for (int64_t head = 0; row && head < x->count / dim; head++) {
+        const double *own = x->numbers + head * dim;
+        double inverse = weight ? inverse_root(own, dim, real(c, "eps")) : 1;
+        for (int64_t i = 0; i < dim; i++) {
+            double n = own[i] * inverse;
+            row[i] = weight ? n * factor_of(c, weight, i) : own[i];
+            if (weight && (fabs(row[i]) > 1e36 || (own[i] != 0 && fmin(fabs(n), fabs(row[i])) < 1e-36)))
+                row[i] = INFINITY;
+        }
+        turn(c, row, table_row(cos, x, head), table_row(sin, x, head), dim, backward, out, head * dim);
+    }
+    free(row);
+}
+
+static void rope_forward(fuzz_call *c) {
+    rotate(c, "q", "q_weight", "q_out", false);
+    rotate(c, "k", "k_weight", "k_out", false);
+}
+
+/* Without a norm: with one, no more than what holds of every call is asked. */
+static void rope_backward(fuzz_call *c) {
+    if (fuzz_place(c->function, "q_weight", BST_IN) >= 0) return;
+    rotate(c, "dq_out", NULL, "dq", true);
+    rotate(c, "dk_out", NULL, "dk", true);
+}
+
+/* ---- losses ------------------------------------------------------------------------------------------------------ */
+
+enum { NONE, MEAN, SUM };
+
+/* A loss over rows of logits, and what divides it. */
+typedef struct losses {
+    const fuzz_call *call;
+    const double *target, *weight, *num_items;
+    int64_t rows, classes;
+    double smoothing, softcap, scale, square, smooth_divisor, square_divisor, counted;
+    double lost; /* infinite where float32 has no inverse of what divides */
+} losses;
+
+static double class_weight(const losses *l, int64_t j) { return l->weight ? l->weight[j] : 1; }
+static bool counts(const losses *l, int64_t row) { return l->target[row] != (double)whole(l->call, "ignore_index"); }
+
+static losses losses_of(const fuzz_call *c, int64_t rows, int64_t classes) {
+    losses l = {.call = c,
+                .target = numbers(c, "target"),
+                .weight = numbers(c, "class_weight"),
+                .num_items = numbers(c, "num_items"),
+                .rows = rows,
+                .classes = classes,
+                .smoothing = real(c, "label_smoothing"),
+                .softcap = real(c, "softcap"),
+                .scale = real(c, "logit_scale"),
+                .square = real(c, "lse_square_scale")};
+    double weights = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        if (!counts(&l, r)) continue;
+        weights += class_weight(&l, (int64_t)l.target[r]);
+        l.counted++;
+    }
+    bool mean = whole(c, "reduction") == MEAN;
+    l.smooth_divisor = mean ? weights : 1;
+    l.square_divisor = mean ? l.counted : 1;
+    l.lost = l.num_items && fabs(*l.num_items) < 1e-36 ? INFINITY : 0;
+    if (l.num_items && whole(c, "reduction") != NONE) l.smooth_divisor = l.square_divisor = *l.num_items;
+    return l;
+}
+
+static double capped(const losses *l, double logit) {
+    double z = l->scale * logit;
+    return l->softcap > 0 ? l->softcap * tanh(z / l->softcap) : z;
+}
+
+static double lse_of(const losses *l, const double *logits) {
+    double most = -INFINITY, sum = 0;
+    for (int64_t j = 0; j < l->classes; j++) most = fmax(most, capped(l, logits[j]));
+    for (int64_t j = 0; j < l->classes; j++) sum += exp(capped(l, logits[j]) - most);
+    return most + log(sum);
+}
+
+/* The loss of a row, divided; *size: the terms that it is made of. */
+static double loss_of(const losses *l, int64_t row, const double *logits, double lse, double *size) {
+    int64_t t = (int64_t)l->target[row];
+    double all = 0, all_size = 0, z = capped(l, logits[t]), w = class_weight(l, t), e = l->smoothing;
+    for (int64_t j = 0; j < l->classes; j++) {
+        double zj = capped(l, logits[j]);
+        all += class_weight(l, j) * (lse - zj);
+        all_size += fabs(class_weight(l, j)) * (fabs(lse) + fabs(zj));
+    }
+    e /= (double)l->classes;
+    double square = l->square * lse * lse / l->square_divisor;
+    *size =
+        (fabs((1 - l->smoothing) * w) * (fabs(lse) + fabs(z)) + e * all_size) / fabs(l->smooth_divisor) + fabs(square);
+    return ((1 - l->smoothing) * w * (lse - z) + e * all) / l->smooth_divisor + square;
+}
+
+static void lose(losses *l, const double *logits, double noise) {
+    fuzz_call *c = (fuzz_call *)(uintptr_t)l->call;
+    fuzz_tensor *loss = output(c, "loss"), *lse_out = output(c, "lse");
+    double total = 0, total_size = 0;
+    bool none = whole(c, "reduction") == NONE;
+    for (int64_t r = 0; r < l->rows; r++) {
+        double value = 0, size = 0, lse = 0, most = 1;
+        if (counts(l, r)) {
+            lse = lse_of(l, logits + r * l->classes);
+            value = loss_of(l, r, logits + r * l->classes, lse, &size);
+            for (int64_t j = 0; j < l->classes; j++) most = fmax(most, fabs(l->scale * logits[r * l->classes + j]));
+        }
+        want(lse_out, r, lse, noise * most);
+        size = noise > 1e36 ? INFINITY : size * noise * most;
+        if (none) want(loss, r, value, size);
+        total += value;
+        total_size += size;
+    }
+    bool nothing = whole(c, "reduction") == MEAN && !l->num_items && !l->counted;
+    if (!none) want(loss, 0, nothing ? NAN : total + 0 / (l->num_items ? *l->num_items : 1), total_size + l->lost);
+}
+
+static void cross_entropy_forward(fuzz_call *c) {
+    const fuzz_tensor *logits = input(c, "logits");
+    losses l = losses_of(c, last(logits) ? logits->count / last(logits) : 0, last(logits));
+    lose(&l, logits->numbers, 1);
+}
+
+static void linear_cross_entropy_forward(fuzz_call *c) {
+    const fuzz_tensor *hidden = input(c, "hidden"), *weight = input(c, "weight");
+    const double *bias = numbers(c, "bias");
+    int64_t rows = hidden->shape[0], classes = weight->shape[0], width = last(weight);
+    double *logits = calloc((size_t)(rows * classes + 1), sizeof *logits), most = 1;
+    if (!logits) abort();
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < classes; j++) {
+            double sum = bias ? bias[j] : 0, size = fabs(sum);
+            for (int64_t i = 0; i < width; i++) {
+                double term = hidden->numbers[r * width + i] * weight->numbers[j * width + i];
+                sum += term;
+                size += fabs(term);
+            }
+            logits[r * classes + j] = sum;
+            most = fmax(most, hidden->type == BST_F16 && size > 3e4 ? INFINITY : size);
+        }
+    losses l = losses_of(c, rows, classes);
+    lose(&l, logits, most); /* logits are rounded, and as wrong as their terms are large */
+    free(logits);
+}
+
+static void scale(fuzz_call *c) {
+    const double *in = numbers(c, "tensor"), *factor = numbers(c, "scale");
+    fuzz_tensor *out = output(c, "tensor");
+    for (int64_t i = 0; i < out->count; i++) want(out, i, in[i] * *factor, fabs(in[i] * *factor));
+}
+
+/* ---- experts ----------------------------------------------------------------------------------------------------- */
+
+static void moe_sort(fuzz_call *c) {
+    const fuzz_tensor *indices = input(c, "indices");
+    fuzz_tensor *order = output(c, "order"), *position = output(c, "position"), *ends = output(c, "ends");
+    int64_t row = 0;
+    for (int64_t e = 0; e < whole(c, "experts"); e++) {
+        for (int64_t i = 0; i < indices->count; i++) {
+            if (indices->numbers[i] != (double)e) continue;
+            want(order, row, (double)i, 0);
+            want(position, i, (double)row++, 0);
+        }
+        want(ends, e, (double)row, 0);
+    }
+}
+
+static void moe_gather(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x"), *order = input(c, "order");
+    fuzz_tensor *rows = output(c, "rows");
+    for (int64_t n = 0; rows->count && n < order->count; n++) {
+        int64_t token = (int64_t)order->numbers[n] / (order->count / x->shape[0]);
+        for (int64_t i = 0; i < last(x); i++) {
+            double value = x->numbers[token * last(x) + i];
+            want(rows, n * last(x) + i, value, 0);
+        }
+    }
+}
+
+static void moe_glu_forward(fuzz_call *c) {
+    const fuzz_tensor *h = input(c, "h"), *ends = input(c, "ends");
+    const double *bias = numbers(c, "bias");
+    fuzz_tensor *y = output(c, "y");
+    int64_t columns = last(h), half = columns / 2, expert = 0;
+    double alpha = real(c, "alpha"), limit = real(c, "limit");
+    for (int64_t n = 0; y->count && n < h->shape[0]; n++) {
+        while (expert < ends->count && n >= (int64_t)ends->numbers[expert]) expert++;
+        for (int64_t i = 0; i < half; i++) {
+            const double *pair = h->numbers + n * columns + 2 * i;
+            double g = pair[0] + (bias ? bias[expert * columns + 2 * i] : 0);
+            double u = pair[1] + (bias ? bias[expert * columns + 2 * i + 1] : 0);
+            g = g > limit ? limit : g; /* NaN stays */
+            u = u > limit ? limit : u < -limit ? -limit : u;
+            want(y, n * half + i, (u + 1) * g * sigmoid(alpha * g),
+                 (fabs(u) + 1) * (fabs(g) + 1) * (1 + fabs(alpha * g)));
+        }
+    }
+}
+
+static void moe_combine_forward(fuzz_call *c) {
+    const fuzz_tensor *y = input(c, "y"), *position = input(c, "position");
+    const double *weights = numbers(c, "weights"), *bias = numbers(c, "bias"), *indices = numbers(c, "indices");
+    fuzz_tensor *out = output(c, "out");
+    int64_t columns = last(y), choices = position->shape[1];
+    for (int64_t p = 0; out->count && p < position->count; p++)
+        for (int64_t i = 0; i < columns; i++) {
+            double value = y->numbers[(int64_t)position->numbers[p] * columns + i];
+            double more = bias ? bias[(int64_t)indices[p] * columns + i] : 0, w = weights ? weights[p] : 1;
+            out->numbers[p / choices * columns + i] += w * (value + more);
+            out->size[p / choices * columns + i] += fabs(w) * (fabs(value) + fabs(more));
+        }
+}
+
+/* ---- the tables -------------------------------------------------------------------------------------------------- */
+
+const fuzz_reference fuzz_references[] = {
+    {"swiglu_forward", glu_forward},
+    {"swiglu_backward", glu_backward},
+    {"rms_norm_forward", norm_forward},
+    {"rms_norm_backward", norm_backward},
+    {"rope_forward", rope_forward},
+    {"rope_backward", rope_backward},
+    {"qk_norm_rope_forward", rope_forward},
+    {"cross_entropy_forward", cross_entropy_forward},
+    {"linear_cross_entropy_forward", linear_cross_entropy_forward},
+    {"scale", scale},
+    {"moe_sort", moe_sort},
+    {"moe_gather", moe_gather},
+    {"moe_glu_forward", moe_glu_forward},
+    {"moe_combine_forward", moe_combine_forward},
+    {NULL, NULL},
+};
+
+/* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
+const char *const fuzz_without_reference[] = {"qk_norm_rope_backward",         "cross_entropy_backward",
+                                              "linear_cross_entropy_backward", "moe_glu_backward",
+                                              "moe_combine_backward",          NULL};
+
+void fuzz_refer(fuzz_call *c) {
+    for (const fuzz_reference *r = fuzz_references; r->name; r++)
+        if (strcmp(r->name, c->function->name) == 0) r->compute(c);
+}
