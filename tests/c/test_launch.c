@@ -177,12 +177,12 @@ static int products_that_add(int64_t m) {
 
 TEST(a_product_takes_the_fastest_algorithm) {
     begin();
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(products_of(4), 1);
     CHECK_EQ_I(fake->last_algorithm, 0);
     CHECK_EQ_I(fake->waits, 0);
     CHECK_EQ_I(choices(), 0);
-    bst_set_autotune(1);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
     /* Three in ten rounds, one that fails, and one so slow that it runs twice; then the result. */
     CHECK_EQ_I(products_of(4), 3 * 10 + 2 + 1);
     CHECK_EQ_I(fake->last_algorithm, 2);
@@ -193,10 +193,10 @@ TEST(a_product_takes_the_fastest_algorithm) {
     CHECK_EQ_I(fake->last_algorithm, 2);
     CHECK_EQ_I(fake->waits, waits);
     CHECK(products_of(5) > 1); /* another shape is another problem */
-    bst_set_autotune(0);
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
     CHECK_EQ_I(products_of(4), 1);
     CHECK_EQ_I(fake->last_algorithm, 0);
-    bst_set_autotune(1);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
     CHECK_EQ_I(bst_autotune_clear(), 2);
     fake->product_ms[2] = 1.0;
     CHECK(products_of(4) > 1);
