@@ -127,7 +127,7 @@ typedef struct bst_exec {
     bst_status (*gemm)(void *user, const bst_gemm *problem);
 } bst_exec;
 
-/* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
+/* ---- norm -------------------------------------------------------------------------------------------------------- */
 
 /* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case, with
  * eps finite and not below 0:
@@ -136,21 +136,26 @@ typedef struct bst_exec {
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
+typedef struct bst_norm_options {
+    size_t size; /* sizeof(bst_norm_options) */
+    bst_casting casting;
+} bst_norm_options;
+
 /* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
  * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both NULL;
  * weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; y as x (LLAMA: the promoted type of x and
- * weight); rstd, float32, one a row, kept for the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square Layer
- * Normalization", 2019. */
-BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
-                                        const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
-                                        DLTensor *sum, DLTensor *rstd);
+ * weight); rstd, float32, one a row, kept for the backward pass, or NULL. options NULL: LLAMA. eps is no option, as 0
+ * is a number like others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019. */
+BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
+                                    const DLTensor *weight, double eps, const bst_norm_options *options, DLTensor *y,
+                                    DLTensor *sum, DLTensor *rstd);
 /* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it, not NULL; x as forward had it, or its
  * sum where there was one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that
- * is rounded; NULL: none. dx as x, may be NULL; with a residual, it is the gradient of both terms. dweight as weight,
- * summed in float32 in a fixed order, may be NULL. */
-BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum,
-                                         const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
-                                         bst_casting casting, DLTensor *dx, DLTensor *dweight);
+ * is rounded; NULL: none. options as for forward. dx as x, may be NULL; with a residual, it is the gradient of both
+ * terms. dweight as weight, summed in float32 in a fixed order, may be NULL. */
+BST_API bst_status bst_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
+                                     const DLTensor *weight, const DLTensor *rstd, const bst_norm_options *options,
+                                     DLTensor *dx, DLTensor *dweight);
 
 /* ---- swiglu ------------------------------------------------------------------------------------------------------ */
 

@@ -72,19 +72,6 @@ static void swiglu(int which) {
     CHECK_OK(bst_swiglu_backward(NULL, &dy, &a, &b, &da, &db, which < 2 ? NULL : &y));
 }
 
-/* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
-
-/* Rows of 8, 32 and 256 threads. */
-static void rms_norm(int i) {
-    static const int64_t widths[] = {64, 512, 2560};
-    int64_t shape[] = {TOKENS, widths[i]}, width[] = {widths[i]}, rows[] = {TOKENS};
-    DLTensor x = bf16(bits[0], 2, shape, NULL), residual = bf16(bits[1], 2, shape, NULL);
-    DLTensor weight = bf16(bits[2], 1, width, NULL), y = bf16(outputs[0], 2, shape, NULL);
-    DLTensor sum = bf16(outputs[1], 2, shape, NULL), rstd = bst_f32(outputs[2], 1, rows);
-    CHECK_OK(bst_rms_norm_forward(NULL, &x, i == 1 ? &residual : NULL, &weight, 1e-6, BST_CASTING_LLAMA, &y,
-                                  i == 1 ? &sum : NULL, &rstd));
-}
-
 /* ---- rope and qk_norm_rope --------------------------------------------------------------------------------------- */
 
 enum { Q = 11, K = 3, D = 64 };
@@ -115,14 +102,12 @@ static void qk_norm_rope(int which) {
 /* ---- the tests --------------------------------------------------------------------------------------------------- */
 
 TEST(swiglu_writes_the_same_bits) { compare("swiglu", swiglu, 3, 3); }
-TEST(rms_norm_writes_the_same_bits) { compare("rms_norm", rms_norm, 3, 3); }
 TEST(rope_writes_the_same_bits) { compare("rope", rope, 4, 3); }
 TEST(qk_norm_rope_writes_the_same_bits) { compare("qk_norm_rope", qk_norm_rope, 4, 3); }
 
 int main(void) {
     inputs();
     RUN(swiglu_writes_the_same_bits);
-    RUN(rms_norm_writes_the_same_bits);
     RUN(rope_writes_the_same_bits);
     RUN(qk_norm_rope_writes_the_same_bits);
     return bst_test_report();

@@ -1,4 +1,4 @@
-/* test_rms_norm.c - RMSNorm through the C API: values, errors, and its kernels on every chip. */
+/* test_norm.c - norms through the C API: values, errors, and its kernels on every chip. */
 #include <math.h>
 
 #include "chips.h"
@@ -19,10 +19,8 @@ static void compare_with_double(bool add) {
     DLTensor tr = bst_f32(rstd, 1, rows), tdy = bst_f32(dy, 2, shape), tdx = bst_f32(dx, 2, shape);
     DLTensor tdw = bst_f32(dw, 1, columns), tresidual = bst_f32(residual, 2, shape), tsum = bst_f32(sum, 2, shape);
     DLTensor tdsum = bst_f32(dsum, 2, shape);
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, 1e-6, BST_CASTING_LLAMA, &ty,
-                                  add ? &tsum : NULL, &tr));
-    CHECK_OK(bst_rms_norm_backward(NULL, &tdy, add ? &tdsum : NULL, add ? &tsum : &tx, &tw, &tr, BST_CASTING_LLAMA,
-                                   &tdx, &tdw));
+    CHECK_OK(bst_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, 1e-6, NULL, &ty, add ? &tsum : NULL, &tr));
+    CHECK_OK(bst_norm_backward(NULL, &tdy, add ? &tdsum : NULL, add ? &tsum : &tx, &tw, &tr, NULL, &tdx, &tdw));
     double dw_exact[HIDDEN] = {0};
     for (int r = 0; r < ROWS; r++) {
         double squares = 0, projection = 0, in[HIDDEN];
@@ -70,8 +68,8 @@ TEST(a_residual_of_a_narrower_type) {
     DLTensor twide_sum = bst_f32(wide_sum, 2, shape);
     tnarrow.data = narrow;
     tnarrow.dtype = bst_test_types[1];
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &tnarrow, NULL, 1e-6, BST_CASTING_LLAMA, &ty, &tsum, NULL));
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &twide, NULL, 1e-6, BST_CASTING_LLAMA, &twide_y, &twide_sum, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, &tnarrow, NULL, 1e-6, NULL, &ty, &tsum, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, &twide, NULL, 1e-6, NULL, &twide_y, &twide_sum, NULL));
     CHECK(!memcmp(y, wide_y, sizeof y) && !memcmp(sum, wide_sum, sizeof sum));
 }
 
@@ -79,22 +77,24 @@ TEST(errors_name_the_argument_and_write_nothing) {
     float x[8] = {1}, w[8] = {1}, y[8] = {42};
     int64_t shape[] = {2, 4}, wrong[] = {3};
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, wrong), ty = bst_f32(y, 2, shape);
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, &tw, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_forward: weight has shape [3]; dimension 0 must be 4");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, NULL, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, &tw, 1e-6, NULL, &ty, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "norm_forward: weight has shape [3]; dimension 0 must be 4");
+    CHECK_EQ_I(bst_norm_forward(NULL, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "x is NULL");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, (bst_casting)7, &ty, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(
+        bst_norm_forward(NULL, &tx, NULL, NULL, 1e-6,
+                         &(bst_norm_options){sizeof(bst_norm_options), .casting = (bst_casting)7}, &ty, NULL, NULL),
+        BST_INVALID);
     CHECK_STR(bst_last_error(), "casting is 7");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &tx, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, 1e-6, NULL, &tx, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y and x share memory");
     DLTensor there = ty;
     there.device = (DLDevice){kDLCUDA, 7};
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &there, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, 1e-6, NULL, &there, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y is on cuda:7, but x is on ");
     DLTensor doubles = tx;
     doubles.dtype.bits = 64;
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &doubles, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL),
-               BST_UNSUPPORTED);
+    CHECK_EQ_I(bst_norm_forward(NULL, &doubles, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "float32, bfloat16 or float16 is needed");
     CHECK(y[0] == 42);
 }
@@ -104,10 +104,10 @@ TEST(errors_of_residual_and_sum) {
     int64_t shape[] = {2, 4}, wrong[] = {2, 3}, rows[] = {2};
     DLTensor tx = bst_f32(x, 2, shape), tr = bst_f32(residual, 2, shape), ty = bst_f32(y, 2, shape);
     DLTensor tsum = bst_f32(sum, 2, shape), trstd = bst_f32(rstd, 1, rows), tdx = bst_f32(dx, 2, shape);
-#define FORWARD(residual, y, sum) bst_rms_norm_forward(NULL, &tx, residual, NULL, 1e-6, BST_CASTING_LLAMA, y, sum, NULL)
-#define BACKWARD(dsum, dx)        bst_rms_norm_backward(NULL, &ty, dsum, &tx, NULL, &trstd, BST_CASTING_LLAMA, dx, NULL)
+#define FORWARD(residual, y, sum) bst_norm_forward(NULL, &tx, residual, NULL, 1e-6, NULL, y, sum, NULL)
+#define BACKWARD(dsum, dx)        bst_norm_backward(NULL, &ty, dsum, &tx, NULL, &trstd, NULL, dx, NULL)
     CHECK_EQ_I(FORWARD(&tr, &ty, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_forward: sum is NULL; a tensor is needed");
+    CHECK_STR(bst_last_error(), "norm_forward: sum is NULL; a tensor is needed");
     CHECK_EQ_I(FORWARD(NULL, &ty, &tsum), BST_INVALID);
     CHECK_STR(bst_last_error(), "sum is given, but residual is NULL");
     CHECK_EQ_I(FORWARD(&tr, &tr, &tsum), BST_INVALID);
@@ -124,11 +124,10 @@ TEST(errors_of_residual_and_sum) {
     CHECK_STR(bst_last_error(), "residual has shape [2, 3]; it must have that of x, [2, 4]");
     DLTensor half_x = tx;
     half_x.dtype.bits = 16;
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &half_x, &tr, NULL, 1e-6, BST_CASTING_LLAMA, &half, &tsum, NULL),
-               BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &half_x, &tr, NULL, 1e-6, NULL, &half, &tsum, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "residual is float32; float16 is needed, as x has it");
     CHECK_EQ_I(BACKWARD(&narrow, &tdx), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_backward: dsum has shape [2, 3]");
+    CHECK_STR(bst_last_error(), "norm_backward: dsum has shape [2, 3]");
     CHECK_EQ_I(BACKWARD(&half, &tdx), BST_INVALID);
     CHECK_STR(bst_last_error(), "dsum is float16; float32 is needed, as x has it");
     CHECK_EQ_I(BACKWARD(&tr, &tr), BST_INVALID);
@@ -142,23 +141,23 @@ static void compile_call(DLDataType type, DLDataType weight_type, int64_t width,
     DLDataType f32 = bst_test_types[0], y_type = weight_type.bits == 32 ? f32 : type;
     DLTensor *xt = bst_device_tensor(&x, type, 2, shape), *wt = bst_device_tensor(&weight, weight_type, 1, shape + 1);
     DLTensor *rt = bst_device_tensor(&rstd, f32, 1, shape);
-    CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt,
-                                  1e-6, BST_CASTING_LLAMA, bst_device_tensor(&y, y_type, 2, shape),
-                                  add ? bst_device_tensor(&sum, type, 2, shape) : NULL, rt));
-    CHECK_OK(bst_rms_norm_backward(&bst_fake_exec, bst_device_tensor(&dy, y_type, 2, shape),
-                                   add ? bst_device_tensor(&dsum, type, 2, shape) : NULL, xt, wt, rt, BST_CASTING_LLAMA,
-                                   bst_device_tensor(&dx, type, 2, shape),
-                                   bst_device_tensor(&dweight, weight_type, 1, shape + 1)));
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt, 1e-6,
+                              NULL, bst_device_tensor(&y, y_type, 2, shape),
+                              add ? bst_device_tensor(&sum, type, 2, shape) : NULL, rt));
+    CHECK_OK(bst_norm_backward(&bst_fake_exec, bst_device_tensor(&dy, y_type, 2, shape),
+                               add ? bst_device_tensor(&dsum, type, 2, shape) : NULL, xt, wt, rt, NULL,
+                               bst_device_tensor(&dx, type, 2, shape),
+                               bst_device_tensor(&dweight, weight_type, 1, shape + 1)));
 }
 
 /* As under autocast, with float32 weights. */
 static void compile_narrow_residual(int64_t width) {
     bst_shape x, residual, y, sum;
     int64_t shape[] = {4096, width};
-    CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
-                                  bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, 1e-6,
-                                  BST_CASTING_LLAMA, bst_device_tensor(&y, bst_test_types[0], 2, shape),
-                                  bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL));
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
+                              bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, 1e-6, NULL,
+                              bst_device_tensor(&y, bst_test_types[0], 2, shape),
+                              bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL));
 }
 
 /* Head norms, a small model, Llama and Qwen sizes, the widest whose rows stay on the chip in the backward pass, a width
@@ -178,7 +177,7 @@ static void compile_calls(void) {
     compile_narrow_residual(4096);
 }
 
-TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rms_norm", compile_calls); }
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("norm", compile_calls); }
 
 int main(void) {
     RUN(values_and_gradients);

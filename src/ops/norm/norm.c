@@ -1,17 +1,11 @@
-/* rms_norm.c - RMSNorm, alone or after the addition of a residual: its description, then the kernels of the tensors' device. */
-#include "ops/rms_norm/rms_norm.h"
+/* norm.c - norms, alone or after the addition of a residual: their description, then the kernels of the tensors' device. */
+#include "ops/norm/norm.h"
 
 #include <inttypes.h>
 
-#include "core/describe.h"
-#include "ops/rms_norm/rms_norm_cpu.h"
+#include "core/options.h"
 
 /* ---- what forward and backward have in common -------------------------------------------------------------------- */
-
-/* Places of tensors: of both, of forward, of backward; and of attributes. */
-enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, SUM, Y, NEW_RSTD };
-enum { RSTD = BOTH, DY, DSUM, DX, DWEIGHT };
-enum { CASTING, EPS };
 
 static bst_status check_width(const char *op, const bst_view *v) {
     int64_t columns = v[X].rows.columns;
@@ -38,23 +32,16 @@ static bst_dtype residual_type(const bst_view *v, const bst_attribute *attribute
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    rms_norm_forward_call c = {.x = v[X],
-                               .residual = v[RESIDUAL],
-                               .weight = v[WEIGHT],
-                               .y = v[Y],
-                               .sum = v[SUM],
-                               .rstd = v[NEW_RSTD].data,
-                               .casting = (bst_casting)attributes[CASTING].i,
-                               .eps = (float)attributes[EPS].d};
-    int64_t rows = c.x.rows.rows;
-    if (!rows) return BST_OK;
-    if (c.x.device.device_type == kDLCUDA) return bst__rms_norm_forward_cuda(exec, &c);
-    bst__parallel_for(exec, rows, bst__grain(c.x.rows.columns), BST_CPU_SELECT(bst__rms_norm_forward_cpu), &c);
+    if (!v[X].rows.rows) return BST_OK;
+    if (v[X].device.device_type == kDLCUDA) return bst__norm_forward_cuda(exec, v, attributes);
+    norm_cpu work = {.v = v, .attributes = attributes};
+    bst__parallel_for(exec, v[X].rows.rows, bst__grain(v[X].rows.columns), BST_CPU_SELECT(bst__norm_forward_cpu),
+                      &work);
     return BST_OK;
 }
 
 static const bst_function forward = {
-    .name = RMS_NORM_FORWARD,
+    .name = NORM_FORWARD,
     .arguments =
         (const bst_argument[]){
             [X] = INPUT,
@@ -71,48 +58,46 @@ static const bst_function forward = {
     BST_TORCH("rms_norm_forward: x weight eps casting -> y rstd",
               "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd")};
 
-bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
-                                const DLTensor *weight, double eps, bst_casting casting, DLTensor *y, DLTensor *sum,
-                                DLTensor *rstd) {
+bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual, const DLTensor *weight,
+                            double eps, const bst_norm_options *options, DLTensor *y, DLTensor *sum, DLTensor *rstd) {
     const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [RESIDUAL] = residual,
                                  [Y] = y, [SUM] = sum,       [NEW_RSTD] = rstd};
-    return bst__run(&forward, exec, tensors, (bst_attribute[]){[CASTING].i = casting, [EPS].d = eps});
+    bst_norm_options own;
+    BST_TRY(bst__options(NORM_FORWARD, "options", options, &own, sizeof own));
+    return bst__run(&forward, exec, tensors, (bst_attribute[]){[CASTING].i = own.casting, [EPS].d = eps});
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
-static bst_status backward_cpu(const bst_exec *exec, const rms_norm_backward_call *c) {
-    int64_t rows = c->x.rows.rows, columns = c->x.rows.columns;
-    rms_norm_backward_cpu work = {.call = c, .chunks = rows < RMS_NORM_CHUNKS ? rows : RMS_NORM_CHUNKS};
+/* Row chunks, each with its own partial dweight: a fixed number, so that the order of the sum, and with it the result,
+ * does not depend on the number of threads. */
+enum { CHUNKS = 32 };
+
+static bst_status backward_cpu(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    int64_t rows = v[X].rows.rows, columns = v[X].rows.columns;
+    norm_cpu work = {.v = v, .attributes = attributes, .chunks = rows < CHUNKS ? rows : CHUNKS};
     void *partial = NULL;
-    if (c->dweight.data)
-        BST_TRY(bst__allocate(exec, RMS_NORM_BACKWARD, c->x.device, (size_t)(work.chunks * columns) * sizeof(float),
-                              &partial));
+    if (v[DWEIGHT].data)
+        BST_TRY(
+            bst__allocate(exec, NORM_BACKWARD, v[X].device, (size_t)(work.chunks * columns) * sizeof(float), &partial));
     work.partial = partial;
     bst__parallel_for(exec, work.chunks, bst__grain(columns * (rows / work.chunks)),
-                      BST_CPU_SELECT(bst__rms_norm_backward_cpu), &work);
+                      BST_CPU_SELECT(bst__norm_backward_cpu), &work);
     if (partial)
-        bst__parallel_for(exec, columns, bst__grain(work.chunks), BST_CPU_SELECT(bst__rms_norm_dweight_cpu), &work);
-    bst__release(exec, c->x.device, partial);
+        bst__parallel_for(exec, columns, bst__grain(work.chunks), BST_CPU_SELECT(bst__norm_dweight_cpu), &work);
+    bst__release(exec, v[X].device, partial);
     return BST_OK;
 }
 
 static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    rms_norm_backward_call c = {.dy = v[DY],
-                                .dsum = v[DSUM],
-                                .x = v[X],
-                                .weight = v[WEIGHT],
-                                .dx = v[DX],
-                                .dweight = v[DWEIGHT],
-                                .rstd = v[RSTD].data,
-                                .casting = (bst_casting)attributes[CASTING].i};
-    if (!bst__given(&c.dx) && !bst__given(&c.dweight)) return BST_OK;
-    if (!c.x.rows.rows) return c.dweight.data ? bst__zero(exec, RMS_NORM_BACKWARD, &c.dweight) : BST_OK;
-    return c.x.device.device_type == kDLCPU ? backward_cpu(exec, &c) : bst__rms_norm_backward_cuda(exec, &c);
+    if (!bst__given(&v[DX]) && !bst__given(&v[DWEIGHT])) return BST_OK;
+    if (!v[X].rows.rows) return v[DWEIGHT].data ? bst__zero(exec, NORM_BACKWARD, &v[DWEIGHT]) : BST_OK;
+    bool cpu = v[X].device.device_type == kDLCPU;
+    return cpu ? backward_cpu(exec, v, attributes) : bst__norm_backward_cuda(exec, v, attributes);
 }
 
 static const bst_function backward = {
-    .name = RMS_NORM_BACKWARD,
+    .name = NORM_BACKWARD,
     .arguments =
         (const bst_argument[]){[X] = INPUT,
                                [WEIGHT] = OF_COLUMN,
@@ -129,12 +114,14 @@ static const bst_function backward = {
     BST_TORCH("rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
               "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?")};
 
-bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
-                                 const DLTensor *weight, const DLTensor *rstd, bst_casting casting, DLTensor *dx,
-                                 DLTensor *dweight) {
+bst_status bst_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
+                             const DLTensor *weight, const DLTensor *rstd, const bst_norm_options *options,
+                             DLTensor *dx, DLTensor *dweight) {
     const DLTensor *tensors[] = {[X] = x,       [WEIGHT] = weight, [RSTD] = rstd,      [DY] = dy,
                                  [DSUM] = dsum, [DX] = dx,         [DWEIGHT] = dweight};
-    return bst__run(&backward, exec, tensors, (bst_attribute[]){[CASTING].i = casting});
+    bst_norm_options own;
+    BST_TRY(bst__options(NORM_BACKWARD, "options", options, &own, sizeof own));
+    return bst__run(&backward, exec, tensors, (bst_attribute[]){[CASTING].i = own.casting});
 }
 
-const bst_function *const bst__rms_norm[] = {&forward, &backward, NULL};
+const bst_function *const bst__norm[] = {&forward, &backward, NULL};
