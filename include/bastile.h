@@ -149,13 +149,19 @@ typedef struct bst_norm_options {
 BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                     const DLTensor *weight, double eps, const bst_norm_options *options, DLTensor *y,
                                     DLTensor *sum, DLTensor *rstd);
-/* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it, not NULL; x as forward had it, or its
- * sum where there was one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that
- * is rounded; NULL: none. options as for forward. dx as x, may be NULL; with a residual, it is the gradient of both
- * terms. dweight as weight, summed in float32 in a fixed order, may be NULL. */
-BST_API bst_status bst_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
-                                     const DLTensor *weight, const DLTensor *rstd, const bst_norm_options *options,
-                                     DLTensor *dx, DLTensor *dweight);
+/* What the gradients of the above are made of: dy [..., H] of y's type; x as forward had it, or its sum where there was
+ * one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL:
+ * none; weight as forward had it; rstd as forward wrote it, not NULL. And where they go, each NULL where not wanted: dx
+ * as x, with a residual the gradient of both terms; dweight as weight, summed in float32 in a fixed order. */
+typedef struct bst_norm_backward_tensors {
+    size_t size; /* sizeof(bst_norm_backward_tensors) */
+    const DLTensor *dy, *x, *dsum, *weight, *rstd;
+    DLTensor *dx, *dweight;
+} bst_norm_backward_tensors;
+
+/* options as for forward. */
+BST_API bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
+                                     const bst_norm_options *options);
 
 /* ---- swiglu ------------------------------------------------------------------------------------------------------ */
 

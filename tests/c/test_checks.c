@@ -165,7 +165,8 @@ TEST(norm_outputs_are_apart) {
     SHARED(FORWARD(&weight_in_sum, trs), "sum and weight share memory");
     SHARED(FORWARD(tw, &rstd_in_x), "rstd and x share memory");
     SHARED(FORWARD(tw, &rstd_in_y), "y and rstd share memory");
-#define BACKWARD(w, rstd, dw) bst_norm_backward(NULL, tr, NULL, tx, w, rstd, NULL, ty, dw)
+#define BACKWARD(w, r, dw) \
+    bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = tr, .x = tx, .weight = w, .rstd = r, .dx = ty, .dweight = dw), NULL)
     SHARED(BACKWARD(&weight_in_y, trs, NULL), "dx and weight share memory");
     SHARED(BACKWARD(tw, &rstd_in_y, NULL), "dx and rstd share memory");
     SHARED(BACKWARD(tw, trs, &weight_in_y), "dx and dweight share memory");
@@ -399,7 +400,7 @@ TEST(what_may_be_left_out) {
              *ts = &make(&s, f, 1, T, 0)->tensor;
     int64_t ones[] = {1, 1, 1}, two[] = {2};
     CHECK_OK(bst_norm_forward(NULL, tx, NULL, NULL, 1e-6, NULL, ty, NULL, NULL));
-    CHECK_EQ_I(bst_norm_backward(NULL, tx, NULL, tx, NULL, NULL, NULL, ty, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = tx, .x = tx, .dx = ty), NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "norm_backward: rstd is NULL");
     for (int dims = 0; dims <= 3; dims++) {
         DLTensor loss = bst_tensor(tl->data, dims, ones, NULL, f);

@@ -40,7 +40,8 @@ static DLTensor f32(void *data, int dims, int64_t *shape) { return bst_f32(data,
 static bst_status norm(void) {
     DLTensor dy = f32(in[0], 2, rows), x = f32(in[1], 2, rows), w = f32(in[2], 1, width), rstd = f32(in[3], 1, rows);
     DLTensor dx = f32(out[0], 2, rows), dw = f32(out[1], 1, width);
-    return bst_norm_backward(&exec, &dy, NULL, &x, &w, &rstd, NULL, &dx, &dw);
+    return bst_norm_backward(
+        &exec, BST_NORM_TENSORS(.dy = &dy, .x = &x, .weight = &w, .rstd = &rstd, .dx = &dx, .dweight = &dw), NULL);
 }
 
 static bst_status qk_norm_rope(void) {
@@ -129,7 +130,9 @@ TEST(allocate_or_release_alone) {
     const bst_exec only[] = {{.size = sizeof *only, .allocate = from_arena},
                              {.size = sizeof *only, .release = release}};
     memset(arena, 255, sizeof arena);
-    for (int i = 0; i < 2; i++) CHECK_OK(bst_norm_backward(&only[i], &dy, NULL, &x, &w, &rstd, NULL, NULL, &dw));
+    for (int i = 0; i < 2; i++)
+        CHECK_OK(bst_norm_backward(
+            &only[i], BST_NORM_TENSORS(.dy = &dy, .x = &x, .weight = &w, .rstd = &rstd, .dweight = &dw), NULL));
     CHECK(arena[0] != 255);
     CHECK_EQ_I(outstanding, 0);
 }

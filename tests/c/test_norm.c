@@ -20,7 +20,10 @@ static void compare_with_double(bool add) {
     DLTensor tdw = bst_f32(dw, 1, columns), tresidual = bst_f32(residual, 2, shape), tsum = bst_f32(sum, 2, shape);
     DLTensor tdsum = bst_f32(dsum, 2, shape);
     CHECK_OK(bst_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, 1e-6, NULL, &ty, add ? &tsum : NULL, &tr));
-    CHECK_OK(bst_norm_backward(NULL, &tdy, add ? &tdsum : NULL, add ? &tsum : &tx, &tw, &tr, NULL, &tdx, &tdw));
+    CHECK_OK(bst_norm_backward(NULL,
+                               BST_NORM_TENSORS(.dy = &tdy, .x = add ? &tsum : &tx, .dsum = add ? &tdsum : NULL,
+                                                .weight = &tw, .rstd = &tr, .dx = &tdx, .dweight = &tdw),
+                               NULL));
     double dw_exact[HIDDEN] = {0};
     for (int r = 0; r < ROWS; r++) {
         double squares = 0, projection = 0, in[HIDDEN];
@@ -105,7 +108,8 @@ TEST(errors_of_residual_and_sum) {
     DLTensor tx = bst_f32(x, 2, shape), tr = bst_f32(residual, 2, shape), ty = bst_f32(y, 2, shape);
     DLTensor tsum = bst_f32(sum, 2, shape), trstd = bst_f32(rstd, 1, rows), tdx = bst_f32(dx, 2, shape);
 #define FORWARD(residual, y, sum) bst_norm_forward(NULL, &tx, residual, NULL, 1e-6, NULL, y, sum, NULL)
-#define BACKWARD(dsum, dx)        bst_norm_backward(NULL, &ty, dsum, &tx, NULL, &trstd, NULL, dx, NULL)
+#define BACKWARD(straight, to) \
+    bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = &ty, .x = &tx, .dsum = straight, .rstd = &trstd, .dx = to), NULL)
     CHECK_EQ_I(FORWARD(&tr, &ty, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "norm_forward: sum is NULL; a tensor is needed");
     CHECK_EQ_I(FORWARD(NULL, &ty, &tsum), BST_INVALID);
@@ -144,10 +148,12 @@ static void compile_call(DLDataType type, DLDataType weight_type, int64_t width,
     CHECK_OK(bst_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt, 1e-6,
                               NULL, bst_device_tensor(&y, y_type, 2, shape),
                               add ? bst_device_tensor(&sum, type, 2, shape) : NULL, rt));
-    CHECK_OK(bst_norm_backward(&bst_fake_exec, bst_device_tensor(&dy, y_type, 2, shape),
-                               add ? bst_device_tensor(&dsum, type, 2, shape) : NULL, xt, wt, rt, NULL,
-                               bst_device_tensor(&dx, type, 2, shape),
-                               bst_device_tensor(&dweight, weight_type, 1, shape + 1)));
+    CHECK_OK(bst_norm_backward(&bst_fake_exec,
+                               BST_NORM_TENSORS(.dy = bst_device_tensor(&dy, y_type, 2, shape), .x = xt,
+                                                .dsum = add ? bst_device_tensor(&dsum, type, 2, shape) : NULL,
+                                                .weight = wt, .rstd = rt, .dx = bst_device_tensor(&dx, type, 2, shape),
+                                                .dweight = bst_device_tensor(&dweight, weight_type, 1, shape + 1)),
+                               NULL));
 }
 
 /* As under autocast, with float32 weights. */

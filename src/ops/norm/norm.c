@@ -114,14 +114,15 @@ static const bst_function backward = {
     BST_TORCH("rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
               "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?")};
 
-bst_status bst_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum, const DLTensor *x,
-                             const DLTensor *weight, const DLTensor *rstd, const bst_norm_options *options,
-                             DLTensor *dx, DLTensor *dweight) {
-    const DLTensor *tensors[] = {[X] = x,       [WEIGHT] = weight, [RSTD] = rstd,      [DY] = dy,
-                                 [DSUM] = dsum, [DX] = dx,         [DWEIGHT] = dweight};
+bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
+                             const bst_norm_options *options) {
+    bst_norm_backward_tensors t;
     bst_norm_options own;
+    BST_TRY(bst__options(NORM_BACKWARD, "tensors", tensors, &t, sizeof t));
     BST_TRY(bst__options(NORM_BACKWARD, "options", options, &own, sizeof own));
-    return bst__run(&backward, exec, tensors, (bst_attribute[]){[CASTING].i = own.casting});
+    const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight, [RSTD] = t.rstd,      [DY] = t.dy,
+                                   [DSUM] = t.dsum, [DX] = t.dx,         [DWEIGHT] = t.dweight};
+    return bst__run(&backward, exec, in_places, (bst_attribute[]){[CASTING].i = own.casting});
 }
 
 const bst_function *const bst__norm[] = {&forward, &backward, NULL};
