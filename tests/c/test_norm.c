@@ -5,26 +5,30 @@
 
 enum { ROWS = 5, HIDDEN = 37 };
 
-/* add: x + residual is normalised, and dsum reaches the sum from elsewhere. */
+/* add: x + residual is normalised, and dsum reaches the sum from elsewhere; with a bias. */
 static void compare_with_double(bool add) {
     static float x[ROWS][HIDDEN], residual[ROWS][HIDDEN], sum[ROWS][HIDDEN], w[HIDDEN], y[ROWS][HIDDEN], rstd[ROWS];
     static float dy[ROWS][HIDDEN], dsum[ROWS][HIDDEN], dx[ROWS][HIDDEN], dw[HIDDEN];
+    static float bias[HIDDEN], db[HIDDEN];
     int64_t shape[] = {ROWS, HIDDEN}, columns[] = {HIDDEN}, rows[] = {ROWS};
     bst_fill(&x[0][0], ROWS * HIDDEN, 1, 1);
     bst_fill(w, HIDDEN, 2, 1);
     bst_fill(&dy[0][0], ROWS * HIDDEN, 3, 1);
     bst_fill(&residual[0][0], ROWS * HIDDEN, 4, 1);
     bst_fill(&dsum[0][0], ROWS * HIDDEN, 5, 1);
+    if (add) bst_fill(bias, HIDDEN, 6, 1);
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, columns), ty = bst_f32(y, 2, shape);
     DLTensor tr = bst_f32(rstd, 1, rows), tdy = bst_f32(dy, 2, shape), tdx = bst_f32(dx, 2, shape);
     DLTensor tdw = bst_f32(dw, 1, columns), tresidual = bst_f32(residual, 2, shape), tsum = bst_f32(sum, 2, shape);
-    DLTensor tdsum = bst_f32(dsum, 2, shape);
-    CHECK_OK(bst_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, 1e-6, NULL, &ty, add ? &tsum : NULL, &tr));
-    CHECK_OK(bst_norm_backward(NULL,
-                               BST_NORM_TENSORS(.dy = &tdy, .x = add ? &tsum : &tx, .dsum = add ? &tdsum : NULL,
-                                                .weight = &tw, .rstd = &tr, .dx = &tdx, .dweight = &tdw),
-                               NULL));
-    double dw_exact[HIDDEN] = {0};
+    DLTensor tdsum = bst_f32(dsum, 2, shape), tb = bst_f32(bias, 1, columns), tdb = bst_f32(db, 1, columns);
+    CHECK_OK(bst_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, add ? &tb : NULL, 1e-6, NULL, &ty,
+                              add ? &tsum : NULL, &tr));
+    CHECK_OK(bst_norm_backward(
+        NULL,
+        BST_NORM_TENSORS(.dy = &tdy, .x = add ? &tsum : &tx, .dsum = add ? &tdsum : NULL, .weight = &tw, .rstd = &tr,
+                         .dx = &tdx, .dweight = &tdw, .dbias = add ? &tdb : NULL),
+        NULL));
+    double dw_exact[HIDDEN] = {0}, db_exact[HIDDEN] = {0};
     for (int r = 0; r < ROWS; r++) {
         double squares = 0, projection = 0, in[HIDDEN];
         for (int c = 0; c < HIDDEN; c++) {
@@ -39,13 +43,15 @@ static void compare_with_double(bool add) {
         for (int c = 0; c < HIDDEN; c++) projection += (double)dy[r][c] * w[c] * in[c] * s / HIDDEN;
         for (int c = 0; c < HIDDEN; c++) {
             double straight = add ? (double)dsum[r][c] : 0;
-            CHECK_CLOSE(y[r][c], in[c] * s * w[c], 1e-6);
+            CHECK_CLOSE(y[r][c], in[c] * s * w[c] + (double)bias[c], 1e-6);
             CHECK_CLOSE(dx[r][c], s * ((double)dy[r][c] * w[c] - in[c] * s * projection) + straight, 1e-5);
             dw_exact[c] += (double)dy[r][c] * in[c] * s;
+            db_exact[c] += (double)dy[r][c];
         }
         CHECK_CLOSE(rstd[r], s, 1e-6);
     }
     for (int c = 0; c < HIDDEN; c++) CHECK_CLOSE(dw[c], dw_exact[c], 1e-5);
+    for (int c = 0; c < HIDDEN && add; c++) CHECK_CLOSE(db[c], db_exact[c], 1e-5);
 }
 
 TEST(values_and_gradients) { compare_with_double(false); }
@@ -71,8 +77,8 @@ TEST(a_residual_of_a_narrower_type) {
     DLTensor twide_sum = bst_f32(wide_sum, 2, shape);
     tnarrow.data = narrow;
     tnarrow.dtype = bst_test_types[1];
-    CHECK_OK(bst_norm_forward(NULL, &tx, &tnarrow, NULL, 1e-6, NULL, &ty, &tsum, NULL));
-    CHECK_OK(bst_norm_forward(NULL, &tx, &twide, NULL, 1e-6, NULL, &twide_y, &twide_sum, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, &tnarrow, NULL, NULL, 1e-6, NULL, &ty, &tsum, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, &twide, NULL, NULL, 1e-6, NULL, &twide_y, &twide_sum, NULL));
     CHECK(!memcmp(y, wide_y, sizeof y) && !memcmp(sum, wide_sum, sizeof sum));
 }
 
@@ -80,24 +86,24 @@ TEST(errors_name_the_argument_and_write_nothing) {
     float x[8] = {1}, w[8] = {1}, y[8] = {42};
     int64_t shape[] = {2, 4}, wrong[] = {3};
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, wrong), ty = bst_f32(y, 2, shape);
-    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, &tw, 1e-6, NULL, &ty, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, &tw, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "norm_forward: weight has shape [3]; dimension 0 must be 4");
-    CHECK_EQ_I(bst_norm_forward(NULL, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, NULL, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "x is NULL");
     CHECK_EQ_I(
-        bst_norm_forward(NULL, &tx, NULL, NULL, 1e-6,
+        bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6,
                          &(bst_norm_options){sizeof(bst_norm_options), .casting = (bst_casting)7}, &ty, NULL, NULL),
         BST_INVALID);
     CHECK_STR(bst_last_error(), "casting is 7");
-    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, 1e-6, NULL, &tx, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, NULL, &tx, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y and x share memory");
     DLTensor there = ty;
     there.device = (DLDevice){kDLCUDA, 7};
-    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, 1e-6, NULL, &there, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, NULL, &there, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y is on cuda:7, but x is on ");
     DLTensor doubles = tx;
     doubles.dtype.bits = 64;
-    CHECK_EQ_I(bst_norm_forward(NULL, &doubles, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_UNSUPPORTED);
+    CHECK_EQ_I(bst_norm_forward(NULL, &doubles, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL), BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "float32, bfloat16 or float16 is needed");
     CHECK(y[0] == 42);
 }
@@ -107,7 +113,7 @@ TEST(errors_of_residual_and_sum) {
     int64_t shape[] = {2, 4}, wrong[] = {2, 3}, rows[] = {2};
     DLTensor tx = bst_f32(x, 2, shape), tr = bst_f32(residual, 2, shape), ty = bst_f32(y, 2, shape);
     DLTensor tsum = bst_f32(sum, 2, shape), trstd = bst_f32(rstd, 1, rows), tdx = bst_f32(dx, 2, shape);
-#define FORWARD(residual, y, sum) bst_norm_forward(NULL, &tx, residual, NULL, 1e-6, NULL, y, sum, NULL)
+#define FORWARD(residual, y, sum) bst_norm_forward(NULL, &tx, residual, NULL, NULL, 1e-6, NULL, y, sum, NULL)
 #define BACKWARD(straight, to) \
     bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = &ty, .x = &tx, .dsum = straight, .rstd = &trstd, .dx = to), NULL)
     CHECK_EQ_I(FORWARD(&tr, &ty, NULL), BST_INVALID);
@@ -128,7 +134,7 @@ TEST(errors_of_residual_and_sum) {
     CHECK_STR(bst_last_error(), "residual has shape [2, 3]; it must have that of x, [2, 4]");
     DLTensor half_x = tx;
     half_x.dtype.bits = 16;
-    CHECK_EQ_I(bst_norm_forward(NULL, &half_x, &tr, NULL, 1e-6, NULL, &half, &tsum, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &half_x, &tr, NULL, NULL, 1e-6, NULL, &half, &tsum, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "residual is float32; float16 is needed, as x has it");
     CHECK_EQ_I(BACKWARD(&narrow, &tdx), BST_INVALID);
     CHECK_STR(bst_last_error(), "norm_backward: dsum has shape [2, 3]");
@@ -145,8 +151,8 @@ static void compile_call(DLDataType type, DLDataType weight_type, int64_t width,
     DLDataType f32 = bst_test_types[0], y_type = weight_type.bits == 32 ? f32 : type;
     DLTensor *xt = bst_device_tensor(&x, type, 2, shape), *wt = bst_device_tensor(&weight, weight_type, 1, shape + 1);
     DLTensor *rt = bst_device_tensor(&rstd, f32, 1, shape);
-    CHECK_OK(bst_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt, 1e-6,
-                              NULL, bst_device_tensor(&y, y_type, 2, shape),
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt, NULL,
+                              1e-6, NULL, bst_device_tensor(&y, y_type, 2, shape),
                               add ? bst_device_tensor(&sum, type, 2, shape) : NULL, rt));
     CHECK_OK(bst_norm_backward(&bst_fake_exec,
                                BST_NORM_TENSORS(.dy = bst_device_tensor(&dy, y_type, 2, shape), .x = xt,
@@ -161,7 +167,7 @@ static void compile_narrow_residual(int64_t width) {
     bst_shape x, residual, y, sum;
     int64_t shape[] = {4096, width};
     CHECK_OK(bst_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
-                              bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, 1e-6, NULL,
+                              bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, NULL, 1e-6, NULL,
                               bst_device_tensor(&y, bst_test_types[0], 2, shape),
                               bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL));
 }

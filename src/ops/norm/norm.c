@@ -15,6 +15,7 @@ static bst_status check_width(const char *op, const bst_view *v) {
 
 #define INPUT     {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS, .check = check_width}
 #define OF_COLUMN {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS}
+#define OF_WEIGHT BST_TYPE_OF(WEIGHT, "as weight has it, or without one x")
 #define AS_X      BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
 #define CASTINGS  {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"}
 
@@ -48,6 +49,7 @@ static const bst_function forward = {
             [WEIGHT] = OF_COLUMN,
             [RESIDUAL] = {"residual", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
                           BST_TYPE_RULE(residual_type, "as x has it")},
+            [BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, OF_WEIGHT},
             [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(X),
                    BST_TYPE_RULE(y_type, "as the inputs have it")},
             [SUM] = {"sum", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X, BST_WITH(RESIDUAL)},
@@ -59,8 +61,9 @@ static const bst_function forward = {
               "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd")};
 
 bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual, const DLTensor *weight,
-                            double eps, const bst_norm_options *options, DLTensor *y, DLTensor *sum, DLTensor *rstd) {
-    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [RESIDUAL] = residual,
+                            const DLTensor *bias, double eps, const bst_norm_options *options, DLTensor *y,
+                            DLTensor *sum, DLTensor *rstd) {
+    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [RESIDUAL] = residual, [BIAS] = bias,
                                  [Y] = y, [SUM] = sum,       [NEW_RSTD] = rstd};
     bst_norm_options own;
     BST_TRY(bst__options(NORM_FORWARD, "options", options, &own, sizeof own));
@@ -69,29 +72,37 @@ bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTen
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
 
-/* Row chunks, each with its own partial dweight: a fixed number, so that the order of the sum, and with it the result,
+/* Row chunks, each with its own partial sums: a fixed number, so that the order of the sum, and with it the result,
  * does not depend on the number of threads. */
 enum { CHUNKS = 32 };
 
 static bst_status backward_cpu(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
     int64_t rows = v[X].rows.rows, columns = v[X].rows.columns;
     norm_cpu work = {.v = v, .attributes = attributes, .chunks = rows < CHUNKS ? rows : CHUNKS};
-    void *partial = NULL;
-    if (v[DWEIGHT].data)
-        BST_TRY(
-            bst__allocate(exec, NORM_BACKWARD, v[X].device, (size_t)(work.chunks * columns) * sizeof(float), &partial));
-    work.partial = partial;
+    bool want_dw = v[DWEIGHT].data, want_db = v[DBIAS].data;
+    size_t each = (size_t)(work.chunks * columns);
+    void *partial;
+    BST_TRY(bst__allocate(exec, NORM_BACKWARD, v[X].device, each * (want_dw + want_db) * sizeof(float), &partial));
+    if (want_dw) work.dweight = partial;
+    if (want_db) work.dbias = (float *)partial + (want_dw ? each : 0);
     bst__parallel_for(exec, work.chunks, bst__grain(columns * (rows / work.chunks)),
                       BST_CPU_SELECT(bst__norm_backward_cpu), &work);
-    if (partial)
-        bst__parallel_for(exec, columns, bst__grain(work.chunks), BST_CPU_SELECT(bst__norm_dweight_cpu), &work);
+    for (int i = 0; i < 2; i++) {
+        work.partial = i ? work.dbias : work.dweight;
+        work.total = &v[i ? DBIAS : DWEIGHT];
+        if (work.partial)
+            bst__parallel_for(exec, columns, bst__grain(work.chunks), BST_CPU_SELECT(bst__norm_sums_cpu), &work);
+    }
     bst__release(exec, v[X].device, partial);
     return BST_OK;
 }
 
 static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    if (!bst__given(&v[DX]) && !bst__given(&v[DWEIGHT])) return BST_OK;
-    if (!v[X].rows.rows) return v[DWEIGHT].data ? bst__zero(exec, NORM_BACKWARD, &v[DWEIGHT]) : BST_OK;
+    if (!bst__given(&v[DX]) && !bst__given(&v[DWEIGHT]) && !bst__given(&v[DBIAS])) return BST_OK;
+    if (!v[X].rows.rows) {
+        BST_TRY(bst__zero(exec, NORM_BACKWARD, &v[DWEIGHT]));
+        return bst__zero(exec, NORM_BACKWARD, &v[DBIAS]);
+    }
     bool cpu = v[X].device.device_type == kDLCPU;
     return cpu ? backward_cpu(exec, v, attributes) : bst__norm_backward_cuda(exec, v, attributes);
 }
@@ -108,6 +119,7 @@ static const bst_function backward = {
                                [DX] = {"dx", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X},
                                [DWEIGHT] = {"dweight", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS,
                                             BST_LIKE(WEIGHT), BST_TYPE_OF(WEIGHT, "as weight has it")},
+                               [DBIAS] = {"dbias", BST_OUT | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, OF_WEIGHT},
                                {NULL}},
     .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, {NULL}},
     .run = run_backward,
@@ -120,8 +132,8 @@ bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tenso
     bst_norm_options own;
     BST_TRY(bst__options(NORM_BACKWARD, "tensors", tensors, &t, sizeof t));
     BST_TRY(bst__options(NORM_BACKWARD, "options", options, &own, sizeof own));
-    const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight, [RSTD] = t.rstd,      [DY] = t.dy,
-                                   [DSUM] = t.dsum, [DX] = t.dx,         [DWEIGHT] = t.dweight};
+    const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight, [RSTD] = t.rstd,       [DY] = t.dy,
+                                   [DSUM] = t.dsum, [DX] = t.dx,         [DWEIGHT] = t.dweight, [DBIAS] = t.dbias};
     return bst__run(&backward, exec, in_places, (bst_attribute[]){[CASTING].i = own.casting});
 }
 

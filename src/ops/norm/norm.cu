@@ -1,18 +1,18 @@
 /* norm.cu - RMSNorm forward and backward.
  *
- * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT; ADD:
- * forward: one more than the code of the type of a residual that is added to x first, and what is normalised is the sum
- * as it is written, rounded; backward: x is that sum, and dsum, the gradient that reaches it from elsewhere, is added to
- * dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS * ROWS threads); WAY (norm_args.h); FOLDED:
- * one stride describes all rows; backward: DX, DW what is wanted; STAGES of the ring.
+ * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT;
+ * ADD: forward: one more than the code of the type of a residual that is added to x
+ * first, and what is normalised is the sum as it is written, rounded; backward: x is that sum, and dsum, the gradient
+ * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS * ROWS threads); WAY (norm_args.h); FOLDED:
+ * one stride describes all rows; forward: HAS_BIAS; backward: DX, DW, DB what is wanted; STAGES of the ring.
  *
  * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, rstd. Bytes: x + y.
  *           Measured on an H200, bf16: 67 us at 16384 x 4096 (0.94 of the copy bandwidth; an elementwise kernel of
  *           PyTorch's that reads and writes as much took 65 in the same run), 17.3 us at 131072 x 128.
  *           ADD: reads residual too and writes sum. Bytes: x + residual + sum + y. 134 us at 16384 x 4096 (0.95).
- * backward  persistent: each block takes every gridDim-th group of rows, sums its share of dweight in float32 registers
- *           and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and blocks * HIDDEN * 4
- *           written and read back by column_sums, mostly within the L2.
+ * backward  persistent: each block takes every gridDim-th group of rows, sums its share of dweight and dbias in float32
+ *           registers and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and blocks * HIDDEN * 4 (of
+ *           dweight and dbias 8) written and read back by column_sums, mostly within the L2.
  *           Measured on an H200, bf16: 107 us at 16384 x 4096 (0.88), 29.4 us at 131072 x 128 (0.80).
  *           ADD: reads dsum too. Bytes: x + dy + dsum + dx, and the partial rows. 131 us at 16384 x 4096 (0.96).
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
@@ -104,11 +104,11 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         BST_UNROLL
         for (int j = 0; j < VEC; j++) squares = bst_fma(v[j], v[j], squares);
     }
+    if (ADD) in[NORM_X] = bst_at(a.sum, row * HIDDEN, X_TYPE); /* each thread reads what it wrote itself */
     squares = bst_group_sum(squares, THREADS, scratch);
     float rstd = bst_rsqrt(squares * (1.0f / HIDDEN) + a.eps);
     if (!live) return;
     if (a.rstd && lane == 0) a.rstd[row] = rstd;
-    if (ADD) in[NORM_X] = bst_at(a.sum, row * HIDDEN, X_TYPE); /* each thread reads what it wrote itself */
     UNROLL_VECTORS
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
@@ -120,6 +120,9 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         if (CASTING == LLAMA) bst_round_all(v, X_TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] *= w[j];
+        if (HAS_BIAS) bst_load(w, a.bias, column, W_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; HAS_BIAS && j < VEC; j++) v[j] += w[j];
         bst_store(a.y, row * HIDDEN + column, v, Y_TYPE, VEC);
     }
 }
@@ -321,7 +324,7 @@ BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int col
 #endif
 
 /* Writes this block's partial row. The row groups of a block add theirs up in `sums`, one after the other. */
-BST_DEVICE void store_partial(float *out, float *sums, float dw[][VEC], int group, int lane) {
+BST_DEVICE void store_partial(float *out, float *sums, float of_thread[][VEC], int group, int lane) {
     for (int g = 0; g < ROWS; g++) {
         if (g == group) {
             BST_UNROLL
@@ -330,7 +333,7 @@ BST_DEVICE void store_partial(float *out, float *sums, float dw[][VEC], int grou
                 if (!inside(column)) continue;
                 float *to = (ROWS > 1 ? sums : out) + column;
                 BST_UNROLL
-                for (int j = 0; j < VEC; j++) to[j] = g ? to[j] + dw[i][j] : dw[i][j];
+                for (int j = 0; j < VEC; j++) to[j] = g ? to[j] + of_thread[i][j] : of_thread[i][j];
             }
         }
         if (ROWS > 1) bst_sync();
@@ -339,20 +342,26 @@ BST_DEVICE void store_partial(float *out, float *sums, float dw[][VEC], int grou
         for (int c = (int)bst_thread(); c < HIDDEN; c += BLOCK) out[c] = sums[c];
 }
 
-/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). */
+/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over
+ * rows of dy round(n), dbias = sum of dy. */
 BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 64);
     BST_SHARED(uint64_t, arrived, WAY == NORM_BULK ? STAGES : 1);
-    BST_SHARED(float, sums, DW &&ROWS > 1 ? HIDDEN : 1);
+    BST_SHARED(float, sums, ROWS > 1 ? (DW || DB) * HIDDEN + 1 : 1);
     BST_DYNAMIC_SHARED(ring);
     int lane = ROWS > 1 ? (int)bst_thread() % THREADS : (int)bst_thread();
     int group = ROWS > 1 ? (int)bst_thread() / THREADS : 0;
-    float dw[DW ? PER_THREAD : 1][VEC];
+    float dw[DW ? PER_THREAD : 1][VEC], db[DB ? PER_THREAD : 1][VEC];
     source s;
     BST_UNROLL
     for (int i = 0; i < (DW ? PER_THREAD : 1); i++) {
         BST_UNROLL
         for (int j = 0; j < VEC; j++) dw[i][j] = 0;
+    }
+    BST_UNROLL
+    for (int i = 0; i < (DB ? PER_THREAD : 1); i++) {
+        BST_UNROLL
+        for (int j = 0; j < VEC; j++) db[i][j] = 0;
     }
     rows_open(&s, ring, arrived);
     bst_wait_for_previous();
@@ -397,29 +406,40 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
                 bst_store_once(a.dx, row * HIDDEN + column, dx, X_TYPE, VEC);
             }
             if (DW) add_to_dweight(dw[DW ? i : 0], xv, dv, rstd);
+            BST_UNROLL
+            for (int j = 0; DB && j < VEC; j++) db[DB ? i : 0][j] += dv[j];
         }
         rows_done(&s);
     }
     rows_close();
-    if (DW) store_partial(a.partial + (int64_t)bst_block() * HIDDEN, sums, dw, group, lane);
+    float *out = a.partial + (int64_t)bst_block() * (DW + DB) * HIDDEN;
+    if (DW) store_partial(out, sums, dw, group, lane);
+    if (DW && DB && ROWS > 1) bst_sync(); /* `sums` has been read */
+    if (DB) store_partial(out + DW * HIDDEN, sums, db, group, lane);
 }
 #endif
 
 #ifdef WIDE
-/* dweight of rows too wide for registers: a block sums THREADS * VEC columns over every gridDim.y-th row. Reads x and dy
- * once more; writes one partial row per blockIdx.y. */
+/* dweight and dbias of rows too wide for registers: a block sums THREADS * VEC columns over every gridDim.y-th row.
+ * Reads x and dy once more; writes one partial row per blockIdx.y. */
 BST_KERNEL(norm_dweight_wide, norm_backward_args, THREADS, 1) {
     int column = ((int)bst_block() * THREADS + (int)bst_thread()) * VEC;
     if (column >= HIDDEN) return;
-    float sum[VEC], xv[VEC], dv[VEC];
+    float dw[VEC], db[VEC], xv[VEC], dv[VEC];
     BST_UNROLL
-    for (int j = 0; j < VEC; j++) sum[j] = 0;
+    for (int j = 0; j < VEC; j++) dw[j] = db[j] = 0;
     for (int64_t row = bst_block_y(); row < a.rows; row += bst_blocks_y()) {
         bst_load(xv, a.in[NORM_X], bst_row_start(&a.map[NORM_X], row, FOLDED) + column, X_TYPE, VEC);
         bst_load(dv, a.in[NORM_DY], bst_row_start(&a.map[NORM_DY], row, FOLDED) + column, Y_TYPE, VEC);
-        add_to_dweight(sum, xv, dv, a.rstd[row]);
+        if (DW) add_to_dweight(dw, xv, dv, a.rstd[row]);
+        BST_UNROLL
+        for (int j = 0; DB && j < VEC; j++) db[j] += dv[j];
     }
+    float *out = a.partial + (int64_t)bst_block_y() * (DW + DB) * HIDDEN + column;
     BST_UNROLL
-    for (int j = 0; j < VEC; j++) a.partial[(int64_t)bst_block_y() * HIDDEN + column + j] = sum[j];
+    for (int j = 0; j < VEC; j++) {
+        if (DW) out[j] = dw[j];
+        if (DB) out[DW * HIDDEN + j] = db[j];
+    }
 }
 #endif

@@ -25,6 +25,7 @@ typedef struct norm_forward_args {
     int64_t rows;
     float eps;
     int32_t unused;
+    const void *bias;
 } norm_forward_args;
 
 typedef struct norm_backward_args {
@@ -33,11 +34,11 @@ typedef struct norm_backward_args {
     const void *weight;
     const float *rstd;
     void *dx;
-    float *partial; /* [parts, H] */
+    float *partial; /* [parts, sums, H]: dweight and dbias, or one of them */
     int64_t rows;
 } norm_backward_args;
 
-static_assert(sizeof(norm_forward_args) == 112, "host and device must agree");
+static_assert(sizeof(norm_forward_args) == 120, "host and device must agree");
 static_assert(sizeof(norm_backward_args) == 136, "host and device must agree");
 
 #endif

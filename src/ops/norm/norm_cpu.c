@@ -47,9 +47,9 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
             }
             squares += bst_sum_of_products(x, x, n);
         }
+        if (residual) in = sum_out;
         float rstd = (float)(1 / sqrt(squares / (double)columns + (double)eps));
         if (rstds) rstds[row] = rstd;
-        if (residual) in = sum_out;
         for (int64_t c = 0; c < columns; c += BST_TILE) {
             int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
             if (columns > BST_TILE) bst_load(x, bst_at(in, c, dtype), dtype, n);
@@ -57,13 +57,15 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
             for (int64_t i = 0; i < n; i++) x[i] *= rstd;
             if (casting == BST_CASTING_LLAMA) bst_round_tile(x, dtype, n);
             for (int64_t i = 0; i < n; i++) x[i] *= w[i];
+            if (v[BIAS].data) add_tile(x, bst_at(v[BIAS].data, c, v[BIAS].dtype), v[BIAS].dtype, n);
             bst_store(bst_at(out, c, v[Y].dtype), x, v[Y].dtype, n);
         }
     }
 }
 
-/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). */
-static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, float *dweight) {
+/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). And
+ * dbias = sum of dy. */
+static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, float *dweight, float *dbias) {
     const bst_view *v = a->v;
     const bst_casting casting = (bst_casting)a->attributes[CASTING].i;
     const bst_dtype x_type = v[X].dtype, dy_type = v[DY].dtype;
@@ -101,6 +103,7 @@ static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, fl
             float *sum = dweight + c;
             for (int64_t i = 0; i < n; i++) sum[i] += dy[i] * x[i];
         }
+        for (int64_t i = 0; dbias && i < n; i++) dbias[c + i] += dy[i];
     }
 }
 
@@ -109,17 +112,19 @@ void BST_CPU(bst__norm_backward_cpu)(void *context, int64_t begin, int64_t end) 
     int64_t rows = a->v[X].rows.rows, columns = a->v[X].rows.columns;
     float w[BST_TILE];
     for (int64_t chunk = begin; chunk < end; chunk++) {
-        float *dweight = a->partial ? a->partial + chunk * columns : NULL;
+        float *dweight = a->dweight ? a->dweight + chunk * columns : NULL;
+        float *dbias = a->dbias ? a->dbias + chunk * columns : NULL;
         if (dweight) memset(dweight, 0, (size_t)columns * sizeof *dweight);
+        if (dbias) memset(dbias, 0, (size_t)columns * sizeof *dbias);
         int64_t first = rows * chunk / a->chunks, last = rows * (chunk + 1) / a->chunks;
         for (int64_t row = first; row < last; row++)
-            backward_row(a, row, columns > BST_TILE || row == first, w, dweight);
+            backward_row(a, row, columns > BST_TILE || row == first, w, dweight, dbias);
     }
 }
 
-void BST_CPU(bst__norm_dweight_cpu)(void *context, int64_t begin, int64_t end) {
+void BST_CPU(bst__norm_sums_cpu)(void *context, int64_t begin, int64_t end) {
     const norm_cpu *a = context;
-    const bst_view *out = &a->v[DWEIGHT];
+    const bst_view *out = a->total;
     double sum[BST_TILE];
     float rounded[BST_TILE];
     for (int64_t c = begin; c < end; c += BST_TILE) {

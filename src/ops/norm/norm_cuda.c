@@ -7,11 +7,11 @@
 #include "ops/norm/norm_args.h"
 
 /* One list of macros serves all kernels of the file. */
-#define MACROS(X)                                                                                              \
-    X(HIDDEN)                                                                                                  \
-    X(X_TYPE)                                                                                                  \
-    X(W_TYPE) X(Y_TYPE) X(CASTING) X(HAS_WEIGHT) X(ADD) X(VEC) X(THREADS) X(ROWS) X(WAY) X(FOLDED) X(DX) X(DW) \
-        X(STAGES)
+/* clang-format off */
+#define MACROS(X)                                                                                  \
+    X(HIDDEN) X(X_TYPE) X(W_TYPE) X(Y_TYPE) X(CASTING) X(HAS_WEIGHT) X(ADD) X(VEC) X(THREADS) X(ROWS) \
+    X(WAY) X(FOLDED) X(DX) X(DW) X(STAGES) X(HAS_BIAS) X(DB)
+/* clang-format on */
 #define PLACE(name) M_##name,
 #define NAME(name)  #name,
 enum { MACROS(PLACE) };
@@ -106,24 +106,24 @@ static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
     return true;
 }
 
-/* Geometry of the backward kernel, which may sum dweight as it goes; returns the blocks to launch at most. */
-static int shape_backward(bst_launch *l, const bst_chip *chip, bool want_dw) {
-    l->values[M_DW] = want_dw;
+/* Geometry of the backward kernel, which may sum dweight and dbias as it goes; returns the blocks to launch at most. */
+static int shape_backward(bst_launch *l, const bst_chip *chip) {
+    int64_t sums = l->values[M_DW] + l->values[M_DB];
     if (shape_bulk(l, chip)) return chip->processors;
     /* 2 vectors a thread, up to 4 in wide rows: their share of dweight takes 16 to 32 float registers in bf16. On an
      * H200 at H = 4096: 38.3 us at 4096 rows (4 vectors: 41.3), 116 at 16384 (113). Wider rows get dweight from a
      * kernel of its own. */
     shape_rows(l, 2, 16, 512);
-    if (!fits(l, x_access(l), 16)) {
+    if (!fits(l, x_access(l), 16) || sums * vectors_of_thread(l) * l->values[M_VEC] > 32) {
         shape_rows(l, 8, 16, 512);
         l->values[M_WAY] = NORM_AGAIN;
-        l->values[M_DW] = false;
+        l->values[M_DW] = l->values[M_DB] = false;
     } else {
         /* Two stages keep a row's copy in flight while the row before it is worked on: 124 to 116 us. Where a chip has
          * no room for them (H = 16384, outside the data-centre chips), the row comes straight into registers. */
         const int stages = 2;
         int64_t ring = stages * vectors_of_thread(l) * (l->values[M_ADD] ? 3 : 2) * 16 * l->block;
-        int64_t fixed = 64 * 4 + (want_dw && l->values[M_ROWS] > 1 ? l->values[M_HIDDEN] * 4 : 0); /* static, at most */
+        int64_t fixed = 64 * 4 + (sums && l->values[M_ROWS] > 1 ? l->values[M_HIDDEN] * 4 : 0); /* static, at most */
         bool room = x_access(l) == 16 && y_access(l) == 16 && ring + fixed <= chip->shared_memory;
         l->values[M_WAY] = room ? NORM_RING : NORM_HELD;
         l->values[M_STAGES] = room ? stages : 0;
@@ -144,8 +144,10 @@ static unsigned blocks_of(const bst_launch *l, int64_t rows, int64_t most) {
 
 bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
     const bst_view *x = &v[X], *residual = &v[RESIDUAL];
-    bst_launch l = launch_of(&forward_kernel, v, (int[]){X, RESIDUAL, WEIGHT, Y, SUM, -1}, v[Y].dtype, attributes);
+    bst_launch l =
+        launch_of(&forward_kernel, v, (int[]){X, RESIDUAL, WEIGHT, BIAS, Y, SUM, -1}, v[Y].dtype, attributes);
     l.values[M_ADD] = residual->data ? residual->dtype + 1 : 0;
+    l.values[M_HAS_BIAS] = v[BIAS].data != NULL;
     shape_forward(&l);
     l.grid_x = blocks_of(&l, x->rows.rows, INT64_MAX);
     norm_forward_args args = {.in = {x->data, residual->data},
@@ -155,18 +157,19 @@ bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const
                               .sum = v[SUM].data,
                               .rstd = v[NEW_RSTD].data,
                               .rows = x->rows.rows,
-                              .eps = (float)attributes[EPS].d};
+                              .eps = (float)attributes[EPS].d,
+                              .bias = v[BIAS].data};
     return bst__cuda_launch(exec, NORM_FORWARD, x->device.device_id, &l, &args, sizeof args);
 }
 
-/* dweight of rows that are too wide for registers: `parts` partial rows. */
+/* dweight and dbias of rows that are too wide for registers: `parts` partial rows. */
 static bst_status wide_partials(const bst_exec *exec, int device, bst_launch l, const norm_backward_args *args,
                                 int64_t parts) {
     int64_t columns_of_block = WIDE_THREADS * l.values[M_VEC];
     l.kernel = &wide_kernel;
     l.values[M_THREADS] = l.block = WIDE_THREADS;
     /* What this kernel does not depend on must not make new kernels of it. */
-    l.values[M_ROWS] = l.values[M_DX] = l.values[M_DW] = 1;
+    l.values[M_ROWS] = l.values[M_DX] = 1;
     l.values[M_WAY] = l.values[M_ADD] = 0;
     l.grid_x = (unsigned)((l.values[M_HIDDEN] + columns_of_block - 1) / columns_of_block);
     l.grid_y = (unsigned)parts;
@@ -177,20 +180,24 @@ bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, cons
     const bst_view *x = &v[X], *dy = &v[DY], *dsum = &v[DSUM];
     int device = x->device.device_id;
     int64_t rows = x->rows.rows, columns = x->rows.columns;
-    bool want_dx = v[DX].data, want_dw = v[DWEIGHT].data, add = want_dx && dsum->data;
+    bool want_dx = v[DX].data, want_dw = v[DWEIGHT].data, want_db = v[DBIAS].data, add = want_dx && dsum->data;
     bst_chip chip;
     BST_TRY(bst__cuda_chip(NORM_BACKWARD, device, &chip));
     bst_launch l =
         launch_of(&backward_kernel, v, (int[]){X, WEIGHT, DY, DX, add ? DSUM : -1, -1}, dy->dtype, attributes);
     l.values[M_ADD] = add;
     l.values[M_DX] = want_dx;
-    int resident = shape_backward(&l, &chip, want_dw);
+    l.values[M_DW] = want_dw;
+    l.values[M_DB] = want_db;
+    int64_t sums = want_dw + want_db;
+    int resident = shape_backward(&l, &chip);
     l.grid_x = blocks_of(&l, rows, resident);
-    bool wide = want_dw && !l.values[M_DW];
+    bool wide = sums > l.values[M_DW] + l.values[M_DB];
     int64_t parts = !wide ? (int64_t)l.grid_x : rows < WIDE_SPLIT ? rows : WIDE_SPLIT;
     void *partial = NULL;
-    if (want_dw)
-        BST_TRY(bst__allocate(exec, NORM_BACKWARD, x->device, (size_t)(parts * columns) * sizeof(float), &partial));
+    if (sums)
+        BST_TRY(
+            bst__allocate(exec, NORM_BACKWARD, x->device, (size_t)(parts * sums * columns) * sizeof(float), &partial));
     norm_backward_args args = {
         .in = {x->data, dy->data, dsum->data},
         .map = {bst__row_map(&x->rows), bst__row_map(&dy->rows), bst__row_map(&dsum->rows)},
@@ -202,10 +209,12 @@ bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, cons
     };
     bst_status status = BST_OK;
     if (want_dx || !wide) status = bst__cuda_launch(exec, NORM_BACKWARD, device, &l, &args, sizeof args);
+    l.values[M_DW] = want_dw;
+    l.values[M_DB] = want_db;
     if (status == BST_OK && wide) status = wide_partials(exec, device, l, &args, parts);
-    if (status == BST_OK && want_dw)
-        status = bst__column_sums(exec, NORM_BACKWARD, device, partial, parts, columns, columns, v[DWEIGHT].dtype,
-                                  (void *[]){v[DWEIGHT].data, NULL});
+    if (status == BST_OK && sums)
+        status = bst__column_sums(exec, NORM_BACKWARD, device, partial, parts, sums * columns, columns, v[WEIGHT].dtype,
+                                  (void *[]){v[want_dw ? DWEIGHT : DBIAS].data, v[DBIAS].data});
     bst__release(exec, x->device, partial);
     return status;
 }
