@@ -40,7 +40,7 @@ int main(void) {
     DLTensor tloss = tensor(&loss, 0, NULL, f32), tlse = tensor(lse, 1, tokens, f32);
     DLTensor tdnormed = tensor(dnormed, 2, activations, f32), tdhead = tensor(dhead, 2, weights, f32);
 
-    check(bst_norm_forward(NULL, &tx, NULL, &tgain, NULL, 1e-6, NULL, &tnormed, NULL, &trstd));
+    check(bst_norm_forward(NULL, &tx, NULL, &tgain, NULL, 1e-6, NULL, &tnormed, NULL, NULL, &trstd));
     bst_cross_entropy_options options = {.ignore_index = -100, .reduction = BST_REDUCTION_MEAN, .logit_scale = 1.0};
     check(bst_linear_cross_entropy_forward(NULL, &tnormed, &thead, &ttarget, NULL, NULL, NULL, &options, 0, &tloss,
                                            &tlse, NULL, &tdnormed, &tdhead, NULL));

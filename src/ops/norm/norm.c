@@ -13,14 +13,17 @@ static bst_status check_width(const char *op, const bst_view *v) {
     return bst__error(BST_UNSUPPORTED, "%s: x has rows of %" PRId64 " elements; 1 to 65536 are supported", op, columns);
 }
 
-#define INPUT     {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS, .check = check_width}
-#define OF_COLUMN {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS}
-#define OF_WEIGHT BST_TYPE_OF(WEIGHT, "as weight has it, or without one x")
-#define AS_X      BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
-#define CASTINGS  {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"}
+#define INPUT          {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS, .check = check_width}
+#define OF_COLUMN      {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS}
+#define OF_WEIGHT      BST_TYPE_OF(WEIGHT, "as weight has it, or without one x")
+#define AS_X           BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
+#define MEAN_OF(flags) {"mean", flags | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS}
+#define KINDS          {"kind", 'i', BST_NORM_RMS, BST_NORM_LAYER, "0 (rms) or 1 (layer)"}
+#define CASTINGS       {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"}
 
 static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
-    bool promoted = attributes[CASTING].i == BST_CASTING_LLAMA && v[WEIGHT].dtype != v[X].dtype;
+    bool rounds_n = attributes[KIND].i == BST_NORM_RMS && attributes[CASTING].i == BST_CASTING_LLAMA;
+    bool promoted = rounds_n && v[WEIGHT].dtype != v[X].dtype;
     return promoted ? BST_F32 : v[X].dtype;
 }
 
@@ -32,7 +35,16 @@ static bst_dtype residual_type(const bst_view *v, const bst_attribute *attribute
 
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
+/* The mean of a row is one of LAYER's results, and its backward pass needs it. */
+static bst_status check_mean(const char *op, const bst_view *mean, const bst_attribute *attributes, bool needed) {
+    bool layer = attributes[KIND].i == BST_NORM_LAYER;
+    if (!layer && bst__given(mean)) return bst__error(BST_INVALID, "%s: mean is given, but kind is 0 (rms)", op);
+    if (!layer || !needed || bst__given(mean)) return BST_OK;
+    return bst__error(BST_INVALID, "%s: mean is NULL; a tensor is needed where kind is 1 (layer)", op);
+}
+
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    BST_TRY(check_mean(NORM_FORWARD, &v[NEW_MEAN], attributes, false));
     if (!v[X].rows.rows) return BST_OK;
     if (v[X].device.device_type == kDLCUDA) return bst__norm_forward_cuda(exec, v, attributes);
     norm_cpu work = {.v = v, .attributes = attributes};
@@ -53,21 +65,25 @@ static const bst_function forward = {
             [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(X),
                    BST_TYPE_RULE(y_type, "as the inputs have it")},
             [SUM] = {"sum", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X, BST_WITH(RESIDUAL)},
+            [NEW_MEAN] = MEAN_OF(BST_OUT),
             [NEW_RSTD] = {"rstd", BST_OUT | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS},
             {NULL}},
-    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [EPS] = BST_EPS, {NULL}},
+    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [KIND] = KINDS, [EPS] = BST_EPS, {NULL}},
     .run = run_forward,
     BST_TORCH("rms_norm_forward: x weight eps casting -> y rstd",
-              "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd")};
+              "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd",
+              "norm_forward: x weight bias eps kind casting -> y mean rstd",
+              "add_norm_forward: x residual! weight bias eps kind casting -> y sum mean rstd")};
 
 bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual, const DLTensor *weight,
                             const DLTensor *bias, double eps, const bst_norm_options *options, DLTensor *y,
-                            DLTensor *sum, DLTensor *rstd) {
+                            DLTensor *sum, DLTensor *mean, DLTensor *rstd) {
     const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [RESIDUAL] = residual, [BIAS] = bias,
-                                 [Y] = y, [SUM] = sum,       [NEW_RSTD] = rstd};
+                                 [Y] = y, [SUM] = sum,       [NEW_MEAN] = mean,     [NEW_RSTD] = rstd};
     bst_norm_options own;
     BST_TRY(bst__options(NORM_FORWARD, "options", options, &own, sizeof own));
-    return bst__run(&forward, exec, tensors, (bst_attribute[]){[CASTING].i = own.casting, [EPS].d = eps});
+    return bst__run(&forward, exec, tensors,
+                    (bst_attribute[]){[CASTING].i = own.casting, [KIND].i = own.kind, [EPS].d = eps});
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
@@ -107,12 +123,17 @@ static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bs
     return cpu ? backward_cpu(exec, v, attributes) : bst__norm_backward_cuda(exec, v, attributes);
 }
 
+static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    return check_mean(op, &v[MEAN], attributes, true);
+}
+
 static const bst_function backward = {
     .name = NORM_BACKWARD,
     .arguments =
         (const bst_argument[]){[X] = INPUT,
                                [WEIGHT] = OF_COLUMN,
                                [RSTD] = {"rstd", BST_IN, 1u << BST_F32, "#", BST_CONTIGUOUS},
+                               [MEAN] = MEAN_OF(BST_IN),
                                [DY] = {"dy", BST_IN, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
                                        BST_TYPE_RULE(y_type, "the type of the forward output")},
                                [DSUM] = {"dsum", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, AS_X},
@@ -121,10 +142,13 @@ static const bst_function backward = {
                                             BST_LIKE(WEIGHT), BST_TYPE_OF(WEIGHT, "as weight has it")},
                                [DBIAS] = {"dbias", BST_OUT | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, OF_WEIGHT},
                                {NULL}},
-    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, {NULL}},
+    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [KIND] = KINDS, {NULL}},
+    .check = check_backward,
     .run = run_backward,
     BST_TORCH("rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
-              "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?")};
+              "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?",
+              "norm_backward: dy x weight mean rstd kind casting -> dx? dweight? dbias?",
+              "add_norm_backward: dy dsum! x weight mean rstd kind casting -> dx? dweight? dbias?")};
 
 bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
                              const bst_norm_options *options) {
@@ -132,9 +156,10 @@ bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tenso
     bst_norm_options own;
     BST_TRY(bst__options(NORM_BACKWARD, "tensors", tensors, &t, sizeof t));
     BST_TRY(bst__options(NORM_BACKWARD, "options", options, &own, sizeof own));
-    const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight, [RSTD] = t.rstd,       [DY] = t.dy,
-                                   [DSUM] = t.dsum, [DX] = t.dx,         [DWEIGHT] = t.dweight, [DBIAS] = t.dbias};
-    return bst__run(&backward, exec, in_places, (bst_attribute[]){[CASTING].i = own.casting});
+    const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight,   [MEAN] = t.mean,
+                                   [RSTD] = t.rstd, [DY] = t.dy,           [DSUM] = t.dsum,
+                                   [DX] = t.dx,     [DWEIGHT] = t.dweight, [DBIAS] = t.dbias};
+    return bst__run(&backward, exec, in_places, (bst_attribute[]){[CASTING].i = own.casting, [KIND].i = own.kind});
 }
 
 const bst_function *const bst__norm[] = {&forward, &backward, NULL};

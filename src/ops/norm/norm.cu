@@ -1,12 +1,12 @@
-/* norm.cu - RMSNorm forward and backward.
+/* norm.cu - RMSNorm and LayerNorm, forward and backward.
  *
  * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT;
- * ADD: forward: one more than the code of the type of a residual that is added to x
+ * CENTRE: the mean is subtracted; ADD: forward: one more than the code of the type of a residual that is added to x
  * first, and what is normalised is the sum as it is written, rounded; backward: x is that sum, and dsum, the gradient
  * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS * ROWS threads); WAY (norm_args.h); FOLDED:
  * one stride describes all rows; forward: HAS_BIAS; backward: DX, DW, DB what is wanted; STAGES of the ring.
  *
- * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, rstd. Bytes: x + y.
+ * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, mean and rstd. Bytes: x + y.
  *           Measured on an H200, bf16: 67 us at 16384 x 4096 (0.94 of the copy bandwidth; an elementwise kernel of
  *           PyTorch's that reads and writes as much took 65 in the same run), 17.3 us at 131072 x 128.
  *           ADD: reads residual too and writes sum. Bytes: x + residual + sum + y. 134 us at 16384 x 4096 (0.95).
@@ -28,6 +28,7 @@
 #define BLOCK      (THREADS * ROWS)
 #define LLAMA      0
 #define GEMMA      1
+#define ROUND_N    (CASTING == LLAMA && !CENTRE) /* before the product with the weight */
 #define KEPT       (WAY != NORM_AGAIN)
 /* Loops over vectors that are kept have no rolled form. Of those that are read at each use, two are in flight in the
  * backward pass: the compiler would take so many in float32 that registers spill. */
@@ -58,6 +59,13 @@ BST_DEVICE bst_raw raw_weight(const void *weight, int column) {
     return HAS_WEIGHT ? bst_raw_at(weight, column, W_TYPE, VEC) : none;
 }
 
+/* A vector of x, less the mean. */
+BST_DEVICE void unpack_x(float *x, bst_raw raw, float mean) {
+    bst_unpack(x, raw, X_TYPE, VEC);
+    BST_UNROLL
+    for (int j = 0; CENTRE && j < VEC; j++) x[j] -= mean;
+}
+
 #ifdef FORWARD
 #define INPUTS (ADD ? 2 : 1)
 #define R_TYPE (ADD - 1)
@@ -67,13 +75,13 @@ BST_DEVICE bst_raw raw_weight(const void *weight, int column) {
 BST_DEVICE int type_of(int input) { return input == NORM_X ? X_TYPE : R_TYPE; }
 
 BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
-    BST_SHARED(float, scratch, 32);
+    BST_SHARED(float, scratch, CENTRE ? 64 : 32);
     int lane = (int)bst_thread() % THREADS;
     int64_t row = (int64_t)bst_block() * ROWS + bst_thread() / THREADS;
     bool live = row < a.rows;
     const void *in[INPUTS];
     bst_raw kept[INPUTS][KEPT ? PER_THREAD : 1];
-    float v[VEC], w[VEC], squares = 0;
+    float v[VEC], w[VEC], squares = 0, total = 0, mean = 0;
     BST_UNROLL
     for (int k = 0; k < INPUTS; k++)
         in[k] = bst_at(a.in[k], live ? bst_row_start(&a.map[k], row, FOLDED) : 0, type_of(k));
@@ -102,22 +110,38 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         kept[NORM_X][KEPT ? i : 0] = sum;
 #endif
         BST_UNROLL
-        for (int j = 0; j < VEC; j++) squares = bst_fma(v[j], v[j], squares);
+        for (int j = 0; j < VEC; j++) {
+            if (CENTRE)
+                total += v[j];
+            else
+                squares = bst_fma(v[j], v[j], squares);
+        }
     }
     if (ADD) in[NORM_X] = bst_at(a.sum, row * HIDDEN, X_TYPE); /* each thread reads what it wrote itself */
+    if (CENTRE) {
+        mean = bst_group_sum(total, THREADS, scratch + 32) * (1.0f / HIDDEN);
+        UNROLL_VECTORS
+        for (int i = 0; i < PER_THREAD; i++) {
+            if (!live || !inside(column_of(i, lane))) continue;
+            unpack_x(v, PACKED(NORM_X, i, column_of(i, lane)), mean);
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) squares = bst_fma(v[j], v[j], squares);
+        }
+    }
     squares = bst_group_sum(squares, THREADS, scratch);
     float rstd = bst_rsqrt(squares * (1.0f / HIDDEN) + a.eps);
     if (!live) return;
     if (a.rstd && lane == 0) a.rstd[row] = rstd;
+    if (CENTRE && a.mean && lane == 0) a.mean[row] = mean;
     UNROLL_VECTORS
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
         if (!inside(column)) continue;
-        bst_unpack(v, PACKED(NORM_X, i, column), X_TYPE, VEC);
+        unpack_x(v, PACKED(NORM_X, i, column), mean);
         unpack_weight(w, raw_weight(a.weight, column));
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] *= rstd;
-        if (CASTING == LLAMA) bst_round_all(v, X_TYPE, VEC);
+        if (ROUND_N) bst_round_all(v, X_TYPE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) v[j] *= w[j];
         if (HAS_BIAS) bst_load(w, a.bias, column, W_TYPE, VEC);
@@ -133,7 +157,7 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
 BST_DEVICE void add_to_dweight(float *sum, float *x, const float *dy, float rstd) {
     BST_UNROLL
     for (int j = 0; j < VEC; j++) x[j] *= rstd;
-    if (CASTING == LLAMA) bst_round_all(x, X_TYPE, VEC);
+    if (ROUND_N) bst_round_all(x, X_TYPE, VEC);
     BST_UNROLL
     for (int j = 0; j < VEC; j++) sum[j] = bst_fma(dy[j], x[j], sum[j]);
 }
@@ -151,16 +175,17 @@ BST_DEVICE const void *row_start(const norm_backward_args *a, int input, int64_t
 /* A row in the hands of this thread. */
 typedef struct row_state {
     const void *in[INPUTS];
-    float rstd;
+    float rstd, mean;
     bool live;
 } row_state;
 
 BST_DEVICE row_state row_at(const norm_backward_args *a, int64_t row) {
-    row_state r = {{a->in[0], a->in[1]}, 0, row < a->rows};
+    row_state r = {{a->in[0], a->in[1]}, 0, 0, row < a->rows};
     if (!r.live) return r;
     BST_UNROLL
     for (int k = 0; k < INPUTS; k++) r.in[k] = row_start(a, k, row);
     r.rstd = a->rstd[row];
+    if (CENTRE) r.mean = a->mean[row];
     return r;
 }
 
@@ -180,8 +205,8 @@ typedef struct source {
     uint64_t *arrived; /* [STAGES] */
     bst_stage stage;
     bst_raw weight[PER_THREAD], kept[INPUTS][PER_THREAD];
-    row_state now; /* its rstd */
-    float next_rstd;
+    row_state now; /* its rstd and mean */
+    float next_rstd, next_mean;
 } source;
 
 BST_DEVICE void fetch(const norm_backward_args *a, const source *s, int stage, int64_t row) {
@@ -211,11 +236,14 @@ BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, 
         if (inside(column_of(i, lane))) s->weight[i] = raw_weight(a->weight, column_of(i, lane));
     s->now.live = true;
     s->next_rstd = row < a->rows ? a->rstd[row] : 0.0f;
+    s->next_mean = CENTRE && row < a->rows ? a->mean[row] : 0.0f;
 }
 
 BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
     s->now.rstd = s->next_rstd;
+    s->now.mean = s->next_mean;
     if (row + step < a->rows) s->next_rstd = a->rstd[row + step];
+    if (CENTRE && row + step < a->rows) s->next_mean = a->mean[row + step];
     /* The stage before this one is free: all threads had taken its row before they agreed on that row's sum. */
     if (lane == 0) fetch(a, s, bst_stage_before(&s->stage, STAGES), row + (STAGES - 1) * step);
     bst_barrier_wait(&s->arrived[s->stage.index], s->stage.parity);
@@ -342,10 +370,10 @@ BST_DEVICE void store_partial(float *out, float *sums, float of_thread[][VEC], i
         for (int c = (int)bst_thread(); c < HIDDEN; c += BLOCK) out[c] = sums[c];
 }
 
-/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over
- * rows of dy round(n), dbias = sum of dy. */
+/* With n = x rstd, of x less its mean with CENTRE, and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over
+ * rows of dy round(n), dbias = sum of dy. CENTRE: m less mean(m) in dx. */
 BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
-    BST_SHARED(float, scratch, 64);
+    BST_SHARED(float, scratch, CENTRE ? 128 : 64);
     BST_SHARED(uint64_t, arrived, WAY == NORM_BULK ? STAGES : 1);
     BST_SHARED(float, sums, ROWS > 1 ? (DW || DB) * HIDDEN + 1 : 1);
     BST_DYNAMIC_SHARED(ring);
@@ -370,33 +398,37 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
     rows_start(&s, &a, first + group, step, lane);
     for (int turn = 0; first < a.rows; first += step, turn ^= 32) {
         int64_t row = first + group;
-        float xv[VEC], dv[VEC], w[VEC], projection = 0;
+        float xv[VEC], dv[VEC], w[VEC], projection = 0, shift = 0;
         rows_next(&s, &a, row, step, lane);
         if (DX) {
             UNROLL_VECTORS
             for (int i = 0; i < PER_THREAD; i++) {
                 int column = column_of(i, lane);
                 if (!s.now.live || !inside(column)) continue;
-                bst_unpack(xv, vector(&s, NORM_X, i, column), X_TYPE, VEC);
+                unpack_x(xv, vector(&s, NORM_X, i, column), s.now.mean);
                 bst_unpack(dv, vector(&s, NORM_DY, i, column), Y_TYPE, VEC);
                 unpack_weight(w, weight_of(&s, a.weight, i, column));
                 BST_UNROLL
-                for (int j = 0; j < VEC; j++) projection = bst_fma(dv[j] * w[j], xv[j], projection);
+                for (int j = 0; j < VEC; j++) {
+                    projection = bst_fma(dv[j] * w[j], xv[j], projection);
+                    if (CENTRE) shift = bst_fma(dv[j], w[j], shift);
+                }
             }
             projection = bst_group_sum(projection, THREADS, scratch + turn);
+            if (CENTRE) shift = bst_group_sum(shift, THREADS, scratch + 64 + turn) * (1.0f / HIDDEN);
         }
         float rstd = s.now.rstd, slope = projection * rstd * rstd * (1.0f / HIDDEN);
         UNROLL_VECTORS
         for (int i = 0; i < PER_THREAD; i++) {
             int column = column_of(i, lane);
             if (!s.now.live || !inside(column)) continue;
-            bst_unpack(xv, vector(&s, NORM_X, i, column), X_TYPE, VEC);
+            unpack_x(xv, vector(&s, NORM_X, i, column), s.now.mean);
             bst_unpack(dv, vector(&s, NORM_DY, i, column), Y_TYPE, VEC);
             if (DX) {
                 float dx[VEC];
                 unpack_weight(w, weight_of(&s, a.weight, i, column));
                 BST_UNROLL
-                for (int j = 0; j < VEC; j++) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope);
+                for (int j = 0; j < VEC; j++) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope - shift);
 #if ADD
                 float dsum[VEC];
                 bst_unpack(dsum, vector(&s, NORM_DSUM, i, column), X_TYPE, VEC);
@@ -429,7 +461,8 @@ BST_KERNEL(norm_dweight_wide, norm_backward_args, THREADS, 1) {
     BST_UNROLL
     for (int j = 0; j < VEC; j++) dw[j] = db[j] = 0;
     for (int64_t row = bst_block_y(); row < a.rows; row += bst_blocks_y()) {
-        bst_load(xv, a.in[NORM_X], bst_row_start(&a.map[NORM_X], row, FOLDED) + column, X_TYPE, VEC);
+        bst_raw x = bst_raw_at(a.in[NORM_X], bst_row_start(&a.map[NORM_X], row, FOLDED) + column, X_TYPE, VEC);
+        unpack_x(xv, x, CENTRE ? a.mean[row] : 0.0f);
         bst_load(dv, a.in[NORM_DY], bst_row_start(&a.map[NORM_DY], row, FOLDED) + column, Y_TYPE, VEC);
         if (DW) add_to_dweight(dw, xv, dv, a.rstd[row]);
         BST_UNROLL

@@ -6,9 +6,9 @@
 #include "core/describe.h"
 
 /* Places of tensors: of both passes, of forward, of backward; and of attributes. */
-enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, BIAS, SUM, Y, NEW_RSTD };
-enum { RSTD = BOTH, DY, DSUM, DX, DWEIGHT, DBIAS };
-enum { CASTING, EPS };
+enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, BIAS, SUM, Y, NEW_MEAN, NEW_RSTD };
+enum { RSTD = BOTH, MEAN, DY, DSUM, DX, DWEIGHT, DBIAS };
+enum { CASTING, KIND, EPS };
 
 /* What the sentences of errors begin with. */
 #define NORM_FORWARD  "norm_forward"

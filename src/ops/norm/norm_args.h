@@ -26,6 +26,7 @@ typedef struct norm_forward_args {
     float eps;
     int32_t unused;
     const void *bias;
+    float *mean; /* with CENTRE; NULL: not wanted */
 } norm_forward_args;
 
 typedef struct norm_backward_args {
@@ -36,9 +37,10 @@ typedef struct norm_backward_args {
     void *dx;
     float *partial; /* [parts, sums, H]: dweight and dbias, or one of them */
     int64_t rows;
+    const float *mean; /* with CENTRE */
 } norm_backward_args;
 
-static_assert(sizeof(norm_forward_args) == 120, "host and device must agree");
-static_assert(sizeof(norm_backward_args) == 136, "host and device must agree");
+static_assert(sizeof(norm_forward_args) == 128, "host and device must agree");
+static_assert(sizeof(norm_backward_args) == 144, "host and device must agree");
 
 #endif

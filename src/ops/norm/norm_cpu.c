@@ -25,6 +25,13 @@ static void add_tile(float *restrict tile, const void *in, bst_dtype dtype, int6
     for (int64_t i = 0; i < n; i++) tile[i] += other[i];
 }
 
+/* A tile of x less its row's mean; `load`: x is not there yet. */
+static void load_x(float *restrict x, const void *in, int64_t column, bst_dtype dtype, int64_t n, bool load,
+                   float mean) {
+    if (load) bst_load(x, bst_at(in, column, dtype), dtype, n);
+    for (int64_t i = 0; mean != 0 && i < n; i++) x[i] -= mean;
+}
+
 void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const norm_cpu *a = context;
     const bst_view *v = a->v;
@@ -32,11 +39,13 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const float eps = (float)a->attributes[EPS].d;
     int64_t columns = v[X].rows.columns;
     bst_dtype dtype = v[X].dtype;
-    float x[BST_TILE], w[BST_TILE], *rstds = v[NEW_RSTD].data;
+    const bool centre = a->attributes[KIND].i == BST_NORM_LAYER;
+    float x[BST_TILE], w[BST_TILE], ones[BST_TILE], *rstds = v[NEW_RSTD].data, *means = v[NEW_MEAN].data;
+    for (int i = 0; centre && i < BST_TILE; i++) ones[i] = 1.0f;
     for (int64_t row = begin; row < end; row++) {
         const void *in = row_at(&v[X], row), *residual = v[RESIDUAL].data ? row_at(&v[RESIDUAL], row) : NULL;
         void *sum_out = residual ? row_at(&v[SUM], row) : NULL, *out = row_at(&v[Y], row);
-        double squares = 0;
+        double squares = 0, total = 0;
         for (int64_t c = 0; c < columns; c += BST_TILE) {
             int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
             bst_load(x, bst_at(in, c, dtype), dtype, n);
@@ -45,17 +54,27 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
                 bst_round_tile(x, dtype, n);
                 bst_store(bst_at(sum_out, c, dtype), x, dtype, n);
             }
-            squares += bst_sum_of_products(x, x, n);
+            if (centre)
+                total += bst_sum_of_products(x, ones, n);
+            else
+                squares += bst_sum_of_products(x, x, n);
         }
         if (residual) in = sum_out;
+        float mean = (float)(total / (double)columns);
+        for (int64_t c = 0; centre && c < columns; c += BST_TILE) {
+            int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
+            load_x(x, in, c, dtype, n, columns > BST_TILE, mean);
+            squares += bst_sum_of_products(x, x, n);
+        }
+        if (means) means[row] = mean;
         float rstd = (float)(1 / sqrt(squares / (double)columns + (double)eps));
         if (rstds) rstds[row] = rstd;
         for (int64_t c = 0; c < columns; c += BST_TILE) {
             int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
-            if (columns > BST_TILE) bst_load(x, bst_at(in, c, dtype), dtype, n);
+            if (columns > BST_TILE) load_x(x, in, c, dtype, n, true, mean);
             if (columns > BST_TILE || row == begin) load_weight(&v[WEIGHT], casting, w, c, n);
             for (int64_t i = 0; i < n; i++) x[i] *= rstd;
-            if (casting == BST_CASTING_LLAMA) bst_round_tile(x, dtype, n);
+            if (casting == BST_CASTING_LLAMA && !centre) bst_round_tile(x, dtype, n);
             for (int64_t i = 0; i < n; i++) x[i] *= w[i];
             if (v[BIAS].data) add_tile(x, bst_at(v[BIAS].data, c, v[BIAS].dtype), v[BIAS].dtype, n);
             bst_store(bst_at(out, c, v[Y].dtype), x, v[Y].dtype, n);
@@ -63,8 +82,8 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
     }
 }
 
-/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). And
- * dbias = sum of dy. */
+/* With n = x rstd and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over rows of dy round(n). LAYER: of x
+ * less its mean, m less mean(m) in dx, and dbias = sum of dy. */
 static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, float *dweight, float *dbias) {
     const bst_view *v = a->v;
     const bst_casting casting = (bst_casting)a->attributes[CASTING].i;
@@ -72,34 +91,39 @@ static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, fl
     const void *x_in = row_at(&v[X], row), *dy_in = row_at(&v[DY], row);
     const void *dsum_in = v[DSUM].data ? row_at(&v[DSUM], row) : NULL;
     int64_t columns = v[X].rows.columns;
-    float x[BST_TILE], dy[BST_TILE], rstd = ((const float *)v[RSTD].data)[row], projection = 0;
+    float x[BST_TILE], dy[BST_TILE], rstd = ((const float *)v[RSTD].data)[row], projection = 0, shift = 0;
+    const bool centre = a->attributes[KIND].i == BST_NORM_LAYER;
+    const float mean = centre ? ((const float *)v[MEAN].data)[row] : 0.0f;
     for (int64_t c = 0; c < columns; c += BST_TILE) {
         int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
         float sum = 0;
-        bst_load(x, bst_at(x_in, c, x_type), x_type, n);
+        load_x(x, x_in, c, x_type, n, true, mean);
         bst_load(dy, bst_at(dy_in, c, dy_type), dy_type, n);
         if (load) load_weight(&v[WEIGHT], casting, w, c, n);
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < n; i++) sum += dy[i] * w[i] * x[i];
         projection += sum;
+        if (centre) shift += (float)bst_sum_of_products(dy, w, n);
     }
+    shift /= (float)columns;
     float slope = projection * rstd * rstd / (float)columns;
     for (int64_t c = 0; c < columns; c += BST_TILE) {
         int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
         if (columns > BST_TILE) {
-            bst_load(x, bst_at(x_in, c, x_type), x_type, n);
+            load_x(x, x_in, c, x_type, n, true, mean);
             bst_load(dy, bst_at(dy_in, c, dy_type), dy_type, n);
             load_weight(&v[WEIGHT], casting, w, c, n);
         }
         if (v[DX].data) {
             float dx[BST_TILE];
             for (int64_t i = 0; i < n; i++) dx[i] = rstd * (dy[i] * w[i] - x[i] * slope);
+            for (int64_t i = 0; centre && i < n; i++) dx[i] -= rstd * shift;
             if (dsum_in) add_tile(dx, bst_at(dsum_in, c, x_type), x_type, n);
             bst_store(bst_at(row_at(&v[DX], row), c, x_type), dx, x_type, n);
         }
         if (dweight) {
             for (int64_t i = 0; i < n; i++) x[i] *= rstd;
-            if (casting == BST_CASTING_LLAMA) bst_round_tile(x, x_type, n);
+            if (casting == BST_CASTING_LLAMA && !centre) bst_round_tile(x, x_type, n);
             float *sum = dweight + c;
             for (int64_t i = 0; i < n; i++) sum[i] += dy[i] * x[i];
         }

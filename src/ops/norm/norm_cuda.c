@@ -10,7 +10,8 @@
 /* clang-format off */
 #define MACROS(X)                                                                                  \
     X(HIDDEN) X(X_TYPE) X(W_TYPE) X(Y_TYPE) X(CASTING) X(HAS_WEIGHT) X(ADD) X(VEC) X(THREADS) X(ROWS) \
-    X(WAY) X(FOLDED) X(DX) X(DW) X(STAGES) X(HAS_BIAS) X(DB)
+    X(WAY) X(FOLDED) X(DX) X(DW) X(STAGES) X(HAS_BIAS) X(DB) \
+    X(CENTRE)
 /* clang-format on */
 #define PLACE(name) M_##name,
 #define NAME(name)  #name,
@@ -36,6 +37,7 @@ static bst_launch launch_of(const bst_kernel *kernel, const bst_view *v, const i
     l.values[M_Y_TYPE] = y_type;
     l.values[M_CASTING] = attributes[CASTING].i;
     l.values[M_HAS_WEIGHT] = v[WEIGHT].data != NULL;
+    l.values[M_CENTRE] = attributes[KIND].i == BST_NORM_LAYER;
     l.values[M_VEC] = 8;
     l.values[M_FOLDED] = true;
     for (; *places >= 0; places++) {
@@ -123,7 +125,7 @@ static int shape_backward(bst_launch *l, const bst_chip *chip) {
          * no room for them (H = 16384, outside the data-centre chips), the row comes straight into registers. */
         const int stages = 2;
         int64_t ring = stages * vectors_of_thread(l) * (l->values[M_ADD] ? 3 : 2) * 16 * l->block;
-        int64_t fixed = 64 * 4 + (sums && l->values[M_ROWS] > 1 ? l->values[M_HIDDEN] * 4 : 0); /* static, at most */
+        int64_t fixed = 128 * 4 + (sums && l->values[M_ROWS] > 1 ? l->values[M_HIDDEN] * 4 : 0); /* static, at most */
         bool room = x_access(l) == 16 && y_access(l) == 16 && ring + fixed <= chip->shared_memory;
         l->values[M_WAY] = room ? NORM_RING : NORM_HELD;
         l->values[M_STAGES] = room ? stages : 0;
@@ -158,7 +160,8 @@ bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const
                               .rstd = v[NEW_RSTD].data,
                               .rows = x->rows.rows,
                               .eps = (float)attributes[EPS].d,
-                              .bias = v[BIAS].data};
+                              .bias = v[BIAS].data,
+                              .mean = v[NEW_MEAN].data};
     return bst__cuda_launch(exec, NORM_FORWARD, x->device.device_id, &l, &args, sizeof args);
 }
 
@@ -206,6 +209,7 @@ bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, cons
         .dx = v[DX].data,
         .partial = partial,
         .rows = rows,
+        .mean = v[MEAN].data,
     };
     bst_status status = BST_OK;
     if (want_dx || !wide) status = bst__cuda_launch(exec, NORM_BACKWARD, device, &l, &args, sizeof args);
