@@ -40,7 +40,7 @@ int main(void) {
     DLTensor tloss = tensor(&loss, 0, NULL, f32);
     DLTensor tdnormed = tensor(dnormed, 2, activations, f32), tdhead = tensor(dhead, 2, weights, f32);
 
-    check(bst_rms_norm_forward(NULL, &tx, NULL, &tgain, 1e-6, BST_CASTING_LLAMA, &tnormed, NULL, &trstd));
+    check(bst_norm_forward(NULL, &tx, NULL, &tgain, NULL, 1e-6, NULL, &tnormed, NULL, NULL, &trstd));
     bst_linear_cross_entropy_tensors tensors = {.size = sizeof tensors,
                                                 .hidden = &tnormed,
                                                 .weight = &thead,

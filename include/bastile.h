@@ -156,7 +156,7 @@ typedef struct bst_exec {
     bst_status (*gemm)(void *user, const bst_gemm *problem);
 } bst_exec;
 
-/* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
+/* ---- norm -------------------------------------------------------------------------------------------------------- */
 
 /* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case,
  * with eps finite and not below 0:
@@ -165,21 +165,41 @@ typedef struct bst_exec {
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
-/* y = rms_norm(x) * weight, or, where residual is given, sum = x + residual, rounded, and y = rms_norm(sum) * weight.
- * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both
- * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; y as x (LLAMA: the promoted type of x
- * and weight); rstd, float32, one a row, kept for the backward pass, or NULL. Zhang and Sennrich, "Root Mean Square
- * Layer Normalization", 2019. */
-BST_API bst_status bst_rms_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
-                                        const DLTensor *weight, double eps, bst_casting casting, DLTensor *y,
-                                        DLTensor *sum, DLTensor *rstd);
-/* The gradients of the above. dy [..., H] of y's type; rstd as forward wrote it, not NULL; x as forward had it, or its
- * sum where there was one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before
- * that is rounded; NULL: none. dx as x, may be NULL; with a residual, it is the gradient of both terms. dweight as
- * weight, summed in float32 in a fixed order, may be NULL. */
-BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *dsum,
-                                         const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
-                                         bst_casting casting, DLTensor *dx, DLTensor *dweight);
+/* RMS as above; LAYER: n = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), and y is rounded once, at the end: LLAMA is
+ * as NONE. */
+typedef enum bst_norm_kind { BST_NORM_RMS = 0, BST_NORM_LAYER = 1 } bst_norm_kind;
+
+typedef struct bst_norm_options {
+    size_t size; /* sizeof(bst_norm_options) */
+    bst_casting casting;
+    bst_norm_kind kind;
+} bst_norm_options;
+
+/* y = norm(x) * weight + bias, or, where residual is given, sum = x + residual, rounded, and y that of the sum.
+ * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both NULL;
+ * weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's type, or
+ * without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
+ * rstd, float32, one a row, kept for the backward pass, or NULL. options NULL: RMS and LLAMA. eps is no option, as 0 is
+ * a number like others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton,
+ * "Layer Normalization", 2016. */
+BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
+                                    const DLTensor *weight, const DLTensor *bias, double eps,
+                                    const bst_norm_options *options, DLTensor *y, DLTensor *sum, DLTensor *mean,
+                                    DLTensor *rstd);
+/* What the gradients of the above are made of: dy [..., H] of y's type; x as forward had it, or its sum where there was
+ * one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL:
+ * none; weight as forward had it; mean (RMS: NULL) and rstd as forward wrote them. And where they go, each
+ * NULL where not wanted: dx as x, with a residual the gradient of both terms; dweight and dbias as weight and bias,
+ * summed in float32 in a fixed order. */
+typedef struct bst_norm_backward_tensors {
+    size_t size; /* sizeof(bst_norm_backward_tensors) */
+    const DLTensor *dy, *x, *dsum, *weight, *mean, *rstd;
+    DLTensor *dx, *dweight, *dbias;
+} bst_norm_backward_tensors;
+
+/* options as for forward. */
+BST_API bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
+                                     const bst_norm_options *options);
 
 /* ---- swiglu ------------------------------------------------------------------------------------------------------ */
 

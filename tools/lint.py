@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-#: One Python module is named as users of earlier versions know it.
-PYTHON_NAMES = {"linear_cross_entropy": "fused_linear_cross_entropy"}
+#: Python modules that are named as users of earlier versions know them.
+PYTHON_NAMES = {"linear_cross_entropy": "fused_linear_cross_entropy", "norm": "rms_norm"}
 MOST_LINES = 600
 #: clang-format sees to it in code, ruff in Python; comments in C it leaves as they are.
 MOST_COLUMNS = 120

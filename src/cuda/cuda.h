@@ -11,7 +11,7 @@
 
 /* One __global__ function: the text it is in, its name, and the macros that specialise it. */
 typedef struct bst_kernel {
-    const char *file;                       /* "rms_norm.cu": an embedded source */
+    const char *file;                       /* "norm.cu": an embedded source */
     const char *entry;                      /* the extern "C" function */
     const char *macros[BST_MAX_MACROS + 1]; /* names, ended by NULL; each becomes -DNAME=value */
 } bst_kernel;
@@ -59,7 +59,7 @@ bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void
 bst_status bst__cuda_allocate(const bst_exec *exec, const char *op, int device, size_t bytes, void **out);
 void bst__cuda_release(const bst_exec *exec, int device, void *memory);
 
-/* An embedded source by its file name ("rms_norm.cu", "ptx.cuh", "rms_norm_args.h"); NULL where there is none. */
+/* An embedded source by its file name ("norm.cu", "ptx.cuh", "norm_args.h"); NULL where there is none. */
 typedef struct bst_source {
     const char *name, *text;
 } bst_source;

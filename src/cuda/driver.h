@@ -23,7 +23,7 @@ const bst_driver_api *bst__driver(void);
 int bst__driver_version(void);
 /* The device behind an index. Opens the driver at the first call; takes no lock once a device is known. */
 bst_status bst__device(const char *op, int index, bst_device **out);
-/* "rms_norm_forward: cuLaunchKernel: CUDA_ERROR_... (text)". */
+/* "norm_forward: cuLaunchKernel: CUDA_ERROR_... (text)". */
 bst_status bst__driver_error(const char *op, const char *call, CUresult result);
 
 /* A device's primary context made current on this thread. `pushed` says whether leaving has to restore another one. */

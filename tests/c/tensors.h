@@ -41,6 +41,9 @@ static inline void bst_fill(float *out, int64_t count, unsigned seed, float most
     }
 }
 
+/* A struct of tensors by name. */
+#define BST_NORM_TENSORS(...) (&(bst_norm_backward_tensors){sizeof(bst_norm_backward_tensors), __VA_ARGS__})
+
 /* A call that must succeed. */
 #define CHECK_OK(call)                                                                                \
     do {                                                                                              \

@@ -90,7 +90,7 @@ TEST(strides_that_say_nothing) {
         CHECK_OK(rope_forward(NULL, &q, &k, &c, &c, 0, &q, &k));
         DLTensor x = bst_tensor(at, 2, last, wild_last, bst_test_types[0]);
         DLTensor y = bst_tensor(at + 64, 2, last, wild_last, bst_test_types[0]);
-        CHECK_OK(bst_rms_norm_forward(NULL, &x, NULL, NULL, 1e-6, BST_CASTING_NONE, &y, NULL, NULL));
+        CHECK_OK(bst_norm_forward(NULL, &x, NULL, NULL, NULL, 1e-6, NULL, &y, NULL, NULL, NULL));
     }
 }
 #endif
@@ -135,11 +135,10 @@ TEST(vector_units_by_name) {
         if (!child) {
             char message[96];
             setenv("BASTILE_CPU", cases[i].value, 1);
-            snprintf(message, sizeof message, "rms_norm_forward: BASTILE_CPU is \"%s\"; baseline or v3",
-                     cases[i].value);
+            snprintf(message, sizeof message, "norm_forward: BASTILE_CPU is \"%s\"; baseline or v3", cases[i].value);
             DLTensor x = bst_tensor(arena, 2, rows, NULL, bst_test_types[0]);
             DLTensor y = bst_tensor(arena + 64, 2, rows, NULL, bst_test_types[0]);
-            bst_status status = bst_rms_norm_forward(NULL, &x, NULL, NULL, 1, BST_CASTING_NONE, &y, NULL, NULL);
+            bst_status status = bst_norm_forward(NULL, &x, NULL, NULL, NULL, 1, NULL, &y, NULL, NULL, NULL);
             _exit(status == cases[i].status && (status == BST_OK || strstr(bst_last_error(), message)) ? 0 : 1);
         }
         int ended = -1;
@@ -153,7 +152,7 @@ TEST(vector_units_by_name) {
 
 #define SHARED(call, message) check_refused((call), BST_INVALID, message)
 
-TEST(rms_norm_outputs_are_apart) {
+TEST(norm_outputs_are_apart) {
     clear();
     bst_shape x, w, y, r, s, rs;
     const DLDataType f = bst_test_types[0];
@@ -162,12 +161,13 @@ TEST(rms_norm_outputs_are_apart) {
              *ts = &make(&s, f, 2, T, H)->tensor, *trs = &make(&rs, f, 1, T, 0)->tensor;
     DLTensor weight_in_y = *tw, weight_in_sum = *tw, rstd_in_x = *trs, rstd_in_y = *trs;
     weight_in_y.data = ty->data, weight_in_sum.data = ts->data, rstd_in_x.data = tx->data, rstd_in_y.data = ty->data;
-#define FORWARD(w, rstd) bst_rms_norm_forward(NULL, tx, tr, w, 1e-6, BST_CASTING_LLAMA, ty, ts, rstd)
+#define FORWARD(w, rstd) bst_norm_forward(NULL, tx, tr, w, NULL, 1e-6, NULL, ty, ts, NULL, rstd)
     SHARED(FORWARD(&weight_in_y, trs), "y and weight share memory");
     SHARED(FORWARD(&weight_in_sum, trs), "sum and weight share memory");
     SHARED(FORWARD(tw, &rstd_in_x), "rstd and x share memory");
     SHARED(FORWARD(tw, &rstd_in_y), "y and rstd share memory");
-#define BACKWARD(w, rstd, dw) bst_rms_norm_backward(NULL, tr, NULL, tx, w, rstd, BST_CASTING_LLAMA, ty, dw)
+#define BACKWARD(w, r, dw) \
+    bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = tr, .x = tx, .weight = w, .rstd = r, .dx = ty, .dweight = dw), NULL)
     SHARED(BACKWARD(&weight_in_y, trs, NULL), "dx and weight share memory");
     SHARED(BACKWARD(tw, &rstd_in_y, NULL), "dx and rstd share memory");
     SHARED(BACKWARD(tw, trs, &weight_in_y), "dx and dweight share memory");
@@ -354,7 +354,7 @@ TEST(sizes_that_are_not_served) {
                   BST_UNSUPPORTED, message);
     DLTensor x = bst_tensor(at, 2, none, NULL, f), t = bst_tensor(at, 1, rows, NULL, bst_test_i64);
     DLTensor z = bst_tensor(at, 2, classes, NULL, f), l = bst_tensor(at, 0, NULL, NULL, f);
-    check_refused(bst_rms_norm_forward(NULL, &x, NULL, NULL, 1e-6, BST_CASTING_NONE, &x, NULL, NULL), BST_UNSUPPORTED,
+    check_refused(bst_norm_forward(NULL, &x, NULL, NULL, NULL, 1e-6, NULL, &x, NULL, NULL, NULL), BST_UNSUPPORTED,
                   "x has rows of 0 elements; 1 to 65536 are supported");
     message = "logits has rows of 1073741824 elements; 1 to 1073741823 are supported";
     check_refused(bst_cross_entropy_forward(NULL, &z, &t, NULL, NULL, &mean, &l, NULL, NULL), BST_UNSUPPORTED, message);
@@ -379,10 +379,9 @@ TEST(numbers_out_of_their_range) {
     const double wrong[] = {-1e-6, NAN, INFINITY, 1e300};
     for (int i = 0; i < 4; i++) {
         char message[96];
-        snprintf(message, sizeof message, "rms_norm_forward: eps is %g; a finite number, 0 or above, is needed",
-                 wrong[i]);
-        check_refused(bst_rms_norm_forward(NULL, tx, NULL, tw, wrong[i], BST_CASTING_LLAMA, ty, NULL, NULL),
-                      BST_INVALID, message);
+        snprintf(message, sizeof message, "norm_forward: eps is %g; a finite number, 0 or above, is needed", wrong[i]);
+        check_refused(bst_norm_forward(NULL, tx, NULL, tw, NULL, wrong[i], NULL, ty, NULL, NULL, NULL), BST_INVALID,
+                      message);
         check_refused(
             normed_forward(NULL, &heads, NULL, tw, NULL, &tables, &tables, wrong[i], BST_CASTING_LLAMA, 0, &out, NULL),
             BST_INVALID, strchr(message, ':'));
@@ -409,9 +408,9 @@ TEST(what_may_be_left_out) {
              *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor, *tl = &make(&l, f, 1, 1, 0)->tensor,
              *ts = &make(&s, f, 1, T, 0)->tensor;
     int64_t ones[] = {1, 1, 1}, two[] = {2};
-    CHECK_OK(bst_rms_norm_forward(NULL, tx, NULL, NULL, 1e-6, BST_CASTING_NONE, ty, NULL, NULL));
-    CHECK_EQ_I(bst_rms_norm_backward(NULL, tx, NULL, tx, NULL, NULL, BST_CASTING_NONE, ty, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_backward: rstd is NULL");
+    CHECK_OK(bst_norm_forward(NULL, tx, NULL, NULL, NULL, 1e-6, NULL, ty, NULL, NULL, NULL));
+    CHECK_EQ_I(bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = tx, .x = tx, .dx = ty), NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "norm_backward: rstd is NULL");
     for (int dims = 0; dims <= 3; dims++) {
         DLTensor loss = bst_tensor(tl->data, dims, ones, NULL, f);
         CHECK_OK(bst_cross_entropy_forward(NULL, tx, tt, NULL, NULL, &mean, &loss, NULL, NULL));
@@ -476,7 +475,7 @@ int main(void) {
 #endif
     RUN(tensors_that_cannot_be);
     RUN(types_and_devices_by_name);
-    RUN(rms_norm_outputs_are_apart);
+    RUN(norm_outputs_are_apart);
     RUN(swiglu_results_have_places_of_their_own);
     RUN(heads_have_places_of_their_own);
     RUN(losses_are_apart);

@@ -38,10 +38,11 @@ static int32_t order[2 * T], ends[1] = {2 * T};
 
 static DLTensor f32(void *data, int dims, int64_t *shape) { return bst_f32(data, dims, shape); }
 
-static bst_status rms_norm(void) {
+static bst_status norm(void) {
     DLTensor dy = f32(in[0], 2, rows), x = f32(in[1], 2, rows), w = f32(in[2], 1, width), rstd = f32(in[3], 1, rows);
     DLTensor dx = f32(out[0], 2, rows), dw = f32(out[1], 1, width);
-    return bst_rms_norm_backward(&exec, &dy, NULL, &x, &w, &rstd, BST_CASTING_LLAMA, &dx, &dw);
+    return bst_norm_backward(
+        &exec, BST_NORM_TENSORS(.dy = &dy, .x = &x, .weight = &w, .rstd = &rstd, .dx = &dx, .dweight = &dw), NULL);
 }
 
 static bst_status qk_norm_rope(void) {
@@ -92,7 +93,7 @@ static const struct {
     bst_status (*call)(void);
     int least; /* allocations */
 } calls[] = {
-    {"rms_norm_backward", rms_norm, 1},
+    {"norm_backward", norm, 1},
     {"rope_backward", qk_norm_rope, 1},
     {"cross_entropy_forward", cross_entropy, 1},
     {"linear_cross_entropy_forward", linear_cross_entropy, 4}, /* divisors, losses, logits, dbias; our own product */
@@ -133,7 +134,8 @@ TEST(allocate_or_release_alone) {
                              {.size = sizeof *only, .release = release}};
     memset(arena, 255, sizeof arena);
     for (int i = 0; i < 2; i++)
-        CHECK_OK(bst_rms_norm_backward(&only[i], &dy, NULL, &x, &w, &rstd, BST_CASTING_LLAMA, NULL, &dw));
+        CHECK_OK(bst_norm_backward(
+            &only[i], BST_NORM_TENSORS(.dy = &dy, .x = &x, .weight = &w, .rstd = &rstd, .dweight = &dw), NULL));
     CHECK(arena[0] != 255);
     CHECK_EQ_I(outstanding, 0);
 }

@@ -209,6 +209,10 @@ static const operator_call operators[] = {
     {"add_rms_norm_forward", 3, {F(3, 4), F(3, 4), O(4), R(1e-6), N(0)}},
     {"rms_norm_backward", 2, {F(3, 4), F(3, 4), O(4), F(3), N(0), N(1), N(1)}},
     {"add_rms_norm_backward", 2, {F(3, 4), F(3, 4), F(3, 4), O(4), F(3), N(0), N(1), N(0)}},
+    {"norm_forward", 3, {F(3, 4), O(4), O(4), R(1e-6), N(1), N(0)}},
+    {"add_norm_forward", 4, {F(3, 4), F(3, 4), O(4), O(4), R(1e-6), N(1), N(0)}},
+    {"norm_backward", 3, {F(3, 4), F(3, 4), O(4), O(3), F(3), N(1), N(0), N(1), N(1), N(1)}},
+    {"add_norm_backward", 3, {F(3, 4), F(3, 4), F(3, 4), O(4), O(3), F(3), N(1), N(0), N(1), N(1), N(0)}},
     {"swiglu_forward", 1, {F(3, 4), F(3, 4)}},
     {"swiglu_backward", 2, {F(3, 4), F(3, 4), F(3, 4), N(1), N(1)}},
     {"swiglu_backward_with_y", 3, {F(3, 4), F(3, 4), F(3, 4), N(0), N(1)}},
@@ -331,7 +335,7 @@ TEST(more_dimensions_than_anything_has) {
     CHECK_STR(thrown, "a tensor has 65 dimensions; 0 to 8 are supported");
     CHECK_EQ_I(live, 0);
     refused(&(operator_call){"rms_norm_forward", 2, {{.kind = TENSOR, .dtype = dtype_float32}}},
-            "rms_norm_forward: x is a scalar");
+            "norm_forward: x is a scalar");
 }
 
 int main(void) {

@@ -9,6 +9,7 @@ from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.moe import moe_experts
+from bastile.ops.norm import add_layer_norm
 from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
@@ -43,6 +44,7 @@ def heads(x: torch.Tensor) -> torch.Tensor:
 CALLS = {
     "rms_norm": lambda x: rms_norm(x, random(H)),
     "add_rms_norm": lambda x: torch.cat(add_rms_norm(x, x.square(), random(H))),
+    "add_layer_norm": lambda x: torch.cat(add_layer_norm(x, x.square(), random(H), random(H))),
     "swiglu": lambda x: swiglu(x, x.cos()),
     "gated_mlp": lambda x: gated_mlp(x, random(16, H), random(16, H), random(H, 16)),
     "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),

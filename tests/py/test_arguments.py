@@ -10,6 +10,7 @@ from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.moe import moe_experts
+from bastile.ops.norm import layer_norm
 from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
@@ -25,6 +26,7 @@ MOE = {"gate_up_proj": torch.ones(2, 8, 16), "gate_up_bias": None, "down_proj": 
 #: Each operator with arguments that it serves.
 GIVEN: dict[str, tuple[Callable, dict]] = {
     "rms_norm": (rms_norm, {"x": X, "weight": W}),
+    "layer_norm": (layer_norm, {"x": X, "weight": W, "bias": W}),
     "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
     "swiglu": (swiglu, {"a": X, "b": X}),
     "gated_mlp": (gated_mlp, {"x": X, "gate_weight": GATE, "up_weight": GATE, "down_weight": DOWN}),

@@ -9,6 +9,7 @@ from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.moe import moe_experts
+from bastile.ops.norm import layer_norm
 from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
@@ -124,6 +125,7 @@ def test_batched_gradients_to_be_differentiated_are_an_error_at_once(op):
 #: Functions of leaves of these shapes.
 FUNCTIONS = {
     "rms_norm": (rms_norm, [(T, H), (H,)]),
+    "layer_norm": (lambda x, w: layer_norm(x, w, random(H).to(w.dtype)), [(T, H), (H,)]),  # linear in its bias
     "add_rms_norm": (lambda *given: add_rms_norm(*given)[0], [(T, H), (T, H), (H,)]),
     "swiglu": (swiglu, [(T, H), (T, H)]),
     "gated_mlp": (gated_mlp, [(T, H), (16, H), (16, H), (H, 16)]),

@@ -213,7 +213,7 @@ def test_no_weight(device):
 @pytest.mark.parametrize("device", devices())
 def test_bad_input_is_named(device):
     x, weight = torch.ones(2, 8, device=device), torch.ones(8, device=device)
-    with pytest.raises(RuntimeError, match=r"rms_norm_forward: weight has shape \[7\].*must be 8"):
+    with pytest.raises(RuntimeError, match=r"norm_forward: weight has shape \[7\].*must be 8"):
         rms_norm(x, weight[:7])
     with pytest.raises(RuntimeError, match=r"weight has shape \[1, 8\]; 1 dimensions"):
         rms_norm(x, weight[None])

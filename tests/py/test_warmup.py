@@ -245,7 +245,7 @@ def test_a_failure_is_told_after_the_others_have_ended() -> None:
     worse = Call("swiglu_forward", (x, Zeros((2, 8), torch.bfloat16)), "swiglu 8")
     work: Any = [bad, worse, *(Fake("good", end) for _ in range(3))]
     with pytest.raises(
-        RuntimeError, match=r"warmup_all_kernels: (.|\n)*rms_norm 8: bastile: rms_norm_forward: weight"
+        RuntimeError, match=r"warmup_all_kernels: (.|\n)*rms_norm 8: bastile: norm_forward: weight"
     ) as raised:
         warmup._run(work, DEVICE, False, 2)
     assert "swiglu 8: bastile: swiglu_forward: b" in str(raised.value)

@@ -46,9 +46,10 @@ struct __align__(16) bst_raw {
 #define BST_KERNEL(name, argument_struct, threads, min_blocks) \
     extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ argument_struct a)
 
-#define BST_DEVICE static __device__ __forceinline__
-#define BST_UNROLL _Pragma("unroll")
-#define BST_ROLLED _Pragma("unroll 1") /* stays a loop: fewer registers */
+#define BST_DEVICE       static __device__ __forceinline__
+#define BST_UNROLL       _Pragma("unroll")
+#define BST_UNROLL_TWICE _Pragma("unroll 2")
+#define BST_ROLLED       _Pragma("unroll 1") /* stays a loop: fewer registers */
 
 /* Inside a function: an array that the threads of a block share, 16-byte aligned, with undefined contents. */
 #define BST_SHARED(type, name, count) __shared__ __align__(16) type name[count]

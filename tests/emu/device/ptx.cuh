@@ -39,6 +39,7 @@ struct alignas(16) bst_raw {
 
 #define BST_DEVICE static inline
 #define BST_UNROLL
+#define BST_UNROLL_TWICE
 #define BST_ROLLED
 
 #define BST_SHARED(type, name, count) \

@@ -1,54 +1,70 @@
-/* test_rms_norm.c - RMSNorm through the C API: values, errors, and its kernels on every chip. */
+/* test_norm.c - norms through the C API: values, errors, and its kernels on every chip. */
 #include <math.h>
 
 #include "chips.h"
 
 enum { ROWS = 5, HIDDEN = 37 };
 
-/* add: x + residual is normalised, and dsum reaches the sum from elsewhere. */
-static void compare_with_double(bool add) {
+/* add: x + residual is normalised, and dsum reaches the sum from elsewhere; with a bias, and so is LAYER. */
+static void compare_with_double(bool add, bst_norm_kind kind) {
+    const bst_norm_options options = {sizeof options, .kind = kind};
+    const bool centre = kind == BST_NORM_LAYER, biased = add || centre;
     static float x[ROWS][HIDDEN], residual[ROWS][HIDDEN], sum[ROWS][HIDDEN], w[HIDDEN], y[ROWS][HIDDEN], rstd[ROWS];
     static float dy[ROWS][HIDDEN], dsum[ROWS][HIDDEN], dx[ROWS][HIDDEN], dw[HIDDEN];
+    static float bias[HIDDEN], db[HIDDEN], mean[ROWS];
     int64_t shape[] = {ROWS, HIDDEN}, columns[] = {HIDDEN}, rows[] = {ROWS};
     bst_fill(&x[0][0], ROWS * HIDDEN, 1, 1);
     bst_fill(w, HIDDEN, 2, 1);
     bst_fill(&dy[0][0], ROWS * HIDDEN, 3, 1);
     bst_fill(&residual[0][0], ROWS * HIDDEN, 4, 1);
     bst_fill(&dsum[0][0], ROWS * HIDDEN, 5, 1);
+    memset(bias, 0, sizeof bias);
+    if (biased) bst_fill(bias, HIDDEN, 6, 1);
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, columns), ty = bst_f32(y, 2, shape);
     DLTensor tr = bst_f32(rstd, 1, rows), tdy = bst_f32(dy, 2, shape), tdx = bst_f32(dx, 2, shape);
     DLTensor tdw = bst_f32(dw, 1, columns), tresidual = bst_f32(residual, 2, shape), tsum = bst_f32(sum, 2, shape);
-    DLTensor tdsum = bst_f32(dsum, 2, shape);
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, 1e-6, BST_CASTING_LLAMA, &ty,
-                                  add ? &tsum : NULL, &tr));
-    CHECK_OK(bst_rms_norm_backward(NULL, &tdy, add ? &tdsum : NULL, add ? &tsum : &tx, &tw, &tr, BST_CASTING_LLAMA,
-                                   &tdx, &tdw));
-    double dw_exact[HIDDEN] = {0};
+    DLTensor tdsum = bst_f32(dsum, 2, shape), tb = bst_f32(bias, 1, columns), tdb = bst_f32(db, 1, columns);
+    DLTensor tm = bst_f32(mean, 1, rows), *kept = centre ? &tm : NULL;
+    CHECK_OK(bst_norm_forward(NULL, &tx, add ? &tresidual : NULL, &tw, biased ? &tb : NULL, 1e-6, &options, &ty,
+                              add ? &tsum : NULL, kept, &tr));
+    CHECK_OK(bst_norm_backward(
+        NULL,
+        BST_NORM_TENSORS(.dy = &tdy, .x = add ? &tsum : &tx, .dsum = add ? &tdsum : NULL, .weight = &tw, .mean = kept,
+                         .rstd = &tr, .dx = &tdx, .dweight = &tdw, .dbias = biased ? &tdb : NULL),
+        &options));
+    double dw_exact[HIDDEN] = {0}, db_exact[HIDDEN] = {0};
     for (int r = 0; r < ROWS; r++) {
-        double squares = 0, projection = 0, in[HIDDEN];
+        double squares = 0, projection = 0, in[HIDDEN], m = 0, shift = 0;
         for (int c = 0; c < HIDDEN; c++) {
             in[c] = x[r][c];
             if (add) {
                 in[c] = (double)(x[r][c] + residual[r][c]);
                 CHECK_CLOSE(sum[r][c], in[c], 0);
             }
-            squares += in[c] * in[c];
+            m += centre ? in[c] / HIDDEN : 0;
         }
+        for (int c = 0; c < HIDDEN; c++) in[c] -= m, squares += in[c] * in[c];
+        if (centre) CHECK_CLOSE(mean[r], m, 1e-6);
         double s = 1 / sqrt(squares / HIDDEN + 1e-6);
         for (int c = 0; c < HIDDEN; c++) projection += (double)dy[r][c] * w[c] * in[c] * s / HIDDEN;
+        for (int c = 0; c < HIDDEN && centre; c++) shift += (double)dy[r][c] * w[c] / HIDDEN;
         for (int c = 0; c < HIDDEN; c++) {
             double straight = add ? (double)dsum[r][c] : 0;
-            CHECK_CLOSE(y[r][c], in[c] * s * w[c], 1e-6);
-            CHECK_CLOSE(dx[r][c], s * ((double)dy[r][c] * w[c] - in[c] * s * projection) + straight, 1e-5);
+            CHECK_CLOSE(y[r][c], in[c] * s * w[c] + (double)bias[c], 1e-6);
+            CHECK_CLOSE(dx[r][c], s * ((double)dy[r][c] * w[c] - shift - in[c] * s * projection) + straight, 1e-5);
             dw_exact[c] += (double)dy[r][c] * in[c] * s;
+            db_exact[c] += (double)dy[r][c];
         }
         CHECK_CLOSE(rstd[r], s, 1e-6);
     }
     for (int c = 0; c < HIDDEN; c++) CHECK_CLOSE(dw[c], dw_exact[c], 1e-5);
+    for (int c = 0; c < HIDDEN && biased; c++) CHECK_CLOSE(db[c], db_exact[c], 1e-5);
 }
 
-TEST(values_and_gradients) { compare_with_double(false); }
-TEST(values_and_gradients_with_a_residual) { compare_with_double(true); }
+TEST(values_and_gradients) { compare_with_double(false, BST_NORM_RMS); }
+TEST(values_and_gradients_with_a_residual) { compare_with_double(true, BST_NORM_RMS); }
+TEST(layer_norm) { compare_with_double(false, BST_NORM_LAYER); }
+TEST(layer_norm_with_a_residual) { compare_with_double(true, BST_NORM_LAYER); }
 
 /* As under autocast: what runs from layer to layer in float32, what a product adds to it in bfloat16. */
 TEST(a_residual_of_a_narrower_type) {
@@ -70,8 +86,8 @@ TEST(a_residual_of_a_narrower_type) {
     DLTensor twide_sum = bst_f32(wide_sum, 2, shape);
     tnarrow.data = narrow;
     tnarrow.dtype = bst_test_types[1];
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &tnarrow, NULL, 1e-6, BST_CASTING_LLAMA, &ty, &tsum, NULL));
-    CHECK_OK(bst_rms_norm_forward(NULL, &tx, &twide, NULL, 1e-6, BST_CASTING_LLAMA, &twide_y, &twide_sum, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, &tnarrow, NULL, NULL, 1e-6, NULL, &ty, &tsum, NULL, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, &twide, NULL, NULL, 1e-6, NULL, &twide_y, &twide_sum, NULL, NULL));
     CHECK(!memcmp(y, wide_y, sizeof y) && !memcmp(sum, wide_sum, sizeof sum));
 }
 
@@ -79,22 +95,24 @@ TEST(errors_name_the_argument_and_write_nothing) {
     float x[8] = {1}, w[8] = {1}, y[8] = {42};
     int64_t shape[] = {2, 4}, wrong[] = {3};
     DLTensor tx = bst_f32(x, 2, shape), tw = bst_f32(w, 1, wrong), ty = bst_f32(y, 2, shape);
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, &tw, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_forward: weight has shape [3]; dimension 0 must be 4");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, NULL, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, &tw, NULL, 1e-6, NULL, &ty, NULL, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "norm_forward: weight has shape [3]; dimension 0 must be 4");
+    CHECK_EQ_I(bst_norm_forward(NULL, NULL, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "x is NULL");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, (bst_casting)7, &ty, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6,
+                                &(bst_norm_options){sizeof(bst_norm_options), .casting = (bst_casting)7}, &ty, NULL,
+                                NULL, NULL),
+               BST_INVALID);
     CHECK_STR(bst_last_error(), "casting is 7");
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &tx, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, NULL, &tx, NULL, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y and x share memory");
     DLTensor there = ty;
     there.device = (DLDevice){kDLCUDA, 7};
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &tx, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &there, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, NULL, &there, NULL, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "y is on cuda:7, but x is on ");
     DLTensor doubles = tx;
     doubles.dtype.bits = 64;
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &doubles, NULL, NULL, 1e-6, BST_CASTING_LLAMA, &ty, NULL, NULL),
-               BST_UNSUPPORTED);
+    CHECK_EQ_I(bst_norm_forward(NULL, &doubles, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL, NULL), BST_UNSUPPORTED);
     CHECK_STR(bst_last_error(), "float32, bfloat16 or float16 is needed");
     CHECK(y[0] == 42);
 }
@@ -104,10 +122,11 @@ TEST(errors_of_residual_and_sum) {
     int64_t shape[] = {2, 4}, wrong[] = {2, 3}, rows[] = {2};
     DLTensor tx = bst_f32(x, 2, shape), tr = bst_f32(residual, 2, shape), ty = bst_f32(y, 2, shape);
     DLTensor tsum = bst_f32(sum, 2, shape), trstd = bst_f32(rstd, 1, rows), tdx = bst_f32(dx, 2, shape);
-#define FORWARD(residual, y, sum) bst_rms_norm_forward(NULL, &tx, residual, NULL, 1e-6, BST_CASTING_LLAMA, y, sum, NULL)
-#define BACKWARD(dsum, dx)        bst_rms_norm_backward(NULL, &ty, dsum, &tx, NULL, &trstd, BST_CASTING_LLAMA, dx, NULL)
+#define FORWARD(residual, y, sum) bst_norm_forward(NULL, &tx, residual, NULL, NULL, 1e-6, NULL, y, sum, NULL, NULL)
+#define BACKWARD(straight, to) \
+    bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = &ty, .x = &tx, .dsum = straight, .rstd = &trstd, .dx = to), NULL)
     CHECK_EQ_I(FORWARD(&tr, &ty, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_forward: sum is NULL; a tensor is needed");
+    CHECK_STR(bst_last_error(), "norm_forward: sum is NULL; a tensor is needed");
     CHECK_EQ_I(FORWARD(NULL, &ty, &tsum), BST_INVALID);
     CHECK_STR(bst_last_error(), "sum is given, but residual is NULL");
     CHECK_EQ_I(FORWARD(&tr, &tr, &tsum), BST_INVALID);
@@ -124,11 +143,10 @@ TEST(errors_of_residual_and_sum) {
     CHECK_STR(bst_last_error(), "residual has shape [2, 3]; it must have that of x, [2, 4]");
     DLTensor half_x = tx;
     half_x.dtype.bits = 16;
-    CHECK_EQ_I(bst_rms_norm_forward(NULL, &half_x, &tr, NULL, 1e-6, BST_CASTING_LLAMA, &half, &tsum, NULL),
-               BST_INVALID);
+    CHECK_EQ_I(bst_norm_forward(NULL, &half_x, &tr, NULL, NULL, 1e-6, NULL, &half, &tsum, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "residual is float32; float16 is needed, as x has it");
     CHECK_EQ_I(BACKWARD(&narrow, &tdx), BST_INVALID);
-    CHECK_STR(bst_last_error(), "rms_norm_backward: dsum has shape [2, 3]");
+    CHECK_STR(bst_last_error(), "norm_backward: dsum has shape [2, 3]");
     CHECK_EQ_I(BACKWARD(&half, &tdx), BST_INVALID);
     CHECK_STR(bst_last_error(), "dsum is float16; float32 is needed, as x has it");
     CHECK_EQ_I(BACKWARD(&tr, &tr), BST_INVALID);
@@ -142,23 +160,42 @@ static void compile_call(DLDataType type, DLDataType weight_type, int64_t width,
     DLDataType f32 = bst_test_types[0], y_type = weight_type.bits == 32 ? f32 : type;
     DLTensor *xt = bst_device_tensor(&x, type, 2, shape), *wt = bst_device_tensor(&weight, weight_type, 1, shape + 1);
     DLTensor *rt = bst_device_tensor(&rstd, f32, 1, shape);
-    CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt,
-                                  1e-6, BST_CASTING_LLAMA, bst_device_tensor(&y, y_type, 2, shape),
-                                  add ? bst_device_tensor(&sum, type, 2, shape) : NULL, rt));
-    CHECK_OK(bst_rms_norm_backward(&bst_fake_exec, bst_device_tensor(&dy, y_type, 2, shape),
-                                   add ? bst_device_tensor(&dsum, type, 2, shape) : NULL, xt, wt, rt, BST_CASTING_LLAMA,
-                                   bst_device_tensor(&dx, type, 2, shape),
-                                   bst_device_tensor(&dweight, weight_type, 1, shape + 1)));
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, xt, add ? bst_device_tensor(&residual, type, 2, shape) : NULL, wt, NULL,
+                              1e-6, NULL, bst_device_tensor(&y, y_type, 2, shape),
+                              add ? bst_device_tensor(&sum, type, 2, shape) : NULL, NULL, rt));
+    CHECK_OK(bst_norm_backward(&bst_fake_exec,
+                               BST_NORM_TENSORS(.dy = bst_device_tensor(&dy, y_type, 2, shape), .x = xt,
+                                                .dsum = add ? bst_device_tensor(&dsum, type, 2, shape) : NULL,
+                                                .weight = wt, .rstd = rt, .dx = bst_device_tensor(&dx, type, 2, shape),
+                                                .dweight = bst_device_tensor(&dweight, weight_type, 1, shape + 1)),
+                               NULL));
+}
+
+static void compile_layer_norm(DLDataType type, int64_t width) {
+    bst_shape s[11];
+    int64_t shape[] = {4096, width};
+    const bst_norm_options layer = {sizeof layer, .kind = BST_NORM_LAYER};
+    DLTensor *rows[5], *columns[4], *mean = bst_device_tensor(&s[9], bst_test_types[0], 1, shape);
+    for (int i = 0; i < 5; i++) rows[i] = bst_device_tensor(&s[i], type, 2, shape);
+    for (int i = 0; i < 4; i++) columns[i] = bst_device_tensor(&s[5 + i], type, 1, shape + 1);
+    DLTensor *rstd = bst_device_tensor(&s[10], bst_test_types[0], 1, shape);
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, rows[0], rows[1], columns[0], columns[1], 1e-5, &layer, rows[2], rows[3],
+                              mean, rstd));
+    CHECK_OK(bst_norm_backward(
+        &bst_fake_exec,
+        BST_NORM_TENSORS(.dy = rows[0], .x = rows[1], .dsum = rows[2], .weight = columns[0], .mean = mean, .rstd = rstd,
+                         .dx = rows[3], .dweight = columns[2], .dbias = columns[3]),
+        &layer));
 }
 
 /* As under autocast, with float32 weights. */
 static void compile_narrow_residual(int64_t width) {
     bst_shape x, residual, y, sum;
     int64_t shape[] = {4096, width};
-    CHECK_OK(bst_rms_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
-                                  bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, 1e-6,
-                                  BST_CASTING_LLAMA, bst_device_tensor(&y, bst_test_types[0], 2, shape),
-                                  bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL));
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
+                              bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, NULL, 1e-6, NULL,
+                              bst_device_tensor(&y, bst_test_types[0], 2, shape),
+                              bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL, NULL));
 }
 
 /* Head norms, a small model, Llama and Qwen sizes, the widest whose rows stay on the chip in the backward pass, a width
@@ -176,13 +213,18 @@ static void compile_calls(void) {
     for (int add = 0; add < 2; add++) compile_call(bst_test_types[1], bst_test_types[0], 4096, add);
     compile_call(bst_test_types[1], bst_test_types[1], 32768, true);
     compile_narrow_residual(4096);
+    /* Each way of loading: rings of a thread and of bulk copies, the widest held, one too wide for registers. */
+    static const int64_t layer_widths[] = {768, 4096, 4097, 8192, 20000};
+    for (size_t w = 0; w < 5; w++) compile_layer_norm(bst_test_types[w == 3 ? 0 : 1], layer_widths[w]);
 }
 
-TEST(kernels_compile_for_every_chip) { bst_for_every_chip("rms_norm", compile_calls); }
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("norm", compile_calls); }
 
 int main(void) {
     RUN(values_and_gradients);
     RUN(values_and_gradients_with_a_residual);
+    RUN(layer_norm);
+    RUN(layer_norm_with_a_residual);
     RUN(a_residual_of_a_narrower_type);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(errors_of_residual_and_sum);

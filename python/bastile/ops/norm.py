@@ -1,0 +1,106 @@
+"""LayerNorm: y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias (Ba, Kiros and Hinton, 2016)."""
+
+from __future__ import annotations
+
+import torch
+from torch.compiler import is_compiling
+
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
+from bastile.ops._common import Function, first_order_only, need_floats, served
+from bastile.ops.rms_norm import check_weight
+
+__all__ = ["add_layer_norm", "layer_norm"]
+
+_LAYER = (1, 0)  # kind and casting of bst_norm_options
+
+_forward = torch.ops.bastile.norm_forward.default
+_backward = torch.ops.bastile.norm_backward.default
+_add_forward = torch.ops.bastile.add_norm_forward.default
+_add_backward = torch.ops.bastile.add_norm_backward.default
+
+
+class _LayerNorm(Function):
+    """y, and with a residual the sum."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps):
+        ctx.set_materialize_grads(False)
+        total = None
+        if residual is None:
+            y, mean, rstd = _forward(x, weight, bias, eps, *_LAYER)
+        else:
+            y, total, mean, rstd = _add_forward(x, residual, weight, bias, eps, *_LAYER)
+        ctx.save_for_backward(x if total is None else total, weight, mean, rstd)
+        ctx.added = total is not None
+        return (y, total) if ctx.added else y
+
+    @staticmethod
+    def backward(ctx, dy, dsum=None):
+        want_dx, want_dresidual, want_dweight, want_dbias, _ = ctx.needs_input_grad
+        dx, dweight, dbias = dsum, None, None  # where y went nowhere: what is left is the addition
+        if dy is not None:
+            total, *kept = ctx.saved_tensors
+            how = *kept, *_LAYER, want_dx or want_dresidual, want_dweight, want_dbias
+            if dsum is None:
+                dx, dweight, dbias = _backward(dy, total, *how)
+            else:
+                dx, dweight, dbias = _add_backward(dy, dsum, total, *how)
+            if torch.is_grad_enabled() and not is_compiling():
+                op = "add_layer_norm" if ctx.added else "layer_norm"
+                dx = first_order_only(op, dx, dy, dsum, total, kept[0])
+                dweight = first_order_only(op, dweight, dy, total, kept[0])
+                dbias = first_order_only(op, dbias, dy)
+        wanted = (dx, want_dx), (dx, want_dresidual), (dweight, want_dweight), (dbias, want_dbias)
+        return *[gradient if want else None for gradient, want in wanted], None
+
+
+def _served(op: str, x, residual, weight, bias) -> bool:
+    """Whether kernels serve these; what PyTorch's own code serves is checked for what it would broadcast."""
+    if served(x, residual, weight, bias):
+        return True
+    need_floats(op, x=x, residual=residual)
+    check_weight(op, "weight", weight, x)
+    check_weight(op, "bias", bias, x)
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"{op}: residual has shape {list(residual.shape)}; {list(x.shape)}, that of x, is needed")
+    return False
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
+) -> torch.Tensor:
+    """LayerNorm over the last dimension, in float32 and rounded to x's type once.
+
+    Args:
+        x: [..., H], 1 <= H <= 65536; float32, bfloat16 or float16, any strides.
+        weight: [H] of any of these types, or None for ones.
+        bias: [H] of weight's type (without a weight x's), or None for zeros.
+        eps: added to the variance.
+
+    Returns:
+        [..., H] of x's type, contiguous. Gradients flow to x, weight and bias.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
+    """
+    if not _served("layer_norm", x, None, weight, bias):
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return _LayerNorm.apply(x, None, weight, bias, eps)
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The addition of a residual and the LayerNorm of the sum, in one pass; backward too.
+
+    Returns y and sum = x + residual, rounded. Where the types of x and residual differ, torch adds them. The rest is as
+    for `layer_norm`; changing the sum in place is an error where there is a backward pass.
+    """
+    if not _served("add_layer_norm", x, residual, weight, bias) or x.dtype is not residual.dtype:
+        total = x + residual
+        return layer_norm(total, weight, bias, eps), total
+    return _LayerNorm.apply(x, residual, weight, bias, eps)
