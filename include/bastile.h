@@ -152,16 +152,28 @@ BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *d
                                          const DLTensor *x, const DLTensor *weight, const DLTensor *rstd,
                                          bst_casting casting, DLTensor *dx, DLTensor *dweight);
 
-/* ---- swiglu ------------------------------------------------------------------------------------------------------ */
+/* ---- glu --------------------------------------------------------------------------------------------------------- */
 
-/* y = silu(a) * b, silu(a) = a / (1 + exp(-a)), in float32 and rounded once. a, b, y [..., I] of one type. Shazeer,
- * "GLU Variants Improve Transformer", 2020. */
-BST_API bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y);
+/* What a gated unit makes of its gate g. */
+typedef enum bst_activation {
+    BST_SILU = 0, /* g / (1 + exp(-g)): SwiGLU */
+} bst_activation;
+
+/* size: sizeof(bst_glu_options), as in every struct of options. NULL options: all members zero. */
+typedef struct bst_glu_options {
+    size_t size;
+    bst_activation activation;
+} bst_glu_options;
+
+/* y = act(a) * b, in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU Variants Improve Transformer",
+ * 2020. */
+BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b,
+                                   const bst_glu_options *options, DLTensor *y);
 /* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
  * y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a weight that y is
  * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
-BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
-                                       DLTensor *da, DLTensor *db, DLTensor *y);
+BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
+                                    const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y);
 
 /* ---- rope -------------------------------------------------------------------------------------------------------- */
 

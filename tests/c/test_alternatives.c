@@ -57,21 +57,6 @@ static void compare(const char *what, void (*call)(int which), int calls, int al
     take(0);
 }
 
-/* ---- swiglu ------------------------------------------------------------------------------------------------------ */
-
-/* Packed tensors, and the halves of one, in rows that end within a block; the last call writes y in the backward pass.
- */
-static void swiglu(int which) {
-    int halves = which & 1;
-    int64_t shape[] = {TOKENS, 1304}, strides[] = {halves ? 2608 : 1304, 1};
-    DLTensor a = bf16(bits[0], 2, shape, strides),
-             b = bf16(&bits[halves ? 0 : 1][halves ? 1304 : 0], 2, shape, strides);
-    DLTensor dy = bf16(bits[2], 2, shape, NULL), y = bf16(outputs[0], 2, shape, NULL);
-    DLTensor da = bf16(outputs[1], 2, shape, NULL), db = bf16(outputs[2], 2, shape, NULL);
-    if (which < 2) CHECK_OK(bst_swiglu_forward(NULL, &a, &b, &y));
-    CHECK_OK(bst_swiglu_backward(NULL, &dy, &a, &b, &da, &db, which < 2 ? NULL : &y));
-}
-
 /* ---- rms_norm ---------------------------------------------------------------------------------------------------- */
 
 /* Rows of 8, 32 and 256 threads. */
@@ -114,14 +99,12 @@ static void qk_norm_rope(int which) {
 
 /* ---- the tests --------------------------------------------------------------------------------------------------- */
 
-TEST(swiglu_writes_the_same_bits) { compare("swiglu", swiglu, 3, 3); }
 TEST(rms_norm_writes_the_same_bits) { compare("rms_norm", rms_norm, 3, 3); }
 TEST(rope_writes_the_same_bits) { compare("rope", rope, 4, 3); }
 TEST(qk_norm_rope_writes_the_same_bits) { compare("qk_norm_rope", qk_norm_rope, 4, 3); }
 
 int main(void) {
     inputs();
-    RUN(swiglu_writes_the_same_bits);
     RUN(rms_norm_writes_the_same_bits);
     RUN(rope_writes_the_same_bits);
     RUN(qk_norm_rope_writes_the_same_bits);

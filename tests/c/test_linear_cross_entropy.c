@@ -125,7 +125,7 @@ TEST(chunks_follow_the_budget_and_nothing_else) {
 
 static bst_status failing_product(void *user, const bst_gemm *problem) {
     (void)problem;
-    if (user) bst_swiglu_forward(NULL, NULL, NULL, NULL); /* something of ours, which leaves its message */
+    if (user) bst_glu_forward(NULL, NULL, NULL, NULL, NULL); /* something of ours, which leaves its message */
     return BST_HOST;
 }
 
@@ -140,7 +140,7 @@ TEST(products_that_fail) {
         CHECK_EQ_I(bst_linear_cross_entropy_forward(&exec, &th, &tw, &tt, NULL, NULL, NULL, &mean, 0, &tl, NULL, NULL,
                                                     NULL, NULL, NULL),
                    BST_HOST);
-        CHECK_STR(bst_last_error(), told ? "linear_cross_entropy_forward: swiglu_forward: a is NULL"
+        CHECK_STR(bst_last_error(), told ? "linear_cross_entropy_forward: glu_forward: a is NULL"
                                          : "linear_cross_entropy_forward: bst_exec.gemm returned 7 (a call into the "
                                            "host framework failed) for a product of [");
     }

@@ -1,0 +1,74 @@
+/* gated_unit.cuh - one element of a gated unit, y = act(gate) * up, and its gradients, as exact as results of `type` can
+ * show. `activation` and `type` are codes of activation.h and dtype.h, constants at every call. src/core/gated_unit.h is
+ * the same for CPU. */
+#ifndef BST_GATED_UNIT_CUH
+#define BST_GATED_UNIT_CUH
+
+#include "ptx.cuh"
+
+#include "activation.h"
+#include "dtype.h"
+
+#define BST_LOG2_E 1.44269504f
+
+/* exp(x) to less than one unit in the last place, for float32: exp2's approximation is off by two. As on CPU
+ * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than 2^-126,
+ * infinite above 88.37. For NaN any number. */
+BST_DEVICE float bst_exp_exact(float x) {
+    const float most = 88.37f,
+                magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
+    float v = bst_min(bst_max(x, -87.3f), most), shifted = bst_fma(v, BST_LOG2_E, magic), k = shifted - magic;
+    float f = bst_fma(k, 2.12194440e-4f, bst_fma(k, -0.693359375f, v));
+    float p = bst_fma(1.38189504e-3f, f, 8.36870447e-3f);
+    p = bst_fma(p, f, 4.16682884e-2f);
+    p = bst_fma(p, f, 0.166665211f);
+    p = bst_fma(p, f, 0.49999994f);
+    p = 1.0f + bst_fma(f * f, p, f);
+    return x > most ? BST_INFINITY : bst_from_bits(bst_bits(p) + (bst_bits(shifted) << 23));
+}
+
+/* exp(-v). */
+BST_DEVICE float bst_exp_minus(float v, int type) {
+    return type == BST_F32_CODE ? bst_exp_exact(-v) : bst_exp2(-v * BST_LOG2_E);
+}
+
+/* n / d; the approximation is good to 1 ulp of float32, which only float32 results could notice. */
+BST_DEVICE float bst_quotient(float n, float d, int type) {
+    return type == BST_F32_CODE ? bst_divide(n, d) : n * bst_reciprocal(d);
+}
+
+/* Of a gate g: act(g) = factor * rest, or as `value`, rounded but once after its last sum; act'(g) = factor * slope. */
+struct bst_gate {
+    float value, factor, rest, slope;
+};
+
+/* g sigmoid(v), where v is a function of g, and g_dv g times its derivative. */
+BST_DEVICE bst_gate bst_sigmoid_gate(float g, float v, float g_dv, int type) {
+    float d = 1.0f + bst_exp_minus(v, type), s = bst_quotient(1.0f, d, type);
+    return {bst_quotient(g, d, type), s, g, bst_fma(g_dv, 1.0f - s, 1.0f)};
+}
+
+BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
+    switch (activation) {
+        default:
+            return bst_sigmoid_gate(g, g, g, type);
+    }
+}
+
+BST_DEVICE float bst_gated(float g, float u, int activation, int type) {
+    return u * bst_activate(g, activation, type).value;
+}
+
+struct bst_gated_gradients {
+    float dgate, dup, y; /* y: what bst_gated gives */
+};
+
+/* For float32, where each rounding shows, dup is of `value`: a product with factor, rounded twice, would show. */
+BST_DEVICE bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, int type) {
+    bst_gate a = bst_activate(g, activation, type);
+    float scaled = dy * a.factor;
+    if (type == BST_F32_CODE) return {dy * u * a.factor * a.slope, dy * a.value, u * a.value};
+    return {u * (scaled * a.slope), a.rest * scaled, u * a.value};
+}
+
+#endif
