@@ -5,8 +5,14 @@
 #define BST_ACTIVATION_H
 
 /* X(name, code), and the rule that a number of one fulfils. */
-#define BST_ACTIVATIONS(X)  X(SILU, 0)
-#define BST_ACTIVATION_RULE {"activation", 'i', -0.5, 0.5, "0 (silu)"}
+#define BST_ACTIVATIONS(X)  X(SILU, 0) X(GELU_TANH, 1)
+#define BST_ACTIVATION_RULE {"activation", 'i', 0, 1, "0 (silu) or 1 (gelu_tanh)"}
+
+/* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0 or 1
+ * to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */
+#define BST_GELU_TANH_FIRST 1.59576912f
+#define BST_GELU_TANH_THIRD 0.0713548163f
+#define BST_GELU_TANH_END   16.0f
 
 enum {
 #define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,

@@ -43,8 +43,24 @@ static inline bst_gate bst_sigmoid_gate(float g, float v, float g_dv, bst_dtype 
     return (bst_gate){g / d, s, g, slope};
 }
 
+/* As torch.clamp: NaN stays NaN. */
+static inline float bst_clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
+
+static inline bst_gate bst_gelu_tanh(float g, bst_dtype dtype) {
+    float h = bst_clamp(g, -BST_GELU_TANH_END, BST_GELU_TANH_END), square = h * h;
+    float v = h * (BST_GELU_TANH_FIRST + BST_GELU_TANH_THIRD * square);
+    float g_dv = h * (BST_GELU_TANH_FIRST + 3 * BST_GELU_TANH_THIRD * square);
+    if (dtype != BST_F32) return bst_sigmoid_gate(g, v, g_dv, dtype);
+    /* Both sides of the sigmoid from its smaller one, whose roundings weigh least. */
+    float e = bst_exp(-fabsf(v)), least = e / (1.0f + e), most = 1.0f - least;
+    float value = v < 0 ? g * least : g - h * least;
+    return (bst_gate){value, 1.0f, value, (v < 0 ? least : most) + g_dv * (least * most)};
+}
+
 static inline bst_gate bst_activate(float g, int activation, bst_dtype dtype) {
     switch (activation) {
+        case BST_GELU_TANH_CODE:
+            return bst_gelu_tanh(g, dtype);
         default:
             return bst_sigmoid_gate(g, g, g, dtype);
     }

@@ -26,6 +26,7 @@ from oracle import (
 #: What torch computes, written as the models that use it write it.
 STOCK = {
     "silu": lambda a, b: functional.silu(a) * b,
+    "gelu_tanh": lambda a, b: functional.gelu(a, approximate="tanh") * b,
 }
 each_activation = pytest.mark.parametrize("activation", STOCK)
 

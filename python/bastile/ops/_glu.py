@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ _ops = torch.ops.bastile
 #: In the order of src/core/activation.h, in plain torch.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
+    "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
 }
 
 

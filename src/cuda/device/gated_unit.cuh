@@ -48,8 +48,24 @@ BST_DEVICE bst_gate bst_sigmoid_gate(float g, float v, float g_dv, int type) {
     return {bst_quotient(g, d, type), s, g, bst_fma(g_dv, 1.0f - s, 1.0f)};
 }
 
+/* As torch.clamp: NaN stays NaN. */
+BST_DEVICE float bst_clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
+
+BST_DEVICE bst_gate bst_gelu_tanh(float g, int type) {
+    float h = bst_clamp(g, -BST_GELU_TANH_END, BST_GELU_TANH_END), square = h * h;
+    float v = h * bst_fma(BST_GELU_TANH_THIRD, square, BST_GELU_TANH_FIRST);
+    float g_dv = h * bst_fma(3 * BST_GELU_TANH_THIRD, square, BST_GELU_TANH_FIRST);
+    if (type != BST_F32_CODE) return bst_sigmoid_gate(g, v, g_dv, type);
+    /* Both sides of the sigmoid from its smaller one, whose roundings weigh least. */
+    float size = v < 0 ? -v : v, e = size < 87.0f ? bst_exp_exact(-size) : 0.0f;
+    float least = bst_divide(e, 1.0f + e), most = 1.0f - least, value = v < 0 ? g * least : g - h * least;
+    return {value, 1.0f, value, bst_fma(g_dv, least * most, v < 0 ? least : most)};
+}
+
 BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
     switch (activation) {
+        case BST_GELU_TANH_CODE:
+            return bst_gelu_tanh(g, type);
         default:
             return bst_sigmoid_gate(g, g, g, type);
     }
