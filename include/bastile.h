@@ -158,6 +158,7 @@ BST_API bst_status bst_rms_norm_backward(const bst_exec *exec, const DLTensor *d
 typedef enum bst_activation {
     BST_SILU = 0,      /* g / (1 + exp(-g)): SwiGLU */
     BST_GELU_TANH = 1, /* g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))): GeGLU as Gemma has it */
+    BST_GELU = 2,      /* g / 2 (1 + erf(g / sqrt(2))) */
 } bst_activation;
 
 /* size: sizeof(bst_glu_options), as in every struct of options. NULL options: all members zero. */

@@ -57,10 +57,24 @@ static inline bst_gate bst_gelu_tanh(float g, bst_dtype dtype) {
     return (bst_gate){value, 1.0f, value, (v < 0 ? least : most) + g_dv * (least * most)};
 }
 
+/* g F(g), F the normal distribution, from its smaller side. */
+static inline bst_gate bst_gelu(float g) {
+    float h = bst_clamp(g, -BST_NORMAL_END, BST_NORMAL_END), e = bst_exp(-0.5f * h * h);
+    float t = 1.0f / (1.0f + BST_NORMAL_SCALE * fabsf(h)), p = 0.0f;
+#define STEP(c) p = p * t + (c);
+    BST_NORMAL_COEFFICIENTS(STEP)
+#undef STEP
+    float least = fabsf(g) < BST_NORMAL_END ? e * (t * p) : 0.0f;
+    float value = g < 0 ? g * least : g - h * least;
+    return (bst_gate){value, 1.0f, value, (g < 0 ? least : 1.0f - least) + h * (BST_NORMAL_DENSITY * e)};
+}
+
 static inline bst_gate bst_activate(float g, int activation, bst_dtype dtype) {
     switch (activation) {
         case BST_GELU_TANH_CODE:
             return bst_gelu_tanh(g, dtype);
+        case BST_GELU_CODE:
+            return bst_gelu(g);
         default:
             return bst_sigmoid_gate(g, g, g, dtype);
     }

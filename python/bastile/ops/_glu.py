@@ -16,6 +16,7 @@ _ops = torch.ops.bastile
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
 }
 
 

@@ -62,10 +62,24 @@ BST_DEVICE bst_gate bst_gelu_tanh(float g, int type) {
     return {value, 1.0f, value, bst_fma(g_dv, least * most, v < 0 ? least : most)};
 }
 
+/* g F(g), F the normal distribution, from its smaller side. */
+BST_DEVICE bst_gate bst_gelu(float g, int type) {
+    float h = bst_clamp(g, -BST_NORMAL_END, BST_NORMAL_END), size = h < 0 ? -h : h;
+    float e = bst_exp_minus(0.5f * h * h, type), t = bst_quotient(1.0f, bst_fma(BST_NORMAL_SCALE, size, 1.0f), type);
+    float p = 0.0f;
+#define STEP(c) p = bst_fma(p, t, c);
+    BST_NORMAL_COEFFICIENTS(STEP)
+#undef STEP
+    float least = size < BST_NORMAL_END ? e * (t * p) : 0.0f, value = g < 0 ? g * least : g - h * least;
+    return {value, 1.0f, value, bst_fma(h, BST_NORMAL_DENSITY * e, g < 0 ? least : 1.0f - least)};
+}
+
 BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
     switch (activation) {
         case BST_GELU_TANH_CODE:
             return bst_gelu_tanh(g, type);
+        case BST_GELU_CODE:
+            return bst_gelu(g, type);
         default:
             return bst_sigmoid_gate(g, g, g, type);
     }
