@@ -159,6 +159,8 @@ typedef enum bst_activation {
     BST_SILU = 0,      /* g / (1 + exp(-g)): SwiGLU */
     BST_GELU_TANH = 1, /* g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))): GeGLU as Gemma has it */
     BST_GELU = 2,      /* g / 2 (1 + erf(g / sqrt(2))) */
+    BST_RELU = 3,      /* max(g, 0) */
+    BST_RELU2 = 4,     /* max(g, 0)^2 */
 } bst_activation;
 
 /* size: sizeof(bst_glu_options), as in every struct of options. NULL options: all members zero. */

@@ -5,8 +5,8 @@
 #define BST_ACTIVATION_H
 
 /* X(name, code), and the rule that a number of one fulfils. */
-#define BST_ACTIVATIONS(X)  X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2)
-#define BST_ACTIVATION_RULE {"activation", 'i', 0, 2, "0 (silu), 1 (gelu_tanh) or 2 (gelu)"}
+#define BST_ACTIVATIONS(X)  X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
+#define BST_ACTIVATION_RULE {"activation", 'i', 0, 4, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu) or 4 (relu2)"}
 
 /* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0 or 1
  * to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */
@@ -18,10 +18,10 @@
  * coefficients, the highest power's first: fitted up to x = 13.2, where the exponential ends, relative error 2e-8. */
 #define BST_NORMAL_SCALE 0.26f
 #define BST_NORMAL_END   13.2f
-#define BST_NORMAL_COEFFICIENTS(X)                                                                                    \
-    X(0.0319519527f)                                                                                                  \
-    X(-0.159760326f) X(0.265591472f) X(-0.166821182f) X(0.171736941f) X(0.046502199f) X(0.104172267f) X(0.102858387f) \
-        X(0.103768297f)
+#define BST_NORMAL_COEFFICIENTS(X) \
+    X(0.0319519527f)               \
+    X(-0.159760326f)               \
+    X(0.265591472f) X(-0.166821182f) X(0.171736941f) X(0.046502199f) X(0.104172267f) X(0.102858387f) X(0.103768297f)
 #define BST_NORMAL_DENSITY 0.398942280f /* 1 / sqrt(2 pi) */
 
 enum {

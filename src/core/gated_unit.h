@@ -70,11 +70,16 @@ static inline bst_gate bst_gelu(float g) {
 }
 
 static inline bst_gate bst_activate(float g, int activation, bst_dtype dtype) {
+    float positive = g <= 0 ? 0.0f : g; /* NaN stays NaN */
     switch (activation) {
         case BST_GELU_TANH_CODE:
             return bst_gelu_tanh(g, dtype);
         case BST_GELU_CODE:
             return bst_gelu(g);
+        case BST_RELU_CODE:
+            return (bst_gate){positive, 1.0f, positive, g <= 0 ? 0.0f : 1.0f};
+        case BST_RELU2_CODE:
+            return (bst_gate){positive * positive, 1.0f, positive * positive, 2 * positive};
         default:
             return bst_sigmoid_gate(g, g, g, dtype);
     }

@@ -35,11 +35,14 @@ TEST(values_and_gradients) {
 static double silu(double g) { return g / (1 + exp(-g)); }
 static double gelu_tanh(double g) { return g / 2 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))); }
 static double gelu(double g) { return g / 2 * erfc(-g / sqrt(2)); }
+static double relu(double g) { return g > 0 ? g : 0; }
+static double relu2(double g) { return relu(g) * g; }
 
 static const struct {
     bst_activation activation;
     double (*value)(double g);
-} activations[] = {{BST_SILU, silu}, {BST_GELU_TANH, gelu_tanh}, {BST_GELU, gelu}};
+} activations[] = {
+    {BST_SILU, silu}, {BST_GELU_TANH, gelu_tanh}, {BST_GELU, gelu}, {BST_RELU, relu}, {BST_RELU2, relu2}};
 enum { ACTIVATIONS = sizeof activations / sizeof *activations };
 
 /* Against central differences in double, for the derivatives. */

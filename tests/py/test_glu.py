@@ -28,6 +28,8 @@ STOCK = {
     "silu": lambda a, b: functional.silu(a) * b,
     "gelu_tanh": lambda a, b: functional.gelu(a, approximate="tanh") * b,
     "gelu": lambda a, b: functional.gelu(a) * b,
+    "relu": lambda a, b: functional.relu(a) * b,
+    "relu2": lambda a, b: functional.relu(a).square() * b,
 }
 each_activation = pytest.mark.parametrize("activation", STOCK)
 

@@ -17,6 +17,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
     "gelu": functional.gelu,
+    "relu": functional.relu,
+    "relu2": lambda g: functional.relu(g).square(),
 }
 
 

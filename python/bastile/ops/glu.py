@@ -52,7 +52,7 @@ def glu(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch
     Args:
         gate: [..., I]; float32, bfloat16 or float16, any strides: it may be a slice of a wider tensor.
         up: as gate. Other types than gate's run the original torch code.
-        activation: "silu", "gelu_tanh", "gelu".
+        activation: "silu", "gelu_tanh", "gelu", "relu" or "relu2", its square.
 
     Returns:
         [..., I], contiguous. Gradients flow to both; nothing but these two is kept for them.

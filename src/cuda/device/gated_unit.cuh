@@ -75,11 +75,16 @@ BST_DEVICE bst_gate bst_gelu(float g, int type) {
 }
 
 BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
+    float positive = g <= 0 ? 0.0f : g; /* NaN stays NaN */
     switch (activation) {
         case BST_GELU_TANH_CODE:
             return bst_gelu_tanh(g, type);
         case BST_GELU_CODE:
             return bst_gelu(g, type);
+        case BST_RELU_CODE:
+            return {positive, 1.0f, positive, g <= 0 ? 0.0f : 1.0f};
+        case BST_RELU2_CODE:
+            return {positive * positive, 1.0f, positive * positive, 2 * positive};
         default:
             return bst_sigmoid_gate(g, g, g, type);
     }
