@@ -201,16 +201,32 @@ typedef struct bst_norm_backward_tensors {
 BST_API bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
                                      const bst_norm_options *options);
 
-/* ---- swiglu ------------------------------------------------------------------------------------------------------ */
+/* ---- glu --------------------------------------------------------------------------------------------------------- */
 
-/* y = silu(a) * b, silu(a) = a / (1 + exp(-a)), in float32 and rounded once. a, b, y [..., I] of one type. Shazeer,
- * "GLU Variants Improve Transformer", 2020. */
-BST_API bst_status bst_swiglu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, DLTensor *y);
+/* What a gated unit makes of its gate g. */
+typedef enum bst_activation {
+    BST_SILU = 0,      /* g / (1 + exp(-g)): SwiGLU */
+    BST_GELU_TANH = 1, /* g / 2 (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))): GeGLU as Gemma has it */
+    BST_GELU = 2,      /* g / 2 (1 + erf(g / sqrt(2))) */
+    BST_RELU = 3,      /* max(g, 0) */
+    BST_RELU2 = 4,     /* max(g, 0)^2 */
+} bst_activation;
+
+/* size: sizeof(bst_glu_options), as in every struct of options. NULL options: all members zero. */
+typedef struct bst_glu_options {
+    size_t size;
+    bst_activation activation;
+} bst_glu_options;
+
+/* y = act(a) * b, in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU Variants Improve Transformer",
+ * 2020. */
+BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b,
+                                   const bst_glu_options *options, DLTensor *y);
 /* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
  * y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a weight that y is
  * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
-BST_API bst_status bst_swiglu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
-                                       DLTensor *da, DLTensor *db, DLTensor *y);
+BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
+                                    const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y);
 
 /* ---- rope -------------------------------------------------------------------------------------------------------- */
 

@@ -15,7 +15,7 @@ import sys
 import griffe
 from lint import PYTHON_NAMES, ROOT
 
-PAGES = {python: op for op, python in PYTHON_NAMES.items()} | {"qk_norm_rope": "rope"}
+PAGES = {python: op for op, python in PYTHON_NAMES.items()} | {"qk_norm_rope": "rope", "swiglu": "glu"}
 PAGE = ROOT / "docs" / "api.md"
 WIDTH = 100
 BEGIN = """\

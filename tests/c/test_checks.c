@@ -43,7 +43,7 @@ static void check_refused(bst_status status, bst_status expected, const char *me
 
 static bst_status half_of(void *data, int dims, int64_t *shape, int64_t *strides, DLDataType type) {
     DLTensor x = bst_tensor(data, dims, shape, strides, type);
-    return bst_swiglu_forward(NULL, &x, &x, &x);
+    return bst_glu_forward(NULL, &x, &x, NULL, &x);
 }
 
 TEST(tensors_that_cannot_be) {
@@ -51,7 +51,7 @@ TEST(tensors_that_cannot_be) {
     const DLDataType f32 = bst_test_types[0], bf16 = bst_test_types[1];
     int64_t large = (int64_t)1 << 40, huge[] = {large, large}, empty[] = {0, large, large}, late[] = {large, large, 0};
     int64_t rows[] = {2, 4}, far[] = {INT64_MAX / 2, 1}, back[] = {INT64_MIN, 1}, repeated[] = {0, 0};
-    const char *message = "swiglu_forward: a has a shape or strides that 63 bits cannot address";
+    const char *message = "glu_forward: a has a shape or strides that 63 bits cannot address";
     check_refused(half_of(arena, 2, huge, NULL, f32), BST_INVALID, message);
     check_refused(half_of(arena, 2, huge, repeated, f32), BST_INVALID, message);
     check_refused(half_of(arena, 3, empty, NULL, f32), BST_INVALID, message);
@@ -60,10 +60,10 @@ TEST(tensors_that_cannot_be) {
     check_refused(half_of(arena, 2, rows, back, f32), BST_INVALID, message);
     int64_t nine[] = {1, 1, 1, 1, 1, 1, 1, 2, 4};
     check_refused(half_of(arena, 9, nine, NULL, f32), BST_UNSUPPORTED,
-                  "swiglu_forward: a has 9 dimensions; 0 to 8 are supported");
+                  "glu_forward: a has 9 dimensions; 0 to 8 are supported");
     check_refused(half_of(arena, -1, rows, NULL, f32), BST_INVALID, "a has -1 dimensions");
     check_refused(half_of(arena, 2, NULL, NULL, f32), BST_INVALID, "a has 2 dimensions, but its shape is NULL");
-    message = "swiglu_forward: a does not begin at a multiple of its elements' ";
+    message = "glu_forward: a does not begin at a multiple of its elements' ";
     check_refused(half_of(arena + 2, 2, rows, NULL, f32), BST_UNSUPPORTED, message);
     check_refused(half_of(arena + 1, 2, rows, NULL, bf16), BST_UNSUPPORTED, message);
 }
@@ -82,7 +82,7 @@ TEST(strides_that_say_nothing) {
                  b = bst_tensor(at + 64, 3, two, NULL, bst_test_types[0]);
         DLTensor da = bst_tensor(at + 128, 3, two, beside, bst_test_types[0]);
         DLTensor db = bst_tensor(at + 128 + H, 3, two, beside, bst_test_types[0]);
-        CHECK_OK(bst_swiglu_backward(NULL, &a, &a, &b, &da, &db, NULL));
+        CHECK_OK(bst_glu_backward(NULL, &a, &a, &b, NULL, &da, &db, NULL));
         int64_t head[] = {1, 1, 1, H}, wild_head[] = {wild[i], wild[3 - i], wild[i], 1}, table[] = {1, 1, H};
         DLTensor q = bst_tensor(at, 4, head, wild_head, bst_test_types[0]);
         DLTensor k = bst_tensor(at + 64, 4, head, wild_head, bst_test_types[0]);
@@ -113,12 +113,12 @@ TEST(types_and_devices_by_name) {
                  {{200, 8, 1}, "no. 200 in DLPack"}};
     for (size_t i = 0; i < sizeof given / sizeof *given; i++) {
         char message[128];
-        snprintf(message, sizeof message, "swiglu_forward: a has elements of type %s%s", given[i].name, need);
+        snprintf(message, sizeof message, "glu_forward: a has elements of type %s%s", given[i].name, need);
         check_refused(half_of(arena, 2, rows, NULL, given[i].type), BST_UNSUPPORTED, message);
     }
     DLTensor metal = bst_tensor(arena, 2, rows, NULL, bst_test_types[0]);
     metal.device.device_type = kDLMetal;
-    check_refused(bst_swiglu_forward(NULL, &metal, &metal, &metal), BST_UNSUPPORTED,
+    check_refused(bst_glu_forward(NULL, &metal, &metal, NULL, &metal), BST_UNSUPPORTED,
                   "a is on a device of DLPack type 8");
 }
 
@@ -176,7 +176,7 @@ TEST(norm_outputs_are_apart) {
 #undef BACKWARD
 }
 
-TEST(swiglu_results_have_places_of_their_own) {
+TEST(glu_results_have_places_of_their_own) {
     clear();
     bst_shape a, b, d;
     const DLDataType f = bst_test_types[0];
@@ -184,7 +184,7 @@ TEST(swiglu_results_have_places_of_their_own) {
              *td = &make(&d, f, 2, T, H)->tensor;
     int64_t all_one[] = {0, 1};
     td->strides = all_one; /* an expanded gradient is a fine input, and no place for a result */
-    SHARED(bst_swiglu_backward(NULL, td, ta, tb, NULL, NULL, td), "rows of y lie over each other");
+    SHARED(bst_glu_backward(NULL, td, ta, tb, NULL, NULL, NULL, td), "rows of y lie over each other");
 }
 
 TEST(heads_have_places_of_their_own) {
@@ -322,9 +322,9 @@ TEST(more_than_a_grid_holds) {
                   "cross_entropy_forward: 4294967297 rows are given; at most 2147483647 are supported");
     DLTensor *strided = bst_device_tensor(&a, half, 2, (int64_t[]){rows, 2});
     strided->shape[1] = 1;
-    check_refused(bst_swiglu_forward(&nowhere, strided, bst_device_tensor(&b, half, 2, (int64_t[]){rows, 1}),
-                                     bst_device_tensor(&y, half, 2, (int64_t[]){rows, 1})),
-                  BST_UNSUPPORTED, "swiglu_forward: 4294967297 rows are given; at most 2147483647 are supported");
+    check_refused(bst_glu_forward(&nowhere, strided, bst_device_tensor(&b, half, 2, (int64_t[]){rows, 1}), NULL,
+                                  bst_device_tensor(&y, half, 2, (int64_t[]){rows, 1})),
+                  BST_UNSUPPORTED, "glu_forward: 4294967297 rows are given; at most 2147483647 are supported");
 #ifndef BST_EMULATE
     bst__cuda_compile_only(NULL);
 #endif
@@ -476,7 +476,7 @@ int main(void) {
     RUN(tensors_that_cannot_be);
     RUN(types_and_devices_by_name);
     RUN(norm_outputs_are_apart);
-    RUN(swiglu_results_have_places_of_their_own);
+    RUN(glu_results_have_places_of_their_own);
     RUN(heads_have_places_of_their_own);
     RUN(losses_are_apart);
     RUN(fused_losses_are_apart);

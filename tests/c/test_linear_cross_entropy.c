@@ -138,7 +138,7 @@ TEST(chunks_follow_the_budget_and_nothing_else) {
 static bst_status failing_product(void *user, const bst_gemm *problem) {
     (void)problem;
     if (user) /* something of ours, which leaves its message */
-        CHECK_EQ_I(bst_swiglu_forward(NULL, NULL, NULL, NULL), BST_INVALID);
+        CHECK_EQ_I(bst_glu_forward(NULL, NULL, NULL, NULL, NULL), BST_INVALID);
     return BST_HOST;
 }
 
@@ -153,7 +153,7 @@ TEST(products_that_fail) {
         CHECK_EQ_I(bst_linear_cross_entropy_forward(
                        &exec, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &tl), &mean, 0),
                    BST_HOST);
-        CHECK_STR(bst_last_error(), told ? "linear_cross_entropy_forward: swiglu_forward: a is NULL"
+        CHECK_STR(bst_last_error(), told ? "linear_cross_entropy_forward: glu_forward: a is NULL"
                                          : "linear_cross_entropy_forward: bst_exec.gemm returned 7 (a call into the "
                                            "host framework failed) for a product of [");
     }

@@ -152,11 +152,11 @@ static void *fail_without_memory(void *context) {
     (void)context;
     no_calloc = true;
     CHECK_EQ_I(strlen(bst_last_error()), 0);
-    CHECK_EQ_I(bst_swiglu_forward(NULL, NULL, NULL, NULL), BST_INVALID);
+    CHECK_EQ_I(bst_glu_forward(NULL, NULL, NULL, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "the call failed, and there was no memory to keep the reason");
     no_calloc = false;
-    CHECK_EQ_I(bst_swiglu_forward(NULL, NULL, NULL, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "swiglu_forward: a is NULL");
+    CHECK_EQ_I(bst_glu_forward(NULL, NULL, NULL, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: a is NULL");
     return NULL;
 }
 

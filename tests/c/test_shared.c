@@ -45,8 +45,8 @@ TEST(version_of_the_library) {
 static void *fail(void *context) {
     (void)context;
     CHECK_EQ_I(strlen(bst_last_error()), 0);
-    CHECK_EQ_I(bst_swiglu_forward(NULL, NULL, NULL, NULL), BST_INVALID);
-    CHECK_STR(bst_last_error(), "swiglu_forward: a is NULL");
+    CHECK_EQ_I(bst_glu_forward(NULL, NULL, NULL, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: a is NULL");
     return NULL;
 }
 

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import bastile
-from bastile.ops import swiglu as swiglu_module
+from bastile.ops import glu as glu_module
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.swiglu import BastileSwiGLUMLP, swiglu
@@ -438,7 +438,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         shapes.append(x.shape)
         return gated_mlp(x, *weights)
 
-    monkeypatch.setattr(swiglu_module, "gated_mlp", call)
+    monkeypatch.setattr(glu_module, "gated_mlp", call)
     return shapes
 
 

@@ -182,7 +182,7 @@ def test_keeps_nothing_but_its_inputs():
 @pytest.mark.parametrize("device", devices())
 def test_bad_input_is_named(device):
     a = torch.ones(2, 8, device=device)
-    with pytest.raises(RuntimeError, match=r"swiglu_forward: b has shape \[2, 7\]; it must have that of a, \[2, 8\]"):
+    with pytest.raises(RuntimeError, match=r"glu_forward: b has shape \[2, 7\]; it must have that of a, \[2, 8\]"):
         swiglu(a, a[:, :7])
     with pytest.raises(RuntimeError, match="a is a scalar"):
         swiglu(torch.tensor(1.0, device=device), torch.tensor(1.0, device=device))

@@ -352,7 +352,7 @@ def test_sharded_mlps_are_one_call_where_their_weights_are_whole(
     from torch.distributed.fsdp import fully_shard
 
     from bastile import warmup
-    from bastile.ops import swiglu
+    from bastile.ops import glu
 
     shapes: list[tuple[int, ...]] = []
 
@@ -360,8 +360,8 @@ def test_sharded_mlps_are_one_call_where_their_weights_are_whole(
         shapes.append(tuple(x.shape))
         return gated_mlp(x, *weights)
 
-    gated_mlp = swiglu.gated_mlp
-    monkeypatch.setattr(swiglu, "gated_mlp", call)
+    gated_mlp = glu.gated_mlp
+    monkeypatch.setattr(glu, "gated_mlp", call)
     mesh = init_device_mesh("cpu", (1,))  # also where there is a GPU
     model = tiny_model()
     batch = tiny_batch(model)

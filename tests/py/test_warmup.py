@@ -248,7 +248,7 @@ def test_a_failure_is_told_after_the_others_have_ended() -> None:
         RuntimeError, match=r"warmup_all_kernels: (.|\n)*rms_norm 8: bastile: norm_forward: weight"
     ) as raised:
         warmup._run(work, DEVICE, False, 2)
-    assert "swiglu 8: bastile: swiglu_forward: b" in str(raised.value)
+    assert "swiglu 8: bastile: glu_forward: b" in str(raised.value)
     assert ended == ["end"] * 3
 
 

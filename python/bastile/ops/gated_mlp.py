@@ -1,30 +1,30 @@
-"""The gated MLP, y = silu(x Wg^T) * (x Wu^T), out = y Wd^T (Shazeer, 2020), with its gradients in one function."""
+"""The gated MLP, y = act(x Wg^T) * (x Wu^T), out = y Wd^T (Shazeer, 2020), with its gradients in one function."""
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
-from bastile.ops import _swiglu
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
+from bastile.ops._glu import Unit, unit_of
 
 __all__ = ["gated_mlp"]
 
 
-def _swiglu_gradients(
-    dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool
+def _unit_gradients(
+    unit: Unit, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """da, db and y; in place: over a, b and dy."""
     want_da, want_db, want_y = wanted
     if in_place:
-        _swiglu.backward_inplace(dy, a, b, *wanted)
+        unit.backward_inplace(dy, a, b, *wanted)
         for kept, is_changed in ((a, want_da), (b, want_db)):
             if is_changed:
                 torch.autograd.graph.increment_version(kept)
         return a, b, dy
     if want_y:
-        return _swiglu.backward_with_y(dy, a, b, want_da, want_db)
-    return *_swiglu.backward(dy, a, b, want_da, want_db), dy
+        return unit.backward_with_y(dy, a, b, want_da, want_db)
+    return *unit.backward(dy, a, b, want_da, want_db), dy
 
 
 class _GatedMLP(Function):
@@ -32,17 +32,17 @@ class _GatedMLP(Function):
     added to the first by the product that makes it."""
 
     @staticmethod
-    def forward(ctx, x, gate, up, down):
+    def forward(ctx, x, gate, up, down, unit):
         rows = x.reshape(-1, x.shape[-1])
         a, b = rows.mm(gate.t()), rows.mm(up.t())
-        y = _swiglu.forward(a, b)
-        want_x, want_gate, want_up, _ = ctx.needs_input_grad
+        y = unit.forward(a, b)
+        want_x, want_gate, want_up, *_ = ctx.needs_input_grad
         weights = (gate, up) if want_x else (None, None)
         keeps_x = want_gate or want_up
         # For first_order_only, where an input that the gradients depend on is not kept: an output without elements.
         way_back = None if (keeps_x and want_x) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if keeps_x else None, *weights, down, a, b, way_back)
-        ctx.shape = x.shape
+        ctx.shape, ctx.unit = x.shape, unit
         # Of its shape from the start: autograd lets nobody change a view in place that was made here.
         out = linear(y.view(*x.shape[:-1], down.shape[1]), down)
         return out if way_back is None else (out, way_back)
@@ -59,11 +59,11 @@ class _GatedMLP(Function):
 def _gradients(ctx, dout):
     x, gate, up, down, a, b, way_back = ctx.saved_tensors
     last = release_on_last_pass(ctx, dout)  # a and b above all
-    want_x, want_gate, want_up, want_down = ctx.needs_input_grad
+    want_x, want_gate, want_up, want_down, _ = ctx.needs_input_grad
     dx = dgate = dup = ddown = None
     drows = dout.reshape(-1, dout.shape[-1])
     wanted = want_x or want_gate, want_x or want_up, want_down
-    a, b, y = _swiglu_gradients(drows.mm(down), a, b, wanted, last)
+    a, b, y = _unit_gradients(ctx.unit, drows.mm(down), a, b, wanted, last)
     if want_down:
         ddown = drows.t().mm(y)
     del y
@@ -81,7 +81,7 @@ def _gradients(ctx, dout):
     gradients = dx, dgate, dup, ddown
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         gradients = tuple([first_order_only("gated_mlp", g, dout, x, gate, up, down, way_back) for g in gradients])
-    return gradients
+    return *gradients, None
 
 
 def _check(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
@@ -99,15 +99,20 @@ def _check(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Te
 
 
 def gated_mlp(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str = "silu",
 ) -> torch.Tensor:
-    """The three linear layers of a gated MLP, without biases, and SwiGLU between them.
+    """The three linear layers of a gated MLP, without biases, and a gated unit between them.
 
     Args:
         x: [..., H]; float32, bfloat16 or float16.
         gate_weight: [I, H], of x's type (under autocast all four are cast as a linear layer casts them).
         up_weight: as gate_weight.
         down_weight: [H, I].
+        activation: as in `bastile.ops.glu.glu`.
 
     Returns:
         [..., H]. Gradients flow to all four, each computed only where it is wanted; kept for them are the inputs and
@@ -115,23 +120,24 @@ def gated_mlp(
         run the original torch code.
 
     Raises:
-        RuntimeError, TypeError: naming the argument, what was given and what is needed.
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     given = x, gate_weight, up_weight, down_weight
+    gated = unit_of("gated_mlp", activation)
     if not served(*given):
         need_floats("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
         _check(*given)
-        return _original(*given)
+        return _original(*given, gated)
     _check(*given)
     x, gate, up, down = given = cast_as_linear(*given)
     if not x.dtype == gate.dtype == up.dtype == down.dtype:
-        return _original(*given)
+        return _original(*given, gated)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
-        out = _GatedMLP.apply(*given)
+        out = _GatedMLP.apply(*given, gated)
         return out[0] if type(out) is tuple else out
     # y is all that the gradient of the last weight needs.
-    return linear(_swiglu.forward(linear(x, gate), linear(x, up)), down)
+    return linear(gated.forward(linear(x, gate), linear(x, up)), down)
 
 
-def _original(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return linear(silu(linear(x, gate)) * linear(x, up), down)
+def _original(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gated: Unit) -> torch.Tensor:
+    return linear(gated.original(linear(x, gate), linear(x, up)), down)

@@ -1,4 +1,4 @@
-"""SwiGLU: y = silu(a) · b (Shazeer, 2020), and the gated MLP built on it."""
+"""SwiGLU: y = silu(a) · b (Shazeer, 2020), and the gated MLP built on it: `glu` with the usual activation."""
 
 from __future__ import annotations
 
@@ -7,30 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.ops import _swiglu
-from bastile.ops._common import Function, first_order_only, need_floats, served
-from bastile.ops._modules import plain_linear
-from bastile.ops.gated_mlp import gated_mlp
-from bastile.recompute import offer
+from bastile.ops._glu import unit_of
+from bastile.ops.glu import apply_unit, glu_mlp
 
 __all__ = ["BastileSwiGLUMLP", "swiglu", "swiglu_mlp"]
 
-
-class _SwiGLU(Function):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return _swiglu.forward(a, b)
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        want_da, want_db = ctx.needs_input_grad
-        da, db = _swiglu.backward(dy, a, b, want_da, want_db)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            da = first_order_only("swiglu", da, dy, a, b)
-            db = first_order_only("swiglu", db, dy, a, b)
-        return da if want_da else None, db if want_db else None
+_SWIGLU = unit_of("swiglu", "silu")
 
 
 def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -46,22 +28,12 @@ def swiglu(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
-    if not served(a, b) or a.dtype != b.dtype:
-        need_floats("swiglu", a=a, b=b)
-        if a.shape != b.shape:
-            raise ValueError(f"swiglu: b has shape {list(b.shape)}; {list(a.shape)}, that of a, is needed")
-        return nn.functional.silu(a) * b
-    y = _SwiGLU.apply(a, b)
-    offer(_swiglu.forward, (a, b), y)
-    return y
+    return apply_unit(_SWIGLU, a, b, ("a", "b"))
 
 
 def swiglu_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module) -> torch.Tensor:
-    """down(swiglu(gate(x), up(x))): by `gated_mlp` where the three do nothing but multiply by their weights. All others
-    are called as modules, so adapters, quantised weights and hooks on them stay in force."""
-    if plain_linear(gate) and plain_linear(up) and plain_linear(down):
-        return gated_mlp(x, gate.weight, up.weight, down.weight)
-    return down(swiglu(gate(x), up(x)))
+    """`glu_mlp` with the usual activation: down(swiglu(gate(x), up(x)))."""
+    return glu_mlp(x, gate, up, down)
 
 
 _SILU_NAMES = ("silu", "swish")

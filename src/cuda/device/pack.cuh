@@ -69,7 +69,7 @@ BST_DEVICE void bst_store(void *base, int64_t index, const float *in, int type, 
 
 /* The same for data that is touched once: it does not displace what the caches hold. Not always the faster way: on an
  * H200 at 16384 rows, plain accesses are better for rms_norm's forward (67.0 us, 69.2 with both of these), rope (83.7,
- * 87.6), qk_norm_rope's forward (84.0, 90.2) and the reads of swiglu (747, 761). */
+ * 87.6), qk_norm_rope's forward (84.0, 90.2) and the reads of glu (747, 761). */
 BST_DEVICE bst_raw bst_raw_once(const void *base, int64_t index, int type, int n) {
     return bst_read_once(bst_at(base, index, type), n * bst_type_size(type));
 }

@@ -18,9 +18,9 @@
  * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN. What else an index tensor
  * may hold: no kernel reads or writes where it should not for it; a row of no pair is NaN.
  */
+#include "gated_unit.cuh"
 #include "pack.cuh"
 #include "reduce.cuh"
-#include "sigmoid.cuh"
 
 #include "moe_args.h"
 

@@ -62,6 +62,13 @@ static bst_status check_weights(const char *op, const bst_view *v, const bst_att
     return bst__error(BST_INVALID, "%s: k_weight is %s; it goes with q_weight and k", op, given ? "given" : "NULL");
 }
 
+/* The gradients of a call without a norm are those of another function. */
+static bst_status check_normed(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    BST_TRY(check_weights(op, v, attributes));
+    if (bst__given(&v[Q_WEIGHT])) return BST_OK;
+    return bst__error(BST_INVALID, "%s: q_weight is NULL; with q the norm's weight is needed", op);
+}
+
 static bst_dtype promoted(bst_dtype a, bst_dtype b) { return a == b ? a : BST_F32; }
 
 static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
@@ -162,7 +169,7 @@ static const bst_function backward = {
     .meanings = meanings,
     .arguments = backward_arguments,
     .attributes = rules,
-    .check = check_weights,
+    .check = check_normed,
     .run = run_backward,
     BST_TORCH("qk_norm_rope_backward: dq_out dk_out q k! q_weight! k_weight! cos sin eps casting layout half_tables "
               "keep_type q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?"),

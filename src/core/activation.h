@@ -1,0 +1,43 @@
+/* activation.h - the activations of gated units, as the public header and kernels number them. Kernels include it after
+ * ptx.cuh: no other header here. A further one is a row here, a value of bst_activation in bastile.h, and its arithmetic
+ * in bst_activate of core/gated_unit.h (CPU) and of cuda/device/gated_unit.cuh (CUDA). */
+#ifndef BST_ACTIVATION_H
+#define BST_ACTIVATION_H
+
+/* X(name, code), and the rule that a number of one fulfils. */
+#define BST_ACTIVATIONS(X)  X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
+#define BST_ACTIVATION_RULE {"activation", 'i', 0, 4, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu) or 4 (relu2)"}
+
+/* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0 or 1
+ * to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */
+#define BST_GELU_TANH_FIRST 1.59576912f
+#define BST_GELU_TANH_THIRD 0.0713548163f
+#define BST_GELU_TANH_END   16.0f
+
+/* The normal distribution below -x, x >= 0, is exp(-x^2 / 2) t p(t), t = 1 / (1 + BST_NORMAL_SCALE x), p of these
+ * coefficients, the highest power's first: fitted up to x = 13.2, where the exponential ends, relative error 2e-8. */
+#define BST_NORMAL_SCALE 0.26f
+#define BST_NORMAL_END   13.2f
+#define BST_NORMAL_COEFFICIENTS(X) \
+    X(0.0319519527f)               \
+    X(-0.159760326f)               \
+    X(0.265591472f) X(-0.166821182f) X(0.171736941f) X(0.046502199f) X(0.104172267f) X(0.102858387f) X(0.103768297f)
+#define BST_NORMAL_DENSITY 0.398942280f /* 1 / sqrt(2 pi) */
+
+enum {
+#define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,
+    BST_ACTIVATIONS(BST_ACTIVATION_CODE)
+#undef BST_ACTIVATION_CODE
+};
+
+#ifndef BST_DEVICE
+#include <assert.h>
+
+#include "bastile.h"
+
+#define BST_ACTIVATION_CHECK(name, code) static_assert((int)BST_##name == (code), "bastile.h and kernels must agree");
+BST_ACTIVATIONS(BST_ACTIVATION_CHECK)
+#undef BST_ACTIVATION_CHECK
+#endif
+
+#endif

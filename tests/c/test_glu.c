@@ -1,0 +1,203 @@
+/* test_glu.c - gated units through the C API: values, results in the place of inputs, errors, its kernels on every
+ * chip. */
+#include <math.h>
+
+#include "chips.h"
+
+enum { ROWS = 5, COLUMNS = 37, PITCH = 80 };
+
+static int64_t shape[] = {ROWS, COLUMNS}, pitched[] = {PITCH, 1};
+
+static DLTensor matrix(void *data, int64_t *strides) { return bst_tensor(data, 2, shape, strides, bst_test_types[0]); }
+
+/* a and b as slices of one buffer, with columns between and behind them that nothing may touch. */
+static float buffer[ROWS][PITCH], dy[ROWS][COLUMNS], y[ROWS][COLUMNS], da[ROWS][COLUMNS], db[ROWS][COLUMNS],
+    again[ROWS][COLUMNS];
+enum { B_AT = 40 };
+
+TEST(values_and_gradients) {
+    bst_fill(&buffer[0][0], ROWS * PITCH, 1, 4);
+    bst_fill(&dy[0][0], ROWS * COLUMNS, 2, 4);
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), ty = matrix(y, NULL);
+    DLTensor tdy = matrix(dy, NULL), tda = matrix(da, NULL), tdb = matrix(db, NULL);
+    CHECK_OK(bst_glu_forward(NULL, &ta, &tb, NULL, &ty));
+    CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, &tb, NULL, &tda, &tdb, NULL));
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < COLUMNS; c++) {
+            double a = buffer[r][c], b = buffer[r][B_AT + c], s = 1 / (1 + exp(-a));
+            CHECK_CLOSE(y[r][c], a * s * b, 2e-6);
+            CHECK_CLOSE(db[r][c], dy[r][c] * a * s, 2e-6);
+            CHECK_CLOSE(da[r][c], dy[r][c] * b * s * (1 + a * (1 - s)), 4e-6);
+        }
+    }
+}
+
+static double silu(double g) { return g / (1 + exp(-g)); }
+static double gelu_tanh(double g) { return g / 2 * (1 + tanh(sqrt(2 / M_PI) * (g + 0.044715 * g * g * g))); }
+static double gelu(double g) { return g / 2 * erfc(-g / sqrt(2)); }
+static double relu(double g) { return g > 0 ? g : 0; }
+static double relu2(double g) { return relu(g) * g; }
+
+static const struct {
+    bst_activation activation;
+    double (*value)(double g);
+} activations[] = {
+    {BST_SILU, silu}, {BST_GELU_TANH, gelu_tanh}, {BST_GELU, gelu}, {BST_RELU, relu}, {BST_RELU2, relu2}};
+enum { ACTIVATIONS = sizeof activations / sizeof *activations };
+
+/* Against central differences in double, for the derivatives. */
+TEST(each_activation) {
+    const double h = 1e-4;
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), ty = matrix(y, NULL);
+    DLTensor tdy = matrix(dy, NULL), tda = matrix(da, NULL), tdb = matrix(db, NULL);
+    for (int i = 0; i < ACTIVATIONS; i++) {
+        bst_glu_options options = {sizeof options, activations[i].activation};
+        CHECK_OK(bst_glu_forward(NULL, &ta, &tb, &options, &ty));
+        CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, &tb, &options, &tda, &tdb, NULL));
+        for (int r = 0; r < ROWS; r++) {
+            for (int c = 0; c < COLUMNS; c++) {
+                double a = buffer[r][c], b = buffer[r][B_AT + c], value = activations[i].value(a);
+                double slope = (activations[i].value(a + h) - activations[i].value(a - h)) / (2 * h);
+                CHECK_CLOSE(y[r][c], value * b, 4e-6);
+                CHECK_CLOSE(db[r][c], dy[r][c] * value, 4e-6);
+                CHECK_CLOSE(da[r][c], dy[r][c] * b * slope, 1e-5);
+            }
+        }
+    }
+}
+
+TEST(options_are_checked) {
+    DLTensor ta = matrix(buffer, pitched), ty = matrix(again, NULL);
+    bst_glu_options unsized = {0}, unknown = {sizeof unknown, (bst_activation)99};
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, &ta, &unsized, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: options->size is 0; it must be set to sizeof *options");
+    CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &ta, &unknown, &ty, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: activation is 99; 0 (silu)");
+}
+
+/* With each gradient or without: y is what forward wrote, and the gradients are what they are without it. */
+TEST(backward_writes_y_once_more) {
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), tdy = matrix(dy, NULL);
+    static float others[2][ROWS][COLUMNS];
+    DLTensor ty = matrix(again, NULL), tda = matrix(others[0], NULL), tdb = matrix(others[1], NULL);
+    for (int wanted = 0; wanted < 4; wanted++) {
+        memset(again, 0xff, sizeof again);
+        memset(others, 0xff, sizeof others);
+        CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, &tb, NULL, wanted & 1 ? &tda : NULL, wanted & 2 ? &tdb : NULL, &ty));
+        CHECK(!memcmp(again, y, sizeof y));
+        if (wanted & 1) CHECK(!memcmp(others[0], da, sizeof da));
+        if (wanted & 2) CHECK(!memcmp(others[1], db, sizeof db));
+    }
+}
+
+/* In each type: whole vectors, and single elements with what is left over of a row. */
+TEST(y_has_the_bits_that_forward_gave) {
+    enum { MOST = 3 * 301 };
+    static float numbers[4][MOST];
+    for (int t = 0; t < 3; t++) {
+        for (int64_t width = 296; width <= 301; width += 5) {
+            int64_t sizes[] = {3, width};
+            DLTensor tensors[4];
+            for (unsigned i = 0; i < 4; i++) {
+                bst_fill(numbers[i], MOST, i + 3, 8);
+                /* The upper half of a float32 is a bfloat16, and some number of float16. */
+                for (int j = 0; j < MOST && t; j++)
+                    memcpy((char *)numbers[i] + 2 * j, (char *)&numbers[i][j] + 2, sizeof(uint16_t));
+                tensors[i] = bst_tensor(numbers[i], 2, sizes, NULL, bst_test_types[t]);
+            }
+            DLTensor *ta = &tensors[0], *tb = &tensors[1], *ty = &tensors[2], *tdy = &tensors[3];
+            CHECK_OK(bst_glu_forward(NULL, ta, tb, NULL, ty));
+            CHECK_OK(bst_glu_backward(NULL, tdy, ta, tb, NULL, ta, tb, tdy));
+            CHECK(!memcmp(numbers[2], numbers[3], (size_t)(3 * width * (t ? 2 : 4))));
+        }
+    }
+}
+
+TEST(results_take_the_place_of_inputs) {
+    static float copy[ROWS][PITCH], dy_copy[ROWS][COLUMNS];
+    memcpy(copy, buffer, sizeof copy);
+    memcpy(dy_copy, dy, sizeof dy_copy);
+    DLTensor ta = matrix(copy, pitched), tb = matrix(&copy[0][B_AT], pitched), tdy = matrix(dy_copy, NULL);
+    CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, &tb, NULL, &ta, &tb, &tdy));
+    for (int r = 0; r < ROWS; r++) {
+        for (int c = 0; c < PITCH; c++) {
+            float want = buffer[r][c];
+            if (c < COLUMNS) want = da[r][c];
+            if (c >= B_AT && c < B_AT + COLUMNS) want = db[r][c - B_AT];
+            CHECK(copy[r][c] == want);
+        }
+    }
+    CHECK(!memcmp(dy_copy, y, sizeof y));
+    memcpy(copy, buffer, sizeof copy);
+    memcpy(dy_copy, dy, sizeof dy_copy);
+    CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, &tb, NULL, NULL, &tdy, NULL));
+    CHECK(!memcmp(dy_copy, db, sizeof db));
+}
+
+TEST(errors_name_the_argument_and_write_nothing) {
+    static float other[ROWS + 1][PITCH];
+    DLTensor ta = matrix(buffer, pitched), tb = matrix(&buffer[0][B_AT], pitched), ty = matrix(other, NULL);
+    DLTensor across = matrix(&buffer[0][1], pitched), shifted = matrix(&buffer[0][B_AT - 5], pitched);
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, &tb, NULL, &across), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: y, of shape [5, 37], is not contiguous");
+    CHECK_EQ_I(bst_glu_backward(NULL, &ty, &ta, &tb, NULL, &across, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: da and a share memory");
+    CHECK_EQ_I(bst_glu_backward(NULL, &ty, &ta, &tb, NULL, NULL, &shifted, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: db and a share memory");
+    CHECK_EQ_I(bst_glu_backward(NULL, &ty, &ta, &tb, NULL, NULL, NULL, &across), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: y and a share memory");
+    DLTensor one = matrix(other[1], pitched), two = matrix(&other[1][30], pitched);
+    CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &tb, NULL, &one, &two, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: da and db share memory");
+    CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &tb, NULL, &one, NULL, &two), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: y and da share memory");
+    CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &tb, NULL, NULL, &one, &one), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: y and db share memory");
+    DLTensor shorter = bst_tensor(other, 2, (int64_t[]){ROWS, COLUMNS - 1}, NULL, bst_test_types[0]);
+    CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &tb, NULL, &one, NULL, &shorter), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: y has shape [5, 36]; it must have that of a, [5, 37]");
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, NULL, NULL, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "b is NULL");
+    DLTensor half = tb;
+    half.dtype.bits = 16;
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, &half, NULL, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "b is float16; float32 is needed, the type of a");
+    for (int i = 0; i < (ROWS + 1) * PITCH; i++) CHECK((&other[0][0])[i] == 0);
+}
+
+/* Packed tensors (one kernel for all sizes; here each activation), the halves of one, and a width that needs narrow
+ * accesses. float16 takes the kernels of bfloat16 but for the conversions, which the first width shows. */
+static void compile_calls(void) {
+    for (size_t t = 0; t < 3; t++) {
+        for (int64_t width = 12288; width >= (t == 2 ? 12288 : 12287); width--) {
+            bst_shape s[6];
+            int64_t sizes[] = {64, width};
+            DLTensor *tensors[6];
+            for (int i = 0; i < 6; i++) tensors[i] = bst_device_tensor(&s[i], bst_test_types[t], 2, sizes);
+            for (int halves = 0; halves < 2; halves++) {
+                if (halves) s[1].stride[0] = s[2].stride[0] = 2 * width;
+                for (int i = 0; i < (halves || width != 12288 ? 1 : ACTIVATIONS); i++) {
+                    bst_glu_options options = {sizeof options, activations[i].activation};
+                    CHECK_OK(bst_glu_forward(&bst_fake_exec, tensors[1], tensors[2], &options, tensors[0]));
+                    for (int with_y = 0; with_y < 2; with_y++)
+                        CHECK_OK(bst_glu_backward(&bst_fake_exec, tensors[3], tensors[1], tensors[2], &options,
+                                                  tensors[4], tensors[5], with_y ? tensors[0] : NULL));
+                }
+            }
+        }
+    }
+}
+
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("glu", compile_calls); }
+
+int main(void) {
+    RUN(values_and_gradients);
+    RUN(backward_writes_y_once_more);
+    RUN(y_has_the_bits_that_forward_gave);
+    RUN(results_take_the_place_of_inputs);
+    RUN(errors_name_the_argument_and_write_nothing);
+    RUN(options_are_checked);
+    RUN(each_activation);
+    RUN(kernels_compile_for_every_chip);
+    return bst_test_report();
+}

@@ -1,0 +1,252 @@
+"""Gated units with every activation against float64, on every device at hand; torch's own code is the yardstick."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from bastile.ops._glu import unit_of
+from bastile.ops.gated_mlp import gated_mlp
+from bastile.ops.glu import glu, glu_mlp
+from oracle import (
+    DTYPES,
+    EMULATED,
+    Case,
+    assert_no_worse,
+    assert_no_worse_pooled,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
+
+#: What torch computes, written as the models that use it write it.
+STOCK = {
+    "silu": lambda a, b: functional.silu(a) * b,
+    "gelu_tanh": lambda a, b: functional.gelu(a, approximate="tanh") * b,
+    "gelu": lambda a, b: functional.gelu(a) * b,
+    "relu": lambda a, b: functional.relu(a) * b,
+    "relu2": lambda a, b: functional.relu(a).square() * b,
+}
+each_activation = pytest.mark.parametrize("activation", STOCK)
+
+
+def case(activation: str, a: torch.Tensor, b: torch.Tensor) -> Case:
+    stock = STOCK[activation]
+    return Case(ours=lambda a, b: glu(a, b, activation), stock=stock, exact=stock, inputs={"a": a, "b": b})
+
+
+# Each shape has its reason.
+SHAPES = [
+    (3, 5, 256),  # ordinary: whole vectors
+    (0, 8),  # no row
+    (4, 0),  # no column
+    (7, 1),  # the narrowest row
+    (5, 33),  # odd: single-element accesses
+    (3, 4098),  # 4-byte accesses, several blocks
+    (17,),  # one dimension
+]
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_float64_as_well_as_torch(shape, dtype, device, activation):
+    a, b = random_tensor(shape, dtype, device, scale=3.0), random_tensor(shape, dtype, device)
+    assert_no_worse(case(activation, a, b))
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, -3.0])
+def test_pooled_error_is_no_larger(offset, dtype, device, activation):
+    """Gates on both sides of zero, and such that little is left of them."""
+    shape = (8, 512) if EMULATED else (64, 512)
+    assert_no_worse_pooled(
+        lambda: case(
+            activation, random_tensor(shape, dtype, device, offset=offset), random_tensor(shape, dtype, device)
+        )
+    )
+
+
+@few_examples
+@given(
+    rows=st.integers(0, 9),
+    columns=st.integers(1, 700),
+    dtype=st.sampled_from(DTYPES),
+    device=st.sampled_from(devices()),
+    activation=st.sampled_from(list(STOCK)),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    wide=st.booleans(),
+)
+def test_any_shape(rows, columns, dtype, device, activation, scale, wide):
+    """As two tensors, or as the halves of one."""
+    if wide:
+        a, b = random_tensor((rows, 2 * columns), dtype, device, scale=scale).chunk(2, dim=-1)
+    else:
+        a, b = (random_tensor((rows, columns), dtype, device, scale=scale) for _ in range(2))
+    assert_no_worse(case(activation, a, b))
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+def test_strided_inputs(device, activation):
+    """Halves of one tensor, unaligned, transposed, and columns that need a copy: the bits of dense inputs."""
+    base = random_tensor((4, 6, 5, 200), torch.bfloat16, device)
+    pairs = [
+        base.transpose(1, 2).chunk(2, dim=-1),
+        (base[..., 3:67], base[..., 70:134]),
+        (random_tensor((64, 5), torch.bfloat16, device).t(), random_tensor((5, 64), torch.bfloat16, device)),
+    ]
+    for a, b in pairs:
+        dy = random_tensor((*a.shape[:-1], a.shape[-1] + 8), torch.bfloat16, device)[..., 8:]
+        results = []
+        for left, right, upstream in ((a, b, dy), (a.contiguous(), b.contiguous(), dy.contiguous())):
+            left, right = left.detach().requires_grad_(), right.detach().requires_grad_()
+            y = glu(left, right, activation)
+            results.append([y.detach(), *torch.autograd.grad(y, (left, right), upstream)])
+        for got, want in zip(*results, strict=True):
+            assert_same_bits(got, want)
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_from_zero(dtype, device, activation):
+    """Where exponentials overflow or vanish, and NaN. Of infinite gates torch's own values are NaN for some
+    activations and the limit for others: y alone."""
+    a = [-3e38, -1e20, -1e4, -104, -89, -88.5, -20, -14, -5, -0.0, 0.0, 5, 14, 20, 89, 1e4, 1e20, 3e38, torch.nan]
+    a = torch.tensor([v for v in a if not abs(v) > torch.finfo(dtype).max], dtype=torch.float64)
+    results = []
+    for function, kind in ((lambda a, b: glu(a, b, activation), dtype), (STOCK[activation], torch.float64)):
+        left = a.to(dtype).to(device).to(kind).requires_grad_()
+        right = torch.ones_like(left, requires_grad=True)
+        y = function(left, right)
+        gradients = torch.autograd.grad(y, (left, right), torch.ones_like(y))
+        results.append([t.detach().to(dtype) for t in (y, *gradients)])
+    for got, want in zip(*results, strict=True):
+        rounding = 4 if dtype is torch.float32 else 2
+        torch.testing.assert_close(got, want, equal_nan=True, atol=2e-6, rtol=rounding * torch.finfo(dtype).eps)
+    low, high = glu(
+        torch.tensor([-torch.inf, torch.inf], dtype=dtype, device=device),
+        torch.ones(2, dtype=dtype, device=device),
+        activation,
+    )
+    assert high == torch.inf
+    assert low == 0 or low.isnan()  # torch: NaN where it multiplies by a zero
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [296, 301])
+def test_all_forms_of_the_backward_pass(width, dtype, device, activation):
+    """Each gradient alone, with y or without, over new memory or the inputs': the same bits; y those of forward."""
+    unit = unit_of("glu", activation)
+    dy, a, b = (random_tensor((3, width), dtype, device) for _ in range(3))
+    y, (da, db) = unit.forward(a, b), unit.backward(dy, a, b, True, True)
+    assert_same_bits(unit.backward(dy, a, b, True, False)[0], da)
+    assert_same_bits(unit.backward(dy, a, b, False, True)[1], db)
+    for want in ((True, True), (True, False), (False, True), (False, False)):
+        for wanted, got, expected in zip(
+            (*want, True), unit.backward_with_y(dy, a, b, *want), (da, db, y), strict=True
+        ):
+            if wanted:
+                assert_same_bits(got, expected)
+    unit.backward_inplace(dy, a, b, True, True, True)
+    for got, expected in ((a, da), (b, db), (dy, y)):
+        assert_same_bits(got, expected)
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+def test_gated_mlp_is_separate_layers(device, activation):
+    shapes = (6, 16), (24, 16), (24, 16), (16, 24)
+    leaves = [random_tensor(s, torch.float32, device).requires_grad_() for s in shapes]
+    dout = random_tensor((6, 16), torch.float32, device)
+
+    def separate(x, gate, up, down):
+        return STOCK[activation](x @ gate.t(), x @ up.t()) @ down.t()
+
+    out = gated_mlp(*leaves, activation)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    out = separate(*leaves)
+    for one, other in zip(got, [out.detach(), *torch.autograd.grad(out, leaves, dout)], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(gated_mlp(*leaves, activation), separate(*leaves))
+        double = [t.double() for t in leaves]
+        torch.testing.assert_close(gated_mlp(*double, activation), separate(*double))
+
+
+@each_activation
+def test_mlp_of_modules(activation):
+    """Plain layers, and one with a bias, which is called."""
+    x = torch.randn(5, 16)
+    for bias in (False, True):
+        gate, up, down = (
+            torch.nn.Linear(16, 24, bias=bias),
+            torch.nn.Linear(16, 24, bias=False),
+            torch.nn.Linear(24, 16, bias=False),
+        )
+        torch.testing.assert_close(
+            glu_mlp(x, gate, up, down, activation), down(STOCK[activation](gate(x), up(x))), atol=1e-5, rtol=1e-5
+        )
+
+
+@each_activation
+def test_other_types_and_devices_run_the_original_code(activation):
+    a, b = torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    assert torch.equal(glu(a, b, activation), STOCK[activation](a, b))
+    assert glu(a.to("meta"), b.to("meta"), activation).device.type == "meta"
+
+
+def test_bad_input_is_named():
+    a = torch.ones(2, 8)
+    names = ", ".join(f'"{name}"' for name in STOCK)
+    for function in (lambda: glu(a, a, "tanh"), lambda: gated_mlp(a, a, a, a, "tanh")):
+        with pytest.raises(ValueError, match=rf"(glu|gated_mlp): activation is 'tanh'; one of {names} is needed"):
+            function()
+    with pytest.raises(ValueError, match=r"glu: up has shape \[2, 7\]; \[2, 8\], that of gate, is needed"):
+        glu(a.double(), a[:, :7].double())
+    with pytest.raises(TypeError, match=r"glu: up is torch.int64; a floating-point type is needed"):
+        glu(a, a.long())
+    with pytest.raises(RuntimeError, match=r"glu_forward: activation is 99; 0 \(silu\).* is needed"):
+        torch.ops.bastile.glu_forward(99, a, a)
+
+
+def test_second_derivatives_are_refused():
+    a, b = (torch.randn(2, 4, requires_grad=True) for _ in range(2))
+    (gradient,) = torch.autograd.grad(glu(a, b).sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="glu cannot be differentiated twice"):
+        gradient.sum().backward()
+
+
+@each_activation
+@pytest.mark.parametrize("device", devices())
+def test_compiles_without_a_break(device, activation):
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda a, b: glu(a * 2, b, activation), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 5):
+        leaves = [random_tensor((rows, 24), torch.float32, device).requires_grad_() for _ in range(2)]
+        twins = [t.detach().clone().requires_grad_() for t in leaves]
+        compiled(*leaves).square().sum().backward()
+        glu(twins[0] * 2, twins[1], activation).square().sum().backward()
+        for t, twin in zip(leaves, twins, strict=True):
+            assert_same_bits(t.grad, twin.grad)
+
+
+def test_what_the_compiler_is_told_is_true():
+    code, ops = len(STOCK) - 1, torch.ops.bastile
+    a, b = random_tensor((3, 16), torch.bfloat16, "cpu").chunk(2, dim=-1)
+    torch.library.opcheck(ops.glu_forward.default, (code, a, b))
+    for wanted in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(ops.glu_backward.default, (code, a, a, b, *wanted))
+        torch.library.opcheck(ops.glu_backward_with_y.default, (code, a, a, b, *wanted))
+        given = (code, a.clone(), a.contiguous(), b.contiguous(), *wanted, True)
+        torch.library.opcheck(ops.glu_backward_inplace.default, given)
