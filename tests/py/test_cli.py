@@ -22,7 +22,8 @@ import bastile
 from bastile.cli import compare, data, main, strict_json
 from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
-from bastile.models.table import FAMILIES, OPERATORS
+from bastile.models.table import OPERATORS
+from families import FAMILIES
 from command import save_model
 
 TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import bastile
-from bastile.models.table import FAMILIES
+from families import FAMILIES
 from conftest import DENSE, assert_same_up_to_rounding, calls_of_a_step, gradients, inductor, tiny_batch, tiny_model
 from oracle import devices
 

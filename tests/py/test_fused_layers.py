@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import bastile
-from bastile.models.table import FAMILIES
+from families import FAMILIES
 from conftest import (
     DENSE,
     assert_same_up_to_rounding,

@@ -20,7 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import bastile
-from bastile.models.table import FAMILIES, OPERATORS
+from bastile.models.table import OPERATORS
+from families import FAMILIES
 from conftest import DENSE, calls_of_a_step, modeling, tiny_batch, tiny_model
 from test_patching import EVERY, all_of, pieces
 
@@ -63,7 +64,7 @@ def test_reset_after_the_trainer_has_prepared_the_model(whole_process: bool, tmp
 def test_apply_and_reset_after_a_model_was_prepared(accelerator: Accelerator, calls: dict[str, int]) -> None:
     model = accelerator.prepare(tiny_model())
     for _ in range(2):
-        assert bastile.apply() == EVERY
+        assert bastile.apply(model_types=list(FAMILIES)) == EVERY
         assert bastile.get_patched_ops(model) == all_of("qwen3")
         calls.clear()
         assert not has_logits(model)
@@ -291,7 +292,7 @@ def test_others_that_wrap_a_patch_keep_their_wrapper(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(mlp, "forward", wrapper)
         assert bastile.get_patched_ops() == EVERY
-        assert bastile.apply() == EVERY
+        assert bastile.apply(model_types=list(FAMILIES)) == EVERY
         assert mlp.forward is wrapper
         with pytest.warns(RuntimeWarning, match=r"replaced Qwen3MLP\.forward"):
             assert bastile.reset(["swiglu_qwen3"]) == ["swiglu_qwen3"]
@@ -301,7 +302,7 @@ def test_others_that_wrap_a_patch_keep_their_wrapper(monkeypatch: pytest.MonkeyP
     assert mlp.forward is ours
     model(**tiny_batch(model))
     assert "swiglu" not in calls
-    assert bastile.apply() == EVERY
+    assert bastile.apply(model_types=list(FAMILIES)) == EVERY
     assert bastile.reset() == EVERY
     assert mlp.forward is stock
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 import bastile
 from bastile.models import attention, decoder, experts
-from bastile.models.table import FAMILIES, OPERATORS, Family
+from bastile.models.table import OPERATORS
+from families import FAMILIES, PLACES, Family
 from conftest import modeling, tiny_batch, tiny_model
 from test_gpt_oss import tiny_gpt_oss
 from test_patching import EVERY

@@ -20,7 +20,7 @@ import bastile
 from bastile import warmup
 from bastile._library import kernel_counts
 from bastile.models.kernels import Call, Types, Zeros, calls
-from bastile.models.table import FAMILIES
+from families import FAMILIES
 from command import command
 from conftest import DENSE, tiny_batch, tiny_model
 from oracle import EMULATED

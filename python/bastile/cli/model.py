@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from bastile.cli.errors import UsageError
-from bastile.models.table import FAMILIES
+from bastile.models.support import serves
 
 _SECONDS = 10  # for the hub's answer; loading would repeat its questions for half a minute before it gave up
 
@@ -49,9 +49,10 @@ def load_config(name: str) -> Any:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise _not_there(name, error) from error
-    if config.model_type not in FAMILIES:
+    if not serves(config.model_type):
         raise UsageError(
-            f"--model {name} is of the type {config.model_type}; supported are: {', '.join(sorted(FAMILIES))}"
+            f"--model {name} is of the type {config.model_type}, in which bastile knows no code; `bastile support` "
+            f"lists what it knows"
         )
     return config
 
