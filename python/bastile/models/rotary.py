@@ -46,11 +46,15 @@ def rotary_function(found: Found, tally: Tally, original: Callable[..., Any]) ->
     interleaved, casts = found.form.variant["interleaved"], found.form.variant["casts"]
 
     @functools.wraps(original)
-    def rotate(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+    def rotate(*args: Any, **kwargs: Any) -> Any:
         heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
-        if args or not heads_first or q.dim() != 4 or cos.dim() != 3 or not fits(found, q.shape[-1], cos):
-            tally.step_aside("heads are not the second of four axes, or tables are not of their width")
-            return original(q, k, cos, sin, *args, **kwargs)
+        if len(args) != 4 or not heads_first:
+            tally.step_aside("it was not called with four tensors by position, or heads are not the second axis")
+            return original(*args, **kwargs)
+        q, k, cos, sin = args
+        if q.dim() != 4 or cos.dim() != 3 or not fits(found, q.shape[-1], cos):
+            tally.step_aside("heads are not of four axes, or tables are not of their width")
+            return original(*args, **kwargs)
         tally.count()
         turned = rope(q, k, *tables(found, cos, sin), interleaved=interleaved)
         return tuple(t.to(x.dtype) for t, x in zip(turned, (q, k), strict=True)) if casts else turned
