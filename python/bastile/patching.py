@@ -7,6 +7,7 @@ objects that were there. What others have kept of a replacement runs the origina
 
 import functools
 import re
+import sys
 import threading
 import warnings
 import weakref
@@ -389,10 +390,8 @@ def _same_place(one: Site, other: Site) -> bool:
 def _carry_out(plans: list[_Plan], function: str) -> None:
     for plan in plans:
         plan.carry_out(function)
-        for reason in plan.file.replaced.values():
-            warnings.warn(
-                f"bastile.{function}: {reason}; it stays as it is, the rest is served", RuntimeWarning, stacklevel=4
-            )
+        for reason in dict.fromkeys(r for op in plan.operators for r in _reasons([plan.file], op, False)):
+            _warn(f"bastile.{function}: {reason}; it stays as it is, the rest is served")
 
 
 def _serve_loaded(chosen: list[str]) -> None:
@@ -433,12 +432,18 @@ def _take_out(entry: _File, operators: Iterable[str], function: str) -> None:
             others = applied.others()
             applied.take_out()
             if others is not None:
-                warnings.warn(
+                _warn(
                     f"bastile.{function}: other code has replaced {applied.site.where} since bastile.apply(): "
-                    f"{described(others)} stays there. {operator}_{entry.title} is no longer in force all the same",
-                    RuntimeWarning,
-                    stacklevel=4,
+                    f"{described(others)} stays there. {operator}_{entry.title} is no longer in force all the same"
                 )
+
+
+def _warn(message: str) -> None:
+    """At the line of the user's that called Bastile."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("bastile"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
 
 
 # ---- what cannot be served -------------------------------------------------------------------------------------------
@@ -454,13 +459,14 @@ def _need(plans: list[_Plan], operators: set[str], where: str) -> None:
             raise _cannot("apply", operator, where, reasons)
 
 
-def _reasons(files: Iterable[ModelFile], operator: str) -> list[str]:
-    """Why code that looks as if it were this operator's stays stock."""
+def _reasons(files: Iterable[ModelFile], operator: str, unknown: bool = True) -> list[str]:
+    """Why code that looks as if it were this operator's stays stock: others have replaced it, or it is not known."""
     looks_like = re.compile(OPERATORS[operator].looks_like)
     told = []
     for file in files:
         told += [reason for where, reason in file.replaced.items() if looks_like.search(where.partition(".")[0])]
-        told += [f"{w} {why}" for w, why in file.unknown.items() if looks_like.search(w.partition(".")[0])]
+        if unknown:
+            told += [f"{w} {why}" for w, why in file.unknown.items() if looks_like.search(w.partition(".")[0])]
     return list(dict.fromkeys(told))
 
 
@@ -504,10 +510,9 @@ def _parse(name: str) -> tuple[str, str, str | None]:
 def _reset_process(wanted: list[tuple[str, str, str | None]] | None) -> list[str]:
     """Takes these out of classes and modules; the names of what was in force."""
     global _everywhere
-    before = get_patched_ops()
     done: list[str] = []
     if wanted is None:
-        done = before
+        done = [*_everywhere, *(name for kind in _types for name in _typed(kind, set(_places(kind))))]
         _everywhere = ()
         _types.clear()
     for name, operator, model_type in wanted or ():
