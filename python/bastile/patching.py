@@ -6,93 +6,22 @@ gives its modules methods of their own. A call of either states what is in force
 objects that were there. What others have kept of a replacement runs the original once it is out."""
 
 import functools
-import re
-import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
+from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
 from bastile.models import loading
 from bastile.models.forms import forget_sources
-from bastile.models.sites import ModelFile, Site, described, file_of, sites
+from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OPERATORS
 from bastile.own_methods import give, given_to, reaches, runs_stock
 
-@dataclass
-class _Applied:
-    site: Site
-    original: Any
-    replacement: Any = None
-    is_in_force: bool = True
-
-    def put(self) -> None:
-        self.replacement = _while_in_force(self)
-        setattr(self.site.owner, self.site.attribute, self.replacement)
-
-    def take_out(self) -> None:
-        self.is_in_force = False
-        if getattr(self.site.owner, self.site.attribute) is self.replacement:
-            setattr(self.site.owner, self.site.attribute, self.original)
-
-    def others(self) -> Any:
-        """What other code has put in its place, or around it; None where it is as it was put."""
-        found = getattr(self.site.owner, self.site.attribute)
-        if found is not self.replacement:
-            return found
-        now = self.site.instances[0].forward
-        return now if self.site.wrapper not in (None, now) else None
-
-    def is_called(self) -> bool:
-        """Whether calls still come to it, directly or through what others have wrapped around it."""
-        site = self.site
-        return _leads_to(getattr(site.owner, site.attribute), self.replacement) and (
-            site.wrapper is None or _leads_to(site.instances[0].forward, site.wrapper)
-        )
-
-
-def _leads_to(function: Any, inner: Any) -> bool:
-    while function is not None and function is not inner:
-        function = getattr(function, "__wrapped__", None)
-    return function is not None
-
-
-def _while_in_force(entry: _Applied) -> Any:
-    """The replacement, and the original once the patch is taken out: hooks and wrappers of other packages keep the
-    method that a class had when they came, and call it ever after."""
-    original, replacement = entry.original, entry.site.build(entry.original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if entry.is_in_force:
-            return replacement(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    stand_in_for(original, call)
-    return mark_as_ours(call) if is_ours(replacement) else call
-
-
-
-@dataclass
-class _File:
-    """What is in force in one Python module."""
-
-    title: str  # the folder that the module is in
-    more: set[type] = field(default_factory=set)  # classes that are no globals of the module
-    applied: dict[str, list[_Applied]] = field(default_factory=dict)  # by operator
-
-    def has(self, operator: str) -> bool:
-        return any(entry.is_called() for entry in self.applied.get(operator, ()))
-
-
 _lock = threading.RLock()
-_files: dict[str, _File] = {}  # by the name of the module
 _everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
 _types: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}  # type -> its operators, and its modules' titles
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
@@ -175,11 +104,11 @@ def apply(
         return [name for name in chosen if not _is_lost(name)]
     given = list(dict.fromkeys([model_types] if isinstance(model_types, str) else model_types))
     modules = {model_type: _modules_of(model_type, "apply") for model_type in given}
-    plans = [_Plan.of(name, chosen) for names in modules.values() for name in names]
+    plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
     _need(plans, _named & set(chosen), ", ".join(given))
-    _carry_out(plans, "apply")
+    carry_out(plans, "apply")
     for model_type, names in modules.items():
-        titles = frozenset(_files[name].title for name in names)
+        titles = frozenset(FILES[name].title for name in names)
         # Two names of types may be one file's: the later one says what is in force there.
         for other in [other for other, (_, theirs) in _types.items() if theirs == titles and other != model_type]:
             del _types[other]
@@ -236,7 +165,7 @@ def apply_to_model(
     wanted = {module: tuple(s for s in found if runs_stock(module, s)) for module in core.modules()}
     operators = {site.operator for fitting in wanted.values() for site in fitting}
     for operator in _named & set(chosen):
-        reasons = _reasons(files, operator)
+        reasons = reasons_for(files, operator)
         if operator not in operators or any(reason in file.replaced.values() for file in files for reason in reasons):
             raise _cannot("apply_to_model", operator, _model_type(core) or type(core).__name__, reasons)
     if chosen and not operators:
@@ -298,7 +227,7 @@ def get_patched_ops(model: nn.Module | None = None) -> list[str]:
             ]
         core = _unwrapped(model)
         modules = list(core.modules())
-        entries = [e for file in _files.values() for several in file.applied.values() for e in several if e.is_called()]
+        entries = [e for file in FILES.values() for several in file.applied.values() for e in several if e.is_called()]
         operators = {e.site.operator for e in entries if any(reaches(module, e.site) for module in modules)}
         operators.update(site.operator for module in modules for site in given_to(module))
         return _named_for(core, operators)
@@ -348,70 +277,24 @@ def _wanted_in(title: str) -> tuple[str, ...]:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Plan:
-    """What a file is to have, found before anything is changed."""
-
-    name: str
-    file: ModelFile
-    operators: tuple[str, ...]
-    new: list[Site]
-
-    @classmethod
-    def of(cls, name: str, operators: Iterable[str], more: Iterable[type] = ()) -> "_Plan":
-        entry = _files.get(name)
-        file = file_of(name, {*more, *(entry.more if entry else ())})
-        missing = [op for op in operators if entry is None or not entry.has(op)]
-        return cls(name, file, tuple(operators), sites(file, missing))
-
-    def serves(self, operator: str) -> bool:
-        entry = _files.get(self.name)
-        return any(site.operator == operator for site in self.new) or (entry is not None and entry.has(operator))
-
-    def carry_out(self, function: str) -> None:
-        entry = _files.setdefault(self.name, _File(self.file.title))
-        entry.more.update(self.file.more)
-        leaving = [op for op in entry.applied if op not in self.operators]
-        _take_out(entry, leaving, function)
-        for site in self.new:
-            places = entry.applied.setdefault(site.operator, [])
-            for old in [old for old in places if _same_place(old.site, site)]:
-                old.is_in_force = False  # others have replaced it, and undone that in their way
-                places.remove(old)
-            applied = _Applied(site, stock_of(getattr(site.owner, site.attribute)))
-            applied.put()
-            places.append(applied)
-
-
-def _same_place(one: Site, other: Site) -> bool:
-    return one.owner is other.owner and one.attribute == other.attribute
-
-
-def _carry_out(plans: list[_Plan], function: str) -> None:
-    for plan in plans:
-        plan.carry_out(function)
-        for reason in dict.fromkeys(r for op in plan.operators for r in _reasons([plan.file], op, False)):
-            _warn(f"bastile.{function}: {reason}; it stays as it is, the rest is served")
-
-
 def _serve_loaded(chosen: list[str]) -> None:
     """All that is imported."""
-    names: dict[str, Iterable[type]] = dict.fromkeys([*_files, *loading.model_files()], ())
+    names: dict[str, Iterable[type]] = dict.fromkeys([*FILES, *loading.model_files()], ())
     names.update(loading.other_classes())
-    plans = [_Plan.of(name, chosen, more) for name, more in names.items()]
+    plans = [Plan.of(name, chosen, more) for name, more in names.items()]
     for operator in _named & set(chosen):
         if not any(plan.serves(operator) for plan in plans):
-            reasons = _reasons([plan.file for plan in plans], operator)
+            reasons = reasons_for([plan.file for plan in plans], operator)
             if reasons:
                 raise _cannot("apply", operator, "any model that is imported", reasons)
-    _carry_out(plans, "apply")
+    carry_out(plans, "apply")
 
 
 def _look(name: str, classes: Iterable[type]) -> None:
     """At a module that has just been imported, or whose classes a new model has."""
     with _lock:
-        plan = _Plan.of(name, _wanted_in(ModelFile(name, None).title), classes)
-        _carry_out([plan], "apply")
+        plan = Plan.of(name, _wanted_in(ModelFile(name, None).title), classes)
+        carry_out([plan], "apply")
         forget_sources()
 
 
@@ -425,49 +308,17 @@ def _watch_if_needed() -> None:
         _watch.stop()
 
 
-def _take_out(entry: _File, operators: Iterable[str], function: str) -> None:
-    """Puts the originals back, wherever nobody has put something else since."""
-    for operator in operators:
-        for applied in entry.applied.pop(operator):
-            others = applied.others()
-            applied.take_out()
-            if others is not None:
-                _warn(
-                    f"bastile.{function}: other code has replaced {applied.site.where} since bastile.apply(): "
-                    f"{described(others)} stays there. {operator}_{entry.title} is no longer in force all the same"
-                )
-
-
-def _warn(message: str) -> None:
-    """At the line of the user's that called Bastile."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("bastile"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, RuntimeWarning, stacklevel=level)
-
-
 # ---- what cannot be served -------------------------------------------------------------------------------------------
 
 
-def _need(plans: list[_Plan], operators: set[str], where: str) -> None:
+def _need(plans: list[Plan], operators: set[str], where: str) -> None:
     """That each of these operators has a place in types that are given by name, and others have not taken it."""
     files = [plan.file for plan in plans]
     for operator in (name for name in OPERATORS if name in operators):
-        reasons = _reasons(files, operator)
+        reasons = reasons_for(files, operator)
         others = [reason for file in files for reason in file.replaced.values()]
         if not any(plan.serves(operator) for plan in plans) or any(reason in others for reason in reasons):
             raise _cannot("apply", operator, where, reasons)
-
-
-def _reasons(files: Iterable[ModelFile], operator: str, unknown: bool = True) -> list[str]:
-    """Why code that looks as if it were this operator's stays stock: others have replaced it, or it is not known."""
-    looks_like = re.compile(OPERATORS[operator].looks_like)
-    told = []
-    for file in files:
-        told += [reason for where, reason in file.replaced.items() if looks_like.search(where.partition(".")[0])]
-        if unknown:
-            told += [f"{w} {why}" for w, why in file.unknown.items() if looks_like.search(w.partition(".")[0])]
-    return list(dict.fromkeys(told))
 
 
 def _cannot(function: str, operator: str, where: str, reasons: list[str]) -> RuntimeError:
@@ -501,10 +352,10 @@ def _parse(name: str) -> tuple[str, str, str | None]:
             modules = loading.import_type(model_type)
         except ImportError:
             modules = []
-        if any(_Plan.of(module, [operator]).serves(operator) for module in modules):
+        if any(Plan.of(module, [operator]).serves(operator) for module in modules):
             return name, operator, model_type
-    known = ", ".join([*OPERATORS, *(f"{operator}_qwen3" for operator in list(OPERATORS)[:1])])
-    raise ValueError(f"reset: unknown patch {name!r}; known are: {known}, and so on with each model type that has a place")
+    known = ", ".join([*OPERATORS, *(f"{operator}_{kind}" for kind in _types for operator in _places(kind))])
+    raise ValueError(f"reset: unknown patch {name!r}; known are: {known}, and with each type what has a place in it")
 
 
 def _reset_process(wanted: list[tuple[str, str, str | None]] | None) -> list[str]:
@@ -517,7 +368,7 @@ def _reset_process(wanted: list[tuple[str, str, str | None]] | None) -> list[str
         _types.clear()
     for name, operator, model_type in wanted or ():
         if model_type is None:
-            if any(entry.has(operator) for entry in _files.values()) or operator in _everywhere:
+            if any(entry.has(operator) for entry in FILES.values()) or operator in _everywhere:
                 done.append(name)
             _everywhere = tuple(op for op in _everywhere if op != operator)
             for each, (operators, titles) in _types.items():
@@ -529,9 +380,9 @@ def _reset_process(wanted: list[tuple[str, str, str | None]] | None) -> list[str
         if operator in operators:
             done.append(name)
             _types[model_type] = tuple(op for op in operators if op != operator), titles
-    for entry in _files.values():
+    for entry in FILES.values():
         staying = _wanted_in(entry.title)
-        _take_out(entry, [op for op in entry.applied if op not in staying], "reset")
+        take_out(entry, [op for op in entry.applied if op not in staying], "reset")
     _watch_if_needed()
     return done
 
@@ -561,21 +412,21 @@ def _reset_model(core: nn.Module, wanted: list[tuple[str, str, str | None]] | No
 
 def _is_lost(operator: str) -> bool:
     """Whether an operator has had places, and others have replaced it in all of them."""
-    places = [file for file in _files.values() if operator in file.applied]
+    places = [file for file in FILES.values() if operator in file.applied]
     return bool(places) and not any(file.has(operator) for file in places)
 
 
 def _places(model_type: str) -> list[str]:
     """The operators that have a place in this type, which is one of _types."""
     _, titles = _types[model_type]
-    files = [file for file in _files.values() if file.title in titles]
+    files = [file for file in FILES.values() if file.title in titles]
     return [operator for operator in OPERATORS if any(operator in file.applied for file in files)]
 
 
 def _names_of(model_type: str) -> list[str]:
     """What is in force in a type that is one of _types."""
     operators, titles = _types[model_type]
-    files = [file for file in _files.values() if file.title in titles]
+    files = [file for file in FILES.values() if file.title in titles]
     return _typed(model_type, {op for op in operators if any(file.has(op) for file in files)})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch.compiler import is_compiling
 
@@ -18,7 +19,7 @@ class Tally:
     or never."""
 
     __slots__ = ("aside", "operator", "ran", "where")
-    _all: dict[tuple[str, str], Tally] = {}
+    _all: ClassVar[dict[tuple[str, str], Tally]] = {}
 
     def __init__(self, operator: str, where: str) -> None:
         self.operator = operator

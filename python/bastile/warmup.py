@@ -60,8 +60,9 @@ def warmup_all_kernels(
 
     Args:
         model_or_config: a model, wrapped or not (PEFT, torch.compile, DDP, FSDP), or its config; None: the default
-            config of the type of each model that `bastile sweep` knows by name. Of a model it matters what it is patched with and what of it is trained, of
-            a config what `apply` has patched; where nothing is patched, it is as if `apply` had patched all.
+            config of the type of each model that `bastile sweep` knows by name. Of a model it matters what it is
+            patched with and what of it is trained, of a config what `apply` has patched; where nothing is patched, it
+            is as if `apply` had patched all.
         dtype: of the weights; the model's own, bfloat16 for a config. Under torch.autocast, call this under it too.
         device: where the model will run; None: the current CUDA device.
         progress: draw a bar where `rich` is installed.

@@ -23,8 +23,8 @@ from bastile.cli import compare, data, main, strict_json
 from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
 from bastile.models.table import OPERATORS
-from families import FAMILIES
 from command import save_model
+from families import FAMILIES
 
 TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]
 PATCHES = [f"{operator}_qwen3" for operator in FAMILIES["qwen3"].operators]

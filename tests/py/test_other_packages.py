@@ -21,8 +21,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import bastile
 from bastile.models.table import OPERATORS
-from families import FAMILIES
 from conftest import DENSE, calls_of_a_step, modeling, tiny_batch, tiny_model
+from families import FAMILIES
 from test_patching import EVERY, all_of, pieces
 
 LOSS = "fused_linear_cross_entropy"
@@ -240,7 +240,9 @@ def test_apply_after_another_patcher_names_it(patcher: Any) -> None:
             bastile.apply(model_types=["qwen3"], **alone)
         with pytest.raises(RuntimeError, match=match):
             bastile.apply_to_model(model, **alone)
-    with pytest.warns(RuntimeWarning, match=r"by lion_kernel\.patches\.LionRMSNorm.*stays as it is, the rest is served"):
+    with pytest.warns(
+        RuntimeWarning, match=r"by lion_kernel\.patches\.LionRMSNorm.*stays as it is, the rest is served"
+    ):
         names = bastile.apply()
     assert names == bastile.get_patched_ops() == list(OPERATORS)
     assert bastile.get_patched_ops(model) == ["recompute_qwen3"]

@@ -17,10 +17,10 @@ from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMH
 import bastile
 from bastile.models.rebind import wrapped_cell
 from bastile.models.table import OPERATORS
-from families import FAMILIES
 from bastile.ops.rms_norm import BastileRMSNorm
 from bastile.ops.swiglu import BastileSwiGLUMLP
 from conftest import DENSE, calls_of_a_step, modeling, tiny_batch, tiny_model
+from families import FAMILIES
 from oracle import few_examples
 
 families = pytest.mark.parametrize("family", sorted(DENSE))
@@ -218,7 +218,9 @@ def test_unsupported_model_types_are_named_with_what_is_supported() -> None:
         bastile.apply(model_types=["qwen3", "gpt9"])
     assert bastile.get_patched_ops() == []
     other = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel, which has the model type 'gpt2', runs code that bastile knows"):
+    with pytest.raises(
+        ValueError, match="GPT2LMHeadModel, which has the model type 'gpt2', runs code that bastile knows"
+    ):
         bastile.apply_to_model(other)
     assert runs_stock(other)
     with pytest.raises(ValueError, match="model type None"):

@@ -1,5 +1,5 @@
-"""Releases of Transformers that have what an operator does not know: where it is asked for by name, a message that names
-the release and the piece, and everything left stock; where it is not, the rest is served."""
+"""Releases of Transformers that have what an operator does not know: where it is asked for by name, a message that
+names the release and the piece, and everything left stock; where it is not, the rest is served."""
 
 import inspect
 import types
@@ -11,11 +11,11 @@ import transformers
 from transformers import PreTrainedModel
 
 import bastile
-from bastile import patching
+from bastile import in_force
 from bastile.models import attention, experts, loading
 from bastile.models.table import OPERATORS
-from families import FAMILIES, PLACES, Family
 from conftest import modeling, tiny_batch, tiny_model
+from families import FAMILIES, PLACES, Family
 from test_gpt_oss import tiny_gpt_oss
 from test_patching import EVERY
 
@@ -107,7 +107,12 @@ def assert_refused(model: PreTrainedModel, operator: str, *pieces: str, by_model
         with pytest.raises(RuntimeError) as caught:
             call()
         message = str(caught.value)
-        for piece in (f"transformers {transformers.__version__}", f"bastile's {operator} ", "nothing was patched", *pieces):
+        for piece in (
+            f"transformers {transformers.__version__}",
+            f"bastile's {operator} ",
+            "nothing was patched",
+            *pieces,
+        ):
             assert piece in message, message
         assert bastile.get_patched_ops() == []
         assert all("forward" not in vars(part) for part in model.modules())
@@ -126,8 +131,7 @@ def test_a_renamed_attribute_or_argument(
         bastile.apply(model_types=family, **alone(operator))
     assert f"bastile's {operator} " in str(caught.value)
     assert f"{operator}=False" in str(caught.value)
-    where = {"rope": FAMILIES[family].rotary_function, "recompute": "has no code that looks like it"}
-    piece = where.get(operator, f"{class_name}.forward")
+    piece = FAMILIES[family].rotary_function if operator == "rope" else f"{class_name}.forward"
     assert piece in str(caught.value)
     assert_refused(model, operator, piece)
 
@@ -175,9 +179,9 @@ def test_what_one_type_lacks_leaves_only_what_needs_it_stock(family: str, monkey
     others = [name for name in EVERY if not name.endswith(family)]
     assert set(bastile.apply(model_types=list(FAMILIES))) == {*rest, *others}
     bastile.reset()
-    for types in (family, [family]):
+    for given in (family, [family]):
         with pytest.raises(RuntimeError, match=rf"bastile's rms_norm in {family}: {row.norm_class}\.forward"):
-            bastile.apply(model_types=types, rms_norm=True)
+            bastile.apply(model_types=given, rms_norm=True)
     assert bastile.get_patched_ops() == []
 
 
@@ -187,8 +191,10 @@ def test_what_no_imported_type_can_be_served_with_is_an_error_by_name(monkeypatc
     for row in FAMILIES.values():
         owner = getattr(modeling(row.model_type), row.norm_class)
         monkeypatch.setattr(owner, "forward", changed(owner.forward, {row.norm_eps: "epsilon"}))
-    monkeypatch.setattr(patching, "_files", {})
-    with pytest.raises(RuntimeError, match=r"rms_norm in any model that is imported: LlamaRMSNorm\.forward.*nothing was"):
+    in_force.FILES.clear()
+    with pytest.raises(
+        RuntimeError, match=r"rms_norm in any model that is imported: LlamaRMSNorm\.forward.*nothing was"
+    ):
         bastile.apply(rms_norm=True)
     assert bastile.get_patched_ops() == []
 

@@ -20,9 +20,9 @@ import bastile
 from bastile import warmup
 from bastile._library import kernel_counts
 from bastile.models.kernels import Call, Types, Zeros, calls
-from families import FAMILIES
 from command import command
 from conftest import DENSE, tiny_batch, tiny_model
+from families import FAMILIES
 from oracle import EMULATED
 from test_gpt_oss import tiny_gpt_oss
 

@@ -78,8 +78,8 @@ def _check(types: list[str]) -> int:
         parameter, worst = done.worst
         ran = ", ".join(f"{operator} {count}" for operator, count in done.ran.items()) or "nothing"
         print(
-            f"{model_type}: {'the same' if done.passed else 'DIFFERS'}: loss by {done.loss:.1e}, gradients by {worst:.1e} "
-            f"at most ({parameter}); ran: {ran}"
+            f"{model_type}: {'the same' if done.passed else 'DIFFERS'}: loss by {done.loss:.1e}, gradients by "
+            f"{worst:.1e} at most ({parameter}); ran: {ran}"
         )
         if not done.passed:
             failed.append(model_type)

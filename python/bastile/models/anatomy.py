@@ -9,6 +9,7 @@ from bastile.models.attention import sites as attention_sites
 from bastile.models.norm import norms_of
 from bastile.models.sites import Found, ModelFile, file_of, sites
 from bastile.models.table import OPERATORS
+from bastile.ops.rms_norm import Casting
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Anatomy:
     operators: tuple[str, ...]  # those that have a place
     backbone: str
     head: str
-    norm_casting: str
+    norm_casting: Casting
     layer: dict[str, str] = field(default_factory=dict)  # input_norm, attention, attention_norm, mlp
     mlp: dict[str, str] = field(default_factory=dict)  # gate, up, down
     attention: dict[str, str] = field(default_factory=dict)  # q_norm, k_norm

@@ -71,9 +71,15 @@ def attention_forward(
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         norm, turn = norm_of_heads(self), getattr(scope, rotary.name)
         if norm is None or not (turn is rotary.function or is_ours(turn)):
-            tally.step_aside("the norms of queries and keys, or the rotary function, are not the class's own, or differ")
+            tally.step_aside(
+                "the norms of queries and keys, or the rotary function, are not the class's own, or differ"
+            )
             return original(self, *args, **kwargs)
-        if len(args) > len(names) or not _are_plain(given) or not fits(rotary, self.head_dim, given["position_embeddings"][0]):
+        if (
+            len(args) > len(names)
+            or not _are_plain(given)
+            or not fits(rotary, self.head_dim, given["position_embeddings"][0])
+        ):
             tally.step_aside("its arguments are not those of a decoder's attention")
             return original(self, *args, **kwargs)
         tally.count()

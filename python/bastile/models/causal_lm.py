@@ -26,6 +26,7 @@ from bastile.report import Tally
 
 _LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
 
+
 def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.forwards("head"):
         given = inspect.signature(found.function).parameters

@@ -130,17 +130,17 @@ def _undecorated(node: _Function) -> _Function:
 
 
 def _without_annotations(arguments: ast.arguments) -> ast.arguments:
-    def bare(arg: ast.arg | None) -> ast.arg | None:
-        return None if arg is None else ast.copy_location(ast.arg(arg.arg, None), arg)
+    def bare(arg: ast.arg) -> ast.arg:
+        return ast.copy_location(ast.arg(arg.arg, None), arg)
 
     return ast.arguments(
         posonlyargs=[bare(a) for a in arguments.posonlyargs],
         args=[bare(a) for a in arguments.args],
-        vararg=bare(arguments.vararg),
+        vararg=arguments.vararg and bare(arguments.vararg),
         kwonlyargs=[bare(a) for a in arguments.kwonlyargs],
         # Defaults are evaluated outside of the function.
         kw_defaults=[None] * len(arguments.kwonlyargs),
-        kwarg=bare(arguments.kwarg),
+        kwarg=arguments.kwarg and bare(arguments.kwarg),
         defaults=[],
     )
 
@@ -290,9 +290,7 @@ def _handed_on(node: _Function) -> frozenset[str]:
     ]
     uses = Counter(inner.id for inner in _in_order(node.body) if isinstance(inner, ast.Name))
     for call in calls:
-        handed = [
-            k.arg for k in call.keywords if k.arg and isinstance(k.value, ast.Name) and k.value.id == k.arg
-        ]
+        handed = [k.arg for k in call.keywords if k.arg and isinstance(k.value, ast.Name) and k.value.id == k.arg]
         if handed:
             parameters = {a.arg for a in (*node.args.args[2:], *node.args.kwonlyargs)}
             return frozenset(name for name in handed if name in parameters and uses[name] == 1)

@@ -32,7 +32,7 @@ _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training 
 _LAYER = _roles("input_norm attention attention_norm mlp")
 
 FORMS: tuple[Form, ...] = (
-    # ---- norms: `casting` is that of bastile.ops.rms_norm -----------------------------------------------------------
+    # ---- norms: `casting` is that of bastile.ops.rms_norm ------------------------------------------------------------
     Form("norm", "weight * (x * rstd).to(x.dtype)", _roles("eps weight"), ("f563eea48f81",), {"casting": "llama"}),
     Form("norm", "(x * rstd).to(x.dtype) * weight", _roles("weight eps"), ("5c52b69882c0",), {"casting": "llama"}),
     Form(
@@ -42,7 +42,9 @@ FORMS: tuple[Form, ...] = (
         ("2e1c34259597",),
         {"casting": "llama", "is_of_one_type": True},
     ),
-    Form("norm", "(x * rstd * (1 + weight)).to(x.dtype)", _roles("weight eps"), ("0d3caabf3fba",), {"casting": "gemma"}),
+    Form(
+        "norm", "(x * rstd * (1 + weight)).to(x.dtype)", _roles("weight eps"), ("0d3caabf3fba",), {"casting": "gemma"}
+    ),
     Form(
         "norm",
         "(weight * x * rstd).to(x.dtype)",
@@ -65,7 +67,7 @@ FORMS: tuple[Form, ...] = (
         {"casting": "none"},
     ),
     Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2",), {"casting": "none"}),
-    # ---- gated MLPs ---------------------------------------------------------------------------------------------------
+    # ---- gated MLPs --------------------------------------------------------------------------------------------------
     Form(
         "mlp",
         "down(activation(gate(x)) * up(x))",
@@ -86,8 +88,8 @@ FORMS: tuple[Form, ...] = (
         _roles("up_gate activation down"),
         ("52072e911b9d",),
     ),
-    # ---- rotary functions: pairs are halves or neighbours (interleaved); the first elements of a head turn (partial), --
-    # ---- or all; what tables hold; whether the result has the input's type (casts) ------------------------------------
+    # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
+    # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)
     Form("rotary", "x cos + rotate_half(x) sin", (), ("1a10a7e371ea",), _rotary()),
     Form(
         "rotary",
@@ -111,7 +113,13 @@ FORMS: tuple[Form, ...] = (
         _rotary(table="half"),
     ),
     Form("rotary", "neighbours", (), ("2eebd2cf32a8",), _rotary(interleaved=True)),
-    Form("rotary", "neighbours of the head's first elements", (), ("21b2bc52edb4",), _rotary(interleaved=True, partial=True)),
+    Form(
+        "rotary",
+        "neighbours of the head's first elements",
+        (),
+        ("21b2bc52edb4",),
+        _rotary(interleaved=True, partial=True),
+    ),
     Form(
         "rotary",
         "neighbours, in the input's type",
@@ -140,7 +148,7 @@ FORMS: tuple[Form, ...] = (
         ("598345d4c8f4",),
         _rotary(interleaved=True, casts=True, table="first half, each twice"),
     ),
-    # ---- attention whose queries and keys are normed head by head and then turned -------------------------------------
+    # ---- attention whose queries and keys are normed head by head and then turned ------------------------------------
     Form(
         "attention",
         "rotary(q_norm(q), k_norm(k)), the cache, attention with a window",
@@ -155,10 +163,10 @@ FORMS: tuple[Form, ...] = (
         ("84f32a50584e", "116a618bed38", "cc045bc3409d"),
         exact=True,
     ),
-    # ---- decoder layers ------------------------------------------------------------------------------------------------
+    # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),
     Form("layer", "the same of an MLP that returns a tuple", _LAYER, ("b142a2158fdb",), {"is_tuple": True}),
-    # ---- experts -------------------------------------------------------------------------------------------------------
+    # ---- experts -----------------------------------------------------------------------------------------------------
     Form(
         "experts",
         "biases, gate and up interleaved: (up + 1) gate sigmoid(alpha gate), both clamped",
@@ -166,7 +174,7 @@ FORMS: tuple[Form, ...] = (
         ("7f2c6fd97455",),
         exact=True,
     ),
-    # ---- output heads --------------------------------------------------------------------------------------------------
+    # ---- output heads ------------------------------------------------------------------------------------------------
     Form(
         "head",
         "logits of the last states, loss_function(logits, labels, vocab_size)",

@@ -40,9 +40,9 @@ def classes_of(model: nn.Module) -> Classes:
     """The classes of a model's modules whose code is looked at."""
     found: Classes = defaultdict(set)
     for cls in {base for kind in {type(module) for module in model.modules()} for base in kind.__mro__}:
-        if is_model_file(cls.__module__) or cls.__module__.partition(".")[0] not in _NOT_MODELS:
-            if issubclass(cls, nn.Module):
-                found[cls.__module__].add(cls)
+        is_looked_at = is_model_file(cls.__module__) or cls.__module__.partition(".")[0] not in _NOT_MODELS
+        if is_looked_at and issubclass(cls, nn.Module):
+            found[cls.__module__].add(cls)
     return found
 
 
@@ -56,7 +56,7 @@ def other_classes() -> Classes:
     return found
 
 
-def _subclasses(cls: type) -> Iterator[type]:
+def _subclasses(cls: Any) -> Iterator[Any]:
     for sub in cls.__subclasses__():
         yield sub
         yield from _subclasses(sub)
@@ -140,13 +140,13 @@ class Watch:
 
     def start(self) -> None:
         if self._finder not in sys.meta_path:
-            sys.meta_path.insert(0, self._finder)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self._finder)
             if _BASE in sys.modules:
                 self._watch_models()
 
     def stop(self) -> None:
         if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)  # type: ignore[arg-type]
+            sys.meta_path.remove(self._finder)
         self._seen.clear()
         base = getattr(sys.modules.get(_BASE), "PreTrainedModel", None)
         own = getattr(base, "post_init", None)

@@ -29,18 +29,23 @@ class Norm:
     @classmethod
     def of(cls, found: Found) -> "Norm":
         names = found.names
-        return cls(found, eps=names["eps"], weight=names.get("weight"), has_weight=names.get("has_weight"), **found.form.variant)
+        return cls(
+            found,
+            eps=names["eps"],
+            weight=names.get("weight"),
+            has_weight=names.get("has_weight"),
+            **found.form.variant,
+        )
 
-    def weight_of(self, module: Any) -> torch.Tensor | None:
+    def weight_of(self, module: Any) -> Any:
+        """Its weight; None where it has none."""
         if self.weight is None or (self.has_weight is not None and not getattr(module, self.has_weight)):
             return None
         return getattr(module, self.weight)
 
     def serves(self, x: torch.Tensor, weight: torch.Tensor | None) -> bool:
         """Whether the operator computes what the code does for this input."""
-        return weight is None or (
-            weight.shape == x.shape[-1:] and (not self.is_of_one_type or weight.dtype == x.dtype)
-        )
+        return weight is None or (weight.shape == x.shape[-1:] and (not self.is_of_one_type or weight.dtype == x.dtype))
 
 
 def sites(file: ModelFile) -> Iterator[Site]:

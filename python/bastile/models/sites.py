@@ -3,7 +3,6 @@
 Each module that OPERATORS names exposes `sites(file)`, which yields a Site for every place where its operator can go in
 that file. Everything that a replacement relies on is looked at there, before anything is changed."""
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -37,6 +36,11 @@ class Site:
     instances: tuple[type, ...]  # the modules that get a method of their own when one model alone is patched
     build_method: Replace  # from their forward to that method
     wrapper: Any = None  # the class's own forward, where `owner` is a cell of it
+
+    @property
+    def stock_class(self) -> Any:
+        """The class whose forward this is, or is within."""
+        return self.instances[0]
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class ModelFile:
 
     def modules_of(self, kind: str) -> list[Found]:
         """As `forwards`, and those that the file has from others."""
-        found = [self.known(cls) for _, cls in self.classes() if "forward" in vars(cls) and _is_of_models(cls, self.name)]
+        found = [
+            self.known(cls) for _, cls in self.classes() if "forward" in vars(cls) and _is_of_models(cls, self.name)
+        ]
         return [each for each in found if each is not None and each.form.kind == kind]
 
     def functions(self, kind: str) -> Iterator[Found]:
@@ -153,7 +159,9 @@ class ModelFile:
                 self.unknown[where] = f"runs, in {whose}, other code than its source says"
                 return None
         if form.exact and code.attributes != form.roles:
-            self.unknown[where] = f"has attributes that are not known: {', '.join(set(code.attributes) ^ set(form.roles))}"
+            self.unknown[where] = (
+                f"has attributes that are not known: {', '.join(set(code.attributes) ^ set(form.roles))}"
+            )
             return None
         return Found(name, owner, stock, code, form, methods)
 

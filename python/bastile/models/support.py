@@ -65,7 +65,9 @@ class Check:
 
     model_type: str
     loss: float  # the relative difference
-    gradients: dict[str, float] = field(repr=False)  # of each parameter: the largest difference over the largest element
+    gradients: dict[str, float] = field(
+        repr=False
+    )  # of each parameter: the largest difference over the largest element
     ran: dict[str, int] = field(default_factory=dict)  # operator -> calls
     aside: dict[str, str] = field(default_factory=dict)  # operator -> why it stepped aside
 
