@@ -23,6 +23,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
         names = parameter_names(forward) if inspect.isfunction(inner) else ()
         if {"input_ids", "inputs_embeds"}.issubset(names) and calls(inner, "layers"):
             yield file.forward_site("recompute", cls, backbone_forward)
+        elif cls.__name__.endswith("Model"):
+            file.unknown.setdefault(f"{cls.__name__}.forward", "does not take input_ids or inputs_embeds to layers")
 
 
 def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
