@@ -1,7 +1,6 @@
 """What is in force in each Python module: replacements that have been put there, and how they are taken out."""
 
 import functools
-import re
 import sys
 import warnings
 from collections.abc import Iterable
@@ -10,7 +9,6 @@ from typing import Any
 
 from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
 from bastile.models.sites import ModelFile, Site, described, file_of, sites
-from bastile.models.table import OPERATORS
 
 
 @dataclass
@@ -150,10 +148,9 @@ def _warn(message: str) -> None:
 
 def reasons_for(files: Iterable[ModelFile], operator: str, unknown: bool = True) -> list[str]:
     """Why code that looks as if it were this operator's stays stock: others have replaced it, or it is not known."""
-    looks_like = re.compile(OPERATORS[operator].looks_like)
-    told = []
-    for file in files:
-        told += [reason for where, reason in file.replaced.items() if looks_like.search(where.partition(".")[0])]
-        if unknown:
-            told += [f"{w} {why}" for w, why in file.unknown.items() if looks_like.search(w.partition(".")[0])]
+    told = [
+        why if where in file.replaced else f"{where} {why}"
+        for file in files
+        for where, why in file.stock(operator, unknown).items()
+    ]
     return list(dict.fromkeys(told))

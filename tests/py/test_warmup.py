@@ -19,6 +19,7 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 import bastile
 from bastile import warmup
 from bastile._library import kernel_counts
+from bastile.models.anatomy import anatomy
 from bastile.models.kernels import Call, Types, Zeros, calls
 from command import command
 from conftest import DENSE, tiny_batch, tiny_model
@@ -146,7 +147,8 @@ def test_training_after_it_compiles_nothing(case: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_and_a_model_that_is_wholly_trained_need_the_same(family: str) -> None:
-    model, row = tiny(family), FAMILIES[family]
+    model, row = tiny(family), anatomy(family)
+    assert row is not None
     types = Types(torch.float32)
     of_config = calls(model.config, row, row.operators, types)
     assert set(of_config) == set(calls(model.config, row, row.operators, types, model))

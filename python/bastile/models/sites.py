@@ -74,6 +74,19 @@ class ModelFile:
     more: tuple[type, ...] = ()  # classes that are no globals of the module
     unknown: dict[str, str] = field(default_factory=dict)  # what stays stock, and why
     replaced: dict[str, str] = field(default_factory=dict)  # likewise, because others have put something there
+    reads: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the attributes that code reads
+
+    def stock(self, operator: str, unknown: bool = True) -> dict[str, str]:
+        """What looks as if it were this operator's and stays as it is, and why: others have replaced it, or it is not
+        known."""
+        row = OPERATORS[operator]
+        told = {**(self.unknown if unknown else {}), **self.replaced}
+        return {
+            where: why
+            for where, why in told.items()
+            if re.search(row.looks_like, where.partition(".")[0])
+            and (not row.reads or any(row.reads in name for name in self.reads.get(where, (row.reads,))))
+        }
 
     def __post_init__(self) -> None:
         self.title = folder_of(self.name)
@@ -146,6 +159,7 @@ class ModelFile:
         if code is None:
             self.unknown[where] = "its source cannot be read"
             return None
+        self.reads[where] = code.attributes
         form = KNOWN.get(code.fingerprint)
         if form is None:
             self.unknown[where] = f"has code that is not known, of the fingerprint {code.fingerprint}"

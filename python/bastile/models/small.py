@@ -85,7 +85,9 @@ SIZES: dict[str, Any] = {
 }
 
 #: What some types need beside or instead.
-OVERRIDES: dict[str, dict[str, Any]] = {}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+}
 
 
 def small_config(model_type: str, **more: Any) -> Any:
@@ -93,15 +95,27 @@ def small_config(model_type: str, **more: Any) -> Any:
     from transformers import AutoConfig
 
     usual = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **{**_small(usual), **OVERRIDES.get(model_type, {}), **more})
+
+
+def _small(usual: Any) -> dict[str, Any]:
+    """The values of a config, and of those within it, that make it small."""
     known = {*usual.to_dict(), *getattr(usual, "attribute_map", {})}
     chosen = {name: size for name, size in SIZES.items() if name in known}
     if "kv_lora_rank" in known:  # each head has keys of its own
         chosen["num_key_value_heads"] = chosen["num_attention_heads"]
     layers = chosen.get("num_hidden_layers", 2)
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
-        if name in known and isinstance(getattr(usual, name, None), (list, tuple)):
-            chosen[name] = _first_kinds(getattr(usual, name), layers)
-    return AutoConfig.for_model(model_type, **{**chosen, **OVERRIDES.get(model_type, {}), **more})
+        own = getattr(usual, "attribute_map", {}).get(name, name)
+        kinds = getattr(usual, name, None)
+        follows = isinstance(getattr(type(usual), own, None), property)  # from other values
+        if name in known and isinstance(kinds, (list, tuple)) and not follows:
+            chosen[name] = _first_kinds(kinds, layers)
+    for name in getattr(usual, "sub_configs", {}):
+        inner = getattr(usual, name, None)
+        if inner is not None:
+            chosen[name] = {**inner.to_dict(), **_small(inner), **OVERRIDES.get(inner.model_type, {})}
+    return chosen
 
 
 def _first_kinds(kinds: Any, count: int) -> list[Any]:

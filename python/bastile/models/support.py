@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from dataclasses import dataclass, field
 
 from bastile.models import loading
@@ -33,9 +32,9 @@ def support(model_type: str) -> Support:
         file = file_of(name)
         for site in sites(file, OPERATORS):
             places.setdefault(site.operator, []).append(site.where)
-        for operator, row in OPERATORS.items():
-            for where, why in (*file.unknown.items(), *file.replaced.items()):
-                if re.search(row.looks_like, where.partition(".")[0]) and where not in places.get(operator, ()):
+        for operator in OPERATORS:
+            for where, why in file.stock(operator).items():
+                if where not in places.get(operator, ()):
                     stock.setdefault(operator, {})[where] = why
     return Support(model_type, {op: places[op] for op in OPERATORS if op in places}, stock)
 
@@ -92,7 +91,10 @@ def check(model_type: str) -> Check:
     model = small.small_model(model_type)
     stock, want = small.step(model)
     bastile.report(reset=True)
-    bastile.apply_to_model(model)
+    try:
+        bastile.apply_to_model(model)
+    except ValueError:  # there is nothing to replace
+        return Check(model_type, 0.0, {})
     try:
         patched, got = small.step(model)
     finally:
@@ -100,8 +102,12 @@ def check(model_type: str) -> Check:
     told = bastile.report()
     ran = {operator: told.ran(operator) for operator in OPERATORS if told.ran(operator)}
     aside = {line.operator: why for line in told for why in line.aside if line.operator not in ran}
+    # Where a gradient is small against all others, it is their rounding that is seen.
+    largest = max((float(g.abs().max()) for g in want.values()), default=0.0)
     gradients = {
-        name: float((got[name] - g).abs().max() / g.abs().max().clamp_min(1e-6)) if name in got else float("inf")
+        name: float((got[name] - g).abs().max()) / max(float(g.abs().max()), 1e-2 * largest, 1e-9)
+        if name in got
+        else float("inf")
         for name, g in want.items()
     }
     # NaN compares as neither smaller nor larger: it is the worst.

@@ -11,6 +11,7 @@ class Operator:
     module: str  # of bastile.models, which finds its places
     summary: str  # what it does in a model, for help texts
     looks_like: str  # a pattern of names of classes and functions that may be its: for telling what stays stock
+    reads: str = ""  # likewise, of an attribute that such code reads
     needs: tuple[str, ...] = ()  # the operators that it fuses: without them it is not put in
 
 
@@ -27,6 +28,7 @@ OPERATORS: dict[str, Operator] = {
         "attention",
         "norm and rotary embedding of queries and keys in one pass",
         r"Attention$",
+        reads="norm",
         needs=("rms_norm", "rope"),
     ),
     "add_rms_norm": Operator(
