@@ -1,5 +1,5 @@
-"""Writes the table of docs/models.md: each causal language model type of the installed Transformers, built small, what ran
-in one training step of it, and what stays stock.
+"""Writes the table of docs/models.md: each causal language model type of the installed Transformers, built small, what
+ran in one training step of it, and what stays stock.
 
     python tools/model_types.py [TYPE ...]    only these types' rows are made anew
 
@@ -41,10 +41,8 @@ def row(model_type: str) -> tuple[str, bool | None]:
     except Exception as error:  # whatever a model of any kind may raise
         reason = re.sub(r"[|\n`]+", " ", str(error).strip())[:70].strip()
         places = ", ".join(found.places) or "–"
-        return (
-            f"| {model_type} | not built small ({type(error).__name__}: {reason}); has places for: {places} | {stays} |",
-            None,
-        )
+        why = f"not built small ({type(error).__name__}: {reason}); has places for: {places}"
+        return f"| {model_type} | {why} | {stays} |", None
     finally:
         signal.alarm(0)
     ran = ", ".join(f"{operator} {count}" for operator, count in done.ran.items()) or "–"
@@ -82,7 +80,7 @@ def main() -> int:
     table = [
         f"Of the {len(rows)} causal language model types of Transformers {transformers.__version__}, {len(built)} were "
         f"built small and trained for a step, stock and patched, in float32: all with the same loss and gradients.",
-        f"What ran: {counts}. The number is that of calls in two layers. Classes and functions whose code is not known stay stock.",
+        f"What ran: {counts}. The number is that of calls in two layers. Code that is not known stays stock.",
         "",
         "| type | ran | stays stock |",
         "|---|---|---|",

@@ -3,6 +3,7 @@
 Each module that OPERATORS names exposes `sites(file)`, which yields a Site for every place where its operator can go in
 that file. Everything that a replacement relies on is looked at there, before anything is changed."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
