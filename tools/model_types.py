@@ -64,15 +64,15 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     logging.getLogger("bastile").setLevel(logging.ERROR)
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
+    made: dict[str, str] = {}
+    same: dict[str, bool | None] = {}
+    for model_type in sys.argv[1:] or causal_types():
+        made[model_type], same[model_type] = row(model_type)
+        print(made[model_type], "" if same[model_type] is not False else "DIFFERS", flush=True)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
     rows = {m[1]: line for line in old.splitlines() if (m := re.match(r"\| (\S+) \| ", line))}
-    chosen = sys.argv[1:] or causal_types()
-    same: dict[str, bool | None] = {}
-    for model_type in chosen:
-        rows[model_type], same[model_type] = row(model_type)
-        print(rows[model_type], "" if same[model_type] is not False else "DIFFERS", flush=True)
+    rows.update(made)
     rows = {model_type: rows[model_type] for model_type in causal_types() if model_type in rows}
     built = [line for line in rows.values() if "not built small" not in line]
     ran = Counter(name for line in built for name in re.findall(r"(\w+) \d+", line.split(" | ")[1]))

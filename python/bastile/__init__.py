@@ -1,7 +1,7 @@
 """Training operators for language models: put into Hugging Face Transformers, or used alone from `bastile.ops`.
 
 import bastile
-bastile.apply()  # every supported model of this process, built before or after
+bastile.apply()  # every model of this process, built before or after
 """
 
 from bastile import ops

@@ -50,6 +50,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Line:
+    """One operator in one place."""
+
     operator: str
     where: str  # the module's class, or the function
     ran: int  # calls that the operator served
@@ -58,6 +60,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
+    """What `report` returns: lines, and as text a table of them."""
+
     lines: tuple[Line, ...]
 
     def __iter__(self) -> Iterator[Line]:

@@ -70,7 +70,7 @@ def import_type(model_type: str) -> list[str]:
     from transformers.models.auto import configuration_auto as auto
 
     if model_type in auto.CONFIG_MAPPING_NAMES:
-        package = importlib.import_module(f"transformers.models.{auto.model_type_to_module_name(model_type)}")
+        package = importlib.import_module(auto.CONFIG_MAPPING[model_type].__module__.rpartition(".")[0])
         files = [f"{package.__name__}.{file.name}" for file in pkgutil.iter_modules(package.__path__)]
         return [importlib.import_module(name).__name__ for name in files if is_model_file(name)]
     with suppress(KeyError):
