@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
+from bastile.models.loading import is_model_file
 from bastile.models.sites import ModelFile, Site, described, file_of, sites
 
 
@@ -72,6 +73,10 @@ class File:
     more: set[type] = field(default_factory=set)  # classes that are no globals of the module
     applied: dict[str, list[Applied]] = field(default_factory=dict)  # by operator
 
+    def holds(self, site: Site) -> bool:
+        """Whether this very place is in force."""
+        return any(_same_place(e.site, site) and e.is_called() for e in self.applied.get(site.operator, ()))
+
     def has(self, operator: str) -> bool:
         return any(entry.is_called() for entry in self.applied.get(operator, ()))
 
@@ -92,8 +97,12 @@ class Plan:
     def of(cls, name: str, operators: Iterable[str], more: Iterable[type] = ()) -> "Plan":
         entry = FILES.get(name)
         file = file_of(name, {*more, *(entry.more if entry else ())})
-        missing = [op for op in operators if entry is None or not entry.has(op)]
-        return cls(name, file, tuple(operators), sites(file, missing))
+        if entry is None:
+            return cls(name, file, tuple(operators), sites(file, operators))
+        # Model files are what they are; a module of a user's may have got more classes since.
+        open_ones = [op for op in operators if not (is_model_file(name) and entry.has(op))]
+        new = [site for site in sites(file, open_ones) if not entry.holds(site)]
+        return cls(name, file, tuple(operators), new)
 
     def serves(self, operator: str) -> bool:
         entry = FILES.get(self.name)

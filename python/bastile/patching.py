@@ -8,7 +8,8 @@ objects that were there. What others have kept of a replacement runs the origina
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from contextvars import ContextVar
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,19 +35,17 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> list[str]:
         given = {**dict(zip(order, args, strict=False)), **kwargs}
-        with _lock:
-            _named.clear()
-            _named.update(name for name in OPERATORS if given.get(name) is True)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                _named.clear()
-                forget_sources()
+        token = _named.set(frozenset(name for name in OPERATORS if given.get(name) is True))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _named.reset(token)
+            forget_sources()
 
     return call
 
 
-_named: set[str] = set()
+_named: ContextVar[frozenset[str]] = ContextVar("bastile_named", default=frozenset())
 
 
 @_marks_what_is_named
@@ -97,24 +96,27 @@ def apply(
     chosen = _chosen("apply", locals())
     loading.transformers_version()
     if model_types is None:
-        _serve_loaded(chosen)
-        _everywhere = tuple(chosen)
-        _types.clear()
-        _watch_if_needed()
-        return [name for name in chosen if not _is_lost(name)]
+        with _lock:
+            _serve_loaded(chosen)
+            _everywhere = tuple(chosen)
+            _types.clear()
+            _watch_if_needed()
+            return [name for name in chosen if not _is_lost(name)]
     given = list(dict.fromkeys([model_types] if isinstance(model_types, str) else model_types))
+    # Imported before the lock is taken: who imports a model file waits for it.
     modules = {model_type: _modules_of(model_type, "apply") for model_type in given}
-    plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
-    _need(plans, _named & set(chosen), ", ".join(given))
-    carry_out(plans, "apply")
-    for model_type, names in modules.items():
-        titles = frozenset(FILES[name].title for name in names)
-        # Two names of types may be one file's: the later one says what is in force there.
-        for other in [other for other, (_, theirs) in _types.items() if theirs == titles and other != model_type]:
-            del _types[other]
-        _types[model_type] = tuple(chosen), titles
-    _watch_if_needed()
-    return [name for model_type in given for name in _names_of(model_type)]
+    with _lock:
+        plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
+        _need(plans, _named.get() & set(chosen), ", ".join(given))
+        carry_out(plans, "apply")
+        for model_type, names in modules.items():
+            titles = frozenset(FILES[name].title for name in names)
+            # Two names of types may be one file's: the later one says what is in force there.
+            for other in [other for other, (_, theirs) in _types.items() if theirs == titles and other != model_type]:
+                del _types[other]
+            _types[model_type] = tuple(chosen), titles
+        _watch_if_needed()
+        return [name for model_type in given for name in _names_of(model_type)]
 
 
 @_marks_what_is_named
@@ -164,7 +166,7 @@ def apply_to_model(
     found = _in_order_of_operators([site for file in files for site in sites(file, chosen)])
     wanted = {module: tuple(s for s in found if runs_stock(module, s)) for module in core.modules()}
     operators = {site.operator for fitting in wanted.values() for site in fitting}
-    for operator in _named & set(chosen):
+    for operator in (name for name in chosen if name in _named.get()):
         reasons = reasons_for(files, operator)
         if operator not in operators or any(reason in file.replaced.values() for file in files for reason in reasons):
             raise _cannot("apply_to_model", operator, _model_type(core) or type(core).__name__, reasons)
@@ -282,7 +284,7 @@ def _serve_loaded(chosen: list[str]) -> None:
     names: dict[str, Iterable[type]] = dict.fromkeys([*FILES, *loading.model_files()], ())
     names.update(loading.other_classes())
     plans = [Plan.of(name, chosen, more) for name, more in names.items()]
-    for operator in _named & set(chosen):
+    for operator in (name for name in chosen if name in _named.get()):
         if not any(plan.serves(operator) for plan in plans):
             reasons = reasons_for([plan.file for plan in plans], operator)
             if reasons:
@@ -311,7 +313,7 @@ def _watch_if_needed() -> None:
 # ---- what cannot be served -------------------------------------------------------------------------------------------
 
 
-def _need(plans: list[Plan], operators: set[str], where: str) -> None:
+def _need(plans: list[Plan], operators: Collection[str], where: str) -> None:
     """That each of these operators has a place in types that are given by name, and others have not taken it."""
     files = [plan.file for plan in plans]
     for operator in (name for name in OPERATORS if name in operators):

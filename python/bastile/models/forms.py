@@ -10,6 +10,7 @@ import hashlib
 import linecache
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -88,7 +89,7 @@ class Source:
         return _reduced(self, self.functions[name], None)
 
 
-_sources: dict[str, tuple[int, Source | None]] = {}
+_sources: dict[str, tuple[int, Source | None]] = {}  # by file, with the hash of its text
 
 
 def code_of(function: Any) -> Code | None:
@@ -99,12 +100,12 @@ def code_of(function: Any) -> Code | None:
     lines = linecache.getlines(code.co_filename, getattr(function, "__globals__", None))
     text = "".join(lines)
     key = hash(text)
-    if _sources.get(code.co_filename, (0, None))[0] != key:
-        try:
-            _sources[code.co_filename] = key, Source(text)
-        except (SyntaxError, ValueError):
-            _sources[code.co_filename] = key, None
-    source = _sources[code.co_filename][1]
+    read, source = _sources.get(code.co_filename, (None, None))
+    if read != key:
+        source = None
+        with suppress(SyntaxError, ValueError):
+            source = Source(text)
+        _sources[code.co_filename] = key, source
     return None if source is None else source.at(code.co_firstlineno, code.co_name)
 
 

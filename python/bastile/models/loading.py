@@ -72,12 +72,21 @@ def import_type(model_type: str) -> list[str]:
     if model_type in auto.CONFIG_MAPPING_NAMES:
         package = importlib.import_module(auto.CONFIG_MAPPING[model_type].__module__.rpartition(".")[0])
         files = [f"{package.__name__}.{file.name}" for file in pkgutil.iter_modules(package.__path__)]
-        return [importlib.import_module(name).__name__ for name in files if is_model_file(name)]
+        own = [importlib.import_module(name).__name__ for name in files if is_model_file(name)]
+        return own or _modules_of_models(auto.CONFIG_MAPPING[model_type])
     with suppress(KeyError):
         config_class = auto.CONFIG_MAPPING[model_type]  # which somebody has registered
         base = importlib.import_module(_BASE).PreTrainedModel
         return sorted({cls.__module__ for cls in _subclasses(base) if cls.config_class is config_class})
     return []
+
+
+def _modules_of_models(config_class: type) -> list[str]:
+    """Where the models of a type are that has a config of its own and another type's code."""
+    from transformers.models.auto import modeling_auto as auto
+
+    found = (mapping.get(config_class, None) for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_MAPPING))
+    return sorted({cls.__module__ for cls in found if isinstance(cls, type)})
 
 
 def known_types() -> list[str]:

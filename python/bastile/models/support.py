@@ -24,7 +24,7 @@ def support(model_type: str) -> Support:
         ValueError: for what is no model type of the installed Transformers.
     """
     names = loading.import_type(model_type)
-    if not names:
+    if not names and model_type not in loading.known_types():
         raise ValueError(f"{model_type!r} is no model type of transformers {loading.transformers_version()}")
     places: dict[str, list[str]] = {}
     stock: dict[str, dict[str, str]] = {}
