@@ -3,6 +3,7 @@
 #   make demo    train a small Qwen3 with stock Transformers and with Bastile, and compare
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
 #   make test-oldest   the tests of models with the oldest Transformers that is supported
+#   make test-models   one training step of each model type of Transformers
 #   make lint    format and style only
 #   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
 #   make bench   time the operators on this machine
@@ -20,7 +21,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest test-models lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -71,7 +72,7 @@ py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 
 # The oldest Transformers lies in a folder of its own, before the others on Python's path.
 OLDEST := build/oldest
-MODEL_TESTS := compile families fused_layers generation gpt_oss patching training transformers_versions
+MODEL_TESTS := compile families forms fused_layers generation gpt_oss model_types patching training transformers_versions
 $(OLDEST)/stamp: requirements/oldest.txt
 	rm -rf $(OLDEST)
 	$(PY) -m pip install -q --target $(OLDEST) -r $<
@@ -79,6 +80,10 @@ $(OLDEST)/stamp: requirements/oldest.txt
 
 test-oldest: install $(OLDEST)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(OLDEST):$(SITE) $(PY) -m pytest -n $(JOBS) $(addprefix tests/py/test_,$(addsuffix .py,$(MODEL_TESTS)))
+
+# One training step of each causal language model type of Transformers, stock and patched.
+test-models: install $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=$(SITE) $(PY) -m pytest -n $(JOBS) -m every_type tests/py/test_model_types.py
 
 # The same Python tests of the operators, with the CUDA kernels run on the CPU under AddressSanitizer and UBSan.
 emulated-tests: $(if $(VENV),$(VENV)/test.stamp)

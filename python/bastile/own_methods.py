@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from bastile.guards import function_of, is_ours, mark_as_ours, stand_in_for, stock_of
-from bastile.models.resolve import Site
+from bastile.models.sites import Site
 
 _MARK = "_bastile_given"
 _REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on each module; here only while a method is given
@@ -78,8 +78,8 @@ def _cells(function: Any) -> Iterator[types.CellType]:
 
 def runs_stock(module: nn.Module, site: Site) -> bool:
     """Whether this module runs the class's own forward: no subclass and no one else has given it another."""
-    stock: Any = site.instances
-    if not isinstance(module, stock) or not _is_same(type(module).forward, stock.forward):
+    stocks: Any = site.instances
+    if not any(isinstance(module, stock) and _is_same(type(module).forward, stock.forward) for stock in stocks):
         return False
     own, forward = _Place(module).method(), type(module).forward
     if own is None or given_to(module):
@@ -130,7 +130,7 @@ def give(module: nn.Module, given: tuple[Site, ...], methods: dict[Any, Any]) ->
         place.put_back()
         vars(module).pop(_REPLICATE, None)
         return
-    key = type(module), tuple(site.name for site in given)
+    key = type(module), tuple((site.operator, site.where) for site in given)
     if key not in methods:
         methods[key] = _made_of(stock_of(type(module).forward), given)
     place.put(methods[key])

@@ -1,84 +1,54 @@
 """Putting the operators into models, and taking them out again.
 
-Process-wide: `apply` replaces methods on Transformers' classes, and the rotary function in their module, so models
-built before and after are served alike. One model: `apply_to_model` gives its modules methods of their own. A call of
-either states what is in force afterwards, and changes nothing of a model type unless all of it can be done; `reset`
-puts back the very objects that were there. What others have kept of a replacement runs the original once it is out."""
+Process-wide: `apply` replaces methods on classes whose code has a known form, and rotary functions in their modules, in
+what is imported now and in what will be, so models built before and after are served alike. One model: `apply_to_model`
+gives its modules methods of their own. A call of either states what is in force afterwards; `reset` puts back the very
+objects that were there. What others have kept of a replacement runs the original once it is out."""
 
 import functools
 import threading
-import warnings
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from contextvars import ContextVar
+from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
-from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
-from bastile.models.lookup import Unfit, described, families
-from bastile.models.resolve import Site, sites
-from bastile.models.table import FAMILIES, OPERATORS, Family
+from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
+from bastile.models import loading
+from bastile.models.forms import forget_sources
+from bastile.models.sites import ModelFile, Site, file_of, sites
+from bastile.models.table import OPERATORS
 from bastile.own_methods import give, given_to, reaches, runs_stock
 
-
-@dataclass
-class _Applied:
-    site: Site
-    original: Any
-    replacement: Any = None
-    is_in_force: bool = True
-
-    def put(self) -> None:
-        self.replacement = _while_in_force(self)
-        setattr(self.site.owner, self.site.attribute, self.replacement)
-
-    def take_out(self) -> None:
-        self.is_in_force = False
-        if getattr(self.site.owner, self.site.attribute) is self.replacement:
-            setattr(self.site.owner, self.site.attribute, self.original)
-
-    def others(self) -> Any:
-        """What other code has put in its place, or around it; None where it is as it was put."""
-        found = getattr(self.site.owner, self.site.attribute)
-        if found is not self.replacement:
-            return found
-        return self.site.instances.forward if self.site.wrapper not in (None, self.site.instances.forward) else None
-
-    def is_called(self) -> bool:
-        """Whether calls still come to it, directly or through what others have wrapped around it."""
-        site = self.site
-        return _leads_to(getattr(site.owner, site.attribute), self.replacement) and (
-            site.wrapper is None or _leads_to(site.instances.forward, site.wrapper)
-        )
-
-
-def _leads_to(function: Any, inner: Any) -> bool:
-    while function is not None and function is not inner:
-        function = getattr(function, "__wrapped__", None)
-    return function is not None
-
-
-def _while_in_force(entry: _Applied) -> Any:
-    """The replacement, and the original once the patch is taken out: hooks and wrappers of other packages keep the
-    method that a class had when they came, and call it ever after."""
-    original, replacement = entry.original, entry.site.build(entry.original)
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if entry.is_in_force:
-            return replacement(*args, **kwargs)
-        return original(*args, **kwargs)
-
-    stand_in_for(original, call)
-    return mark_as_ours(call) if is_ours(replacement) else call
-
-
 _lock = threading.RLock()
-_applied: dict[str, _Applied] = {}  # process-wide, by name
+_everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
+_types: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}  # type -> its operators, and its modules' titles
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
 
 
+def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    """The function learns which operators its caller has named: what is asked for by name must be possible."""
+    order = [name for name in function.__annotations__ if name not in ("model_types", "return")]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> list[str]:
+        given = {**dict(zip(order, args, strict=False)), **kwargs}
+        token = _named.set(frozenset(name for name in OPERATORS if given.get(name) is True))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _named.reset(token)
+            forget_sources()
+
+    return call
+
+
+_named: ContextVar[frozenset[str]] = ContextVar("bastile_named", default=frozenset())
+
+
+@_marks_what_is_named
 def apply(
     rms_norm: bool = True,
     swiglu: bool = True,
@@ -90,10 +60,12 @@ def apply(
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
-    """Puts the chosen operators into every model of the given types (None: all supported) in this process, and takes
-    the others out of them: what it is given is what is in force afterwards. Other types stay as they are.
+    """Puts the chosen operators into every model of the given types (None: all) in this process, and takes the others
+    out of them: what it is given is what is in force afterwards. Other types stay as they are.
 
-    A family that has no place for an operator does without it. An operator that fuses others needs them: without
+    What a model computes is known by its code, not by its type: an operator goes where the code has a form that it
+    serves, in models that are imported now or later, of users too; all other code stays as it is. `bastile support`
+    tells what that means for a type, bastile.report() what ran. An operator that fuses others needs them: without
     `rms_norm` there is no `add_rms_norm` or `qk_norm_rope`, without `rope` no `qk_norm_rope`. docs/models.md says what
     falls back to the original, and when.
 
@@ -107,50 +79,47 @@ def apply(
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
-        model_types: such as ["qwen3"], or "qwen3"; None: all that are supported. A type in which something is missing
-            or has been replaced by others stays as it is then, with a warning that names it, and the others are served.
+        model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
 
     Returns:
-        The names now in force in these types, such as "rms_norm_qwen3".
+        The names now in force: those of operators, such as "rms_norm"; for given types with the type, such as
+        "rms_norm_qwen3", and only of what has a place there.
 
     Raises:
         TypeError: where an operator's argument is neither True nor False.
-        ValueError: for a model type that is not supported.
-        RuntimeError: where a type that is asked for by name, or every type, lacks a piece that an operator needs, since
-            the installed Transformers has it otherwise or other code has replaced it. Nothing is changed then.
+        ValueError: for a model type that Transformers does not know.
+        RuntimeError: where an operator that is asked for by its name, as in apply(rope=True), cannot be put into a type
+            that is given, or without types into any that is imported and has such code, since the code is not known or
+            other code has replaced it; where Transformers is too old. Nothing is changed then.
     """
+    global _everywhere
     chosen = _chosen("apply", locals())
+    loading.transformers_version()
+    if model_types is None:
+        with _lock:
+            _serve_loaded(chosen)
+            _everywhere = tuple(chosen)
+            _types.clear()
+            _watch_if_needed()
+            return [name for name in chosen if not _is_lost(name)]
+    given = list(dict.fromkeys([model_types] if isinstance(model_types, str) else model_types))
+    # Imported before the lock is taken: who imports a model file waits for it.
+    modules = {model_type: _modules_of(model_type, "apply") for model_type in given}
     with _lock:
-        rows = families(model_types)
-        wanted: list[Site] = []
-        unfit: dict[str, Unfit] = {}
-        for family in rows:
-            missing = [op for op in family.operators if op in chosen and not _is_in_force(f"{op}_{family.model_type}")]
-            try:
-                wanted += sites(family, missing, stock_of)
-            except Unfit as error:
-                if model_types is not None or len(unfit) + 1 == len(rows):
-                    raise
-                unfit[family.model_type] = error
-        served = [family for family in rows if family.model_type not in unfit]
-        staying = {name for family in served for name in family.patches(chosen)}
-        leaving = {name for family in served for name in family.patches()} - staying
-        _take_out([entry for name, entry in _applied.items() if name in leaving], "apply")
-        for site in wanted:
-            if site.name in _applied:  # which others have replaced, and undone in their way
-                _applied[site.name].is_in_force = False
-            entry = _Applied(site, stock_of(getattr(site.owner, site.attribute)))
-            entry.put()
-            _applied[site.name] = entry
-        for model_type, lack in unfit.items():
-            warnings.warn(
-                f"bastile.apply: {lack.reason}; {model_type} models stay as they are, others are served. {lack.advice}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return [name for family in rows for name in family.patches() if _is_in_force(name)]
+        plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
+        _need(plans, _named.get() & set(chosen), ", ".join(given))
+        carry_out(plans, "apply")
+        for model_type, names in modules.items():
+            titles = frozenset(FILES[name].title for name in names)
+            # Two names of types may be one file's: the later one says what is in force there.
+            for other in [other for other, (_, theirs) in _types.items() if theirs == titles and other != model_type]:
+                del _types[other]
+            _types[model_type] = tuple(chosen), titles
+        _watch_if_needed()
+        return [name for model_type in given for name in _names_of(model_type)]
 
 
+@_marks_what_is_named
 def apply_to_model(
     model: nn.Module,
     rms_norm: bool = True,
@@ -186,36 +155,35 @@ def apply_to_model(
 
     Raises:
         TypeError: where an operator's argument is neither True nor False.
-        ValueError: for a model of a type that is not supported, or in which there is nothing to replace.
-        RuntimeError: where the model's type lacks a piece that an operator needs, since the installed Transformers has
-            it otherwise or other code has replaced it. Nothing is changed then.
+        ValueError: for a model in which there is nothing to replace.
+        RuntimeError: where an operator that is asked for by its name cannot be put into the model, since its code is
+            not known or other code has replaced it. Nothing is changed then.
     """
     chosen = _chosen("apply_to_model", locals())
+    loading.transformers_version()
     core = _unwrapped(model)
-    family = _family(core)
-    if family is None:
+    files = [file_of(name, classes) for name, classes in loading.classes_of(core).items()]
+    found = _in_order_of_operators([site for file in files for site in sites(file, chosen)])
+    wanted = {module: tuple(s for s in found if runs_stock(module, s)) for module in core.modules()}
+    operators = {site.operator for fitting in wanted.values() for site in fitting}
+    for operator in (name for name in chosen if name in _named.get()):
+        reasons = reasons_for(files, operator)
+        if operator not in operators or any(reason in file.replaced.values() for file in files for reason in reasons):
+            raise _cannot("apply_to_model", operator, _model_type(core) or type(core).__name__, reasons)
+    if chosen and not operators:
         raise ValueError(
-            f"apply_to_model: {type(core).__name__} has the model type {_model_type(core)!r}, which is not supported; "
-            f"supported are: {', '.join(sorted(FAMILIES))}"
+            f"apply_to_model: no module of {type(core).__name__}, which has the model type {_model_type(core)!r}, runs "
+            f"code that bastile knows, so there is nothing to replace"
         )
-    with _lock:
-        found = sites(family, [op for op in family.operators if op in chosen], stock_of)
-        wanted = {module: tuple(s for s in found if runs_stock(module, s)) for module in core.modules()}
-        names = {site.name for fitting in wanted.values() for site in fitting}
-        if chosen and not names:
-            raise ValueError(
-                f"apply_to_model: no module of {type(core).__name__} runs Transformers' own {family.model_type} code, "
-                f"so there is nothing to replace"
-            )
-        methods: dict[Any, Any] = {}
-        for module, fitting in wanted.items():
-            if fitting or given_to(module):
-                give(module, fitting, methods)
-        if names:
-            _models.add(core)
-        else:
-            _models.discard(core)
-        return _in_order(names)
+    methods: dict[Any, Any] = {}
+    for module, fitting in wanted.items():
+        if fitting or given_to(module):
+            give(module, fitting, methods)
+    if operators:
+        _models.add(core)
+    else:
+        _models.discard(core)
+    return _named_for(core, operators)
 
 
 def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) -> list[str]:
@@ -235,45 +203,39 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
     Raises:
         ValueError: for a name that no patch has.
     """
-    wanted = None if names is None else frozenset([names] if isinstance(names, str) else names)
-    if wanted is not None:
-        known = {name for family in FAMILIES.values() for name in family.patches()}
-        if wanted - known:
-            raise ValueError(
-                f"reset: unknown patch {sorted(wanted - known)[0]!r}; known are: {', '.join(sorted(known))}"
-            )
+    wanted = None if names is None else _parsed(names)
     with _lock:
-        done: set[str] = set()
+        done: list[str] = []
         if model is None:
-            leaving = [entry for name, entry in _applied.items() if wanted is None or name in wanted]
-            done.update(entry.site.name for entry in leaving)
-            _take_out(leaving, "reset")
+            done += _reset_process(wanted)
+        own: dict[str, set[str]] = {}
         for core in list(_models) if model is None else [_unwrapped(model)]:
-            methods: dict[Any, Any] = {}
-            for module in core.modules():
-                given = given_to(module)
-                staying = tuple(site for site in given if wanted is not None and site.name not in wanted)
-                if len(staying) < len(given):
-                    give(module, staying, methods)
-                    done.update(site.name for site in given if site not in staying)
-            if not any(given_to(module) for module in core.modules()):
-                _models.discard(core)
-        return _in_order(done)
+            own.setdefault(_model_type(core) or "", set()).update(_reset_model(core, wanted))
+        for model_type in sorted(own):
+            done += [name for name in _typed(model_type, own[model_type]) if name not in done]
+        forget_sources()
+        return done
 
 
 def get_patched_ops(model: nn.Module | None = None) -> list[str]:
-    """The names in force in the whole process; given a model, what is in force in it: those that one of its modules
-    runs, from `apply` or from `apply_to_model`."""
+    """The names in force in the whole process: "rms_norm" for all types but those that follow by name, as in
+    "rms_norm_qwen3". Given a model, what is in force in it, with its type: what one of its modules runs, from `apply`
+    or from `apply_to_model`."""
     with _lock:
-        names = {name for name in _applied if _is_in_force(name)}
-        if model is not None:
-            core = _unwrapped(model)
-            family = _family(core)
-            names.intersection_update(family.patches() if family else ())
-            modules = list(core.modules())
-            names = {name for name in names if any(reaches(module, _applied[name].site) for module in modules)}
-            names.update(site.name for module in modules for site in given_to(module))
-        return _in_order(names)
+        if model is None:
+            return [
+                *(name for name in _everywhere if not _is_lost(name)),
+                *(name for model_type in _types for name in _names_of(model_type)),
+            ]
+        core = _unwrapped(model)
+        modules = list(core.modules())
+        entries = [e for file in FILES.values() for several in file.applied.values() for e in several if e.is_called()]
+        operators = {e.site.operator for e in entries if any(reaches(module, e.site) for module in modules)}
+        operators.update(site.operator for module in modules for site in given_to(module))
+        return _named_for(core, operators)
+
+
+# ---- what is wanted --------------------------------------------------------------------------------------------------
 
 
 def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
@@ -291,35 +253,200 @@ def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
     ]
 
 
-def _is_in_force(name: str) -> bool:
-    return name in _applied and _applied[name].is_called()
+def _modules_of(model_type: str, function: str) -> list[str]:
+    """The modules of a type, imported."""
+    try:
+        names = loading.import_type(model_type)
+    except ImportError as error:
+        raise RuntimeError(
+            f"transformers {loading.transformers_version()} lacks module {error.name} for {model_type}; nothing was "
+            f"patched. Another release of bastile or of transformers helps"
+        ) from error
+    if not names:
+        near = ", ".join(get_close_matches(model_type, loading.known_types(), 3, 0))
+        raise ValueError(
+            f"{function}: model type {model_type!r} is not supported; supported are: the types of transformers "
+            f"{loading.transformers_version()}, such as {near}"
+        )
+    return names
 
 
-def _take_out(entries: list[_Applied], function: str) -> None:
-    """Puts the originals back, wherever nobody has put something else since."""
-    for entry in entries:
-        others = entry.others()
-        entry.take_out()
-        del _applied[entry.site.name]
-        if others is not None:
-            warnings.warn(
-                f"bastile.{function}: other code has replaced {entry.site.where} since bastile.apply(): "
-                f"{described(others)} stays there. {entry.site.name} is no longer in force all the same",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+def _wanted_in(title: str) -> tuple[str, ...]:
+    """The operators that are to be in force in the modules of this title."""
+    return next((operators for operators, titles in _types.values() if title in titles), _everywhere)
 
 
-def _in_order(names: set[str]) -> list[str]:
-    return [name for family in FAMILIES.values() for name in family.patches() if name in names]
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _serve_loaded(chosen: list[str]) -> None:
+    """All that is imported."""
+    names: dict[str, Iterable[type]] = dict.fromkeys([*FILES, *loading.model_files()], ())
+    names.update(loading.other_classes())
+    plans = [Plan.of(name, chosen, more) for name, more in names.items()]
+    for operator in (name for name in chosen if name in _named.get()):
+        if not any(plan.serves(operator) for plan in plans):
+            reasons = reasons_for([plan.file for plan in plans], operator)
+            if reasons:
+                raise _cannot("apply", operator, "any model that is imported", reasons)
+    carry_out(plans, "apply")
+
+
+def _look(name: str, classes: Iterable[type]) -> None:
+    """At a module that has just been imported, or whose classes a new model has."""
+    with _lock:
+        plan = Plan.of(name, _wanted_in(ModelFile(name, None).title), classes)
+        carry_out([plan], "apply")
+        forget_sources()
+
+
+_watch = loading.Watch(_look)
+
+
+def _watch_if_needed() -> None:
+    if _everywhere or any(operators for operators, _ in _types.values()):
+        _watch.start()
+    else:
+        _watch.stop()
+
+
+# ---- what cannot be served -------------------------------------------------------------------------------------------
+
+
+def _need(plans: list[Plan], operators: Collection[str], where: str) -> None:
+    """That each of these operators has a place in types that are given by name, and others have not taken it."""
+    files = [plan.file for plan in plans]
+    for operator in (name for name in OPERATORS if name in operators):
+        reasons = reasons_for(files, operator)
+        others = [reason for file in files for reason in file.replaced.values()]
+        if not any(plan.serves(operator) for plan in plans) or any(reason in others for reason in reasons):
+            raise _cannot("apply", operator, where, reasons)
+
+
+def _cannot(function: str, operator: str, where: str, reasons: list[str]) -> RuntimeError:
+    why = "; ".join(reasons) or "it has no code that looks like it"
+    return RuntimeError(
+        f"{function}: transformers {loading.transformers_version()} has no place for bastile's {operator} in {where}: "
+        f"{why}; nothing was patched. Undoing what others have done, another release of bastile or of transformers, or "
+        f"leaving this operator out with {operator}=False, helps"
+    )
+
+
+# ---- taking out ------------------------------------------------------------------------------------------------------
+
+
+def _parsed(names: Iterable[str]) -> list[tuple[str, str, str | None]]:
+    """Each name, the operator that it names, and the type, where there is one."""
+    return [_parse(name) for name in ([names] if isinstance(names, str) else names)]
+
+
+def _parse(name: str) -> tuple[str, str, str | None]:
+    if name in OPERATORS:
+        return name, name, None
+    for operator in sorted(OPERATORS, key=len, reverse=True):
+        model_type = name.removeprefix(f"{operator}_")
+        if model_type == name:
+            continue
+        own = any(_model_type(core) == model_type for core in _models)
+        if own or (model_type in _types and operator in _places(model_type)):
+            return name, operator, model_type
+        try:
+            modules = loading.import_type(model_type)
+        except ImportError:
+            modules = []
+        if any(Plan.of(module, [operator]).serves(operator) for module in modules):
+            return name, operator, model_type
+    known = ", ".join([*OPERATORS, *(f"{operator}_{kind}" for kind in _types for operator in _places(kind))])
+    raise ValueError(f"reset: unknown patch {name!r}; known are: {known}, and with each type what has a place in it")
+
+
+def _reset_process(wanted: list[tuple[str, str, str | None]] | None) -> list[str]:
+    """Takes these out of classes and modules; the names of what was in force."""
+    global _everywhere
+    done: list[str] = []
+    if wanted is None:
+        done = [*_everywhere, *(name for kind in _types for name in _typed(kind, set(_places(kind))))]
+        _everywhere = ()
+        _types.clear()
+    for name, operator, model_type in wanted or ():
+        if model_type is None:
+            if any(entry.has(operator) for entry in FILES.values()) or operator in _everywhere:
+                done.append(name)
+            _everywhere = tuple(op for op in _everywhere if op != operator)
+            for each, (operators, titles) in _types.items():
+                _types[each] = tuple(op for op in operators if op != operator), titles
+            continue
+        if model_type not in _types:
+            _types[model_type] = _everywhere, frozenset(map(_title, loading.import_type(model_type)))
+        operators, titles = _types[model_type]
+        if operator in operators:
+            done.append(name)
+            _types[model_type] = tuple(op for op in operators if op != operator), titles
+    for entry in FILES.values():
+        staying = _wanted_in(entry.title)
+        take_out(entry, [op for op in entry.applied if op not in staying], "reset")
+    _watch_if_needed()
+    return done
+
+
+def _title(name: str) -> str:
+    return ModelFile(name, None).title
+
+
+def _reset_model(core: nn.Module, wanted: list[tuple[str, str, str | None]] | None) -> set[str]:
+    """Takes these out of a model; the operators that were there."""
+    out = None if wanted is None else {op for _, op, kind in wanted if kind in (None, _model_type(core))}
+    methods: dict[Any, Any] = {}
+    done: set[str] = set()
+    for module in core.modules():
+        given = given_to(module)
+        staying = tuple(site for site in given if out is not None and site.operator not in out)
+        if len(staying) < len(given):
+            give(module, staying, methods)
+            done.update(site.operator for site in given if site not in staying)
+    if not any(given_to(module) for module in core.modules()):
+        _models.discard(core)
+    return done
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _is_lost(operator: str) -> bool:
+    """Whether an operator has had places, and others have replaced it in all of them."""
+    places = [file for file in FILES.values() if operator in file.applied]
+    return bool(places) and not any(file.has(operator) for file in places)
+
+
+def _places(model_type: str) -> list[str]:
+    """The operators that have a place in this type, which is one of _types."""
+    _, titles = _types[model_type]
+    files = [file for file in FILES.values() if file.title in titles]
+    return [operator for operator in OPERATORS if any(operator in file.applied for file in files)]
+
+
+def _names_of(model_type: str) -> list[str]:
+    """What is in force in a type that is one of _types."""
+    operators, titles = _types[model_type]
+    files = [file for file in FILES.values() if file.title in titles]
+    return _typed(model_type, {op for op in operators if any(file.has(op) for file in files)})
+
+
+def _typed(model_type: str, operators: set[str]) -> list[str]:
+    return [f"{name}_{model_type}" if model_type else name for name in OPERATORS if name in operators]
+
+
+def _named_for(core: nn.Module, operators: set[str]) -> list[str]:
+    return _typed(_model_type(core) or "", operators)
+
+
+def _in_order_of_operators(found: list[Site]) -> list[Site]:
+    order = list(OPERATORS)
+    return sorted(found, key=lambda site: order.index(site.operator))
 
 
 def _model_type(model: Any) -> str | None:
     return getattr(getattr(model, "config", None), "model_type", None)
-
-
-def _family(model: Any) -> Family | None:
-    return FAMILIES.get(_model_type(model))
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from bastile._library import kernel_counts
+from bastile.models.anatomy import Anatomy, anatomy
 from bastile.models.kernels import Call, Types, calls
-from bastile.models.table import FAMILIES, Family
 from bastile.ops._common import FLOATS
 from bastile.patching import _unwrapped, get_patched_ops
+from bastile.shapes import MODELS
 
 _MOST_THREADS = 8
 
@@ -59,8 +60,9 @@ def warmup_all_kernels(
 
     Args:
         model_or_config: a model, wrapped or not (PEFT, torch.compile, DDP, FSDP), or its config; None: the default
-            config of each supported family. Of a model it matters what it is patched with and what of it is trained, of
-            a config what `apply` has patched; where nothing is patched, it is as if `apply` had patched all.
+            config of the type of each model that `bastile sweep` knows by name. Of a model it matters what it is
+            patched with and what of it is trained, of a config what `apply` has patched; where nothing is patched, it
+            is as if `apply` had patched all.
         dtype: of the weights; the model's own, bfloat16 for a config. Under torch.autocast, call this under it too.
         device: where the model will run; None: the current CUDA device.
         progress: draw a bar where `rich` is installed.
@@ -95,30 +97,34 @@ def _warm(
     return Warmup(str(device), seconds, "", total, compiled, cached, tuple(family.model_type for family in families))
 
 
-def _work(model_or_config: Any, dtype: torch.dtype | None, device: torch.device) -> tuple[list[Family], list[Call]]:
+def _work(model_or_config: Any, dtype: torch.dtype | None, device: torch.device) -> tuple[list[Anatomy], list[Call]]:
     """The families, and each call that their kernels need, once."""
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     if model_or_config is None:
         from transformers import AutoConfig
 
-        configs: list[Any] = [AutoConfig.for_model(model_type) for model_type in FAMILIES]
+        known = dict.fromkeys(shape["model_type"] for shape in MODELS.values())
+        configs: list[Any] = [AutoConfig.for_model(model_type) for model_type in known]
         model, own = None, None
     else:
         model = _unwrapped(model_or_config) if isinstance(model_or_config, nn.Module) else None
         configs = [model_or_config if model is None else getattr(model, "config", None)]
         own = getattr(model, "dtype", None)
+    families = []
     for config in configs:
-        if getattr(config, "model_type", None) not in FAMILIES:
+        family = anatomy(str(getattr(config, "model_type", None)))
+        if family is None:
             raise ValueError(
-                f"warmup_all_kernels: {type(model_or_config).__name__} is no supported model or config; supported "
-                f"model types are: {', '.join(sorted(FAMILIES))}"
+                f"warmup_all_kernels: {type(model_or_config).__name__} is no supported model or config: a causal "
+                f"language model is needed whose layers have a form that bastile knows (`bastile support` lists them)"
             )
+        families.append(family)
     stream = dtype or own or torch.bfloat16
     if stream not in FLOATS:
         raise ValueError(
             f"warmup_all_kernels: dtype is {stream}; kernels serve torch.float32, torch.bfloat16 and torch.float16"
         )
-    families, types = [FAMILIES[config.model_type] for config in configs], Types(stream, dtype, autocast)
+    types = Types(stream, dtype, autocast)
     work = [
         call
         for family, config in zip(families, configs, strict=True)
@@ -127,11 +133,11 @@ def _work(model_or_config: Any, dtype: torch.dtype | None, device: torch.device)
     return families, list(dict.fromkeys(work))
 
 
-def _operators(family: Family, model: nn.Module | None) -> list[str]:
+def _operators(family: Anatomy, model: nn.Module | None) -> list[str]:
     """Those in force, or all that could be."""
-    patched = get_patched_ops(model)
-    names = dict(zip(family.patches(), family.operators, strict=True))
-    return [operator for name, operator in names.items() if name in patched] or list(family.operators)
+    patched = set(get_patched_ops(model))
+    names = [op for op in family.operators if patched & {op, f"{op}_{family.model_type}"}]
+    return names or list(family.operators)
 
 
 def _run(work: Sequence[Call], device: torch.device, progress: bool, threads: int) -> dict[str, float]:

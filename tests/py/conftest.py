@@ -21,8 +21,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
-from bastile.models import attention, causal_lm, decoder, experts, layers
-from bastile.models.table import FAMILIES
+from bastile.models import attention, causal_lm, decoder, experts, mlp, norm, rotary
+from families import FAMILIES
 from oracle import numbers
 
 # The families in which every layer is norm, attention, norm, MLP.
@@ -151,9 +151,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(module, function, call)
 
-    for name in ("rms_norm", "rope"):
-        counted(layers, name)
-    counted(layers, "swiglu", "swiglu_mlp")  # by either of its ways
+    counted(norm, "rms_norm")
+    counted(rotary, "rope")
+    counted(mlp, "swiglu", "swiglu_mlp")  # by either of its ways
     counted(attention, "projections")
     counted(attention, "qk_norm_rope")
     counted(decoder, "add_rms_norm")

@@ -22,8 +22,9 @@ import bastile
 from bastile.cli import compare, data, files, main
 from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
-from bastile.models.table import FAMILIES, OPERATORS
+from bastile.models.table import OPERATORS
 from command import save_model
+from families import FAMILIES
 
 TRAINING = ["--steps", "4", "--batch", "2", "--sequence", "32", "--device", "cpu"]
 PATCHES = [f"{operator}_qwen3" for operator in FAMILIES["qwen3"].operators]
@@ -101,7 +102,7 @@ def test_mistakes_are_told_with_their_remedy(
         (["--out", binary], str(binary)),
         (["--data", binary], "not text in UTF-8 (byte 0); convert it first"),
         (["--model", tmp_path], "no config and tokenizer found there"),
-        (["--model", other], "is of the type opt; supported are: "),
+        (["--model", other], "is of the type opt, in which bastile knows no code"),
         (["--sequence", "10000000"], "give a longer text, or a smaller --batch or --sequence"),
         (["--steps", "1"], "--steps must be at least 2"),
         (["--device", "toaster"], "give cpu, cuda or cuda:N"),

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 import bastile
-from bastile.models.table import FAMILIES
 from conftest import DENSE, assert_same_up_to_rounding, calls_of_a_step, gradients, inductor, tiny_batch, tiny_model
+from families import FAMILIES
 from oracle import devices
 
 families = pytest.mark.parametrize("family", sorted(DENSE))

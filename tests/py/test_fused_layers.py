@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import bastile
-from bastile.models.table import FAMILIES
 from conftest import (
     DENSE,
     assert_same_up_to_rounding,
@@ -21,6 +20,7 @@ from conftest import (
     tiny_batch,
     tiny_model,
 )
+from families import FAMILIES
 from hooks import HOOKS
 
 WITH_QK_NORM = [family for family in sorted(DENSE) if FAMILIES[family].q_norm]

@@ -428,8 +428,10 @@ def test_a_changed_gate_in_transformers_is_reported(monkeypatch: pytest.MonkeyPa
         return gate_up[..., ::2].relu()
 
     monkeypatch.setattr(modeling("gpt_oss").GptOssExperts, "_apply_gate", apply_gate)
-    with pytest.raises(RuntimeError, match=r"has 'relu' in GptOssExperts._apply_gate, which bastile's moe_experts"):
-        bastile.apply(model_types=["gpt_oss"])
+    with pytest.raises(
+        RuntimeError, match=r"bastile's moe_experts in gpt_oss: .*GptOssExperts\._apply_gate, other code"
+    ):
+        bastile.apply(model_types=["gpt_oss"], moe_experts=True)
     assert bastile.get_patched_ops() == []
 
 

@@ -20,8 +20,9 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import bastile
-from bastile.models.table import FAMILIES, OPERATORS
+from bastile.models.table import OPERATORS
 from conftest import DENSE, calls_of_a_step, modeling, tiny_batch, tiny_model
+from families import FAMILIES
 from test_patching import EVERY, all_of, pieces
 
 LOSS = "fused_linear_cross_entropy"
@@ -55,7 +56,7 @@ def test_reset_after_the_trainer_has_prepared_the_model(whole_process: bool, tmp
     assert not has_logits(model)
     assert f"{LOSS}_qwen3" in bastile.get_patched_ops(model)
     names = bastile.reset() if whole_process else bastile.reset(model=model)
-    assert f"{LOSS}_qwen3" in names
+    assert (LOSS if whole_process else f"{LOSS}_qwen3") in names
     assert has_logits(model)
     assert bastile.get_patched_ops(model) == []
 
@@ -63,7 +64,7 @@ def test_reset_after_the_trainer_has_prepared_the_model(whole_process: bool, tmp
 def test_apply_and_reset_after_a_model_was_prepared(accelerator: Accelerator, calls: dict[str, int]) -> None:
     model = accelerator.prepare(tiny_model())
     for _ in range(2):
-        assert bastile.apply() == EVERY
+        assert bastile.apply(model_types=list(FAMILIES)) == EVERY
         assert bastile.get_patched_ops(model) == all_of("qwen3")
         calls.clear()
         assert not has_logits(model)
@@ -239,9 +240,12 @@ def test_apply_after_another_patcher_names_it(patcher: Any) -> None:
             bastile.apply(model_types=["qwen3"], **alone)
         with pytest.raises(RuntimeError, match=match):
             bastile.apply_to_model(model, **alone)
-    with pytest.warns(RuntimeWarning, match=r"by lion_kernel\.patches\.LionRMSNorm.*qwen3 models stay as they are"):
+    with pytest.warns(
+        RuntimeWarning, match=r"by lion_kernel\.patches\.LionRMSNorm.*stays as it is, the rest is served"
+    ):
         names = bastile.apply()
-    assert names == bastile.get_patched_ops() == [name for name in EVERY if not name.endswith("qwen3")]
+    assert names == bastile.get_patched_ops() == list(OPERATORS)
+    assert bastile.get_patched_ops(model) == ["recompute_qwen3"]
     assert pieces("llama")["rms_norm"] is not before["rms_norm"]
     # What the other has left alone can be had.
     rest = dict.fromkeys(("rms_norm", "swiglu", "rope", LOSS), False)
@@ -251,14 +255,14 @@ def test_apply_after_another_patcher_names_it(patcher: Any) -> None:
 def test_another_patcher_after_apply(patcher: Any, calls: dict[str, int]) -> None:
     before = pieces("qwen3")
     model = tiny_model()
-    bastile.apply()
+    bastile.apply(model_types=list(FAMILIES))
     module = modeling("qwen3")
     norm, mlp = module.Qwen3RMSNorm, module.Qwen3MLP
     patcher.patch()
     assert bastile.get_patched_ops() == [name for name in EVERY if name not in ("rope_qwen3", f"{LOSS}_qwen3")]
     assert set(bastile.get_patched_ops(model)) == set(all_of("qwen3", "rope", LOSS))
     with pytest.raises(RuntimeError, match=r"apply_rotary_pos_emb of qwen3 by lion_kernel\.patches\.rotary"):
-        bastile.apply(model_types=["qwen3"])
+        bastile.apply(model_types=["qwen3"], rope=True)
     with pytest.warns(RuntimeWarning) as said:
         assert bastile.reset() == EVERY
     assert [str(each.message) for each in said] == [
@@ -281,7 +285,7 @@ def test_others_that_wrap_a_patch_keep_their_wrapper(monkeypatch: pytest.MonkeyP
     mlp = modeling("qwen3").Qwen3MLP
     stock = mlp.forward
     model = tiny_model()
-    bastile.apply()
+    bastile.apply(model_types=list(FAMILIES))
     ours = mlp.forward
 
     @functools.wraps(ours)
@@ -291,7 +295,7 @@ def test_others_that_wrap_a_patch_keep_their_wrapper(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(mlp, "forward", wrapper)
         assert bastile.get_patched_ops() == EVERY
-        assert bastile.apply() == EVERY
+        assert bastile.apply(model_types=list(FAMILIES)) == EVERY
         assert mlp.forward is wrapper
         with pytest.warns(RuntimeWarning, match=r"replaced Qwen3MLP\.forward"):
             assert bastile.reset(["swiglu_qwen3"]) == ["swiglu_qwen3"]
@@ -301,7 +305,7 @@ def test_others_that_wrap_a_patch_keep_their_wrapper(monkeypatch: pytest.MonkeyP
     assert mlp.forward is ours
     model(**tiny_batch(model))
     assert "swiglu" not in calls
-    assert bastile.apply() == EVERY
+    assert bastile.apply(model_types=list(FAMILIES)) == EVERY
     assert bastile.reset() == EVERY
     assert mlp.forward is stock
 

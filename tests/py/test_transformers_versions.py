@@ -1,5 +1,5 @@
-"""Releases of Transformers that lack what a patch needs, or have what it does not know: a message that names the
-release and the piece, and everything left stock."""
+"""Releases of Transformers that have what an operator does not know: where it is asked for by name, a message that
+names the release and the piece, and everything left stock; where it is not, the rest is served."""
 
 import inspect
 import types
@@ -11,9 +11,11 @@ import transformers
 from transformers import PreTrainedModel
 
 import bastile
-from bastile.models import attention, decoder, experts
-from bastile.models.table import FAMILIES, OPERATORS, Family
+from bastile import in_force
+from bastile.models import attention, experts, loading
+from bastile.models.table import OPERATORS
 from conftest import modeling, tiny_batch, tiny_model
+from families import FAMILIES, PLACES, Family
 from test_gpt_oss import tiny_gpt_oss
 from test_patching import EVERY
 
@@ -35,6 +37,13 @@ def tiny(family: str) -> PreTrainedModel:
     return tiny_gpt_oss() if family == "gpt_oss" else tiny_model(family)
 
 
+#: What an attention and a layer mention.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling", "sliding_window")
+ATTENTION += ("attention_dropout", "training", "config", "_attn_implementation", "ALL_ATTENTION_FUNCTIONS")
+ATTENTION += ("eager_attention_forward", "update")
+LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+
+
 def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
     """Operator, class, and what its forward must mention and name as arguments, as the replacements read it."""
     found = [
@@ -47,14 +56,14 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
             [row.backbone, row.head, "loss_function", *(["num_experts_per_tok"] if row.router_loss else [])],
             ["labels", "logits_to_keep"],
         ),
-        ("moe_experts", row.experts_class, [*experts.PARAMETERS, experts.GATE, "num_experts"], [*experts.ARGUMENTS]),
+        ("moe_experts", row.experts_class, [*experts.PARAMETERS, "_apply_gate", "num_experts"], [*experts.ARGUMENTS]),
         (
             "qk_norm_rope",
             row.attention_class,
-            [*attention.READS, row.q_norm, row.k_norm],
+            [*ATTENTION, row.q_norm, row.k_norm],
             [*attention.NEEDED, "past_key_values"],
         ),
-        ("add_rms_norm", row.layer_class, list(decoder.READS), ["hidden_states", "position_ids"]),
+        ("add_rms_norm", row.layer_class, list(LAYER), ["hidden_states", "position_ids"]),
         ("recompute", row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"]),
     ]
     assert {place[0] for place in found} == set(OPERATORS)
@@ -74,7 +83,12 @@ CASES = [
 ]
 
 
-def assert_refused(model: PreTrainedModel, *pieces: str) -> None:
+def named(operator: str) -> dict[str, bool]:
+    """The arguments that ask for this operator by its name."""
+    return {operator: True}
+
+
+def assert_refused(model: PreTrainedModel, operator: str, *pieces: str, by_model: bool = True) -> None:
     """By both ways of patching, with nothing changed."""
     family = model.config.model_type
     module = modeling(family)
@@ -86,11 +100,19 @@ def assert_refused(model: PreTrainedModel, *pieces: str) -> None:
         return dict(vars(module)), [*forwards, *(cell.cell_contents for cell in cells)]
 
     before = state()
-    for call in (lambda: bastile.apply(model_types=family), lambda: bastile.apply_to_model(model)):
+    ways: list[Callable[[], Any]] = [lambda: bastile.apply(model_types=family, **named(operator))]
+    if by_model:
+        ways.append(lambda: bastile.apply_to_model(model, **named(operator)))
+    for call in ways:
         with pytest.raises(RuntimeError) as caught:
             call()
         message = str(caught.value)
-        for piece in (f"transformers {transformers.__version__}", "nothing was patched", *pieces):
+        for piece in (
+            f"transformers {transformers.__version__}",
+            f"bastile's {operator} ",
+            "nothing was patched",
+            *pieces,
+        ):
             assert piece in message, message
         assert bastile.get_patched_ops() == []
         assert all("forward" not in vars(part) for part in model.modules())
@@ -109,64 +131,71 @@ def test_a_renamed_attribute_or_argument(
         bastile.apply(model_types=family, **alone(operator))
     assert f"bastile's {operator} " in str(caught.value)
     assert f"{operator}=False" in str(caught.value)
-    assert f"{class_name}.forward" in str(caught.value)
-    assert name in str(caught.value) or "renamed" in str(caught.value)
-    assert_refused(model, f"{class_name}.forward")
+    piece = FAMILIES[family].rotary_function if operator == "rope" else f"{class_name}.forward"
+    assert piece in str(caught.value)
+    assert_refused(model, operator, piece)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_moved_class_or_function(family: str) -> None:
+    """A type without it has no place for the operator; a model that was built before has the class still."""
     row, model = FAMILIES[family], tiny(family)
     for operator in row.operators:
-        place = getattr(row, OPERATORS[operator].place)
+        place = getattr(row, PLACES[operator])
         name = row.attention_class if operator == "qk_norm_rope" else place
         with pytest.MonkeyPatch.context() as patch:
             patch.delattr(modeling(family), name)
-            assert_refused(model, f"lacks {row.module}.{name}")
+            assert_refused(model, operator, f"no place for bastile's {operator} in {family}", by_model=False)
+            if operator != "rope":
+                assert bastile.apply_to_model(model, **named(operator)) == row.patches()
+                bastile.reset()
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_moved_module(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny(family)
+    tiny(family)
     monkeypatch.setitem(__import__("sys").modules, FAMILIES[family].module, None)
-    for call in (lambda: bastile.apply(model_types=[family]), lambda: bastile.apply_to_model(model)):
-        with pytest.raises(RuntimeError, match=f"lacks module {FAMILIES[family].module}"):
-            call()
+    with pytest.raises(RuntimeError, match=f"lacks module {FAMILIES[family].module}"):
+        bastile.apply(model_types=[family])
     assert bastile.get_patched_ops() == []
-    with pytest.warns(RuntimeWarning, match=f"lacks module {FAMILIES[family].module}"):
-        assert bastile.apply() == [name for name in EVERY if not name.endswith(family)]
+    others = [other for other in FAMILIES if other != family]
+    assert bastile.apply(model_types=others) == [name for name in EVERY if not name.endswith(family)]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_what_one_type_lacks_concerns_that_type(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """apply() serves the others and says once what is missing where; by its name the type is refused."""
-    row, others = FAMILIES[family], [name for name in EVERY if not name.endswith(family)]
-    bastile.apply()
+def test_what_one_type_lacks_leaves_only_what_needs_it_stock(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name the operator is refused."""
+    row, model = FAMILIES[family], tiny(family)
     owner = getattr(modeling(family), row.norm_class)
-    bastile.reset(f"rms_norm_{family}")
     monkeypatch.setattr(owner, "forward", changed(owner.forward, {row.norm_eps: "epsilon"}))
-    left = bastile.get_patched_ops()
-    for before in (left, others):
-        with pytest.warns(RuntimeWarning) as said:
-            assert bastile.apply() == before == bastile.get_patched_ops()
-        assert [each.filename for each in said] == [__file__]
-        for piece in (f"for {family}", "rms_norm", f"'{row.norm_eps}' in {row.norm_class}.forward", "stay as they are"):
-            assert piece in str(said[0].message)
-        with pytest.raises(RuntimeError, match="nothing was patched"):
-            bastile.apply(model_types=[family])
-        with pytest.raises(RuntimeError, match="nothing was patched"):
-            bastile.apply(model_types=sorted(FAMILIES))
-        bastile.reset()
-    # What the type has a place for can still be had.
-    names = bastile.apply(model_types=[family], rms_norm=False)
-    assert names == [n for n in row.patches() if not n.startswith(("rms_norm", "add_rms_norm", "qk_norm_rope"))]
+    rest = [n for n in row.patches() if not n.startswith(("rms_norm", "add_rms_norm", "qk_norm_rope"))]
+    assert bastile.apply() == list(OPERATORS) == bastile.get_patched_ops()
+    assert bastile.get_patched_ops(model) == rest
+    bastile.reset()
+    assert bastile.apply(model_types=[family]) == rest == bastile.get_patched_ops()
+    bastile.reset()
+    assert bastile.apply_to_model(model) == rest
+    bastile.reset()
+    others = [name for name in EVERY if not name.endswith(family)]
+    assert set(bastile.apply(model_types=list(FAMILIES))) == {*rest, *others}
+    bastile.reset()
+    for given in (family, [family]):
+        with pytest.raises(RuntimeError, match=rf"bastile's rms_norm in {family}: {row.norm_class}\.forward"):
+            bastile.apply(model_types=given, rms_norm=True)
+    assert bastile.get_patched_ops() == []
 
 
-def test_no_type_that_can_be_served_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_imported_type_can_be_served_with_is_an_error_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "model_files", lambda: [row.module for row in FAMILIES.values()])
+    monkeypatch.setattr(loading, "other_classes", dict)
     for row in FAMILIES.values():
-        monkeypatch.delattr(modeling(row.model_type), row.norm_class)
-    with pytest.raises(RuntimeError, match="nothing was patched"):
-        bastile.apply()
+        owner = getattr(modeling(row.model_type), row.norm_class)
+        monkeypatch.setattr(owner, "forward", changed(owner.forward, {row.norm_eps: "epsilon"}))
+    in_force.FILES.clear()
+    with pytest.raises(
+        RuntimeError, match=r"rms_norm in any model that is imported: LlamaRMSNorm\.forward.*nothing was"
+    ):
+        bastile.apply(rms_norm=True)
     assert bastile.get_patched_ops() == []
 
 
@@ -175,14 +204,14 @@ def test_no_type_that_can_be_served_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_a_rotary_function_with_other_arguments(family: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rotary = tiny(family), modeling(family).apply_rotary_pos_emb
     monkeypatch.setattr(modeling(family), "apply_rotary_pos_emb", changed(rotary, {argument: "renamed"}))
-    assert_refused(model, f"lacks argument {argument!r} of apply_rotary_pos_emb")
+    assert_refused(model, "rope", "apply_rotary_pos_emb")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_something_new_in_a_rotary_function(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, rotary = tiny(family), modeling(family).apply_rotary_pos_emb
     monkeypatch.setattr(modeling(family), "apply_rotary_pos_emb", changed(rotary, more=("rescale",)))
-    assert_refused(model, "has 'rescale' in apply_rotary_pos_emb")
+    assert_refused(model, "rope", "apply_rotary_pos_emb")
 
 
 # Each place whose replacement does all that the original does, and the operators that replace it.
@@ -208,17 +237,16 @@ def test_something_new_in_a_forward_that_is_replaced_whole(
         pytest.skip("this is not replaced in this family")
     owner = getattr(modeling(family), getattr(row, place))
     stock = owner.forward
-    new = [(changed(stock, more=("sinks",)), f"has 'sinks' in {owner.__name__}.forward")]
+    new = [changed(stock, more=("sinks",))]
     if place != "experts_class":  # all of whose arguments are needed
         others = {"norm_class": "hidden_states", "mlp_class": "x", "causal_lm_class": "use_cache"}
-        renamed = changed(stock, {others.get(place, "past_key_values"): "memory"})
-        new.append((renamed, f"has argument 'memory' of {owner.__name__}.forward"))
-    for forward, piece in new:
+        new.append(changed(stock, {others.get(place, "past_key_values"): "memory"}))
+    for forward in new:
         monkeypatch.setattr(owner, "forward", forward)
-        assert_refused(model, piece, f"bastile's {operators[0]} does not know", f"{operators[0]}=False")
+        assert_refused(model, operators[0], f"{owner.__name__}.forward", f"{operators[0]}=False")
         # Each operator that replaces it refuses it, and the rest can be had.
         for operator in operators:
-            with pytest.raises(RuntimeError, match=f"bastile's {operator} does not know"):
+            with pytest.raises(RuntimeError, match=f"bastile's {operator} "):
                 bastile.apply(model_types=family, **alone(operator))
         names = bastile.apply(model_types=family, **dict.fromkeys(operators, False))
         rest = [other for other in row.operators if not {other, *OPERATORS[other].needs} & set(operators)]
@@ -237,7 +265,7 @@ def test_another_wrapper_around_a_layer(family: str, monkeypatch: pytest.MonkeyP
 
     wrapper.__wrapped__ = inner  # type: ignore[attr-defined]
     monkeypatch.setattr(owner, "forward", wrapper)
-    assert_refused(model, f"lacks the function that {owner.__name__}.forward wraps")
+    assert_refused(model, "add_rms_norm", f"other code has replaced {owner.__name__}.forward")
 
 
 def test_an_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

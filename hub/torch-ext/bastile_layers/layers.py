@@ -1,16 +1,20 @@
 """The layers. `kernels` gives a module of a model the forward of one of these: `self` is that module, with its weights.
 
-What a class computes stands in Bastile's table of families. A class that is not in it, though its layer has the same
-name in Transformers, runs its own code: another family's norm may round elsewhere."""
+What a class computes is known by its code, as to `bastile.apply`. A class whose code is not known, though its layer has
+the same name in Transformers, runs its own; so does one that is imported after this."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 try:
-    from bastile.models.layers import mlp_forward, norm_forward
-    from bastile.models.table import FAMILIES
+    from bastile.models.loading import model_files
+    from bastile.models.mlp import mlp_forward
+    from bastile.models.norm import Norm, norm_forward
+    from bastile.models.sites import Found, file_of
+    from bastile.report import Tally
 except ImportError as error:
     raise ImportError("the bastile-layers kernel needs the package bastile: pip install it first") from error
 
@@ -19,8 +23,18 @@ def _stock(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
-_NORMS = {family.norm_class: norm_forward(family, _stock) for family in FAMILIES.values()}
-_MLPS = {family.mlp_class: mlp_forward(family, _stock) for family in FAMILIES.values()}
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _known(kind: str) -> Iterator[tuple[str, Found]]:
+    for file in map(file_of, model_files()):
+        for found in file.forwards(kind):
+            yield _name(found.owner), found
+
+
+_NORMS = {name: norm_forward(Norm.of(found), Tally.of("rms_norm", name), _stock) for name, found in _known("norm")}
+_MLPS = {name: mlp_forward(found, Tally.of("swiglu", name), _stock) for name, found in _known("mlp")}
 
 
 class RMSNorm(nn.Module):
@@ -29,7 +43,7 @@ class RMSNorm(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _NORMS.get(type(self).__name__, _stock)(self, hidden_states)
+        return _NORMS.get(_name(type(self)), _stock)(self, hidden_states)
 
 
 class SwiGLUMLP(nn.Module):
@@ -38,4 +52,4 @@ class SwiGLUMLP(nn.Module):
     can_torch_compile = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _MLPS.get(type(self).__name__, _stock)(self, x)
+        return _MLPS.get(_name(type(self)), _stock)(self, x)

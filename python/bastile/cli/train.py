@@ -125,9 +125,8 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     model = _build_model(plan)
     if plan["checkpointing"]:
         checkpoint_activations(model)
-    patched = (
-        bastile.apply(model_types=[model.config.model_type], **plan["operators"]) if plan["name"] == "bastile" else []
-    )
+    left_out = {operator: False for operator, is_used in plan["operators"].items() if not is_used}
+    patched = bastile.apply(model_types=[model.config.model_type], **left_out) if plan["name"] == "bastile" else []
     if plan["lora"]:
         model = _with_adapters(model, plan)
     trainer = _Trainer(model=model, args=arguments, train_dataset=Examples.load(plan["examples"]), data_collator=batch)

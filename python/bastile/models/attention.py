@@ -6,74 +6,83 @@ stay in force."""
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from torch import nn
 
-from bastile.guards import is_ours, runs
+from bastile.guards import is_ours
+from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import parameter_names
-from bastile.models.table import Family
+from bastile.models.rotary import fits, layout, tables
+from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._modules import plain_linear
 from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
+from bastile.report import Tally
 
-#: What the original's code mentions, beside the names in the family's row.
-READS = (
-    "q_proj",
-    "k_proj",
-    "v_proj",
-    "o_proj",
-    "head_dim",
-    "layer_idx",
-    "scaling",
-    "sliding_window",
-    "attention_dropout",
-    "training",
-    "config",
-    "_attn_implementation",
-    "ALL_ATTENTION_FUNCTIONS",
-    "eager_attention_forward",
-    "update",
-)
-#: What it may mention beside, and no more: so nothing that it computes is left out.
-MAY_READ = ("get_interface", "shape", "view", "transpose", "reshape", "contiguous")
+#: The arguments that the replacement reads. All others go to the attention function.
+NEEDED = ("hidden_states", "position_embeddings", "attention_mask")
 
-#: The arguments it may name. All others go to the attention function.
-ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values", "cache_position")
-NEEDED = ARGUMENTS[:3]
+
+def sites(file: ModelFile) -> Iterator[Site]:
+    norms = tuple(norm for norm in norms_of(file) if norm.weight is not None and not norm.is_of_one_type)
+    rotaries = {found.name: found for found in file.functions("rotary") if not found.form.variant["casts"]}
+    for found in file.forwards("attention"):
+        where, rotary = f"{found.name}.forward", [rotaries[n] for n in found.code.rotary if n in rotaries]
+        given = inspect.signature(found.function).parameters
+        if not norms or len(rotary) != 1 or file.module is None:
+            file.unknown[where] = "calls a norm or a rotary function whose code is not known"
+        elif any(name not in given for name in NEEDED):
+            file.unknown[where] = "has arguments of other names"
+        else:
+            build = partial(attention_forward, found, file.module, norms, rotary[0])
+            yield file.forward_site("qk_norm_rope", found.owner, build)
 
 
 def attention_forward(
-    family: Family, scope: ModuleType, norm: Callable[..., Any], rotary: Any, original: Callable[..., Any]
+    found: Found,
+    scope: ModuleType,
+    norms: tuple[Norm, ...],
+    rotary: Found,
+    tally: Tally,
+    original: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """scope: the family's module. norm, rotary: the norm's forward and the rotary function as Transformers has them."""
+    """scope: the module of the attention's class. norms, rotary: what it may call, as Transformers has them."""
     names = parameter_names(original)
     tells_cache_positions = "cache_position" in names  # older releases tell the cache where to write
-    casting, interleaved, eps = family.norm_casting, family.rotary_interleaved, family.norm_eps
-    q_name, k_name = family.q_norm or "", family.k_norm or ""  # both are there, or it is not built
+    attributes, read_as = found.names, layout(rotary)
+    q_name, k_name = attributes["q_norm"], attributes["k_norm"]
+    has_window = "sliding_window" in attributes
     asks_interface = "get_interface" in inspect.unwrap(original).__code__.co_names
 
-    def attends_plainly(self: nn.Module, given: dict[str, Any]) -> bool:
-        turn = getattr(scope, family.rotary_function)
+    def norm_of_heads(self: nn.Module) -> Norm | None:
+        """What norms queries and keys alike, and nothing else does."""
         q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
-        return (
-            all(name in given for name in NEEDED)
-            and given["hidden_states"].dim() == 3
-            and isinstance(given["position_embeddings"], tuple)
-            and given["position_embeddings"][0].dim() == 3
-            and (turn is rotary or is_ours(turn))
-            and runs(q_norm, norm)
-            and runs(k_norm, norm)
-            and getattr(q_norm, eps) == getattr(k_norm, eps)
-        )
+        norm = norm_of(q_norm, norms)
+        if norm is None or norm_of(k_norm, norms) is not norm or getattr(q_norm, norm.eps) != getattr(k_norm, norm.eps):
+            return None
+        return norm
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if len(args) > len(names) or not attends_plainly(self, given):
+        norm, turn = norm_of_heads(self), getattr(scope, rotary.name)
+        if norm is None or not (turn is rotary.function or is_ours(turn)):
+            tally.step_aside(
+                "the norms of queries and keys, or the rotary function, are not the class's own, or differ"
+            )
             return original(self, *args, **kwargs)
+        if (
+            len(args) > len(names)
+            or not _are_plain(given)
+            or not fits(rotary, self.head_dim, given["position_embeddings"][0])
+        ):
+            tally.step_aside("its arguments are not those of a decoder's attention")
+            return original(self, *args, **kwargs)
+        tally.count()
         hidden, (cos, sin) = given.pop("hidden_states"), given.pop("position_embeddings")
         mask, cache = given.pop("attention_mask"), given.pop("past_key_values", None)
         heads = (*hidden.shape[:-1], -1, self.head_dim)
@@ -86,7 +95,14 @@ def attention_forward(
         q, k, v = [each.view(heads).transpose(1, 2) for each in projected]
         q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
         q, k = qk_norm_rope(
-            q, k, q_norm.weight, k_norm.weight, cos, sin, getattr(q_norm, eps), casting=casting, interleaved=interleaved
+            q,
+            k,
+            norm.weight_of(q_norm),
+            norm.weight_of(k_norm),
+            *tables(rotary, cos, sin),
+            getattr(q_norm, norm.eps),
+            casting=norm.casting,
+            **read_as,
         )
 
         told: tuple[Any, ...] = ()
@@ -101,6 +117,8 @@ def attention_forward(
             attend = functions.get_interface(implementation, attend)
         elif implementation != "eager":
             attend = functions[implementation]
+        if has_window:
+            given["sliding_window"] = self.sliding_window
         output, weights = attend(
             self,
             q,
@@ -109,9 +127,17 @@ def attention_forward(
             mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,
             **given,
         )
         return self.o_proj(output.reshape(*hidden.shape[:-1], -1).contiguous()), weights
 
     return forward
+
+
+def _are_plain(given: dict[str, Any]) -> bool:
+    return (
+        all(name in given for name in NEEDED)
+        and given["hidden_states"].dim() == 3
+        and isinstance(given["position_embeddings"], tuple)
+        and given["position_embeddings"][0].dim() == 3
+    )

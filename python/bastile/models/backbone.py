@@ -1,18 +1,33 @@
 """The forward of a model's backbone, which records less than autograd asks for: see bastile.recompute."""
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from bastile.guards import stock_of
 from bastile.models.rebind import parameter_names
-from bastile.models.table import Family
+from bastile.models.sites import ModelFile, Site, calls
 from bastile.recompute import min_tokens, recomputing
+from bastile.report import Tally
 
 
-def backbone_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
+def sites(file: ModelFile) -> Iterator[Site]:
+    """Whatever such a forward computes it still computes: the original runs within, and records less."""
+    for cls in file.own_classes():
+        forward = stock_of(vars(cls)["forward"])
+        inner = inspect.unwrap(forward)
+        names = parameter_names(forward) if inspect.isfunction(inner) else ()
+        if {"input_ids", "inputs_embeds"}.issubset(names) and calls(inner, "layers"):
+            yield file.forward_site("recompute", cls, backbone_forward)
+        elif cls.__name__.endswith("Model"):
+            file.unknown.setdefault(f"{cls.__name__}.forward", "does not take input_ids or inputs_embeds to layers")
+
+
+def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)
 
     @functools.wraps(original)
@@ -21,7 +36,9 @@ def backbone_forward(family: Family, original: Callable[..., Any]) -> Callable[.
             return original(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _tokens(given) < min_tokens() or _is_partitioned(self):
+            tally.step_aside("few tokens, or weights that ZeRO-3 has", is_usual=True)
             return original(self, *args, **kwargs)
+        tally.count()
         with recomputing():
             return original(self, *args, **kwargs)
 

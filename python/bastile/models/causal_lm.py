@@ -4,7 +4,9 @@ With labels, in training, the output's `logits` is None and its `loss` comes fro
 weight at once. Every other call, and every model whose head or loss someone has changed, runs the original forward."""
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,46 +18,30 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from bastile.guards import untouched
 from bastile.models.rebind import parameter_names
 from bastile.models.router_loss import ask_for_router_logits, with_router_loss
-from bastile.models.table import Family
+from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.report import Tally
 
 _LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
 
-#: What the original's code may mention beside what is read here, and no more: so nothing that it does to the logits,
-#: such as a softcap, is left out.
-MAY_READ = (
-    "last_hidden_state",
-    "slice_logits_to_keep",
-    "slice",
-    "isinstance",
-    "int",
-    "config",
-    "vocab_size",
-    "CausalLMOutputWithPast",
-    "past_key_values",
-    "hidden_states",
-    "attentions",
-)
 
-#: The arguments it may name. All but labels and logits_to_keep go to the backbone.
-ARGUMENTS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "labels",
-    "use_cache",
-    "cache_position",
-    "logits_to_keep",
-)
+def sites(file: ModelFile) -> Iterator[Site]:
+    for found in file.forwards("head"):
+        given = inspect.signature(found.function).parameters
+        if not {"labels", "logits_to_keep"}.issubset(given):
+            file.unknown[f"{found.name}.forward"] = "has arguments of other names"
+            continue
+        # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
+        site = file.wrapped_site("fused_linear_cross_entropy", found.owner, partial(causal_lm_forward, found))
+        if site is not None:
+            yield site
 
 
-def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[..., Any]:
+def causal_lm_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)
-    backbone, head, router_loss = family.backbone, family.head, family.router_loss
+    backbone, head, router_loss = found.names["model"], found.names["lm_head"], found.form.variant["router_loss"]
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,8 +49,13 @@ def causal_lm_forward(family: Family, original: Callable[..., Any]) -> Callable[
         lm_head = getattr(self, head)
         if len(given) < len(args) + len(kwargs):  # more than it has parameters, or one of them twice
             return original(self, *args, **kwargs)
-        if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
+        if not _wants_only_the_loss(self, given):
+            tally.step_aside("logits are wanted, or another loss: evaluation, no labels, a part of the logits", True)
             return original(self, *args, **kwargs)
+        if not _is_plain_head(lm_head, self.config.vocab_size):
+            tally.step_aside("the head is not weight and bias alone")
+            return original(self, *args, **kwargs)
+        tally.count()
         targets = _targets(given.pop("labels"), given).to(lm_head.weight.device)
         # Counted ahead of the backbone, so that nobody waits for the count when the loss asks for it.
         counted = is_worthwhile(targets.numel(), lm_head.weight)

@@ -6,34 +6,36 @@ to return two tensors, and hooks, checkpointing and output_hidden_states would s
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from bastile.guards import runs
+from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import parameter_names
-from bastile.models.table import Family
+from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops.rms_norm import add_rms_norm
-
-INPUT_NORM, ATTENTION, ATTENTION_NORM, MLP = "input_layernorm", "self_attn", "post_attention_layernorm", "mlp"
-
-#: All that the original's code may mention, so that nothing it computes is left out.
-READS = (INPUT_NORM, ATTENTION, ATTENTION_NORM, MLP)
-
-#: The arguments it may name. All but the first go to the attention by the same names.
-ARGUMENTS = (
-    "hidden_states",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "use_cache",
-    "cache_position",
-    "position_embeddings",
-)
+from bastile.report import Tally
 
 
-def layer_forward(family: Family, norm: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """norm: the forward of the family's norm as Transformers has it."""
-    eps, casting, is_tuple = family.norm_eps, family.norm_casting, family.layer_mlp_is_tuple
+def sites(file: ModelFile) -> Iterator[Site]:
+    norms = tuple(norm for norm in norms_of(file) if not norm.is_of_one_type)
+    for found in file.forwards("layer"):
+        if not norms:
+            file.unknown[f"{found.name}.forward"] = "has no norm whose code is known"
+            return
+        # The wrapper checkpoints the layer, and asks whether it is the class's own.
+        site = file.wrapped_site("add_rms_norm", found.owner, partial(layer_forward, found, norms))
+        if site is not None:
+            yield site
+
+
+def layer_forward(
+    found: Found, norms: tuple[Norm, ...], tally: Tally, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """norms: those that the layer may hold, as Transformers has them."""
+    attributes, is_tuple = found.names, found.form.variant["is_tuple"]
+    input_norm, attention = attributes["input_norm"], attributes["attention"]
+    attention_norm, mlp = attributes["attention_norm"], attributes["mlp"]
     names = parameter_names(original)
     parameters = inspect.signature(original).parameters
     defaults = {name: parameters[name].default for name in names[1:]}
@@ -41,13 +43,22 @@ def layer_forward(family: Family, norm: Callable[..., Any], original: Callable[.
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        before, between = getattr(self, INPUT_NORM), getattr(self, ATTENTION_NORM)
-        if len(args) > len(names) or names[0] not in given or not runs(before, norm) or not runs(between, norm):
+        before, between = getattr(self, input_norm), getattr(self, attention_norm)
+        first, second = norm_of(before, norms), norm_of(between, norms)
+        if first is None or second is None:
+            tally.step_aside("a norm of the layer has hooks, a forward of its own, or code that is not known")
             return original(self, *args, **kwargs)
-        x, residual = add_rms_norm(given.pop(names[0]), None, before.weight, getattr(before, eps), casting=casting)
-        x, _ = getattr(self, ATTENTION)(hidden_states=x, **given)
-        x, residual = add_rms_norm(x, residual, between.weight, getattr(between, eps), casting=casting)
-        x = getattr(self, MLP)(x)
+        if len(args) > len(names) or names[0] not in given:
+            return original(self, *args, **kwargs)
+        tally.count()
+        x, residual = _add_norm(first, before, given.pop(names[0]), None)
+        x, _ = getattr(self, attention)(hidden_states=x, **given)
+        x, residual = _add_norm(second, between, x, residual)
+        x = getattr(self, mlp)(x)
         return residual + (x[0] if is_tuple else x)
 
     return forward
+
+
+def _add_norm(norm: Norm, module: Any, x: Any, residual: Any) -> Any:
+    return add_rms_norm(x, residual, norm.weight_of(module), getattr(module, norm.eps), casting=norm.casting)

@@ -5,41 +5,20 @@ gate that the class defines. All else the original does: an implementation that 
 spread over devices, another gate."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from bastile.models.rebind import parameter_names
-from bastile.models.table import Family
+from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served, without_autocast
 from bastile.ops.moe import MOST_EXPERTS, moe_experts
+from bastile.report import Tally
 
 PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-GATE = "_apply_gate"
-
-#: All that the code of the gate may mention, so that it is the one that the operator computes.
-GATE_READS = ("limit", "clamp", "alpha", "sigmoid", "torch")
-
-#: What the experts' own loop may mention beside its parameters and the gate, and no more.
-MAY_READ = (
-    "torch",
-    "nn",
-    "functional",
-    "no_grad",
-    "zeros_like",
-    "dtype",
-    "device",
-    "one_hot",
-    "permute",
-    "greater",
-    "sum",
-    "nonzero",
-    "where",
-    "index_add_",
-    "to",
-)
 
 #: The arguments, in their order.
 ARGUMENTS = ("hidden_states", "router_indices", "routing_weights")
@@ -48,8 +27,12 @@ ARGUMENTS = ("hidden_states", "router_indices", "routing_weights")
 _DEFAULT = "grouped_mm"
 
 
-def experts_forward(family: Family, gate: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """gate: the class's own function for it."""
+def sites(file: ModelFile) -> Iterator[Site]:
+    for found in file.forwards("experts"):
+        yield file.forward_site("moe_experts", found.owner, partial(experts_forward, found))
+
+
+def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     # Not at the head of the file, which the commands read where Transformers is not installed; nor within what follows,
     # where torch.compile would meet it.
     from transformers.integrations import moe
@@ -60,13 +43,19 @@ def experts_forward(family: Family, gate: Callable[..., Any], original: Callable
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         hidden, indices, weights = [given.pop(name, None) for name in ARGUMENTS]
-        if given or len(args) > len(names) or not _has_own_gate(self, gate) or not _are_whole(self):
+        if given or len(args) > len(names):
             return original(self, *args, **kwargs)
-        if table[_DEFAULT] is not default:  # others have replaced it
+        if not found.is_kept_by(self) or table[_DEFAULT] is not default:
+            tally.step_aside("the gate, or Transformers' grouped products, have been replaced by others")
+            return original(self, *args, **kwargs)
+        if not _are_whole(self):
+            tally.step_aside("another implementation of experts was chosen, or they are spread over devices")
             return original(self, *args, **kwargs)
         parameters = [getattr(self, name) for name in PARAMETERS]
         if not _serves(hidden, indices, weights, parameters):
+            tally.step_aside("types or shapes that the operator does not take")
             return original(self, *args, **kwargs)
+        tally.count()
         # Grouped products are none that autocast casts: they have the type of the experts' weights.
         rows = hidden.to(parameters[0].dtype)
         with without_autocast(hidden.device.type):
@@ -74,10 +63,6 @@ def experts_forward(family: Family, gate: Callable[..., Any], original: Callable
         return out.to(hidden.dtype)
 
     return forward
-
-
-def _has_own_gate(experts: nn.Module, gate: Callable[..., Any]) -> bool:
-    return GATE not in vars(experts) and getattr(type(experts), GATE) is gate
 
 
 def _are_whole(experts: nn.Module) -> bool:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.models import decoder, experts
-from bastile.models.table import Family
+from bastile.models import experts
+from bastile.models.anatomy import Anatomy
+from bastile.models.mlp import ACTIVATION_OF_CONFIG
+from bastile.ops._glu import ACTIVATIONS
 from bastile.ops._common import FLOATS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
@@ -75,7 +77,7 @@ class Types:
 
 
 def calls(
-    config: Any, family: Family, operators: Iterable[str], types: Types, model: nn.Module | None = None
+    config: Any, family: Anatomy, operators: Iterable[str], types: Types, model: nn.Module | None = None
 ) -> list[Call]:
     """Each call once, the loss's first, for they take longest. model: the Transformers model, which tells what of it is
     trained; None: all is."""
@@ -128,7 +130,7 @@ def _promoted(*dtypes: torch.dtype) -> torch.dtype:
 
 
 class _Step:
-    def __init__(self, config: Any, family: Family, operators: frozenset[str], types: Types) -> None:
+    def __init__(self, config: Any, family: Anatomy, operators: frozenset[str], types: Types) -> None:
         self.config = config
         self.family = family
         self.operators = operators
@@ -140,13 +142,13 @@ class _Step:
         """From the embeddings to the loss. `x` says whether a gradient is wanted of what runs from layer to layer,
         `stream` its type."""
         backbone = model[self.family.backbone] if model[self.family.backbone].is_there else model
-        hidden, product = self.config.hidden_size, self.types.product
+        hidden, product, parts = self.config.hidden_size, self.types.product, self.family.layer
         sums = "add_rms_norm" in self.operators
         stream = self.types.stream
         # Adapters and checkpointing may ask for the embeddings' gradient by a hook.
         x = backbone["embed_tokens"].is_trained or model["_require_grads_hook"].is_there
         for layer in backbone["layers"]:
-            norm, attention = layer[decoder.INPUT_NORM], layer[decoder.ATTENTION]
+            norm, attention = layer[parts["input_norm"]], layer[parts["attention"]]
             yield from self._norm(hidden, stream, norm, x, sums=sums)
             normed = x or norm.is_trained
             yield from self._heads(attention, stream, normed)
@@ -154,7 +156,7 @@ class _Step:
             wide = _promoted(stream, product)
             # Torch adds terms of two types, neither of which is that of their sum.
             adds = None if wide not in (stream, product) else product if stream is wide else stream
-            norm, mlp, stream = layer[decoder.ATTENTION_NORM], layer[decoder.MLP], wide
+            norm, mlp, stream = layer[parts["attention_norm"]], layer[parts["mlp"]], wide
             yield from self._norm(hidden, stream, norm, x, sums=sums, adds=adds if sums else None)
             normed = x or norm.is_trained
             yield from self._swiglu(mlp, normed)
@@ -206,10 +208,11 @@ class _Step:
     @property
     def _pairs(self) -> tuple[int, bool, bool]:
         """layout, half_tables, keep_type"""
-        return int(self.family.rotary_interleaved), self.family.rotary_half_table, False
+        read_as = self.family.rotary
+        return int(read_as["interleaved"]), read_as["half_tables"], read_as["keep_type"]
 
     def _rotary_tables(self, stream: torch.dtype) -> list[Zeros]:
-        return [Zeros((1, _ROWS, self.head_dim // (2 if self.family.rotary_half_table else 1)), stream)] * 2
+        return [Zeros((1, _ROWS, self.head_dim // (2 if self.family.rotary["half_tables"] else 1)), stream)] * 2
 
     def _heads(self, attention: _Part, stream: torch.dtype, x: bool) -> Iterator[Call]:
         """Queries and keys between their projections and the attention. x: whether a gradient is wanted of what is
@@ -217,8 +220,8 @@ class _Step:
         family, dim, product = self.family, self.head_dim, self.types.product
         q, k = (x or attention[name].is_trained for name in ("q_proj", "k_proj"))
         in_type = product
-        if family.q_norm and family.k_norm:
-            norms = attention[family.q_norm], attention[family.k_norm]
+        if family.attention:
+            norms = attention[family.attention["q_norm"]], attention[family.attention["k_norm"]]
             if "qk_norm_rope" in self.operators:
                 yield from self._qk_norm_rope(norms, stream, q, k)
                 return
@@ -256,23 +259,27 @@ class _Step:
             yield Call("qk_norm_rope_backward", (*gradients, *inputs, *options, *wanted), title)
 
     def _swiglu(self, mlp: _Part, x: bool) -> Iterator[Call]:
-        if "swiglu" not in self.operators:
+        activation = ACTIVATION_OF_CONFIG.get(getattr(self.config, "hidden_act", getattr(self.config, "hidden_activation", "silu")))
+        if "swiglu" not in self.operators or activation is None:
             return
         width = self.config.intermediate_size
         title = f"swiglu {width}"
         rows = Zeros((_ROWS, width), self.types.product)
-        projections = gate, up, down = [mlp[name] for name in (self.family.gate, self.family.up, self.family.down)]
-        yield Call("swiglu_forward", (rows, rows), title)
+        parts = self.family.mlp
+        both = parts.get("gate_up") or parts.get("up_gate", "")  # where they are one projection
+        projections = gate, up, down = [mlp[n] for n in (parts.get("gate", both), parts.get("up", both), parts["down"])]
+        name, kind = ("swiglu", ()) if activation == "silu" else ("glu", (list(ACTIVATIONS).index(activation),))
+        yield Call(f"{name}_forward", (*kind, rows, rows), title)
         wanted = x or gate.is_trained, x or up.is_trained
         if not any(wanted):
             return
         # Weights that are shards now are whole when the layer runs: then both ways are made ready.
         has_bias = getattr(self.config, "mlp_bias", False)
-        is_fused = not has_bias and down.is_trained and all(p.is_linear for p in projections)
+        is_fused = not both and not has_bias and down.is_trained and all(p.is_linear for p in projections)
         if is_fused:
-            yield Call("swiglu_backward_with_y", (rows, rows, rows, *wanted), title)
+            yield Call(f"{name}_backward_with_y", (*kind, rows, rows, rows, *wanted), title)
         if not is_fused or not all(p.is_plain_linear for p in projections):
-            yield Call("swiglu_backward", (rows, rows, rows, *wanted), title)
+            yield Call(f"{name}_backward", (*kind, rows, rows, rows, *wanted), title)
 
     def _experts(self, mlp: _Part, x: bool) -> Iterator[Call]:
         """What surrounds the grouped products of moe_experts, which have their weights' type under autocast too."""

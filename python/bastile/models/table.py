@@ -1,123 +1,41 @@
-"""Two tables: the operators that go into models, and the families of models they go into.
+"""The operators that go into models.
 
-A new operator is a row in OPERATORS, its parameter in bastile.apply and bastile.apply_to_model, and in resolve.py the
-function that finds its place. A new family is a row in FAMILIES; code only where its modules compute something that no
-field describes."""
+A new operator is a row here, its parameter in bastile.apply and bastile.apply_to_model, and a module with
+`sites(file)`, which finds its places. What a piece of a model computes is known by its code: models/known.py."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
 class Operator:
-    place: str  # the field of Family that says where it goes; a family that has None there does without it
+    module: str  # of bastile.models, which finds its places
     summary: str  # what it does in a model, for help texts
+    looks_like: str  # a pattern of names of classes and functions that may be its: for telling what stays stock
+    reads: str = ""  # likewise, of an attribute that such code reads
     needs: tuple[str, ...] = ()  # the operators that it fuses: without them it is not put in
 
 
 # By the names that bastile.apply takes, in the order in which they are reported. Where two replace the same method of
 # one model, the later one calls the earlier one for what it does not serve itself.
 OPERATORS: dict[str, Operator] = {
-    "rms_norm": Operator("norm_class", "RMSNorm"),
-    "swiglu": Operator("mlp_class", "the gated activation of the MLP"),
-    "rope": Operator("rotary_function", "rotary embedding of queries and keys"),
-    "fused_linear_cross_entropy": Operator("causal_lm_class", "output head and loss at once, without logits"),
+    "rms_norm": Operator("norm", "RMSNorm", r"Norm$"),
+    "swiglu": Operator("mlp", "the gated activation of the MLP", r"MLP$"),
+    "rope": Operator("rotary", "rotary embedding of queries and keys", r"^apply_.*rotary"),
+    "fused_linear_cross_entropy": Operator(
+        "causal_lm", "output head and loss at once, without logits", r"ForCausalLM$"
+    ),
     "qk_norm_rope": Operator(
-        "q_norm", "norm and rotary embedding of queries and keys in one pass", needs=("rms_norm", "rope")
+        "attention",
+        "norm and rotary embedding of queries and keys in one pass",
+        r"Attention$",
+        reads="norm",
+        needs=("rms_norm", "rope"),
     ),
     "add_rms_norm": Operator(
-        "layer_class", "the residual's addition and the norm after it in one pass", needs=("rms_norm",)
+        "decoder", "the residual's addition and the norm after it in one pass", r"DecoderLayer$", needs=("rms_norm",)
     ),
-    "moe_experts": Operator("experts_class", "the experts of a mixture of experts, sorted and multiplied in groups"),
-    "recompute": Operator("backbone_class", "activations made again in the backward pass instead of kept"),
-}
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a family's pieces are in Transformers, and which variant of each operator they compute."""
-
-    model_type: str  # as in the model's config
-    since: str  # the first Transformers release it is tested with
-    module: str  # the module all names below are in
-    norm_class: str
-    attention_class: str  # its forward calls rotary_function by its global name
-    rotary_function: str
-    causal_lm_class: str
-    backbone_class: str
-    layer_class: str | None = None  # its forward is norm, attention, addition, norm, MLP, addition
-    layer_mlp_is_tuple: bool = False  # the layer's MLP returns its output and something more
-    mlp_class: str | None = None
-    experts_class: str | None = None
-    router_loss: bool = False  # its causal_lm_class adds a loss of the router's
-    norm_casting: Literal["llama", "gemma", "none"] = "llama"  # as in bastile.ops.rms_norm.rms_norm
-    norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
-    q_norm: str | None = None  # the attention's attributes that norm each head of queries and keys
-    k_norm: str | None = None
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    activation: str = "act_fn"
-    rotary_interleaved: bool = False
-    rotary_half_table: bool = False  # cos and sin have an element for each pair, not for each number
-    backbone: str = "model"
-    head: str = "lm_head"
-
-    @property
-    def operators(self) -> tuple[str, ...]:
-        """Those of OPERATORS that have a place in this family."""
-        return tuple(name for name, operator in OPERATORS.items() if getattr(self, operator.place) is not None)
-
-    def patches(self, operators: Iterable[str] | None = None) -> list[str]:
-        """The names of these operators' patches (None: of all) in this family, such as "rms_norm_qwen3"."""
-        return [f"{op}_{self.model_type}" for op in self.operators if operators is None or op in operators]
-
-
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        Family(
-            model_type="llama",
-            since="5.0.0",
-            module="transformers.models.llama.modeling_llama",
-            norm_class="LlamaRMSNorm",
-            attention_class="LlamaAttention",
-            rotary_function="apply_rotary_pos_emb",
-            causal_lm_class="LlamaForCausalLM",
-            backbone_class="LlamaModel",
-            layer_class="LlamaDecoderLayer",
-            mlp_class="LlamaMLP",
-        ),
-        Family(
-            model_type="qwen3",
-            since="5.0.0",
-            module="transformers.models.qwen3.modeling_qwen3",
-            norm_class="Qwen3RMSNorm",
-            attention_class="Qwen3Attention",
-            rotary_function="apply_rotary_pos_emb",
-            causal_lm_class="Qwen3ForCausalLM",
-            backbone_class="Qwen3Model",
-            layer_class="Qwen3DecoderLayer",
-            mlp_class="Qwen3MLP",
-            q_norm="q_norm",
-            k_norm="k_norm",
-        ),
-        Family(
-            model_type="gpt_oss",
-            since="5.0.0",
-            module="transformers.models.gpt_oss.modeling_gpt_oss",
-            norm_class="GptOssRMSNorm",
-            norm_casting="none",
-            attention_class="GptOssAttention",
-            rotary_function="apply_rotary_pos_emb",
-            rotary_half_table=True,
-            causal_lm_class="GptOssForCausalLM",
-            router_loss=True,
-            backbone_class="GptOssModel",
-            layer_class="GptOssDecoderLayer",
-            layer_mlp_is_tuple=True,
-            experts_class="GptOssExperts",
-        ),
-    )
+    "moe_experts": Operator(
+        "experts", "the experts of a mixture of experts, sorted and multiplied in groups", r"Experts$"
+    ),
+    "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
 }

@@ -36,11 +36,11 @@ def _liger(**chosen: bool) -> Callable[[str], list[str]]:
 
 def _bastile(model_type: str) -> list[str]:
     import bastile
-    from bastile.models.table import FAMILIES
 
-    if model_type not in FAMILIES:
-        raise CannotRun(f"Bastile does not know the model type {model_type}")
-    return bastile.apply(model_types=[model_type])
+    try:
+        return bastile.apply(model_types=[model_type])
+    except ValueError as error:
+        raise CannotRun(f"Bastile does not know the model type {model_type}") from error
 
 
 def _as_it_is(model: nn.Module) -> nn.Module:

@@ -1,0 +1,88 @@
+"""`bastile support`: what of the installed Transformers' models the operators serve, what stays stock, and why."""
+
+import argparse
+import os
+from collections import Counter
+from typing import Any
+
+from bastile.cli.errors import RunFailed, UsageError
+from bastile.cli.options import add_option, need_packages
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "support",
+        help="which operators serve a model type, what stays stock and why",
+        description="What of a model type's code bastile knows. Without a type: how many types each operator serves.",
+    )
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as qwen3")
+    add_option(
+        parser,
+        "--check",
+        action="store_true",
+        help="build each type small, and compare a step, stock and patched, in float32",
+    )
+    parser.set_defaults(command=support)
+
+
+def support(options: argparse.Namespace) -> int:
+    need_packages("transformers")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is loaded
+    from bastile.models.support import support as support_of
+
+    if not options.types and options.check:
+        raise UsageError("--check needs model types to check")
+    if not options.types:
+        return _all()
+    for model_type in options.types:
+        try:
+            found = support_of(model_type)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        print(f"{model_type}:")
+        for operator, places in found.places.items():
+            print(f"  {operator:28}{', '.join(places)}")
+        for operator, pieces in found.stock.items():
+            for where, why in pieces.items():
+                print(f"  {operator:28}stock: {where} {why}")
+    if options.check:
+        return _check(options.types)
+    return 0
+
+
+def _all() -> int:
+    import transformers
+
+    from bastile.models.small import causal_types
+    from bastile.models.support import support
+
+    served: Counter[str] = Counter()
+    types = causal_types()
+    for model_type in types:
+        served.update(support(model_type).places.keys())
+    print(f"Of {len(types)} causal language model types of transformers {transformers.__version__}:")
+    for operator, count in served.items():
+        print(f"  {operator:28}has a place in {count}")
+    return 0
+
+
+def _check(types: list[str]) -> int:
+    from bastile.models.support import check
+
+    failed = []
+    for model_type in types:
+        try:
+            done = check(model_type)
+        except Exception as error:  # whatever a model of any kind may raise
+            raise RunFailed(f"{model_type} cannot be checked: {type(error).__name__}: {error}") from error
+        parameter, worst = done.worst
+        ran = ", ".join(f"{operator} {count}" for operator, count in done.ran.items()) or "nothing"
+        print(
+            f"{model_type}: {'the same' if done.passed else 'DIFFERS'}: loss by {done.loss:.1e}, gradients by "
+            f"{worst:.1e} at most ({parameter}); ran: {ran}"
+        )
+        if not done.passed:
+            failed.append(model_type)
+    if failed:
+        raise RunFailed(f"{', '.join(failed)}: patched, a step is not what it is in stock Transformers")
+    return 0

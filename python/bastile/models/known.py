@@ -1,0 +1,195 @@
+"""The forms of code that operators serve. No model type has a name here: whoever has the code has the form.
+
+An entry is a formula, how its attributes are called in the order in which the code reads them, and what the operator
+has to be told. Its fingerprints are of the texts that it has had in Transformers since 5.0; `python tools/forms.py`
+lists those of a release beside them. A new text of a formula is one more fingerprint, after `bastile support --check`
+of a type that has it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Form:
+    kind: str  # norm, mlp, rotary, attention, layer, experts, head
+    formula: str
+    roles: tuple[str, ...]  # attributes of self
+    fingerprints: tuple[str, ...]
+    variant: Mapping[str, Any] = field(default_factory=dict)  # what the operator is told
+    exact: bool = False  # attributes must have the roles' names
+
+
+def _roles(names: str) -> tuple[str, ...]:
+    return tuple(names.split())
+
+
+def _rotary(**variant: Any) -> dict[str, Any]:
+    return {"interleaved": False, "partial": False, "table": "whole", "casts": False, **variant}
+
+
+_HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
+_LAYER = _roles("input_norm attention attention_norm mlp")
+
+FORMS: tuple[Form, ...] = (
+    # ---- norms: `casting` is that of bastile.ops.rms_norm ------------------------------------------------------------
+    Form("norm", "weight * (x * rstd).to(x.dtype)", _roles("eps weight"), ("f563eea48f81",), {"casting": "llama"}),
+    Form("norm", "(x * rstd).to(x.dtype) * weight", _roles("weight eps"), ("5c52b69882c0",), {"casting": "llama"}),
+    Form(
+        "norm",
+        "weight * (x * rstd).to(weight.dtype)",
+        _roles("eps weight"),
+        ("2e1c34259597",),
+        {"casting": "llama", "is_of_one_type": True},
+    ),
+    Form(
+        "norm", "(x * rstd * (1 + weight)).to(x.dtype)", _roles("weight eps"), ("0d3caabf3fba",), {"casting": "gemma"}
+    ),
+    Form(
+        "norm",
+        "(weight * x * rstd).to(x.dtype)",
+        _roles("eps weight"),
+        ("a5638a92060e", "6fc35d370b78"),
+        {"casting": "none"},
+    ),
+    Form(
+        "norm",
+        "(x * rstd * weight).to(x.dtype)",
+        _roles("weight eps"),
+        ("0c655a531f1e", "28159ca2cc34"),
+        {"casting": "none"},
+    ),
+    Form(
+        "norm",
+        "(x * rstd * weight).to(x.dtype), or without weight",
+        _roles("has_weight weight eps"),
+        ("0dcc3719f45e",),
+        {"casting": "none"},
+    ),
+    Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2",), {"casting": "none"}),
+    # ---- gated MLPs --------------------------------------------------------------------------------------------------
+    Form(
+        "mlp",
+        "down(activation(gate(x)) * up(x))",
+        _roles("down activation gate up"),
+        ("953876bbcff7", "5d6e21c14783"),
+    ),
+    Form("mlp", "down(activation(gate(x)) * up(x))", _roles("activation gate up down"), ("923f28481f32",)),
+    Form("mlp", "down(silu(gate(x)) * up(x))", _roles("down gate up"), ("6c1021b3da3f",)),
+    Form(
+        "mlp",
+        "gate, up = gate_up(x).chunk(2); down(activation(gate) * up)",
+        _roles("gate_up activation down"),
+        ("a1b728476cc8", "5355bea2a19f"),
+    ),
+    Form(
+        "mlp",
+        "up, gate = up_gate(x).chunk(2); down(activation(gate) * up)",
+        _roles("up_gate activation down"),
+        ("52072e911b9d",),
+    ),
+    # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
+    # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)
+    Form("rotary", "x cos + rotate_half(x) sin", (), ("1a10a7e371ea",), _rotary()),
+    Form(
+        "rotary",
+        "the same of the head's first elements",
+        (),
+        ("aeac68b5b6bb", "ecf24c4bd51e", "49646629cf91", "d1d2c5418127"),
+        _rotary(partial=True),
+    ),
+    Form(
+        "rotary",
+        "(x cos + rotate_half(x) sin).to(x.dtype)",
+        (),
+        ("0fbc4d5b4e43", "1b2b1f044406", "434dc4b80705"),
+        _rotary(casts=True),
+    ),
+    Form(
+        "rotary",
+        "halves a, b: a cos - b sin, b cos + a sin, of tables for half a head",
+        (),
+        ("dd1efc02b483", "48cd24c660ed"),
+        _rotary(table="half"),
+    ),
+    Form("rotary", "neighbours", (), ("2eebd2cf32a8",), _rotary(interleaved=True)),
+    Form(
+        "rotary",
+        "neighbours of the head's first elements",
+        (),
+        ("21b2bc52edb4",),
+        _rotary(interleaved=True, partial=True),
+    ),
+    Form(
+        "rotary",
+        "neighbours, in the input's type",
+        (),
+        ("d08892ab3145", "1283e0ce1f6a"),
+        _rotary(interleaved=True, casts=True),
+    ),
+    Form(
+        "rotary",
+        "neighbours, each element of the tables' first half twice",
+        (),
+        ("b4c24cb4b8d5",),
+        _rotary(interleaved=True, table="first half, each twice"),
+    ),
+    Form(
+        "rotary",
+        "the same of the head's first elements",
+        (),
+        ("cf39a4d4d572",),
+        _rotary(interleaved=True, partial=True, table="first half, each twice"),
+    ),
+    Form(
+        "rotary",
+        "neighbours, each element of the tables' first half twice, in the input's type",
+        (),
+        ("598345d4c8f4",),
+        _rotary(interleaved=True, casts=True, table="first half, each twice"),
+    ),
+    # ---- attention whose queries and keys are normed head by head and then turned ------------------------------------
+    Form(
+        "attention",
+        "rotary(q_norm(q), k_norm(k)), the cache, attention with a window",
+        _roles(f"{_HEADS} sliding_window o_proj"),
+        ("ba2936cc0076", "4c4f2d415f16", "813694b4ee86"),
+        exact=True,
+    ),
+    Form(
+        "attention",
+        "the same without a window",
+        _roles(f"{_HEADS} o_proj"),
+        ("84f32a50584e", "116a618bed38", "cc045bc3409d"),
+        exact=True,
+    ),
+    # ---- decoder layers ----------------------------------------------------------------------------------------------
+    Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),
+    Form("layer", "the same of an MLP that returns a tuple", _LAYER, ("b142a2158fdb",), {"is_tuple": True}),
+    # ---- experts -----------------------------------------------------------------------------------------------------
+    Form(
+        "experts",
+        "biases, gate and up interleaved: (up + 1) gate sigmoid(alpha gate), both clamped",
+        _roles("num_experts gate_up_proj gate_up_proj_bias down_proj down_proj_bias limit alpha"),
+        ("7f2c6fd97455",),
+        exact=True,
+    ),
+    # ---- output heads ------------------------------------------------------------------------------------------------
+    Form(
+        "head",
+        "logits of the last states, loss_function(logits, labels, vocab_size)",
+        _roles("model lm_head loss_function config"),
+        ("03927502174b", "ed25550da86c"),
+        {"router_loss": False},
+    ),
+    Form(
+        "head",
+        "the same, and the router's loss",
+        _roles("config model lm_head loss_function vocab_size num_experts num_experts_per_tok router_aux_loss_coef"),
+        ("f37875b4bd6d", "cbf11dd0285f", "e1651e0a3ab1"),
+        {"router_loss": True},
+        exact=True,
+    ),
+)
+
+KNOWN: dict[str, Form] = {fingerprint: form for form in FORMS for fingerprint in form.fingerprints}

@@ -1,0 +1,161 @@
+"""Any causal language model type of Transformers, built small: for checks that need a model and no weights."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+#: What sizes are called in configs, and small ones. A config takes those that it has.
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "embedding_size": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "num_hidden_layers": 2,
+    "n_layer": 2,
+    "n_layers": 2,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "global_head_dim": 8,
+    "attention_head_dim": 8,
+    "rotary_dim": 4,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "max_seq_len": 64,
+    "sliding_window": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 16,
+    "v_head_dim": 8,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "expert_ffn_hidden_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "chunk_size": 8,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "initializer_range": 0.2,  # so that no activation is small against epsilon
+    "use_cache": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+#: What some types need beside or instead.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+}
+
+
+def small_config(model_type: str, **more: Any) -> Any:
+    """A config of this type with small numbers. more: instead of others."""
+    from transformers import AutoConfig
+
+    usual = AutoConfig.for_model(model_type)
+    return AutoConfig.for_model(model_type, **{**_small(usual), **OVERRIDES.get(model_type, {}), **more})
+
+
+def _small(usual: Any) -> dict[str, Any]:
+    """The values of a config, and of those within it, that make it small."""
+    known = {*usual.to_dict(), *getattr(usual, "attribute_map", {})}
+    chosen = {name: size for name, size in SIZES.items() if name in known}
+    if "kv_lora_rank" in known:  # each head has keys of its own
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+    layers = chosen.get("num_hidden_layers", 2)
+    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
+        own = getattr(usual, "attribute_map", {}).get(name, name)
+        kinds = getattr(usual, name, None)
+        follows = isinstance(getattr(type(usual), own, None), property)  # from other values
+        if name in known and isinstance(kinds, (list, tuple)) and not follows:
+            chosen[name] = _first_kinds(kinds, layers)
+    for name in getattr(usual, "sub_configs", {}):
+        inner = getattr(usual, name, None)
+        if inner is not None:
+            chosen[name] = {**inner.to_dict(), **_small(inner), **OVERRIDES.get(inner.model_type, {})}
+    return chosen
+
+
+def _first_kinds(kinds: Any, count: int) -> list[Any]:
+    """So many of a list of kinds, and as many different ones as there are room for."""
+    different = list(dict.fromkeys(kinds))[:count]
+    return (different + list(kinds))[:count]
+
+
+def small_model(model_type: str, seed: int = 0, **more: Any) -> nn.Module:
+    """A causal language model of this type in float32, in training, with random weights, those of norms too."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: Any = AutoModelForCausalLM.from_config(small_config(model_type, **more), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.train()
+
+
+def causal_types() -> list[str]:
+    """The types that have a causal language model in the installed Transformers."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of one batch and the gradients, which are then cleared; labels ignore a few tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 90, (2, 11), generator=generator)
+    labels = ids.clone()
+    labels[:, 4] = -100
+    torch.manual_seed(seed)
+    loss = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(17)).loss
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), found

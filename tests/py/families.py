@@ -1,0 +1,102 @@
+"""Three families, whose pieces the tests look at by name. Bastile itself knows no such name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bastile.models.table import OPERATORS
+
+#: The field of Family that says where an operator goes.
+PLACES = {
+    "rms_norm": "norm_class",
+    "swiglu": "mlp_class",
+    "rope": "rotary_function",
+    "fused_linear_cross_entropy": "causal_lm_class",
+    "qk_norm_rope": "q_norm",
+    "add_rms_norm": "layer_class",
+    "moe_experts": "experts_class",
+    "recompute": "backbone_class",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family's pieces are in Transformers, and which variant of each operator they compute."""
+
+    model_type: str  # as in the model's config
+    since: str  # the first Transformers release it is tested with
+    module: str  # the module all names below are in
+    norm_class: str
+    attention_class: str  # its forward calls rotary_function by its global name
+    rotary_function: str
+    causal_lm_class: str
+    backbone_class: str
+    layer_class: str | None = None  # its forward is norm, attention, addition, norm, MLP, addition
+    layer_mlp_is_tuple: bool = False  # the layer's MLP returns its output and something more
+    mlp_class: str | None = None
+    experts_class: str | None = None
+    router_loss: bool = False  # its causal_lm_class adds a loss of the router's
+    norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
+    q_norm: str | None = None  # the attention's attributes that norm each head of queries and keys
+    k_norm: str | None = None
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    activation: str = "act_fn"
+    backbone: str = "model"
+    head: str = "lm_head"
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """Those of OPERATORS that have a place in this family."""
+        return tuple(name for name in OPERATORS if getattr(self, PLACES[name]) is not None)
+
+    def patches(self, operators: Iterable[str] | None = None) -> list[str]:
+        """The names of these operators' patches (None: of all) in this family, such as "rms_norm_qwen3"."""
+        return [f"{op}_{self.model_type}" for op in self.operators if operators is None or op in operators]
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            model_type="llama",
+            since="5.0.0",
+            module="transformers.models.llama.modeling_llama",
+            norm_class="LlamaRMSNorm",
+            attention_class="LlamaAttention",
+            rotary_function="apply_rotary_pos_emb",
+            causal_lm_class="LlamaForCausalLM",
+            backbone_class="LlamaModel",
+            layer_class="LlamaDecoderLayer",
+            mlp_class="LlamaMLP",
+        ),
+        Family(
+            model_type="qwen3",
+            since="5.0.0",
+            module="transformers.models.qwen3.modeling_qwen3",
+            norm_class="Qwen3RMSNorm",
+            attention_class="Qwen3Attention",
+            rotary_function="apply_rotary_pos_emb",
+            causal_lm_class="Qwen3ForCausalLM",
+            backbone_class="Qwen3Model",
+            layer_class="Qwen3DecoderLayer",
+            mlp_class="Qwen3MLP",
+            q_norm="q_norm",
+            k_norm="k_norm",
+        ),
+        Family(
+            model_type="gpt_oss",
+            since="5.0.0",
+            module="transformers.models.gpt_oss.modeling_gpt_oss",
+            norm_class="GptOssRMSNorm",
+            attention_class="GptOssAttention",
+            rotary_function="apply_rotary_pos_emb",
+            causal_lm_class="GptOssForCausalLM",
+            router_loss=True,
+            backbone_class="GptOssModel",
+            layer_class="GptOssDecoderLayer",
+            layer_mlp_is_tuple=True,
+            experts_class="GptOssExperts",
+        ),
+    )
+}

@@ -1,0 +1,82 @@
+"""Any causal language model type with Bastile means what it means in Transformers: one step of a small model, stock and
+patched, in float32. The ordinary run takes a sample; `make test-models` all types."""
+
+import logging
+from typing import Any
+
+import pytest
+
+import bastile
+from bastile.models import small, support
+from bastile.models.table import OPERATORS
+
+#: A type for each form of code, and what must have run in a step of its small model. Not all are in older releases.
+SAMPLE: dict[str, set[str]] = {
+    "llama": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "qwen3": {"rms_norm", "swiglu", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "qwen3_moe": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "gpt_oss": {"rms_norm", "rope", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
+    "gemma": {"rms_norm", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "gemma2": {"rms_norm", "rope"},
+    "olmo2": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "cohere": {"swiglu", "rope"},
+    "glm4": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "phi3": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "ernie4_5": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "helium": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "lfm2": {"rms_norm", "swiglu", "rope"},
+    "gpt2": set(),
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("bastile").setLevel(logging.ERROR)
+
+
+@pytest.mark.parametrize("model_type", SAMPLE)
+def test_a_step_is_what_it_is_in_stock_transformers(model_type: str) -> None:
+    done = support.check(model_type)
+    assert done.passed, done
+    assert SAMPLE[model_type] <= done.ran.keys(), done.ran
+    assert bastile.get_patched_ops() == []
+
+
+@pytest.mark.every_type
+@pytest.mark.parametrize("model_type", small.causal_types())
+def test_a_step_of_every_type(model_type: str) -> None:
+    try:
+        small.step(small.small_model(model_type))
+    except Exception as error:  # whatever a model of any kind may raise
+        pytest.skip(f"not built small: {type(error).__name__}: {error}")
+    done = support.check(model_type)
+    assert done.passed, done
+
+
+def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a form's entry wrong, the check would say so."""
+    from bastile.models import norm, rotary
+
+    stock_norm, stock_rope = norm.rms_norm, rotary.rope
+    wrong: dict[str, Any] = {
+        "another epsilon": (norm, "rms_norm", lambda x, w, eps, casting: stock_norm(x, w, 0.1, casting=casting)),
+        "another norm": (norm, "rms_norm", lambda x, w, eps, casting: stock_norm(x, w, eps, casting="gemma")),
+        "neighbours": (rotary, "rope", lambda q, k, c, s, interleaved: stock_rope(q, k, c, s, interleaved=True)),
+        "the other way": (rotary, "rope", lambda q, k, c, s, interleaved: stock_rope(q, k, c, -s)),
+    }
+    for what, (module, name, function) in wrong.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, function)
+            assert not support.check("llama").passed, what
+    assert support.check("llama").passed
+
+
+def test_what_a_type_has_places_for() -> None:
+    found = support.support("gemma2")
+    assert found.places["rms_norm"] == ["Gemma2RMSNorm.forward"]
+    assert "Gemma2DecoderLayer.forward" in found.stock["add_rms_norm"]
+    assert set(found.places) < set(OPERATORS)
+    assert support.serves("gemma2")
+    assert not support.serves("gpt2")
+    with pytest.raises(ValueError, match="'gpt9' is no model type of transformers"):
+        support.support("gpt9")
