@@ -13,10 +13,10 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from bastile.guards import mark_as_ours, untouched
+from bastile.models.adapters import gated_mlp
 from bastile.models.table import Family
 from bastile.ops.rms_norm import rms_norm
 from bastile.ops.rope import rope
-from bastile.ops.swiglu import swiglu_mlp
 
 #: What a norm's code may mention beside its weight and epsilon, and no more: so nothing that it computes is left out.
 NORM_MAY_READ = ("dtype", "to", "torch", "float32", "pow", "mean", "rsqrt")
@@ -48,7 +48,7 @@ def mlp_forward(family: Family, original: Callable[..., Any]) -> Callable[..., A
         act = getattr(self, activation)
         if len(args) != 1 or kwargs or type(act) not in _SILU or not untouched(act):
             return original(self, *args, **kwargs)
-        return swiglu_mlp(args[0], getattr(self, gate), getattr(self, up), getattr(self, down))
+        return gated_mlp(args[0], getattr(self, gate), getattr(self, up), getattr(self, down))
 
     return forward
 
