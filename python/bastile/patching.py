@@ -57,6 +57,7 @@ def apply(
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
     moe_experts: bool = True,
+    lora: bool = True,
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
@@ -77,6 +78,8 @@ def apply(
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
+        lora: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and down, each
+            as one function (docs/lora.md). PEFT's classes are of no type: model_types leaves them as they are.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
         model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
@@ -129,6 +132,7 @@ def apply_to_model(
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
     moe_experts: bool = True,
+    lora: bool = True,
     recompute: bool = True,
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
@@ -147,6 +151,7 @@ def apply_to_model(
         qk_norm_rope: as for `apply`.
         add_rms_norm: as for `apply`.
         moe_experts: as for `apply`.
+        lora: as for `apply`.
         recompute: as for `apply`.
 
     Returns:

@@ -167,7 +167,7 @@ static void draw_shape(fuzz_call *c, int place, symbols *s) {
         memcpy(t->shape, like->shape, sizeof t->shape);
         return;
     }
-    const char *shape = a->reduced && c->attributes[a->reduced - 1].i ? "." : a->shape;
+    const char *shape = a->reduced && c->attributes[a->reduced - 1].i != BST_REDUCTION_NONE ? "." : a->shape;
     if (*shape == '.') {
         for (int64_t ones = fuzz_below(3); ones > 0; ones--) add(t, 1);
         return;

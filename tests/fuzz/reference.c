@@ -275,7 +275,7 @@ static void rope_backward(fuzz_call *c) {
 
 /* ---- losses ------------------------------------------------------------------------------------------------------ */
 
-enum { NONE, MEAN, SUM };
+enum { MEAN = BST_REDUCTION_MEAN, NONE = BST_REDUCTION_NONE };
 
 /* A loss over rows of logits, and what divides it. */
 typedef struct losses {

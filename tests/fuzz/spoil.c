@@ -98,7 +98,8 @@ static bool another_rank(const fuzz_call *c, fuzz_raw *raw, int place) {
     const bst_argument *a = argument(c, place);
     int dims = c->of[place].dims;
     if (dims == BST_MAX_DIMS) return false;
-    if (!a->like && (strchr("*#.", *a->shape) || (a->reduced && c->attributes[a->reduced - 1].i))) return false;
+    if (!a->like && (strchr("*#.", *a->shape) || (a->reduced && c->attributes[a->reduced - 1].i != BST_REDUCTION_NONE)))
+        return false;
     raw->shape[place][dims] = raw->stride[place][dims] = 1;
     raw->tensor[place].ndim++;
     return true;
@@ -110,7 +111,7 @@ static bool bound_before(const fuzz_call *c, int place, char letter) {
     fuzz_checked(c->function, order);
     for (int i = 0; order[i] != place; i++) {
         const bst_argument *a = argument(c, order[i]);
-        const char *shape = a->reduced && c->attributes[a->reduced - 1].i ? "." : a->shape;
+        const char *shape = a->reduced && c->attributes[a->reduced - 1].i != BST_REDUCTION_NONE ? "." : a->shape;
         if (c->of[order[i]].given && shape && !a->like && strchr(shape, letter)) return true;
     }
     return false;
@@ -125,7 +126,8 @@ static bool another_size(const fuzz_call *c, fuzz_raw *raw, int place) {
     if (a->like) {
         at = (int)fuzz_below(t->dims);
     } else {
-        if (a->reduced && c->attributes[a->reduced - 1].i) return raw->shape[place][at]++, true; /* two elements */
+        if (a->reduced && c->attributes[a->reduced - 1].i != BST_REDUCTION_NONE)
+            return raw->shape[place][at]++, true; /* two elements */
         size_t length = strlen(a->shape);
         char last = a->shape[length - 1];
         bool decided = *a->shape == '.' || (last >= 'a' && last <= 'z') ||

@@ -109,7 +109,7 @@ class Draw:
     def shape(self, shape: str) -> list[int]:
         shape = shape.partition("+")[0]
         shape, _, reduced = shape.partition("/")
-        if (reduced and self.attributes[reduced]) or shape == ".":
+        if (reduced and self.attributes[reduced] != _fakes.NOT_REDUCED) or shape == ".":
             return [1] * self.random.randint(0, 2)
         if shape[0] == "=":
             return list(self.shapes[shape[1:]])

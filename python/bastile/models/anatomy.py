@@ -26,7 +26,9 @@ class Anatomy:
     mlp: dict[str, str] = field(default_factory=dict)  # gate, up, down
     attention: dict[str, str] = field(default_factory=dict)  # q_norm, k_norm
     #: How the operators read heads and tables: see models/rotary.py.
-    rotary: dict[str, bool] = field(default_factory=lambda: {"interleaved": False, "half_tables": False, "keep_type": False})
+    rotary: dict[str, bool] = field(
+        default_factory=lambda: {"interleaved": False, "half_tables": False, "keep_type": False}
+    )
 
 
 def anatomy(model_type: str) -> Anatomy | None:

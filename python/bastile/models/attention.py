@@ -1,12 +1,11 @@
 """The forward of an attention whose queries and keys are normed head by head and then turned, both in one operator.
 
-Its first three projections are one operator where they are plain linear layers. All others, the cache and the attention
-itself are called as the original calls them, so adapters, quantised weights, hooks and every attention implementation
-stay in force."""
+Its first three projections are one operator where they are layers that models/adapters.py knows. All others, the cache and
+the attention itself are called as the original calls them, so hooks and every attention implementation stay in force."""
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 from torch import nn
 
 from bastile.guards import is_ours
+from bastile.models.adapters import linears
 from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import parameter_names
 from bastile.models.rotary import fits, layout, tables
 from bastile.models.sites import Found, ModelFile, Site
-from bastile.ops._modules import plain_linear
-from bastile.ops.projections import projections
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.report import Tally
 
@@ -87,11 +85,7 @@ def attention_forward(
         mask, cache = given.pop("attention_mask"), given.pop("past_key_values", None)
         heads = (*hidden.shape[:-1], -1, self.head_dim)
 
-        layers = self.q_proj, self.k_proj, self.v_proj
-        if all(map(plain_linear, layers)):
-            projected: Sequence[Any] = projections(hidden, *[layer.weight for layer in layers])
-        else:
-            projected = [layer(hidden) for layer in layers]
+        projected = linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = [each.view(heads).transpose(1, 2) for each in projected]
         q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
         q, k = qk_norm_rope(

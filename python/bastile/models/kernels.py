@@ -259,7 +259,9 @@ class _Step:
             yield Call("qk_norm_rope_backward", (*gradients, *inputs, *options, *wanted), title)
 
     def _swiglu(self, mlp: _Part, x: bool) -> Iterator[Call]:
-        activation = ACTIVATION_OF_CONFIG.get(getattr(self.config, "hidden_act", getattr(self.config, "hidden_activation", "silu")))
+        activation = ACTIVATION_OF_CONFIG.get(
+            getattr(self.config, "hidden_act", getattr(self.config, "hidden_activation", "silu"))
+        )
         if "swiglu" not in self.operators or activation is None:
             return
         width = self.config.intermediate_size

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    kind: str  # norm, mlp, rotary, attention, layer, experts, head
+    kind: str  # norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear, head
     formula: str
     roles: tuple[str, ...]  # attributes of self
     fingerprints: tuple[str, ...]
@@ -30,6 +30,8 @@ def _rotary(**variant: Any) -> dict[str, Any]:
 
 _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
 _LAYER = _roles("input_norm attention attention_norm mlp")
+_ADAPTED = "_check_forward_args disable_adapters merged base_layer"
+_ADAPTER = "lora_B lora_dropout scaling _cast_input_dtype lora_variant merged_adapters get_base_layer lora_bias"
 
 FORMS: tuple[Form, ...] = (
     # ---- norms: `casting` is that of bastile.ops.rms_norm ------------------------------------------------------------
@@ -172,6 +174,28 @@ FORMS: tuple[Form, ...] = (
         "biases, gate and up interleaved: (up + 1) gate sigmoid(alpha gate), both clamped",
         _roles("num_experts gate_up_proj gate_up_proj_bias down_proj down_proj_bias limit alpha"),
         ("7f2c6fd97455",),
+        exact=True,
+    ),
+    # ---- linear layers that are more than a weight: of PEFT 0.18 to 0.21, and of bitsandbytes ------------------------
+    Form(
+        "adapted linear",
+        "base(x) + scale lora_B(lora_A(dropout(x))), the active adapters' in turn",
+        _roles(f"{_ADAPTED} _mixed_batch_forward lora_A active_adapters {_ADAPTER} fan_in_fan_out"),
+        ("06a50533cd21", "3152c3694447"),
+        exact=True,
+    ),
+    Form(
+        "adapted linear",
+        "the same of a base in 4 bits",
+        _roles(f"{_ADAPTED} active_adapters lora_A {_ADAPTER}"),
+        ("7226307fd10b",),
+        exact=True,
+    ),
+    Form(
+        "4-bit linear",
+        "bitsandbytes.matmul_4bit(x, weight, bias)",
+        _roles("weight support_avx512bf16_for_cpu training compute_type_is_set compute_dtype bias"),
+        ("1c4aaf1c7bd9",),
         exact=True,
     ),
     # ---- output heads ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-_FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
+_FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+|peft\.tuners\.lora\.(layer|bnb)")
 _BASE = "transformers.modeling_utils"
 #: Packages whose modules are no code of models.
 _NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "builtins"})
@@ -27,7 +27,7 @@ Classes = dict[str, set[type]]  # by the name of their module
 
 
 def is_model_file(name: str) -> bool:
-    """Of Transformers."""
+    """Of Transformers, or of PEFT: its layers go into models of any type."""
     return _FILE.fullmatch(name) is not None
 
 

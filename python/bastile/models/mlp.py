@@ -9,8 +9,9 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from bastile.guards import untouched
+from bastile.models.adapters import gated_mlp
 from bastile.models.sites import Found, ModelFile, Site
-from bastile.ops.glu import glu, glu_mlp
+from bastile.ops.glu import glu
 from bastile.report import Tally
 
 #: Transformers' names of activations -> those of bastile.ops.glu.
@@ -50,7 +51,7 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
             return original(self, *args)
         tally.count()
         if both is None:
-            return glu_mlp(args[0], getattr(self, gate), getattr(self, up), getattr(self, down), act)
+            return gated_mlp(args[0], getattr(self, gate), getattr(self, up), getattr(self, down), act)
         first, second = getattr(self, both)(args[0]).chunk(2, dim=-1)
         return getattr(self, down)(glu(second, first, act) if up_first else glu(first, second, act))
 

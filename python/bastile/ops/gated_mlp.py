@@ -11,7 +11,7 @@ from bastile.ops._glu import Unit, unit_of
 __all__ = ["gated_mlp"]
 
 
-def _unit_gradients(
+def unit_gradients(
     unit: Unit, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """da, db and y; in place: over a, b and dy."""
@@ -63,7 +63,7 @@ def _gradients(ctx, dout):
     dx = dgate = dup = ddown = None
     drows = dout.reshape(-1, dout.shape[-1])
     wanted = want_x or want_gate, want_x or want_up, want_down
-    a, b, y = _unit_gradients(ctx.unit, drows.mm(down), a, b, wanted, last)
+    a, b, y = unit_gradients(ctx.unit, drows.mm(down), a, b, wanted, last)
     if want_down:
         ddown = drows.t().mm(y)
     del y

@@ -1,0 +1,464 @@
+"""Linear layers of one input, with or without low-rank adapters, as one node: y = x W^T + bias + s (d(x) A^T) B^T, d being
+the adapter's dropout (Hu et al., "LoRA", 2021); and the gated MLP of such layers.
+
+A layer and its adapter as modules of their own make a pass over memory for each cast, each scale, each sum of results and
+each sum of gradients. Here products do all that: the thin product comes first, and the large one adds its result to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+from torch.nn.functional import dropout, linear
+
+from bastile.ops._common import (
+    Function,
+    cast_as_linear,
+    first_order_only,
+    release_on_last_pass,
+    served,
+    without_autocast,
+)
+from bastile.ops._glu import unit_of
+from bastile.ops.gated_mlp import unit_gradients
+
+__all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
+
+
+class Adapted(NamedTuple):
+    """A linear layer and its adapter.
+
+    weight [N, K], bias [N] or None, a [r, K] and b [N, r] or both None, of float32, bfloat16 or float16. dequantise: what
+    makes the weight, of x's type, where it is kept in another form; weight is None then. dropout: the probability with
+    which the adapter's input loses each element (0: it has none)."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None = None
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+    dropout: float = 0.0
+    dequantise: Callable[[torch.dtype], torch.Tensor] | None = None
+
+
+_TENSORS = 4  # of a layer, in the order of Adapted: weight, bias, a, b
+
+
+class _Layer(NamedTuple):
+    """What is no tensor in a layer, so that autograd need not know of it."""
+
+    scale: float
+    dropout: float
+    dequantise: Callable[[torch.dtype], torch.Tensor] | None
+
+
+class _Group:
+    """Layers of one input, within a node: the forward and the backward pass of all of them.
+
+    weights, biases: of the input's type. a, b: in types of their own; they are rounded to the input's here. The thin
+    results of all adapters, and the gradients of these, lie side by side: [rows, rank]."""
+
+    def __init__(self, layers: Sequence[_Layer], tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
+        self.layers, self.dtype = layers, dtype
+        self.weights, self.biases, self.a, self.b = (tensors[i::_TENSORS] for i in range(_TENSORS))
+        self.columns: list[slice] = []  # each adapter's of the thin results
+        self.rank = 0
+        for a in self.a:
+            mine = 0 if a is None else a.shape[0]
+            self.columns.append(slice(self.rank, self.rank + mine))
+            self.rank += mine
+        self.adapted = [i for i, a in enumerate(self.a) if a is not None]
+        self.drops = any([layer.dropout for layer in layers])
+
+    def weight(self, i: int) -> Any:
+        make = self.layers[i].dequantise
+        return self.weights[i] if make is None else make(self.dtype)
+
+    def _all_a(self) -> torch.Tensor:
+        """[rank, K], of the input's type."""
+        given: Any = [self.a[i] for i in self.adapted]
+        return (given[0] if len(given) == 1 else torch.cat(given)).to(self.dtype)
+
+    def _b(self, i: int) -> Any:
+        b: Any = self.b[i]
+        return b.to(self.dtype)
+
+    def thin(self, rows: torch.Tensor, masks: _Masks) -> torch.Tensor | None:
+        """x A^T of all adapters."""
+        if not self.adapted:
+            return None
+        if not self.drops:
+            return rows.mm(self._all_a().t())
+        thin = rows.new_empty(rows.shape[0], self.rank)
+        for i in self.adapted:
+            a: Any = self.a[i]
+            torch.mm(masks.drop(i, rows, self.layers[i].dropout), a.to(self.dtype).t(), out=thin[:, self.columns[i]])
+        return thin
+
+    def result(self, i: int, x: torch.Tensor, thin: torch.Tensor | None) -> torch.Tensor:
+        """[..., N]. Of its shape from the start: autograd lets nobody change a view in place that a node made."""
+        bias, weight = self.biases[i], self.weight(i)
+        if thin is None or self.b[i] is None:
+            return linear(x, weight, bias)
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        rows, mine, b, scale = y.view(-1, y.shape[-1]), thin[:, self.columns[i]], self._b(i).t(), self.layers[i].scale
+        if bias is None:
+            rows.addmm_(mine, b, beta=0, alpha=scale)
+        else:
+            torch.addmm(bias, mine, b, alpha=scale, out=rows)
+        rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+        return y
+
+    def thin_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """s dy B of all adapters; 0 for those whose result nobody differentiated."""
+        known = [dy for i, dy in enumerate(gradients) if dy is not None and self.a[i] is not None]
+        if not known:
+            return None
+        g = known[0].new_empty(known[0].shape[0], self.rank)
+        for i in self.adapted:
+            dy = gradients[i]
+            if dy is None:
+                g[:, self.columns[i]] = 0
+            else:
+                g[:, self.columns[i]].addmm_(dy, self._b(i), beta=0, alpha=self.layers[i].scale)
+        return g
+
+    def input_gradient(
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, masks: _Masks
+    ) -> torch.Tensor | None:
+        """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first."""
+        dx = None if g is None else self._adapters_input_gradient(gradients, g, masks)
+        for i in range(len(self.layers) - 1, -1, -1):
+            dy = gradients[i]
+            if dy is not None:
+                dx = dy.mm(self.weight(i)) if dx is None else dx.addmm_(dy, self.weight(i))
+        return dx
+
+    def _adapters_input_gradient(
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, masks: _Masks
+    ) -> torch.Tensor | None:
+        if not self.drops:
+            return g.mm(self._all_a())
+        dx = None
+        for i in self.adapted:
+            if gradients[i] is not None:
+                a: Any = self.a[i]
+                part = masks.drop(i, g[:, self.columns[i]].mm(a.to(self.dtype)), self.layers[i].dropout)
+                dx = part if dx is None else dx.add_(part)
+        return dx
+
+    def gradients(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        g: torch.Tensor | None,
+        rows: Any,
+        thin: torch.Tensor | None,
+        masks: _Masks,
+        wanted: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """Those of the tensors' gradients that are wanted, in the tensors' order: dW = dy^T x, dbias = the sum of dy,
+        dA = g^T x, dB = s dy^T (x A^T)."""
+        found: list[torch.Tensor | None] = [None] * len(wanted)
+        for i, dy in enumerate(gradients):
+            if dy is None:
+                continue
+            want_weight, want_bias, _, want_b = wanted[i * _TENSORS : (i + 1) * _TENSORS]
+            if want_weight:
+                found[i * _TENSORS] = dy.t().mm(rows)
+            if want_bias:
+                found[i * _TENSORS + 1] = dy.sum(0)
+            b = self.b[i]
+            if want_b and b is not None and thin is not None:
+                found[i * _TENSORS + 3] = _product(b.dtype, dy.t(), thin[:, self.columns[i]]).mul_(self.layers[i].scale)
+        if g is not None:
+            self._gradients_of_a(gradients, g, rows, masks, wanted, found)
+        return found
+
+    def _gradients_of_a(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        g: torch.Tensor,
+        rows: Any,
+        masks: _Masks,
+        wanted: Sequence[bool],
+        found: list[torch.Tensor | None],
+    ) -> None:
+        places = {i: i * _TENSORS + 2 for i in self.adapted if wanted[i * _TENSORS + 2] and gradients[i] is not None}
+        if not places:
+            return
+        types: Any = {i: self.a[i].dtype for i in places}  # type: ignore[union-attr]
+        if self.drops:
+            for i, place in places.items():
+                dropped = masks.drop(i, rows, self.layers[i].dropout)
+                found[place] = _product(types[i], g[:, self.columns[i]].t(), dropped)
+            return
+        shared = set(types.values())
+        together = _product(shared.pop() if len(shared) == 1 else torch.float32, g.t(), rows)
+        for i, place in places.items():
+            found[place] = together[self.columns[i]].to(types[i])
+
+
+def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a b in this type, with no rounding to the factors' type between, where PyTorch can leave that out."""
+    if a.dtype is dtype:
+        return a.mm(b)
+    if dtype is torch.float32 and a.is_cuda and not is_compiling() and _HAS_OUT_DTYPE:
+        return torch.mm(a, b, out_dtype=dtype)  # type: ignore[call-overload]
+    return a.mm(b).to(dtype)
+
+
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+
+
+class _Masks:
+    """The states of the random generator from which each adapter's dropout began, in place of the masks themselves."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.states: dict[int, Any] = {}
+        cuda = device.type == "cuda"
+        self.generator: Any = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
+
+    def drop(self, i: int, tensor: torch.Tensor, p: float) -> torch.Tensor:
+        """The tensor as the dropout of layer i leaves it. The first call for i draws; later ones, of a tensor of the same
+        shape, lose the same elements and leave the generator where it is."""
+        if not p:
+            return tensor
+        if i not in self.states:
+            self.states[i] = self._state()
+            return dropout(tensor, p)
+        now = self._state()
+        self._set(self.states[i])
+        try:
+            return dropout(tensor, p)
+        finally:
+            self._set(now)
+
+    def _state(self) -> Any:
+        # Of CUDA's generator seed and offset say all, and both are the host's.
+        if self.generator.device.type == "cuda":
+            return self.generator.initial_seed(), self.generator.get_offset()
+        return self.generator.get_state()
+
+    def _set(self, state: Any) -> None:
+        if isinstance(state, tuple):
+            seed, offset = state
+            if self.generator.initial_seed() != seed:
+                self.generator.manual_seed(seed)
+            self.generator.set_offset(offset)
+        else:
+            self.generator.set_state(state)
+
+
+class _Linears(Function):
+    """Keeps x where a weight or an A is trained, and the thin results where a B is."""
+
+    @staticmethod
+    def forward(ctx, x, layers, *tensors):
+        ctx.set_materialize_grads(False)
+        group, masks = _Group(layers, tensors, x.dtype), _Masks(x.device)
+        thin = group.thin(x.reshape(-1, x.shape[-1]), masks)
+        keeps_x = _reads_input(ctx.needs_input_grad[2:])
+        # For first_order_only, where x is not kept: an output without elements.
+        way_back = None if keeps_x or is_compiling() else x.new_empty(0)
+        ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors)
+        ctx.shape, ctx.layers, ctx.masks, ctx.dtype = x.shape, layers, masks, x.dtype
+        results = [group.result(i, x, thin) for i in range(len(layers))]
+        return tuple(results) if way_back is None else (*results, way_back)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, thin, way_back, *tensors = ctx.saved_tensors
+        gradients = gradients[: len(ctx.layers)]
+        wanted = ctx.needs_input_grad
+        with without_autocast(next(t.device.type for t in tensors if t is not None)):
+            group = _Group(ctx.layers, tensors, ctx.dtype)
+            rows = None if x is None else x.reshape(-1, x.shape[-1])
+            of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
+            g = group.thin_gradients(of_rows)
+            found = group.gradients(of_rows, g, rows, thin, ctx.masks, wanted[2:])
+            dx = group.input_gradient(of_rows, g, ctx.masks) if wanted[0] else None
+        found = [None if dx is None else dx.view(ctx.shape), *found]
+        if torch.is_grad_enabled() and not is_compiling():
+            found = [first_order_only("adapted_linears", d, x, way_back, *gradients, *tensors) for d in found]
+        return found[0], None, *found[1:]
+
+
+def _reads_input(wanted: Sequence[bool]) -> bool:
+    """Whether one of a group's gradients that are wanted is made of the group's input: a weight's or an A's."""
+    return any(wanted[0::_TENSORS]) or any(wanted[2::_TENSORS])
+
+
+class _GatedMLP(Function):
+    """Keeps x where it is read, gate's and up's results and the thin ones. The activation comes again out of the kernel
+    that makes its gradients."""
+
+    @staticmethod
+    def forward(ctx, x, layers, unit, *tensors):
+        first, second, masks = *_mlp_groups(layers, tensors, x.dtype), (_Masks(x.device), _Masks(x.device))
+        thin = first.thin(x.reshape(-1, x.shape[-1]), masks[0])
+        a, b = first.result(0, x, thin), first.result(1, x, thin)
+        y = unit.forward(a, b)
+        thin_y = second.thin(y.view(-1, y.shape[-1]), masks[1])
+        keeps_x = _reads_input(ctx.needs_input_grad[3 : 3 + 2 * _TENSORS])
+        way_back = None if keeps_x or is_compiling() else x.new_empty(0)
+        ctx.save_for_backward(x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors)
+        ctx.shape, ctx.layers, ctx.masks, ctx.dtype, ctx.unit = x.shape, layers, masks, x.dtype, unit
+        out = second.result(0, y, thin_y)
+        return out if way_back is None else (out, way_back)
+
+    @staticmethod
+    def backward(ctx, dout, *_):
+        with without_autocast(dout.device.type):
+            found = _mlp_gradients(ctx, dout)
+        return found[0], None, None, *found[1:]
+
+
+def _mlp_groups(layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.dtype) -> tuple[_Group, _Group]:
+    """Gate and up, and down."""
+    return _Group(layers[:2], tensors[: 2 * _TENSORS], dtype), _Group(layers[2:], tensors[2 * _TENSORS :], dtype)
+
+
+def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
+    x, thin, a, b, thin_y, way_back, *tensors = ctx.saved_tensors
+    last = release_on_last_pass(ctx, dout)
+    want_x, _, _, *wanted = ctx.needs_input_grad
+    first, second = _mlp_groups(ctx.layers, tensors, ctx.dtype)
+    wanted_first, wanted_second = wanted[: 2 * _TENSORS], wanted[2 * _TENSORS :]
+    drows = [dout.reshape(-1, dout.shape[-1])]
+    g = second.thin_gradients(drows)
+    a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
+    wants = want_x or any(wanted_first[:_TENSORS]), want_x or any(wanted_first[_TENSORS:]), _reads_input(wanted_second)
+    da, db, y = unit_gradients(ctx.unit, second.input_gradient(drows, g, ctx.masks[1]), a, b, wants, last)
+    found_second = second.gradients(drows, g, y, thin_y, ctx.masks[1], wanted_second)
+    del y, g
+    gradients = [da if wants[0] else None, db if wants[1] else None]
+    g = first.thin_gradients(gradients)
+    rows = None if x is None else x.reshape(-1, x.shape[-1])
+    found = first.gradients(gradients, g, rows, thin, ctx.masks[0], wanted_first)
+    dx = first.input_gradient(gradients, g, ctx.masks[0]) if want_x else None
+    found = [None if dx is None else dx.view(ctx.shape), *found, *found_second]
+    if torch.is_grad_enabled() and not is_compiling():
+        found = [first_order_only("adapted_gated_mlp", d, dout, x, way_back, *tensors) for d in found]
+    return found
+
+
+def _prepared(
+    x: torch.Tensor, layers: Sequence[Adapted]
+) -> tuple[torch.Tensor, tuple[_Layer, ...], list[torch.Tensor | None]] | None:
+    """What a node takes: x, weights and biases as linear layers cast them under autocast, adapters as they are. None
+    where no node serves them: other devices, subclasses of tensors, types that do not go together, functorch."""
+    plain = [t for layer in layers for t in layer[:_TENSORS]]
+    if not served(x, *plain):
+        return None
+    x, *cast = cast_as_linear(x, *[t for layer in layers for t in layer[:2]])
+    if any([t is not None and t.dtype is not x.dtype for t in cast]):
+        return None
+    tensors: list[torch.Tensor | None] = []
+    for i, layer in enumerate(layers):
+        tensors += cast[2 * i], cast[2 * i + 1], layer.a, layer.b
+    return x, tuple([_Layer(layer.scale, layer.dropout, layer.dequantise) for layer in layers]), tensors
+
+
+def _is_differentiated(x: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or any([t is not None and t.requires_grad for t in tensors]))
+
+
+def _check(op: str, x: torch.Tensor, layer: Adapted, name: str) -> None:
+    def fault(what: str, t: torch.Tensor | None, needed: str) -> RuntimeError:
+        given = "missing" if t is None else f"of shape {list(t.shape)}"
+        return RuntimeError(f"{op}: {name}.{what} is {given}; {needed} is needed")
+
+    weight, bias, a, b = layer[:_TENSORS]
+    if (weight is None) == (layer.dequantise is None):
+        raise RuntimeError(f"{op}: {name} needs either a weight or dequantise, which makes one")
+    if weight is not None and (weight.dim() != 2 or weight.shape[1] != x.shape[-1]):
+        raise fault("weight", weight, f"[N, {x.shape[-1]}]")
+    if (a is None) != (b is None):
+        raise fault("b" if b is None else "a", None, "with one of a and b the other")
+    if a is not None and (a.dim() != 2 or a.shape[1] != x.shape[-1]):
+        raise fault("a", a, f"[r, {x.shape[-1]}]")
+    n = weight.shape[0] if weight is not None else b.shape[0] if b is not None else None
+    if a is not None and b is not None and list(b.shape) != [n, a.shape[0]]:
+        raise fault("b", b, f"[{n}, {a.shape[0]}]")
+    if bias is not None and n is not None and list(bias.shape) != [n]:
+        raise fault("bias", bias, f"[{n}]")
+    if not 0 <= layer.dropout < 1:
+        raise ValueError(f"{op}: {name}.dropout is {layer.dropout}; a probability from 0 to below 1 is needed")
+
+
+def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.Tensor, ...]:
+    """Each layer's x W^T + bias + scale (d(x) A^T) B^T, d being its adapter's dropout.
+
+    Args:
+        x: [..., K]; float32, bfloat16 or float16.
+        layers: see Adapted. Weights and biases of x's type (under autocast all three are cast as a linear layer casts
+            them). A and B may be of any type: a call rounds them to x's, and makes their gradients in their own.
+
+    Returns:
+        One [..., N] for each layer, of x's type. Gradients flow to x and all weights, biases, A and B, each computed
+        only where it is wanted; x's is summed within the products. Kept for them are the inputs and [..., r] numbers of
+        each adapter; of a dropout the state of torch's generator that it began with, so it loses the elements that
+        torch.nn.functional.dropout would lose, layer by layer. Other types or devices, mixed types and subclasses of
+        tensors run the original torch code.
+
+    Raises:
+        RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
+    """
+    for i, layer in enumerate(layers):
+        _check("adapted_linears", x, layer, f"layers[{i}]")
+    prepared = _prepared(x, layers)
+    if prepared is None:
+        return tuple([_original(x, layer) for layer in layers])
+    x, plain, tensors = prepared
+    if _is_differentiated(x, tensors):
+        return _Linears.apply(x, plain, *tensors)[: len(layers)]
+    group, masks = _Group(plain, tensors, x.dtype), _Masks(x.device)
+    thin = group.thin(x.reshape(-1, x.shape[-1]), masks)
+    return tuple([group.result(i, x, thin) for i in range(len(layers))])
+
+
+def adapted_gated_mlp(
+    x: torch.Tensor, gate: Adapted, up: Adapted, down: Adapted, activation: str = "silu"
+) -> torch.Tensor:
+    """down(act(gate(x)) * up(x)) of three layers as adapted_linears computes them (Shazeer, "GLU Variants Improve
+    Transformer", 2020).
+
+    Args:
+        x: [..., H]; float32, bfloat16 or float16.
+        gate, up: of H inputs and I outputs. down: of I inputs and H outputs.
+        activation: as in `bastile.ops.glu.glu`.
+
+    Returns:
+        [..., H]. As adapted_linears; kept are x, [..., 2I] numbers, which the last backward pass over a graph writes
+        over, and the adapters' thin results.
+
+    Raises:
+        RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
+    """
+    unit = unit_of("adapted_gated_mlp", activation)
+    _check("adapted_gated_mlp", x, gate, "gate")
+    _check("adapted_gated_mlp", x, up, "up")
+    prepared = _prepared(x, (gate, up, down))
+    if prepared is None:
+        return _original(unit.original(_original(x, gate), _original(x, up)), down)
+    x, plain, tensors = prepared
+    if _is_differentiated(x, tensors):
+        out = _GatedMLP.apply(x, plain, unit, *tensors)
+        return out[0] if type(out) is tuple else out
+    first, second = _mlp_groups(plain, tensors, x.dtype)
+    masks = _Masks(x.device)
+    thin = first.thin(x.reshape(-1, x.shape[-1]), masks)
+    y = unit.forward(first.result(0, x, thin), first.result(1, x, thin))
+    return second.result(0, y, second.thin(y.view(-1, y.shape[-1]), _Masks(x.device)))
+
+
+def _original(x: torch.Tensor, layer: Adapted) -> torch.Tensor:
+    weight: Any = layer.weight if layer.dequantise is None else layer.dequantise(x.dtype)
+    y = linear(x, weight, layer.bias)
+    if layer.a is None or layer.b is None:
+        return y
+    adapter_input = x if torch.is_autocast_enabled(x.device.type) else x.to(layer.a.dtype)
+    thin = linear(dropout(adapter_input, layer.dropout), layer.a)
+    return (y + linear(thin, layer.b) * layer.scale).to(y.dtype)

@@ -1,0 +1,261 @@
+"""Models with PEFT's adapters after bastile.apply(): real PEFT, real Transformers; which nodes ran is counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+import bastile
+from bastile.models import adapters
+from bastile.ops.lora import Adapted
+from oracle import assert_same_bits, random_tensor
+from test_lora import peft as restated
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture
+def ran(monkeypatch) -> Iterator[Counter]:
+    """bastile.apply() in force; how often each node ran."""
+    counts: Counter = Counter()
+    for name in ("adapted_linears", "adapted_gated_mlp"):
+        stock = getattr(adapters, name)
+
+        def counted(*args: Any, name=name, stock=stock) -> Any:
+            counts[name] += 1
+            return stock(*args)
+
+        monkeypatch.setattr(adapters, name, counted)
+    bastile.apply()
+    yield counts
+    bastile.reset()
+
+
+def base(kind: str = "qwen3", dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES)) if kind == "qwen3" else LlamaForCausalLM(LlamaConfig(**SIZES))
+    return model.to(dtype)
+
+
+def with_lora(model: nn.Module, **options: Any) -> PeftModel:
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    return get_peft_model(model, LoraConfig(**options)).train()
+
+
+def batch(seed: int = 1) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, SIZES["vocab_size"], (2, 17), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def step(model: nn.Module, autocast: bool = False, **more: Any) -> dict[str, torch.Tensor]:
+    """The loss and all gradients."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(2)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch(), **more).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_as_stock(model: nn.Module, **more: Any) -> None:
+    """What apply() makes of this model, and what stock makes of it."""
+    ours = step(model, **more)
+    bastile.reset()
+    stock = step(model, **more)
+    assert ours.keys() == stock.keys()
+    for name, want in stock.items():
+        assert (ours[name] - want).norm() <= 1e-5 * want.norm(), name
+
+
+LAYERS = SIZES["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_the_layer_computes_what_the_operator_s_tests_compare_with(dropout):
+    model = with_lora(base(), lora_dropout=dropout)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    x = random_tensor((5, SIZES["hidden_size"]), torch.float32, "cpu")
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    given = Adapted(layer.base_layer.weight, None, a, b, layer.scaling["default"], dropout)
+    torch.manual_seed(3)
+    want = layer(x)
+    torch.manual_seed(3)
+    assert_same_bits(restated(x, given), want)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_qwen3(ran, dropout):
+    """The three layers before the attention are one node, the one behind it and the MLP one each."""
+    assert_as_stock(with_lora(base(), lora_dropout=dropout))
+    assert ran == {"adapted_linears": 2 * LAYERS, "adapted_gated_mlp": LAYERS}
+
+
+def test_llama(ran):
+    """Its attention calls its layers one by one."""
+    assert_as_stock(with_lora(base("llama")))
+    assert ran == {"adapted_linears": 4 * LAYERS, "adapted_gated_mlp": LAYERS}
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "v_proj"], ["down_proj"], ["gate_proj", "o_proj"]], ids=str)
+def test_some_layers(ran, targets):
+    assert_as_stock(with_lora(base(), target_modules=targets))
+    attention = 1 if {"q_proj", "v_proj"} & set(targets) else 0
+    mlp = 1 if {"gate_proj", "down_proj"} & set(targets) else 0
+    assert ran["adapted_gated_mlp"] == mlp * LAYERS
+    assert ran["adapted_linears"] == (attention + ("o_proj" in targets)) * LAYERS
+
+
+def test_ranks_and_scales_of_their_own(ran):
+    patterns = {"rank_pattern": {"q_proj": 7, "down_proj": 1}, "alpha_pattern": {"up_proj": 3}, "use_rslora": True}
+    assert_as_stock(with_lora(base(), **patterns))
+    assert ran["adapted_gated_mlp"] == LAYERS
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_gradient_checkpointing(ran, dropout, reentrant):
+    model = base()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_as_stock(with_lora(model, lora_dropout=dropout))
+    assert ran["adapted_gated_mlp"] == 2 * LAYERS
+
+
+def test_200_steps_follow_stock_s_losses():
+    curves = []
+    for patched in (False, True):
+        if patched:
+            bastile.apply()
+        try:
+            model = with_lora(base(), init_lora_weights=True)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+            losses = []
+            for i in range(200):
+                loss = model(**batch(i % 7)).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            curves.append(torch.tensor(losses))
+        finally:
+            bastile.reset()
+    assert curves[0][-1] < curves[0][0] - 0.5  # it learns
+    torch.testing.assert_close(*curves, rtol=1e-5, atol=0)
+
+
+def test_autocast_is_no_further_from_float32_than_stock(ran):
+    """PEFT's default: float32 adapters on a 16-bit base under autocast."""
+    model = with_lora(base(dtype=torch.bfloat16))
+    ours = step(model, autocast=True)
+    assert ran["adapted_gated_mlp"] == LAYERS
+    bastile.reset()
+    stock, exact = step(model, autocast=True), step(model.float())
+    errors = {"ours": 0.0, "stock": 0.0}
+    for name, want in exact.items():
+        if name != "loss":
+            errors["ours"] += ((ours[name].float() - want).norm() / want.norm()).item() ** 2
+            errors["stock"] += ((stock[name].float() - want).norm() / want.norm()).item() ** 2
+            assert ours[name].dtype == stock[name].dtype
+    assert errors["ours"] < errors["stock"]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_before_and_after_the_adapters_are_put_in(late):
+    try:
+        if not late:
+            bastile.apply()
+        model = with_lora(base())
+        if late:
+            bastile.apply()
+        found = model(**batch()).loss
+    finally:
+        bastile.reset()
+    torch.testing.assert_close(found, model(**batch()).loss)
+
+
+def without_adapters(model: PeftModel) -> None:
+    model.base_model.disable_adapter_layers()
+
+
+def merged(model: PeftModel) -> None:
+    model.merge_adapter()
+
+
+def second_adapter(model: PeftModel) -> None:
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+
+
+def a_hook(model: PeftModel) -> None:
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.register_forward_hook(lambda module, args, result: result * 1.5)
+
+
+@pytest.mark.parametrize("change", [without_adapters, merged, second_adapter, a_hook])
+def test_what_runs_as_stock(ran, change):
+    """Layers in such a state run PEFT's own code, bit for bit."""
+    model = with_lora(base())
+    change(model)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    x = random_tensor((3, SIZES["hidden_size"]), torch.float32, "cpu")
+    ours = layer(x)
+    assert not ran
+    bastile.reset()
+    assert_same_bits(ours, layer(x))
+
+
+def test_another_adapter_in_mid_run(ran):
+    model = with_lora(base())
+    model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    first = model(**batch()).loss
+    model.set_adapter("other")
+    second = model(**batch()).loss
+    count = ran["adapted_gated_mlp"]
+    bastile.reset()
+    torch.testing.assert_close(model(**batch()).loss, second)
+    model.set_adapter("default")
+    torch.testing.assert_close(model(**batch()).loss, first)
+    assert count == 2 * LAYERS
+    assert first != second
+
+
+def test_dora_runs_as_stock(ran):
+    model = with_lora(base(), use_dora=True)
+    assert_as_stock(model)
+    assert not ran
+
+
+def test_mixed_batches_run_as_stock(ran):
+    model = with_lora(base()).eval()
+    model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    names = ["default", "other"]
+    ours = model(**batch(), adapter_names=names).logits
+    bastile.reset()
+    torch.testing.assert_close(ours, model(**batch(), adapter_names=names).logits)
+
+
+def test_saving_loading_and_merging(ran, tmp_path):
+    model = with_lora(base()).eval()
+    want = model(**batch()).logits
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(base(), tmp_path).eval()
+    torch.testing.assert_close(loaded(**batch()).logits, want)
+    torch.testing.assert_close(loaded.merge_and_unload()(**batch()).logits, want, rtol=1e-4, atol=1e-5)
+    bastile.reset()
+    torch.testing.assert_close(model(**batch()).logits, want)
