@@ -17,10 +17,10 @@ SAMPLE: dict[str, set[str]] = {
     "qwen3_moe": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "gpt_oss": {"rms_norm", "rope", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
     "gemma": {"rms_norm", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
-    "gemma2": {"rms_norm", "rope"},
+    "gemma2": {"rms_norm", "rope", "add_rms_norm"},
     "olmo2": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "cohere": {"swiglu", "rope"},
-    "glm4": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "glm4": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "phi3": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "ernie4_5": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "helium": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
@@ -74,7 +74,8 @@ def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_type_has_places_for() -> None:
     found = support.support("gemma2")
     assert found.places["rms_norm"] == ["Gemma2RMSNorm.forward"]
-    assert "Gemma2DecoderLayer.forward" in found.stock["add_rms_norm"]
+    assert "Gemma2Attention.forward" not in found.stock.get("qk_norm_rope", {})  # it has no norms of heads
+    assert "Gemma2ForCausalLM.forward" in found.stock["fused_linear_cross_entropy"]
     assert set(found.places) < set(OPERATORS)
     assert support.serves("gemma2")
     assert not support.serves("gpt2")

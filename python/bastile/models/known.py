@@ -166,6 +166,13 @@ FORMS: tuple[Form, ...] = (
     # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),
     Form("layer", "the same of an MLP that returns a tuple", _LAYER, ("b142a2158fdb",), {"is_tuple": True}),
+    Form(
+        "layer",
+        "x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))",
+        _roles("input_norm attention after_attention attention_norm mlp after_mlp"),
+        ("670b4a254a83",),
+        {"is_tuple": False},
+    ),
     # ---- experts -----------------------------------------------------------------------------------------------------
     Form(
         "experts",
