@@ -263,6 +263,24 @@ def test_apply_to_model_knows_code_of_users(own: Any, calls: dict[str, int]) -> 
     assert calls == {"rms_norm": 1, "swiglu": 1, "rope": 2, "add_rms_norm": 4, "fused_linear_cross_entropy": 1}
 
 
+def test_a_class_that_a_module_gets_later_is_served_too(own: Any, calls: dict[str, int]) -> None:
+    """As in a notebook: another cell, another model."""
+    bastile.apply()
+    built(own)
+    later = "class Later(nn.Module):\n" + NORM.partition("class Norm(nn.Module):\n")[2]
+    path = Path(own.__file__).with_name("later.py")
+    path.write_text(later)
+    exec(compile(later, str(path), "exec"), vars(own))
+    model = built(own)
+    assert not hasattr(own.Later.forward, "_bastile_original")
+    model.model.norm = own.Later(model.config.hidden_size)
+    model.post_init()
+    model(**tiny_batch(model))
+    assert calls["rms_norm"] == 1
+    bastile.reset()
+    assert not hasattr(own.Later.forward, "_bastile_original")
+
+
 def test_a_helper_that_a_subclass_overrides_is_honoured() -> None:
     gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
 
