@@ -26,6 +26,8 @@ SAMPLE: dict[str, set[str]] = {
     "gpt_oss": {"rms_norm", "rope", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
     "gemma": {"rms_norm", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "gemma2": {"rms_norm", "rope", "add_rms_norm"},
+    "gemma3_text": {"rms_norm", "qk_norm_rope", "add_rms_norm"},
+    "apertus": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "olmo2": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "cohere": {"swiglu", "rope"},
     "glm4": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},

@@ -29,6 +29,7 @@ def _rotary(**variant: Any) -> dict[str, Any]:
 
 
 _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
+_HEADS_FIRST = "head_dim q_proj k_proj v_proj q_norm k_norm layer_idx config training attention_dropout scaling"
 _LAYER = _roles("input_norm attention attention_norm mlp")
 
 FORMS: tuple[Form, ...] = (
@@ -161,6 +162,20 @@ FORMS: tuple[Form, ...] = (
         "the same without a window",
         _roles(f"{_HEADS} o_proj"),
         ("84f32a50584e", "116a618bed38", "cc045bc3409d"),
+        exact=True,
+    ),
+    Form(
+        "attention",
+        "the same, normed behind all projections, with a window",
+        _roles(f"{_HEADS_FIRST} sliding_window o_proj"),
+        ("aa12e12d2d68", "ff989dde29f4", "c0f8b6d173d2"),
+        exact=True,
+    ),
+    Form(
+        "attention",
+        "the same, normed behind all projections, without a window",
+        _roles(f"{_HEADS_FIRST} o_proj"),
+        ("c49f776879bb", "b04e302f7264", "1f503796d6cb"),
         exact=True,
     ),
     # ---- decoder layers ----------------------------------------------------------------------------------------------
