@@ -1,14 +1,22 @@
 """Any causal language model type with Bastile means what it means in Transformers: one step of a small model, stock and
 patched, in float32. The ordinary run takes a sample; `make test-models` all types."""
 
+import inspect
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bastile
-from bastile.models import small, support
+from bastile.cli import main
+from bastile.models import norm, rotary, small, support
 from bastile.models.table import OPERATORS
+from conftest import modeling
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 #: A type for each form of code, and what must have run in a step of its small model. Not all are in older releases.
 SAMPLE: dict[str, set[str]] = {
@@ -17,10 +25,12 @@ SAMPLE: dict[str, set[str]] = {
     "qwen3_moe": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "gpt_oss": {"rms_norm", "rope", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
     "gemma": {"rms_norm", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
-    "gemma2": {"rms_norm", "rope"},
+    "gemma2": {"rms_norm", "rope", "add_rms_norm"},
+    "gemma3_text": {"rms_norm", "qk_norm_rope", "add_rms_norm"},
+    "apertus": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "olmo2": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "cohere": {"swiglu", "rope"},
-    "glm4": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "glm4": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "phi3": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "ernie4_5": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "helium": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
@@ -55,8 +65,6 @@ def test_a_step_of_every_type(model_type: str) -> None:
 
 def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a form's entry wrong, the check would say so."""
-    from bastile.models import norm, rotary
-
     stock_norm, stock_rope = norm.rms_norm, rotary.rope
     wrong: dict[str, Any] = {
         "another epsilon": (norm, "rms_norm", lambda x, w, eps, casting: stock_norm(x, w, 0.1, casting=casting)),
@@ -71,10 +79,44 @@ def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert support.check("llama").passed
 
 
+def test_the_command_tells_and_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["support", "gemma2", "--check"]) == 0
+    told = capsys.readouterr().out
+    assert "rms_norm                    Gemma2RMSNorm.forward" in told
+    assert "stock: Gemma2ForCausalLM.forward has code that is not known" in told
+    assert "gemma2: the same: loss by" in told
+    assert main(["support", "gpt9"]) == 2
+    assert "'gpt9' is no model type" in capsys.readouterr().err
+    assert main(["support", "--check"]) == 2
+    assert "needs model types" in capsys.readouterr().err
+    stock = norm.rms_norm
+    monkeypatch.setattr(norm, "rms_norm", lambda x, w, eps, casting: stock(x, w, 0.1, casting=casting))
+    assert main(["support", "gemma2", "--check"]) == 1
+    assert "gemma2: DIFFERS" in capsys.readouterr().out
+
+
+def test_forms_of_a_release_beside_the_known_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "transformers" / "models" / "new"
+    folder.mkdir(parents=True)
+    known = inspect.getsource(modeling("llama").LlamaMLP)
+    text = f"from torch import nn\n{known}\n{known.replace('LlamaMLP', 'NewMLP').replace('* self.up', '+ self.up')}"
+    (folder / "modeling_new.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "forms.py", tmp_path, "--kind", "mlp"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "mlp: 2 pieces of 2 forms; known are 1" in done.stdout
+    assert "down(activation(gate(x)) * up(x)): new.LlamaMLP" in done.stdout
+    assert "not known: new.NewMLP" in done.stdout
+
+
 def test_what_a_type_has_places_for() -> None:
     found = support.support("gemma2")
     assert found.places["rms_norm"] == ["Gemma2RMSNorm.forward"]
-    assert "Gemma2DecoderLayer.forward" in found.stock["add_rms_norm"]
+    assert "Gemma2Attention.forward" not in found.stock.get("qk_norm_rope", {})  # it has no norms of heads
+    assert "Gemma2ForCausalLM.forward" in found.stock["fused_linear_cross_entropy"]
     assert set(found.places) < set(OPERATORS)
     assert support.serves("gemma2")
     assert not support.serves("gpt2")

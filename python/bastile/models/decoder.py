@@ -36,6 +36,7 @@ def layer_forward(
     attributes, is_tuple = found.names, found.form.variant["is_tuple"]
     input_norm, attention = attributes["input_norm"], attributes["attention"]
     attention_norm, mlp = attributes["attention_norm"], attributes["mlp"]
+    after_attention, after_mlp = attributes.get("after_attention"), attributes.get("after_mlp")
     names = parameter_names(original)
     parameters = inspect.signature(original).parameters
     defaults = {name: parameters[name].default for name in names[1:]}
@@ -53,9 +54,13 @@ def layer_forward(
         tally.count()
         x, residual = _add_norm(first, before, given.pop(names[0]), None)
         x, _ = getattr(self, attention)(hidden_states=x, **given)
+        if after_attention is not None:
+            x = getattr(self, after_attention)(x)
         x, residual = _add_norm(second, between, x, residual)
         x = getattr(self, mlp)(x)
-        return residual + (x[0] if is_tuple else x)
+        if is_tuple:
+            x = x[0]
+        return residual + (x if after_mlp is None else getattr(self, after_mlp)(x))
 
     return forward
 

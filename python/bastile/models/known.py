@@ -29,6 +29,7 @@ def _rotary(**variant: Any) -> dict[str, Any]:
 
 
 _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
+_HEADS_FIRST = "head_dim q_proj k_proj v_proj q_norm k_norm layer_idx config training attention_dropout scaling"
 _LAYER = _roles("input_norm attention attention_norm mlp")
 _ADAPTED = "_check_forward_args disable_adapters merged base_layer"
 _ADAPTER = "lora_B lora_dropout scaling _cast_input_dtype lora_variant merged_adapters get_base_layer lora_bias"
@@ -165,9 +166,30 @@ FORMS: tuple[Form, ...] = (
         ("84f32a50584e", "116a618bed38", "cc045bc3409d"),
         exact=True,
     ),
+    Form(
+        "attention",
+        "the same, normed behind all projections, with a window",
+        _roles(f"{_HEADS_FIRST} sliding_window o_proj"),
+        ("aa12e12d2d68", "ff989dde29f4", "c0f8b6d173d2"),
+        exact=True,
+    ),
+    Form(
+        "attention",
+        "the same, normed behind all projections, without a window",
+        _roles(f"{_HEADS_FIRST} o_proj"),
+        ("c49f776879bb", "b04e302f7264", "1f503796d6cb"),
+        exact=True,
+    ),
     # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),
     Form("layer", "the same of an MLP that returns a tuple", _LAYER, ("b142a2158fdb",), {"is_tuple": True}),
+    Form(
+        "layer",
+        "x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))",
+        _roles("input_norm attention after_attention attention_norm mlp after_mlp"),
+        ("670b4a254a83",),
+        {"is_tuple": False},
+    ),
     # ---- experts -----------------------------------------------------------------------------------------------------
     Form(
         "experts",

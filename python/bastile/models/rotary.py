@@ -23,7 +23,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
             continue
         build = partial(rotary_function, found, Tally.of("rope", f"{file.name}.{name}"))
         replaced = partial(_with_rotary, name, build(found.function))
-        yield Site("rope", file.title, name, file.module, name, build, callers, replaced)
+        yield Site("rope", name, file.module, name, build, callers, replaced)
 
 
 def _with_rotary(name: str, rotary: Any, forward: Any) -> Any:

@@ -29,7 +29,6 @@ class Site:
     """One operator's place."""
 
     operator: str
-    file: str  # the module, or for model files of Transformers the folder that they are in: "qwen3"
     where: str  # "Qwen3RMSNorm.forward"
     owner: Any  # what holds the original for the whole process: a class, a module, or the cell of a wrapper
     attribute: str
@@ -189,7 +188,7 @@ class ModelFile:
         """A place that is a class's forward. build: from a tally and the original to the replacement."""
         where = f"{cls.__name__}.forward"
         made = partial(build, Tally.of(operator, f"{self.name}.{cls.__name__}"))
-        return Site(operator, self.title, where, cls, "forward", made, (cls,), made)
+        return Site(operator, where, cls, "forward", made, (cls,), made)
 
     def wrapped_site(self, operator: str, cls: type, build: Callable[[Tally, Any], Any]) -> Site | None:
         """As forward_site. Where Transformers wraps that forward, the wrapper stays where it is and what it calls is

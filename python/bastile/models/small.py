@@ -87,6 +87,10 @@ SIZES: dict[str, Any] = {
 #: What some types need beside or instead.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "mamba2": {"num_heads": 4, "head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
 }
 
 

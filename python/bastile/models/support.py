@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 
 from bastile.models import loading
-from bastile.models.sites import file_of, folder_of, sites
+from bastile.models.sites import file_of, sites
 from bastile.models.table import OPERATORS
 
 
@@ -45,17 +44,6 @@ def serves(model_type: str) -> bool:
         return bool(support(model_type).places.keys() - {"recompute"})
     except (ValueError, ImportError):
         return False
-
-
-def types_by_folder() -> dict[str, list[str]]:
-    """The causal language model types, by the folder that their code is in."""
-    from bastile.models.small import causal_types
-
-    folders: dict[str, list[str]] = {}
-    for model_type in causal_types():
-        for name in loading.import_type(model_type)[:1]:
-            folders.setdefault(folder_of(name), []).append(model_type)
-    return folders
 
 
 @dataclass(frozen=True)
@@ -114,8 +102,3 @@ def check(model_type: str) -> Check:
     gradients = {name: float("inf") if value != value else value for name, value in gradients.items()}
     loss = float((patched - stock).abs() / stock.abs().clamp_min(1e-6))
     return Check(model_type, float("inf") if loss != loss else loss, gradients, ran, aside)
-
-
-def transformers_file(model_type: str) -> str:
-    """Where the type's code is."""
-    return importlib.import_module(loading.import_type(model_type)[0]).__file__ or ""
