@@ -6,6 +6,7 @@ either states what is in force afterwards, and changes nothing of a model type u
 puts back the very objects that were there. What others have kept of a replacement runs the original once it is out."""
 
 import functools
+import sys
 import threading
 import warnings
 import weakref
@@ -74,7 +75,9 @@ def _while_in_force(entry: _Applied) -> Any:
     return mark_as_ours(call) if is_ours(replacement) else call
 
 
+_LOSS = "fused_linear_cross_entropy"
 _lock = threading.RLock()
+_everywhere: Any = None  # logits on demand in the classes that are in no family
 _applied: dict[str, _Applied] = {}  # process-wide, by name
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
 
@@ -101,7 +104,8 @@ def apply(
         rms_norm: RMSNorm.
         swiglu: the gated activation of the MLP, or the whole MLP where it is one of plain matrices.
         rope: the rotary embedding.
-        fused_linear_cross_entropy: in training, the loss from the last hidden states; the output's logits are None.
+        fused_linear_cross_entropy: the loss from the last hidden states; the output's logits are made when they are
+            read. With model_types None in every model class of Transformers, of whatever type.
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
@@ -142,6 +146,8 @@ def apply(
             entry = _Applied(site, stock_of(getattr(site.owner, site.attribute)))
             entry.put()
             _applied[site.name] = entry
+        if model_types is None:
+            _serve_other_classes(_LOSS in chosen)
         for model_type, lack in unfit.items():
             warnings.warn(
                 f"bastile.apply: {lack.reason}; {model_type} models stay as they are, others are served. {lack.advice}",
@@ -248,6 +254,8 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
             leaving = [entry for name, entry in _applied.items() if wanted is None or name in wanted]
             done.update(entry.site.name for entry in leaving)
             _take_out(leaving, "reset")
+            if wanted is None:
+                _serve_other_classes(False)
         for core in list(_models) if model is None else [_unwrapped(model)]:
             methods: dict[Any, Any] = {}
             for module in core.modules():
@@ -289,6 +297,19 @@ def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
         for name, operator in OPERATORS.items()
         if arguments[name] and all(arguments[needed] for needed in operator.needs)
     ]
+
+
+def _serve_other_classes(wanted: bool) -> None:
+    """Logits on demand, which need to know nothing of a model, in all that no family describes."""
+    global _everywhere
+    if _everywhere is not None and not wanted:
+        _everywhere.undo()
+        _everywhere = None
+    elif _everywhere is None and wanted:
+        from bastile.models.logits.everywhere import Everywhere
+
+        modules = [(sys.modules.get(family.module), family.causal_lm_class) for family in FAMILIES.values()]
+        _everywhere = Everywhere(but=[getattr(module, name) for module, name in modules if hasattr(module, name)])
 
 
 def _is_in_force(name: str) -> bool:
