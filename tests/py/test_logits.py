@@ -1,18 +1,25 @@
 """Logits on demand: what is followed to the fused loss, what makes logits, and that nobody can tell but by memory."""
 
+import copy
+import io
+import logging
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from bastile.models.logits import Logits, serve
 from bastile.models.logits.said import counts
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
+from conftest import on_demand
 
 T, H, V = 160, 16, 101  # rows enough for three chunks of the fused loss
 
@@ -217,3 +224,291 @@ def test_bfloat16_is_as_near_to_float32_as_stock(name: str) -> None:
         assert a.dtype == b.dtype
         allowed = 2 * (b - e).abs().max() + 2**-6 * e.abs().max()
         assert (a - e).abs().max() <= allowed
+
+
+# ---- what can be asked without values --------------------------------------------------------------------------------
+
+
+def put_off(**options: Any) -> tuple[torch.Tensor, Net]:
+    net = Net(**options)
+    net.served = True
+    return net(), net
+
+
+def test_shape_and_type_are_known_without_values() -> None:
+    z, net = put_off()
+    net.served = False
+    real = net()
+    for ask in (
+        lambda t: (t.shape, t.size(), t.size(-1), t.dim(), t.ndim, len(t), t.numel(), t.nbytes, t.element_size()),
+        lambda t: (t.dtype, t.device, t.is_cuda, t.layout, t.is_floating_point(), torch.is_tensor(t), t.get_device()),
+        lambda t: (t.requires_grad, t.grad_fn is None, t.is_leaf, t.stride(), t.is_contiguous(), t.retains_grad),
+        lambda t: (t.detach().requires_grad, t.detach().grad_fn, t[:, 1:].shape, t.float().dtype, t.half().dtype),
+        lambda t: (
+            t.transpose(1, 2).shape,
+            t.new_zeros(3).shape,
+            t[..., None, 0, :].shape,
+            t.view(-1, V).requires_grad,
+        ),
+    ):
+        assert ask(z) == ask(real)
+    with torch.no_grad():
+        assert (z.float().requires_grad, z[0].requires_grad) == (real.float().requires_grad, real[0].requires_grad)
+    assert on_demand(z)
+    assert made() == 0
+
+
+def test_values_are_made_once_and_by_the_heads_own_call() -> None:
+    z, net = put_off()
+    real = net.head(net.body(net.x))
+    assert torch.equal(z, real)
+    value = z.read()
+    assert z.read() is value
+    assert torch.equal(z.view(-1, V)[3], real.view(-1, V)[3])
+    assert z.view(-1, V).data_ptr() == value.data_ptr()
+
+
+def test_parts_are_made_by_themselves_until_that_is_more_work() -> None:
+    z, _ = put_off()
+    for piece in z.view(-1, V).split(64):
+        with Largest() as largest:
+            assert piece.exp().shape[-1] == V
+        assert largest.elements == piece.numel()
+        assert on_demand(z)
+    _ = z[0, 0].exp()
+    assert not on_demand(z)
+
+
+def test_gradients_are_sent_into_them_without_being_read() -> None:
+    """As C++ does, which asks no Python method."""
+    for send in (
+        lambda z, g: torch.autograd.backward(z, g),
+        lambda z, g: z.backward(g),
+        lambda z, g: Passed.apply(z).backward(g),
+        lambda z, g: (Passed.apply(z) * g).sum().backward(),
+    ):
+        grads = []
+        for served in (False, True):
+            net = Net(bias=True)
+            net.served = served
+            z = net()
+            send(z, torch.linspace(0, 1, z.numel()).view(z.shape))
+            grads.append([p.grad for p in net.parameters()])
+        torch.testing.assert_close(grads[1], grads[0])
+
+
+class Passed(torch.autograd.Function):
+    """As wrappers for sharding and data parallelism do with what a model returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return g
+
+
+def test_hooks_and_retained_gradients() -> None:
+    seen = []
+    for served in (False, True):
+        net = Net()
+        net.served = served
+        z = net()
+        handle = z.register_hook(lambda g: seen.append(g) or 2 * g)
+        z.register_hook(lambda g: seen.append(g)).remove()
+        assert on_demand(z) == served
+        z.retain_grad()
+        F.cross_entropy(flat(z), targets(net)).backward()
+        seen.append(z.grad)
+        seen.append(net.head.weight.grad)
+        handle.remove()
+    for a, b in zip(seen[:3], seen[3:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_below_the_python_functions_they_are_their_values() -> None:
+    """Such as the gathering of DataParallel's replicas."""
+    z, net = put_off()
+    with torch._C.DisableTorchFunctionSubclass():
+        got = torch.cat([z, z])
+    assert type(got) is torch.Tensor
+    real = net.head(net.body(net.x))
+    assert torch.equal(got, torch.cat([real, real]))
+    got.sum().backward()
+    want = torch.autograd.grad(2 * real.sum(), net.head.weight)[0]
+    torch.testing.assert_close(net.head.weight.grad, want)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_pickles_and_copies_are_plain_tensors() -> None:
+    z, net = put_off()
+    real = net.head(net.body(net.x)).detach()
+    buffer = io.BytesIO()
+    torch.save({"logits": z.detach()}, buffer)
+    assert b"bastile" not in buffer.getvalue()
+    buffer.seek(0)
+    for copied in (torch.load(buffer)["logits"], pickle.loads(pickle.dumps(z.detach())), copy.deepcopy(z.detach())):
+        assert type(copied) is torch.Tensor
+        assert torch.equal(copied, real)
+    with pytest.raises(RuntimeError, match="deepcopy"):  # as of any tensor that is no leaf
+        copy.deepcopy(z)
+    assert np.array_equal(z.detach().numpy(), real.numpy())
+    assert z[0, 0].tolist() == real[0, 0].tolist()
+
+
+def test_a_model_with_a_head_being_served_is_copied_and_pickled() -> None:
+    net = Net()
+    undo = serve(net.head)
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with torch.no_grad():
+            twin.head.weight.zero_()
+        assert not twin().exp().sub(1).any()
+    undo()
+    assert type(net.head(net.x)) is torch.Tensor
+    assert "_call_impl" not in vars(net.head)
+
+
+# ---- modes -----------------------------------------------------------------------------------------------------------
+
+
+def test_autocast_is_as_it_was_at_the_heads_call() -> None:
+    """Accelerate's wrapper ends it before the loss is computed, and casts what the model returns."""
+    results = []
+    for served in (False, True):
+        net = Net()
+        net.served = served
+        with torch.autocast("cpu", torch.bfloat16):
+            z = net()
+        assert z.dtype is torch.bfloat16
+        loss = shifted(z.float(), net)
+        loss.backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = F.cross_entropy(flat(net()), targets(net))
+        assert loss.dtype is inside.dtype is torch.float32
+        results.append((loss.detach(), inside.detach(), net.head.weight.grad, z.detach().float() + 0))
+    assert ran() == 2
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
+    torch.testing.assert_close(results[0][3], results[1][3], rtol=0, atol=0)
+
+
+def test_a_second_backward_pass_over_a_kept_graph() -> None:
+    z, net = put_off()
+    loss = shifted(z, net)
+    loss.backward(retain_graph=True)
+    once = net.head.weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(net.head.weight.grad, 2 * once)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_head_is_called_at_once(reentrant: bool) -> None:
+    grads = []
+    for served in (False, True):
+        net = Net()
+        undo = serve(net.head) if served else lambda: None
+        loss = checkpoint(
+            lambda h, n=net: F.cross_entropy(flat(n.head(h)), targets(n)), net.body(net.x), use_reentrant=reentrant
+        )
+        undo()
+        loss.backward()
+        grads.append(net.head.weight.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_without_gradients_and_detached() -> None:
+    z, net = put_off()
+    real = net.head(net.body(net.x))
+    with torch.no_grad():
+        loss = shifted(z, net)
+    assert not loss.requires_grad
+    assert not shifted(z.detach(), net).requires_grad
+    torch.testing.assert_close(loss, shifted(real, net).detach())
+    with torch.no_grad():
+        assert not z.exp().requires_grad
+    assert z.exp().requires_grad
+    with torch.inference_mode():
+        assert type(put_off()[0]) is torch.Tensor
+
+
+def test_fake_tensors() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net = Net()
+        net.served = True
+        loss = shifted(net(), net)
+        loss.backward()
+        assert net.head.weight.grad.shape == (V, H)
+    assert made() == 0
+
+
+def test_a_loss_that_someone_compiles() -> None:
+    z, net = put_off()
+    torch.compiler.reset()
+    got = torch.compile(shifted, backend="eager")(z, net)
+    torch.testing.assert_close(got, shifted(net.head(net.body(net.x)), net))
+
+
+# ---- what cannot be made any more, and what is said ------------------------------------------------------------------
+
+
+def test_weights_that_have_changed_are_an_error_by_name() -> None:
+    """A step of an optimizer between forward and reading: what could be made would be other logits, in silence."""
+    z, net = put_off()
+    loss = shifted(z, net)
+    loss.backward()
+    early = put_off()[0] + 0
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+    with pytest.raises(RuntimeError, match=r"not read before the output head changed in place.*optimizer's step"):
+        z.exp()
+    assert early.shape == z.shape
+    z, net = put_off()
+    with torch.no_grad():
+        z.pending.rows.zero_()
+    with pytest.raises(RuntimeError, match="not read before the hidden states changed in place"):
+        z.exp()
+
+
+def test_readers_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "bastile")
+    for _ in range(2):
+        z, net = put_off()
+        z.exp()
+        F.cross_entropy(flat(put_off()[0].tanh().tanh()), targets(net))
+    name = "a head served alone"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("DEBUG", f"bastile: all logits of {name} are made: exp reads them"),
+        ("WARNING", f"bastile: a loss of {name} does not run fused, and its logits are made: tanh after other steps"),
+        ("DEBUG", f"bastile: all logits of {name} are made: cross_entropy reads them"),
+    ]
+
+
+@pytest.mark.parametrize("change", ["forward", "hook", "gradient hook", "subclass", "float64"])
+def test_a_head_that_is_more_than_a_weight_is_called(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    def changed() -> Net:
+        net = Net()
+        if change == "forward":
+            net.head.forward = lambda x: F.linear(x, net.head.weight) - 1
+        elif change == "hook":
+            net.head.register_forward_hook(lambda module, inputs, output: output * 2)
+        elif change == "gradient hook":
+            net.head.register_full_backward_hook(lambda module, grads, outputs: tuple(3 * g for g in grads))
+        elif change == "subclass":
+            net.head.__class__ = type(
+                "Halved", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x) / 2}
+            )
+        else:
+            net.double()
+            net.x = net.x.double()
+        return net
+
+    want, net = changed()(), changed()
+    net.served = True
+    got = net()
+    assert type(got) is torch.Tensor
+    assert torch.equal(got, want)
+    assert ("output head" in caplog.text) == (change != "float64")

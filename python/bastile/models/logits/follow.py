@@ -116,7 +116,8 @@ for _function in (_T.new_zeros, _T.new_ones, _T.new_empty, _T.new_full, _T.new_t
 
 def _part(logits: Logits, of_rows: Any, of_values: Any, is_whole: bool) -> Logits:
     part = logits.part
-    new = Part(of_rows(part.rows), (*part.views, of_values), part.is_whole and is_whole)
+    with torch.set_grad_enabled(logits.requires_grad):
+        new = Part(of_rows(part.rows), (*part.views, of_values), part.is_whole and is_whole)
     return with_part(logits, new)
 
 
@@ -179,10 +180,7 @@ def _dimensions(index: Any) -> int:
 
 def _of_rows(logits: Logits, rows: torch.Tensor) -> Logits:
     """New logits of other rows, by the same steps."""
-    whole = Logits(logits.pending, Part(rows))
-    if logits.requires_grad:
-        whole = with_part(logits, Part(rows))
-    return with_step(whole, Step("cast", lambda z: z, logits.dtype))
+    return with_step(with_part(logits, Part(rows)), Step("cast", lambda z: z, logits.dtype))
 
 
 def _along(function: Any, at: int, default: int | None, many: bool) -> None:

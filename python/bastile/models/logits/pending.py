@@ -132,10 +132,10 @@ class Pending:
         return self.made
 
     def may_make(self, rows: int) -> bool:
-        """Whether so many rows are to be made by themselves: as long as all such pieces are no more work than the
-        whole. Each reads all of the weight, so the smallest counts as much as 64 rows."""
+        """Whether so many rows are to be made by themselves: as long as all such pieces, but for one, are no more work
+        than the whole. Each reads all of the weight, so the smallest counts as much as 64 rows."""
         self.made_in_pieces += max(rows, 64)
-        return self.made_in_pieces <= max(self.rows.shape[:-1].numel(), 64)
+        return self.made_in_pieces <= self.rows.shape[:-1].numel() + 64
 
     def _run_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
         for hook in list(self.hooks.values()):

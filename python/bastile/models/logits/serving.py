@@ -186,7 +186,7 @@ def serving_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         with served_model(self, given):
             output = original(self, *args, **kwargs)
         if skip and hasattr(output, "logits") and getattr(output, "loss", None) is not None:
-            return dataclasses.replace(output, logits=None)  # type: ignore[type-var]
+            return dataclasses.replace(output, logits=None)
         return output
 
     return forward

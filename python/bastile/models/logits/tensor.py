@@ -71,7 +71,7 @@ class Logits(torch.Tensor):
             shape[1:] = reversed(shape[1:])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pending.dtype, device=part.rows.device)
 
-    def values(self, all_of_them: bool = False) -> torch.Tensor:
+    def read(self, all_of_them: bool = False) -> torch.Tensor:
         """What they are, made now if they have not been; a part by itself, unless all are made or wanted."""
         pending, part = self.pending, self.part
         with torch.set_grad_enabled(self.requires_grad):
@@ -166,10 +166,9 @@ def in_place(logits: Logits, step: Step) -> Any:
 
 
 def with_part(logits: Logits, part: Part) -> Logits:
-    """A view of the same memory."""
-    if logits.requires_grad:
+    """A view of the same memory. It requires a gradient where its base does, in no_grad too."""
+    with torch.set_grad_enabled(logits.requires_grad):
         return stand_in(logits.pending, part)
-    return Logits(logits.pending, part)
 
 
 def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -184,7 +183,7 @@ def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
         if id(logits) not in values:
             if logits.pending.made is None:
                 _say(logits, name)
-            values[id(logits)] = logits, logits.values(all_of_them=writes)
+            values[id(logits)] = logits, logits.read(all_of_them=writes)
         return values[id(logits)][1]
 
     args, kwargs = tree_map_only(Logits, value, (args, kwargs))
