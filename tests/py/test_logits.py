@@ -25,14 +25,14 @@ T, H, V = 160, 16, 101  # rows enough for three chunks of the fused loss
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that was made within."""
+    """The most elements of any tensor with a vocabulary in its shape, as it is or in whole vectors, made within."""
 
     elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not {V, (V + 7) // 8 * 8}.isdisjoint(tensor.shape):
                 self.elements = max(self.elements, tensor.numel())
         return result
 
@@ -112,6 +112,11 @@ def targets(net: Net) -> torch.Tensor:
 
 def capped(z: torch.Tensor, cap: float = 3.0) -> torch.Tensor:
     return torch.tanh(z / cap) * cap
+
+
+def without_grad(run: Callable[[], Any]) -> None:
+    with torch.no_grad():
+        run()
 
 
 BIAS = torch.linspace(-1, 1, V)
@@ -201,6 +206,8 @@ READ: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "the gradient of a part": lambda z, n: z[0, 3:7].exp(),
     "concatenated": lambda z, n: torch.cat([z, z], 0)[1:],
     "stacked": lambda z, n: torch.stack([z[0], z[1]]),
+    "detached and written": lambda z, n: (z.detach().mul_(2), z.exp())[1],
+    "written without a gradient": lambda z, n: (without_grad(lambda: z.div_(2)), z.exp())[1],
     "unpacked": lambda z, n: [p.exp() for p in z][1],
     "a loss and values": lambda z, n: (shifted(z, n), z.square().mean()),
     "out": lambda z, n: (torch.add(z.detach(), 1, out=torch.empty(2, T // 2, V)), z * z),

@@ -54,6 +54,7 @@ class Call:
         self.head, self.hidden = head, hidden
         self.weight, self.bias = head.weight, head.bias
         self.is_gathered = is_gathered(head)
+        self.with_grad = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         # A sharded weight is another tensor whenever it is gathered.
         watched = (hidden,) if self.is_gathered else (hidden, self.weight, self.bias)
@@ -105,8 +106,8 @@ class Pending:
 
     rows: the hidden states behind them. A step in place appends to `steps`, and all views see it."""
 
-    def __init__(self, call: Call, rows: torch.Tensor, steps: list[Step], dtype: torch.dtype, with_grad: bool) -> None:
-        self.call, self.rows, self.steps, self.dtype, self.with_grad = call, rows, steps, dtype, with_grad
+    def __init__(self, call: Call, rows: torch.Tensor, steps: list[Step], dtype: torch.dtype) -> None:
+        self.call, self.rows, self.steps, self.dtype = call, rows, steps, dtype
         self.made: torch.Tensor | None = None
         # On their gradient, once there is one; torch's handles refer to it weakly, and to no plain dictionary.
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()
@@ -125,7 +126,7 @@ class Pending:
 
     def make(self) -> torch.Tensor:
         if self.made is None:
-            with torch.set_grad_enabled(self.with_grad):
+            with torch.set_grad_enabled(self.call.with_grad):
                 self.made = self.compute(self.rows)
             if self.made.requires_grad and self.hooks:
                 self.made.register_hook(self._run_hooks)

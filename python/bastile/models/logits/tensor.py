@@ -134,41 +134,39 @@ class _StandIn(torch.autograd.Function):
         return None, None, *[next(found) if want else None for want in wanted]
 
 
-def stand_in(pending: Pending, part: Part) -> Logits:
-    """Logits that require a gradient where their values would."""
-    if not (torch.is_grad_enabled() and pending.with_grad):
+def _logits(pending: Pending, part: Part, with_grad: bool) -> Logits:
+    if not with_grad:
         return Logits(pending, part)
     call = pending.call
     weights = () if call.is_gathered else [t for t in (call.weight, call.bias) if t is not None]
-    return _StandIn.apply(pending, part, part.rows, *weights)
+    with torch.enable_grad():
+        return _StandIn.apply(pending, part, part.rows, *weights)
 
 
 def put_off(call: Call) -> Logits:
     """The logits of a call."""
-    with_grad = torch.is_grad_enabled() and (call.hidden.requires_grad or call.head.weight.requires_grad)
-    return stand_in(Pending(call, call.hidden, [], call.dtype, with_grad), Part(call.hidden))
+    return _logits(Pending(call, call.hidden, [], call.dtype), Part(call.hidden), call.with_grad)
 
 
 def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None) -> Logits:
     """New logits: these, and a step further."""
     old = logits.pending
-    with_grad = logits.requires_grad and torch.is_grad_enabled()
-    new = Pending(old.call, logits.part.rows, [*old.steps, step], dtype or old.dtype, with_grad)
-    return stand_in(new, Part(logits.part.rows))
+    new = Pending(old.call, logits.part.rows, [*old.steps, step], dtype or old.dtype)
+    return _logits(new, Part(logits.part.rows), logits.requires_grad and torch.is_grad_enabled())
 
 
 def in_place(logits: Logits, step: Step) -> Any:
     """These very logits, and all that share their memory, a step further."""
-    if not logits.part.is_whole or logits.requires_grad != logits.pending.with_grad:
-        return NotImplemented
+    with_grad = logits.pending.call.with_grad
+    if not logits.part.is_whole or (logits.requires_grad and torch.is_grad_enabled()) != with_grad:
+        return NotImplemented  # the gradient knows nothing of what is written without it
     logits.pending.steps.append(step)
     return logits
 
 
 def with_part(logits: Logits, part: Part) -> Logits:
     """A view of the same memory. It requires a gradient where its base does, in no_grad too."""
-    with torch.set_grad_enabled(logits.requires_grad):
-        return stand_in(logits.pending, part)
+    return _logits(logits.pending, part, logits.requires_grad)
 
 
 def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
