@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
+from bastile.models.logits.head import gathers
 from bastile.models.logits.pending import Step
 from bastile.models.logits.tensor import Logits, Part, followed, in_place, with_part, with_step
 
@@ -87,13 +89,12 @@ def _detach(logits: Logits) -> Any:
 
 @followed(_T.register_hook)
 def _register_hook(logits: Logits, hook: Callable[[torch.Tensor], Any]) -> Any:
-    """Sharding registers one on whatever a model returns."""
-    if not logits.requires_grad or not logits.part.is_whole or logits.part.views:
+    """Shardings register one on whatever a model returns, to gather weights before the backward pass."""
+    if not logits.requires_grad or not gathers(hook):
         return NotImplemented
-    from torch.utils.hooks import RemovableHandle
-
-    handle = RemovableHandle(logits.pending.hooks)
-    logits.pending.hooks[handle.id] = hook
+    hooks = logits.pending.call.hooks
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
     return handle
 
 

@@ -38,21 +38,23 @@ def why_not(head: nn.Module) -> str | None:
     if head._backward_hooks or head._backward_pre_hooks or _has_any_global_hook():
         return "hooks look at the gradients of the output head, or at all modules"
     for hook in _forward_hooks(head):
-        if not _gathers(hook):
+        if not gathers(hook):
             return f"the output head has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
 
 
 def is_gathered(head: nn.Module) -> bool:
     """Whether its weight is whole within its own call alone."""
-    return any(map(_gathers, _forward_hooks(head)))
+    return any(map(gathers, _forward_hooks(head)))
 
 
 def _forward_hooks(head: nn.Module) -> list[Any]:
     return [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
 
 
-def _gathers(hook: Any) -> bool:
+def gathers(hook: Any) -> bool:
+    """Whether this hook is a sharding's, which asks only when it is called."""
+    hook = getattr(hook, "func", hook)  # of a partial
     return (getattr(hook, "__module__", None) or "").startswith(_GATHERS)
 
 

@@ -42,6 +42,7 @@ class Forward:
     """A model's forward, while it runs and afterwards."""
 
     model: str  # its class
+    has_labels: bool = False
     is_open: bool = True
 
 
@@ -54,6 +55,8 @@ class Call:
         self.head, self.hidden = head, hidden
         self.weight, self.bias = head.weight, head.bias
         self.is_gathered = is_gathered(head)
+        # Of shardings, which only want to know when. torch's handles refer to this weakly, and to no plain dictionary.
+        self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()
         self.with_grad = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         # A sharded weight is another tensor whenever it is gathered.
@@ -71,7 +74,7 @@ class Call:
         """compute(rows, weight, bias), where the weight is whole: in the head's call, if that gathers it."""
         with self._as_it_was():
             if not self.is_gathered:
-                return compute(rows, self.weight, self.bias)
+                return self.announce(compute(rows, self.weight, self.bias))
             head, results = self.head, []
 
             def forward(x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +87,17 @@ class Call:
             finally:
                 del head.__dict__["forward"]
             # A hook for mixed precision takes it for logits, and rounds it.
-            return output if output.dtype is results[0].dtype else results[0]
+            return self.announce(output if output.dtype is results[0].dtype else results[0])
+
+    def announce(self, made: torch.Tensor) -> torch.Tensor:
+        """Has the hooks run before the gradient of what was made of the logits goes on to the head."""
+        if made.requires_grad and self.hooks:
+            made.register_hook(self._run_hooks)
+        return made
+
+    def _run_hooks(self, gradient: torch.Tensor) -> None:
+        for hook in list(self.hooks.values()):
+            hook(gradient)
 
     @contextmanager
     def _as_it_was(self) -> Iterator[None]:
@@ -109,8 +122,6 @@ class Pending:
     def __init__(self, call: Call, rows: torch.Tensor, steps: list[Step], dtype: torch.dtype) -> None:
         self.call, self.rows, self.steps, self.dtype = call, rows, steps, dtype
         self.made: torch.Tensor | None = None
-        # On their gradient, once there is one; torch's handles refer to it weakly, and to no plain dictionary.
-        self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()
         self.made_in_pieces = 0  # rows
 
     @property
@@ -127,9 +138,7 @@ class Pending:
     def make(self) -> torch.Tensor:
         if self.made is None:
             with torch.set_grad_enabled(self.call.with_grad):
-                self.made = self.compute(self.rows)
-            if self.made.requires_grad and self.hooks:
-                self.made.register_hook(self._run_hooks)
+                self.made = self.call.announce(self.compute(self.rows))
         return self.made
 
     def may_make(self, rows: int) -> bool:
@@ -137,12 +146,6 @@ class Pending:
         than the whole. Each reads all of the weight, so the smallest counts as much as 64 rows."""
         self.made_in_pieces += max(rows, 64)
         return self.made_in_pieces <= self.rows.shape[:-1].numel() + 64
-
-    def _run_hooks(self, gradient: torch.Tensor) -> torch.Tensor:
-        for hook in list(self.hooks.values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-        return gradient
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from bastile.ops._valid_rows import ValidCount, is_worthwhile
 
 _CALL = "_call_impl"  # what Module.__call__ calls: hooks and forward
 _LOSS_FUNCTION = "_loss_function"  # where a model of Transformers keeps one that was given to it
-_NO_FORWARD = Forward("a head served alone", is_open=False)
+_NO_FORWARD = Forward("a head served alone", has_labels=False, is_open=False)
 _now = threading.local()
 
 
@@ -41,7 +41,7 @@ def serve(head: nn.Module) -> Callable[[], None]:
         return lambda: None
     why = why_not(head)
     if why is not None:
-        note("stepped aside", getattr(_now, "forward", _NO_FORWARD).model, why)
+        note("stepped aside", _forward().model, why)
         return lambda: None
     method = head.__dict__[_CALL] = MethodType(_call_impl, head)
 
@@ -55,9 +55,12 @@ def serve(head: nn.Module) -> Callable[[], None]:
 def _call_impl(head: nn.Linear, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and _can_wait(head, args[0]):
         hidden = args[0]
-        call = Call(head, hidden, getattr(_now, "forward", _NO_FORWARD), _type(head, hidden))
-        return put_off(call)
+        return put_off(Call(head, hidden, _forward(), _type(head, hidden)))
     return type(head)._call_impl(head, *args, **kwargs)
+
+
+def _forward() -> Forward:
+    return getattr(_now, "forward", _NO_FORWARD)
 
 
 def _can_wait(head: nn.Linear, hidden: Any) -> bool:
@@ -66,7 +69,10 @@ def _can_wait(head: nn.Linear, hidden: Any) -> bool:
     if torch.is_inference_mode_enabled() or why_not(head) is not None or _is_checkpointed():
         return False
     if is_gathered(head):
-        return served(hidden)
+        # Shardings expect the call within the model's forward, where there is a loss to call for it.
+        if not _forward().has_labels:
+            note("stepped aside", _forward().model, "the output head is sharded, and the model has no labels")
+        return _forward().has_labels and served(hidden)
     weight, bias = head.weight, head.bias
     if not served(hidden, weight, bias) or hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device:
         return False
@@ -95,8 +101,8 @@ def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
     if head is None:
         yield
         return
-    outer = getattr(_now, "forward", _NO_FORWARD)
-    forward = _now.forward = Forward(type(model).__name__)
+    outer = _forward()
+    forward = _now.forward = Forward(type(model).__name__, labels is not None)
     undo = serve(head)
     undo_loss = _serve_loss(model, head.weight, given) if _CALL in head.__dict__ else lambda: None  # type: ignore[arg-type]
     try:

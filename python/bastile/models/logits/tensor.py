@@ -79,7 +79,7 @@ class Logits(torch.Tensor):
                 if self._value is not None and self._value[0] == len(pending.steps):
                     return self._value[1]
                 if pending.may_make(part.rows.shape[:-1].numel()):
-                    piece = pending.compute(part.rows)
+                    piece = pending.call.announce(pending.compute(part.rows))
                     self._value = len(pending.steps), piece if part.move is None else part.move(piece)
                     return self._value[1]
             made = pending.make()
