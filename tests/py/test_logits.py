@@ -152,7 +152,7 @@ FUSED: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "softcap in two": lambda z, n: F.cross_entropy(flat(z.div(4).tanh().mul(4).float()), targets(n)),
     "bias beside": lambda z, n: F.cross_entropy(flat(z + BIAS[None]), targets(n)),
     "in place": lambda z, n: F.cross_entropy(flat(z.div_(1.5).mul_(0.5)), targets(n)),
-    "weight": lambda z, n: F.cross_entropy(flat(z), targets(n), weight=CLASSES),
+    "weight": lambda z, n: F.cross_entropy(flat(z), targets(n), weight=CLASSES.to(z.dtype)),
     "smoothed": lambda z, n: F.cross_entropy(flat(z), targets(n), label_smoothing=0.1),
     "sum": lambda z, n: F.cross_entropy(flat(z), targets(n), reduction="sum") / 17,
     "none": lambda z, n: F.cross_entropy(flat(z), targets(n), reduction="none").view(2, -1),

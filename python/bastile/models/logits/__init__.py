@@ -2,6 +2,7 @@
 
     call of a model  ->  served_model: for its time the head's call is put off (head.py, serving.py)
     head(hidden)     ->  Logits: a tensor without memory that knows hidden states and weight (tensor.py, pending.py)
+    parts, types, scales and caps of them   ->  noted down (parts.py, follow.py)
     a loss of them   ->  the fused loss (losses.py); what else reads them makes them, once, as the head would have
     said.py          ->  what ran, what made logits and why
 

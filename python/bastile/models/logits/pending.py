@@ -43,6 +43,7 @@ class Forward:
 
     model: str  # its class
     has_labels: bool = False
+    unshard: Callable[[], Any] | None = None  # gathers the weights that the model's forward had
     is_open: bool = True
 
 
@@ -89,6 +90,9 @@ class Call:
             # A hook for mixed precision takes it for logits, and rounds it.
             return self.announce(output if output.dtype is results[0].dtype else results[0])
 
+    def _is_gone(self) -> bool:
+        return self.weight.numel() > 0 and self.weight.untyped_storage().size() == 0
+
     def announce(self, made: torch.Tensor) -> torch.Tensor:
         """Has the hooks run before the gradient of what was made of the logits goes on to the head."""
         if made.requires_grad and self.hooks:
@@ -104,8 +108,11 @@ class Call:
         for tensor, version in self.versions:
             if tensor._version != version:
                 raise RuntimeError(_CHANGED.format("the hidden states" if tensor is self.hidden else "the output head"))
-        if not self.is_gathered and self.weight.numel() and not self.weight.untyped_storage().size():
-            raise RuntimeError(_GONE)
+        if not self.is_gathered and self._is_gone():
+            if self.forward.unshard is not None:
+                self.forward.unshard()
+            if self._is_gone():
+                raise RuntimeError(_GONE)
         device, dtype, enabled = self.autocast
         same = enabled == torch.is_autocast_enabled(device) and (
             not enabled or dtype == torch.get_autocast_dtype(device)

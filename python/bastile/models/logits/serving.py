@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.models.logits import follow  # noqa: F401  (enters what is followed)
+from bastile.models.logits import follow, parts  # noqa: F401  (they enter what is followed)
 from bastile.models.logits.head import is_gathered, logits_type, output_head, why_not
 from bastile.models.logits.losses import causal_loss
 from bastile.models.logits.pending import Call, Forward
@@ -102,7 +102,7 @@ def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
         yield
         return
     outer = _forward()
-    forward = _now.forward = Forward(type(model).__name__, labels is not None)
+    forward = _now.forward = Forward(type(model).__name__, labels is not None, getattr(model, "unshard", None))
     undo = serve(head)
     undo_loss = _serve_loss(model, head.weight, given) if _CALL in head.__dict__ else lambda: None  # type: ignore[arg-type]
     try:
