@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from bastile.models.logits import Logits, serve
+from bastile.models.logits import Logits, losses, serve
 from bastile.models.logits.said import counts
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
 from conftest import on_demand
@@ -190,7 +190,7 @@ READ: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "squared": lambda z, n: z.square(),
     "softmax": lambda z, n: F.softmax(z, -1),
     "matmul": lambda z, n: z[:, :-1] @ torch.ones(V, 3),
-    "argmax": lambda z, n: z.argmax(-1),
+    "argmax of everything": lambda z, n: z.argmax(),
     "part of the vocabulary": lambda z, n: F.cross_entropy(z[..., :50].reshape(-1, 50), targets(n).clamp(max=49)),
     "masked": lambda z, n: z.masked_fill(BIAS > 0, -1.0).exp(),
     "assigned": lambda z, n: z.index_fill_(-1, torch.tensor([2, 5]), 0.0) * 1.5,
@@ -262,6 +262,18 @@ def test_shape_and_type_are_known_without_values() -> None:
     with torch.no_grad():
         assert (z.float().requires_grad, z[0].requires_grad) == (real.float().requires_grad, real[0].requires_grad)
     assert on_demand(z)
+    assert made() == 0
+
+
+def test_the_best_class_of_each_row_needs_few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_PIECE", 64)
+    z, net = put_off(bias=True)
+    real = net.head(net.body(net.x))
+    with Largest() as largest:
+        got = z[..., :-1, :].contiguous().argmax(dim=-1), torch.argmax(z / 2, -1, keepdim=True)
+    assert largest.elements == 64 * V
+    assert torch.equal(got[0], real[:, :-1].argmax(-1))
+    assert torch.equal(got[1], real.argmax(-1, keepdim=True))
     assert made() == 0
 
 

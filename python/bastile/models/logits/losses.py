@@ -1,4 +1,4 @@
-"""Losses of logits that have not been made: by the fused loss, from the hidden states."""
+"""Losses of logits that have not been made, from the hidden states: by the fused loss. And what metrics ask of rows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 _T = torch.Tensor
+_PIECE = 1024  # rows, for which a product takes as long as for many
 _NONE = -(1 << 31)  # an ignore_index that nobody gives: every other target is checked
 
 
@@ -145,6 +146,27 @@ def _logsumexp(logits: Logits, dim: Any, keepdim: bool = False, **options: Any) 
     of_first = _selected(logits, first.unsqueeze(-1))
     sums = fused(logits, first, reduction="none", ignore_index=_NONE).unsqueeze(-1) + of_first
     return sums if keepdim else sums.squeeze(-1)
+
+
+@followed(_T.argmax, torch.argmax)
+def _argmax(logits: Logits, dim: Any = None, keepdim: bool = False) -> Any:
+    """The accuracy that trainers log: of a piece of the rows at a time."""
+    if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1 or logits.part.move is not None:
+        return NotImplemented
+    pending = logits.pending
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = []
+        for piece in rows.reshape(-1, rows.shape[-1]).split(_PIECE):
+            z = F.linear(piece, weight, bias)
+            for step in pending.steps:
+                z = step.apply(z)
+            found.append(z.argmax(-1))
+        return torch.cat(found).view(rows.shape[:-1])
+
+    with torch.no_grad():
+        chosen = _computed(logits, compute)
+    return chosen.unsqueeze(-1) if keepdim else chosen
 
 
 def _is_target(logits: Logits, target: Any) -> bool:
