@@ -145,6 +145,7 @@ FUSED: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "iterated": lambda z, n: torch.stack([F.cross_entropy(p, t) for p, t in zip(z, n.labels, strict=True)]),
     "narrow": lambda z, n: F.cross_entropy(z.narrow(1, 3, 4).select(0, 1), n.labels[1, 3:7]),
     "transposed": lambda z, n: F.cross_entropy(z.transpose(1, 2), n.labels),
+    "transposed and copied": lambda z, n: F.cross_entropy(z.transpose(1, 2).contiguous().float(), n.labels),
     "permuted": lambda z, n: F.cross_entropy(z.float().permute(0, 2, 1), n.labels, reduction="none"),
     "scaled": lambda z, n: F.cross_entropy(flat(z * 0.3), targets(n)),
     "divided": lambda z, n: F.cross_entropy(flat(2 * z / 1.7), targets(n)),
@@ -197,6 +198,8 @@ READ: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "assigned to a part": lambda z, n: (z[:, 2:4].mul_(3), z * 2)[1],
     "a part written after a view": lambda z, n: (lambda view: (z[0].zero_(), view * 2)[1])(z.view(-1, V)),
     "a view sees what is written": lambda z, n: (lambda view: (z.mul_(3), view + z[..., :1].sum())[1])(z.view(-1, V)),
+    "nor one of another order": lambda z, n: (lambda other: (other.mul_(3), z.exp())[1])(z.mT.contiguous()),
+    "nor a transposed one": lambda z, n: (lambda other: (other.mul_(3), z * 2)[1])(z.transpose(1, 2).contiguous()),
     "a copy does not": lambda z, n: (lambda other: (z.mul_(3), other - z)[1])(z.clone()),
     "scaled by a tensor": lambda z, n: F.cross_entropy(flat(z * torch.tensor(0.3)), targets(n)),
     "clamped": lambda z, n: F.cross_entropy(flat(z.clamp(max=1.0)), targets(n)),
@@ -303,6 +306,7 @@ def test_gradients_are_sent_into_them_without_being_read() -> None:
     for send in (
         lambda z, g: torch.autograd.backward(z, g),
         lambda z, g: z.backward(g),
+        lambda z, g: torch.ops.aten.mul.Tensor(z, g).sum().backward(),
         lambda z, g: Passed.apply(z).backward(g),
         lambda z, g: (Passed.apply(z) * g).sum().backward(),
     ):

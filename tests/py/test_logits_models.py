@@ -177,6 +177,38 @@ def test_evaluation_and_generation(model_type: str) -> None:
         assert type(model(**batch).logits) is torch.Tensor
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+def test_types_that_are_compiled(model_type: str) -> None:
+    """No graph break; those whose forward is not written out make their logits there."""
+    model = small(model_type)
+    batch = batch_of(model, 12)
+    stock, want = stepped(model, **batch)
+    bastile.apply()
+    torch.compiler.reset()
+    compiled, got = stepped(torch.compile(model, backend="aot_eager", fullgraph=True), **batch)
+    assert_same(compiled.loss, stock.loss, "loss")
+    assert (compiled.logits is None) == (model_type == "gpt_oss")
+    for name, gradient in want.items():
+        assert_same(got[f"_orig_mod.{name}"], gradient, name, 5e-5)
+
+
+def test_activations_that_are_offloaded_are_those_of_the_model() -> None:
+    """Hooks on what is kept for the backward pass see the hidden states, and no weight for each view of logits."""
+    kept: list[int] = []
+
+    def run() -> int:
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            model(**batch)
+        return sum(kept)
+
+    model = tiny_model()
+    batch = tiny_batch(model)
+    want = run()
+    bastile.apply()
+    assert run() <= want
+
+
 def test_classes_that_are_defined_later_and_remote_code() -> None:
     class Before(LlamaForCausalLM):
         def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]

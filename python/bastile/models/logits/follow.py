@@ -22,7 +22,7 @@ _T = torch.Tensor
 def _cast(logits: Logits, dtype: torch.dtype) -> Any:
     if dtype is logits.dtype:
         return logits
-    if not dtype.is_floating_point or logits.part.move is not None:
+    if not dtype.is_floating_point:
         return NotImplemented
     return with_step(logits, Step("cast", lambda z: z.to(dtype), dtype), dtype)
 
@@ -68,13 +68,13 @@ def _type_as(logits: Logits, other: torch.Tensor) -> Any:
 def _contiguous(logits: Logits, memory_format: Any = torch.contiguous_format) -> Any:
     if memory_format is not torch.contiguous_format:
         return NotImplemented
-    # A part is copied by it, so that what is written there is not written to the rest.
-    return logits if logits.part.is_whole or logits.part.move is not None else _copy(logits)
+    # What is not contiguous is copied, so that what is written there is not written to the rest.
+    return logits if logits.part.is_whole and logits.part.move is None else _copy(logits)
 
 
 @followed(_T.clone, torch.clone)
 def _clone(logits: Logits, memory_format: Any = None) -> Any:
-    return NotImplemented if logits.part.move is not None else _copy(logits)
+    return _copy(logits)
 
 
 def _copy(logits: Logits) -> Any:

@@ -113,8 +113,13 @@ def _gather(logits: Logits, dim: int, index: Any, **options: Any) -> Any:
     if index.shape != (*logits.shape[:-1], 1) or index.device != logits.device:
         return NotImplemented
     if found.is_log_softmax:
-        return -fused(logits, index.squeeze(-1), reduction="none", ignore_index=_NONE).to(logits.dtype).unsqueeze(-1)
+        return -_of_rows(logits, index.squeeze(-1)).to(logits.dtype).unsqueeze(-1)
     return _selected(logits, index)
+
+
+def _of_rows(logits: Logits, classes: torch.Tensor) -> torch.Tensor:
+    """The loss of each row, none of which is ignored: nobody needs to count them."""
+    return fused(logits, classes, reduction="none", ignore_index=_NONE, valid_rows=classes.numel())
 
 
 def _selected(logits: Logits, index: torch.Tensor) -> torch.Tensor:
@@ -144,7 +149,7 @@ def _logsumexp(logits: Logits, dim: Any, keepdim: bool = False, **options: Any) 
         return NotImplemented
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     of_first = _selected(logits, first.unsqueeze(-1))
-    sums = fused(logits, first, reduction="none", ignore_index=_NONE).unsqueeze(-1) + of_first
+    sums = _of_rows(logits, first).unsqueeze(-1) + of_first
     return sums if keepdim else sums.squeeze(-1)
 
 

@@ -29,6 +29,8 @@ METADATA: frozenset[Any] = frozenset(
 _WRITE = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"}
 _WRITE |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "retain_grad"}
 
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
 #: What is followed: a function, to what does it to Logits without making them, or returns NotImplemented.
 FOLLOWED: dict[Any, Callable[..., Any]] = {}
 
@@ -105,7 +107,9 @@ class Logits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """For those who call PyTorch below its Python functions."""
+        """For those who call PyTorch below its Python functions, autograd among them."""
+        if func in _SAME:
+            return Logits(args[0].pending, args[0].part)
         return _of_values(func, args, kwargs or {})
 
 
@@ -114,13 +118,13 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, pending, part, *sources):
-        ctx.pending, ctx.part = pending, part
-        ctx.save_for_backward(*sources)
+        # Not by save_for_backward: hooks that offload activations would copy the weight, for what is seldom used.
+        ctx.pending, ctx.part, ctx.sources = pending, part, sources
         return Logits(pending, part)
 
     @staticmethod
     def backward(ctx, gradient):
-        sources = list(ctx.saved_tensors)
+        sources = list(ctx.sources)
         wanted = ctx.needs_input_grad[2:]
         with torch.enable_grad():
             rows = sources[0] = ctx.part.rows.detach().requires_grad_()
@@ -150,9 +154,10 @@ def put_off(call: Call) -> Logits:
 
 def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None) -> Logits:
     """New logits: these, and a step further."""
-    old = logits.pending
-    new = Pending(old.call, logits.part.rows, [*old.steps, step], dtype or old.dtype)
-    return _logits(new, Part(logits.part.rows), logits.requires_grad and torch.is_grad_enabled())
+    old, rows, move = logits.pending, logits.part.rows, logits.part.move
+    new = Pending(old.call, rows, [*old.steps, step], dtype or old.dtype)
+    part = Part(rows, () if move is None else (move,), move=move)
+    return _logits(new, part, logits.requires_grad and torch.is_grad_enabled())
 
 
 def in_place(logits: Logits, step: Step) -> Any:
@@ -175,6 +180,8 @@ def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "__get__":  # of a property
         name = getattr(func.__self__, "__name__", name)
     writes = name in _WRITE or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+    if isinstance(func, torch._ops.OpOverload):
+        writes = func._schema.is_mutable
     values: dict[int, tuple[Logits, torch.Tensor]] = {}
 
     def value(logits: Logits) -> torch.Tensor:
