@@ -10,7 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from bastile.guards import function_of
 
 #: Packages whose hooks on a head make its weight whole for the time of its call, and change no number.
-_GATHERS = ("torch.distributed.fsdp.", "deepspeed.runtime.zero.")
+_GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
 
 
 def output_head(model: Any) -> nn.Module | None:
