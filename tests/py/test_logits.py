@@ -332,6 +332,31 @@ class Passed(torch.autograd.Function):
         return g
 
 
+class Through(torch.autograd.Function):
+    """As a sharding's that wants to be asked in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return g
+
+
+def test_functions_of_autograd_that_hand_them_on() -> None:
+    want = put_off()
+    shifted(*want).backward()
+    for function in (Through, Passed):
+        z, net = put_off()
+        on = function.apply(z)
+        assert on_demand(on)
+        assert on.requires_grad
+        shifted(on, net).backward()
+        torch.testing.assert_close(net.head.weight.grad, want[1].head.weight.grad)
+        torch.testing.assert_close(net.body.weight.grad, want[1].body.weight.grad)
+
+
 def test_hooks_and_retained_gradients() -> None:
     seen = []
     for served in (False, True):

@@ -258,6 +258,23 @@ def test_a_loss_function_of_the_users_own() -> None:
         assert_same(got[name], gradient, name, 2e-5)
 
 
+def test_labels_that_the_model_changes_are_the_ones_that_count() -> None:
+    """What was counted before the backbone ran is of the labels as they were given."""
+
+    class Reversed(LlamaForCausalLM):
+        def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
+            logits = self.lm_head(self.model(input_ids).last_hidden_state)
+            return self.loss_function(logits=logits, labels=labels.flip(-1), vocab_size=V, **kwargs)
+
+    model = Reversed(tiny_model("llama").config)
+    batch = tiny_batch(model)
+    given = {"labels": batch["labels"].where(torch.arange(11) < 3, -100), "num_items_in_batch": 5}
+    want = model(batch["input_ids"], **given)
+    bastile.apply()
+    assert_same(model(batch["input_ids"], **given), want, "loss")
+    assert ran() == 1
+
+
 def test_several_losses_of_one_step() -> None:
     """The model's, one of the caller's, and one that reads values: gradients of all three."""
     model = tiny_model()
@@ -462,3 +479,37 @@ def test_fsdp2_in_whatever_units(unit: str, loss_inside: bool, one_process_group
             assert_same(other.grad.full_tensor(), parameter.grad.float(), name, 5 * tolerance)
     assert ran() == 2 * waits
     assert seen == pytest.approx(seen[:1] * 3, rel=1e-4 if unit != "mixed" else 2**-5)
+
+
+def two_processes(rank: int, rendezvous: str) -> None:
+    """A process of two, whose batches differ: what a step of each sharding leaves, stock and patched."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for unit in ("root, resharded", "head", "norm and head"):
+        left = []
+        for patched in (False, True):
+            model = tiny_model(vocab_size=102)
+            batch = {name: value[rank::2] for name, value in tiny_batch(model, rows=4).items()}
+            if unit != "root, resharded":
+                fully_shard(model.lm_head if unit == "head" else [model.model.norm, model.lm_head], mesh=mesh)
+            fully_shard(model, mesh=mesh, reshard_after_forward=True)
+            if patched:
+                bastile.apply()
+            output = model(**batch)
+            assert on_demand(output.logits) == patched
+            mean = output.logits[:, 1:].exp().mean().item()
+            output.loss.backward()
+            left.append([output.loss.detach(), torch.tensor(mean), *(p.grad.full_tensor() for p in model.parameters())])
+        bastile.reset()
+        torch.testing.assert_close(left[1], left[0], rtol=1e-4, atol=1e-5)
+        assert ran() == 1
+        counts.clear()
+    distributed.destroy_process_group()
+
+
+def test_fsdp2_on_two_processes(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(two_processes, (f"file://{tmp_path}/rendezvous",), nprocs=2)

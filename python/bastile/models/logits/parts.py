@@ -38,6 +38,14 @@ def _reshape(logits: Logits, *shape: Any, **named: Any) -> Any:
     return _part(logits, lambda t: t.reshape(rows), lambda z: z.reshape(shape), True)
 
 
+@followed(_T.view_as, _T.reshape_as)
+def _view_as(logits: Logits, other: torch.Tensor) -> Any:
+    """Autograd asks for it where a function returns what it was given."""
+    if other is logits:
+        return with_part(logits, logits.part)
+    return _reshape(logits, *other.shape)
+
+
 @followed(_T.flatten, torch.flatten)
 def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Any:
     first, last = start_dim % logits.dim(), end_dim % logits.dim()

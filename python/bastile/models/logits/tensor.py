@@ -29,8 +29,6 @@ METADATA: frozenset[Any] = frozenset(
 _WRITE = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"}
 _WRITE |= {"__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__", "retain_grad"}
 
-_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-
 #: What is followed: a function, to what does it to Logits without making them, or returns NotImplemented.
 FOLLOWED: dict[Any, Callable[..., Any]] = {}
 
@@ -107,9 +105,7 @@ class Logits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """For those who call PyTorch below its Python functions, autograd among them."""
-        if func in _SAME:
-            return Logits(args[0].pending, args[0].part)
+        """For those who call PyTorch below its Python functions."""
         return _of_values(func, args, kwargs or {})
 
 
