@@ -264,15 +264,22 @@ def test_labels_that_the_model_changes_are_the_ones_that_count() -> None:
     class Reversed(LlamaForCausalLM):
         def forward(self, input_ids: Any, labels: Any = None, **kwargs: Any) -> Any:  # type: ignore[override]
             logits = self.lm_head(self.model(input_ids).last_hidden_state)
-            return self.loss_function(logits=logits, labels=labels.flip(-1), vocab_size=V, **kwargs)
+            if self.in_place:
+                labels.copy_(labels.flip(-1))
+            else:
+                labels = labels.flip(-1)
+            return self.loss_function(logits=logits, labels=labels, vocab_size=V, **kwargs)
 
     model = Reversed(tiny_model("llama").config)
     batch = tiny_batch(model)
-    given = {"labels": batch["labels"].where(torch.arange(11) < 3, -100), "num_items_in_batch": 5}
-    want = model(batch["input_ids"], **given)
-    bastile.apply()
-    assert_same(model(batch["input_ids"], **given), want, "loss")
-    assert ran() == 1
+    labels = batch["labels"].where(torch.arange(11) < 3, -100)
+    for model.in_place in (False, True):
+        bastile.reset()
+        want = model(batch["input_ids"], labels=labels.clone(), num_items_in_batch=5)
+        bastile.apply()
+        got = model(batch["input_ids"], labels=labels.clone(), num_items_in_batch=5)
+        assert_same(got, want, "loss")
+    assert ran() == 2
 
 
 def test_several_losses_of_one_step() -> None:

@@ -25,7 +25,7 @@ from bastile.models.logits.said import note
 from bastile.models.logits.tensor import Logits, put_off
 from bastile.models.rebind import parameter_names
 from bastile.ops._common import served
-from bastile.ops._valid_rows import ValidCount, is_worthwhile
+from bastile.ops._valid_rows import ValidCount, is_worthwhile, version
 
 _CALL = "_call_impl"  # what Module.__call__ calls: hooks and forward
 _LOSS_FUNCTION = "_loss_function"  # where a model of Transformers keeps one that was given to it
@@ -124,20 +124,25 @@ def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Call
     """Lets the loss of a causal language model have what is known before the backbone runs: how many labels count. On
     a GPU nobody waits for that number then. It divides by the number of items itself, too."""
     from transformers.loss import loss_utils
+    from transformers.modeling_utils import PreTrainedModel
 
     labels, shifted = given.get("labels"), given.get("shift_labels")
-    stock = loss_utils.ForCausalLMLoss
+    stock: Any = loss_utils.ForCausalLMLoss
     if not torch.is_tensor(labels) or _LOSS_FUNCTION in model.__dict__ or labels.dim() != 2:
         return lambda: None
     if stock is not _STOCK or loss_utils.fixed_cross_entropy is not _STOCK_CROSS_ENTROPY:
         return lambda: None
-    if getattr(model, "loss_function", None) is not stock:
+    # What `model.loss_function` is, which warns where a model that never asks for it has no type of loss.
+    if getattr(type(model), "loss_function", None) is not PreTrainedModel.loss_function:
+        return lambda: None
+    if loss_utils.LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), stock) is not stock:
         return lambda: None
     ignore_index = given.get("ignore_index", -100)
     targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shifted is None else shifted
     targets = targets.to(weight.device)
     counted = is_worthwhile(targets.numel(), weight)
     count = ValidCount(targets, ignore_index) if counted else None
+    versions = [(t, version(t)) for t in (labels, shifted) if t is not None]
 
     @functools.wraps(stock)
     def loss_function(logits: Any, labels: Any, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
@@ -147,6 +152,7 @@ def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Call
             and not args
             and labels is given["labels"]
             and kwargs.get("shift_labels") is shifted
+            and all(version(t) == then for t, then in versions)
             and kwargs.get("ignore_index", -100) == ignore_index
             and vocab_size == logits.shape[-1]
             and (not torch.is_tensor(items) or items.dim() == 0)  # DataParallel: a number for each replica
