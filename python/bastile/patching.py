@@ -74,7 +74,8 @@ def apply(
         rms_norm: RMSNorm.
         swiglu: the gated activation of the MLP, or the whole MLP where it is one of plain matrices.
         rope: the rotary embedding.
-        fused_linear_cross_entropy: in training, the loss from the last hidden states; the output's logits are None.
+        fused_linear_cross_entropy: the loss from the last hidden states; the output's logits are made when they are
+            read. With model_types None in every model class of Transformers, of whatever type.
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.

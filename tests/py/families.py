@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bastile.models.table import OPERATORS
 
-#: The field of Family that says where an operator goes.
+#: The field of Family that says where an operator goes. What goes into the classes of other packages, lora, has none.
 PLACES = {
     "rms_norm": "norm_class",
     "swiglu": "mlp_class",
@@ -48,7 +48,7 @@ class Family:
     @property
     def operators(self) -> tuple[str, ...]:
         """Those of OPERATORS that have a place in this family."""
-        return tuple(name for name in OPERATORS if getattr(self, PLACES[name]) is not None)
+        return tuple(name for name in OPERATORS if name in PLACES and getattr(self, PLACES[name]) is not None)
 
     def patches(self, operators: Iterable[str] | None = None) -> list[str]:
         """The names of these operators' patches (None: of all) in this family, such as "rms_norm_qwen3"."""

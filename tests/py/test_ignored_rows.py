@@ -277,11 +277,11 @@ def test_a_model_counts_before_its_backbone_runs(
     for name, want in results[0][1].items():
         assert_same_up_to_rounding(results[1][1][name], want, model, name)
 
-    from bastile.models import causal_lm
+    from bastile.models.logits import serving
 
     order: list[str] = []
-    count = causal_lm.ValidCount
-    monkeypatch.setattr(causal_lm, "ValidCount", lambda *given: order.append("count") or count(*given))
+    count = serving.ValidCount
+    monkeypatch.setattr(serving, "ValidCount", lambda *given: order.append("count") or count(*given))
     model.model.register_forward_pre_hook(lambda *given: order.append("backbone"))
     model(**batch)
     assert order == ["count", "backbone"]

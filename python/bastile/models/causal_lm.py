@@ -1,10 +1,11 @@
 """The forward of a causal language model whose loss needs no logits.
 
-With labels, in training, the output's `logits` is None and its `loss` comes from the last hidden states and the head's
-weight at once. Every other call, and every model whose head or loss someone has changed, runs the original forward."""
+It is the original, with logits on demand: bastile.models.logits. While torch.compile traces it, which knows no tensors
+without memory, a training step with labels is written out here instead: the output's `logits` is None then, and its
+`loss` comes from the last hidden states and the head's weight at once."""
 
 import functools
-import inspect
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,55 +16,68 @@ from torch.nn import functional as F
 from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from bastile.guards import untouched
+from bastile.guards import stock_of, untouched
+from bastile.models.logits import serving_forward
 from bastile.models.rebind import parameter_names
 from bastile.models.router_loss import ask_for_router_logits, with_router_loss
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served
-from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.report import Tally
 
 _LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
 
 
+#: Classes with an output head take one of these, or are called so.
+_KEEPS = "logits_to_keep"
+_HAS_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$")
+
+
 def sites(file: ModelFile) -> Iterator[Site]:
-    for found in file.forwards("head"):
-        given = inspect.signature(found.function).parameters
-        if not {"labels", "logits_to_keep"}.issubset(given):
-            file.unknown[f"{found.name}.forward"] = "has arguments of other names"
+    """Every model with an output head: logits on demand need to know nothing of its code."""
+    for cls in file.own_classes():
+        forward = stock_of(vars(cls)["forward"])
+        given = parameter_names(forward)
+        if _KEEPS not in given and not ("labels" in given and _HAS_HEAD.search(cls.__name__)):
             continue
+        found = file.known(cls)
+        build: Any = on_demand
+        if found is not None and found.form.kind == "head" and {"labels", _KEEPS}.issubset(given):
+            build = partial(causal_lm_forward, found)
+        file.unknown.pop(f"{cls.__name__}.forward", None)
         # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
-        site = file.wrapped_site("fused_linear_cross_entropy", found.owner, partial(causal_lm_forward, found))
+        site = file.wrapped_site("fused_linear_cross_entropy", cls, build)
         if site is not None:
             yield site
+
+
+def on_demand(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of code that is not known: all that needs none of it."""
+    return serving_forward(original)
 
 
 def causal_lm_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)
     backbone, head, router_loss = found.names["model"], found.names["lm_head"], found.form.variant["router_loss"]
+    eager = serving_forward(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            if not getattr(self.config, "return_dict", True):
+                kwargs.setdefault("return_dict", True)  # to the backbone, whose output the original reads by name
+            return eager(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         lm_head = getattr(self, head)
         if len(given) < len(args) + len(kwargs):  # more than it has parameters, or one of them twice
             return original(self, *args, **kwargs)
-        if not _wants_only_the_loss(self, given):
-            tally.step_aside("logits are wanted, or another loss: evaluation, no labels, a part of the logits", True)
+        if not _wants_only_the_loss(self, given) or not _is_plain_head(lm_head, self.config.vocab_size):
             return original(self, *args, **kwargs)
-        if not _is_plain_head(lm_head, self.config.vocab_size):
-            tally.step_aside("the head is not weight and bias alone")
-            return original(self, *args, **kwargs)
-        tally.count()
         targets = _targets(given.pop("labels"), given).to(lm_head.weight.device)
-        # Counted ahead of the backbone, so that nobody waits for the count when the loss asks for it.
-        counted = is_worthwhile(targets.numel(), lm_head.weight)
-        valid_rows = ValidCount(targets, given.get("ignore_index", -100)) if counted else None
         given.pop("logits_to_keep", None)
         routed = router_loss and ask_for_router_logits(self, given)
         outputs = getattr(self, backbone)(**given, return_dict=True)
-        loss = _loss(outputs.last_hidden_state, lm_head, targets, given, valid_rows)
+        loss = _loss(outputs.last_hidden_state, lm_head, targets, given)
         if router_loss:
             return with_router_loss(self, original, outputs, loss, given.get("attention_mask"), routed)
         return CausalLMOutputWithPast(
@@ -111,13 +125,7 @@ def _targets(labels: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=given.get("ignore_index", -100))[..., 1:] if shifted is None else shifted
 
 
-def _loss(
-    hidden: torch.Tensor,
-    head: nn.Linear,
-    targets: torch.Tensor,
-    given: dict[str, Any],
-    valid_rows: ValidCount | None,
-) -> torch.Tensor:
+def _loss(hidden: torch.Tensor, head: nn.Linear, targets: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """What ForCausalLMLoss returns for the head's logits, with the keyword arguments that it reads."""
     num_items = given.get("num_items_in_batch")
     if torch.is_tensor(num_items):
@@ -129,5 +137,4 @@ def _loss(
         bias=head.bias,
         ignore_index=given.get("ignore_index", -100),
         num_items=num_items,
-        valid_rows=valid_rows,
     )

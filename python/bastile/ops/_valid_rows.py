@@ -58,7 +58,7 @@ class ValidCount:
     It counts for this target alone, or another view of all of it, as long as nobody changes it in place."""
 
     def __init__(self, target: torch.Tensor, ignore_index: int = -100):
-        self._target, self._ignore_index, self._version = target, ignore_index, _version(target)
+        self._target, self._ignore_index, self._version = target, ignore_index, version(target)
         count = (target != ignore_index).sum()
         self._count: torch.Tensor | int = count
         self._mailbox: _Mailbox | None = None
@@ -76,7 +76,7 @@ class ValidCount:
         mine = self._target
         return (
             ignore_index == self._ignore_index
-            and _version(target) == self._version
+            and version(target) == self._version
             and target.dtype is mine.dtype
             and target.data_ptr() == mine.data_ptr()
             and target.numel() == mine.numel()
@@ -96,7 +96,8 @@ class ValidCount:
         return self._count
 
 
-def _version(t: torch.Tensor) -> int:
+def version(t: torch.Tensor) -> int:
+    """Grows when someone changes it in place."""
     return 0 if t.is_inference() else t._version
 
 

@@ -1,0 +1,15 @@
+"""Logits on demand: in training a model's output head returns logits that are made when they are read.
+
+    call of a model  ->  served_model: for its time the head's call is put off (head.py, serving.py)
+    head(hidden)     ->  Logits: a tensor without memory that knows hidden states and weight (tensor.py, pending.py)
+    parts, types, scales and caps of them   ->  noted down (parts.py, follow.py)
+    a loss of them   ->  the fused loss (losses.py); what else reads them makes them, once, as the head would have
+    said.py          ->  what ran, what made logits and why
+
+Nothing here knows a family of models: what the model does to its logits is seen as it does it."""
+
+from bastile.models.logits.head import output_head, why_not
+from bastile.models.logits.serving import serve, served_model, serving_forward
+from bastile.models.logits.tensor import Logits
+
+__all__ = ["Logits", "output_head", "serve", "served_model", "serving_forward", "why_not"]

@@ -1,0 +1,67 @@
+"""The output head of a model: where it is, and whether its call may be put off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from bastile.guards import function_of
+
+#: Packages whose hooks on a head make its weight whole for the time of its call, and change no number.
+_GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
+
+
+def output_head(model: Any) -> nn.Module | None:
+    """The module that makes the model's logits, as Transformers' models name it; None where there is none."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    # PEFT's modules_to_save: the copy that is trained, in a wrapper that calls it.
+    copies, active = getattr(head, "modules_to_save", None), getattr(head, "active_adapters", None)
+    if isinstance(copies, nn.ModuleDict) and active and not getattr(head, "disable_adapters", False):
+        head = copies[active[0]]
+    return head if isinstance(head, nn.Module) else None
+
+
+def why_not(head: nn.Module) -> str | None:
+    """What the head does beside multiplying by its weight; None: nothing, so that its call can be put off."""
+    cls = type(head)
+    sharded = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule" and cls.__bases__[1] is nn.Linear
+    if cls is not nn.Linear and not sharded:
+        return f"the output head is a {cls.__name__}, not a plain nn.Linear"
+    own = head.__dict__.get("forward")
+    if own is not None and function_of(own) is not cls.forward:
+        return "the output head has a forward of its own"
+    if head._backward_hooks or head._backward_pre_hooks or _has_any_global_hook():
+        return "hooks look at the gradients of the output head, or at all modules"
+    for hook in _forward_hooks(head):
+        if not gathers(hook):
+            return f"the output head has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+    return None
+
+
+def is_gathered(head: nn.Module) -> bool:
+    """Whether its weight is whole within its own call alone."""
+    return any(map(gathers, _forward_hooks(head)))
+
+
+def _forward_hooks(head: nn.Module) -> list[Any]:
+    return [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+
+
+def gathers(hook: Any) -> bool:
+    """Whether this hook is a sharding's, which asks only when it is called."""
+    hook = getattr(hook, "func", hook)  # of a partial
+    return (getattr(hook, "__module__", None) or "").startswith(_GATHERS)
+
+
+def logits_type(head: nn.Linear, hidden: Any) -> Any:
+    """The type of the head's logits outside of autocast, where hooks may convert what goes in and out."""
+    policy = getattr(head, "_get_fsdp_state", lambda: None)()
+    policy = getattr(policy, "_mp_policy", None)
+    if policy is None:
+        return head.weight.dtype if is_gathered(head) else hidden.dtype
+    return policy.output_dtype or policy.param_dtype or hidden.dtype

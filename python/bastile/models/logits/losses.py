@@ -1,0 +1,201 @@
+"""Losses of logits that have not been made, from the hidden states: by the fused loss. And what metrics ask of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bastile.models.logits.pending import Compute, Formula, formula
+from bastile.models.logits.said import note
+from bastile.models.logits.tensor import Logits, followed
+from bastile.ops._valid_rows import ValidCount
+from bastile.ops.cross_entropy import REDUCTION
+from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+
+_T = torch.Tensor
+_PIECE = 1024  # rows, for which a product takes as long as for many
+_NONE = -(1 << 31)  # an ignore_index that nobody gives: every other target is checked
+
+
+def fused(logits: Logits, target: torch.Tensor, **options: Any) -> Any:
+    """fused_linear_cross_entropy of these logits, whose rows target has one element each of; NotImplemented where it
+    does not compute what was done to them."""
+    found = _formula(logits)
+    if not isinstance(found, Formula):
+        return NotImplemented
+    loss = _within(logits, found, target, **options)
+    note("ran", logits.pending.call.forward.model)
+    return loss
+
+
+def _formula(logits: Logits) -> Formula | None:
+    pending = logits.pending
+    found = formula(pending.steps, pending.call.dtype)
+    if isinstance(found, Formula):
+        return found
+    note("stepped aside", pending.call.forward.model, found)
+    return None
+
+
+def _within(logits: Logits, found: Formula, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if found.added is not None:
+            bias = found.added if bias is None else bias + found.added
+        return fused_linear_cross_entropy(
+            rows, weight, target, bias=bias, softcap=found.softcap, logit_scale=found.scale, **options
+        )
+
+    return _computed(logits, compute)
+
+
+def _computed(logits: Logits, compute: Compute) -> torch.Tensor:
+    with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
+        return logits.pending.call.within(logits.part.rows, compute)
+
+
+@followed(F.cross_entropy)
+def _cross_entropy(
+    logits: Logits,
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if size_average is not None or reduce is not None or reduction not in REDUCTION or not _is_target(logits, target):
+        return NotImplemented
+    if weight is not None and (weight.shape != (logits.pending.vocabulary,) or weight.requires_grad):
+        return NotImplemented
+    found = _formula(logits)
+    if found is None or found.is_log_softmax:
+        return NotImplemented
+    loss = fused(
+        logits,
+        target,
+        class_weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    return loss.to(_type_of_loss(logits))
+
+
+@followed(F.nll_loss)
+def _nll_loss(
+    logits: Logits,
+    target: Any,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    found = formula(logits.pending.steps, logits.pending.call.dtype)
+    if not isinstance(found, Formula) or not found.is_log_softmax or size_average is not None or reduce is not None:
+        return NotImplemented
+    if weight is not None or reduction not in REDUCTION or not _is_target(logits, target):
+        return NotImplemented
+    return fused(logits, target, ignore_index=ignore_index, reduction=reduction).to(_type_of_loss(logits))
+
+
+@followed(_T.gather, torch.gather)
+def _gather(logits: Logits, dim: int, index: Any, **options: Any) -> Any:
+    """Of log_softmax: the fused loss of each row. Of logits: a product of each row with one row of the weight."""
+    found = formula(logits.pending.steps, logits.pending.call.dtype)
+    if not isinstance(found, Formula) or options or logits.part.move is not None:
+        return NotImplemented
+    if dim % logits.dim() != logits.dim() - 1 or not isinstance(index, _T) or index.dtype is not torch.int64:
+        return NotImplemented
+    if index.shape != (*logits.shape[:-1], 1) or index.device != logits.device:
+        return NotImplemented
+    if found.is_log_softmax:
+        return -_of_rows(logits, index.squeeze(-1)).to(logits.dtype).unsqueeze(-1)
+    return _selected(logits, index)
+
+
+def _of_rows(logits: Logits, classes: torch.Tensor) -> torch.Tensor:
+    """The loss of each row, none of which is ignored: nobody needs to count them."""
+    return fused(logits, classes, reduction="none", ignore_index=_NONE, valid_rows=classes.numel())
+
+
+def _selected(logits: Logits, index: torch.Tensor) -> torch.Tensor:
+    """logits.gather(-1, index), with one index a row."""
+    pending = logits.pending
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        chosen = index.squeeze(-1)
+        z = (rows.float() * F.embedding(chosen, weight).float()).sum(-1)
+        z = z if bias is None else z + bias[chosen].float()
+        z = z.to(pending.call.dtype).unsqueeze(-1)
+        for step in pending.steps:
+            z = z + step.value[index] if step.kind == "add" else step.apply(z)
+        return z
+
+    return _computed(logits, compute)
+
+
+@followed(_T.logsumexp, torch.logsumexp)
+def _logsumexp(logits: Logits, dim: Any, keepdim: bool = False, **options: Any) -> Any:
+    """The loss of each row for class 0, and that class's logit, which it lacks."""
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    found = formula(logits.pending.steps, logits.pending.call.dtype)
+    if not isinstance(found, Formula) or found.is_log_softmax or options or logits.part.move is not None:
+        return NotImplemented
+    if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1 or logits.dtype is not torch.float32:
+        return NotImplemented
+    first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    of_first = _selected(logits, first.unsqueeze(-1))
+    sums = _of_rows(logits, first).unsqueeze(-1) + of_first
+    return sums if keepdim else sums.squeeze(-1)
+
+
+@followed(_T.argmax, torch.argmax)
+def _argmax(logits: Logits, dim: Any = None, keepdim: bool = False) -> Any:
+    """The accuracy that trainers log: of a piece of the rows at a time."""
+    if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1 or logits.part.move is not None:
+        return NotImplemented
+    pending = logits.pending
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = []
+        for piece in rows.reshape(-1, rows.shape[-1]).split(_PIECE):
+            z = F.linear(piece, weight, bias)
+            for step in pending.steps:
+                z = step.apply(z)
+            found.append(z.argmax(-1))
+        return torch.cat(found).view(rows.shape[:-1])
+
+    with torch.no_grad():
+        chosen = _computed(logits, compute)
+    return chosen.unsqueeze(-1) if keepdim else chosen
+
+
+def _is_target(logits: Logits, target: Any) -> bool:
+    """Whether it has a class for each row."""
+    if not isinstance(target, _T) or isinstance(target, Logits) or target.dtype not in (torch.int64, torch.uint8):
+        return False
+    shape = logits.part.rows.shape[:-1]
+    is_flat = logits.dim() <= 2 or logits.part.move is not None
+    return is_flat and target.shape == shape and target.device == logits.device
+
+
+def _type_of_loss(logits: Logits) -> torch.dtype:
+    return torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype
+
+
+def causal_loss(
+    logits: Logits, targets: torch.Tensor, ignore_index: int, num_items: Any, count: ValidCount | None
+) -> Any:
+    """Transformers' loss of a causal language model, of logits [..., T, V] and the tokens that each is to predict."""
+    if logits.part.move is not None or targets.shape != logits.shape[:-1] or targets.device != logits.device:
+        return NotImplemented
+    if torch.is_tensor(num_items):
+        num_items = num_items.to(logits.device)
+    found = _formula(logits)
+    if found is None or found.is_log_softmax:
+        return NotImplemented
+    return fused(logits, targets, ignore_index=ignore_index, num_items=num_items, valid_rows=count)
