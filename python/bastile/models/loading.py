@@ -33,7 +33,7 @@ def is_model_file(name: str) -> bool:
 
 def model_files() -> list[str]:
     """Those that this process has imported."""
-    return [name for name, module in sys.modules.items() if is_model_file(name) and module is not None]
+    return [name for name, module in list(sys.modules.items()) if is_model_file(name) and module is not None]
 
 
 def classes_of(model: nn.Module) -> Classes:
