@@ -80,7 +80,7 @@ def apply(
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
         lora: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and down, each
-            as one function (docs/lora.md). PEFT's classes are of no type: model_types leaves them as they are.
+            as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to have it.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
         model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
@@ -111,7 +111,7 @@ def apply(
     modules = {model_type: _modules_of(model_type, "apply") for model_type in given}
     with _lock:
         plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
-        _need(plans, _named.get() & set(chosen), ", ".join(given))
+        _need(plans, _named.get() & set(chosen) - {"lora"}, ", ".join(given))
         carry_out(plans, "apply")
         for model_type, names in modules.items():
             titles = frozenset(FILES[name].title for name in names)
@@ -119,6 +119,8 @@ def apply(
             for other in [other for other, (_, theirs) in _types.items() if theirs == titles and other != model_type]:
                 del _types[other]
             _types[model_type] = tuple(chosen), titles
+        adapters = [name for name in loading.model_files() if loading.is_of_any_type(name)]
+        carry_out([Plan.of(name, _wanted_in(name)) for name in adapters], "apply")
         _watch_if_needed()
         return [name for model_type in given for name in _names_of(model_type)]
 
@@ -279,6 +281,9 @@ def _modules_of(model_type: str, function: str) -> list[str]:
 
 def _wanted_in(title: str) -> tuple[str, ...]:
     """The operators that are to be in force in the modules of this title."""
+    if loading.is_of_any_type(title):
+        chosen = {*_everywhere, *(name for operators, _ in _types.values() for name in operators)}
+        return tuple(name for name in OPERATORS if name in chosen)
     return next((operators for operators, titles in _types.values() if title in titles), _everywhere)
 
 

@@ -374,7 +374,7 @@ def test_a_config_that_disagrees_with_the_head_gets_the_original_error(family: s
 
 
 def test_another_activation_keeps_the_original_mlp(family: str, calls: dict[str, int]) -> None:
-    for act, used in (("gelu", 0), ("silu", 2), ("swish", 2)):
+    for act, used in (("tanh", 0), ("gelu", 2), ("gelu_pytorch_tanh", 2), ("relu2", 2), ("silu", 2), ("swish", 2)):
         calls.clear()
         model = tiny_model(family, hidden_act=act)
         assert_trains_alike(model, **tiny_batch(model))

@@ -145,7 +145,7 @@ def test_200_steps_follow_stock_s_losses():
             bastile.apply()
         try:
             model = with_lora(base(), init_lora_weights=True)
-            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=4e-3)
+            optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
             losses = []
             for i in range(200):
                 loss = model(**batch(i % 7)).loss
@@ -156,7 +156,7 @@ def test_200_steps_follow_stock_s_losses():
             curves.append(torch.tensor(losses))
         finally:
             bastile.reset()
-    assert curves[0][-1] < curves[0][0] - 0.3  # it learns
+    assert curves[0][-1] < curves[0][0] - 0.2  # it learns
     torch.testing.assert_close(*curves, rtol=1e-5, atol=0)
 
 

@@ -28,7 +28,7 @@ from bastile.report import Tally
 _LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
 
 
-#: Classes with an output head take one of these, or are called so.
+#: Classes with an output head take this, or labels, and are called so or derived from such.
 _KEEPS = "logits_to_keep"
 _HAS_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$")
 
@@ -38,7 +38,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
     for cls in file.own_classes():
         forward = stock_of(vars(cls)["forward"])
         given = parameter_names(forward)
-        if _KEEPS not in given and not ("labels" in given and _HAS_HEAD.search(cls.__name__)):
+        if _KEEPS not in given and not ("labels" in given and any(_HAS_HEAD.search(c.__name__) for c in cls.__mro__)):
             continue
         found = file.known(cls)
         build: Any = on_demand

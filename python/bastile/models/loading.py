@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import nn
 
-_FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+|peft\.tuners\.lora\.(layer|bnb)")
+_FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
+_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb"})
 _BASE = "transformers.modeling_utils"
 #: Packages whose modules are no code of models.
 _NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "builtins"})
@@ -27,8 +28,13 @@ Classes = dict[str, set[type]]  # by the name of their module
 
 
 def is_model_file(name: str) -> bool:
-    """Of Transformers, or of PEFT: its layers go into models of any type."""
-    return _FILE.fullmatch(name) is not None
+    """Of Transformers, or of layers that models of any type may have."""
+    return is_of_any_type(name) or _FILE.fullmatch(name) is not None
+
+
+def is_of_any_type(name: str) -> bool:
+    """PEFT's layers."""
+    return name in _OF_ANY_TYPE
 
 
 def model_files() -> list[str]:
