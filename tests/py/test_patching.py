@@ -92,7 +92,7 @@ def test_each_operator_is_an_argument(function: Any) -> None:
 def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
-    assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in OPERATORS if operator != "moe_experts"}
+    assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in OPERATORS if operator not in ("moe_experts", "lora")}
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])
 
@@ -217,12 +217,13 @@ def test_unsupported_model_types_are_named_with_what_is_supported() -> None:
     with pytest.raises(ValueError, match=f"'gpt9' is not supported; supported are: {supported}"):
         bastile.apply(model_types=["qwen3", "gpt9"])
     assert bastile.get_patched_ops() == []
-    other = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-    with pytest.raises(
-        ValueError, match="GPT2LMHeadModel, which has the model type 'gpt2', runs code that bastile knows"
-    ):
+    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
+    other = GPT2Model(config)
+    with pytest.raises(ValueError, match="GPT2Model, which has the model type 'gpt2', runs code that bastile knows"):
         bastile.apply_to_model(other)
     assert runs_stock(other)
+    assert bastile.apply_to_model(GPT2LMHeadModel(config)) == ["fused_linear_cross_entropy_gpt2"]
+    bastile.reset()
     with pytest.raises(ValueError, match="model type None"):
         bastile.apply_to_model(torch.nn.Linear(2, 2))
 
