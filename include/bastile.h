@@ -165,8 +165,8 @@ typedef struct bst_exec {
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
-/* RMS as above; LAYER: n = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), and y is rounded once, at the end: LLAMA is
- * as NONE. */
+/* RMS as above; LAYER: n = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), and y is rounded once, at the end: LLAMA
+ * is as NONE. */
 typedef enum bst_norm_kind { BST_NORM_RMS = 0, BST_NORM_LAYER = 1 } bst_norm_kind;
 
 typedef struct bst_norm_options {
@@ -176,9 +176,9 @@ typedef struct bst_norm_options {
 } bst_norm_options;
 
 /* y = norm(x) * weight + bias, or, where residual is given, sum = x + residual, rounded, and y that of the sum.
- * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both NULL;
- * weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's type, or
- * without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
+ * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both
+ * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's
+ * type, or without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
  * rstd, float32, one a row, kept for the backward pass, or NULL. options NULL: RMS and LLAMA. eps is no option, as 0 is
  * a number like others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton,
  * "Layer Normalization", 2016. */
@@ -218,8 +218,8 @@ typedef struct bst_glu_options {
     bst_activation activation;
 } bst_glu_options;
 
-/* y = act(a) * b, in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU Variants Improve Transformer",
- * 2020. */
+/* y = act(a) * b, in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU Variants Improve
+ * Transformer", 2020. */
 BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b,
                                    const bst_glu_options *options, DLTensor *y);
 /* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
@@ -278,7 +278,8 @@ typedef struct bst_rope_backward_tensors {
 /* The gradients of the above: with dz1 = dy1 * cos1 + dy2 * sin2, dz2 = dy2 * cos2 - dy1 * sin1, the rotation
  * transposed,
  *   dx = dz                                                  without a norm; dq may be dq_out as q_out may be q
- *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n     with one (GEMMA: 1 + weight)
+ *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n     with one (GEMMA: 1
+ *   + weight)
  * and mean(x^2) computed anew. Each gradient may be NULL, but not all; where both of q's are, dq_out is not looked
  * at, and so for k. */
 BST_API bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tensors *tensors,

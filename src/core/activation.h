@@ -1,6 +1,6 @@
 /* activation.h - the activations of gated units, as the public header and kernels number them. Kernels include it after
- * ptx.cuh: no other header here. A further one is a row here, a value of bst_activation in bastile.h, and its arithmetic
- * in bst_activate of core/gated_unit.h (CPU) and of cuda/device/gated_unit.cuh (CUDA). */
+ * ptx.cuh: no other header here. A further one is a row here, a value of bst_activation in bastile.h, and its
+ * arithmetic in bst_activate of core/gated_unit.h (CPU) and of cuda/device/gated_unit.cuh (CUDA). */
 #ifndef BST_ACTIVATION_H
 #define BST_ACTIVATION_H
 
@@ -8,8 +8,8 @@
 #define BST_ACTIVATIONS(X)  X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
 #define BST_ACTIVATION_RULE {"activation", 'i', 0, 4, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu) or 4 (relu2)"}
 
-/* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0 or 1
- * to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */
+/* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0
+ * or 1 to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */
 #define BST_GELU_TANH_FIRST 1.59576912f
 #define BST_GELU_TANH_THIRD 0.0713548163f
 #define BST_GELU_TANH_END   16.0f

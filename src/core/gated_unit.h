@@ -8,8 +8,8 @@
 #include "core/cpu_kernel.h"
 
 /* 1 + exp(-x), where 1 hides what exp is short of near zero. exp(v) = 2^k p(f), k the integer nearest to v log2(e): for
- * float32 p is that of bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most 2.6e-6,
- * 1/90 of their rounding. For NaN any number: what it is used with is NaN too. */
+ * float32 p is that of bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most
+ * 2.6e-6, 1/90 of their rounding. For NaN any number: what it is used with is NaN too. */
 static inline float bst_one_plus_exp_minus(float x, bst_dtype dtype) {
     const float least = -87.3f, most = 88.37f, log2_e = 1.44269504f, magic = 12582912.0f;
     float v = -x < least ? least : -x;
@@ -35,8 +35,8 @@ typedef struct bst_gate {
     float value, factor, rest, slope;
 } bst_gate;
 
-/* g sigmoid(v), where v is a function of g, and g_dv g times its derivative. Near the slope's zero a rounded product shows,
- * in float32. */
+/* g sigmoid(v), where v is a function of g, and g_dv g times its derivative. Near the slope's zero a rounded product
+ * shows, in float32. */
 static inline bst_gate bst_sigmoid_gate(float g, float v, float g_dv, bst_dtype dtype) {
     float d = bst_one_plus_exp_minus(v, dtype), s = 1.0f / d;
     float slope = dtype == BST_F32 ? bst_multiply_add(g_dv, 1.0f - s, 1.0f) : 1.0f + g_dv * (1.0f - s);
@@ -93,8 +93,8 @@ typedef struct bst_gated_gradients {
     float dgate, dup, y; /* y: what bst_gated gives */
 } bst_gated_gradients;
 
-/* For float32, where each rounding shows, dup is of `value`, one quotient, which does not become subnormal, as dy s may,
- * where it need not. */
+/* For float32, where each rounding shows, dup is of `value`, one quotient, which does not become subnormal, as dy s
+ * may, where it need not. */
 static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, bst_dtype dtype) {
     bst_gate a = bst_activate(g, activation, dtype);
     float scaled = dy * a.factor;

@@ -530,7 +530,10 @@ def test_readers_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     name = "a head served alone"
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("DEBUG", f"all logits of {name} are made: exp reads them"),
-        ("WARNING", f"fused_linear_cross_entropy steps aside in {name}: tanh after other steps; the original code runs"),
+        (
+            "WARNING",
+            f"fused_linear_cross_entropy steps aside in {name}: tanh after other steps; the original code runs",
+        ),
         ("DEBUG", f"all logits of {name} are made: cross_entropy reads them"),
     ]
 

@@ -14,8 +14,16 @@ from torch.nn.functional import dropout, linear, silu
 from torch.utils.checkpoint import checkpoint
 
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
-from oracle import DTYPES, Case, assert_no_worse, assert_no_worse_pooled, assert_same_bits, devices, few_examples
-from oracle import random_tensor
+from oracle import (
+    DTYPES,
+    Case,
+    assert_no_worse,
+    assert_no_worse_pooled,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
 
 #: The types of x and the base weights, of adapters, and whether autocast is on: 32 bits; PEFT's default, whose adapters
 #: have 32 bits and run under autocast; adapters of 16 bits.
@@ -36,7 +44,8 @@ class Layer:
         self.width, self.outputs, self.rank, self.bias = width, outputs, rank, bias
 
     def inputs(self, name: str, dtype, adapters, device) -> dict[str, torch.Tensor]:
-        """The base's part is as large as x, the adapter's a fraction of it: B begins at zero and is trained from there."""
+        """The base's part is as large as x, the adapter's a fraction of it: B begins at zero and is trained from
+        there."""
         width, outputs, rank = self.width, self.outputs, self.rank
         found = {f"{name}weight": random_tensor((outputs, width), dtype, device, scale=width**-0.5)}
         if self.bias:
@@ -172,22 +181,24 @@ def test_the_mlp_matches_float64_as_well_as_peft(shape, widths, ranks, mix, devi
     assert_no_worse(mlp_case(widths, ranks, shape, mix, device))
 
 
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("mix", MIXES, ids=str)
+#: What pooled errors judge: float32 on CPU alone, as a library's products of other sizes sum in other orders on CUDA.
+POOLED = [(d, m) for d in devices() for m in MIXES if d == "cpu" or m != (torch.float32, torch.float32, False)]
+
+
+@pytest.mark.parametrize(("device", "mix"), POOLED, ids=str)
 def test_pooled_errors(mix, device):
     """The rule itself: results, dx and the adapters' gradients. Those of trained base weights are the same products."""
     layers = [Layer(128, 96, 16, bias=False), Layer(128, 64, 16, bias=True), Layer(128, 64, 0, bias=False)]
     assert_no_worse_pooled(lambda: group_case(layers, (256, 128), mix, device))
 
 
-@pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize(("device", "mix"), POOLED, ids=str)
 def test_pooled_errors_of_the_mlp(mix, device):
     assert_no_worse_pooled(lambda: mlp_case((128, 192), (16, 16, 16), (256, 128), mix, device))
 
 
 def tensors_of(layer: Adapted) -> list[torch.Tensor]:
-    return [t for t in layer[:4] if t is not None]
+    return [t for t in layer.tensors if t is not None]
 
 
 def make(device, *, count=2, width=32, outputs=24, rank=4, dtype=torch.float32, p=0.0, frozen=True) -> list[Adapted]:
@@ -359,7 +370,7 @@ def test_strided_and_unaligned_inputs():
 
 def test_other_types_run_the_original():
     (layer,) = make("cpu", count=1)
-    exact = Adapted(*[t.double() if t is not None else None for t in layer[:4]], SCALE)
+    exact = Adapted(*[t.double() if t is not None else None for t in layer.tensors], SCALE)
     x = random_tensor((3, 32), torch.float64, "cpu")
     assert torch.equal(adapted_linears(x, [exact])[0], peft(x, exact))
     mixed = layer._replace(weight=layer.weight.bfloat16())
@@ -386,7 +397,7 @@ def test_bad_layers_are_named(change, sentence):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_compiled_without_a_graph_break(dtype):
-    layers = [Adapted(l.weight.to(dtype), None, l.a, l.b, SCALE) for l in make("cpu")]
+    layers = [Adapted(each.weight.to(dtype), None, each.a, each.b, SCALE) for each in make("cpu")]
     (down,) = make("cpu", count=1, width=24, outputs=32)
     down = down._replace(weight=down.weight.to(dtype))
     x = random_tensor((9, 32), dtype, "cpu").requires_grad_()

@@ -69,8 +69,8 @@ def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong: dict[str, Any] = {
         "another epsilon": (norm, "rms_norm", lambda x, w, eps, casting: stock_norm(x, w, 0.1, casting=casting)),
         "another norm": (norm, "rms_norm", lambda x, w, eps, casting: stock_norm(x, w, eps, casting="gemma")),
-        "neighbours": (rotary, "rope", lambda q, k, c, s, interleaved: stock_rope(q, k, c, s, interleaved=True)),
-        "the other way": (rotary, "rope", lambda q, k, c, s, interleaved: stock_rope(q, k, c, -s)),
+        "neighbours": (rotary, "rope", lambda q, k, c, s, **_: stock_rope(q, k, c, s, interleaved=True)),
+        "the other way": (rotary, "rope", lambda q, k, c, s, **_: stock_rope(q, k, c, -s)),
     }
     for what, (module, name, function) in wrong.items():
         with monkeypatch.context() as patch:
@@ -116,9 +116,10 @@ def test_what_a_type_has_places_for() -> None:
     found = support.support("gemma2")
     assert found.places["rms_norm"] == ["Gemma2RMSNorm.forward"]
     assert "Gemma2Attention.forward" not in found.stock.get("qk_norm_rope", {})  # it has no norms of heads
-    assert "Gemma2ForCausalLM.forward" in found.stock["fused_linear_cross_entropy"]
+    assert "Gemma2ForCausalLM.forward" in found.places["fused_linear_cross_entropy"]  # whatever its code
     assert set(found.places) < set(OPERATORS)
     assert support.serves("gemma2")
-    assert not support.serves("gpt2")
+    assert support.serves("gpt2")  # it has an output head
+    assert not support.serves("vit")
     with pytest.raises(ValueError, match="'gpt9' is no model type of transformers"):
         support.support("gpt9")

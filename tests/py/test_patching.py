@@ -12,7 +12,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 import bastile
 from bastile.models.rebind import wrapped_cell
@@ -92,7 +92,9 @@ def test_each_operator_is_an_argument(function: Any) -> None:
 def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
-    assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in OPERATORS if operator not in ("moe_experts", "lora")}
+    assert set(all_of("qwen3")) == {
+        f"{operator}_qwen3" for operator in OPERATORS if operator not in ("moe_experts", "lora")
+    }
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])
 

@@ -161,8 +161,9 @@ def test_200_steps_follow_stock_s_losses():
 
 
 def test_autocast_is_no_further_from_float32_than_stock():
-    """PEFT's default: float32 adapters on a 16-bit base under autocast. Gradients of a whole model scatter: so the ratio
-    of the two errors is averaged (its logarithm) over models, batches and tensors, and may be above 1 by luck alone."""
+    """PEFT's default: float32 adapters on a 16-bit base under autocast. Gradients of a whole model scatter: so the
+    ratio of the two errors is averaged (its logarithm) over models, batches and tensors, and may be above 1 by luck
+    alone."""
     ratios = []
     for seed in range(8):
         model = with_lora(base(dtype=torch.bfloat16, seed=seed))

@@ -70,7 +70,7 @@ def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
         targets = ["q_proj", "k_proj", "gate_proj", "down_proj"]
         model = get_peft_model(model, LoraConfig(target_modules=targets, r=4))
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
-    dropped = 2 * 32 + (48 if adapted else 0)
+    dropped = 2 * 32  # with adapters, too: the MLP of layers with adapters is one node, which keeps no activation
     assert without - with_recomputation == 2 * dropped * batch["input_ids"].numel() * 4
 
 

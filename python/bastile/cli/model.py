@@ -75,8 +75,8 @@ def of_model_or_shape(options: argparse.Namespace) -> tuple[str | None, Any]:
 def _supported(option: str, config: Any) -> Any:
     if not serves(config.model_type):
         raise UsageError(
-            f"{option} is of the type {config.model_type}, in which bastile knows no code; `bastile support` lists what it "
-            f"knows"
+            f"{option} is of the type {config.model_type}, in which bastile knows no code; `bastile support` lists "
+            f"what it knows"
         )
     return config
 

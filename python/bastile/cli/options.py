@@ -137,6 +137,7 @@ OPTIONS: dict[str, _Option] = {
     "--fresh": _Option(None, "forget what an earlier sweep has left in --out"),
     "--trace": _Option("FILE", "a Chrome trace of both steps, for ui.perfetto.dev"),
     "--show": _Option("FILE", "tables and plots of a saved JSON; measure nothing"),
+    "--check": _Option(None, "build each type small, and compare a step, stock and patched, in float32"),
     "--json": _Option(None, "print the results as JSON on standard output, all else on standard error"),
     "--plots": _Option(None, "also draw bars, one PNG an operator (needs matplotlib)"),
 }

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from bastile.cli.errors import RunFailed, UsageError
-from bastile.cli.options import add_option, need_packages
+from bastile.cli.options import add, need_packages
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,12 +16,7 @@ def add_parser(subparsers: Any) -> None:
         description="What of a model type's code bastile knows. Without a type: how many types each operator serves.",
     )
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as qwen3")
-    add_option(
-        parser,
-        "--check",
-        action="store_true",
-        help="build each type small, and compare a step, stock and patched, in float32",
-    )
+    add(parser, "--check")
     parser.set_defaults(command=support)
 
 

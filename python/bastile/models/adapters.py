@@ -1,6 +1,6 @@
-"""Layers that are more than a weight: with an adapter of PEFT's LoRA, quantised by bitsandbytes, or both, read as what the
-operators of ops/lora.py take. What a layer is, its class's code and its attributes say; one that may do anything else is
-left to its own forward."""
+"""Layers that are more than a weight: with an adapter of PEFT's LoRA, quantised by bitsandbytes, or both, read as what
+the operators of ops/lora.py take. What a layer is, its class's code and its attributes say; one that may do anything
+else is left to its own forward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
 from bastile.ops.projections import projections
 from bastile.report import Tally
-from bastile.ops.glu import glu_mlp
 
 
 class NotServed(Exception):
@@ -167,8 +166,9 @@ def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., 
 
 def linears(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> Sequence[torch.Tensor]:
     """Each module's result; by one node where all of them are layers that it serves."""
-    if all(map(plain_linear, modules)):
-        return projections(x, *[module.weight for module in modules])
+    plain = [module.weight for module in modules if plain_linear(module)]
+    if len(plain) == len(modules):
+        return projections(x, *plain)
     try:
         layers = [adapted(module, x) for module in modules]
     except NotServed as why:
@@ -183,11 +183,11 @@ def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, 
     if all(map(plain_linear, (gate, up, down))):
         return glu_mlp(x, gate, up, down, activation)
     try:
-        layers = [adapted(module, x) for module in (gate, up, down)]
+        first, second, third = (adapted(module, x) for module in (gate, up, down))
     except NotServed as why:
         _step_aside((gate, up, down), why)
         return glu_mlp(x, gate, up, down, activation)
-    return adapted_gated_mlp(x, *layers, activation).to(_result_dtype(down, x))
+    return adapted_gated_mlp(x, first, second, third, activation).to(_result_dtype(down, x))
 
 
 def _step_aside(modules: Sequence[nn.Module], why: NotServed) -> None:

@@ -1,7 +1,8 @@
 """The forward of an attention whose queries and keys are normed head by head and then turned, both in one operator.
 
-Its first three projections are one operator where they are layers that models/adapters.py knows. All others, the cache and
-the attention itself are called as the original calls them, so hooks and every attention implementation stay in force."""
+Its first three projections are one operator where they are layers that models/adapters.py knows. All others, the cache
+and the attention itself are called as the original calls them, so hooks and every attention implementation stay in
+force."""
 
 import functools
 import inspect

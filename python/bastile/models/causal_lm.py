@@ -44,7 +44,10 @@ def sites(file: ModelFile) -> Iterator[Site]:
         build: Any = on_demand
         if found is not None and found.form.kind == "head" and {"labels", _KEEPS}.issubset(given):
             build = partial(causal_lm_forward, found)
-        file.unknown.pop(f"{cls.__name__}.forward", None)
+        where = f"{cls.__name__}.forward"
+        file.unknown.pop(where, None)
+        if where in file.replaced:
+            continue
         # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
         site = file.wrapped_site("fused_linear_cross_entropy", cls, build)
         if site is not None:

@@ -17,8 +17,8 @@ from torch import nn
 from bastile.models import experts
 from bastile.models.anatomy import Anatomy
 from bastile.models.mlp import ACTIVATION_OF_CONFIG
-from bastile.ops._glu import ACTIVATIONS
 from bastile.ops._common import FLOATS
+from bastile.ops._glu import ACTIVATIONS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import _padded
@@ -113,8 +113,13 @@ class _Part:
         return any(parameter.requires_grad for parameter in parameters)
 
     @property
-    def is_linear(self) -> bool:
-        return self._is_assumed or (type(self._part) is nn.Linear and self._part.bias is None)
+    def is_known_linear(self) -> bool:
+        """Whether a node may serve it: see models/adapters.py."""
+        return self._is_assumed or type(self._part) is nn.Linear or self.has_adapter
+
+    @property
+    def has_adapter(self) -> bool:
+        return hasattr(self._part, "lora_A")
 
     @property
     def is_plain_linear(self) -> bool:
@@ -276,8 +281,9 @@ class _Step:
         if not any(wanted):
             return
         # Weights that are shards now are whole when the layer runs: then both ways are made ready.
-        has_bias = getattr(self.config, "mlp_bias", False)
-        is_fused = not both and not has_bias and down.is_trained and all(p.is_linear for p in projections)
+        # One node makes the activation again where its reader's gradients need it; layers with biases or adapters too.
+        is_read = down.is_trained or down.has_adapter
+        is_fused = not both and is_read and all(p.is_known_linear for p in projections)
         if is_fused:
             yield Call(f"{name}_backward_with_y", (*kind, rows, rows, rows, *wanted), title)
         if not is_fused or not all(p.is_plain_linear for p in projections):

@@ -1,8 +1,9 @@
-"""Linear layers of one input, with or without low-rank adapters, as one node: y = x W^T + bias + s (d(x) A^T) B^T, d being
-the adapter's dropout (Hu et al., "LoRA", 2021); and the gated MLP of such layers.
+"""Linear layers of one input, with or without low-rank adapters, as one node: y = x W^T + bias + s (d(x) A^T) B^T, d
+being the adapter's dropout (Hu et al., "LoRA", 2021); and the gated MLP of such layers.
 
-A layer and its adapter as modules of their own make a pass over memory for each cast, each scale, each sum of results and
-each sum of gradients. Here products do all that: the thin product comes first, and the large one adds its result to it."""
+A layer and its adapter as modules of their own make a pass over memory for each cast, each scale, each sum of results
+and each sum of gradients. Here products do all that: the thin product comes first, and the large one adds its result to
+it."""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ __all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
 class Adapted(NamedTuple):
     """A linear layer and its adapter.
 
-    weight [N, K], bias [N] or None, a [r, K] and b [N, r] or both None, of float32, bfloat16 or float16. dequantise: what
-    makes the weight, of x's type, where it is kept in another form; weight is None then. dropout: the probability with
-    which the adapter's input loses each element (0: it has none)."""
+    weight [N, K], bias [N] or None, a [r, K] and b [N, r] or both None, of float32, bfloat16 or float16. dequantise:
+    what makes the weight, of x's type, where it is kept in another form; weight is None then. dropout: the probability
+    with which the adapter's input loses each element (0: it has none)."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None = None
@@ -41,6 +42,10 @@ class Adapted(NamedTuple):
     scale: float = 1.0
     dropout: float = 0.0
     dequantise: Callable[[torch.dtype], torch.Tensor] | None = None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return self.weight, self.bias, self.a, self.b
 
 
 _TENSORS = 4  # of a layer, in the order of Adapted: weight, bias, a, b
@@ -205,7 +210,7 @@ def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tens
     if a.dtype is dtype:
         return a.mm(b)
     if dtype is torch.float32 and a.is_cuda and not is_compiling() and _HAS_OUT_DTYPE:
-        return torch.mm(a, b, out_dtype=dtype)  # type: ignore[call-overload]
+        return torch.mm(a, b, out_dtype=dtype)
     return a.mm(b).to(dtype)
 
 
@@ -221,8 +226,8 @@ class _Masks:
         self.generator: Any = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
 
     def drop(self, i: int, tensor: torch.Tensor, p: float) -> torch.Tensor:
-        """The tensor as the dropout of layer i leaves it. The first call for i draws; later ones, of a tensor of the same
-        shape, lose the same elements and leave the generator where it is."""
+        """The tensor as the dropout of layer i leaves it. The first call for i draws; later ones, of a tensor of the
+        same shape, lose the same elements and leave the generator where it is."""
         if not p:
             return tensor
         if i not in self.states:
@@ -296,7 +301,8 @@ class _GatedMLP(Function):
 
     @staticmethod
     def forward(ctx, x, layers, unit, *tensors):
-        first, second, masks = *_mlp_groups(layers, tensors, x.dtype), (_Masks(x.device), _Masks(x.device))
+        first, second = _mlp_groups(layers, tensors, x.dtype)
+        masks = _Masks(x.device), _Masks(x.device)
         thin = first.thin(x.reshape(-1, x.shape[-1]), masks[0])
         a, b = first.result(0, x, thin), first.result(1, x, thin)
         y = unit.forward(a, b)
@@ -330,7 +336,9 @@ def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
     g = second.thin_gradients(drows)
     a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
     wants = want_x or any(wanted_first[:_TENSORS]), want_x or any(wanted_first[_TENSORS:]), _reads_input(wanted_second)
-    da, db, y = unit_gradients(ctx.unit, second.input_gradient(drows, g, ctx.masks[1]), a, b, wants, last)
+    dy: Any = second.input_gradient(drows, g, ctx.masks[1])
+    da, db, y = unit_gradients(ctx.unit, dy, a, b, wants, last)
+    del dy
     found_second = second.gradients(drows, g, y, thin_y, ctx.masks[1], wanted_second)
     del y, g
     gradients = [da if wants[0] else None, db if wants[1] else None]
@@ -349,10 +357,10 @@ def _prepared(
 ) -> tuple[torch.Tensor, tuple[_Layer, ...], list[torch.Tensor | None]] | None:
     """What a node takes: x, weights and biases as linear layers cast them under autocast, adapters as they are. None
     where no node serves them: other devices, subclasses of tensors, types that do not go together, functorch."""
-    plain = [t for layer in layers for t in layer[:_TENSORS]]
+    plain = [t for layer in layers for t in layer.tensors]
     if not served(x, *plain):
         return None
-    x, *cast = cast_as_linear(x, *[t for layer in layers for t in layer[:2]])
+    x, *cast = cast_as_linear(x, *[t for layer in layers for t in layer.tensors[:2]])
     if any([t is not None and t.dtype is not x.dtype for t in cast]):
         return None
     tensors: list[torch.Tensor | None] = []
@@ -370,7 +378,7 @@ def _check(op: str, x: torch.Tensor, layer: Adapted, name: str) -> None:
         given = "missing" if t is None else f"of shape {list(t.shape)}"
         return RuntimeError(f"{op}: {name}.{what} is {given}; {needed} is needed")
 
-    weight, bias, a, b = layer[:_TENSORS]
+    weight, bias, a, b = layer.tensors
     if (weight is None) == (layer.dequantise is None):
         raise RuntimeError(f"{op}: {name} needs either a weight or dequantise, which makes one")
     if weight is not None and (weight.dim() != 2 or weight.shape[1] != x.shape[-1]):

@@ -1,6 +1,6 @@
-/* gated_unit.cuh - one element of a gated unit, y = act(gate) * up, and its gradients, as exact as results of `type` can
- * show. `activation` and `type` are codes of activation.h and dtype.h, constants at every call. src/core/gated_unit.h is
- * the same for CPU. */
+/* gated_unit.cuh - one element of a gated unit, y = act(gate) * up, and its gradients, as exact as results of `type`
+ * can show. `activation` and `type` are codes of activation.h and dtype.h, constants at every call.
+ * src/core/gated_unit.h is the same for CPU. */
 #ifndef BST_GATED_UNIT_CUH
 #define BST_GATED_UNIT_CUH
 
@@ -12,8 +12,8 @@
 #define BST_LOG2_E 1.44269504f
 
 /* exp(x) to less than one unit in the last place, for float32: exp2's approximation is off by two. As on CPU
- * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than 2^-126,
- * infinite above 88.37. For NaN any number. */
+ * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than
+ * 2^-126, infinite above 88.37. For NaN any number. */
 BST_DEVICE float bst_exp_exact(float x) {
     const float most = 88.37f,
                 magic = 12582912.0f; /* 1.5 * 2^23: adding it leaves the nearest integer in the low bits */
@@ -65,7 +65,9 @@ BST_DEVICE bst_gate bst_gelu_tanh(float g, int type) {
 /* g F(g), F the normal distribution, from its smaller side. */
 BST_DEVICE bst_gate bst_gelu(float g, int type) {
     float h = bst_clamp(g, -BST_NORMAL_END, BST_NORMAL_END), size = h < 0 ? -h : h;
-    float e = bst_exp_minus(0.5f * h * h, type), t = bst_quotient(1.0f, bst_fma(BST_NORMAL_SCALE, size, 1.0f), type);
+    float square = h * h, e = bst_exp_minus(0.5f * square, type);
+    if (type == BST_F32_CODE) e = bst_fma(e, -0.5f * bst_fma(h, h, -square), e); /* what the square lost */
+    float t = bst_quotient(1.0f, bst_fma(BST_NORMAL_SCALE, size, 1.0f), type);
     float p = 0.0f;
 #define STEP(c) p = bst_fma(p, t, c);
     BST_NORMAL_COEFFICIENTS(STEP)

@@ -1,16 +1,16 @@
 /* glu.cu - y = act(gate) * up and its gradients, element by element.
  *
  * Macros: TYPE (a code of dtype.h), ACTIVATION (of activation.h); VEC elements of an access: a thread has one to each
- * tensor; THREADS of a block; FLAT: every tensor is one block of memory and has a.count elements; else COLUMNS of a row,
- * CHUNKS blocks a row, FOLDED: one stride describes all rows of each tensor; backward: DGATE, DUP, Y what is wanted, which
- * may take the place of an input.
+ * tensor; THREADS of a block; FLAT: every tensor is one block of memory and has a.count elements; else COLUMNS of a
+ * row, CHUNKS blocks a row, FOLDED: one stride describes all rows of each tensor; backward: DGATE, DUP, Y what is
+ * wanted, which may take the place of an input.
  *
- * forward   reads gate and up, writes y. Bytes: 3 * size an element (6 in bf16). Measured on an H200, bf16, silu: 276 us
- *           at 16384 x 12288 (1.0 of the copy bandwidth).
- * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 465 us (1.0). The activation is computed again:
- *           nothing was kept. With y, which forward wrote: 6 * size, 144 us at 4096 x 12288 (0.98).
- * With silu two special-function operations an element, 40 % of their rate at full bandwidth in bf16 (calculated, H200).
- */
+ * forward   reads gate and up, writes y. Bytes: 3 * size an element (6 in bf16). Measured on an H200, bf16, silu: 276
+ *           us at 16384 x 12288 (1.0 of the copy bandwidth).
+ * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 465 us (1.0). The activation is computed
+ *           again: nothing was kept. With y, which forward wrote: 6 * size, 144 us at 4096 x 12288 (0.98).
+ * With silu two special-function operations an element, 40 % of their rate at full bandwidth in bf16 (calculated,
+ * H200). */
 #include "gated_unit.cuh"
 #include "glu_args.h"
 #include "pack.cuh"

@@ -15,8 +15,8 @@ static void *element(const glu_cpu *a, const glu_matrix *m, int64_t e) {
     return bst_at(m->data, bst__row_start(&m->rows, e / columns) + e % columns, a->dtype);
 }
 
-/* `dtype` and `activation` are constants in what follows: each branch folds away. Types of 16 bits travel two to a word, so that all
- * vectors in a loop have as many lanes: the compiler then needs no shuffles. */
+/* `dtype` and `activation` are constants in what follows: each branch folds away. Types of 16 bits travel two to a
+ * word, so that all vectors in a loop have as many lanes: the compiler then needs no shuffles. */
 static inline float low_half(uint32_t word, bst_dtype dtype) {
     return dtype == BST_BF16 ? bst_float_from_bits(word << 16) : bst_from_f16((uint16_t)word);
 }

@@ -1,4 +1,5 @@
-/* norm.c - norms, alone or after the addition of a residual: their description, then the kernels of the tensors' device. */
+/* norm.c - norms, alone or after the addition of a residual: their description, then the kernels of the tensors'
+ * device. */
 #include "ops/norm/norm.h"
 
 #include <inttypes.h>

@@ -3,16 +3,17 @@
  * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT;
  * CENTRE: the mean is subtracted; ADD: forward: one more than the code of the type of a residual that is added to x
  * first, and what is normalised is the sum as it is written, rounded; backward: x is that sum, and dsum, the gradient
- * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS * ROWS threads); WAY (norm_args.h); FOLDED:
- * one stride describes all rows; forward: HAS_BIAS; backward: DX, DW, DB what is wanted; STAGES of the ring.
+ * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS
+ * * ROWS threads); WAY (norm_args.h); FOLDED: one stride describes all rows; forward: HAS_BIAS; backward: DX, DW, DB
+ * what is wanted; STAGES of the ring.
  *
- * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, mean and rstd. Bytes: x + y.
- *           Measured on an H200, bf16: 67 us at 16384 x 4096 (0.94 of the copy bandwidth; an elementwise kernel of
+ * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, mean and rstd. Bytes: x +
+ *           y. Measured on an H200, bf16: 67 us at 16384 x 4096 (0.94 of the copy bandwidth; an elementwise kernel of
  *           PyTorch's that reads and writes as much took 65 in the same run), 17.3 us at 131072 x 128.
  *           ADD: reads residual too and writes sum. Bytes: x + residual + sum + y. 134 us at 16384 x 4096 (0.95).
  * backward  persistent: each block takes every gridDim-th group of rows, sums its share of dweight and dbias in float32
- *           registers and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and blocks * HIDDEN * 4 (of
- *           dweight and dbias 8) written and read back by column_sums, mostly within the L2.
+ *           registers and writes one partial row at its end. Reads x, dy; writes dx. Bytes: x + dy + dx, and blocks *
+ *           HIDDEN * 4 (of dweight and dbias 8) written and read back by column_sums, mostly within the L2.
  *           Measured on an H200, bf16: 107 us at 16384 x 4096 (0.88), 29.4 us at 131072 x 128 (0.80).
  *           ADD: reads dsum too. Bytes: x + dy + dsum + dx, and the partial rows. 131 us at 16384 x 4096 (0.96).
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */

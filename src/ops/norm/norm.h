@@ -1,4 +1,5 @@
-/* norm.h - what the files of this room share: the places of the description's tensors and attributes, and the kernels. */
+/* norm.h - what the files of this room share: the places of the description's tensors and attributes, and the
+ * kernels. */
 #ifndef BST_NORM_H
 #define BST_NORM_H
 
