@@ -57,7 +57,7 @@ def apply(
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
     moe_experts: bool = True,
-    lora: bool = True,
+    lora_linear: bool = True,
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
@@ -79,7 +79,7 @@ def apply(
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
-        lora: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and down,
+        lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and down,
             each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to have
             it. recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them
             again there, bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens
@@ -111,7 +111,7 @@ def apply(
     modules = {model_type: _modules_of(model_type, "apply") for model_type in given}
     with _lock:
         plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
-        _need(plans, _named.get() & set(chosen) - {"lora"}, ", ".join(given))
+        _need(plans, _named.get() & set(chosen) - {"lora_linear"}, ", ".join(given))
         carry_out(plans, "apply")
         for model_type, names in modules.items():
             titles = frozenset(FILES[name].title for name in names)
@@ -135,7 +135,7 @@ def apply_to_model(
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
     moe_experts: bool = True,
-    lora: bool = True,
+    lora_linear: bool = True,
     recompute: bool = True,
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
@@ -154,7 +154,7 @@ def apply_to_model(
         qk_norm_rope: as for `apply`.
         add_rms_norm: as for `apply`.
         moe_experts: as for `apply`.
-        lora: as for `apply`.
+        lora_linear: as for `apply`.
         recompute: as for `apply`.
 
     Returns:

@@ -171,7 +171,7 @@ class Engine(nn.Module):
 def test_deepspeeds_engine_is_looked_through(adapted: bool, calls: dict[str, int]) -> None:
     model = tiny_model()
     engine = Engine(get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2)) if adapted else model)
-    names = [f"{op}_qwen3" for op in OPERATORS if f"{op}_qwen3" in all_of("qwen3") or (adapted and op == "lora")]
+    names = [f"{op}_qwen3" for op in OPERATORS if f"{op}_qwen3" in all_of("qwen3") or (adapted and op == "lora_linear")]
     assert bastile.apply_to_model(engine) == names == bastile.get_patched_ops(engine)
     assert on_demand(engine(**tiny_batch(model)).logits)
     assert calls[LOSS] == 1

@@ -311,7 +311,7 @@ def test_reset_without_a_model_reaches_every_patched_model() -> None:
 @families
 def test_wrappers_are_looked_through(family: str) -> None:
     lora = get_peft_model(tiny_model(family), LoraConfig(target_modules=["q_proj", "gate_proj"], r=2))
-    adapted = [name for name in (f"{op}_{family}" for op in OPERATORS) if name in {*all_of(family), f"lora_{family}"}]
+    adapted = [name for name in (f"{op}_{family}" for op in OPERATORS) if name in {*all_of(family), f"lora_linear_{family}"}]
     for wrapped, names in (
         (lora, adapted),
         (torch.compile(lora, backend="eager"), adapted),

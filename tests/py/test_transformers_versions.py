@@ -66,7 +66,7 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
         ("add_rms_norm", row.layer_class, list(LAYER), ["hidden_states", "position_ids"]),
         ("recompute", row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"]),
     ]
-    assert {place[0] for place in found} == set(OPERATORS) - {"lora"}  # which goes into PEFT
+    assert {place[0] for place in found} == set(OPERATORS) - {"lora_linear"}  # which goes into PEFT
     return [place for place in found if place[0] in row.operators]
 
 

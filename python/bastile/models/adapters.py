@@ -141,7 +141,7 @@ def _result_dtype(module: Any, x: torch.Tensor) -> torch.dtype:
 def sites(file: ModelFile) -> Iterator[Site]:
     """PEFT's layers, each by itself; what serves several layers at once asks `linears` and `gated_mlp`."""
     for found in file.forwards("adapted linear"):
-        yield file.forward_site("lora", found.owner, linear_forward)
+        yield file.forward_site("lora_linear", found.owner, linear_forward)
 
 
 def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ def _step_aside(modules: Sequence[nn.Module], why: NotServed) -> None:
     """Told where adapters are among the layers; others are called as modules as a matter of course."""
     for module in modules:
         if hasattr(module, "lora_A"):
-            Tally.of("lora", f"{type(module).__module__}.{type(module).__qualname__}").step_aside(
+            Tally.of("lora_linear", f"{type(module).__module__}.{type(module).__qualname__}").step_aside(
                 f"layers of one input were called one by one: {why}"
             )
             return

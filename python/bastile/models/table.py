@@ -37,7 +37,7 @@ OPERATORS: dict[str, Operator] = {
     "moe_experts": Operator(
         "experts", "the experts of a mixture of experts, sorted and multiplied in groups", r"Experts$"
     ),
-    "lora": Operator(
+    "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
