@@ -79,11 +79,12 @@ def apply(
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
-        lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and down,
-            each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to have
-            it. recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them
-            again there, bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens
-            on. model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
+        lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
+            down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
+            have it.
+        recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
+            bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+        model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
 
     Returns:
         The names now in force: those of operators, such as "rms_norm"; for given types with the type, such as

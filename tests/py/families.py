@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bastile.models.table import OPERATORS
 
-#: The field of Family that says where an operator goes. What goes into the classes of other packages, lora_linear, has none.
+#: The field of Family that says where an operator goes. lora_linear, which goes into PEFT's classes, has none.
 PLACES = {
     "rms_norm": "norm_class",
     "swiglu": "mlp_class",

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+import bastile
 from bastile.models.logits import Logits, losses, serve
 from bastile.models.logits.said import counts
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
@@ -523,6 +524,7 @@ def test_weights_that_have_changed_are_an_error_by_name() -> None:
 
 def test_readers_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "bastile")
+    bastile.report(reset=True)  # what other tests have said
     for _ in range(2):
         z, net = put_off()
         z.exp()

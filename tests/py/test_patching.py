@@ -93,7 +93,7 @@ def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
     assert set(all_of("qwen3")) == {
-        f"{operator}_qwen3" for operator in OPERATORS if operator not in ("moe_experts", "lora")
+        f"{operator}_qwen3" for operator in OPERATORS if operator not in ("moe_experts", "lora_linear")
     }
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])
@@ -311,7 +311,8 @@ def test_reset_without_a_model_reaches_every_patched_model() -> None:
 @families
 def test_wrappers_are_looked_through(family: str) -> None:
     lora = get_peft_model(tiny_model(family), LoraConfig(target_modules=["q_proj", "gate_proj"], r=2))
-    adapted = [name for name in (f"{op}_{family}" for op in OPERATORS) if name in {*all_of(family), f"lora_linear_{family}"}]
+    served = {*all_of(family), f"lora_linear_{family}"}
+    adapted = [name for name in (f"{op}_{family}" for op in OPERATORS) if name in served]
     for wrapped, names in (
         (lora, adapted),
         (torch.compile(lora, backend="eager"), adapted),

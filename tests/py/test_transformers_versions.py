@@ -81,6 +81,9 @@ CASES = [
     for operator, class_name, mentions, arguments in places(FAMILIES[family])
     for name in (*mentions, *arguments)
 ]
+#: Logits on demand rely on nothing that the code of a model with an output head says.
+LOSS = "fused_linear_cross_entropy"
+RELYING = [case for case in CASES if case.values[1] != LOSS]
 
 
 def named(operator: str) -> dict[str, bool]:
@@ -121,7 +124,18 @@ def assert_refused(model: PreTrainedModel, operator: str, *pieces: str, by_model
         assert all(now is then for now, then in zip(forwards, before[1], strict=True))
 
 
-@pytest.mark.parametrize(("family", "operator", "class_name", "name"), CASES)
+@pytest.mark.parametrize(
+    ("family", "operator", "class_name", "name"), [case for case in CASES if case.values[1] == LOSS]
+)
+def test_the_loss_asks_nothing_of_the_code(
+    family: str, operator: str, class_name: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = getattr(modeling(family), class_name)
+    monkeypatch.setattr(owner, "forward", changed(owner.forward, {name: "renamed"}, more=("softcap",)))
+    assert bastile.apply(model_types=family, **alone(operator)) == [f"{operator}_{family}"]
+
+
+@pytest.mark.parametrize(("family", "operator", "class_name", "name"), RELYING)
 def test_a_renamed_attribute_or_argument(
     family: str, operator: str, class_name: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,7 +232,6 @@ def test_something_new_in_a_rotary_function(family: str, monkeypatch: pytest.Mon
 WHOLE = {
     "norm_class": ("rms_norm",),
     "mlp_class": ("swiglu",),
-    "causal_lm_class": ("fused_linear_cross_entropy",),
     "attention_class": ("qk_norm_rope",),
     "layer_class": ("add_rms_norm",),
     "experts_class": ("moe_experts",),
@@ -230,7 +243,7 @@ WHOLE = {
 def test_something_new_in_a_forward_that_is_replaced_whole(
     family: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replacement that knows nothing of it, a softcap of the logits say, would leave it out."""
+    """A replacement that knows nothing of it would leave it out."""
     row, model = FAMILIES[family], tiny(family)
     operators = [operator for operator in WHOLE[place] if operator in row.operators]
     if not operators:
@@ -239,7 +252,7 @@ def test_something_new_in_a_forward_that_is_replaced_whole(
     stock = owner.forward
     new = [changed(stock, more=("sinks",))]
     if place != "experts_class":  # all of whose arguments are needed
-        others = {"norm_class": "hidden_states", "mlp_class": "x", "causal_lm_class": "use_cache"}
+        others = {"norm_class": "hidden_states", "mlp_class": "x"}
         new.append(changed(stock, {others.get(place, "past_key_values"): "memory"}))
     for forward in new:
         monkeypatch.setattr(owner, "forward", forward)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from bastile.cli.errors import UsageError
-from bastile.models.support import serves
 from bastile.shapes import MODELS
 
 _SECONDS = 10  # for the hub's answer; loading would repeat its questions for half a minute before it gave up
@@ -73,6 +72,8 @@ def of_model_or_shape(options: argparse.Namespace) -> tuple[str | None, Any]:
 
 
 def _supported(option: str, config: Any) -> Any:
+    from bastile.models.support import serves  # needs Transformers
+
     if not serves(config.model_type):
         raise UsageError(
             f"{option} is of the type {config.model_type}, in which bastile knows no code; `bastile support` lists "

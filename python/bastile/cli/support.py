@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
         description="What of a model type's code bastile knows. Without a type: how many types each operator serves.",
     )
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as qwen3")
-    add(parser, "--check")
+    add(parser, "--check", "--json")
     parser.set_defaults(command=support)
 
 
@@ -27,13 +27,15 @@ def support(options: argparse.Namespace) -> int:
 
     if not options.types and options.check:
         raise UsageError("--check needs model types to check")
+    options.found = {}
     if not options.types:
-        return _all()
+        return _all(options.found)
     for model_type in options.types:
         try:
             found = support_of(model_type)
         except ValueError as error:
             raise UsageError(str(error)) from error
+        options.found[model_type] = {"places": found.places, "stock": found.stock}
         print(f"{model_type}:")
         for operator, places in found.places.items():
             print(f"  {operator:28}{', '.join(places)}")
@@ -41,11 +43,11 @@ def support(options: argparse.Namespace) -> int:
             for where, why in pieces.items():
                 print(f"  {operator:28}stock: {where} {why}")
     if options.check:
-        return _check(options.types)
+        return _check(options.types, options.found)
     return 0
 
 
-def _all() -> int:
+def _all(told: dict[str, Any]) -> int:
     import transformers
 
     from bastile.models.small import causal_types
@@ -55,13 +57,14 @@ def _all() -> int:
     types = causal_types()
     for model_type in types:
         served.update(support(model_type).places.keys())
+    told.update(types=len(types), transformers=transformers.__version__, served=dict(served))
     print(f"Of {len(types)} causal language model types of transformers {transformers.__version__}:")
     for operator, count in served.items():
         print(f"  {operator:28}has a place in {count}")
     return 0
 
 
-def _check(types: list[str]) -> int:
+def _check(types: list[str], told: dict[str, Any]) -> int:
     from bastile.models.support import check
 
     failed = []
@@ -71,6 +74,7 @@ def _check(types: list[str]) -> int:
         except Exception as error:  # whatever a model of any kind may raise
             raise RunFailed(f"{model_type} cannot be checked: {type(error).__name__}: {error}") from error
         parameter, worst = done.worst
+        told[model_type]["check"] = {"same": done.passed, "loss": done.loss, "gradients": worst, "ran": dict(done.ran)}
         ran = ", ".join(f"{operator} {count}" for operator, count in done.ran.items()) or "nothing"
         print(
             f"{model_type}: {'the same' if done.passed else 'DIFFERS'}: loss by {done.loss:.1e}, gradients by "

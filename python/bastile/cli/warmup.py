@@ -43,6 +43,8 @@ def warmup(options: argparse.Namespace) -> int:
     _, config = model.of_model_or_shape(options)
     try:
         done = warmup_all_kernels(config, getattr(torch, options.dtype), device, threads=options.threads)
+    except ValueError as error:  # a type whose layers are not known
+        raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise RunFailed(str(error)) from error
     options.found = asdict(done)

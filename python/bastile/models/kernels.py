@@ -16,9 +16,8 @@ from torch import nn
 
 from bastile.models import experts
 from bastile.models.anatomy import Anatomy
-from bastile.models.mlp import ACTIVATION_OF_CONFIG
 from bastile.ops._common import FLOATS
-from bastile.ops._glu import ACTIVATIONS
+from bastile.ops._glu import ACTIVATION_OF_CONFIG, ACTIVATIONS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import _padded

@@ -11,19 +11,10 @@ from transformers.activations import ACT2FN
 from bastile.guards import untouched
 from bastile.models.adapters import gated_mlp
 from bastile.models.sites import Found, ModelFile, Site
+from bastile.ops._glu import ACTIVATION_OF_CONFIG
 from bastile.ops.glu import glu
 from bastile.report import Tally
 
-#: Transformers' names of activations -> those of bastile.ops.glu.
-ACTIVATION_OF_CONFIG = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-}
 _OF_CLASS = {nn.SiLU: "silu", nn.ReLU: "relu"} | {
     type(ACT2FN[name]): of_ours for name, of_ours in ACTIVATION_OF_CONFIG.items() if name in ACT2FN
 }

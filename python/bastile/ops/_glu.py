@@ -21,6 +21,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu2": lambda g: functional.relu(g).square(),
 }
 
+#: Transformers' names of activations -> those here.
+ACTIVATION_OF_CONFIG = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+
 
 class Unit:
     """A gated unit with its activation. `op`: what errors begin with."""
