@@ -188,12 +188,34 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     return lines
 
 
+def adapters(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_lora.py: of each setting the latest run of each implementation."""
+    latest: dict[tuple[Any, ...], dict[str, str]] = {}
+    for step in sorted(run["steps"], key=lambda step: step["run"]):
+        setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing", "load_in_4bit"))
+        cell = f"{step['median_ms']:.0f}, {step['least_ms']:.0f} ({step['peak_gib']:.1f})"
+        latest.setdefault(setting, {})[step["implementation"]] = cell
+    table = [["milliseconds of a step, median and least (peak GiB)", "stock", "**Bastile**"]]
+    for (shape, batch, length, checkpointing, in_4bit), cells in sorted(latest.items(), reverse=True):
+        more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
+        name = f"{shape}, {batch} x {length}{more}"
+        table.append([name, cells.get("stock", "–"), f"**{cells['bastile']}**"])
+    return [
+        f"{run['device']}, {run['date']}; TRL {run['versions']['trl']}, Transformers {run['versions']['transformers']}.",
+        f"`{run['command']}`, [all figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
 def text_of(path: Path, words: list[str], link: str) -> str:
     run = json.loads(path.read_text())
     if "results" in run:
         write = bench
     elif "runs" in run:
         write = demo
+    elif "steps" in run:
+        write = adapters
     elif "models" in run:
         write = losses
     else:
