@@ -190,6 +190,7 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
 
 def adapters(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     """Of tools/trl_lora.py: of each setting the latest run of each implementation."""
+    versions = run["versions"]
     latest: dict[tuple[Any, ...], dict[str, str]] = {}
     for step in sorted(run["steps"], key=lambda step: step["run"]):
         setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing", "load_in_4bit"))
@@ -201,7 +202,7 @@ def adapters(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         name = f"{shape}, {batch} x {length}{more}"
         table.append([name, cells.get("stock", "–"), f"**{cells['bastile']}**"])
     return [
-        f"{run['device']}, {run['date']}; TRL {run['versions']['trl']}, Transformers {run['versions']['transformers']}.",
+        f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}.",
         f"`{run['command']}`, [all figures]({link}).",
         "",
         *rows_of(table),
