@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "python"))
+sys.path.append(str(Path(__file__).parent.parent / "python"))  # where no package is installed
 
 from bastile.models.forms import Code, Source
 from bastile.models.known import KNOWN
