@@ -277,15 +277,15 @@ class _Step:
         name, kind = ("swiglu", ()) if activation == "silu" else ("glu", (list(ACTIVATIONS).index(activation),))
         yield Call(f"{name}_forward", (*kind, rows, rows), title)
         wanted = x or gate.is_trained, x or up.is_trained
-        if not any(wanted):
-            return
         # Weights that are shards now are whole when the layer runs: then both ways are made ready.
-        # One node makes the activation again where its reader's gradients need it; layers with biases or adapters too.
+        is_plain = all(p.is_plain_linear for p in projections)
+        # One node makes the activation again where its reader's gradients need it; of layers with biases or adapters
+        # also where nothing before the activation has a gradient.
         is_read = down.is_trained or down.has_adapter
         is_fused = not both and is_read and all(p.is_known_linear for p in projections)
-        if is_fused:
+        if is_fused and (any(wanted) or not is_plain):
             yield Call(f"{name}_backward_with_y", (*kind, rows, rows, rows, *wanted), title)
-        if not is_fused or not all(p.is_plain_linear for p in projections):
+        if any(wanted) and not (is_fused and is_plain):
             yield Call(f"{name}_backward", (*kind, rows, rows, rows, *wanted), title)
 
     def _experts(self, mlp: _Part, x: bool) -> Iterator[Call]:
