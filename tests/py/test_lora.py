@@ -211,10 +211,17 @@ def make(device, *, count=2, width=32, outputs=24, rank=4, dtype=torch.float32, 
     return layers
 
 
+def trained(layers) -> list[torch.Tensor]:
+    return [t for layer in layers for t in tensors_of(layer) if t.requires_grad]
+
+
+def total_of(results) -> torch.Tensor:
+    """One number, of which each element's gradient is another."""
+    return sum([(y.float() * torch.arange(y.numel(), device=y.device).view_as(y).cos()).sum() for y in results])
+
+
 def gradients(results, layers, x) -> list[torch.Tensor]:
-    wanted = [t for layer in layers for t in tensors_of(layer) if t.requires_grad]
-    total = sum([(y.float() * torch.arange(y.numel(), device=y.device).view_as(y).cos()).sum() for y in results])
-    return list(torch.autograd.grad(total, [x, *wanted]))
+    return list(torch.autograd.grad(total_of(results), [x, *trained(layers)]))
 
 
 @pytest.mark.parametrize("device", devices())
@@ -283,21 +290,17 @@ def test_checkpoints_recompute_the_same(p, reentrant, device):
     found = []
     for again in (False, True):
         torch.manual_seed(3)
-        call = (lambda x: checkpoint(adapted_linears, x, layers, use_reentrant=reentrant)) if again else None
-        found.append(
-            gradients(call(x) if call else adapted_linears(x, layers), layers, x)
-            if not (again and reentrant)
-            else _reentrant(call, layers, x)
-        )
+        if again:
+            results = checkpoint(adapted_linears, x, layers, use_reentrant=reentrant)
+        else:
+            results = adapted_linears(x, layers)
+        total_of(results).backward()  # reentrant checkpoints do not work with autograd.grad
+        leaves = [x, *trained(layers)]
+        found.append([leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
-
-
-def _reentrant(call, layers, x) -> list[torch.Tensor]:
-    """Its checkpoints do not work with autograd.grad."""
-    results = call(x)
-    sum([(y * torch.arange(y.numel(), device=y.device).view_as(y).cos()).sum() for y in results]).backward()
-    return [x.grad, *[t.grad for layer in layers for t in tensors_of(layer) if t.requires_grad]]
 
 
 @pytest.mark.parametrize("device", devices())

@@ -35,14 +35,9 @@ def adapted(module: nn.Module, x: torch.Tensor) -> Adapted:
         NotServed: where that is more than a product, an adapter and a bias; says why.
     """
     kind = type(module)
-    if kind is nn.Linear:
-        return _base(module, x)
-    form = _form(stock_of(kind.forward))
-    if form == "4-bit linear":
-        return _base(module, x)
-    if form == "adapted linear":
+    if kind is not nn.Linear and _form(stock_of(kind.forward)) == "adapted linear":
         return _with_adapter(module, x)
-    raise NotServed(f"{kind.__module__}.{kind.__qualname__} is no layer that Bastile knows")
+    return _base(module, x)
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,23 +95,12 @@ def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
     if name in module.lora_variant:
         raise NotServed(f"the adapter is a {type(module.lora_variant[name]).__name__}")
     a, b = module.lora_A[name], module.lora_B[name]
-    if not (_is_thin(a) and _is_thin(b)):
+    if not (plain_linear(a) and plain_linear(b)):
         raise NotServed("an adapter's matrices have biases, hooks or a forward of their own")
     if a.weight.dtype is not _dtype(x) and not torch.is_autocast_enabled(x.device.type):
         raise NotServed(f"without autocast adapters of {a.weight.dtype} compute in their own type")
     return base._replace(
         a=a.weight, b=b.weight, scale=float(module.scaling[name]), dropout=_dropout(module.lora_dropout[name])
-    )
-
-
-def _is_thin(layer: nn.Module) -> bool:
-    own = vars(layer)
-    return (
-        type(layer) is nn.Linear
-        and layer.bias is None
-        and "forward" not in own
-        and not has_hooks(layer)
-        and type(own["_parameters"].get("weight")) in PLAIN
     )
 
 
@@ -180,8 +164,8 @@ def linears(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> Sequence[torch.T
 
 def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str) -> torch.Tensor:
     """The gated MLP of these layers; by one node where it serves all of them."""
-    if all(map(plain_linear, (gate, up, down))):
-        return glu_mlp(x, gate, up, down, activation)
+    if all([type(layer) is nn.Linear and layer._parameters.get("bias") is None for layer in (gate, up, down)]):
+        return glu_mlp(x, gate, up, down, activation)  # which looks at the rest
     try:
         first, second, third = (adapted(module, x) for module in (gate, up, down))
     except NotServed as why:

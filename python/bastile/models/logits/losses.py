@@ -19,13 +19,18 @@ _PIECE = 1024  # rows, for which a product takes as long as for many
 _NONE = -(1 << 31)  # an ignore_index that nobody gives: every other target is checked
 
 
-def fused(logits: Logits, target: torch.Tensor, **options: Any) -> Any:
-    """fused_linear_cross_entropy of these logits, whose rows target has one element each of; NotImplemented where it
-    does not compute what was done to them."""
-    found = _formula(logits)
-    if not isinstance(found, Formula):
-        return NotImplemented
-    loss = _within(logits, found, target, **options)
+def fused(logits: Logits, found: Formula, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    """fused_linear_cross_entropy of these logits, whose rows target has one element each of. found: what was done to
+    them."""
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if found.added is not None:
+            bias = found.added if bias is None else bias + found.added
+        return fused_linear_cross_entropy(
+            rows, weight, target, bias=bias, softcap=found.softcap, logit_scale=found.scale, **options
+        )
+
+    loss = _computed(logits, compute)
     note("ran", logits.pending.call.forward.model)
     return loss
 
@@ -37,17 +42,6 @@ def _formula(logits: Logits) -> Formula | None:
         return found
     note("stepped aside", pending.call.forward.model, found)
     return None
-
-
-def _within(logits: Logits, found: Formula, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if found.added is not None:
-            bias = found.added if bias is None else bias + found.added
-        return fused_linear_cross_entropy(
-            rows, weight, target, bias=bias, softcap=found.softcap, logit_scale=found.scale, **options
-        )
-
-    return _computed(logits, compute)
 
 
 def _computed(logits: Logits, compute: Compute) -> torch.Tensor:
@@ -75,6 +69,7 @@ def _cross_entropy(
         return NotImplemented
     loss = fused(
         logits,
+        found,
         target,
         class_weight=weight,
         ignore_index=ignore_index,
@@ -99,7 +94,7 @@ def _nll_loss(
         return NotImplemented
     if weight is not None or reduction not in REDUCTION or not _is_target(logits, target):
         return NotImplemented
-    return fused(logits, target, ignore_index=ignore_index, reduction=reduction).to(_type_of_loss(logits))
+    return fused(logits, found, target, ignore_index=ignore_index, reduction=reduction).to(_type_of_loss(logits))
 
 
 @followed(_T.gather, torch.gather)
@@ -113,13 +108,13 @@ def _gather(logits: Logits, dim: int, index: Any, **options: Any) -> Any:
     if index.shape != (*logits.shape[:-1], 1) or index.device != logits.device:
         return NotImplemented
     if found.is_log_softmax:
-        return -_of_rows(logits, index.squeeze(-1)).to(logits.dtype).unsqueeze(-1)
+        return -_of_rows(logits, found, index.squeeze(-1)).to(logits.dtype).unsqueeze(-1)
     return _selected(logits, index)
 
 
-def _of_rows(logits: Logits, classes: torch.Tensor) -> torch.Tensor:
+def _of_rows(logits: Logits, found: Formula, classes: torch.Tensor) -> torch.Tensor:
     """The loss of each row, none of which is ignored: nobody needs to count them."""
-    return fused(logits, classes, reduction="none", ignore_index=_NONE, valid_rows=classes.numel())
+    return fused(logits, found, classes, reduction="none", ignore_index=_NONE, valid_rows=classes.numel())
 
 
 def _selected(logits: Logits, index: torch.Tensor) -> torch.Tensor:
@@ -149,7 +144,7 @@ def _logsumexp(logits: Logits, dim: Any, keepdim: bool = False, **options: Any) 
         return NotImplemented
     first = torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     of_first = _selected(logits, first.unsqueeze(-1))
-    sums = _of_rows(logits, first).unsqueeze(-1) + of_first
+    sums = _of_rows(logits, found, first).unsqueeze(-1) + of_first
     return sums if keepdim else sums.squeeze(-1)
 
 
@@ -198,4 +193,4 @@ def causal_loss(
     found = _formula(logits)
     if found is None or found.is_log_softmax:
         return NotImplemented
-    return fused(logits, targets, ignore_index=ignore_index, num_items=num_items, valid_rows=count)
+    return fused(logits, found, targets, ignore_index=ignore_index, num_items=num_items, valid_rows=count)
