@@ -225,7 +225,7 @@ BST_DEVICE unsigned char *place(unsigned char *ring, int i, int input, int piece
     return bst_own_place(ring, (i * 2 + input) * PIECES + piece, THREADS);
 }
 
-BST_DEVICE void fetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
+BST_DEVICE void prefetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
     if (wanted && p.has_left) {
         bst_copy_async16(place(ring, i, 0, 0), bst_at(from->x, p.near_left, IN_TYPE));
         bst_copy_async16(place(ring, i, 1, 0), bst_at(from->dy, p.left, OUT_TYPE));
@@ -281,7 +281,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
 #if RING
     slot_source first = source_of(&a, s, token);
     for (int i = 0; i < SLOT_HEADS; i++) {
-        fetch(memory, i, &first, first.live && i < s.count, p);
+        prefetch(memory, i, &first, first.live && i < s.count, p);
         first.x = bst_at(first.x, x_head, IN_TYPE);
         first.dy = bst_at(first.dy, dy_head, OUT_TYPE);
     }
@@ -315,7 +315,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
                 raw_x[piece] = mine ? bst_read(place(memory, i, 0, piece), 16) : none;
                 raw_dy[piece] = mine ? bst_read(place(memory, i, 1, piece), 16) : none;
             }
-            fetch(memory, i, &from, from.live && i < s.count, p);
+            prefetch(memory, i, &from, from.live && i < s.count, p);
 #else
             read_pieces(raw_x, from.x, 0, IN_TYPE, wanted, bst_nearby(p));
             read_pieces(raw_dy, from.dy, 0, OUT_TYPE, wanted, p);
