@@ -18,10 +18,10 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 
 import bastile
 from bastile.shapes import MODELS
+from bastile.sweep.model import quantise
 
 UNTIMED = 4  # steps in which kernels are chosen and memory finds its size
 
@@ -34,22 +34,6 @@ def build(shape: str) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def quantise(model: Any) -> None:
-    """Each linear layer but the head in NF4 with double quantisation, as a loaded QLoRA base has them."""
-    import bitsandbytes as bnb
-
-    for module in list(model.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is not nn.Linear or name == "lm_head":
-                continue
-            sizes = layer.in_features, layer.out_features
-            quantised = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-            quantised.weight = bnb.nn.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
-            setattr(module, name, quantised.to("cuda"))
-    model.is_loaded_in_4bit = True  # which PEFT asks for
-    torch.cuda.empty_cache()
 
 
 def tokenizer() -> Any:
