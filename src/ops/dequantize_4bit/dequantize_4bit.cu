@@ -6,7 +6,8 @@
  * nested_absmax[block >> NESTED_SHIFT], rounded, plus offset.
  *
  * Reads packed and absmax once each, writes weight. Bytes: 1/2 + size an element, and 1 or 4 a block (2.5 in bf16; with
- * blocks of 64 and nested absmax 2.52). The weight is left in the caches: a product reads it next. */
+ * blocks of 64 and nested absmax 2.52). The weight is left in the caches: a product reads it next. Measured on an H200,
+ * bf16, nested: 35.1 us at 12288 x 4096, 3.6 TB/s; filling that weight with zeros takes 30.5. Not nested: 33.1. */
 #include "pack.cuh"
 
 #include "dequantize_4bit_args.h"
