@@ -37,20 +37,20 @@ def adapted(module: nn.Module, x: torch.Tensor) -> Adapted:
         NotServed: where that is more than a product, an adapter and a bias; says why.
     """
     kind = type(module)
-    if kind is not nn.Linear and _form(stock_of(kind.forward)) == "adapted linear":
+    if kind is not nn.Linear and _form(kind.forward) == "adapted linear":
         return _with_adapter(module, x)
     return _base(module, x)
 
 
 @torch.compiler.assume_constant_result  # else the compiler follows it into the reading of the source
 def _form(forward: Any) -> str | None:
-    """What kind of layer a forward is of, by its code."""
+    """What kind of layer a forward, or what Bastile has put in its place, is of: by its code."""
     return _form_of(forward)
 
 
 @functools.lru_cache(maxsize=64)
 def _form_of(forward: Any) -> str | None:
-    code = code_of(forward)
+    code = code_of(stock_of(forward))
     form = None if code is None else KNOWN.get(code.fingerprint)
     return None if form is None else form.kind
 
@@ -63,7 +63,7 @@ def _base(module: Any, x: torch.Tensor) -> Adapted:
         if "forward" in vars(module) or has_hooks(module) or type(own.get("weight")) not in PLAIN:
             raise NotServed("a layer has hooks, a forward of its own, or a weight that is sharded or quantised")
         return Adapted(own["weight"], own.get("bias"))
-    form = _form(stock_of(kind.forward))
+    form = _form(kind.forward)
     if form not in ("4-bit linear", "8-bit linear"):
         raise NotServed(f"{kind.__module__}.{kind.__qualname__} is no layer that Bastile knows")
     if "forward" in vars(module) or has_hooks(module):
@@ -174,10 +174,12 @@ def _dtype(x: torch.Tensor) -> torch.dtype:
 def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
     if "forward" in vars(module) or has_hooks(module):
         raise NotServed("a layer with an adapter has hooks or a forward of its own")
-    base = _base(module.base_layer, x)
+    inner = module._modules  # Module's own lookup is slow
+    base = _base(inner["base_layer"], x)
     if module.merged or module.disable_adapters:
         raise NotServed("adapters are merged or disabled")
-    active = [name for name in module.active_adapters if name in module.lora_A]
+    all_a = inner["lora_A"]._modules
+    active = [name for name in module.active_adapters if name in all_a]
     if not active:
         return base
     if len(active) > 1:
@@ -185,14 +187,15 @@ def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
     (name,) = active
     if name in module.lora_variant:
         raise NotServed(f"the adapter is a {type(module.lora_variant[name]).__name__}")
-    a, b = module.lora_A[name], module.lora_B[name]
+    a, b = all_a[name], inner["lora_B"]._modules[name]
     if not (plain_linear(a) and plain_linear(b)):
         raise NotServed("an adapter's matrices have biases, hooks or a forward of their own")
-    if a.weight.dtype is not _dtype(x) and not torch.is_autocast_enabled(x.device.type):
-        raise NotServed(f"without autocast adapters of {a.weight.dtype} compute in their own type")
-    return base._replace(
-        a=a.weight, b=b.weight, scale=float(module.scaling[name]), dropout=_dropout(module.lora_dropout[name])
-    )
+    of_a: Any = a._parameters["weight"]
+    of_b: Any = b._parameters["weight"]
+    if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise NotServed(f"without autocast adapters of {of_a.dtype} compute in their own type")
+    dropout = _dropout(inner["lora_dropout"]._modules[name])
+    return Adapted(base.weight, base.bias, of_a, of_b, float(module.scaling[name]), dropout, base.dequantise)
 
 
 def _dropout(layer: nn.Module) -> float:
