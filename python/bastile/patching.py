@@ -22,6 +22,9 @@ from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OPERATORS
 from bastile.own_methods import give, given_to, reaches, runs_stock
 
+#: Whose classes are PEFT's and PyTorch's: no type needs a place for them.
+_OF_ANY_TYPE = frozenset({"lora_linear", "layer_norm"})
+
 _lock = threading.RLock()
 _everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
 _types: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}  # type -> its operators, and its modules' titles
@@ -58,6 +61,7 @@ def apply(
     add_rms_norm: bool = True,
     moe_experts: bool = True,
     lora_linear: bool = True,
+    layer_norm: bool = True,
     recompute: bool = True,
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
@@ -82,6 +86,7 @@ def apply(
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
+        layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
         model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
@@ -112,7 +117,7 @@ def apply(
     modules = {model_type: _modules_of(model_type, "apply") for model_type in given}
     with _lock:
         plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
-        _need(plans, _named.get() & set(chosen) - {"lora_linear"}, ", ".join(given))
+        _need(plans, _named.get() & set(chosen) - _OF_ANY_TYPE, ", ".join(given))
         carry_out(plans, "apply")
         for model_type, names in modules.items():
             titles = frozenset(FILES[name].title for name in names)
@@ -137,6 +142,7 @@ def apply_to_model(
     add_rms_norm: bool = True,
     moe_experts: bool = True,
     lora_linear: bool = True,
+    layer_norm: bool = True,
     recompute: bool = True,
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
@@ -156,6 +162,7 @@ def apply_to_model(
         add_rms_norm: as for `apply`.
         moe_experts: as for `apply`.
         lora_linear: as for `apply`.
+        layer_norm: as for `apply`.
         recompute: as for `apply`.
 
     Returns:
@@ -282,6 +289,8 @@ def _modules_of(model_type: str, function: str) -> list[str]:
 
 def _wanted_in(title: str) -> tuple[str, ...]:
     """The operators that are to be in force in the modules of this title."""
+    if loading.is_torchs(title):
+        return _everywhere
     if loading.is_of_any_type(title):
         chosen = {*_everywhere, *(name for operators, _ in _types.values() for name in operators)}
         return tuple(name for name in OPERATORS if name in chosen)

@@ -399,8 +399,7 @@ def test_rotary_honours_the_unsqueezed_axis(family: str, axis: int, calls: dict[
             modeling(family).apply_rotary_pos_emb(q, k, cos, sin, *arguments, **keywords), stock, strict=True
         ):
             torch.testing.assert_close(got, want)
-    modeling(family).apply_rotary_pos_emb(q, k, cos, sin) if axis == 1 else None
-    assert calls.get("rope", 0) == (2 if axis == 1 else 0)
+    assert calls["rope"] == 1  # by keyword: nobody gives it by position
 
 
 def test_mixed_types_are_promoted_as_by_the_original(family: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from bastile.models import loading
 from bastile.models.attention import sites as attention_sites
@@ -26,8 +27,8 @@ class Anatomy:
     mlp: dict[str, str] = field(default_factory=dict)  # gate, up, down
     attention: dict[str, str] = field(default_factory=dict)  # q_norm, k_norm
     #: How the operators read heads and tables: see models/rotary.py.
-    rotary: dict[str, bool] = field(
-        default_factory=lambda: {"interleaved": False, "half_tables": False, "keep_type": False}
+    rotary: dict[str, Any] = field(
+        default_factory=lambda: {"layout": "halves", "half_tables": False, "keep_type": False}
     )
 
 
@@ -51,7 +52,7 @@ def anatomy(model_type: str) -> Anatomy | None:
             tuple(operator for operator in OPERATORS if operator in placed),
             head.names["model"],
             head.names["lm_head"],
-            norms[0].casting,
+            norms[0].casting or "none",
             layer.names,
             {} if mlp is None else mlp.names,
             {"q_norm": "q_norm", "k_norm": "k_norm"} if has_heads_norm else {},

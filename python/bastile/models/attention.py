@@ -1,8 +1,11 @@
 """The forward of an attention whose queries and keys are normed head by head and then turned, both in one operator.
 
-Its first three projections are one operator where they are layers that models/adapters.py knows. All others, the cache
-and the attention itself are called as the original calls them, so hooks and every attention implementation stay in
-force."""
+Of an attention whose whole code is known, everything but the attention function is written out here; of any other the
+statements that norm and turn are found (models/rewrite.py), and all else is its own.
+
+The first three projections of a known one are one operator where they are layers that models/adapters.py knows. All
+others, the cache and the attention itself are called as the original calls them, so hooks and every attention
+implementation stay in force."""
 
 import functools
 import inspect
@@ -14,10 +17,12 @@ from typing import Any
 from torch import nn
 
 from bastile.guards import is_ours
+from bastile.models import rewrite
 from bastile.models.adapters import linears
+from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import parameter_names
-from bastile.models.rotary import fits, layout, tables
+from bastile.models.rotary import fits, is_usual, layout, tables
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.report import Tally
@@ -27,8 +32,10 @@ NEEDED = ("hidden_states", "position_embeddings", "attention_mask")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    norms = tuple(norm for norm in norms_of(file) if norm.weight is not None and not norm.is_of_one_type)
-    rotaries = {found.name: found for found in file.functions("rotary") if not found.form.variant["casts"]}
+    norms = tuple(norm for norm in norms_of(file) if norm.weight and norm.casting and not norm.is_of_one_type)
+    rotaries = {
+        found.name: found for found in file.functions("rotary") if is_usual(found) and not found.form.variant["casts"]
+    }
     for found in file.forwards("attention"):
         where, rotary = f"{found.name}.forward", [rotaries[n] for n in found.code.rotary if n in rotaries]
         given = inspect.signature(found.function).parameters
@@ -39,6 +46,75 @@ def sites(file: ModelFile) -> Iterator[Site]:
         else:
             build = partial(attention_forward, found, file.module, norms, rotary[0])
             yield file.forward_site("qk_norm_rope", found.owner, build)
+    known = {found.owner for found in file.forwards("attention")}
+    for cls in (each for each in file.own_classes() if norms and rotaries and each not in known):
+        code = file.read(cls)
+        node = None if code is None or not code.rotary else rewrite.norm_rotaries(code, rotaries)
+        if code is not None and node is not None:
+            yield file.forward_site("qk_norm_rope", cls, partial(rewritten_forward, code, node, norms, rotaries))
+
+
+def rewritten_forward(
+    code: Code,
+    node: Any,
+    norms: tuple[Norm, ...],
+    rotaries: dict[str, Found],
+    tally: Tally,
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    """norms, rotaries: what the attention may call, as Transformers has them."""
+
+    def norm_rotary(
+        q_norm: Any,
+        k_norm: Any,
+        q: Any,
+        k: Any,
+        cos: Any,
+        sin: Any,
+        name: str,
+        turn: Any,
+        q_turned: bool,
+        k_turned: bool,
+    ) -> tuple[Any, Any]:
+        """turned: whether heads and positions change places between the norm and the rotary function."""
+        rotary, norm = rotaries[name], None
+        if q_norm is not None and k_norm is not None and (turn is rotary.function or is_ours(turn)):
+            norm = _same_norm(norms, q_norm, k_norm)
+        if (
+            norm is not None
+            and q.dim() == k.dim() == 4
+            and cos.dim() == 3
+            and fits(rotary, q.shape[-1], cos)
+            and norm.refuses(q_norm, q) is None
+            and norm.refuses(k_norm, k) is None
+        ):
+            tally.count()
+            weights = norm.weight_of(q_norm), norm.weight_of(k_norm)
+            turned = tables(rotary, cos, sin)
+            casting = norm.casting or "none"
+            return qk_norm_rope(q, k, *weights, *turned, norm.eps_of(q_norm), casting=casting, **layout(rotary))
+        if q_norm is not None or k_norm is not None:
+            tally.step_aside(
+                "the norms of queries and keys, or the rotary function, are not the class's own, or differ"
+            )
+        return turn(_normed(q_norm, q, q_turned), _normed(k_norm, k, k_turned), cos, sin)
+
+    return rewrite.rewritten(node, code, original, rewrite.NORM_ROTARY, norm_rotary)
+
+
+def _normed(norm: Any, x: Any, is_turned: bool) -> Any:
+    """The norm, if there is one, of what the attention gives it."""
+    if norm is None:
+        return x
+    return norm(x.transpose(1, 2)).transpose(1, 2) if is_turned else norm(x)
+
+
+def _same_norm(norms: tuple[Norm, ...], q_norm: nn.Module, k_norm: nn.Module) -> Norm | None:
+    """What norms queries and keys alike, and nothing else does."""
+    norm = norm_of(q_norm, norms)
+    if norm is None or norm_of(k_norm, norms) is not norm or norm.eps_of(q_norm) != norm.eps_of(k_norm):
+        return None
+    return norm
 
 
 def attention_forward(
@@ -57,18 +133,11 @@ def attention_forward(
     has_window = "sliding_window" in attributes
     asks_interface = "get_interface" in inspect.unwrap(original).__code__.co_names
 
-    def norm_of_heads(self: nn.Module) -> Norm | None:
-        """What norms queries and keys alike, and nothing else does."""
-        q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
-        norm = norm_of(q_norm, norms)
-        if norm is None or norm_of(k_norm, norms) is not norm or getattr(q_norm, norm.eps) != getattr(k_norm, norm.eps):
-            return None
-        return norm
-
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        norm, turn = norm_of_heads(self), getattr(scope, rotary.name)
+        norm = _same_norm(norms, getattr(self, q_name), getattr(self, k_name))
+        turn = getattr(scope, rotary.name)
         if norm is None or not (turn is rotary.function or is_ours(turn)):
             tally.step_aside(
                 "the norms of queries and keys, or the rotary function, are not the class's own, or differ"
@@ -95,8 +164,8 @@ def attention_forward(
             norm.weight_of(q_norm),
             norm.weight_of(k_norm),
             *tables(rotary, cos, sin),
-            getattr(q_norm, norm.eps),
-            casting=norm.casting,
+            norm.eps_of(q_norm),
+            casting=norm.casting or "none",
             **read_as,
         )
 

@@ -38,6 +38,11 @@ class Code:
     rotary: tuple[str, ...]  # rotary functions that a method calls, whatever they do
     imports: tuple[ast.stmt, ...]  # of its file
 
+    @property
+    def imports_of_future(self) -> list[ast.stmt]:
+        """Those that change what the file's text means."""
+        return [each for each in self.imports if isinstance(each, ast.ImportFrom) and each.module == "__future__"]
+
     @cached_property
     def fingerprint(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()[:12]

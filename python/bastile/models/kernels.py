@@ -18,6 +18,7 @@ from bastile.models import experts
 from bastile.models.anatomy import Anatomy
 from bastile.ops._common import FLOATS
 from bastile.ops._glu import ACTIVATION_OF_CONFIG, ACTIVATIONS
+from bastile.ops._heads import LAYOUTS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import _padded
@@ -213,7 +214,7 @@ class _Step:
     def _pairs(self) -> tuple[int, bool, bool]:
         """layout, half_tables, keep_type"""
         read_as = self.family.rotary
-        return int(read_as["interleaved"]), read_as["half_tables"], read_as["keep_type"]
+        return LAYOUTS.index(read_as["layout"]), read_as["half_tables"], read_as["keep_type"]
 
     def _rotary_tables(self, stream: torch.dtype) -> list[Zeros]:
         return [Zeros((1, _ROWS, self.head_dim // (2 if self.family.rotary["half_tables"] else 1)), stream)] * 2

@@ -12,7 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    kind: str  # norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear, 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear,
+    #: 8-bit linear, head
+    kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
     fingerprints: tuple[str, ...]
@@ -25,7 +27,9 @@ def _roles(names: str) -> tuple[str, ...]:
 
 
 def _rotary(**variant: Any) -> dict[str, Any]:
-    return {"interleaved": False, "partial": False, "table": "whole", "casts": False, **variant}
+    """arguments: what it is given, in this order, "freqs" a complex table; heads: their axis where it is not told."""
+    usual = {"layout": "halves", "partial": False, "table": "whole", "casts": False, "is_backward": False}
+    return {**usual, "arguments": "q k cos sin", "heads": 1, **variant}
 
 
 _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
@@ -70,6 +74,42 @@ FORMS: tuple[Form, ...] = (
         {"casting": "none"},
     ),
     Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2",), {"casting": "none"}),
+    Form(
+        "norm",
+        "(x * rstd).to(x.dtype) * weight, refusing other widths",
+        _roles("width eps weight"),
+        ("39f4c227c366",),
+        {"casting": "llama"},
+    ),
+    Form(
+        "norm",
+        "torch.nn.functional.rms_norm(x, shape, weight, eps)",
+        _roles("shape weight eps"),
+        ("2ba3a3cb5009",),
+        {"casting": "none", "is_of_one_type": True, "is_torchs": True},
+    ),
+    Form(
+        "gated norm",
+        "((weight * (x * rstd).to(x.dtype)) * activation(gate)).to(x.dtype)",
+        _roles("eps weight activation"),
+        ("9bf5d600b876",),
+    ),
+    # ---- norms with a mean ------------------------------------------------------------------------------------------
+    Form(
+        "layer norm",
+        "torch.nn.functional.layer_norm(x, shape, weight, bias, eps)",
+        _roles("shape weight bias eps"),
+        ("fe871c2b3c5c",),
+        {"is_of_one_type": True, "is_torchs": True},
+    ),
+    Form("layer norm", "((x - mean) * rstd * weight).to(x.dtype)", _roles("eps weight"), ("bd4c57336900",)),
+    Form(
+        "layer norm",
+        "torch.nn.functional.layer_norm(x.float(), shape, None, None, 1e-5).to(x.dtype)",
+        _roles("shape"),
+        ("d3fab12362eb",),
+        {"fixed_eps": 1e-5},
+    ),
     # ---- gated MLPs --------------------------------------------------------------------------------------------------
     Form(
         "mlp",
@@ -87,9 +127,58 @@ FORMS: tuple[Form, ...] = (
     ),
     Form(
         "mlp",
+        "gate, up = gate_up(x).view(2, I); down(activation(gate) * up)",
+        _roles("gate_up activation down"),
+        ("0d4e33447242",),
+    ),
+    Form(
+        "mlp",
         "up, gate = up_gate(x).chunk(2); down(activation(gate) * up)",
         _roles("up_gate activation down"),
         ("52072e911b9d",),
+    ),
+    Form("mlp", "gate = activation(gate(x)); down(gate * up(x))", _roles("activation gate down up"), ("22d8c7dbcdb5",)),
+    Form(
+        "mlp",
+        "dropout(down(activation(gate(x)) * up(x)))",
+        _roles("down activation gate up dropout_out training"),
+        ("0649a6c29cd3",),
+    ),
+    Form(
+        "mlp",
+        "down(dropout(activation(gate(x)) * up(x)))",
+        _roles("activation gate up dropout down"),
+        ("61a7b36c3b9a",),
+    ),
+    Form(
+        "mlp",
+        "down(norm(activation(gate(x)) * up(x)))",
+        _roles("down norm activation gate up"),
+        ("cb8d359dd80d",),
+    ),
+    Form(
+        "mlp",
+        "scale * down(activation(gate(x)) * up(x))",
+        _roles("down activation gate up scale_out"),
+        ("b0d8e4ef71f0",),
+    ),
+    Form(
+        "mlp",
+        "scale * down(up(x) * activation(scale * gate(x)))",
+        _roles("up activation gate scale_gate down scale_out"),
+        ("0f5c336ca802",),
+    ),
+    Form(
+        "mlp",
+        "down((activation(gate(x).float()) * up(x).float()).to(gate.dtype))",
+        _roles("gate up activation down"),
+        ("4c07feb5c727",),
+    ),
+    Form(
+        "mlp",
+        "gate, up = gate_up(x).chunk(2); down(dropout(activation(gate) * up))",
+        _roles("gate_up down dropout activation"),
+        ("9aa6d47f025e",),
     ),
     # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
     # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)
@@ -115,41 +204,84 @@ FORMS: tuple[Form, ...] = (
         ("dd1efc02b483", "48cd24c660ed"),
         _rotary(table="half"),
     ),
-    Form("rotary", "neighbours", (), ("2eebd2cf32a8",), _rotary(interleaved=True)),
+    Form("rotary", "neighbours", (), ("2eebd2cf32a8",), _rotary(layout="interleaved")),
     Form(
         "rotary",
         "neighbours of the head's first elements",
         (),
         ("21b2bc52edb4",),
-        _rotary(interleaved=True, partial=True),
+        _rotary(layout="interleaved", partial=True),
     ),
     Form(
         "rotary",
         "neighbours, in the input's type",
         (),
         ("d08892ab3145", "1283e0ce1f6a"),
-        _rotary(interleaved=True, casts=True),
+        _rotary(layout="interleaved", casts=True),
     ),
     Form(
         "rotary",
         "neighbours, each element of the tables' first half twice",
         (),
         ("b4c24cb4b8d5",),
-        _rotary(interleaved=True, table="first half, each twice"),
+        _rotary(layout="interleaved", table="first half, each twice"),
     ),
     Form(
         "rotary",
         "the same of the head's first elements",
         (),
         ("cf39a4d4d572",),
-        _rotary(interleaved=True, partial=True, table="first half, each twice"),
+        _rotary(layout="interleaved", partial=True, table="first half, each twice"),
     ),
     Form(
         "rotary",
         "neighbours, each element of the tables' first half twice, in the input's type",
         (),
         ("598345d4c8f4",),
-        _rotary(interleaved=True, casts=True, table="first half, each twice"),
+        _rotary(layout="interleaved", casts=True, table="first half, each twice"),
+    ),
+    Form(
+        "rotary",
+        "neighbours in, halves out, of the tables' first half",
+        (),
+        ("7584a7d61e01",),
+        _rotary(layout="interleaved_to_halves", table="first half, each twice"),
+    ),
+    Form("rotary", "of one tensor: x cos + rotate_half(x) sin", (), ("1906d80fd6ec",), _rotary(arguments="x cos sin")),
+    Form(
+        "rotary",
+        "of one tensor: neighbours, of tables for half a head, with heads behind positions",
+        (),
+        ("e72c60944106",),
+        _rotary(layout="interleaved", table="half", arguments="x sin cos", heads=2),
+    ),
+    Form(
+        "rotary",
+        "neighbours as complex numbers, in the input's type",
+        (),
+        ("622a2c7aaa83",),
+        _rotary(layout="interleaved", table="half", casts=True, arguments="q k freqs"),
+    ),
+    Form(
+        "rotary",
+        "the same with heads behind positions",
+        (),
+        ("7a24db7a0fc1",),
+        _rotary(layout="interleaved", table="half", casts=True, arguments="q k freqs", heads=2),
+    ),
+    Form(
+        "rotary",
+        "the other way round: x cos - rotate_half(x) sin",
+        (),
+        ("b5d05d020e10",),
+        _rotary(is_backward=True),
+    ),
+    Form(
+        "rotary",
+        "(x cos + rotate_half(x) sin).to(x.dtype) of [positions, heads, dim]",
+        (),
+        ("4898c341a604",),
+        _rotary(casts=True, heads=-2),
     ),
     # ---- attention whose queries and keys are normed head by head and then turned ------------------------------------
     Form(

@@ -18,7 +18,8 @@ from typing import Any
 from torch import nn
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
-_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb"})
+_TORCHS = "torch.nn.modules.normalization"
+_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", _TORCHS})
 _BASE = "transformers.modeling_utils"
 #: Packages whose modules are no code of models.
 _NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "builtins"})
@@ -33,8 +34,13 @@ def is_model_file(name: str) -> bool:
 
 
 def is_of_any_type(name: str) -> bool:
-    """PEFT's layers."""
+    """PEFT's layers, and PyTorch's norms."""
     return name in _OF_ANY_TYPE
+
+
+def is_torchs(name: str) -> bool:
+    """PyTorch's norms: whose model they are in, nobody can tell."""
+    return name == _TORCHS
 
 
 def model_files() -> list[str]:

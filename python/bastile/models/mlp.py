@@ -1,4 +1,5 @@
-"""The forward of a gated MLP: down(activation(gate(x)) * up(x)), gate and up apart or in one projection."""
+"""The forward of a gated MLP: down(activation(gate(x)) * up(x)), gate and up apart or in one projection, with what a
+form has beside: a norm or a dropout before the last layer, factors, a dropout behind it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -6,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from bastile.guards import untouched
@@ -30,6 +32,22 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
     activation, down = names.get("activation"), names["down"]
     gate, up, both = names.get("gate", ""), names.get("up", ""), names.get("gate_up") or names.get("up_gate")
     up_first = "up_gate" in names
+    between = names.get("norm") or names.get("dropout")  # the unit and the last layer
+    scale_gate, scale_out, dropout_out = names.get("scale_gate"), names.get("scale_out"), names.get("dropout_out")
+
+    def unit(self: Any, x: Any, act: str) -> Any:
+        if both is not None:
+            first, second = getattr(self, both)(x).chunk(2, dim=-1)
+            return glu(second, first, act) if up_first else glu(first, second, act)
+        first = getattr(self, gate)(x)
+        return glu(first if scale_gate is None else first * getattr(self, scale_gate), getattr(self, up)(x), act)
+
+    def output(self: Any, x: Any, act: str) -> Any:
+        middle = None if between is None else getattr(self, between)
+        if both is None and scale_gate is None and (middle is None or _does_nothing(middle)):
+            return gated_mlp(x, getattr(self, gate), getattr(self, up), getattr(self, down), act)
+        y = unit(self, x, act)
+        return getattr(self, down)(y if middle is None else middle(y))
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,12 +59,17 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
             tally.step_aside("its activation is none that Bastile computes")
             return original(self, *args)
         tally.count()
-        if both is None:
-            return gated_mlp(args[0], getattr(self, gate), getattr(self, up), getattr(self, down), act)
-        first, second = getattr(self, both)(args[0]).chunk(2, dim=-1)
-        return getattr(self, down)(glu(second, first, act) if up_first else glu(first, second, act))
+        y = output(self, args[0], act)
+        if scale_out is not None:
+            y = y * getattr(self, scale_out)
+        return y if dropout_out is None else F.dropout(y, getattr(self, dropout_out), self.training)
 
     return forward
+
+
+def _does_nothing(module: Any) -> bool:
+    """Whether this is a dropout that drops nothing."""
+    return type(module) is nn.Dropout and untouched(module) and (not module.training or module.p == 0)
 
 
 def activation_of(module: Any) -> str | None:
@@ -54,3 +77,8 @@ def activation_of(module: Any) -> str | None:
     if type(module) is nn.GELU and untouched(module):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
     return _OF_CLASS.get(type(module)) if isinstance(module, nn.Module) and untouched(module) else None
+
+
+def activation_named(name: Any) -> str | None:
+    """Likewise of an activation that Transformers has under this name."""
+    return ACTIVATION_OF_CONFIG.get(name) if isinstance(name, str) else None

@@ -13,6 +13,9 @@ from bastile.models.sites import Found, ModelFile, Site, calls
 from bastile.ops.rope import rope
 from bastile.report import Tally
 
+#: What a rotary function may be told by keyword: which axis of q and k is that of heads.
+_AXIS = "unsqueeze_dim"
+
 
 def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.functions("rotary"):
@@ -35,37 +38,62 @@ def tables(found: Found, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Te
     """The tables as the operators take them: an element for each number of a head that turns, or for each pair."""
     if found.form.variant["table"] == "first half, each twice":
         half = cos.shape[-1] // 2
-        return cos[..., :half], sin[..., :half]
-    return cos, sin
+        cos, sin = cos[..., :half], sin[..., :half]
+    return cos, -sin if found.form.variant["is_backward"] else sin
 
 
 def layout(found: Found) -> dict[str, Any]:
     """How the operators are to read heads and tables."""
     variant = found.form.variant
     return {
-        "interleaved": variant["interleaved"],
+        "layout": variant["layout"],
         "half_tables": variant["table"] != "whole",
         "keep_type": variant["casts"],
     }
 
 
+def is_usual(found: Found) -> bool:
+    """Whether it takes queries, keys and two tables, heads first."""
+    return found.form.variant["arguments"] == "q k cos sin" and found.form.variant["heads"] == 1
+
+
 def rotary_function(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     read_as = layout(found)
+    names = found.form.variant["arguments"].split()
 
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        heads_first = kwargs == {"unsqueeze_dim": 1} or not kwargs  # q [B, heads, S, D]: the layout that rope takes
-        if len(args) != 4 or not heads_first:
-            tally.step_aside("it was not called with four tensors by position, or heads are not the second axis")
+        heads = kwargs.get(_AXIS, found.form.variant["heads"])
+        if len(args) != len(names) or kwargs.keys() - {_AXIS}:
+            tally.step_aside("it was not called with its tensors by position")
             return original(*args, **kwargs)
-        q, k, cos, sin = args
-        if q.dim() != 4 or cos.dim() != 3 or not fits(found, q.shape[-1], cos):
+        given = dict(zip(names, args, strict=True))
+        cos, sin = _cos_and_sin(given)
+        q = given["q"] if "q" in given else given["x"]
+        k = given.get("k")
+        is_alone = heads == -2 and q.dim() == 3  # one sequence: [positions, heads, dim]
+        if is_alone:
+            cos, sin, q, k = cos[None], sin[None], q[None], None if k is None else k[None]
+        if q.dim() != 4 or cos.dim() != 3 or heads not in (1, 2, -2) or not fits(found, q.shape[-1], cos):
             tally.step_aside("heads are not of four axes, or tables are not of their width")
             return original(*args, **kwargs)
         tally.count()
-        return rope(q, k, *tables(found, cos, sin), **read_as)
+        both = (q,) if k is None else (q, k)
+        both = tuple(t.transpose(1, 2) for t in both) if heads != 1 else both
+        first, second = both if len(both) == 2 else (both[0], both[0].new_empty(q.shape[0], 0, *both[0].shape[2:]))
+        turned = rope(first, second, *tables(found, cos, sin), **read_as)[: len(both)]
+        turned = tuple(t.transpose(1, 2) for t in turned) if heads != 1 else turned
+        turned = tuple(t[0] for t in turned) if is_alone else turned
+        return turned if k is not None else turned[0]
 
     return mark_as_ours(rotate)
+
+
+def _cos_and_sin(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    if "freqs" not in given:
+        return given["cos"], given["sin"]
+    parts = torch.view_as_real(given["freqs"])
+    return parts[..., 0], parts[..., 1]
 
 
 def fits(found: Found, head_dim: int, cos: torch.Tensor) -> bool:

@@ -145,9 +145,37 @@ class ModelFile:
             self._seen[stock] = self._look(cls.__name__, cls, stock)
         return self._seen[stock]
 
+    def read(self, cls: type) -> Code | None:
+        """The code of a class's forward, known or not, where what its source says is what runs."""
+        stock = stock_of(vars(cls)["forward"])
+        read = self._read(cls.__name__, cls, stock)
+        return read[1] if read is not None and runs(read[1].node, read[1], read[0]) else None
+
     def _look(self, name: str, owner: Any, stock: Any) -> Found | None:
-        inner = stock
-        where = f"{name}.forward" if isinstance(owner, type) else name
+        read = self._read(name, owner, stock)
+        if read is None:
+            return None
+        inner, code = read
+        where = _where(name, owner)
+        self.reads[where] = code.attributes
+        form = KNOWN.get(code.fingerprint)
+        if form is None:
+            self.unknown[where] = f"has code that is not known, of the fingerprint {code.fingerprint}"
+            return None
+        other = self._differs(name, owner, inner, code)
+        if other is not None:
+            self.unknown[where] = f"runs, in {other}, other code than its source says"
+            return None
+        if form.exact and code.attributes != form.roles:
+            self.unknown[where] = (
+                f"has attributes that are not known: {', '.join(set(code.attributes) ^ set(form.roles))}"
+            )
+            return None
+        return Found(name, owner, stock, code, form, _methods(owner, code))
+
+    def _read(self, name: str, owner: Any, stock: Any) -> tuple[FunctionType, Code] | None:
+        """The function that does the work, and its code."""
+        inner, where = stock, _where(name, owner)
         while hasattr(inner, "__wrapped__") and not _is_foreign(inner, self.name):
             inner = stock_of(inner.__wrapped__)
         if not isinstance(inner, FunctionType):
@@ -159,25 +187,17 @@ class ModelFile:
         if code is None:
             self.unknown[where] = "its source cannot be read"
             return None
-        self.reads[where] = code.attributes
-        form = KNOWN.get(code.fingerprint)
-        if form is None:
-            self.unknown[where] = f"has code that is not known, of the fingerprint {code.fingerprint}"
-            return None
-        methods = {n: stock_of(getattr(owner, n, None)) for n in code.methods}
+        return inner, code
+
+    def _differs(self, name: str, owner: Any, inner: FunctionType, code: Code) -> str | None:
+        """Which of the functions that make up a code is not what runs."""
+        methods = _methods(owner, code)
         functions = {n: stock_of(inner.__globals__.get(n)) for n in code.functions}
         nodes = {**code.methods, **code.functions, inner.__name__: code.node}
         for called, live in {**methods, **functions, inner.__name__: inner}.items():
             if not runs(nodes[called], code, live):
-                whose = f"{name}.{called}" if called in methods else called if live is not inner else where
-                self.unknown[where] = f"runs, in {whose}, other code than its source says"
-                return None
-        if form.exact and code.attributes != form.roles:
-            self.unknown[where] = (
-                f"has attributes that are not known: {', '.join(set(code.attributes) ^ set(form.roles))}"
-            )
-            return None
-        return Found(name, owner, stock, code, form, methods)
+                return f"{name}.{called}" if called in methods else called if live is not inner else _where(name, owner)
+        return None
 
     def _note_replaced(self, where: str, by: Any) -> None:
         self.replaced[where] = f"other code has replaced {where} of {self.title} by {described(by)}"
@@ -253,6 +273,15 @@ def _is_of_models(item: Any, name: str) -> bool:
     """Whether this is defined in the module, or in a model file that the module may have it from."""
     where = item.__module__ or ""
     return where == name or where.startswith("transformers.models.")
+
+
+def _where(name: str, owner: Any) -> str:
+    return f"{name}.forward" if isinstance(owner, type) else name
+
+
+def _methods(owner: Any, code: Code) -> dict[str, Any]:
+    """Those of the class that the code calls."""
+    return {n: stock_of(getattr(owner, n, None)) for n in code.methods}
 
 
 def _function_in(item: Any) -> FunctionType | None:

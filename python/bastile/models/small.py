@@ -1,4 +1,5 @@
-"""Any causal language model type of Transformers, built small: for checks that need a model and no weights."""
+"""Any language model type of Transformers, of text alone or of images too, built small: for checks that need a model
+and no weights."""
 
 from typing import Any
 
@@ -115,6 +116,9 @@ def _small(usual: Any) -> dict[str, Any]:
         follows = isinstance(getattr(type(usual), own, None), property)  # from other values
         if name in known and isinstance(kinds, (list, tuple)) and not follows:
             chosen[name] = _first_kinds(kinds, layers)
+    rotary = getattr(usual, "rope_parameters", None)
+    if isinstance(rotary, dict) and "mrope_section" in rotary:
+        chosen["rope_parameters"] = {**rotary, "mrope_section": [2, 1, 1]}  # of half a head
     for name in getattr(usual, "sub_configs", {}):
         inner = getattr(usual, name, None)
         if inner is not None:
@@ -129,11 +133,13 @@ def _first_kinds(kinds: Any, count: int) -> list[Any]:
 
 
 def small_model(model_type: str, seed: int = 0, **more: Any) -> nn.Module:
-    """A causal language model of this type in float32, in training, with random weights, those of norms too."""
-    from transformers import AutoModelForCausalLM
+    """A causal language model of this type, or one of text and images, in float32, in training, with random weights,
+    those of norms too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(small_config(model_type, **more), dtype=torch.float32)
+    auto = AutoModelForCausalLM if model_type in causal_types() else AutoModelForImageTextToText
+    model: Any = auto.from_config(small_config(model_type, **more), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -149,6 +155,13 @@ def causal_types() -> list[str]:
     from transformers.models.auto import modeling_auto
 
     return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def vision_types() -> list[str]:
+    """Those whose models read images and text, and are none of `causal_types`."""
+    from transformers.models.auto import modeling_auto
+
+    return sorted(set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(causal_types()))
 
 
 def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
 
+from torch import nn
+
+from bastile.guards import stock_of
 from bastile.models import loading
 from bastile.models.sites import file_of, sites
 from bastile.models.table import OPERATORS
@@ -57,6 +67,9 @@ class Check:
     )  # of each parameter: the largest difference over the largest element
     ran: dict[str, int] = field(default_factory=dict)  # operator -> calls
     aside: dict[str, str] = field(default_factory=dict)  # operator -> why it stepped aside
+    #: Its norms, rotary functions, gated MLPs and experts that ran in the stock step -> whether no original code of
+    #: theirs ran in the patched one.
+    pieces: dict[str, bool] = field(default_factory=dict)
 
     #: Two orders of float32 sums, through two layers.
     ALLOWED_LOSS, ALLOWED_GRADIENT = 1e-5, 1e-3
@@ -78,14 +91,18 @@ def check(model_type: str) -> Check:
 
     model = small.small_model(model_type)
     small.step(model)  # the first may change a model: BigBird takes another attention for short sequences
-    stock, want = small.step(model)
+    pieces = _pieces_of(model)
+    experts = {type(m).__name__ for m in model.modules() if _EXPERTS.search(type(m).__name__)}
+    with _called(pieces) as has:
+        stock, want = small.step(model)
     bastile.report(reset=True)
     try:
         bastile.apply_to_model(model)
     except ValueError:  # there is nothing to replace
-        return Check(model_type, 0.0, {})
+        return Check(model_type, 0.0, {}, pieces=dict.fromkeys(has, False))
     try:
-        patched, got = small.step(model)
+        with _called(pieces) as left:
+            patched, got = small.step(model)
     finally:
         bastile.reset(model=model)
     told = bastile.report()
@@ -102,4 +119,58 @@ def check(model_type: str) -> Check:
     # NaN compares as neither smaller nor larger: it is the worst.
     gradients = {name: float("inf") if value != value else value for name, value in gradients.items()}
     loss = float((patched - stock).abs() / stock.abs().clamp_min(1e-6))
-    return Check(model_type, float("inf") if loss != loss else loss, gradients, ran, aside)
+    served = {name: name not in left for name in sorted(has)}
+    # Transformers' own wrapper chooses what computes experts: their code is not what runs, served or not.
+    are_served = "moe_experts" in ran and not any(line.aside for line in told if line.operator == "moe_experts")
+    served.update(dict.fromkeys(experts, are_served))
+    return Check(model_type, float("inf") if loss != loss else loss, gradients, ran, aside, served)
+
+
+# ---- what a model's pieces are, whether Bastile knows them or not: by their names -----------------------------------
+
+_NORM = re.compile(r"(?<!Batch)(?<!Group)(?<!Spatial)(?<!Attention)Norm(Gated)?$")
+_EXPERTS = re.compile(r"Experts$")
+_MLP = re.compile(r"(MLP|FeedForward|FFN?)$", re.IGNORECASE)
+_ROTARY = re.compile(r"^apply_.*rotary")
+
+
+def _pieces_of(model: nn.Module) -> dict[CodeType, str]:
+    """The code of the forwards of its norms and gated MLPs, and of its rotary functions -> their names."""
+    found: dict[CodeType, str] = {}
+    for cls in {type(module) for module in model.modules()}:
+        code = _code_of(cls.forward)
+        if code is not None and (
+            _NORM.search(cls.__name__) or (_MLP.search(cls.__name__) and _gates(cls.__name__, code))
+        ):
+            found[code] = cls.__name__
+        for scope in (vars(sys.modules[cls.__module__]), vars(cls)):
+            for name, item in scope.items():
+                code = _code_of(getattr(item, "__func__", item)) if _ROTARY.search(name) else None
+                if code is not None:
+                    found[code] = name
+    return found
+
+
+def _code_of(function: Any) -> CodeType | None:
+    return getattr(inspect.unwrap(stock_of(function)), "__code__", None) if callable(function) else None
+
+
+def _gates(name: str, code: CodeType) -> bool:
+    return any("gat" in each.lower() for each in (name, *code.co_names, *code.co_varnames))
+
+
+@contextmanager
+def _called(pieces: dict[CodeType, str]) -> Iterator[set[str]]:
+    """Those whose code runs meanwhile."""
+    found: set[str] = set()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in pieces:
+            found.add(pieces[frame.f_code])
+
+    before: Callable[..., Any] | None = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield found
+    finally:
+        sys.setprofile(before)

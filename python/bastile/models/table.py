@@ -40,5 +40,6 @@ OPERATORS: dict[str, Operator] = {
     "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
+    "layer_norm": Operator("layer_norm", "LayerNorm", r"LayerNorm$"),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
 }

@@ -1,0 +1,288 @@
+"""Statements of a forward that one operator computes at once, found in its code and replaced there. All else of the
+function stays as it is, so what surrounds them needs no form:
+
+    x = residual + x; residual = x; x = self.norm(x)    ->  x, residual = add_norm(self.norm, residual, x)
+    x = self.norm(residual + x)                         ->  x = add_norm(self.norm, residual, x)[0]
+    residual = x; x = self.norm(x)                      ->  x, residual = add_norm(self.norm, x, None)
+    q = self.q_norm(q); k = self.k_norm(k); q, k = rotary(q, k, cos, sin)
+                                                        ->  q, k = norm_rotary(self.q_norm, self.k_norm, q, k, ...)
+
+What takes their place asks the modules at each call what they compute, and does what the statements say where that is
+nothing that an operator knows. So whatever the names are, a function means what it meant."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import re
+from collections.abc import Callable, Collection
+from types import FunctionType
+from typing import Any
+
+from bastile.models.forms import Code
+
+ADD_NORM, NORM_ROTARY = "bastile_add_norm", "bastile_norm_rotary"
+_UNUSED = "bastile_unused"
+#: Modules that may be norms, by the attributes that hold them: others need not be looked at. What they are is asked
+#: when they are called.
+_NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
+
+_Statements = list[ast.stmt]
+
+
+def add_norms(code: Code) -> ast.FunctionDef | None:
+    """The function with sums and norms at once; None where no norm of a sum is in it."""
+    node = copy.deepcopy(code.node)
+    rewriter = _AddNorms(_own_name(node))
+    rewriter.visit(node)
+    return node if rewriter.sums and isinstance(node, ast.FunctionDef) else None
+
+
+def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | None:
+    """The function with norms of queries and keys and one of these rotary functions at once."""
+    node = copy.deepcopy(code.node)
+    rewriter = _NormRotaries(_own_name(node), rotaries)
+    rewriter.visit(node)
+    return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
+
+
+def rewritten(node: ast.FunctionDef, code: Code, original: Callable[..., Any], name: str, helper: Any) -> Any:
+    """The original, or what wraps it, with the code of `node`, in which `name` means `helper`. Its globals are those
+    that the original has."""
+    inner: Any = original
+    while hasattr(inner, "__wrapped__"):
+        inner = inner.__wrapped__
+    if not isinstance(inner, FunctionType) or inner.__closure__:
+        return None
+    bare = copy.copy(node)
+    bare.decorator_list, bare.returns = [], None
+    arguments = ast.arguments([], [ast.arg(name)], None, [], [], None, [])
+    outer = ast.FunctionDef("make", arguments, [bare, ast.Return(ast.Name(bare.name, ast.Load()))], [])
+    outer.type_params = []  # type: ignore[attr-defined]  # of Python 3.12
+    module = ast.fix_missing_locations(ast.Module([*code.imports_of_future, outer], []))
+    scope: dict[str, Any] = {}
+    exec(compile(module, inner.__code__.co_filename, "exec", dont_inherit=True), inner.__globals__, scope)
+    made = scope["make"](helper)
+    made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
+    return functools.update_wrapper(made, original)
+
+
+def _own_name(node: Any) -> str:
+    return node.args.args[0].arg if node.args.args else ""
+
+
+class _Blocks(ast.NodeTransformer):
+    """Visits every list of statements."""
+
+    def block(self, body: _Statements) -> _Statements:
+        raise NotImplementedError
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            body = getattr(node, field, None)
+            if isinstance(body, list) and body:
+                setattr(node, field, self.block(body))
+        return node
+
+
+class _AddNorms(_Blocks):
+    def __init__(self, own: str) -> None:
+        self.own = own
+        self.sums = 0
+
+    def block(self, body: _Statements) -> _Statements:
+        made: _Statements = []
+        for statement in body:
+            norm = _assigned_call(statement, self.own)
+            made.append(statement)
+            if norm is None or not _NORM.search(norm[1].attr):
+                continue
+            target, module, given = norm
+            if isinstance(given, ast.BinOp):
+                if isinstance(given.op, ast.Add):
+                    call = _call(ADD_NORM, [module, given.left, given.right])
+                    first = ast.Subscript(call, ast.Constant(0), ast.Load())
+                    made[-1] = ast.copy_location(ast.Assign([_store(target)], first), statement)
+                    self.sums += 1
+                continue
+            if not isinstance(given, ast.Name):
+                continue
+            x = given.id
+            before = made[:-1]
+            alias = _alias(before[-1]) if before else None  # residual = x
+            residual = alias[0] if alias and alias[1] == x and alias[0] != x else None
+            if residual is not None:
+                before = before[:-1]
+            total = _sum(before[-1], x) if before else None  # x = left + right
+            if total is not None:
+                before = before[:-1]
+                self.sums += 1
+                operands = [total.left, total.right]
+            elif residual is not None:
+                operands = [given, ast.Constant(None)]
+            else:
+                continue
+            kept = residual or (_UNUSED if target == x else x)
+            pair = ast.Tuple([_store(target), _store(kept)], ast.Store())
+            taken: _Statements = [ast.Assign([pair], _call(ADD_NORM, [module, *operands]))]
+            if total is not None and residual is not None and target != x:
+                taken.append(ast.Assign([_store(x)], ast.Name(residual, ast.Load())))
+            made = [*before, *(ast.copy_location(each, statement) for each in taken)]
+        return made
+
+
+class _NormRotaries(_Blocks):
+    def __init__(self, own: str, rotaries: Collection[str]) -> None:
+        self.own = own
+        self.rotaries = rotaries
+        self.found = 0
+
+    def block(self, body: _Statements) -> _Statements:
+        for place, statement in enumerate(body):
+            turn = self._rotary(statement)
+            if turn is None:
+                continue
+            before = [copy.deepcopy(each) for each in body[:place]]
+            norms = [self._norm(before, name) for name in turn[:2]]
+            if None in norms:
+                continue
+            (q_norm, q_test, q_turned), (k_norm, k_test, k_turned) = norms  # type: ignore[misc]
+            before = [each for each in before if not (isinstance(each, ast.If) and not each.body)]
+            assign: Any = statement
+            call = assign.value
+            modules = [_if(test, norm) for test, norm in ((q_test, q_norm), (k_test, k_norm))]
+            told = [ast.Constant(call.func.id), call.func, ast.Constant(q_turned), ast.Constant(k_turned)]
+            made = ast.Assign(assign.targets, _call(NORM_ROTARY, [*modules, *call.args, *told]))
+            self.found += 1
+            return [*before, ast.copy_location(made, statement), *self.block(body[place + 1 :])]
+        return body
+
+    def _rotary(self, statement: ast.stmt) -> tuple[str, str] | None:
+        """q and k of `q, k = rotary(q, k, cos, sin)`."""
+        if not (isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call)):
+            return None
+        call, target = statement.value, statement.targets[0]
+        if not (isinstance(call.func, ast.Name) and call.func.id in self.rotaries) or len(call.args) != 4:
+            return None
+        if call.keywords or not isinstance(target, ast.Tuple) or len(target.elts) != 2:
+            return None
+        names = [each.id for each in (*call.args[:2], *target.elts) if isinstance(each, ast.Name)]
+        return (names[0], names[1]) if len(names) == 4 and names[:2] == names[2:] else None
+
+    def _norm(self, before: _Statements, name: str) -> tuple[ast.Attribute, ast.expr | None, bool] | None:
+        """The norm whose result is last given to this name, taken out of these statements; under which condition it is
+        called, and whether its result is transposed before it is turned."""
+        turned = False
+        for place in range(len(before) - 1, -1, -1):
+            statement = before[place]
+            if isinstance(statement, ast.If) and not statement.orelse and _is_of(statement.test, self.own):
+                inner = [(i, each) for i, each in enumerate(statement.body) if _mentions(each, name)]
+                if len(inner) != 1:
+                    if inner:
+                        return None
+                    continue
+                assigned = _assigned_call(inner[0][1], self.own)
+                is_only = all(_assigned_call(each, self.own) is not None for each in statement.body)
+                if assigned is None or not is_only or assigned[0] != name or not _is_name(assigned[2], name):
+                    return None
+                del statement.body[inner[0][0]]
+                return assigned[1], statement.test, turned
+            if not _mentions(statement, name):
+                continue
+            if not (isinstance(statement, ast.Assign) and _is_name(statement.targets[0], name)):
+                return None
+            value, times = _before_transposes(statement.value)
+            turned ^= times % 2 == 1
+            if _is_name(value, name):
+                continue
+            norm = _call_of(value, self.own)
+            if norm is None or not _NORM.search(norm[0].attr):
+                return None
+            before[place] = ast.copy_location(
+                ast.Assign(statement.targets, _replaced(statement.value, value, norm[1])), statement
+            )
+            return norm[0], None, turned
+        return None
+
+
+def _assigned_call(statement: ast.stmt, own: str) -> tuple[str, ast.Attribute, ast.expr] | None:
+    """x, self.module and y of `x = self.module(y)`."""
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return None
+    target, call = statement.targets[0], _call_of(statement.value, own)
+    return (target.id, *call) if call is not None and isinstance(target, ast.Name) else None
+
+
+def _call_of(value: ast.expr, own: str) -> tuple[ast.Attribute, ast.expr] | None:
+    """self.module and y of `self.module(y)`."""
+    if not isinstance(value, ast.Call) or value.keywords or len(value.args) != 1:
+        return None
+    function = value.func
+    if isinstance(value.args[0], ast.Starred) or not isinstance(function, ast.Attribute):
+        return None
+    return (function, value.args[0]) if _is_name(function.value, own) else None
+
+
+def _alias(statement: ast.stmt) -> tuple[str, str] | None:
+    """a and b of `a = b`."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Name):
+        target = statement.targets[0]
+        return (target.id, statement.value.id) if isinstance(target, ast.Name) else None
+    return None
+
+
+def _sum(statement: ast.stmt, x: str) -> ast.BinOp | None:
+    """left + right of `x = left + right`."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1 and _is_name(statement.targets[0], x):
+        value = statement.value
+        return value if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) else None
+    return None
+
+
+def _before_transposes(value: ast.expr) -> tuple[ast.expr, int]:
+    """What is transposed by `.transpose(1, 2)`, and how often."""
+    times = 0
+    while (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr == "transpose"
+        and [getattr(a, "value", None) for a in value.args] == [1, 2]
+        and not value.keywords
+    ):
+        value, times = value.func.value, times + 1
+    return value, times
+
+
+def _replaced(within: ast.expr, old: ast.expr, new: ast.expr) -> ast.expr:
+    class Replace(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            return new if node is old else super().visit(node)
+
+    return Replace().visit(within)
+
+
+def _if(test: ast.expr | None, norm: ast.expr) -> ast.expr:
+    return norm if test is None else ast.IfExp(copy.deepcopy(test), norm, ast.Constant(None))
+
+
+def _call(name: str, arguments: list[Any]) -> ast.Call:
+    return ast.Call(ast.Name(name, ast.Load()), arguments, [])
+
+
+def _store(name: str) -> ast.Name:
+    return ast.Name(name, ast.Store())
+
+
+def _is_name(node: Any, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _is_of(node: Any, own: str) -> bool:
+    """Whether this is `self.name`."""
+    return isinstance(node, ast.Attribute) and _is_name(node.value, own)
+
+
+def _mentions(node: ast.AST, name: str) -> bool:
+    return any(_is_name(each, name) for each in ast.walk(node))
