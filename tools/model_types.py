@@ -19,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
+HEAD = "| type | ran | of ours | stays stock |"
 BEGIN, END = "<!-- written by tools/model_types.py -->\n", "<!-- end -->\n"
 SECONDS = 90  # for one type
 
@@ -42,19 +43,35 @@ def row(model_type: str) -> tuple[str, bool | None]:
         reason = re.sub(r"[|\n`]+", " ", str(error).strip())[:70].strip()
         places = ", ".join(found.places) or "–"
         why = f"not built small ({type(error).__name__}: {reason}); has places for: {places}"
-        return f"| {model_type} | {why} | {stays} |", None
+        return f"| {model_type} | {why} | – | {stays} |", None
     finally:
         signal.alarm(0)
     ran = ", ".join(f"{operator} {count}" for operator, count in done.ran.items()) or "–"
+    left = ", ".join(f"`{name}`" for name, is_served in done.pieces.items() if not is_served)
+    of_ours = f"all but {left}" if left else "all" if done.pieces else "has none"
     aside = "".join(f"; {operator}: {reason}" for operator, reason in done.aside.items() if operator != "recompute")
-    return f"| {model_type} | {ran} | {stays}{aside} |", done.passed
+    return f"| {model_type} | {ran} | {of_ours} | {stays}{aside} |", done.passed
+
+
+def _summary(title: str, lines: list[str]) -> str:
+    """What the rows of a table say, counted."""
+    built = [line for line in lines if "not built small" not in line]
+    ran = Counter(name for line in built for name in re.findall(r"(\w+) \d+", line.split(" | ")[1]))
+    counts = ", ".join(f"`{name}` in {count}" for name, count in ran.most_common())
+    have = [line for line in built if line.split(" | ")[2] != "has none"]
+    served = sum(line.split(" | ")[2] == "all" for line in have)
+    return (
+        f"**Of {len(lines)} {title}, {len(built)} were built, all with the same loss and gradients.** Of the "
+        f"{len(have)} that have an RMS or layer norm, rotary embedding, a gated MLP or experts, {served} run Bastile's "
+        f"for each that they have. What ran: {counts}."
+    )
 
 
 def main() -> int:
     import torch
     import transformers
 
-    from bastile.models.small import causal_types
+    from bastile.models.small import causal_types, vision_types
 
     def late(*_: Any) -> None:
         raise TimeoutError(f"{SECONDS} s were too few")
@@ -66,27 +83,28 @@ def main() -> int:
     logging.getLogger("bastile").setLevel(logging.ERROR)
     made: dict[str, str] = {}
     same: dict[str, bool | None] = {}
-    for model_type in sys.argv[1:] or causal_types():
+    types = [*causal_types(), *vision_types()]
+    for model_type in sys.argv[1:] or types:
         made[model_type], same[model_type] = row(model_type)
         print(made[model_type], "" if same[model_type] is not False else "DIFFERS", flush=True)
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     old, _, after = rest.partition(END)
     rows = {m[1]: line for line in old.splitlines() if (m := re.match(r"\| (\S+) \| ", line))}
     rows.update(made)
-    rows = {model_type: rows[model_type] for model_type in causal_types() if model_type in rows}
-    built = [line for line in rows.values() if "not built small" not in line]
-    ran = Counter(name for line in built for name in re.findall(r"(\w+) \d+", line.split(" | ")[1]))
-    counts = ", ".join(f"`{name}` in {count}" for name, count in ran.most_common())
     table = [
-        f"Of the {len(rows)} causal language model types of Transformers {transformers.__version__}, {len(built)} were "
-        f"built small and trained for a step, stock and patched, in float32: all with the same loss and gradients.",
-        f"What ran: {counts}. The number is that of calls in two layers. Code that is not known stays stock.",
+        f"Every language model type of Transformers {transformers.__version__}, built small and trained for a step, "
+        "stock and patched, in float32. The number behind an operator is that of its calls in two layers. *of ours* "
+        "says which of the type's norms, rotary functions, gated MLPs and experts that ran are computed by Bastile "
+        "alone; *stays stock* is code of its file, run or not, that looks as if an operator might serve it.",
         "",
-        "| type | ran | stays stock |",
-        "|---|---|---|",
-        *rows.values(),
     ]
-    PAGE.write_text(before + BEGIN + "\n".join(table) + "\n" + END + after, encoding="utf-8")
+    for title, kinds in (
+        ("causal language model types", causal_types()),
+        ("other types whose models read images and text, here given text alone", vision_types()),
+    ):
+        chosen = {model_type: rows[model_type] for model_type in kinds if model_type in rows}
+        table += [_summary(title, list(chosen.values())), "", HEAD, "|---|---|---|---|", *chosen.values(), ""]
+    PAGE.write_text(before + BEGIN + "\n".join(table) + END + after, encoding="utf-8")
     return 1 if False in same.values() else 0
 
 

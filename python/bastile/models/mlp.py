@@ -14,6 +14,8 @@ from bastile.guards import untouched
 from bastile.models.adapters import gated_mlp
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._glu import ACTIVATION_OF_CONFIG
+from bastile.ops._modules import plain_linear
+from bastile.ops.gated_mlp import gated_mlp_of_halves
 from bastile.ops.glu import glu
 from bastile.report import Tally
 
@@ -46,6 +48,10 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
         middle = None if between is None else getattr(self, between)
         if both is None and scale_gate is None and (middle is None or _does_nothing(middle)):
             return gated_mlp(x, getattr(self, gate), getattr(self, up), getattr(self, down), act)
+        if both is not None and (middle is None or _does_nothing(middle)):
+            first, last = getattr(self, both), getattr(self, down)
+            if plain_linear(first) and plain_linear(last):
+                return gated_mlp_of_halves(x, first.weight, last.weight, act, up_first=up_first)
         y = unit(self, x, act)
         return getattr(self, down)(y if middle is None else middle(y))
 

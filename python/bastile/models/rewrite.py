@@ -15,9 +15,9 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import inspect
 import re
-from collections.abc import Callable, Collection
-from types import FunctionType
+from collections.abc import Collection
 from typing import Any
 
 from bastile.models.forms import Code
@@ -33,6 +33,8 @@ _Statements = list[ast.stmt]
 
 def add_norms(code: Code) -> ast.FunctionDef | None:
     """The function with sums and norms at once; None where no norm of a sum is in it."""
+    if _is_closed(code):
+        return None
     node = copy.deepcopy(code.node)
     rewriter = _AddNorms(_own_name(node))
     rewriter.visit(node)
@@ -41,20 +43,20 @@ def add_norms(code: Code) -> ast.FunctionDef | None:
 
 def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | None:
     """The function with norms of queries and keys and one of these rotary functions at once."""
+    if _is_closed(code):
+        return None
     node = copy.deepcopy(code.node)
     rewriter = _NormRotaries(_own_name(node), rotaries)
     rewriter.visit(node)
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
 
 
-def rewritten(node: ast.FunctionDef, code: Code, original: Callable[..., Any], name: str, helper: Any) -> Any:
-    """The original, or what wraps it, with the code of `node`, in which `name` means `helper`. Its globals are those
-    that the original has."""
-    inner: Any = original
-    while hasattr(inner, "__wrapped__"):
+def rewritten(node: ast.FunctionDef, code: Code, original: Any, name: str, helper: Any) -> Any:
+    """The function that the original is, or wraps, with the code of `node`, in which `name` means `helper`. Its globals
+    are that function's."""
+    innermost, inner = inspect.unwrap(original), original
+    while inner is not innermost and getattr(inner, "__code__", None) is not innermost.__code__:
         inner = inner.__wrapped__
-    if not isinstance(inner, FunctionType) or inner.__closure__:
-        return None
     bare = copy.copy(node)
     bare.decorator_list, bare.returns = [], None
     arguments = ast.arguments([], [ast.arg(name)], None, [], [], None, [])
@@ -66,6 +68,11 @@ def rewritten(node: ast.FunctionDef, code: Code, original: Callable[..., Any], n
     made = scope["make"](helper)
     made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
     return functools.update_wrapper(made, original)
+
+
+def _is_closed(code: Code) -> bool:
+    """Whether it may need its class, by `super()` or by name, which a copy of the function does not have."""
+    return any(isinstance(each, ast.Name) and each.id in ("super", "__class__") for each in ast.walk(code.node))
 
 
 def _own_name(node: Any) -> str:

@@ -85,8 +85,19 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+
+def _three_sections(*sizes: int) -> dict[str, Any]:
+    """Of half a head, for time, height and width."""
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
+
+
 #: What some types need beside or instead.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "paddleocr_vl_text", "qwen2_5_omni_text", "glm4v_text", "glm_ocr_text"),
+        _three_sections(2, 1, 1),
+    ),
+    "glm4v_moe_text": _three_sections(1, 1, 0),
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
@@ -116,9 +127,6 @@ def _small(usual: Any) -> dict[str, Any]:
         follows = isinstance(getattr(type(usual), own, None), property)  # from other values
         if name in known and isinstance(kinds, (list, tuple)) and not follows:
             chosen[name] = _first_kinds(kinds, layers)
-    rotary = getattr(usual, "rope_parameters", None)
-    if isinstance(rotary, dict) and "mrope_section" in rotary:
-        chosen["rope_parameters"] = {**rotary, "mrope_section": [2, 1, 1]}  # of half a head
     for name in getattr(usual, "sub_configs", {}):
         inner = getattr(usual, name, None)
         if inner is not None:

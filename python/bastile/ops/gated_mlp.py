@@ -8,7 +8,7 @@ from torch.nn.functional import linear
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
 
-__all__ = ["gated_mlp"]
+__all__ = ["gated_mlp", "gated_mlp_of_halves"]
 
 
 def unit_gradients(
@@ -84,6 +84,59 @@ def _gradients(ctx, dout):
     return *gradients, None
 
 
+class _GatedMLPOfHalves(Function):
+    """As _GatedMLP, where one product makes a and b as halves of h. The kernel writes their gradients over them, so dx
+    and the weight's gradient are one product each."""
+
+    @staticmethod
+    def forward(ctx, x, weight, down, unit, up_first):
+        h = x.reshape(-1, x.shape[-1]).mm(weight.t())
+        y = unit.forward(*_halves(h, up_first))
+        want_x, want_weight, *_ = ctx.needs_input_grad
+        # For first_order_only: see _GatedMLP.
+        way_back = None if (want_x and want_weight) or torch.compiler.is_compiling() else x.new_empty(0)
+        ctx.save_for_backward(x if want_weight else None, weight if want_x else None, down, h, way_back)
+        ctx.shape, ctx.unit, ctx.up_first = x.shape, unit, up_first
+        out = linear(y.view(*x.shape[:-1], down.shape[1]), down)
+        return out if way_back is None else (out, way_back)
+
+    @staticmethod
+    def backward(ctx, dout, *_):
+        with torch.autocast(dout.device.type, enabled=False):  # what the products read has one type
+            return _gradients_of_halves(ctx, dout)
+
+
+def _gradients_of_halves(ctx, dout):
+    x, weight, down, h, way_back = ctx.saved_tensors
+    last = release_on_last_pass(ctx, dout)
+    want_x, want_weight, want_down, *_ = ctx.needs_input_grad
+    dx = dweight = ddown = None
+    drows = dout.reshape(-1, dout.shape[-1])
+    a, b = _halves(h, ctx.up_first)
+    da, db, y = unit_gradients(ctx.unit, drows.mm(down), a, b, (True, True, want_down), last)
+    # Written over, they are h's halves still.
+    dh = h if last else torch.cat((db, da) if ctx.up_first else (da, db), 1)
+    del a, b, da, db, h
+    if want_down:
+        ddown = drows.t().mm(y)
+    if want_weight:
+        dweight = dh.t().mm(x.reshape(-1, x.shape[-1]))
+    if want_x:
+        dx = dh.mm(weight).view(ctx.shape)
+    gradients = dx, dweight, ddown
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        gradients = tuple(
+            [first_order_only("gated_mlp_of_halves", g, dout, x, weight, down, way_back) for g in gradients]
+        )
+    return *gradients, None, None
+
+
+def _halves(h: torch.Tensor, up_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is activated, and what it multiplies."""
+    first, second = h.chunk(2, -1)
+    return (second, first) if up_first else (first, second)
+
+
 def _check(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
     def fault(name: str, t: torch.Tensor, needed: str) -> RuntimeError:
         return RuntimeError(f"gated_mlp: {name} has shape {list(t.shape)}; {needed} is needed")
@@ -141,3 +194,63 @@ def gated_mlp(
 
 def _original(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gated: Unit) -> torch.Tensor:
     return linear(gated.original(linear(x, gate), linear(x, up)), down)
+
+
+def gated_mlp_of_halves(
+    x: torch.Tensor,
+    gate_up_weight: torch.Tensor,
+    down_weight: torch.Tensor,
+    activation: str = "silu",
+    *,
+    up_first: bool = False,
+) -> torch.Tensor:
+    """As `gated_mlp`, with the first two layers' weights one below the other in one tensor (Phi-3, GLM): one product in
+    place of two, and no copy puts the two gradients together.
+
+    Args:
+        x: [..., H]; float32, bfloat16 or float16.
+        gate_up_weight: [2I, H], the gate's rows and then up's, of x's type (under autocast all three are cast as a
+            linear layer casts them).
+        down_weight: [H, I].
+        activation: as in `bastile.ops.glu.glu`.
+        up_first: up's rows are the first ones.
+
+    Returns:
+        [..., H]. The rest is as for `gated_mlp`.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
+    """
+    op = "gated_mlp_of_halves"
+    given = x, gate_up_weight, down_weight
+    gated = unit_of(op, activation)
+    need_floats(op, x=x, gate_up_weight=gate_up_weight, down_weight=down_weight)
+    for name, t, fits, needed in (
+        ("x", x, x.dim() > 0, "[..., H]"),
+        (
+            "gate_up_weight",
+            gate_up_weight,
+            gate_up_weight.dim() == 2 and gate_up_weight.shape[0] % 2 == 0 and gate_up_weight.shape[1:] == x.shape[-1:],
+            f"[2I, {x.shape[-1] if x.dim() else 'H'}]",
+        ),
+        (
+            "down_weight",
+            down_weight,
+            down_weight.dim() == 2 and down_weight.shape[1] * 2 == gate_up_weight.shape[0],
+            f"[H, {gate_up_weight.shape[0] // 2 if gate_up_weight.dim() else 'I'}]",
+        ),
+    ):
+        if not fits:
+            raise RuntimeError(f"{op}: {name} has shape {list(t.shape)}; {needed} is needed")
+    is_served = served(*given)
+    if is_served:
+        x, weight, down = given = cast_as_linear(*given)
+        is_served = x.dtype == weight.dtype == down.dtype
+    x, weight, down = given
+    if not is_served:
+        return linear(gated.original(*_halves(linear(x, weight), up_first)), down)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out = _GatedMLPOfHalves.apply(*given, gated, up_first)
+        return out[0] if type(out) is tuple else out
+    # y is all that the gradient of the last weight needs.
+    return linear(gated.forward(*_halves(linear(x, weight), up_first)), down)
