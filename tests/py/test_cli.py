@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import ViTConfig
+from transformers import ResNetConfig
 
 import bastile
 from bastile.cli import compare, data, files, main
@@ -93,7 +93,7 @@ def test_mistakes_are_told_with_their_remedy(
     binary = tmp_path / "binary"
     binary.write_bytes(b"\xff\xfe\x00")
     other = tmp_path / "other"
-    ViTConfig().save_pretrained(other)
+    ResNetConfig().save_pretrained(other)
     good = ["finetune", "--model", saved_model, "--data", text, "--out", tmp_path, "--device", "cpu"]
     for change, told in (
         (["--data", tmp_path / "none.txt"], "none.txt cannot be read (No such file or directory); give the path"),
@@ -102,7 +102,7 @@ def test_mistakes_are_told_with_their_remedy(
         (["--out", binary], str(binary)),
         (["--data", binary], "not text in UTF-8 (byte 0); convert it first"),
         (["--model", tmp_path], "no config and tokenizer found there"),
-        (["--model", other], "is of the type vit, in which bastile knows no code"),
+        (["--model", other], "is of the type resnet, in which bastile knows no code"),
         (["--sequence", "10000000"], "give a longer text, or a smaller --batch or --sequence"),
         (["--steps", "1"], "--steps must be at least 2"),
         (["--device", "toaster"], "give cpu, cuda or cuda:N"),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, LlamaConfig, PreTrainedModel, ViTConfig
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel, ResNetConfig
 
 import bastile
 from bastile import warmup
@@ -330,11 +330,11 @@ def test_the_command_compiles_or_says_why_not() -> None:
 def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from bastile.cli import main
 
-    ViTConfig().save_pretrained(tmp_path / "other")
+    ResNetConfig().save_pretrained(tmp_path / "other")
     for arguments, told in (
         (["--shape", "tiny", "--model", str(tmp_path)], "give either --model or --shape, not both"),
         (["--model", str(tmp_path)], "no config and tokenizer found there"),
-        (["--model", str(tmp_path / "other")], "is of the type vit, in which bastile knows no code"),
+        (["--model", str(tmp_path / "other")], "is of the type resnet, in which bastile knows no code"),
     ):
         assert main(["warmup", *arguments]) == 2
         assert told in capsys.readouterr().err
