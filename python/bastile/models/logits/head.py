@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,7 @@ from bastile.guards import function_of
 
 #: Packages whose hooks on a head make its weight whole for the time of its call, and change no number.
 _GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
+_PARALLEL = "transformers.distributed.tensor_parallel"
 
 
 def output_head(model: Any) -> nn.Module | None:
@@ -33,7 +35,7 @@ def why_not(head: nn.Module) -> str | None:
     if cls is not nn.Linear and not sharded:
         return f"the output head is a {cls.__name__}, not a plain nn.Linear"
     own = head.__dict__.get("forward")
-    if own is not None and function_of(own) is not cls.forward:
+    if own is not None and function_of(own) is not cls.forward and not is_parallel(head):
         return "the output head has a forward of its own"
     if head._backward_hooks or head._backward_pre_hooks or _has_any_global_hook():
         return "hooks look at the gradients of the output head, or at all modules"
@@ -41,6 +43,37 @@ def why_not(head: nn.Module) -> str | None:
         if not gathers(hook):
             return f"the output head has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
+
+
+def is_parallel(head: nn.Module) -> bool:
+    """Whether Transformers' tensor parallelism has parts of its weight on several devices, all of which get the same
+    hidden states and give all logits: then the weight can be gathered in place of the logits."""
+    own = head.__dict__.get("forward")
+    if getattr(own, "__module__", None) != _PARALLEL or not isinstance(head.weight, _dtensor()):
+        return False
+    kept = inspect.getclosurevars(own).nonlocals
+    style: Any = kept.get("self")
+    return (
+        type(style).__name__ == "ColwiseParallel"
+        and function_of(kept.get("original_forward")) is type(head).forward
+        and style.use_local_output
+        and style.input_layouts.is_replicate()
+        and style.output_layouts.is_replicate()
+    )
+
+
+def _dtensor() -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def weights_of(head: Any) -> tuple[Any, Any]:
+    """Weight and bias. Parts of a parallel head are gathered here, in the head's call, which every process makes: who
+    reads logits later needs nobody else. Gradients go back to the parts."""
+    if not is_parallel(head):
+        return head.weight, head.bias
+    return head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
 
 
 def is_gathered(head: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bastile.models.logits.head import is_gathered
+from bastile.models.logits.head import is_gathered, weights_of
 
 Compute = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -54,7 +54,7 @@ class Call:
         device = hidden.device.type
         self.forward, self.dtype = forward, dtype
         self.head, self.hidden = head, hidden
-        self.weight, self.bias = head.weight, head.bias
+        self.weight, self.bias = weights_of(head)
         self.is_gathered = is_gathered(head)
         # Of shardings, which only want to know when. torch's handles refer to this weakly, and to no plain dictionary.
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from bastile.models.logits import follow, parts  # noqa: F401  (they enter what is followed)
-from bastile.models.logits.head import is_gathered, logits_type, output_head, why_not
+from bastile.models.logits.head import is_gathered, is_parallel, logits_type, output_head, why_not
 from bastile.models.logits.losses import causal_loss
 from bastile.models.logits.pending import Call, Forward
 from bastile.models.logits.said import note
@@ -74,7 +74,8 @@ def _can_wait(head: nn.Linear, hidden: Any) -> bool:
             note("stepped aside", _forward().model, "the output head is sharded, and the model has no labels")
         return _forward().has_labels and served(hidden)
     weight, bias = head.weight, head.bias
-    if not served(hidden, weight, bias) or hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device:
+    weights = () if is_parallel(head) else (weight, bias)
+    if not served(hidden, *weights) or hidden.shape[-1] != weight.shape[-1] or hidden.device != weight.device:
         return False
     types = {t.dtype for t in (hidden, weight, bias) if t is not None}
     return len(types) == 1 or torch.is_autocast_enabled(hidden.device.type)

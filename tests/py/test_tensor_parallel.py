@@ -1,0 +1,65 @@
+"""Transformers' tensor parallelism on two processes: the fused loss runs, with one process's loss and gradients."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+import bastile
+from bastile.models import small
+from bastile.models.support import Check
+
+PROCESSES = 2
+
+
+def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
+    """As small.step, and the output's logits."""
+    ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[:, 4] = -100
+    output = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(17))
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return output.loss.detach(), gradients, output
+
+
+def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    # torch's launcher would say so.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES), LOCAL_WORLD_SIZE=str(PROCESSES))
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+    bastile.apply()
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
+    assert model.get_output_embeddings().weight.to_local().shape[0] < small.SIZES["vocab_size"]  # it is parted
+    loss, gradients, output = step(model)
+    told = bastile.report()
+    assert told.ran("fused_linear_cross_entropy") == 1, told
+    assert told.ran("swiglu") == 2
+    assert told.ran("add_rms_norm") == 4
+    assert gradients.keys() == want["gradients"].keys()
+    near(loss, want["loss"])
+    for name, gradient in gradients.items():
+        near(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient, want["gradients"][name])
+    if rank == 0:  # alone: nothing waits for the other process
+        near(output.logits.detach(), want["logits"])
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert float((got - want).abs().max()) <= Check.ALLOWED_GRADIENT * float(want.abs().max())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])  # gemma's head is its embedding
+def test_two_processes_train_as_one(model_type: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.distributed.tensor_parallel", reason="this release parts heads in another way")
+    model = small.small_model(model_type, num_attention_heads=4, num_key_value_heads=2)
+    model.save_pretrained(tmp_path)
+    loss, gradients, output = step(model)
+    want = {"loss": loss, "gradients": gradients, "logits": output.logits.detach()}
+    torch.multiprocessing.spawn(one_of_two, (str(tmp_path), model_type, want), nprocs=PROCESSES)
