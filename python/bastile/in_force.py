@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
+from bastile.models import loading
 from bastile.models.loading import is_model_file
+from bastile.models.rebind import with_globals_of
 from bastile.models.sites import ModelFile, Site, described, file_of, sites
 
 
@@ -56,11 +58,15 @@ def _while_in_force(entry: Applied) -> Any:
     original, replacement = entry.original, entry.site.build(entry.original)
 
     @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def either(*args: Any, **kwargs: Any) -> Any:
         if entry.is_in_force:
             return replacement(*args, **kwargs)
         return original(*args, **kwargs)
 
+    call: Any = either
+    if loading.is_torchs(original.__module__ or ""):
+        # torch.jit.script compiles the original's source, and looks up what it names among this function's globals.
+        call = with_globals_of(original, either)
     stand_in_for(original, call)
     return mark_as_ours(call) if is_ours(replacement) else call
 

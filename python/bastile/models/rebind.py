@@ -22,6 +22,11 @@ def with_global(function: types.FunctionType, name: str, value: Any) -> types.Fu
     return _copy(function, scope, function.__closure__)
 
 
+def with_globals_of(other: types.FunctionType, function: Any) -> types.FunctionType:
+    """The same code, which uses no global, with the globals of another function."""
+    return _copy(function, other.__globals__, function.__closure__)
+
+
 def wrapped_cell(function: types.FunctionType) -> types.CellType | None:
     """Where a decorator's wrapper keeps the function that it calls; None where that is not to be found."""
     innermost = inspect.unwrap(function)

@@ -48,7 +48,7 @@ def why_not(head: nn.Module) -> str | None:
 def is_parallel(head: nn.Module) -> bool:
     """Whether Transformers' tensor parallelism has parts of its weight on several devices, all of which get the same
     hidden states and give all logits: then the weight can be gathered in place of the logits."""
-    own = head.__dict__.get("forward")
+    own: Any = head.__dict__.get("forward")
     if getattr(own, "__module__", None) != _PARALLEL or not isinstance(head.weight, _dtensor()):
         return False
     kept = inspect.getclosurevars(own).nonlocals
