@@ -48,10 +48,9 @@ def sites(file: ModelFile) -> Iterator[Site]:
             yield file.forward_site("qk_norm_rope", found.owner, build)
     known = {found.owner for found in file.forwards("attention")}
     for cls in (each for each in file.own_classes() if norms and rotaries and each not in known):
-        code = file.read(cls)
-        node = None if code is None or not code.rotary else rewrite.norm_rotaries(code, rotaries)
-        if code is not None and node is not None:
-            yield file.forward_site("qk_norm_rope", cls, partial(rewritten_forward, code, node, norms, rotaries))
+        read = file.read(cls, partial(rewrite.norm_rotaries, rotaries=rotaries))
+        if read is not None:
+            yield file.forward_site("qk_norm_rope", cls, partial(rewritten_forward, *read, norms, rotaries))
 
 
 def rewritten_forward(

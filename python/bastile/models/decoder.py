@@ -15,7 +15,7 @@ import torch
 from bastile.models import rewrite
 from bastile.models.checkpoints import runs_again, watched
 from bastile.models.forms import Code
-from bastile.models.norm import Norm, norm_of, norms_of
+from bastile.models.norm import Norm, norm_of, norms_of, torch_norms
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.norm import add_layer_norm, layer_norm
 from bastile.ops.rms_norm import add_rms_norm
@@ -24,12 +24,13 @@ from bastile.report import Tally
 
 def sites(file: ModelFile) -> Iterator[Site]:
     norms = norms_of(file)
+    if norms == torch_norms() and any(cls.__name__.endswith("Norm") for cls in file.own_classes()):
+        return  # its norms are its own, and of code that is not known
     for cls in file.own_classes():
-        code = file.read(cls)
-        node = None if code is None else rewrite.add_norms(code)
-        if code is not None and node is not None:
+        read = file.read(cls, rewrite.add_norms)
+        if read is not None:
             # The wrapper checkpoints the layer, and asks whether it is the class's own.
-            site = file.wrapped_site("add_rms_norm", cls, partial(layer_forward, code, node, norms))
+            site = file.wrapped_site("add_rms_norm", cls, partial(layer_forward, *read, norms))
             if site is not None:
                 yield site
 

@@ -33,7 +33,7 @@ _Statements = list[ast.stmt]
 
 def add_norms(code: Code) -> ast.FunctionDef | None:
     """The function with sums and norms at once; None where no norm of a sum is in it."""
-    if _is_closed(code):
+    if not _has_norm(code) or _is_closed(code):
         return None
     node = copy.deepcopy(code.node)
     rewriter = _AddNorms(_own_name(node))
@@ -43,7 +43,7 @@ def add_norms(code: Code) -> ast.FunctionDef | None:
 
 def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | None:
     """The function with norms of queries and keys and one of these rotary functions at once."""
-    if _is_closed(code):
+    if not code.rotary or not _has_norm(code) or _is_closed(code):
         return None
     node = copy.deepcopy(code.node)
     rewriter = _NormRotaries(_own_name(node), rotaries)
@@ -68,6 +68,10 @@ def rewritten(node: ast.FunctionDef, code: Code, original: Any, name: str, helpe
     made = scope["make"](helper)
     made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
     return functools.update_wrapper(made, original)
+
+
+def _has_norm(code: Code) -> bool:
+    return any(map(_NORM.search, code.attributes))
 
 
 def _is_closed(code: Code) -> bool:

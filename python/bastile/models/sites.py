@@ -92,6 +92,7 @@ class ModelFile:
         self.title = folder_of(self.name)
         self.scope = {} if self.module is None else dict(vars(self.module))
         self._seen: dict[Any, Found | None] = {}
+        self._codes: dict[Any, tuple[FunctionType, Code] | None] = {}
 
     def classes(self) -> Iterator[tuple[str, type]]:
         """The modules' classes that the file binds, by name, and those given beside."""
@@ -145,11 +146,14 @@ class ModelFile:
             self._seen[stock] = self._look(cls.__name__, cls, stock)
         return self._seen[stock]
 
-    def read(self, cls: type) -> Code | None:
-        """The code of a class's forward, known or not, where what its source says is what runs."""
-        stock = stock_of(vars(cls)["forward"])
-        read = self._read(cls.__name__, cls, stock)
-        return read[1] if read is not None and runs(read[1].node, read[1], read[0]) else None
+    def read(self, cls: type, rewritten: Callable[[Code], Any]) -> tuple[Code, Any] | None:
+        """The code of a class's forward, known or not, and what a function makes of it; None where that is None, or
+        where other code runs than its source says."""
+        read = self._read(cls.__name__, cls, stock_of(vars(cls)["forward"]))
+        made = None if read is None else rewritten(read[1])
+        return (
+            (read[1], made) if read is not None and made is not None and runs(read[1].node, read[1], read[0]) else None
+        )
 
     def _look(self, name: str, owner: Any, stock: Any) -> Found | None:
         read = self._read(name, owner, stock)
@@ -175,6 +179,11 @@ class ModelFile:
 
     def _read(self, name: str, owner: Any, stock: Any) -> tuple[FunctionType, Code] | None:
         """The function that does the work, and its code."""
+        if stock not in self._codes:
+            self._codes[stock] = self._read_anew(name, owner, stock)
+        return self._codes[stock]
+
+    def _read_anew(self, name: str, owner: Any, stock: Any) -> tuple[FunctionType, Code] | None:
         inner, where = stock, _where(name, owner)
         while hasattr(inner, "__wrapped__") and not _is_foreign(inner, self.name):
             inner = stock_of(inner.__wrapped__)
