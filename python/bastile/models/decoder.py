@@ -6,11 +6,13 @@ went past it. The last addition stays the layer's own: to give it to the next la
 two tensors, and hooks, checkpointing and output_hidden_states would see the difference. A norm whose result is added,
 as behind OLMo 2's attention, is one of its own."""
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bastile.models import rewrite
 from bastile.models.checkpoints import runs_again, watched
@@ -56,7 +58,17 @@ def layer_forward(
         total = x if residual is None else x + residual
         return module(total), total
 
-    return rewrite.rewritten(node, code, original, rewrite.ADD_NORM, add_norm)
+    at_once = rewrite.rewritten(node, code, original, rewrite.ADD_NORM, add_norm)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if args else None
+        if isinstance(x, torch.Tensor) and runs_again(x) and isinstance(self, GradientCheckpointingLayer):
+            with watched(x):
+                return at_once(self, *args, **kwargs)
+        return at_once(self, *args, **kwargs)
+
+    return forward
 
 
 def _at_once(norm: Norm, module: Any, x: Any, residual: Any) -> tuple[Any, Any]:
