@@ -122,7 +122,7 @@ def check(model_type: str) -> Check:
     served = {name: name not in left for name in sorted(has)}
     # Transformers' own wrapper chooses what computes experts: their code is not what runs, served or not.
     are_served = "moe_experts" in ran and not any(line.aside for line in told if line.operator == "moe_experts")
-    served.update(dict.fromkeys(experts, are_served))
+    served.update(dict.fromkeys(sorted(experts), are_served))
     return Check(model_type, float("inf") if loss != loss else loss, gradients, ran, aside, served)
 
 
