@@ -477,11 +477,12 @@ def test_what_the_compiler_is_told_is_true(device):
     rows = GATHER(t["hidden"], order)
     h = grouped_rows(rows, t["gate_up"], ends)
     check(ops.grouped_rows.default, (rows, t["gate_up"], ends))
-    check(ops.moe_glu_forward.default, (h, t["gate_up_bias"], ends, 1.7, 7.0))
-    y = ops.moe_glu_forward(h, t["gate_up_bias"], ends, 1.7, 7.0)
+    unit = 5, True, 1.7, 7.0  # swiglu_oai, interleaved, alpha, limit
+    check(ops.moe_glu_forward.default, (h, t["gate_up_bias"], ends, *unit))
+    y = ops.moe_glu_forward(h, t["gate_up_bias"], ends, *unit)
     check(ops.grouped_matrices.default, (rows, y, ends))
     for wanted in ((True,) * 4, (True, False, False, False), (False, True, True, False)):
-        given = (y, h, t["gate_up_bias"], ends, order, t["weights"], None, 1.7, 7.0, *wanted)
+        given = (y, h, t["gate_up_bias"], ends, order, t["weights"], None, *unit, *wanted)
         check(ops.moe_glu_backward.default, given)
         check(ops.moe_glu_backward_inplace.default, (y.clone(), h.clone(), *given[2:]))
     check(ops.moe_combine_forward.default, (rows, position, t["weights"], t["down_bias"], indices))

@@ -22,6 +22,8 @@ typedef struct moe_cpu {
     const float *dots_in;
     float *dots;
     float *partial; /* [chunks + experts, columns]: that of chunk c and expert e is row c + e */
+    int activation; /* of the gated unit, as is the rest */
+    bool interleaved;
     float alpha, limit;
 } moe_cpu;
 
