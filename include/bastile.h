@@ -407,9 +407,9 @@ typedef struct bst_moe_glu_options {
 BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias,
                                        const DLTensor *ends, const bst_moe_glu_options *options, DLTensor *y);
 /* Its gradients, where each row counts by its routing weight w, y being computed again from h. dy [N, I]: the gradient
- * of w y, divided by w. dh [N, 2I], zero beyond a limit; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y, plus
- * dots [N] float32 where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed order.
- * Each may be NULL. dh may be h itself, and wy dy itself. */
+ * of w y, divided by w. dh [N, 2I], zero beyond a limit; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y,
+ * plus dots [N] float32 where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed
+ * order. Each may be NULL. dh may be h itself, and wy dy itself. */
 BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
                                         const DLTensor *bias, const DLTensor *ends, const DLTensor *order,
                                         const DLTensor *weights, const DLTensor *dots,

@@ -102,7 +102,8 @@ static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u,
     return (bst_gated_gradients){u * (scaled * a.slope), a.rest * scaled, u * a.value};
 }
 
-/* Of experts: the gate at most `limit`, up between -limit and limit. swiglu_oai is (up + 1) gate sigmoid(alpha gate). */
+/* Of experts: the gate at most `limit`, up between -limit and limit. swiglu_oai is (up + 1) gate sigmoid(alpha gate),
+ * from float32's exponential whatever the type. */
 static inline float bst_gated_within(float g, float u, int activation, float alpha, float limit, bst_dtype dtype) {
     float gate = bst_clamp(g, -INFINITY, limit), up = bst_clamp(u, -limit, limit);
     if (activation != BST_SWIGLU_OAI_CODE) return bst_gated(gate, up, activation, dtype);

@@ -508,7 +508,8 @@ static void compile_calls(void) {
                 CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, &oai, d_dh,
                                               frozen ? NULL : d_wy, d_dweights, frozen ? NULL : d_dgub));
             }
-            CHECK_OK(bst_moe_glu_forward(exec, d_h, NULL, d_ends, NULL, d_rows)); /* SwiGLU of halves, as most have it */
+            /* SwiGLU of halves, as most have it. */
+            CHECK_OK(bst_moe_glu_forward(exec, d_h, NULL, d_ends, NULL, d_rows));
             for (int frozen = 0; frozen < 2; frozen++)
                 CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, NULL, d_ends, d_order, d_weights, NULL, NULL, d_dh,
                                               frozen ? NULL : d_wy, d_dweights, NULL));

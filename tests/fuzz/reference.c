@@ -447,8 +447,7 @@ static void moe_glu_forward(fuzz_call *c) {
                 continue;
             }
             double value = activate(c, g, &slope), size = activation_size(c, g, value) + fabs(slope) * lost;
-            want(y, n * half + i, value * u,
-                 size * fabs(u) + fabs(value) * of_up + (value == 0 && g < 0 ? 1e-30 : 0));
+            want(y, n * half + i, value * u, size * fabs(u) + fabs(value) * of_up + (value == 0 && g < 0 ? 1e-30 : 0));
         }
     }
 }

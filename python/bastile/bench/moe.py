@@ -54,9 +54,11 @@ def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Ten
         grouped_rows(y, down, ends)
         if case.backward:
             grouped_rows(drows, down.transpose(1, 2), ends)
-            grouped_matrices(*((y, drows) if is_oai else (drows, y)), ends)
+            left, right = (y, drows) if is_oai else (drows, y)
+            grouped_matrices(left, right, ends)
             grouped_rows(h, gate_up.transpose(1, 2), ends)
-            grouped_matrices(*((rows, h) if is_oai else (h, rows)), ends)
+            left, right = (rows, h) if is_oai else (h, rows)
+            grouped_matrices(left, right, ends)
         return ()
 
     return run

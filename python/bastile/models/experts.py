@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from bastile.models.mlp import activation_of
 from bastile.models.rebind import parameter_names
@@ -41,9 +40,9 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
 
     names, table, default = parameter_names(original), moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
     default_gate, variant = moe._default_apply_gate, found.form.variant
-    has_own_gate, limit, alpha = "_apply_gate" in found.methods, variant.get("limit"), variant.get("alpha")
+    has_own_gate, limit, alpha = "_apply_gate" in found.methods, variant["limit"], variant["alpha"]
 
-    def obstacle(self: Any, hidden: Any, indices: Any, weights: Any, activation: str | None) -> str | None:
+    def obstacle(self: Any, hidden: Any, indices: Any, weights: Any, activation: Any) -> str | None:
         if not has_own_gate and (type(self)._apply_gate is not default_gate or "_apply_gate" in vars(self)):
             return "the gate has been replaced by another"
         if not found.is_kept_by(self) or table[_DEFAULT] is not default:
@@ -61,7 +60,7 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
         if given or len(args) > len(names):
             tally.step_aside("it was not called with states, indices and weights alone")
             return original(self, *args, **kwargs)
-        activation = variant.get("activation") or activation_of(getattr(self, "act_fn", None))
+        activation: Any = variant["activation"] or activation_of(getattr(self, "act_fn", None))
         why = obstacle(self, hidden, indices, weights, activation)
         if why is not None:
             tally.step_aside(why)
@@ -89,7 +88,7 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
     return forward
 
 
-def _parameters(experts: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+def _parameters(experts: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
     """gate_up [E, H, 2I], its bias, down [E, I, H], its bias. Turned weights are views."""
     gate_up, down = experts.gate_up_proj, experts.down_proj
     if not experts.is_transposed:
@@ -105,19 +104,19 @@ def expert_counts(config: Any) -> set[int]:
     return {count for of in found for count in (of if isinstance(of, (list, tuple)) else [of]) if count is not None}
 
 
-def _are_whole(experts: nn.Module) -> bool:
+def _are_whole(experts: Any) -> bool:
     """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
     config: Any = getattr(experts, "config", None)
-    return (
+    return bool(
         getattr(config, "_experts_implementation", None) == _DEFAULT
         and not getattr(experts, "_is_expert_parallel", False)
         and experts.num_experts in expert_counts(config)
     )
 
 
-def _serves(hidden: Any, indices: Any, weights: Any, experts: nn.Module) -> bool:
+def _serves(hidden: Any, indices: Any, weights: Any, experts: Any) -> bool:
     parameters = [p for p in _parameters(experts) if p is not None]
-    return (
+    return bool(
         all(torch.is_tensor(t) for t in (hidden, indices, weights))
         and hidden.dim() == 2
         and indices.shape == weights.shape

@@ -1,5 +1,5 @@
-/* moe.h - what moe.c and moe_cuda.c share: the places of arguments, and the launches, for views and attributes that moe.c
- * has checked and of which there are rows. moe.c calls moe_cuda.c, never the other way. */
+/* moe.h - what moe.c and moe_cuda.c share: the places of arguments, and the launches, for views and attributes that
+ * moe.c has checked and that are not empty. moe.c calls moe_cuda.c, never the other way. */
 #ifndef BST_MOE_H
 #define BST_MOE_H
 
