@@ -276,6 +276,8 @@ class _Step:
         parts = self.family.mlp
         both = parts.get("gate_up") or parts.get("up_gate", "")  # where they are one projection
         projections = gate, up, down = [mlp[n] for n in (parts.get("gate", both), parts.get("up", both), parts["down"])]
+        if not all(p.is_there for p in projections):  # experts in its place
+            return
         name, kind = ("swiglu", ()) if activation == "silu" else ("glu", (list(ACTIVATIONS).index(activation),))
         yield Call(f"{name}_forward", (*kind, rows, rows), title)
         wanted = x or gate.is_trained, x or up.is_trained

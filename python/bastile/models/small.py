@@ -58,6 +58,7 @@ SIZES: dict[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
+    "swiglu_limit": 0.5,  # so that it is met
     "n_group": 1,
     "topk_group": 1,
     "num_nextn_predict_layers": 0,
