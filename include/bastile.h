@@ -371,7 +371,7 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
 /* A mixture of experts around its grouped products, which are the caller's: with T tokens of H numbers, K experts each
  * out of E, and N = T K rows sorted by expert,
  *   sort      indices [T, K]           -> order, position, ends
- *   gather    x [T, H]                 -> rows [N, H]
+ *   gather    x [T, H], position       -> rows [N, H]
  *   product   rows, weight [E, H, 2I]  -> h [N, 2I]
  *   glu       h, bias [E, 2I]          -> y [N, I]
  *   product   y, weight [E, I, H]      -> y [N, H]
@@ -381,7 +381,7 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023.
  * An entry of order, position, indices or ends that no sort gives: BST_INVALID on CPU, before anything is written; on
  * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN (a sum
- * without weights leaves the pair out). That none stands there twice is for the caller to see to. */
+ * without weights leaves the pair out, gather the row as it is). That none stands there twice is for the caller to see to. */
 
 /* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T,
  * K] int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where
@@ -389,8 +389,8 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  * behind all experts', its token's output is NaN and its pair's gradients are zero. */
 BST_API bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor *order, DLTensor *position,
                                 DLTensor *ends);
-/* rows[n] = x[order[n] / K]. */
-BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows);
+/* rows[position[t K + k]] = x[t], K = N / T. position [N], sort's in one dimension. */
+BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *position, DLTensor *rows);
 
 /* options NULL: SwiGLU of halves. */
 typedef struct bst_moe_glu_options {

@@ -415,14 +415,11 @@ static void moe_sort(fuzz_call *c) {
 }
 
 static void moe_gather(fuzz_call *c) {
-    const fuzz_tensor *x = input(c, "x"), *order = input(c, "order");
+    const fuzz_tensor *x = input(c, "x"), *position = input(c, "position");
     fuzz_tensor *rows = output(c, "rows");
-    for (int64_t n = 0; rows->count && n < order->count; n++) {
-        int64_t token = (int64_t)order->numbers[n] / (order->count / x->shape[0]);
-        for (int64_t i = 0; i < last(x); i++) {
-            double value = x->numbers[token * last(x) + i];
-            want(rows, n * last(x) + i, value, 0);
-        }
+    for (int64_t pair = 0; rows->count && pair < position->count; pair++) {
+        int64_t token = pair / (position->count / x->shape[0]), row = (int64_t)position->numbers[pair];
+        for (int64_t i = 0; i < last(x); i++) want(rows, row * last(x) + i, x->numbers[token * last(x) + i], 0);
     }
 }
 

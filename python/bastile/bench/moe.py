@@ -42,9 +42,8 @@ def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Ten
     is_oai = "gate_up_bias" in tensors
     from bastile.ops._grouped import grouped_matrices, grouped_rows
 
-    order, _, ends = torch.ops.bastile.moe_sort(tensors["indices"], case.shape[3])
-    rows = torch.ops.bastile.moe_gather(tensors["hidden"], order)
-    drows = torch.ops.bastile.moe_gather(tensors["upstream 0"], order)
+    _, position, ends = torch.ops.bastile.moe_sort(tensors["indices"], case.shape[3])
+    rows, drows = (torch.ops.bastile.moe_gather(tensors[n], position.view(-1)) for n in ("hidden", "upstream 0"))
     h = grouped_rows(rows, _weights(tensors, is_oai)[0], ends)
     y = h[:, : case.shape[2]].contiguous()
 

@@ -310,7 +310,8 @@ class _Step:
         if form["has_bias"]:
             h_bias, bias = Zeros((count, 2 * inner), dtype), Zeros((count, width), dtype)
         indices, position = Zeros((_ROWS, choices), torch.int64), Zeros((_ROWS, choices), torch.int32)
-        order, ends = Zeros((pairs,), torch.int32), Zeros((count,), torch.int32, value=pairs)
+        order = places = Zeros((pairs,), torch.int32)
+        ends = Zeros((count,), torch.int32, value=pairs)
         weights, dots = Zeros((_ROWS, choices), self.types.product), Zeros((pairs,), torch.float32)
         # alpha and limit, where there is one, are arguments of the kernels.
         unit = UNITS.index(activation), form["interleaved"], 1.0, 1.0 if form["limit"] else math.inf
@@ -320,7 +321,7 @@ class _Step:
         want_h = x or want_gate_up or want_h_bias
 
         yield Call("moe_sort", (indices, count), title)
-        yield Call("moe_gather", (tokens, order), title)
+        yield Call("moe_gather", (tokens, places), title)
         yield Call("moe_glu_forward", (h, h_bias, ends, *unit), title)
         yield Call("moe_combine_forward", (rows, position, weights, bias, indices), title)
         has_dots = bias is not None and (want_weights or want_bias)

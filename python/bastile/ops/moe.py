@@ -11,6 +11,7 @@ from bastile.ops import _fakes  # noqa: F401  (registers the operators, with the
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import ACTIVATIONS
 from bastile.ops._grouped import grouped_matrices, grouped_rows
+from bastile.recompute import offer
 
 __all__ = ["moe_experts"]
 
@@ -58,27 +59,33 @@ def _gate_gradients(in_place, dy, h, given, want):
 
 
 class _Experts(Function):
-    """Keeps its inputs, the sort, and the first product's result. The rows are gathered and the gate is computed again
-    in the backward pass, and the routing weights' gradient comes from the gate's side of the second product: with dy
-    the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not be kept.
+    """Keeps its inputs, the sort, the gathered rows, which recomputation makes again, and the first product's result.
+    The gate is computed again in the backward pass, and the routing weights' gradient comes from the gate's side of the
+    second product: with dy the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not
+    be kept.
 
     What is as large as the rows is let go of as soon as it has been read."""
 
     @staticmethod
     def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate, with_grad):
         order, position, ends = _sort(indices, gate_up.shape[0])
-        h = grouped_rows(_gather(hidden, order), gate_up, ends)
+        places = position.view(-1)
+        rows = _gather(hidden, places)
+        offer(_gather, (hidden, places), rows)
+        h = grouped_rows(rows, gate_up, ends)
+        if not (with_grad and ctx.needs_input_grad[3]):
+            rows = None
         y = _glu_forward(h, gate_up_bias, ends, *gate)
         if not (with_grad and any(ctx.needs_input_grad)):
             h = None  # no backward pass will read it
         y = grouped_rows(y, down, ends)
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
+        ctx.save_for_backward(hidden, rows, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
         ctx.gate = gate
         return _combine_forward(y, position, weights, down_bias, indices)
 
     @staticmethod
     def backward(ctx, dout):
-        hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
+        hidden, x, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
         last = release_on_last_pass(ctx, dout)  # h above all
         want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, *_ = (
             ctx.needs_input_grad
@@ -89,7 +96,7 @@ class _Experts(Function):
                 dout, order, ends, weights, down_bias, want_weights, want_down_bias
             )
         else:
-            rows = _gather(dout, order)
+            rows = _gather(dout, position.view(-1))
         want_dh = want_hidden or want_gate_up or want_gate_up_bias
         if want_dh or want_weights or want_down:
             dy = grouped_rows(rows, down.transpose(1, 2), ends)
@@ -100,7 +107,8 @@ class _Experts(Function):
             dh, wy, dweights, dgate_up_bias = _gate_gradients(last, dy, h, given, want)
             del dy, h
             if want_gate_up:
-                dgate_up = _weight_gradient(_gather(hidden, order), dh, ends, gate_up)
+                dgate_up = _weight_gradient(x, dh, ends, gate_up)
+            del x
             if want_hidden:
                 dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
                 dhidden = _combine_forward(dx, position, None, None, None)

@@ -44,12 +44,13 @@ static bst_status need_experts(const char *op, int64_t experts) {
 }
 
 /* Each row of the matrix that rows are gathered from has as many pairs. */
-static bst_status need_order_of(const char *op, const bst_view *order, const char *name, const bst_view *tokens) {
-    BST_TRY(need_countable(op, "order", "elements", order->count));
-    if (tokens->size[0] ? order->count % tokens->size[0] == 0 : !order->count) return BST_OK;
+static bst_status need_pairs_of(const char *op, const char *pairs, const bst_view *v, const char *name,
+                                const bst_view *tokens) {
+    BST_TRY(need_countable(op, pairs, "elements", v->count));
+    if (tokens->size[0] ? v->count % tokens->size[0] == 0 : !v->count) return BST_OK;
     return bst__error(BST_INVALID,
-                      "%s: order has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
-                      order->count, name, tokens->size[0]);
+                      "%s: %s has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
+                      pairs, v->count, name, tokens->size[0]);
 }
 
 /* On CPU: every entry lies in [0, most). On CUDA, where looking would wait for the device, the kernels look. */
@@ -145,29 +146,29 @@ static const char gather_op[] = "moe_gather";
 
 static bst_status check_gather(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
-    return need_order_of(op, &v[GATHER_ORDER], "x", &v[GATHER_X]);
+    return need_pairs_of(op, "position", &v[GATHER_POSITION], "x", &v[GATHER_X]);
 }
 
 static bst_status run_gather(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const bst_view *x = &v[GATHER_X], *order = &v[GATHER_ORDER], *rows = &v[GATHER_ROWS];
+    const bst_view *x = &v[GATHER_X], *position = &v[GATHER_POSITION], *rows = &v[GATHER_ROWS];
     if (!rows->count) return BST_OK;
-    BST_TRY(check_entries(gather_op, "order", order, order->count, "the pairs"));
+    BST_TRY(check_entries(gather_op, "position", position, position->count, "the rows"));
     if (on_cuda(x)) return bst__moe_gather_cuda(exec, gather_op, v, attributes);
     moe_cpu call = {.dtype = x->dtype,
-                    .rows = order->count,
                     .columns = x->size[1],
-                    .choices = order->count / x->size[0],
-                    .order = order->data,
+                    .choices = position->count / x->size[0],
+                    .position = position->data,
                     .x = x->data,
                     .x_stride = x->stride[0],
                     .out = rows->data};
-    bst__parallel_for(exec, order->count, bst__grain(x->size[1]), BST_CPU_SELECT(bst__moe_gather_cpu), &call);
+    bst__parallel_for(exec, x->size[0], bst__grain(call.choices * x->size[1]), BST_CPU_SELECT(bst__moe_gather_cpu),
+                      &call);
     return BST_OK;
 }
 
 static const bst_argument gather_arguments[] = {
     [GATHER_X] = {"x", BST_IN, BST_FLOATS, "TH", BST_ROWS},
-    [GATHER_ORDER] = IN("order", I32, "N"),
+    [GATHER_POSITION] = IN("position", I32, "N"),
     [GATHER_ROWS] = {"rows", BST_OUT, BST_FLOATS, "NH", BST_CONTIGUOUS, BST_TYPE_OF(GATHER_X, "the type of x")},
     {NULL},
 };
@@ -177,12 +178,12 @@ static const bst_function gather = {
     .arguments = gather_arguments,
     .check = check_gather,
     .run = run_gather,
-    BST_TORCH("moe_gather: x order -> rows"),
+    BST_TORCH("moe_gather: x position -> rows"),
 };
 
-bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows) {
-    return bst__run(&gather, exec, (const DLTensor *[]){[GATHER_X] = x, [GATHER_ORDER] = order, [GATHER_ROWS] = rows},
-                    NULL);
+bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *position, DLTensor *rows) {
+    const DLTensor *tensors[] = {[GATHER_X] = x, [GATHER_POSITION] = position, [GATHER_ROWS] = rows};
+    return bst__run(&gather, exec, tensors, NULL);
 }
 
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
@@ -432,7 +433,7 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
 
 static bst_status check_combine_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
-    BST_TRY(need_order_of(op, &v[BACK_ORDER], "dout", &v[BACK_DOUT]));
+    BST_TRY(need_pairs_of(op, "order", &v[BACK_ORDER], "dout", &v[BACK_DOUT]));
     BST_TRY(need_experts(op, v[BACK_ENDS].count));
     return need_pairs(op, "weights", &v[BACK_WEIGHTS], v[BACK_ORDER].count);
 }

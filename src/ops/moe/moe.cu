@@ -8,7 +8,7 @@
  *
  * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the unit, where 2I = COLUMNS:
  *   sort      12 N read, 8 N written: two kernels, of which neither waits for the host
- *   gather    s H N written, s H T read (the tokens come from the second-level cache after the first time)
+ *   gather    s H N written, s H T read
  *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
  *   combine   forward s H (N + T); backward as gather
  *   bias      sums over an expert's rows, in registers while the rows pass: 8 bytes a column for each chunk of rows
@@ -46,7 +46,7 @@ BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Whether an entry of an index tensor lies in [0, most). */
 BST_DEVICE bool within(int64_t entry, int64_t most) { return (uint64_t)entry < (uint64_t)most; }
 
-#if defined(GATHER) || defined(COMBINE_BACKWARD)
+#ifdef COMBINE_BACKWARD
 /* An access of NaNs. */
 BST_DEVICE bst_raw not_numbers(void) {
     float x[VEC];
@@ -137,26 +137,21 @@ BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
 /* ---- gather ------------------------------------------------------------------------------------------------------ */
 
 #ifdef GATHER
-/* Four accesses a thread, all under way at once behind the reads of `order`. */
-#define EACH    4
+/* A thread reads one access of a token and writes it to each of the token's rows: so x is read once, where a walk over
+ * the rows would read it CHOICES times, from memory again where the rows have pushed it out of the second-level
+ * cache. */
 #define VECTORS (COLUMNS / VEC)
 BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
-    int64_t first = (int64_t)bst_block() * EACH * THREADS + bst_thread();
-    bst_raw raw[EACH];
+    int64_t at = (int64_t)bst_block() * THREADS + bst_thread(), token = at / VECTORS;
+    int column = (int)(at % VECTORS) * VEC;
     bst_wait_for_previous();
+    if (token >= a.tokens) return;
+    bst_raw raw = bst_raw_at(a.x, token * a.x_stride + column, TYPE, VEC);
     BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
-        int64_t at = first + i * THREADS;
-        if (at >= a.count) continue;
-        int32_t pair = a.order[at / VECTORS];
-        int64_t token = pair / CHOICES;
-        raw[i] =
-            within(pair, a.pairs) ? bst_raw_at(a.x, token * a.x_stride + at % VECTORS * VEC, TYPE, VEC) : not_numbers();
-    }
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
-        int64_t at = first + i * THREADS;
-        if (at < a.count) bst_write_once(bst_at_out(a.rows, at * VEC, TYPE), raw[i], VEC * bst_type_size(TYPE));
+    for (int i = 0; i < CHOICES; i++) {
+        int32_t row = a.position[token * CHOICES + i];
+        if (within(row, a.pairs))
+            bst_write_once(bst_at_out(a.rows, (int64_t)row * COLUMNS + column, TYPE), raw, VEC * bst_type_size(TYPE));
     }
 }
 #endif

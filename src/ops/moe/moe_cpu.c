@@ -29,9 +29,9 @@ static float weight_of(const moe_cpu *a, int64_t pair) {
 void BST_CPU(bst__moe_gather_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
     size_t bytes = (size_t)(a->columns * bst__dtype_size(a->dtype));
-    for (int64_t row = begin; row < end; row++)
-        memcpy(bst_at(a->out, row * a->columns, a->dtype),
-               bst_at(a->x, a->order[row] / a->choices * a->x_stride, a->dtype), bytes);
+    for (int64_t pair = begin * a->choices; pair < end * a->choices; pair++)
+        memcpy(bst_at(a->out, a->position[pair] * a->columns, a->dtype),
+               bst_at(a->x, pair / a->choices * a->x_stride, a->dtype), bytes);
 }
 
 /* ---- the gated unit ---------------------------------------------------------------------------------------------- */
@@ -190,8 +190,11 @@ void BST_CPU(bst__moe_combine_forward_cpu)(void *context, int64_t begin, int64_t
 void BST_CPU(bst__moe_combine_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
     int64_t last = earlier(end * MOE_CHUNK, a->rows);
+    size_t bytes = (size_t)(a->columns * bst__dtype_size(a->dtype));
     float x[BST_TILE], b[BST_TILE];
-    BST_CPU(bst__moe_gather_cpu)(context, begin * MOE_CHUNK, last);
+    for (int64_t row = begin * MOE_CHUNK; row < last; row++)
+        memcpy(bst_at(a->out, row * a->columns, a->dtype),
+               bst_at(a->x, a->order[row] / a->choices * a->x_stride, a->dtype), bytes);
     if (!a->dots && !a->partial) return;
     for (int64_t row = begin * MOE_CHUNK; row < last; row++) {
         bool first = false;

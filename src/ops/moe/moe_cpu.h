@@ -27,7 +27,7 @@ typedef struct moe_cpu {
     float alpha, limit;
 } moe_cpu;
 
-BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over rows: x to out */
+BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over tokens: x to out */
 BST_CPU_DECLARE(bst__moe_glu_forward_cpu);      /* over rows: h to out */
 BST_CPU_DECLARE(bst__moe_glu_backward_cpu);     /* over chunks */
 BST_CPU_DECLARE(bst__moe_combine_forward_cpu);  /* over tokens: y to out */

@@ -62,10 +62,10 @@ static unsigned blocks_for(int64_t work, int64_t each) { return (unsigned)((work
 
 static int whole_warps(int64_t threads) { return (int)(threads + 31) / 32 * 32; }
 
-/* Threads for all columns of a row, in as many turns as 512 threads need: each turn as wide as the others, so that few
- * threads idle. */
-static int row_threads(int64_t vectors) {
-    int64_t turns = (vectors + 511) / 512;
+/* Threads for all columns of a row, in as many turns as `most` threads need: each turn as wide as the others, so that
+ * few threads idle. */
+static int row_threads(int64_t vectors, int64_t most) {
+    int64_t turns = (vectors + most - 1) / most;
     return whole_warps((vectors + turns - 1) / turns);
 }
 
@@ -104,18 +104,17 @@ bst_status bst__moe_sort_cuda(const bst_exec *exec, const char *op, const bst_vi
 
 bst_status bst__moe_gather_cuda(const bst_exec *exec, const char *op, const bst_view *v,
                                 const bst_attribute *attributes) {
-    enum { EACH = 4 }; /* accesses of a thread: as in the kernel */
     (void)attributes;
-    const bst_view *x = &v[GATHER_X], *order = &v[GATHER_ORDER], *rows = &v[GATHER_ROWS];
+    const bst_view *x = &v[GATHER_X], *position = &v[GATHER_POSITION], *rows = &v[GATHER_ROWS];
     bst_launch l = {.kernel = &gather_kernel};
     int vec = narrower(narrower(8, x), rows);
     l.values[TYPE] = x->dtype;
     l.values[COLUMNS] = x->size[1];
     l.values[VEC] = vec;
     l.values[THREADS] = l.block = SHORT_BLOCK;
-    l.values[CHOICES] = order->count / x->size[0];
-    moe_gather_args args = {x->data, order->data, rows->data, x->stride[0], rows->count / vec, order->count};
-    l.grid_x = blocks_for(args.count, EACH * SHORT_BLOCK);
+    l.values[CHOICES] = position->count / x->size[0];
+    moe_gather_args args = {x->data, position->data, rows->data, x->stride[0], x->size[0], position->count};
+    l.grid_x = blocks_for(x->count / vec, SHORT_BLOCK);
     return bst__cuda_launch(exec, op, x->device.device_id, &l, &args, sizeof args);
 }
 
@@ -204,8 +203,11 @@ bst_status bst__moe_glu_backward_cuda(const bst_exec *exec, const char *op, cons
     args.wy = v[GLU_WY].data;
     args.dweights = v[GLU_DWEIGHTS].data;
     l.values[W_TYPE] = v[GLU_WEIGHTS].dtype;
-    l.values[THREADS] = row_threads(glu_vectors(&l));
-    args.chunk = row_chunk(args.rows);
+    /* Without sums over rows there is nothing to carry from one to the next: short blocks of few rows, as forward.
+     * Interleaved, dweight's order of additions is what it was before there were halves. */
+    bool is_short = l.values[HALVES] && !dbias->data;
+    l.values[THREADS] = row_threads(glu_vectors(&l), is_short ? SHORT_BLOCK : 512);
+    args.chunk = is_short ? 8 : row_chunk(args.rows);
     l.values[DH] = args.dh != NULL;
     l.values[WY] = args.wy != NULL;
     l.values[DWEIGHTS] = args.dweights != NULL;
@@ -272,7 +274,7 @@ bst_status bst__moe_combine_backward_cuda(const bst_exec *exec, const char *op, 
     l.values[W_TYPE] = v[BACK_WEIGHTS].dtype;
     l.values[COLUMNS] = dout->size[1];
     l.values[VEC] = vec;
-    l.values[THREADS] = row_threads((dout->size[1] + vec - 1) / vec);
+    l.values[THREADS] = row_threads((dout->size[1] + vec - 1) / vec, 512);
     l.values[CHOICES] = args.count / dout->size[0];
     args.chunk = row_chunk(args.count);
     l.values[DBIAS] = dbias->data != NULL;
