@@ -71,9 +71,10 @@ class _Experts(Function):
         order, position, ends = _sort(indices, gate_up.shape[0])
         places = position.view(-1)
         rows = _gather(hidden, places)
-        offer(_gather, (hidden, places), rows)
         h = grouped_rows(rows, gate_up, ends)
-        if not (with_grad and ctx.needs_input_grad[3]):
+        if with_grad and ctx.needs_input_grad[3]:
+            offer(_gather, (hidden, places), rows, is_inner=True)
+        else:
             rows = None
         y = _glu_forward(h, gate_up_bias, ends, *gate)
         if not (with_grad and any(ctx.needs_input_grad)):
