@@ -381,7 +381,8 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023.
  * An entry of order, position, indices or ends that no sort gives: BST_INVALID on CPU, before anything is written; on
  * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN (a sum
- * without weights leaves the pair out, gather the row as it is). That none stands there twice is for the caller to see to. */
+ * without weights leaves the pair out, gather the row as it is). That none stands there twice is for the caller to see
+ * to. */
 
 /* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T,
  * K] int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where
