@@ -210,6 +210,8 @@ typedef enum bst_activation {
     BST_GELU = 2,      /* g / 2 (1 + erf(g / sqrt(2))) */
     BST_RELU = 3,      /* max(g, 0) */
     BST_RELU2 = 4,     /* max(g, 0)^2 */
+    /* Of experts alone, where u is what the result is multiplied with: (u + 1) g / (1 + exp(-alpha g)). GPT-OSS. */
+    BST_SWIGLU_OAI = 5
 } bst_activation;
 
 /* size: sizeof(bst_glu_options), as in every struct of options. NULL options: all members zero. */
@@ -369,7 +371,7 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
 /* A mixture of experts around its grouped products, which are the caller's: with T tokens of H numbers, K experts each
  * out of E, and N = T K rows sorted by expert,
  *   sort      indices [T, K]           -> order, position, ends
- *   gather    x [T, H]                 -> rows [N, H]
+ *   gather    x [T, H], position       -> rows [N, H]
  *   product   rows, weight [E, H, 2I]  -> h [N, 2I]
  *   glu       h, bias [E, 2I]          -> y [N, I]
  *   product   y, weight [E, I, H]      -> y [N, H]
@@ -379,7 +381,8 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023.
  * An entry of order, position, indices or ends that no sort gives: BST_INVALID on CPU, before anything is written; on
  * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN (a sum
- * without weights leaves the pair out). That none stands there twice is for the caller to see to. */
+ * without weights leaves the pair out, gather the row as it is). That none stands there twice is for the caller to see
+ * to. */
 
 /* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T,
  * K] int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where
@@ -387,22 +390,32 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  * behind all experts', its token's output is NaN and its pair's gradients are zero. */
 BST_API bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor *order, DLTensor *position,
                                 DLTensor *ends);
-/* rows[n] = x[order[n] / K]. */
-BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows);
+/* rows[position[t K + k]] = x[t], K = N / T. position [N], sort's in one dimension. */
+BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *position, DLTensor *rows);
 
-/* The gate of GPT-OSS. g and u are the even and the odd columns of h [N, 2I] plus the bias of the row's expert (bias
- * [E, 2I] or NULL), g at most `limit` (infinity: none) and u between -limit and limit:
- *   y = (u + 1) g / (1 + exp(-alpha g))         [N, I], in float32, rounded once */
+/* options NULL: SwiGLU of halves. */
+typedef struct bst_moe_glu_options {
+    size_t size; /* sizeof(bst_moe_glu_options) */
+    bst_activation activation;
+    int interleaved; /* not 0: gate and up are h's even and odd columns, not its first and second half */
+    double alpha;    /* of BST_SWIGLU_OAI; 0: 1.702 */
+    double limit;    /* above 0; 0 or infinity: none */
+} bst_moe_glu_options;
+
+/* The experts' gated unit. g and u are the gate's and up's columns of h [N, 2I] plus the bias of the row's expert (bias
+ * [E, 2I], of h's layout, or NULL), g at most `limit` and u between -limit and limit:
+ *   y = act(g) u, or as its activation says     [N, I], in float32, rounded once */
 BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias,
-                                       const DLTensor *ends, double alpha, double limit, DLTensor *y);
+                                       const DLTensor *ends, const bst_moe_glu_options *options, DLTensor *y);
 /* Its gradients, where each row counts by its routing weight w, y being computed again from h. dy [N, I]: the gradient
- * of w y, divided by w. dh [N, 2I]; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y, plus dots [N] float32
- * where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed order. Each may be NULL.
- * dh may be h itself, and wy dy itself. */
+ * of w y, divided by w. dh [N, 2I], zero beyond a limit; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y,
+ * plus dots [N] float32 where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed
+ * order. Each may be NULL. dh may be h itself, and wy dy itself. */
 BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
                                         const DLTensor *bias, const DLTensor *ends, const DLTensor *order,
-                                        const DLTensor *weights, const DLTensor *dots, double alpha, double limit,
-                                        DLTensor *dh, DLTensor *wy, DLTensor *dweights, DLTensor *dbias);
+                                        const DLTensor *weights, const DLTensor *dots,
+                                        const bst_moe_glu_options *options, DLTensor *dh, DLTensor *wy,
+                                        DLTensor *dweights, DLTensor *dbias);
 
 /* out[t] = sum over k of weights[t, k] (y[position[t, k]] + bias[indices[t, k]]), in this order, in float32, rounded
  * once. weights NULL: ones; bias NULL: zeros, and indices is not read. */

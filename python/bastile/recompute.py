@@ -256,13 +256,15 @@ def recomputing() -> Iterator[None]:
             offers.clear()
 
 
-def offer(forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.Tensor | None) -> None:
+def offer(
+    forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.Tensor | None, is_inner: bool = False
+) -> None:
     """For operators, after a call: `outputs` can be had again as the first results of forward(*inputs), bit by bit and
     in the same memory layout (None: not this one).
 
     An operator offers only what follows from the tensors that it keeps for its own backward pass. `forward` gets the
     inputs detached and runs without autograd. An output that requires no gradient is passed over: then the operator
-    keeps nothing."""
+    keeps nothing. is_inner: within a node's forward, where nothing requires one, of what that node keeps."""
     if is_compiling():
         return
     pack, offers = _thread.pack, _thread.offers
@@ -273,7 +275,7 @@ def offer(forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.
         return
     call = None
     for position, output in enumerate(outputs):
-        if output is None or not output.requires_grad or not output.numel() or not _is_dense(output):
+        if output is None or not (is_inner or output.requires_grad) or not output.numel() or not _is_dense(output):
             continue
         if call is None:
             kept = tuple([pack(i) if isinstance(i, torch.Tensor) else i for i in inputs])

@@ -4,9 +4,12 @@
 #ifndef BST_ACTIVATION_H
 #define BST_ACTIVATION_H
 
-/* X(name, code), and the rule that a number of one fulfils. */
-#define BST_ACTIVATIONS(X)  X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
-#define BST_ACTIVATION_RULE {"activation", 'i', 0, 4, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu) or 4 (relu2)"}
+/* X(name, code), and the rule that a number of one fulfils; then with the unit that the experts have beside. */
+#define BST_ACTIVATIONS(X)   X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
+#define BST_ACTIVATION_RULE  {"activation", 'i', 0, 4, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu) or 4 (relu2)"}
+#define BST_EXPERTS_UNITS(X) BST_ACTIVATIONS(X) X(SWIGLU_OAI, 5)
+#define BST_EXPERTS_UNIT_RULE \
+    {"activation", 'i', 0, 5, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu), 4 (relu2) or 5 (swiglu_oai)"}
 
 /* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0
  * or 1 to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */
@@ -26,7 +29,7 @@
 
 enum {
 #define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,
-    BST_ACTIVATIONS(BST_ACTIVATION_CODE)
+    BST_EXPERTS_UNITS(BST_ACTIVATION_CODE)
 #undef BST_ACTIVATION_CODE
 };
 
@@ -36,7 +39,7 @@ enum {
 #include "bastile.h"
 
 #define BST_ACTIVATION_CHECK(name, code) static_assert((int)BST_##name == (code), "bastile.h and kernels must agree");
-BST_ACTIVATIONS(BST_ACTIVATION_CHECK)
+BST_EXPERTS_UNITS(BST_ACTIVATION_CHECK)
 #undef BST_ACTIVATION_CHECK
 #endif
 

@@ -102,4 +102,31 @@ static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u,
     return (bst_gated_gradients){u * (scaled * a.slope), a.rest * scaled, u * a.value};
 }
 
+/* Of experts: the gate at most `limit`, up between -limit and limit. swiglu_oai is (up + 1) gate sigmoid(alpha gate),
+ * from float32's exponential whatever the type. */
+static inline float bst_gated_within(float g, float u, int activation, float alpha, float limit, bst_dtype dtype) {
+    float gate = bst_clamp(g, -INFINITY, limit), up = bst_clamp(u, -limit, limit);
+    if (activation != BST_SWIGLU_OAI_CODE) return bst_gated(gate, up, activation, dtype);
+    return (up + 1.0f) * (gate / (1.0f + bst_exp(-alpha * gate)));
+}
+
+/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. With s = sigmoid(alpha gate)
+ * swiglu_oai's derivatives are (up + 1) s (1 + alpha gate (1 - s)) and gate s. */
+static inline bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
+                                                            float limit, bst_dtype dtype) {
+    float gate = bst_clamp(g, -INFINITY, limit), up = bst_clamp(u, -limit, limit);
+    bst_gated_gradients d;
+    if (activation == BST_SWIGLU_OAI_CODE) {
+        float s = 1.0f / (1.0f + bst_exp(-alpha * gate)), slope = s * (1.0f + alpha * gate * (1.0f - s));
+        up += 1.0f;
+        d = (bst_gated_gradients){dy * up * slope, dy * (gate * s), up * (gate * s)};
+    } else {
+        d = bst_gated_backward(dy, gate, up, activation, dtype);
+        if (!(limit < INFINITY)) return d;
+    }
+    d.dgate = g <= limit ? d.dgate : 0.0f;
+    d.dup = u >= -limit && u <= limit ? d.dup : 0.0f;
+    return d;
+}
+
 #endif

@@ -8,6 +8,8 @@
  * blocks. */
 enum { T = 35, K = 2, E = 5, H = 12, I = 9, N = T * K };
 static const double alpha = 1.702, limit = 1.5;
+static const bst_moe_glu_options oai = {sizeof oai, .activation = BST_SWIGLU_OAI, .interleaved = 1, .alpha = 1.702,
+                                        .limit = 1.5};
 
 static int64_t pairs[] = {T, K}, tokens[] = {T, H}, sorted[] = {N}, experts[] = {E}, rows_h[] = {N, H},
                rows_i[] = {N, I}, rows_2i[] = {N, 2 * I}, bias_2i[] = {E, 2 * I}, bias_h[] = {E, H};
@@ -26,6 +28,7 @@ static DLTensor integers(void *data, int dims, int64_t *shape) {
 #define TENSORS                                                                                             \
     UNUSED t_indices = bst_tensor(indices, 2, pairs, NULL, bst_test_i64);                                   \
     UNUSED t_order = integers(order, 1, sorted), t_position = integers(position, 2, pairs);                 \
+    UNUSED t_places = integers(position, 1, sorted);                                                        \
     UNUSED t_ends = integers(ends, 1, experts), t_hidden = bst_f32(hidden, 2, tokens);                      \
     UNUSED t_weights = bst_f32(weights, 2, pairs), t_gub = bst_f32(gate_up_bias, 2, bias_2i);               \
     UNUSED t_db = bst_f32(down_bias, 2, bias_h), t_x = bst_f32(x, 2, rows_h), t_h = bst_f32(h, 2, rows_2i); \
@@ -86,7 +89,7 @@ TEST(sorts_by_expert_and_keeps_the_order) {
 
 TEST(forward) {
     TENSORS;
-    CHECK_OK(bst_moe_gather(NULL, &t_hidden, &t_order, &t_x));
+    CHECK_OK(bst_moe_gather(NULL, &t_hidden, &t_places, &t_x));
     for (int n = 0; n < N; n++) {
         for (int c = 0; c < H; c++) CHECK(x[n][c] == hidden[order[n] / K][c]);
         for (int c = 0; c < 2 * I; c++) {
@@ -94,7 +97,7 @@ TEST(forward) {
             for (int j = 0; j < H; j++) h[n][c] += x[n][j] * gate_up[expert_of(n)][j][c];
         }
     }
-    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, limit, &t_y));
+    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &oai, &t_y));
     for (int n = 0; n < N; n++) {
         for (int c = 0; c < I; c++) CHECK_CLOSE(y[n][c], gate_at(n, c).y, 2e-6);
         for (int c = 0; c < H; c++) {
@@ -125,8 +128,8 @@ TEST(backward) {
     DLTensor t_wy = bst_f32(wy, 2, rows_i), t_dw = bst_f32(dweights, 2, pairs),
              t_dgub = bst_f32(dgate_up_bias, 2, bias_2i);
     CHECK_OK(bst_moe_combine_backward(NULL, &t_dout, &t_order, &t_ends, &t_weights, &t_db, &t_dx, &t_dots, &t_ddb));
-    CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, alpha, limit,
-                                  &t_dh, &t_wy, &t_dw, &t_dgub));
+    CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, &oai, &t_dh, &t_wy,
+                                  &t_dw, &t_dgub));
     double sum_h[E][H] = {{0}}, sum_2i[E][2 * I] = {{0}};
     for (int n = 0; n < N; n++) {
         int e = expert_of(n), token = order[n] / K;
@@ -154,6 +157,82 @@ TEST(backward) {
     }
 }
 
+/* Every activation of gates in their half, with a limit and without one, against a quotient of differences of the same
+ * formula; then the bits of the same numbers interleaved. */
+static double unit(int activation, double cap, double g, double u) {
+    if (cap > 0) g = fmin(g, cap), u = fmax(fmin(u, cap), -cap);
+    switch (activation) {
+        case BST_SILU:
+            return u * g / (1 + exp(-g));
+        case BST_GELU_TANH:
+            return u * g / (1 + exp(-2 * sqrt(2 / M_PI) * (g + 0.044715 * g * g * g)));
+        case BST_GELU:
+            return u * g * 0.5 * (1 + erf(g / sqrt(2)));
+        case BST_RELU:
+            return u * fmax(g, 0);
+        case BST_RELU2:
+            return u * fmax(g, 0) * fmax(g, 0);
+        default:
+            return (u + 1) * g / (1 + exp(-alpha * g));
+    }
+}
+
+static void turn(float *to, const float *from, int64_t rows) { /* halves to pairs */
+    for (int64_t r = 0; r < rows; r++)
+        for (int c = 0; c < I; c++)
+            for (int up = 0; up < 2; up++) to[r * 2 * I + 2 * c + up] = from[r * 2 * I + up * I + c];
+}
+
+TEST(every_unit_in_either_layout) {
+    TENSORS;
+    static float turned_h[N][2 * I], turned_bias[E][2 * I], own_dh[N][2 * I], own_dbias[E][2 * I], other_y[N][I],
+        other_wy[N][I], other_dw[T][K], want[N][2 * I], want_bias[E][2 * I];
+    DLTensor t_dy = bst_f32(dy, 2, rows_i), t_wy = bst_f32(wy, 2, rows_i), t_dw = bst_f32(dweights, 2, pairs);
+    DLTensor t_dh = bst_f32(dh, 2, rows_2i), t_dbias = bst_f32(dgate_up_bias, 2, bias_2i);
+    DLTensor o_h = bst_f32(turned_h, 2, rows_2i), o_bias = bst_f32(turned_bias, 2, bias_2i);
+    DLTensor o_y = bst_f32(other_y, 2, rows_i), o_wy = bst_f32(other_wy, 2, rows_i);
+    DLTensor o_dh = bst_f32(own_dh, 2, rows_2i), o_dbias = bst_f32(own_dbias, 2, bias_2i),
+             o_dw = bst_f32(other_dw, 2, pairs);
+    turn(&turned_h[0][0], &h[0][0], N);
+    turn(&turned_bias[0][0], &gate_up_bias[0][0], E);
+    for (int activation = BST_SILU; activation <= BST_SWIGLU_OAI; activation++) {
+        for (int limited = 0; limited < 2; limited++) {
+            bst_moe_glu_options options = {sizeof options, .activation = (bst_activation)activation, .alpha = alpha,
+                                           .limit = limited ? limit : 0};
+            CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &options, &t_y));
+            CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &options,
+                                          &t_dh, &t_wy, &t_dw, &t_dbias));
+            for (int n = 0; n < N; n++) {
+                double dot = 0, w = weights[order[n] / K][order[n] % K], near = 1e-6;
+                for (int c = 0; c < I; c++) {
+                    const float *b = gate_up_bias[expert_of(n)];
+                    double g = (double)h[n][c] + b[c], u = (double)h[n][I + c] + b[I + c];
+                    double value = unit(activation, options.limit, g, u), wdy = w * dy[n][c];
+                    dot += dy[n][c] * value;
+                    CHECK_CLOSE(y[n][c], value, 2e-6 * fmax(1, fabs(value)));
+                    CHECK_CLOSE(wy[n][c], w * value, 2e-6 * fmax(1, fabs(value)));
+                    /* float32's rounding of g is far from a kink */
+                    double dg =
+                        unit(activation, options.limit, g + near, u) - unit(activation, options.limit, g - near, u);
+                    double du =
+                        unit(activation, options.limit, g, u + near) - unit(activation, options.limit, g, u - near);
+                    CHECK_CLOSE(dh[n][c], wdy * dg / (2 * near), 2e-6 * fmax(1, fabs(u * g)));
+                    CHECK_CLOSE(dh[n][I + c], wdy * du / (2 * near), 2e-6 * fmax(1, g * g));
+                }
+                CHECK_CLOSE(dweights[order[n] / K][order[n] % K], dot, 1e-5 * fmax(1, fabs(dot)));
+            }
+            options.interleaved = 1;
+            CHECK_OK(bst_moe_glu_forward(NULL, &o_h, &o_bias, &t_ends, &options, &o_y));
+            CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &o_h, &o_bias, &t_ends, &t_order, &t_weights, NULL, &options,
+                                          &o_dh, &o_wy, &o_dw, &o_dbias));
+            turn(&want[0][0], &dh[0][0], N);
+            turn(&want_bias[0][0], &dgate_up_bias[0][0], E);
+            CHECK(!memcmp(y, other_y, sizeof y) && !memcmp(wy, other_wy, sizeof wy));
+            CHECK(!memcmp(want, own_dh, sizeof want) && !memcmp(want_bias, own_dbias, sizeof want_bias));
+        }
+    }
+}
+
 /* dh over h and wy over dy, then one of them alone: the bits of the call that has memory for all. */
 TEST(backward_in_place) {
     TENSORS;
@@ -165,9 +244,8 @@ TEST(backward_in_place) {
         bool want_dh = wanted & 1, want_wy = wanted & 2;
         memcpy(own_h, h, sizeof h);
         memcpy(own_dy, dy, sizeof dy);
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_own_dy, &t_own_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, alpha,
-                                      limit, want_dh ? &t_own_h : NULL, want_wy ? &t_own_dy : NULL, &t_own_dw,
-                                      &t_own_dgub));
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_own_dy, &t_own_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, &oai,
+                                      want_dh ? &t_own_h : NULL, want_wy ? &t_own_dy : NULL, &t_own_dw, &t_own_dgub));
         CHECK(!memcmp(own_h, want_dh ? dh : h, sizeof h));
         CHECK(!memcmp(own_dy, want_wy ? wy : dy, sizeof dy));
         CHECK(!memcmp(own_dw, dweights, sizeof dweights));
@@ -198,18 +276,18 @@ TEST(h_may_begin_between_pairs) {
         DLTensor t_far_h = bst_tensor(far_h + size, 2, rows_2i, NULL, bst_test_types[t]);
         DLTensor t_near_y = bst_tensor(near_y, 2, rows_i, NULL, bst_test_types[t]);
         DLTensor t_far_y = bst_tensor(far_y + size, 2, rows_i, NULL, bst_test_types[t]);
-        CHECK_OK(bst_moe_glu_forward(NULL, &t_near_h, NULL, &t_ends, alpha, limit, &t_near_y));
-        CHECK_OK(bst_moe_glu_forward(NULL, &t_far_h, NULL, &t_ends, alpha, limit, &t_far_y));
+        CHECK_OK(bst_moe_glu_forward(NULL, &t_near_h, NULL, &t_ends, &oai, &t_near_y));
+        CHECK_OK(bst_moe_glu_forward(NULL, &t_far_h, NULL, &t_ends, &oai, &t_far_y));
         CHECK(!memcmp(near_y, far_y + size, (size_t)(N * I * size)));
         DLTensor t_dh = bst_tensor(near_dh, 2, rows_2i, NULL, bst_test_types[t]);
         DLTensor t_far_dh = bst_tensor(far_dh + size, 2, rows_2i, NULL, bst_test_types[t]);
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
-                                      limit, &t_dh, NULL, NULL, NULL));
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
-                                      limit, &t_far_dh, NULL, NULL, NULL));
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
+                                      &t_dh, NULL, NULL, NULL));
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
+                                      &t_far_dh, NULL, NULL, NULL));
         CHECK(!memcmp(near_dh, far_dh + size, (size_t)(N * 2 * I * size)));
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_far_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
-                                      limit, &t_far_h, NULL, NULL, NULL));
+        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_far_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
+                                      &t_far_h, NULL, NULL, NULL));
         CHECK(!memcmp(near_dh, far_h + size, (size_t)(N * 2 * I * size)));
     }
 }
@@ -248,24 +326,27 @@ TEST(index_tensors_are_not_believed) {
         char message[100];
         order[3] = wrong[w];
         snprintf(message, sizeof message, "order, of shape [70], has %d; 0 to 69, the pairs, are needed", wrong[w]);
-        CHECK_REFUSED(bst_moe_gather(NULL, &t_hidden, &t_order, &o_rows_h), message);
-#ifdef BST_EMULATE
-        CHECK(isnan(written[3 * H]) && isnan(written[4 * H - 1]) && written[4 * H] == hidden[order[4] / K][0]);
-#endif
         CHECK_REFUSED(
             bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, &t_db, &o_rows_h, &o_dots, &o_bias_h),
             message);
 #ifdef BST_EMULATE
         CHECK(isnan(written[3 * H]) && isnan(dots_out[3]) && written[4 * H] == out[order[4] / K][0]);
 #endif
-        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, alpha, limit,
-                                           &o_2i, &o_more_i, &o_pairs, &o_bias_2i),
+        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &oai, &o_2i,
+                                           &o_more_i, &o_pairs, &o_bias_2i),
                       message);
 #ifdef BST_EMULATE
         CHECK(isnan(more[3 * I]) && !isnan(more[4 * I]));
 #endif
         order[3] = kept_order;
         position[4][1] = wrong[w];
+        snprintf(message, sizeof message, "position, of shape [70], has %d; 0 to 69, the rows, are needed", wrong[w]);
+        for (int c = 0; c < H; c++) written[kept_position * H + c] = 7;
+        CHECK_REFUSED(bst_moe_gather(NULL, &t_hidden, &t_places, &o_rows_h), message);
+#ifdef BST_EMULATE
+        for (int c = 0; c < H; c++) CHECK(written[kept_position * H + c] == 7); /* a row of no pair is left alone */
+        CHECK(written[position[4][0] * H] == hidden[4][0] && written[position[5][1] * H] == hidden[5][0]);
+#endif
         snprintf(message, sizeof message, "position, of shape [35, 2], has %d; 0 to 69, the rows of y, are needed",
                  wrong[w]);
         CHECK_REFUSED(bst_moe_combine_forward(NULL, &t_z, &t_position, &t_weights, &t_db, &t_indices, &o_tokens),
@@ -291,9 +372,9 @@ TEST(index_tensors_are_not_believed) {
     for (size_t w = 0; w < sizeof wrong_ends / sizeof *wrong_ends; w++) {
         ends[wrong_ends[w][0]] = wrong_ends[w][1];
         const char *message = "ends, of shape [5], has ";
-        CHECK_REFUSED(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, limit, &o_i), message);
-        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, alpha, limit,
-                                           &o_2i, &o_more_i, &o_pairs, &o_bias_2i),
+        CHECK_REFUSED(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &oai, &o_i), message);
+        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &oai, &o_2i,
+                                           &o_more_i, &o_pairs, &o_bias_2i),
                       message);
         CHECK_REFUSED(
             bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, &t_db, &o_rows_h, &o_dots, &o_bias_h),
@@ -305,10 +386,13 @@ TEST(index_tensors_are_not_believed) {
 TEST(without_biases_and_weights) {
     TENSORS;
     static float no_bias[E][2 * I], y_zeros[N][I], sums[T][H];
+    const bst_moe_glu_options free = {sizeof free, .activation = BST_SWIGLU_OAI}; /* alpha and limit: the usual */
+    const bst_moe_glu_options infinite = {sizeof infinite, .activation = BST_SWIGLU_OAI, .alpha = alpha,
+                                          .limit = (double)INFINITY};
     DLTensor t_none = bst_f32(no_bias, 2, bias_2i), t_y_zeros = bst_f32(y_zeros, 2, rows_i),
              t_sums = bst_f32(sums, 2, tokens);
-    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, alpha, INFINITY, &t_y));
-    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_none, &t_ends, alpha, INFINITY, &t_y_zeros));
+    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, &free, &t_y));
+    CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_none, &t_ends, &infinite, &t_y_zeros));
     CHECK(!memcmp(y, y_zeros, sizeof y));
     CHECK_OK(bst_moe_combine_forward(NULL, &t_z, &t_position, NULL, NULL, NULL, &t_sums));
     for (int t = 0; t < T; t++)
@@ -323,11 +407,17 @@ TEST(errors_name_the_argument_and_write_nothing) {
     DLTensor t_odd = bst_f32(other, 2, odd), t_few = bst_f32(weights, 2, short_pairs);
     DLTensor t_other_i = bst_f32(other, 2, rows_i), t_other_h = bst_f32(other, 2, tokens),
              t_other_2i = bst_f32(other, 2, rows_2i);
-    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_odd, NULL, &t_ends, alpha, limit, &t_other_i), BST_INVALID);
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_odd, NULL, &t_ends, &oai, &t_other_i), BST_INVALID);
     CHECK_STR(bst_last_error(), "moe_glu_forward: h has shape [70, 17]; columns in pairs");
-    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, alpha, 0, &t_other_i), BST_INVALID);
-    CHECK_STR(bst_last_error(), "limit 0");
-    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_db, &t_ends, alpha, limit, &t_other_i), BST_INVALID);
+    const bst_moe_glu_options negative = {sizeof negative, .limit = -1}, unsized = {.limit = 1},
+                              unknown = {sizeof unknown, .activation = BST_SWIGLU_OAI + 1};
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &negative, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "limit -1");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &unsized, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "options->size is 0");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &unknown, &t_other_i), BST_INVALID);
+    CHECK_STR(bst_last_error(), "activation is 6; 0 (silu), 1 (gelu_tanh)");
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_db, &t_ends, &oai, &t_other_i), BST_INVALID);
     CHECK_STR(bst_last_error(), "bias");
     CHECK_EQ_I(bst_moe_combine_forward(NULL, &t_z, &t_position, &t_few, NULL, NULL, &t_other_h), BST_INVALID);
     CHECK_STR(bst_last_error(), "moe_combine_forward: weights has shape [35, 1]; 70 elements, one a sorted row");
@@ -336,9 +426,9 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK_EQ_I(bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, NULL, &t_z, NULL, &t_db),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "dots or dbias is wanted, but bias is NULL");
-    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, alpha, limit, &t_x), BST_INVALID);
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, &oai, &t_x), BST_INVALID);
     CHECK_STR(bst_last_error(), "y has shape [70, 12]; dimension 1 must be 9, half the last dimension of h");
-    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_few_ends, alpha, limit, &t_other_i), BST_INVALID);
+    CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_few_ends, &oai, &t_other_i), BST_INVALID);
     CHECK_STR(bst_last_error(), "bias has shape [5, 18]; dimension 0 must be 4, the experts");
     CHECK_EQ_I(bst_moe_sort(NULL, &t_indices, &t_few_ends, &t_position, &t_ends), BST_INVALID);
     CHECK_STR(bst_last_error(), "order has shape [4]; 70 elements, one an element of indices, are needed");
@@ -361,13 +451,13 @@ TEST(errors_name_the_argument_and_write_nothing) {
     memcpy(dh, h, sizeof h);
     memcpy(wy, y, sizeof y);
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) {
-        CHECK_EQ_I(bst_moe_glu_backward(NULL, &shared[i].dy, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, alpha,
-                                        limit, &shared[i].dh, &shared[i].wy, NULL, NULL),
+        CHECK_EQ_I(bst_moe_glu_backward(NULL, &shared[i].dy, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
+                                        &shared[i].dh, &shared[i].wy, NULL, NULL),
                    BST_INVALID);
         CHECK_STR(bst_last_error(), shared[i].message);
     }
     CHECK(!memcmp(dh, h, sizeof h) && !memcmp(wy, y, sizeof y));
-    CHECK_EQ_I(bst_moe_gather(NULL, &t_z, &t_order, &t_z), BST_INVALID);
+    CHECK_EQ_I(bst_moe_gather(NULL, &t_z, &t_places, &t_z), BST_INVALID);
     CHECK_STR(bst_last_error(), "rows and x share memory");
 #ifndef BST_EMULATE
     int64_t kept = indices[4][1];
@@ -412,16 +502,21 @@ static void compile_calls(void) {
                 d_dh->data = (char *)d_dh->data + type.bits / 8;
             }
             CHECK_OK(bst_moe_sort(exec, d_indices, d_order, d_position, d_ends));
-            CHECK_OK(bst_moe_gather(exec, d_hidden, d_order, d_rows));
-            CHECK_OK(bst_moe_glu_forward(exec, d_h, d_gub, d_ends, alpha, limit, d_rows));
+            CHECK_OK(bst_moe_gather(exec, d_hidden, d_order, d_rows)); /* of any order */
+            CHECK_OK(bst_moe_glu_forward(exec, d_h, d_gub, d_ends, &oai, d_rows));
             CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, d_weights, d_db, d_indices, d_out));
             CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, NULL, NULL, NULL, d_out));
             for (int frozen = 0; frozen < 2; frozen++) {
                 CHECK_OK(bst_moe_combine_backward(exec, d_out, d_order, d_ends, d_weights, d_db, d_rows, d_dots,
                                                   frozen ? NULL : d_ddb));
-                CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, alpha,
-                                              limit, d_dh, frozen ? NULL : d_wy, d_dweights, frozen ? NULL : d_dgub));
+                CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, &oai, d_dh,
+                                              frozen ? NULL : d_wy, d_dweights, frozen ? NULL : d_dgub));
             }
+            /* SwiGLU of halves, as most have it. */
+            CHECK_OK(bst_moe_glu_forward(exec, d_h, NULL, d_ends, NULL, d_rows));
+            for (int frozen = 0; frozen < 2; frozen++)
+                CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, NULL, d_ends, d_order, d_weights, NULL, NULL, d_dh,
+                                              frozen ? NULL : d_wy, d_dweights, NULL));
         }
     }
 }
@@ -433,6 +528,7 @@ int main(void) {
     RUN(forward);
     RUN(backward);
     RUN(backward_in_place);
+    RUN(every_unit_in_either_layout);
     RUN(h_may_begin_between_pairs);
     RUN(index_tensors_are_not_believed);
     RUN(without_biases_and_weights);

@@ -415,14 +415,11 @@ static void moe_sort(fuzz_call *c) {
 }
 
 static void moe_gather(fuzz_call *c) {
-    const fuzz_tensor *x = input(c, "x"), *order = input(c, "order");
+    const fuzz_tensor *x = input(c, "x"), *position = input(c, "position");
     fuzz_tensor *rows = output(c, "rows");
-    for (int64_t n = 0; rows->count && n < order->count; n++) {
-        int64_t token = (int64_t)order->numbers[n] / (order->count / x->shape[0]);
-        for (int64_t i = 0; i < last(x); i++) {
-            double value = x->numbers[token * last(x) + i];
-            want(rows, n * last(x) + i, value, 0);
-        }
+    for (int64_t pair = 0; rows->count && pair < position->count; pair++) {
+        int64_t token = pair / (position->count / x->shape[0]), row = (int64_t)position->numbers[pair];
+        for (int64_t i = 0; i < last(x); i++) want(rows, row * last(x) + i, x->numbers[token * last(x) + i], 0);
     }
 }
 
@@ -431,17 +428,23 @@ static void moe_glu_forward(fuzz_call *c) {
     const double *bias = numbers(c, "bias");
     fuzz_tensor *y = output(c, "y");
     int64_t columns = last(h), half = columns / 2, expert = 0;
+    int64_t step = whole(c, "interleaved") ? 2 : 1, up = whole(c, "interleaved") ? 1 : half;
     double alpha = real(c, "alpha"), limit = real(c, "limit");
     for (int64_t n = 0; y->count && n < h->shape[0]; n++) {
         while (expert < ends->count && n >= (int64_t)ends->numbers[expert]) expert++;
         for (int64_t i = 0; i < half; i++) {
-            const double *pair = h->numbers + n * columns + 2 * i;
-            double g = pair[0] + (bias ? bias[expert * columns + 2 * i] : 0);
-            double u = pair[1] + (bias ? bias[expert * columns + 2 * i + 1] : 0);
-            g = g > limit ? limit : g; /* NaN stays */
+            const double *gate = h->numbers + n * columns + step * i, *b = bias + expert * columns + step * i;
+            double given = gate[0] + (bias ? b[0] : 0), lost = bias ? (fabs(gate[0]) + fabs(b[0])) : 0, slope;
+            double g = given > limit ? limit : given, u = gate[up] + (bias ? b[up] : 0); /* NaN stays */
+            double of_up = fabs(u) + (bias ? fabs(gate[up]) + fabs(b[up]) : 0);
             u = u > limit ? limit : u < -limit ? -limit : u;
-            want(y, n * half + i, (u + 1) * g * sigmoid(alpha * g),
-                 (fabs(u) + 1) * (fabs(g) + 1) * (1 + fabs(alpha * g)));
+            if (whole(c, "activation") > RELU2) {
+                want(y, n * half + i, (u + 1) * g * sigmoid(alpha * g),
+                     (fabs(u) + 1) * (fabs(g) + 1) * (1 + fabs(alpha * g)));
+                continue;
+            }
+            double value = activate(c, g, &slope), size = activation_size(c, g, value) + fabs(slope) * lost;
+            want(y, n * half + i, value * u, size * fabs(u) + fabs(value) * of_up + (value == 0 && g < 0 ? 1e-30 : 0));
         }
     }
 }

@@ -35,6 +35,7 @@ TINY = {
     "cross_entropy": (6, 101),
     "fused_linear_cross_entropy": (6, 32, 101),
     "moe_experts": (6, 32, 16, 4, 2),
+    "swiglu_experts": (6, 32, 16, 4, 2),
 }
 on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -89,7 +90,7 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
     seen = set()
     for case in LIMITS:
         cost = OPERATORS[case.op].cost(case, 2)
-        if case.op == "moe_experts":
+        if case.op.endswith("_experts"):
             tokens, width, inner, _, choices = case.shape
             assert (cost.moved, cost.flops) == (0, 3 * 2 * tokens * choices * (width * 2 * inner + inner * width))
             continue
@@ -138,7 +139,7 @@ def test_forward_alone_and_ignored_labels_and_host_time() -> None:
 def test_torch_compile_traces_the_code_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' and PyTorch's. What the compiler makes of the trace is torch's business, and would need a C++
     compiler here."""
-    if op == "moe_experts" and Version(transformers.__version__) < Version("5.23"):
+    if op.endswith("_experts") and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("Transformers' own grouped_mm for CPUs, all that is traced here, can be from 5.23 on")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     result = measure(Case(op, TINY[op]), ("hf", "compile", "compile-torch"))
@@ -445,7 +446,12 @@ def test_every_operator_is_captured_on_cuda(op: str, monkeypatch: pytest.MonkeyP
     (result,) = run.run_cases(
         [(Case(op, TINY[op]), "bf16")], ("bastile", "hf"), torch.device("cuda"), copy_speed=1e12, rounds=2
     )
-    by_queue = op in ("fused_linear_cross_entropy", "gated_mlp", "moe_experts")  # what large products are measured by
+    by_queue = op in (
+        "fused_linear_cross_entropy",
+        "gated_mlp",
+        "moe_experts",
+        "swiglu_experts",
+    )  # what large products are measured by
     for row in result["rows"]:
         assert row.get("way") == ("queue" if by_queue else "graph"), row
         # Of products as small as these the host is seldom ahead.

@@ -25,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SAMPLE: dict[str, set[str]] = {
     "llama": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "qwen3": {"rms_norm", "swiglu", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
-    "qwen3_moe": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
+    "qwen3_moe": {"rms_norm", "qk_norm_rope", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
+    "deepseek_v3": {"rms_norm", "swiglu", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
     "gpt_oss": {"rms_norm", "rope", "add_rms_norm", "moe_experts", "fused_linear_cross_entropy"},
     "gemma": {"rms_norm", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "gemma2": {"rms_norm", "rope", "add_rms_norm"},
@@ -182,8 +183,8 @@ def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_tells_and_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["support", "qwen2_moe"]) == 0
-    assert "stock: Qwen2MoeExperts.forward has code that is not known" in capsys.readouterr().out
+    assert main(["support", "longcat_flash"]) == 0
+    assert "stock: LongcatFlashExperts.forward has code that is not known" in capsys.readouterr().out
     assert main(["support", "gemma2", "--check"]) == 0
     told = capsys.readouterr().out
     assert "rms_norm                    Gemma2RMSNorm.forward" in told

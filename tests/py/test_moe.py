@@ -166,7 +166,7 @@ def test_sort_is_stable(pairs, device):
     assert torch.equal(position.flatten().long(), want.argsort())
     assert torch.equal(ends.long(), torch.bincount(indices.flatten(), minlength=70).cumsum(0))
     x = random_tensor((pairs[0], 24), torch.float16, device)
-    assert torch.equal(GATHER(x, order), x[want // pairs[1]])
+    assert torch.equal(GATHER(x, position.view(-1)), x[want // pairs[1]])
 
 
 def leaves(tensors, wanted=NAMES) -> dict[str, torch.Tensor]:
@@ -288,12 +288,12 @@ def test_operators_refuse_what_cannot_be(device):
     for experts in (-1, 0, 1024):
         with pytest.raises(RuntimeError, match=f"moe_sort: ends has {experts} elements, one an expert; 1 to 1023"):
             SORT(indices, experts)
-    order, _, ends = SORT(indices, 5)
+    order, position, ends = SORT(indices, 5)
     for wanted in ((True, False), (False, True)):
         with pytest.raises(RuntimeError, match="moe_combine_backward: dots or dbias is wanted, but bias is NULL"):
             torch.ops.bastile.moe_combine_backward(t["hidden"], order, ends, t["weights"], None, *wanted)
     with pytest.raises(RuntimeError, match=r"rows of x, 20, is needed"):
-        GATHER(t["hidden"], order[:-1])
+        GATHER(t["hidden"], position.view(-1)[:-1])
 
 
 @pytest.mark.parametrize("device", devices())
@@ -325,7 +325,7 @@ def test_inputs_are_left_alone_and_bits_repeat(device):
         assert_same_bits(t, kept[name])
 
 
-def test_keeps_inputs_the_first_product_and_the_sort():
+def test_keeps_inputs_the_rows_the_first_product_and_the_sort():
     shape = (20, 2, 5, 24, 16)
     tensors, indices = leaves(inputs(shape, torch.bfloat16, "cpu")), routing(*shape[:3], "cpu")
     own = {t.data_ptr() for t in tensors.values()}
@@ -333,7 +333,7 @@ def test_keeps_inputs_the_first_product_and_the_sort():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         ours(**tensors, indices=indices)
     extra = sorted((t.dtype == torch.int32, tuple(t.shape)) for t in saved if t.data_ptr() not in own)
-    assert extra == [(False, (40, 32)), (True, (5,)), (True, (20, 2)), (True, (40,))]
+    assert extra == [(False, (40, 24)), (False, (40, 32)), (True, (5,)), (True, (20, 2)), (True, (40,))]
 
 
 def peak(run: Callable[[], object]) -> int:
@@ -357,7 +357,7 @@ def test_the_last_backward_pass_needs_no_more_memory_than_its_steps(shape, wante
     dgate_up, dbiases = 2 * ddown, 4 * experts * (width + 2 * inner) if trained else 0
     read_by_ddown = rows + gate if trained else 0
     steps = [
-        rows + gate + h,  # dy, then dh and wy in the memory of h and dy
+        rows + gate + h + (rows if trained else 0),  # dy, then dh and wy in the memory of h and dy; the kept rows
         h + read_by_ddown + rows + dgate_up,
         h + read_by_ddown + rows + dgate_up + token,  # dhidden
         read_by_ddown + dgate_up + token + ddown,
@@ -473,15 +473,16 @@ def test_what_the_compiler_is_told_is_true(device):
     ops, check = torch.ops.bastile, torch.library.opcheck
     check(SORT, (indices, 5))
     order, position, ends = SORT(indices, 5)
-    check(GATHER, (t["hidden"], order))
-    rows = GATHER(t["hidden"], order)
+    check(GATHER, (t["hidden"], position.view(-1)))
+    rows = GATHER(t["hidden"], position.view(-1))
     h = grouped_rows(rows, t["gate_up"], ends)
     check(ops.grouped_rows.default, (rows, t["gate_up"], ends))
-    check(ops.moe_glu_forward.default, (h, t["gate_up_bias"], ends, 1.7, 7.0))
-    y = ops.moe_glu_forward(h, t["gate_up_bias"], ends, 1.7, 7.0)
+    unit = 5, True, 1.7, 7.0  # swiglu_oai, interleaved, alpha, limit
+    check(ops.moe_glu_forward.default, (h, t["gate_up_bias"], ends, *unit))
+    y = ops.moe_glu_forward(h, t["gate_up_bias"], ends, *unit)
     check(ops.grouped_matrices.default, (rows, y, ends))
     for wanted in ((True,) * 4, (True, False, False, False), (False, True, True, False)):
-        given = (y, h, t["gate_up_bias"], ends, order, t["weights"], None, 1.7, 7.0, *wanted)
+        given = (y, h, t["gate_up_bias"], ends, order, t["weights"], None, *unit, *wanted)
         check(ops.moe_glu_backward.default, given)
         check(ops.moe_glu_backward_inplace.default, (y.clone(), h.clone(), *given[2:]))
     check(ops.moe_combine_forward.default, (rows, position, t["weights"], t["down_bias"], indices))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import bastile
+from bastile.ops.moe import moe_experts
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.ops.rms_norm import add_rms_norm, rms_norm
 from bastile.ops.swiglu import swiglu
@@ -77,7 +78,18 @@ def _qk_norm_rope(new: Callable[..., torch.Tensor]) -> tuple[list[torch.Tensor],
     return [new(2, 9, 4, 16), new(2, 9, 2, 16), new(16), new(16)], run, 2 * 9 * 6 * 16
 
 
-OPERATORS = [_rms_norm, _add_rms_norm, _add_rms_norm_without_residual, _swiglu, _qk_norm_rope]
+def _moe_experts(new: Callable[..., torch.Tensor]) -> tuple[list[torch.Tensor], Callable[..., torch.Tensor], int]:
+    """The gathered rows."""
+    leaves = [new(9, 24), new(9, 2), new(4, 24, 32), new(4, 16, 24)]
+
+    def run(hidden: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        indices = torch.arange(18, device=hidden.device).view(9, 2) % 4
+        return moe_experts(hidden, indices, weights, gate_up, None, down, None).float().square().sum()
+
+    return leaves, run, 9 * 2 * 24
+
+
+OPERATORS = [_rms_norm, _add_rms_norm, _add_rms_norm_without_residual, _swiglu, _qk_norm_rope, _moe_experts]
 
 
 @pytest.mark.parametrize("device", devices())

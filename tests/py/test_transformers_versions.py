@@ -56,7 +56,12 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
             [row.backbone, row.head, "loss_function", *(["num_experts_per_tok"] if row.router_loss else [])],
             ["labels", "logits_to_keep"],
         ),
-        ("moe_experts", row.experts_class, [*experts.PARAMETERS, "_apply_gate", "num_experts"], [*experts.ARGUMENTS]),
+        (
+            "moe_experts",
+            row.experts_class,
+            [*experts.PARAMETERS, "_apply_gate", "num_experts"],
+            ["hidden_states", "router_indices", "routing_weights"],
+        ),
         (
             "qk_norm_rope",
             row.attention_class,

@@ -7,7 +7,7 @@ Shapes, by operator:
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
-    moe_experts                  (tokens, hidden size, size between the products, experts, experts of a token)
+    moe_experts, swiglu_experts  (tokens, hidden size, size between the products, experts, experts of a token)
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ def _loss(rows: int, hidden: int, vocabulary: int, ignored: float = 0.0, **need:
     return Case("fused_linear_cross_entropy", (rows, hidden, vocabulary), ignored=ignored, needs=_bf16(**need))
 
 
+def _experts(*shape: int, limit: float) -> Case:
+    return Case("swiglu_experts", shape, needs=_bf16(limit=limit, peers={"hf": 1.0}, memory_of=("hf", 1.0)))
+
+
 _ROPE = (16384, 32, 8, 128)
 #: A fused operator has to beat the sequence that it replaces.
 _FUSED = {"unfused": 1.0}
@@ -93,6 +97,8 @@ LIMITS = (
     _loss(16384, 4096, 128256, limit=1.0),
     _loss(4096, 1024, 151936),  # Qwen3-0.6B's head
     Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
+    _experts(8192, 2048, 768, 128, 8, limit=1.15),  # Qwen3-30B-A3B's
+    _experts(8192, 4096, 14336, 8, 2, limit=1.05),  # Mixtral-8x7B's
 )
 
 
@@ -121,6 +127,7 @@ SMALL = (
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
     Case("moe_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
+    Case("swiglu_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
 )
 
 # One row: the kernels take microseconds, so that what is left is the host's work.

@@ -1,6 +1,8 @@
 """The experts of a mixture of experts: inputs, and their products alone.
 
-A case's shape is (tokens, hidden size, size between the products, experts, experts of a token)."""
+A case's shape is (tokens, hidden size, size between the products, experts, experts of a token). There are two forms of
+experts: GPT-OSS's, with weights as their products read them, biases, gate and up interleaved and clamped; and that of
+most models, with weights as linear layers have them and SwiGLU of halves."""
 
 from __future__ import annotations
 
@@ -28,25 +30,40 @@ def inputs(case: Any, random: Any) -> Tensors:
     }
 
 
+def swiglu_inputs(case: Any, random: Any) -> Tensors:
+    """Without biases, and the weights turned."""
+    found = inputs(case, random)
+    turned = {name: found[name].transpose(1, 2).contiguous() for name in ("gate_up", "down")}
+    return {name: t for name, t in {**found, **turned}.items() if "bias" not in name}
+
+
 def products(case: Any, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
     """The products alone, on operands like the true ones: rows, and gradients of the size that they have."""
+    is_oai = "gate_up_bias" in tensors
     from bastile.ops._grouped import grouped_matrices, grouped_rows
 
-    order, _, ends = torch.ops.bastile.moe_sort(tensors["indices"], case.shape[3])
-    rows = torch.ops.bastile.moe_gather(tensors["hidden"], order)
-    drows = torch.ops.bastile.moe_gather(tensors["upstream 0"], order)
-    h = grouped_rows(rows, tensors["gate_up"].detach(), ends)
-    y = torch.ops.bastile.moe_glu_forward(h, tensors["gate_up_bias"].detach(), ends, 1.702, 7.0)
+    _, position, ends = torch.ops.bastile.moe_sort(tensors["indices"], case.shape[3])
+    rows, drows = (torch.ops.bastile.moe_gather(tensors[n], position.view(-1)) for n in ("hidden", "upstream 0"))
+    h = grouped_rows(rows, _weights(tensors, is_oai)[0], ends)
+    y = h[:, : case.shape[2]].contiguous()
 
     def run(t: Tensors) -> tuple[torch.Tensor, ...]:
-        gate_up, down = t["gate_up"].detach(), t["down"].detach()
+        gate_up, down = _weights(t, is_oai)
         grouped_rows(rows, gate_up, ends)
         grouped_rows(y, down, ends)
         if case.backward:
             grouped_rows(drows, down.transpose(1, 2), ends)
-            grouped_matrices(y, drows, ends)
+            left, right = (y, drows) if is_oai else (drows, y)
+            grouped_matrices(left, right, ends)
             grouped_rows(h, gate_up.transpose(1, 2), ends)
-            grouped_matrices(rows, h, ends)
+            left, right = (rows, h) if is_oai else (h, rows)
+            grouped_matrices(left, right, ends)
         return ()
 
     return run
+
+
+def _weights(tensors: Tensors, is_oai: bool) -> list[torch.Tensor]:
+    """As the products read them."""
+    found = [tensors[name].detach() for name in ("gate_up", "down")]
+    return found if is_oai else [t.transpose(1, 2) for t in found]

@@ -224,4 +224,13 @@ OPERATORS = {
         size=lambda case: math.prod(case.shape[:3]) * case.shape[4],
         products=moe.products,
     ),
+    "swiglu_experts": Operator(
+        moe.swiglu_inputs,
+        arguments=("hidden", "indices", "weights", "gate_up", "down"),
+        leaves=("hidden", "weights", "gate_up", "down"),
+        times=(6, 18),
+        model="as moe_experts",
+        size=lambda case: math.prod(case.shape[:3]) * case.shape[4],
+        products=moe.products,
+    ),
 }

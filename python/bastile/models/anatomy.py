@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ class Anatomy:
     layer: dict[str, str] = field(default_factory=dict)  # input_norm, attention, attention_norm, mlp
     mlp: dict[str, str] = field(default_factory=dict)  # gate, up, down
     attention: dict[str, str] = field(default_factory=dict)  # q_norm, k_norm
+    experts: Mapping[str, Any] = field(default_factory=dict)  # their form's variant
     #: How the operators read heads and tables: see models/rotary.py.
     rotary: dict[str, Any] = field(
         default_factory=lambda: {"layout": "halves", "half_tables": False, "keep_type": False}
@@ -44,7 +46,8 @@ def anatomy(model_type: str) -> Anatomy | None:
         norms = norms_of(file)
         if head is None or layer is None or not norms:
             continue
-        mlp, rotary = _first(file, "mlp"), next(file.functions("rotary"), None)
+        mlp, experts = _first(file, "mlp"), _first(file, "experts")
+        rotary = next(file.functions("rotary"), None)
         placed = {site.operator for site in sites(file, OPERATORS)}
         has_heads_norm = any(True for _ in attention_sites(file))
         return Anatomy(
@@ -56,6 +59,7 @@ def anatomy(model_type: str) -> Anatomy | None:
             layer.names,
             {} if mlp is None else mlp.names,
             {"q_norm": "q_norm", "k_norm": "k_norm"} if has_heads_norm else {},
+            {} if experts is None else experts.form.variant,
             **({} if rotary is None else {"rotary": layout(rotary)}),
         )
     return None

@@ -1,8 +1,8 @@
 """The forward of a module that holds all experts of a layer.
 
 It serves what Transformers computes where nobody has chosen an implementation: whole experts, of one type, with the
-gate that the class defines. All else the original does: an implementation that someone chose or registered, experts
-spread over devices, another gate."""
+unit that the class defines. All else the original does: an implementation that someone chose or registered, experts
+spread over devices, another unit."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -10,21 +10,22 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
+from bastile.models.mlp import activation_of
 from bastile.models.rebind import parameter_names
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served, without_autocast
 from bastile.ops.moe import MOST_EXPERTS, moe_experts
 from bastile.report import Tally
 
+#: What an experts' module holds; the biases only where it has any.
 PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
-
-#: The arguments, in their order.
-ARGUMENTS = ("hidden_states", "router_indices", "routing_weights")
 
 #: What Transformers takes where nobody chose.
 _DEFAULT = "grouped_mm"
+
+#: What configurations call the number of a layer's experts.
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
@@ -38,49 +39,88 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
     from transformers.integrations import moe
 
     names, table, default = parameter_names(original), moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
+    default_gate, variant = moe._default_apply_gate, found.form.variant
+    has_own_gate, limit, alpha = "_apply_gate" in found.methods, variant["limit"], variant["alpha"]
+
+    def obstacle(self: Any, hidden: Any, indices: Any, weights: Any, activation: Any) -> str | None:
+        if not has_own_gate and (type(self)._apply_gate is not default_gate or "_apply_gate" in vars(self)):
+            return "the gate has been replaced by another"
+        if not found.is_kept_by(self) or table[_DEFAULT] is not default:
+            return "the gate, or Transformers' grouped products, have been replaced by others"
+        if not _are_whole(self):
+            return "another implementation of experts was chosen, or they are spread over devices"
+        if activation is None:
+            return "its activation is none that Bastile computes"
+        return None if _serves(hidden, indices, weights, self) else "types or shapes that the operator does not take"
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        hidden, indices, weights = [given.pop(name, None) for name in ARGUMENTS]
+        hidden, indices, weights = [given.pop(name, None) for name in names[:3]]
         if given or len(args) > len(names):
+            tally.step_aside("it was not called with states, indices and weights alone")
             return original(self, *args, **kwargs)
-        if not found.is_kept_by(self) or table[_DEFAULT] is not default:
-            tally.step_aside("the gate, or Transformers' grouped products, have been replaced by others")
-            return original(self, *args, **kwargs)
-        if not _are_whole(self):
-            tally.step_aside("another implementation of experts was chosen, or they are spread over devices")
-            return original(self, *args, **kwargs)
-        parameters = [getattr(self, name) for name in PARAMETERS]
-        if not _serves(hidden, indices, weights, parameters):
-            tally.step_aside("types or shapes that the operator does not take")
+        activation: Any = variant["activation"] or activation_of(getattr(self, "act_fn", None))
+        why = obstacle(self, hidden, indices, weights, activation)
+        if why is not None:
+            tally.step_aside(why)
             return original(self, *args, **kwargs)
         tally.count()
+        gate_up, gate_up_bias, down, down_bias = _parameters(self)
         # Grouped products are none that autocast casts: they have the type of the experts' weights.
-        rows = hidden.to(parameters[0].dtype)
+        rows = hidden.to(gate_up.dtype)
         with without_autocast(hidden.device.type):
-            out = moe_experts(rows, indices, weights, *parameters, alpha=self.alpha, limit=self.limit)
+            out = moe_experts(
+                rows,
+                indices,
+                weights,
+                gate_up,
+                gate_up_bias,
+                down,
+                down_bias,
+                activation=activation,
+                interleaved=variant["interleaved"],
+                alpha=getattr(self, alpha) if alpha else 1.0,
+                limit=getattr(self, limit) if limit else float("inf"),
+            )
         return out.to(hidden.dtype)
 
     return forward
 
 
-def _are_whole(experts: nn.Module) -> bool:
+def _parameters(experts: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+    """gate_up [E, H, 2I], its bias, down [E, I, H], its bias. Turned weights are views."""
+    gate_up, down = experts.gate_up_proj, experts.down_proj
+    if not experts.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    if not experts.has_bias:
+        return gate_up, None, down, None
+    return gate_up, experts.gate_up_proj_bias, down, experts.down_proj_bias
+
+
+def expert_counts(config: Any) -> set[int]:
+    """How many experts the layers of this configuration have."""
+    found = (getattr(config, name, None) for name in _COUNTS)
+    return {count for of in found for count in (of if isinstance(of, (list, tuple)) else [of]) if count is not None}
+
+
+def _are_whole(experts: Any) -> bool:
     """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
     config: Any = getattr(experts, "config", None)
-    return (
+    return bool(
         getattr(config, "_experts_implementation", None) == _DEFAULT
         and not getattr(experts, "_is_expert_parallel", False)
-        and experts.num_experts == config.num_local_experts
+        and experts.num_experts in expert_counts(config)
     )
 
 
-def _serves(hidden: Any, indices: Any, weights: Any, parameters: list[torch.Tensor]) -> bool:
-    return (
+def _serves(hidden: Any, indices: Any, weights: Any, experts: Any) -> bool:
+    parameters = [p for p in _parameters(experts) if p is not None]
+    return bool(
         all(torch.is_tensor(t) for t in (hidden, indices, weights))
         and hidden.dim() == 2
         and indices.shape == weights.shape
         and served(hidden, weights, *parameters)
         and all(p.dtype == parameters[0].dtype for p in parameters)
-        and parameters[0].shape[0] <= MOST_EXPERTS
+        and parameters[0].shape[0] == experts.num_experts <= MOST_EXPERTS
     )

@@ -6,6 +6,7 @@ trained, layer by layer: with adapters, the first layer wants fewer than those b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -22,6 +23,7 @@ from bastile.ops._heads import LAYOUTS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import _padded
+from bastile.ops.moe import UNITS
 from bastile.ops.rms_norm import _CASTING
 
 _ROWS = 8
@@ -275,6 +277,8 @@ class _Step:
         parts = self.family.mlp
         both = parts.get("gate_up") or parts.get("up_gate", "")  # where they are one projection
         projections = gate, up, down = [mlp[n] for n in (parts.get("gate", both), parts.get("up", both), parts["down"])]
+        if not all(p.is_there for p in projections):  # experts in its place
+            return
         name, kind = ("swiglu", ()) if activation == "silu" else ("glu", (list(ACTIVATIONS).index(activation),))
         yield Call(f"{name}_forward", (*kind, rows, rows), title)
         wanted = x or gate.is_trained, x or up.is_trained
@@ -291,34 +295,43 @@ class _Step:
 
     def _experts(self, mlp: _Part, x: bool) -> Iterator[Call]:
         """What surrounds the grouped products of moe_experts, which have their weights' type under autocast too."""
-        if "moe_experts" not in self.operators:
+        config, form, given = self.config, self.family.experts, mlp["experts"]
+        activation = form.get("activation") or ACTIVATION_OF_CONFIG.get(getattr(config, "hidden_act", "silu"))
+        counts = experts.expert_counts(config)
+        if "moe_experts" not in self.operators or not given.is_there or activation is None or len(counts) != 1:
             return
-        config, family_experts = self.config, mlp["experts"]
-        dtype = family_experts[experts.PARAMETERS[0]].dtype or self.types.stream
-        width, inner = config.hidden_size, config.intermediate_size
-        count, choices = config.num_local_experts, config.num_experts_per_tok
+        gate_up, gate_up_bias, down, down_bias = (given[name] for name in experts.PARAMETERS)
+        dtype = gate_up.dtype or self.types.stream
+        width, inner = config.hidden_size, getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        (count,), choices = counts, config.num_experts_per_tok
         title = f"moe_experts {width}"
         pairs = _ROWS * choices
         tokens, rows, gated = (Zeros(s, dtype) for s in ((_ROWS, width), (pairs, width), (pairs, inner)))
-        h, h_bias, bias = (Zeros(s, dtype) for s in ((pairs, 2 * inner), (count, 2 * inner), (count, width)))
+        h, h_bias, bias = Zeros((pairs, 2 * inner), dtype), None, None
+        if form["has_bias"]:
+            h_bias, bias = Zeros((count, 2 * inner), dtype), Zeros((count, width), dtype)
         indices, position = Zeros((_ROWS, choices), torch.int64), Zeros((_ROWS, choices), torch.int32)
-        order, ends = Zeros((pairs,), torch.int32), Zeros((count,), torch.int32, value=pairs)
+        order = places = Zeros((pairs,), torch.int32)
+        ends = Zeros((count,), torch.int32, value=pairs)
         weights, dots = Zeros((_ROWS, choices), self.types.product), Zeros((pairs,), torch.float32)
-        gate = 1.0, 1.0  # alpha and limit: arguments of the kernels
-        want_gate_up, want_h_bias, want_down, want_bias = (family_experts[n].is_trained for n in experts.PARAMETERS)
-        want_weights = x or mlp["router"].is_trained
+        # alpha and limit, where there is one, are arguments of the kernels.
+        unit = UNITS.index(activation), form["interleaved"], 1.0, 1.0 if form["limit"] else math.inf
+        want_gate_up, want_down = gate_up.is_trained, down.is_trained
+        want_h_bias, want_bias = (bias is not None and part.is_trained for part in (gate_up_bias, down_bias))
+        want_weights = x or mlp["router"].is_trained or mlp["gate"].is_trained
         want_h = x or want_gate_up or want_h_bias
 
         yield Call("moe_sort", (indices, count), title)
-        yield Call("moe_gather", (tokens, order), title)
-        yield Call("moe_glu_forward", (h, h_bias, ends, *gate), title)
+        yield Call("moe_gather", (tokens, places), title)
+        yield Call("moe_glu_forward", (h, h_bias, ends, *unit), title)
         yield Call("moe_combine_forward", (rows, position, weights, bias, indices), title)
-        if want_weights or want_bias:
+        has_dots = bias is not None and (want_weights or want_bias)
+        if has_dots:
             arguments = tokens, order, ends, weights, bias, want_weights, want_bias
             yield Call("moe_combine_backward", arguments, title)
         if want_h or want_weights or want_down:
-            inputs = gated, h, h_bias, ends, order, weights, dots if want_weights else None
-            yield Call("moe_glu_backward", (*inputs, *gate, want_h, want_down, want_weights, want_h_bias), title)
+            inputs = gated, h, h_bias, ends, order, weights, dots if has_dots and want_weights else None
+            yield Call("moe_glu_backward", (*inputs, *unit, want_h, want_down, want_weights, want_h_bias), title)
         if x:
             yield Call("moe_combine_forward", (rows, position, None, None, None), title)
 

@@ -32,6 +32,11 @@ def _rotary(**variant: Any) -> dict[str, Any]:
     return {**usual, "arguments": "q k cos sin", "heads": 1, **variant}
 
 
+def _experts(**variant: Any) -> dict[str, Any]:
+    """activation: None is the module's own; alpha, limit: the attributes that hold them."""
+    return {"activation": None, "interleaved": False, "has_bias": False, "alpha": None, "limit": None, **variant}
+
+
 _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
 _HEADS_FIRST = "head_dim q_proj k_proj v_proj q_norm k_norm layer_idx config training attention_dropout scaling"
 _LAYER = _roles("input_norm attention attention_norm mlp")
@@ -325,9 +330,50 @@ FORMS: tuple[Form, ...] = (
     # ---- experts -----------------------------------------------------------------------------------------------------
     Form(
         "experts",
+        "down(activation(gate) * up), gate and up in halves",
+        _roles("num_experts gate_up_proj act_fn down_proj"),
+        ("277c042d149a", "f05fef7ce67c", "82cae0b6228e"),
+        _experts(),
+        exact=True,
+    ),
+    Form(
+        "experts",
+        "the same in float32",
+        _roles("num_experts gate_up_proj down_proj act_fn"),
+        ("20ada3649291",),
+        _experts(),
+        exact=True,
+    ),
+    Form(
+        "experts",
+        "the same, gate and up clamped",
+        _roles("num_experts gate_up_proj down_proj limit act_fn"),
+        ("810298f3655f", "95b76c12e590"),
+        _experts(limit="limit"),
+        exact=True,
+    ),
+    Form(
+        "experts",
+        "down(silu(gate) * up), gate and up in halves, both clamped",
+        _roles("num_experts gate_up_proj down_proj swiglu_limit"),
+        ("9bb31a2a1d89", "49668aa6a00e"),
+        _experts(activation="silu", limit="swiglu_limit"),
+        exact=True,
+    ),
+    Form(
+        "experts",
+        "gate and up in halves: (up + 1) gate sigmoid(alpha gate), both clamped",
+        _roles("num_experts gate_up_proj down_proj swiglu_limit swiglu_alpha"),
+        ("0a53d6c6f93d", "f6e5264210ab"),
+        _experts(activation="swiglu_oai", limit="swiglu_limit", alpha="swiglu_alpha"),
+        exact=True,
+    ),
+    Form(
+        "experts",
         "biases, gate and up interleaved: (up + 1) gate sigmoid(alpha gate), both clamped",
         _roles("num_experts gate_up_proj gate_up_proj_bias down_proj down_proj_bias limit alpha"),
         ("7f2c6fd97455",),
+        _experts(activation="swiglu_oai", interleaved=True, has_bias=True, limit="limit", alpha="alpha"),
         exact=True,
     ),
     # ---- linear layers that are more than a weight: of PEFT 0.18 to 0.21, and of bitsandbytes ------------------------

@@ -53,11 +53,13 @@ SIZES: dict[str, Any] = {
     "moe_topk": 2,
     "moe_k": 2,
     "n_shared_experts": 1,
+    "first_k_dense_replace": 1,  # and experts in the second layer
     "moe_intermediate_size": 16,
     "expert_ffn_hidden_size": 16,
     "shared_expert_intermediate_size": 16,
     "moe_shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
+    "swiglu_limit": 0.5,  # so that it is met
     "n_group": 1,
     "topk_group": 1,
     "num_nextn_predict_layers": 0,
@@ -100,6 +102,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": _three_sections(1, 1, 0),
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "flint": {"mlp_only_layers": [0]},
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "xmod": {"default_language": "en_XX"},

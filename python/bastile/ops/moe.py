@@ -1,12 +1,17 @@
-"""The experts of a mixture of experts, as GPT-OSS has them: two grouped products around a clamped gate."""
+"""The experts of a mixture of experts: two grouped products around a gated unit."""
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
+from bastile.ops._glu import ACTIVATIONS
 from bastile.ops._grouped import grouped_matrices, grouped_rows
+from bastile.recompute import offer
 
 __all__ = ["moe_experts"]
 
@@ -21,6 +26,27 @@ _combine_backward = torch.ops.bastile.moe_combine_backward.default
 #: The sort gives each expert a thread of one block.
 MOST_EXPERTS = 1023
 
+_OAI = "swiglu_oai"
+#: In the order of src/core/activation.h.
+UNITS = (*ACTIVATIONS, _OAI)
+
+
+class Gate(NamedTuple):
+    """The gated unit, as its operators are told."""
+
+    activation: int
+    interleaved: bool
+    alpha: float
+    limit: float
+
+
+def _weight_gradient(left, right, ends, like):
+    """Of weights [E, A, B]: left [N, A] transposed times right [N, B], in memory as the weights are, so that autograd
+    hands it on without a copy."""
+    if like.stride(1) == 1 and like.stride(2) != 1:
+        return grouped_matrices(right, left, ends).transpose(1, 2)
+    return grouped_matrices(left, right, ends)
+
 
 def _gate_gradients(in_place, dy, h, given, want):
     """dh, w y, and the gradients of the routing weights and of the bias; in place: the first two over h and dy."""
@@ -33,27 +59,34 @@ def _gate_gradients(in_place, dy, h, given, want):
 
 
 class _Experts(Function):
-    """Keeps its inputs, the sort, and the first product's result. The rows are gathered and the gate is computed again
-    in the backward pass, and the routing weights' gradient comes from the gate's side of the second product: with dy
-    the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not be kept.
+    """Keeps its inputs, the sort, the gathered rows, which recomputation makes again, and the first product's result.
+    The gate is computed again in the backward pass, and the routing weights' gradient comes from the gate's side of the
+    second product: with dy the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not
+    be kept.
 
     What is as large as the rows is let go of as soon as it has been read."""
 
     @staticmethod
-    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit, with_grad):
+    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate, with_grad):
         order, position, ends = _sort(indices, gate_up.shape[0])
-        h = grouped_rows(_gather(hidden, order), gate_up, ends)
-        y = _glu_forward(h, gate_up_bias, ends, alpha, limit)
+        places = position.view(-1)
+        rows = _gather(hidden, places)
+        h = grouped_rows(rows, gate_up, ends)
+        if with_grad and ctx.needs_input_grad[3]:
+            offer(_gather, (hidden, places), rows, is_inner=True)
+        else:
+            rows = None
+        y = _glu_forward(h, gate_up_bias, ends, *gate)
         if not (with_grad and any(ctx.needs_input_grad)):
             h = None  # no backward pass will read it
         y = grouped_rows(y, down, ends)
-        ctx.save_for_backward(hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
-        ctx.alpha, ctx.limit = alpha, limit
+        ctx.save_for_backward(hidden, rows, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
+        ctx.gate = gate
         return _combine_forward(y, position, weights, down_bias, indices)
 
     @staticmethod
     def backward(ctx, dout):
-        hidden, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
+        hidden, x, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends = ctx.saved_tensors
         last = release_on_last_pass(ctx, dout)  # h above all
         want_hidden, _, want_weights, want_gate_up, want_gate_up_bias, want_down, want_down_bias, *_ = (
             ctx.needs_input_grad
@@ -64,34 +97,44 @@ class _Experts(Function):
                 dout, order, ends, weights, down_bias, want_weights, want_down_bias
             )
         else:
-            rows = _gather(dout, order)
+            rows = _gather(dout, position.view(-1))
         want_dh = want_hidden or want_gate_up or want_gate_up_bias
         if want_dh or want_weights or want_down:
             dy = grouped_rows(rows, down.transpose(1, 2), ends)
             if not want_down:
                 del rows
-            given = (gate_up_bias, ends, order, weights, dots if want_weights else None, ctx.alpha, ctx.limit)
+            given = (gate_up_bias, ends, order, weights, dots if want_weights else None, *ctx.gate)
             want = (want_dh, want_down, want_weights, want_gate_up_bias)
             dh, wy, dweights, dgate_up_bias = _gate_gradients(last, dy, h, given, want)
             del dy, h
             if want_gate_up:
-                dgate_up = grouped_matrices(_gather(hidden, order), dh, ends)
+                dgate_up = _weight_gradient(x, dh, ends, gate_up)
+            del x
             if want_hidden:
                 dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
                 dhidden = _combine_forward(dx, position, None, None, None)
                 del dx
             del dh
             if want_down:  # last, when all gradients are there: wy and rows take less memory than dh and its rows
-                ddown = grouped_matrices(wy, rows, ends)
+                ddown = _weight_gradient(wy, rows, ends, down)
         gradients = (dhidden, None, dweights, dgate_up, dgate_up_bias, ddown, ddown_bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             sources = dout, hidden, weights, gate_up, gate_up_bias, down, down_bias
             gradients = tuple(first_order_only("moe_experts", g, *sources) for g in gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(g if want else None for g, want in wanted), None, None, None
+        return *(g if want else None for g, want in wanted), None, None
 
 
-def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
+def _unit(h, gate):
+    """The gated unit in plain torch."""
+    g, u = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, dim=-1)
+    if gate.limit < math.inf:
+        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
+    name = UNITS[gate.activation]
+    return (u + 1) * (g * torch.sigmoid(g * gate.alpha)) if name == _OAI else ACTIVATIONS[name](g) * u
+
+
+def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate):
     """The definition in plain torch, for devices and types without kernels."""
     out = torch.zeros_like(hidden)
     for expert in range(gate_up.shape[0]):
@@ -99,15 +142,28 @@ def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias,
         h = hidden[token] @ gate_up[expert]
         if gate_up_bias is not None:
             h = h + gate_up_bias[expert]
-        gate, up = h[:, ::2].clamp(max=limit), h[:, 1::2].clamp(-limit, limit)
-        y = ((up + 1) * gate * torch.sigmoid(gate * alpha)) @ down[expert]
+        y = _unit(h, gate) @ down[expert]
         if down_bias is not None:
             y = y + down_bias[expert]
         out = out.index_add(0, token, (y * weights[token, choice, None]).to(out.dtype))
     return out
 
 
-def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alpha, limit):
+def _gate(activation, interleaved, alpha, limit):
+    if activation not in UNITS:
+        names = ", ".join(f'"{name}"' for name in UNITS)
+        raise ValueError(f"moe_experts: activation is {activation!r}; one of {names} is needed")
+    is_oai = activation == _OAI
+    if limit is None:
+        limit = 7.0 if is_oai else math.inf
+    if not limit > 0:
+        raise ValueError(f"moe_experts: limit is {limit}; more than 0 is needed")
+    return Gate(
+        UNITS.index(activation), is_oai if interleaved is None else bool(interleaved), float(alpha), float(limit)
+    )
+
+
+def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias):
     def need(name: str, t: torch.Tensor | None, what: str, *sizes: int):
         if t is not None and t.shape != sizes:
             raise RuntimeError(f"moe_experts: {name} has shape {list(t.shape)}; {what} is needed, here {list(sizes)}")
@@ -131,8 +187,6 @@ def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, alp
     need("gate_up_bias", gate_up_bias, "[E, 2I]", experts, 2 * inner)
     need("down_proj", down, "[E, I, H]", experts, inner, width)
     need("down_bias", down_bias, "[E, H]", experts, width)
-    if not limit > 0:
-        raise ValueError(f"moe_experts: limit is {limit}; more than 0 is needed")
 
 
 def moe_experts(
@@ -144,26 +198,32 @@ def moe_experts(
     down_proj: torch.Tensor,
     down_bias: torch.Tensor | None,
     *,
+    activation: str = "swiglu_oai",
+    interleaved: bool | None = None,
     alpha: float = 1.702,
-    limit: float = 7.0,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it.
 
-    For expert e, with h = hidden @ gate_up_proj[e] + gate_up_bias[e], whose even columns are the gate g, at most
-    `limit`, and whose odd ones u, between -limit and limit: (u + 1) * g * sigmoid(alpha * g) @ down_proj[e] +
-    down_bias[e].
+    For expert e, with h = hidden @ gate_up_proj[e] + gate_up_bias[e], of whose columns one half are the gate g, at most
+    `limit`, and the others u, between -limit and limit: (act(g) * u) @ down_proj[e] + down_bias[e]. "swiglu_oai", which
+    is GPT-OSS's unit and the default, is (u + 1) * g * sigmoid(alpha * g).
 
     Args:
         hidden: [T, H], float32, bfloat16 or float16.
         router_indices: [T, K], int64 or int32: each token's experts. One outside [0, E) is an error on CPU; on CUDA,
             where checking would wait for the device, it makes the token's output NaN and its gradients zero.
         routing_weights: [T, K], of any of the three types.
-        gate_up_proj: [E, H, 2I], of hidden's type, as are the next three.
+        gate_up_proj: [E, H, 2I], of hidden's type, as are the next three. Of any strides: weights that are stored as
+            [E, 2I, H] are given as gate_up_proj.transpose(1, 2), which copies nothing, nor does their gradient.
         gate_up_bias: [E, 2I] or None.
-        down_proj: [E, I, H].
+        down_proj: [E, I, H], likewise.
         down_bias: [E, H] or None.
-        alpha: of the sigmoid.
-        limit: of the clamps; float("inf") for none.
+        activation: "silu", "gelu_tanh", "gelu", "relu", "relu2" or "swiglu_oai".
+        interleaved: whether g and u are the even and the odd columns of h, not its first and its second half. None:
+            for "swiglu_oai".
+        alpha: of the sigmoid, for "swiglu_oai".
+        limit: of the clamps; float("inf") for none. None: 7 for "swiglu_oai", none for others.
 
     Returns:
         [T, H], hidden's type. Gradients flow to everything but the indices; kept for them are the inputs, [T K, 2I]
@@ -172,13 +232,14 @@ def moe_experts(
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
+    gate = _gate(activation, interleaved, alpha, limit)
     given = (hidden, router_indices, routing_weights, gate_up_proj, gate_up_bias, down_proj, down_bias)
     floats = [t for t in given if t is not None and t is not router_indices]
     is_served = served(*floats)
     if not is_served:
         names = ("hidden", "", "routing_weights", "gate_up_proj", "gate_up_bias", "down_proj", "down_bias")
         need_floats("moe_experts", **{name: t for name, t in zip(names, given, strict=True) if name})
-    _check(*given, alpha, limit)
+    _check(*given)
     same = all(t.dtype == hidden.dtype for t in floats if t is not routing_weights)
     if not (
         is_served
@@ -186,7 +247,7 @@ def moe_experts(
         and gate_up_proj.shape[0] <= MOST_EXPERTS
         and not torch.is_autocast_enabled(hidden.device.type)
     ):
-        return _reference(*given, alpha, limit)
+        return _reference(*given, gate)
     return _Experts.apply(
         hidden,
         router_indices.long().contiguous(),
@@ -195,7 +256,6 @@ def moe_experts(
         gate_up_bias if gate_up_bias is None else gate_up_bias.contiguous(),
         down_proj,
         down_bias if down_bias is None else down_bias.contiguous(),
-        float(alpha),
-        float(limit),
+        gate,
         torch.is_grad_enabled(),
     )

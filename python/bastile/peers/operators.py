@@ -82,6 +82,13 @@ def _bastile_cross_entropy() -> Function:
     return lambda logits, target: cross_entropy(logits.view_as(logits), target, inplace=True)
 
 
+def _bastile_swiglu_experts() -> Function:
+    experts = _ours("moe_experts", module="moe")
+    return lambda hidden, indices, weights, gate_up, down: experts(
+        hidden, indices, weights, gate_up.transpose(1, 2), None, down.transpose(1, 2), None, activation="silu"
+    )
+
+
 _BASTILE: dict[str, Builder] = {
     "rms_norm": lambda: _ours("rms_norm"),
     "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
@@ -92,6 +99,7 @@ _BASTILE: dict[str, Builder] = {
     "cross_entropy": _bastile_cross_entropy,
     "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
     "moe_experts": lambda: _ours("moe_experts", module="moe"),
+    "swiglu_experts": _bastile_swiglu_experts,
 }
 
 
@@ -124,15 +132,19 @@ def _hf_cross_entropy() -> Function:
     return lambda logits, target: loss(logits, None, logits.shape[-1], shift_labels=target)
 
 
-def _hf_experts(implementation: str) -> Builder:
-    """One of Transformers' implementations of GptOssExperts, for weights that come as arguments."""
+def _hf_experts(implementation: str, is_oai: bool = True) -> Builder:
+    """One of Transformers' implementations of GptOssExperts, or of MixtralExperts, for weights that come as
+    arguments."""
 
     def build() -> Function:
+        from transformers.activations import ACT2FN
         from transformers.integrations import moe
         from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+        from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+        like: Any = GptOssExperts if is_oai else MixtralExperts
         ways: dict[str, Any] = {
-            "eager": getattr(GptOssExperts.forward, "__wrapped__", GptOssExperts.forward),
+            "eager": getattr(like.forward, "__wrapped__", like.forward),
             "batched_mm": moe.batched_mm_experts_forward,
             "grouped_mm": moe.grouped_mm_experts_forward,
         }
@@ -141,19 +153,28 @@ def _hf_experts(implementation: str) -> Builder:
             """Stands for the module."""
 
             alpha, limit = 1.702, 7.0
-            has_gate = has_bias = is_transposed = True
-            has_post_expert_norm = is_concatenated = _is_expert_parallel = False
-            _apply_gate = GptOssExperts._apply_gate
+            has_gate, has_bias, is_transposed, is_concatenated = True, is_oai, is_oai, not is_oai
+            has_post_expert_norm = _is_expert_parallel = False
+            act_fn = ACT2FN["silu"]
+            _apply_gate = like._apply_gate
 
-            def __init__(self, gate_up, gate_up_bias, down, down_bias):
-                self.num_experts = gate_up.shape[0]
-                self.gate_up_proj, self.gate_up_proj_bias = gate_up, gate_up_bias
-                self.down_proj, self.down_proj_bias = down, down_bias
+            def __init__(self, *parameters):
+                biases = parameters[1::2] if is_oai else (None, None)
+                self.gate_up_proj, self.down_proj = parameters[::2] if is_oai else parameters
+                self.gate_up_proj_bias, self.down_proj_bias = biases
+                self.num_experts = self.gate_up_proj.shape[0]
 
         way = ways[implementation]
         return lambda hidden, indices, weights, *parameters: way(Experts(*parameters), hidden, indices, weights)
 
     return build
+
+
+def _hf_experts_by(implementation: str) -> dict[str, Builder]:
+    return {
+        "moe_experts": _hf_experts(implementation),
+        "swiglu_experts": _hf_experts(implementation, is_oai=False),
+    }
 
 
 _HF: dict[str, Builder] = {
@@ -163,6 +184,7 @@ _HF: dict[str, Builder] = {
     "cross_entropy": _hf_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_hf_cross_entropy()),
     "moe_experts": _hf_experts("grouped_mm"),
+    "swiglu_experts": _hf_experts("grouped_mm", is_oai=False),
 }
 _HF |= _sequences(_HF)
 
@@ -283,8 +305,8 @@ PEERS = {
     ),
     "torch": Peer("PyTorch's own functions, on tensors of their own type", "#888888", _TORCH, "torch"),
     "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF, "Hugging Face code"),
-    "hf-eager": Peer("of experts, its loop over them", "#cccccc", {"moe_experts": _hf_experts("eager")}),
-    "hf-batched": Peer("of experts, its batched_mm", "#dddddd", {"moe_experts": _hf_experts("batched_mm")}),
+    "hf-eager": Peer("of experts, its loop over them", "#cccccc", _hf_experts_by("eager")),
+    "hf-batched": Peer("of experts, its batched_mm", "#dddddd", _hf_experts_by("batched_mm")),
     "compile": Peer("torch.compile of the code that is replaced", "#e0a030", _compiled(_HF), "that, compiled"),
     "compile-torch": Peer("torch.compile of PyTorch's own functions", "#f0c878", _compiled(_TORCH)),
     "liger": Peer("Liger-Kernel's Triton operators", "#7a5bb0", _liger(_TRITON), "Liger (Triton)"),

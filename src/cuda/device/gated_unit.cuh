@@ -108,4 +108,34 @@ BST_DEVICE bst_gated_gradients bst_gated_backward(float dy, float g, float u, in
     return {u * (scaled * a.slope), a.rest * scaled, u * a.value};
 }
 
+/* Of experts: where `limited`, a constant, the gate is at most `limit`, and up between -limit and limit. swiglu_oai is
+ * (up + 1) gate sigmoid(alpha gate). */
+BST_DEVICE float bst_gated_within(float g, float u, int activation, float alpha, bool limited, float limit, int type) {
+    float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
+    if (activation != BST_SWIGLU_OAI_CODE) return bst_gated(gate, up, activation, type);
+    return (up + 1.0f) * bst_quotient(gate, 1.0f + bst_exp_minus(alpha * gate, type), type);
+}
+
+/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. With s = sigmoid(alpha gate)
+ * swiglu_oai's derivatives are (up + 1) s (1 + alpha gate (1 - s)) and gate s. */
+BST_DEVICE bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
+                                                         bool limited, float limit, int type) {
+    float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
+    bst_gated_gradients d;
+    if (activation == BST_SWIGLU_OAI_CODE) {
+        float s = bst_quotient(1.0f, 1.0f + bst_exp_minus(alpha * gate, type), type);
+        float slope = s * bst_fma(alpha * gate, 1.0f - s, 1.0f);
+        up += 1.0f;
+        gate *= s;
+        d = {dy * up * slope, dy * gate, up * gate};
+    } else {
+        d = bst_gated_backward(dy, gate, up, activation, type);
+    }
+    if (limited) {
+        d.dgate = g <= limit ? d.dgate : 0.0f;
+        d.dup = u >= -limit && u <= limit ? d.dup : 0.0f;
+    }
+    return d;
+}
+
 #endif

@@ -2,7 +2,8 @@
  * kernels. */
 #include <inttypes.h>
 
-#include "core/describe.h"
+#include "core/activation.h"
+#include "core/options.h"
 #include "ops/moe/moe.h"
 #include "ops/moe/moe_cpu.h"
 
@@ -18,6 +19,8 @@ static const char *const meanings[] = {"Ethe experts", NULL};
 #define OUT(name, types, shape)      {name, BST_OUT, types, shape, BST_CONTIGUOUS}
 
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
+
+static bool on_cuda(const bst_view *v) { return v->device.device_type == kDLCUDA; }
 
 /* Pairs and rows are counted in 32 bits. */
 static bst_status need_countable(const char *op, const char *name, const char *what, int64_t count) {
@@ -41,17 +44,18 @@ static bst_status need_experts(const char *op, int64_t experts) {
 }
 
 /* Each row of the matrix that rows are gathered from has as many pairs. */
-static bst_status need_order_of(const char *op, const bst_view *order, const char *name, const bst_view *tokens) {
-    BST_TRY(need_countable(op, "order", "elements", order->count));
-    if (tokens->size[0] ? order->count % tokens->size[0] == 0 : !order->count) return BST_OK;
+static bst_status need_pairs_of(const char *op, const char *pairs, const bst_view *v, const char *name,
+                                const bst_view *tokens) {
+    BST_TRY(need_countable(op, pairs, "elements", v->count));
+    if (tokens->size[0] ? v->count % tokens->size[0] == 0 : !v->count) return BST_OK;
     return bst__error(BST_INVALID,
-                      "%s: order has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
-                      order->count, name, tokens->size[0]);
+                      "%s: %s has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
+                      pairs, v->count, name, tokens->size[0]);
 }
 
 /* On CPU: every entry lies in [0, most). On CUDA, where looking would wait for the device, the kernels look. */
 static bst_status check_entries(const char *op, const char *name, const bst_view *v, int64_t most, const char *what) {
-    if (v->device.device_type != kDLCPU) return BST_OK;
+    if (on_cuda(v)) return BST_OK;
     const int32_t *narrow = v->data;
     const int64_t *wide = v->data;
     for (int64_t i = 0; i < v->count; i++) {
@@ -65,7 +69,7 @@ static bst_status check_entries(const char *op, const char *name, const bst_view
 
 /* Likewise: the ends of the experts' rows do not fall, and the last expert's is the last row's. */
 static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
-    if (v->device.device_type != kDLCPU) return BST_OK;
+    if (on_cuda(v)) return BST_OK;
     const int32_t *ends = v->data;
     for (int64_t e = 0; e < v->count; e++) {
         int64_t least = e ? ends[e - 1] : 0;
@@ -83,39 +87,32 @@ static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
 
 static const char sort_op[] = "moe_sort";
 
-enum { SORT_INDICES, SORT_ORDER, SORT_POSITION, SORT_ENDS };
-enum { EXPERTS };
-
 static bst_status check_sort(const char *op, const bst_view *v, const bst_attribute *attributes) {
     BST_TRY(bst__need_dims(op, "indices", &v[SORT_INDICES], 2));
     BST_TRY(need_countable(op, "indices", "elements", v[SORT_INDICES].count));
     return need_experts(op, attributes[EXPERTS].i);
 }
 
-static bst_status sort_cpu(const bst_view *indices, moe_sort_args a) {
-    BST_TRY(check_entries(sort_op, "indices", indices, a.experts, "the experts"));
+static void sort_cpu(const bst_view *v, int64_t experts) {
+    const int64_t *indices = v[SORT_INDICES].data;
+    int32_t *order = v[SORT_ORDER].data, *position = v[SORT_POSITION].data, *ends = v[SORT_ENDS].data;
     int32_t next[BST_MOE_MOST_EXPERTS + 1] = {0}; /* where the next pair of an expert goes, one place further on */
-    for (int64_t i = 0; i < a.pairs; i++) next[a.indices[i] + 1]++;
-    for (int32_t e = 0; e < a.experts; e++) a.ends[e] = next[e + 1] += next[e];
-    for (int32_t i = 0; i < (int32_t)a.pairs; i++) {
-        int32_t row = next[a.indices[i]]++;
-        a.order[row] = i;
-        a.position[i] = row;
+    for (int64_t i = 0; i < v[SORT_INDICES].count; i++) next[indices[i] + 1]++;
+    for (int64_t e = 0; e < experts; e++) ends[e] = next[e + 1] += next[e];
+    for (int32_t i = 0; i < (int32_t)v[SORT_INDICES].count; i++) {
+        int32_t row = next[indices[i]]++;
+        order[row] = i;
+        position[i] = row;
     }
-    return BST_OK;
 }
 
 static bst_status run_sort(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
     const bst_view *indices = &v[SORT_INDICES];
     if (!indices->count) return bst__zero(exec, sort_op, &v[SORT_ENDS]);
-    moe_sort_args args = {.indices = indices->data,
-                          .order = v[SORT_ORDER].data,
-                          .position = v[SORT_POSITION].data,
-                          .ends = v[SORT_ENDS].data,
-                          .pairs = indices->count,
-                          .experts = (int32_t)attributes[EXPERTS].i};
-    return indices->device.device_type == kDLCUDA ? bst__moe_sort_cuda(exec, sort_op, indices, args)
-                                                  : sort_cpu(indices, args);
+    if (on_cuda(indices)) return bst__moe_sort_cuda(exec, sort_op, v, attributes);
+    BST_TRY(check_entries(sort_op, "indices", indices, attributes[EXPERTS].i, "the experts"));
+    sort_cpu(v, attributes[EXPERTS].i);
+    return BST_OK;
 }
 
 static const bst_argument sort_arguments[] = {
@@ -147,34 +144,31 @@ bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor 
 
 static const char gather_op[] = "moe_gather";
 
-enum { GATHER_X, GATHER_ORDER, GATHER_ROWS };
-
 static bst_status check_gather(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
-    return need_order_of(op, &v[GATHER_ORDER], "x", &v[GATHER_X]);
+    return need_pairs_of(op, "position", &v[GATHER_POSITION], "x", &v[GATHER_X]);
 }
 
 static bst_status run_gather(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
-    const bst_view *x = &v[GATHER_X], *order = &v[GATHER_ORDER], *rows = &v[GATHER_ROWS];
+    const bst_view *x = &v[GATHER_X], *position = &v[GATHER_POSITION], *rows = &v[GATHER_ROWS];
     if (!rows->count) return BST_OK;
-    BST_TRY(check_entries(gather_op, "order", order, order->count, "the pairs"));
-    if (x->device.device_type == kDLCUDA) return bst__moe_gather_cuda(exec, gather_op, x, order, rows);
+    BST_TRY(check_entries(gather_op, "position", position, position->count, "the rows"));
+    if (on_cuda(x)) return bst__moe_gather_cuda(exec, gather_op, v, attributes);
     moe_cpu call = {.dtype = x->dtype,
-                    .rows = order->count,
                     .columns = x->size[1],
-                    .choices = order->count / x->size[0],
-                    .order = order->data,
+                    .choices = position->count / x->size[0],
+                    .position = position->data,
                     .x = x->data,
                     .x_stride = x->stride[0],
                     .out = rows->data};
-    bst__parallel_for(exec, order->count, bst__grain(x->size[1]), BST_CPU_SELECT(bst__moe_gather_cpu), &call);
+    bst__parallel_for(exec, x->size[0], bst__grain(call.choices * x->size[1]), BST_CPU_SELECT(bst__moe_gather_cpu),
+                      &call);
     return BST_OK;
 }
 
 static const bst_argument gather_arguments[] = {
     [GATHER_X] = {"x", BST_IN, BST_FLOATS, "TH", BST_ROWS},
-    [GATHER_ORDER] = IN("order", I32, "N"),
+    [GATHER_POSITION] = IN("position", I32, "N"),
     [GATHER_ROWS] = {"rows", BST_OUT, BST_FLOATS, "NH", BST_CONTIGUOUS, BST_TYPE_OF(GATHER_X, "the type of x")},
     {NULL},
 };
@@ -184,12 +178,12 @@ static const bst_function gather = {
     .arguments = gather_arguments,
     .check = check_gather,
     .run = run_gather,
-    BST_TORCH("moe_gather: x order -> rows"),
+    BST_TORCH("moe_gather: x position -> rows"),
 };
 
-bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *order, DLTensor *rows) {
-    return bst__run(&gather, exec, (const DLTensor *[]){[GATHER_X] = x, [GATHER_ORDER] = order, [GATHER_ROWS] = rows},
-                    NULL);
+bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *position, DLTensor *rows) {
+    const DLTensor *tensors[] = {[GATHER_X] = x, [GATHER_POSITION] = position, [GATHER_ROWS] = rows};
+    return bst__run(&gather, exec, tensors, NULL);
 }
 
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
@@ -210,13 +204,9 @@ static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call
     return BST_OK;
 }
 
-/* ---- the clamped gate -------------------------------------------------------------------------------------------- */
+/* ---- the gated unit ---------------------------------------------------------------------------------------------- */
 
 static const char glu_forward_op[] = "moe_glu_forward", glu_backward_op[] = "moe_glu_backward";
-
-enum { GLU_H, GLU_ENDS, GLU_BIAS, GLU_BOTH, GLU_Y = GLU_BOTH };
-enum { GLU_DY = GLU_BOTH, GLU_ORDER, GLU_WEIGHTS, GLU_DOTS, GLU_WY, GLU_DH, GLU_DWEIGHTS, GLU_DBIAS };
-enum { ALPHA, LIMIT };
 
 #define GLU_INPUTS                                                          \
     [GLU_H] = IN("h", BST_FLOATS, "NC"), [GLU_ENDS] = IN("ends", I32, "E"), \
@@ -226,7 +216,21 @@ enum { ALPHA, LIMIT };
 #define GLU_HALF(name, flags, ...) \
     {name, flags, BST_FLOATS, "N-C", BST_CONTIGUOUS, BST_TYPE_OF(GLU_H, "the type of h"), __VA_ARGS__}
 
-static const bst_attribute_rule glu_rules[] = {[ALPHA] = {"alpha", 'd'}, [LIMIT] = {"limit", 'd'}, {NULL}};
+static const bst_attribute_rule glu_rules[] = {[ACTIVATION] = BST_EXPERTS_UNIT_RULE,
+                                               [INTERLEAVED] = {"interleaved", 'b'},
+                                               [ALPHA] = {"alpha", 'd'},
+                                               [LIMIT] = {"limit", 'd'},
+                                               {NULL}};
+
+static bst_status read_options(const char *op, const bst_moe_glu_options *given, bst_attribute *attributes) {
+    bst_moe_glu_options options;
+    BST_TRY(bst__options(op, "options", given, &options, sizeof options));
+    attributes[ACTIVATION].i = options.activation;
+    attributes[INTERLEAVED].i = options.interleaved != 0;
+    attributes[ALPHA].d = options.alpha != 0 ? options.alpha : 1.702;
+    attributes[LIMIT].d = options.limit != 0 ? options.limit : (double)INFINITY;
+    return BST_OK;
+}
 
 static bst_status check_glu(const char *op, const bst_view *v, const bst_attribute *attributes) {
     double alpha = attributes[ALPHA].d, limit = attributes[LIMIT].d;
@@ -245,34 +249,28 @@ static bst_status check_glu_backward(const char *op, const bst_view *v, const bs
     return need_pairs(op, "weights", &v[GLU_WEIGHTS], v[GLU_H].size[0]);
 }
 
+/* What both directions on CPU have in common. */
+static moe_cpu glu_call(const bst_view *v, const bst_attribute *attributes) {
+    return (moe_cpu){.dtype = v[GLU_H].dtype,
+                     .rows = v[GLU_H].size[0],
+                     .columns = v[GLU_H].size[1],
+                     .experts = v[GLU_ENDS].count,
+                     .ends = v[GLU_ENDS].data,
+                     .h = v[GLU_H].data,
+                     .bias = v[GLU_BIAS].data,
+                     .activation = (int)attributes[ACTIVATION].i,
+                     .interleaved = attributes[INTERLEAVED].i,
+                     .alpha = (float)attributes[ALPHA].d,
+                     .limit = (float)attributes[LIMIT].d};
+}
+
 static bst_status run_glu_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const bst_view *h = &v[GLU_H], *ends = &v[GLU_ENDS], *bias = &v[GLU_BIAS], *y = &v[GLU_Y];
-    int64_t rows = h->size[0];
-    float alpha = (float)attributes[ALPHA].d, limit = (float)attributes[LIMIT].d;
-    if (!y->count) return BST_OK;
-    BST_TRY(check_ends(glu_forward_op, ends, rows));
-    if (h->device.device_type == kDLCUDA) {
-        moe_glu_args args = {.h = h->data,
-                             .bias = bias->data,
-                             .ends = ends->data,
-                             .y = y->data,
-                             .rows = rows,
-                             .alpha = alpha,
-                             .limit = limit,
-                             .experts = (int32_t)ends->count};
-        return bst__moe_glu_forward_cuda(exec, glu_forward_op, h, bias, y, args);
-    }
-    moe_cpu call = {.dtype = h->dtype,
-                    .rows = rows,
-                    .columns = h->size[1],
-                    .experts = ends->count,
-                    .ends = ends->data,
-                    .h = h->data,
-                    .bias = bias->data,
-                    .out = y->data,
-                    .alpha = alpha,
-                    .limit = limit};
-    bst__parallel_for(exec, rows, bst__grain(h->size[1]), BST_CPU_SELECT(bst__moe_glu_forward_cpu), &call);
+    if (!v[GLU_Y].count) return BST_OK;
+    BST_TRY(check_ends(glu_forward_op, &v[GLU_ENDS], v[GLU_H].size[0]));
+    if (on_cuda(&v[GLU_H])) return bst__moe_glu_forward_cuda(exec, glu_forward_op, v, attributes);
+    moe_cpu call = glu_call(v, attributes);
+    call.out = v[GLU_Y].data;
+    bst__parallel_for(exec, call.rows, bst__grain(call.columns), BST_CPU_SELECT(bst__moe_glu_forward_cpu), &call);
     return BST_OK;
 }
 
@@ -289,63 +287,36 @@ static const bst_function glu_forward = {
     .attributes = glu_rules,
     .check = check_glu,
     .run = run_glu_forward,
-    BST_TORCH("moe_glu_forward: h bias ends alpha limit -> y"),
+    BST_TORCH("moe_glu_forward: h bias ends activation interleaved alpha limit -> y"),
 };
 
 bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
-                               double alpha, double limit, DLTensor *y) {
+                               const bst_moe_glu_options *options, DLTensor *y) {
     const DLTensor *tensors[] = {[GLU_H] = h, [GLU_ENDS] = ends, [GLU_BIAS] = bias, [GLU_Y] = y};
-    return bst__run(&glu_forward, exec, tensors, (bst_attribute[]){[ALPHA].d = alpha, [LIMIT].d = limit});
+    bst_attribute attributes[LIMIT + 1];
+    BST_TRY(read_options(glu_forward_op, options, attributes));
+    return bst__run(&glu_forward, exec, tensors, attributes);
 }
 
 static bst_status run_glu_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
     const char *op = glu_backward_op;
-    const bst_view *h = &v[GLU_H], *ends = &v[GLU_ENDS], *bias = &v[GLU_BIAS], *dy = &v[GLU_DY], *order = &v[GLU_ORDER],
-                   *weights = &v[GLU_WEIGHTS];
-    const moe_glu_gradients g = {.dh = v[GLU_DH], .wy = v[GLU_WY], .dweights = v[GLU_DWEIGHTS], .dbias = v[GLU_DBIAS]};
-    int64_t rows = h->size[0];
-    float alpha = (float)attributes[ALPHA].d, limit = (float)attributes[LIMIT].d;
-    if (!h->count) { /* sums of nothing */
-        if (bst__given(&g.dweights)) BST_TRY(bst__zero(exec, op, &g.dweights));
-        return bst__given(&g.dbias) ? bst__zero(exec, op, &g.dbias) : BST_OK;
+    if (!v[GLU_H].count) { /* sums of nothing */
+        if (bst__given(&v[GLU_DWEIGHTS])) BST_TRY(bst__zero(exec, op, &v[GLU_DWEIGHTS]));
+        return bst__given(&v[GLU_DBIAS]) ? bst__zero(exec, op, &v[GLU_DBIAS]) : BST_OK;
     }
-    BST_TRY(check_entries(op, "order", order, rows, "the pairs"));
-    BST_TRY(check_ends(op, ends, rows));
-    if (h->device.device_type == kDLCUDA) {
-        moe_glu_args args = {.h = h->data,
-                             .bias = bias->data,
-                             .ends = ends->data,
-                             .dy = dy->data,
-                             .weights = weights->data,
-                             .order = order->data,
-                             .dots = v[GLU_DOTS].data,
-                             .dh = g.dh.data,
-                             .wy = g.wy.data,
-                             .dweights = g.dweights.data,
-                             .rows = rows,
-                             .alpha = alpha,
-                             .limit = limit,
-                             .experts = (int32_t)ends->count};
-        return bst__moe_glu_backward_cuda(exec, op, h, bias, dy, weights, &g, args);
-    }
-    moe_cpu call = {.dtype = h->dtype,
-                    .w_dtype = weights->dtype,
-                    .rows = rows,
-                    .columns = h->size[1],
-                    .experts = ends->count,
-                    .order = order->data,
-                    .ends = ends->data,
-                    .h = h->data,
-                    .dy = dy->data,
-                    .bias = bias->data,
-                    .weights = weights->data,
-                    .dots_in = v[GLU_DOTS].data,
-                    .dh = g.dh.data,
-                    .wy = g.wy.data,
-                    .dweights = g.dweights.data,
-                    .alpha = alpha,
-                    .limit = limit};
-    return chunks_cpu(exec, op, &call, &g.dbias, BST_CPU_SELECT(bst__moe_glu_backward_cpu));
+    BST_TRY(check_entries(op, "order", &v[GLU_ORDER], v[GLU_H].size[0], "the pairs"));
+    BST_TRY(check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
+    if (on_cuda(&v[GLU_H])) return bst__moe_glu_backward_cuda(exec, op, v, attributes);
+    moe_cpu call = glu_call(v, attributes);
+    call.w_dtype = v[GLU_WEIGHTS].dtype;
+    call.order = v[GLU_ORDER].data;
+    call.dy = v[GLU_DY].data;
+    call.weights = v[GLU_WEIGHTS].data;
+    call.dots_in = v[GLU_DOTS].data;
+    call.dh = v[GLU_DH].data;
+    call.wy = v[GLU_WY].data;
+    call.dweights = v[GLU_DWEIGHTS].data;
+    return chunks_cpu(exec, op, &call, &v[GLU_DBIAS], BST_CPU_SELECT(bst__moe_glu_backward_cpu));
 }
 
 /* A gradient, which has its input's shape and type. */
@@ -365,7 +336,7 @@ static const bst_argument glu_backward_arguments[] = {
     {NULL},
 };
 
-#define GLU_BACKWARD "dy h bias ends order weights dots alpha limit -> "
+#define GLU_BACKWARD "dy h bias ends order weights dots activation interleaved alpha limit -> "
 static const bst_function glu_backward = {
     .name = glu_backward_op,
     .meanings = meanings,
@@ -379,19 +350,19 @@ static const bst_function glu_backward = {
 
 bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h, const DLTensor *bias,
                                 const DLTensor *ends, const DLTensor *order, const DLTensor *weights,
-                                const DLTensor *dots, double alpha, double limit, DLTensor *dh, DLTensor *wy,
+                                const DLTensor *dots, const bst_moe_glu_options *options, DLTensor *dh, DLTensor *wy,
                                 DLTensor *dweights, DLTensor *dbias) {
     const DLTensor *tensors[] = {[GLU_H] = h,         [GLU_ENDS] = ends,         [GLU_BIAS] = bias,  [GLU_DY] = dy,
                                  [GLU_ORDER] = order, [GLU_WEIGHTS] = weights,   [GLU_DOTS] = dots,  [GLU_WY] = wy,
                                  [GLU_DH] = dh,       [GLU_DWEIGHTS] = dweights, [GLU_DBIAS] = dbias};
-    return bst__run(&glu_backward, exec, tensors, (bst_attribute[]){[ALPHA].d = alpha, [LIMIT].d = limit});
+    bst_attribute attributes[LIMIT + 1];
+    BST_TRY(read_options(glu_backward_op, options, attributes));
+    return bst__run(&glu_backward, exec, tensors, attributes);
 }
 
 /* ---- the weighted sum -------------------------------------------------------------------------------------------- */
 
 static const char combine_forward_op[] = "moe_combine_forward", combine_backward_op[] = "moe_combine_backward";
-
-enum { SUM_Y, SUM_POSITION, SUM_WEIGHTS, SUM_BIAS, SUM_INDICES, SUM_OUT };
 
 static bst_status check_combine_forward(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
@@ -406,38 +377,26 @@ static bst_status check_combine_forward(const char *op, const bst_view *v, const
 }
 
 static bst_status run_combine_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
     const char *op = combine_forward_op;
-    const bst_view *y = &v[SUM_Y], *position = &v[SUM_POSITION], *weights = &v[SUM_WEIGHTS], *bias = &v[SUM_BIAS],
-                   *indices = &v[SUM_INDICES], *out = &v[SUM_OUT];
-    int64_t tokens = position->size[0], choices = position->size[1], experts = bst__given(bias) ? bias->size[0] : 0;
-    if (!out->count) return BST_OK;
-    if (!y->count) return bst__zero(exec, op, out);
+    const bst_view *y = &v[SUM_Y], *position = &v[SUM_POSITION], *bias = &v[SUM_BIAS];
+    int64_t choices = position->size[1];
+    if (!v[SUM_OUT].count) return BST_OK;
+    if (!y->count) return bst__zero(exec, op, &v[SUM_OUT]);
     BST_TRY(check_entries(op, "position", position, y->size[0], "the rows of y"));
-    if (bst__given(bias)) BST_TRY(check_entries(op, "indices", indices, experts, "the experts"));
-    if (y->device.device_type == kDLCUDA) {
-        moe_combine_args args = {.y = y->data,
-                                 .weights = weights->data,
-                                 .bias = bias->data,
-                                 .position = position->data,
-                                 .indices = indices->data,
-                                 .out = out->data,
-                                 .tokens = tokens,
-                                 .experts = experts};
-        return bst__moe_combine_forward_cuda(exec, op, y, weights, bias, out, choices, args);
-    }
+    if (bst__given(bias)) BST_TRY(check_entries(op, "indices", &v[SUM_INDICES], bias->size[0], "the experts"));
+    if (on_cuda(y)) return bst__moe_combine_forward_cuda(exec, op, v, attributes);
     moe_cpu call = {.dtype = y->dtype,
-                    .w_dtype = weights->dtype,
+                    .w_dtype = v[SUM_WEIGHTS].dtype,
                     .columns = y->size[1],
                     .choices = choices,
                     .position = position->data,
-                    .indices = indices->data,
+                    .indices = v[SUM_INDICES].data,
                     .y = y->data,
                     .bias = bias->data,
-                    .weights = weights->data,
-                    .out = out->data};
-    bst__parallel_for(exec, tokens, bst__grain(choices * y->size[1]), BST_CPU_SELECT(bst__moe_combine_forward_cpu),
-                      &call);
+                    .weights = v[SUM_WEIGHTS].data,
+                    .out = v[SUM_OUT].data};
+    bst__parallel_for(exec, position->size[0], bst__grain(choices * y->size[1]),
+                      BST_CPU_SELECT(bst__moe_combine_forward_cpu), &call);
     return BST_OK;
 }
 
@@ -472,43 +431,28 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
     return bst__run(&combine_forward, exec, tensors, NULL);
 }
 
-enum { BACK_DOUT, BACK_ORDER, BACK_ENDS, BACK_WEIGHTS, BACK_BIAS, BACK_ROWS, BACK_DOTS, BACK_DBIAS };
-
 static bst_status check_combine_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
-    BST_TRY(need_order_of(op, &v[BACK_ORDER], "dout", &v[BACK_DOUT]));
+    BST_TRY(need_pairs_of(op, "order", &v[BACK_ORDER], "dout", &v[BACK_DOUT]));
     BST_TRY(need_experts(op, v[BACK_ENDS].count));
     return need_pairs(op, "weights", &v[BACK_WEIGHTS], v[BACK_ORDER].count);
 }
 
 static bst_status run_combine_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    (void)attributes;
     const char *op = combine_backward_op;
-    const bst_view *dout = &v[BACK_DOUT], *order = &v[BACK_ORDER], *ends = &v[BACK_ENDS], *weights = &v[BACK_WEIGHTS],
-                   *bias = &v[BACK_BIAS], *rows = &v[BACK_ROWS], *dots = &v[BACK_DOTS], *dbias = &v[BACK_DBIAS];
+    const bst_view *dout = &v[BACK_DOUT], *order = &v[BACK_ORDER], *ends = &v[BACK_ENDS], *bias = &v[BACK_BIAS],
+                   *dots = &v[BACK_DOTS], *dbias = &v[BACK_DBIAS];
     if (!bst__given(bias) && (bst__given(dots) || bst__given(dbias)))
         return bst__error(BST_INVALID, "%s: dots or dbias is wanted, but bias is NULL", op);
-    if (!rows->count) {
+    if (!v[BACK_ROWS].count) {
         if (bst__given(dots)) BST_TRY(bst__zero(exec, op, dots));
         return bst__given(dbias) ? bst__zero(exec, op, dbias) : BST_OK;
     }
     BST_TRY(check_entries(op, "order", order, order->count, "the pairs"));
     BST_TRY(check_ends(op, ends, order->count));
-    if (dout->device.device_type == kDLCUDA) {
-        moe_combine_backward_args args = {.dout = dout->data,
-                                          .weights = weights->data,
-                                          .bias = bias->data,
-                                          .order = order->data,
-                                          .ends = ends->data,
-                                          .rows = rows->data,
-                                          .dots = dots->data,
-                                          .dout_stride = dout->stride[0],
-                                          .count = order->count,
-                                          .experts = (int32_t)ends->count};
-        return bst__moe_combine_backward_cuda(exec, op, dout, weights, bias, rows, dbias, args);
-    }
+    if (on_cuda(dout)) return bst__moe_combine_backward_cuda(exec, op, v, attributes);
     moe_cpu call = {.dtype = dout->dtype,
-                    .w_dtype = weights->dtype,
+                    .w_dtype = v[BACK_WEIGHTS].dtype,
                     .rows = order->count,
                     .columns = dout->size[1],
                     .choices = order->count / dout->size[0],
@@ -518,8 +462,8 @@ static bst_status run_combine_backward(const bst_exec *exec, const bst_view *v, 
                     .x = dout->data,
                     .x_stride = dout->stride[0],
                     .bias = bias->data,
-                    .weights = weights->data,
-                    .out = rows->data,
+                    .weights = v[BACK_WEIGHTS].data,
+                    .out = v[BACK_ROWS].data,
                     .dots = dots->data};
     return chunks_cpu(exec, op, &call, dbias, BST_CPU_SELECT(bst__moe_combine_backward_cpu));
 }

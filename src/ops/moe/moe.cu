@@ -1,14 +1,14 @@
 /* moe.cu - what a mixture of experts does around its grouped products: the sort of (token, expert) pairs by expert, the
- * gather of tokens into sorted rows, the clamped gate on them, the weighted sum back into tokens; and their gradients.
+ * gather of tokens into sorted rows, the gated unit on them, the weighted sum back into tokens; and their gradients.
  *
  * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
- * access, BIAS_VEC to the gate's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS
- * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted. How much a block takes is an argument, so that no kernel
- * depends on lengths.
+ * access, BIAS_VEC to the unit's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS
+ * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted; ACTIVATION (of activation.h), HALVES, LIMITED the unit.
+ * How much a block takes is an argument, so that no kernel depends on lengths.
  *
- * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the gate, where 2I = COLUMNS:
+ * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the unit, where 2I = COLUMNS:
  *   sort      12 N read, 8 N written: two kernels, of which neither waits for the host
- *   gather    s H N written, s H T read (the tokens come from the second-level cache after the first time)
+ *   gather    s H N written, s H T read
  *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
  *   combine   forward s H (N + T); backward as gather
  *   bias      sums over an expert's rows, in registers while the rows pass: 8 bytes a column for each chunk of rows
@@ -46,7 +46,7 @@ BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 /* Whether an entry of an index tensor lies in [0, most). */
 BST_DEVICE bool within(int64_t entry, int64_t most) { return (uint64_t)entry < (uint64_t)most; }
 
-#if defined(GATHER) || defined(COMBINE_BACKWARD)
+#ifdef COMBINE_BACKWARD
 /* An access of NaNs. */
 BST_DEVICE bst_raw not_numbers(void) {
     float x[VEC];
@@ -137,89 +137,103 @@ BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
 /* ---- gather ------------------------------------------------------------------------------------------------------ */
 
 #ifdef GATHER
-/* Four accesses a thread, all under way at once behind the reads of `order`. */
-#define EACH    4
+/* A thread reads one access of a token and writes it to each of the token's rows: so x is read once, where a walk over
+ * the rows would read it CHOICES times, from memory again where the rows have pushed it out of the second-level
+ * cache. */
 #define VECTORS (COLUMNS / VEC)
 BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
-    int64_t first = (int64_t)bst_block() * EACH * THREADS + bst_thread();
-    bst_raw raw[EACH];
+    int64_t at = (int64_t)bst_block() * THREADS + bst_thread(), token = at / VECTORS;
+    int column = (int)(at % VECTORS) * VEC;
     bst_wait_for_previous();
+    if (token >= a.tokens) return;
+    bst_raw raw = bst_raw_at(a.x, token * a.x_stride + column, TYPE, VEC);
     BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
-        int64_t at = first + i * THREADS;
-        if (at >= a.count) continue;
-        int32_t pair = a.order[at / VECTORS];
-        int64_t token = pair / CHOICES;
-        raw[i] =
-            within(pair, a.pairs) ? bst_raw_at(a.x, token * a.x_stride + at % VECTORS * VEC, TYPE, VEC) : not_numbers();
-    }
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
-        int64_t at = first + i * THREADS;
-        if (at < a.count) bst_write_once(bst_at_out(a.rows, at * VEC, TYPE), raw[i], VEC * bst_type_size(TYPE));
+    for (int i = 0; i < CHOICES; i++) {
+        int32_t row = a.position[token * CHOICES + i];
+        if (within(row, a.pairs))
+            bst_write_once(bst_at_out(a.rows, (int64_t)row * COLUMNS + column, TYPE), raw, VEC * bst_type_size(TYPE));
     }
 }
 #endif
 
-/* ---- the clamped gate -------------------------------------------------------------------------------------------- */
+/* ---- the gated unit ---------------------------------------------------------------------------------------------- */
 
 #if defined(GLU_FORWARD) || defined(GLU_BACKWARD)
-/* A thread has VEC elements of h at a time: VEC/2 pairs of gate and up, and as many elements of y. COLUMNS is 2I. */
-#define PAIRS (VEC / 2)
+/* A thread has some gates, as many ups and elements of y. COLUMNS is 2I. In HALVES they are VEC of each, that lie
+ * COLUMNS / 2 apart, else VEC / 2 pairs of gate and up, that lie together. */
+#define PAIRS        (HALVES ? VEC : VEC / 2)
+#define PARTS        (HALVES ? 2 : 1)
+#define UP           (HALVES ? COLUMNS / 2 : 1) /* from a gate to its up */
+#define ROW_OF_PAIRS (COLUMNS / 2)
 
-/* As torch.clamp: NaN stays NaN. */
-BST_DEVICE float at_most(float v, float limit) { return v > limit ? limit : v; }
-BST_DEVICE float at_least(float v, float limit) { return v < limit ? limit : v; }
+/* Of a row of h, or of biases, this thread's first element. */
+BST_DEVICE int64_t pair_at(int64_t row, int pair) { return row * COLUMNS + (HALVES ? pair : 2 * pair); }
 
-/* VEC elements of h, in accesses of H_VEC: fewer where h or dh begins between two pairs. */
-BST_DEVICE bst_raw read_h(const void *h, int64_t at) {
-    if (H_VEC == VEC) return bst_raw_at(h, at, TYPE, VEC);
-    float x[VEC];
+/* Its elements in accesses of `vec`: fewer where the memory begins between two pairs. */
+BST_DEVICE void read_pairs(bst_raw *raw, const void *from, int64_t at, int vec) {
     BST_UNROLL
-    for (int j = 0; j < VEC; j += H_VEC) bst_load(x + j, h, at + j, TYPE, H_VEC);
-    return bst_pack(x, TYPE, VEC);
+    for (int p = 0; p < PARTS; p++) {
+        if (vec == VEC) {
+            raw[p] = bst_raw_at(from, at + p * UP, TYPE, VEC);
+            continue;
+        }
+        float x[VEC];
+        BST_UNROLL
+        for (int j = 0; j < VEC; j += vec) bst_load(x + j, from, at + p * UP + j, TYPE, vec);
+        raw[p] = bst_pack(x, TYPE, VEC);
+    }
+}
+
+/* Gates and ups in the order in which they lie: element j of x is gate_of(j) or up_of(j). */
+BST_DEVICE int gate_of(int j) { return HALVES ? j : 2 * j; }
+BST_DEVICE int up_of(int j) { return HALVES ? VEC + j : 2 * j + 1; }
+
+BST_DEVICE void unpack_pairs(float *x, const bst_raw *raw) {
+    BST_UNROLL
+    for (int p = 0; p < PARTS; p++) bst_unpack(x + p * VEC, raw[p], TYPE, VEC);
 }
 
 /* This thread's biases, zeros where there are none. They may be aligned less than h. */
-BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int column) {
+BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int pair) {
     BST_UNROLL
-    for (int j = 0; j < VEC; j++) b[j] = 0;
+    for (int j = 0; j < 2 * PAIRS; j++) b[j] = 0;
     if (!BIAS) return;
     BST_UNROLL
-    for (int j = 0; j < VEC; j += BIAS_VEC)
-        bst_load(b + j, a->bias, (int64_t)expert * COLUMNS + column + j, TYPE, BIAS_VEC);
+    for (int p = 0; p < PARTS; p++) {
+        BST_UNROLL
+        for (int j = 0; j < VEC; j += BIAS_VEC)
+            bst_load(b + p * VEC + j, a->bias, pair_at(expert, pair) + p * UP + j, TYPE, BIAS_VEC);
+    }
 }
 #endif
 
 #ifdef GLU_FORWARD
 #define AT_ONCE 4 /* rows whose reads are under way together */
 BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
-    int column = ((int)bst_block_y() * THREADS + (int)bst_thread()) * VEC;
-    if (column >= COLUMNS) return;
+    int pair = ((int)bst_block_y() * THREADS + (int)bst_thread()) * PAIRS;
+    if (pair >= ROW_OF_PAIRS) return;
     int64_t row = (int64_t)bst_block() * a.chunk, last = earlier(row + a.chunk, a.rows);
     bst_wait_for_previous();
     if (BIAS) last = earlier(last, a.ends[a.experts - 1]);
     while (row < last) {
         int expert = BIAS ? expert_of(a.ends, a.experts, row) : 0;
         int64_t stop = BIAS ? earlier(last, a.ends[expert]) : last;
-        float b[VEC], h[VEC], y[PAIRS];
-        load_bias(b, &a, expert, column);
+        float b[2 * PAIRS], h[2 * PAIRS], y[PAIRS];
+        load_bias(b, &a, expert, pair);
         for (; row < stop; row += AT_ONCE) {
-            bst_raw raw[AT_ONCE];
+            bst_raw raw[AT_ONCE][PARTS];
             BST_UNROLL
             for (int i = 0; i < AT_ONCE; i++)
-                if (row + i < stop) raw[i] = read_h(a.h, (row + i) * COLUMNS + column);
+                if (row + i < stop) read_pairs(raw[i], a.h, pair_at(row + i, pair), H_VEC);
             BST_UNROLL
             for (int i = 0; i < AT_ONCE; i++) {
                 if (row + i >= stop) continue;
-                bst_unpack(h, raw[i], TYPE, VEC);
+                unpack_pairs(h, raw[i]);
                 BST_UNROLL
-                for (int j = 0; j < PAIRS; j++) {
-                    float gate = at_most(h[2 * j] + b[2 * j], a.limit);
-                    float up = at_least(at_most(h[2 * j + 1] + b[2 * j + 1], a.limit), -a.limit);
-                    y[j] = (up + 1.0f) * bst_quotient(gate, 1.0f + bst_exp_minus(a.alpha * gate, TYPE), TYPE);
-                }
-                bst_store_once(a.y, ((row + i) * COLUMNS + column) / 2, y, TYPE, PAIRS);
+                for (int j = 0; j < PAIRS; j++)
+                    y[j] = bst_gated_within(h[gate_of(j)] + b[gate_of(j)], h[up_of(j)] + b[up_of(j)], ACTIVATION,
+                                            a.alpha, LIMITED, a.limit, TYPE);
+                bst_store_once(a.y, (row + i) * ROW_OF_PAIRS + pair, y, TYPE, PAIRS);
             }
         }
         row = stop;
@@ -242,8 +256,8 @@ BST_DEVICE float dot_of_row(const float *dots, int in_chunk) {
     return dot;
 }
 
-/* What this block found for an expert's biases. (block, expert) grows along the rows, so block + expert is a place of
- * its own. */
+/* What this block found for VEC of an expert's biases. (block, expert) grows along the rows, so block + expert is a
+ * place of its own. */
 BST_DEVICE void store_partial(float *partial, int expert, int column, const float *sum) {
     BST_UNROLL
     for (int j = 0; j < VEC; j++) partial[((int64_t)bst_block() + expert) * COLUMNS + column + j] = sum[j];
@@ -265,9 +279,7 @@ BST_DEVICE void load_pairs(int32_t *pair, float *weight, const int32_t *order, c
 
 #ifdef GLU_BACKWARD
 #define AT_ONCE 2
-/* With u = up + 1, s = sigmoid(alpha gate), y = u gate s, and weight w of the row:
- *   dgate = w dy u s (1 + alpha gate (1 - s)) and dup = w dy gate s, or 0 where a clamp was at work; wy = w y;
- *   dweight = sum of dy y over the row.
+/* dh and wy count w times, the row's weight; dweight = sum of dy y over the row.
  * dh may be h, and wy dy: a thread reads its elements, which no other reads, before it writes them. So neither may be
  * read by bst_read_once, which is for memory that the kernel does not write. */
 BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
@@ -279,56 +291,60 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
     bst_let_next_start();
     load_pairs(pair, weight, a.order, a.weights, first, end, a.rows);
     int64_t last = earlier(end, a.ends[a.experts - 1]);
-    for (int tile = 0; tile < TILES; tile++) {
-        int column = (tile * THREADS + (int)bst_thread()) * VEC;
-        bool live = column < COLUMNS;
+    for (int tile = 0; tile * THREADS * PAIRS < ROW_OF_PAIRS; tile++) {
+        int pair_of_row = (tile * THREADS + (int)bst_thread()) * PAIRS;
+        bool live = pair_of_row < ROW_OF_PAIRS;
         for (int64_t row = first; row < last;) {
-            int expert = expert_of(a.ends, a.experts, row);
-            int64_t stop = earlier(last, a.ends[expert]);
-            float b[VEC], sum[VEC], h[VEC], y[PAIRS], dy[PAIRS];
-            if (live) load_bias(b, &a, expert, column);
+            int expert = BIAS || DBIAS ? expert_of(a.ends, a.experts, row) : 0;
+            int64_t stop = BIAS || DBIAS ? earlier(last, a.ends[expert]) : last;
+            float b[2 * PAIRS], sum[2 * PAIRS], h[2 * PAIRS], y[PAIRS], dy[PAIRS];
+            if (live) load_bias(b, &a, expert, pair_of_row);
             BST_UNROLL
-            for (int j = 0; j < VEC; j++) sum[j] = 0;
+            for (int j = 0; j < 2 * PAIRS; j++) sum[j] = 0;
             for (; row < stop; row += AT_ONCE) {
-                bst_raw h_raw[AT_ONCE], dy_raw[AT_ONCE];
+                bst_raw h_raw[AT_ONCE][PARTS], dy_raw[AT_ONCE];
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
                     if (row + i >= stop || !live) continue;
-                    h_raw[i] = read_h(a.h, (row + i) * COLUMNS + column);
-                    dy_raw[i] = bst_raw_at(a.dy, ((row + i) * COLUMNS + column) / 2, TYPE, PAIRS);
+                    read_pairs(h_raw[i], a.h, pair_at(row + i, pair_of_row), H_VEC);
+                    dy_raw[i] = bst_raw_at(a.dy, (row + i) * ROW_OF_PAIRS + pair_of_row, TYPE, PAIRS);
                 }
                 BST_UNROLL
                 for (int i = 0; i < AT_ONCE; i++) {
                     if (row + i >= stop) continue;
-                    int64_t at = (row + i) * COLUMNS + column;
                     float w = weight[row + i - first], dot = 0;
                     if (live) {
-                        bst_unpack(h, h_raw[i], TYPE, VEC);
+                        unpack_pairs(h, h_raw[i]);
                         bst_unpack(dy, dy_raw[i], TYPE, PAIRS);
                         BST_UNROLL
                         for (int j = 0; j < PAIRS; j++) {
-                            float given_gate = h[2 * j] + b[2 * j], given_up = h[2 * j + 1] + b[2 * j + 1];
-                            float gate = at_most(given_gate, a.limit);
-                            float up = at_least(at_most(given_up, a.limit), -a.limit) + 1.0f;
-                            float s = bst_quotient(1.0f, 1.0f + bst_exp_minus(a.alpha * gate, TYPE), TYPE);
-                            float slope = s * bst_fma(a.alpha * gate, 1.0f - s, 1.0f), wdy = w * dy[j];
-                            gate *= s;
-                            y[j] = up * gate;
-                            dot = bst_fma(dy[j], y[j], dot);
-                            y[j] *= w;
-                            h[2 * j] = given_gate <= a.limit ? wdy * up * slope : 0.0f;
-                            h[2 * j + 1] = given_up >= -a.limit && given_up <= a.limit ? wdy * gate : 0.0f;
-                            sum[2 * j] += h[2 * j];
-                            sum[2 * j + 1] += h[2 * j + 1];
+                            int g = gate_of(j), u = up_of(j);
+                            bst_gated_gradients d = bst_gated_within_backward(
+                                w * dy[j], h[g] + b[g], h[u] + b[u], ACTIVATION, a.alpha, LIMITED, a.limit, TYPE);
+                            dot = bst_fma(dy[j], d.y, dot);
+                            y[j] = d.y * w;
+                            h[g] = d.dgate;
+                            h[u] = d.dup;
+                            sum[g] += h[g];
+                            sum[u] += h[u];
                         }
                         BST_UNROLL
-                        for (int j = 0; DH && j < VEC; j += H_VEC) bst_store_once(a.dh, at + j, h + j, TYPE, H_VEC);
-                        if (WY) bst_store_once(a.wy, at / 2, y, TYPE, PAIRS);
+                        for (int p = 0; DH && p < PARTS; p++) {
+                            BST_UNROLL
+                            for (int j = 0; j < VEC; j += H_VEC)
+                                bst_store_once(a.dh, pair_at(row + i, pair_of_row) + p * UP + j, h + p * VEC + j, TYPE,
+                                               H_VEC);
+                        }
+                        if (WY) bst_store_once(a.wy, (row + i) * ROW_OF_PAIRS + pair_of_row, y, TYPE, PAIRS);
                     }
                     if (DWEIGHTS) add_dot(dots, (int)(row + i - first), tile, dot);
                 }
             }
-            if (DBIAS && live) store_partial(a.partial, expert, column, sum);
+            if (DBIAS && live) {
+                BST_UNROLL
+                for (int p = 0; p < PARTS; p++)
+                    store_partial(a.partial, expert, (int)pair_at(0, pair_of_row) + p * UP, sum + p * VEC);
+            }
             row = stop;
         }
     }

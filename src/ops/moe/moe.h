@@ -1,34 +1,28 @@
-/* moe.h - what moe.c and moe_cuda.c share: the launches, each for arguments that moe.c has checked. */
+/* moe.h - what moe.c and moe_cuda.c share: the places of arguments, and the launches, for views and attributes that
+ * moe.c has checked and that are not empty. moe.c calls moe_cuda.c, never the other way. */
 #ifndef BST_MOE_H
 #define BST_MOE_H
 
-#include <assert.h>
-
-#include "core/core.h"
-#include "ops/moe/moe_args.h"
+#include "core/describe.h"
 
 /* A thread of a block of the sort is an expert, one more the pairs of no expert. */
 enum { BST_MOE_MOST_EXPERTS = 1023 };
 
-/* Where a gradient is not wanted, its data is NULL. */
-typedef struct moe_glu_gradients {
-    bst_view dh, wy, dweights, dbias;
-} moe_glu_gradients;
+enum { SORT_INDICES, SORT_ORDER, SORT_POSITION, SORT_ENDS };
+enum { GATHER_X, GATHER_POSITION, GATHER_ROWS };
+enum { GLU_H, GLU_ENDS, GLU_BIAS, GLU_BOTH, GLU_Y = GLU_BOTH };
+enum { GLU_DY = GLU_BOTH, GLU_ORDER, GLU_WEIGHTS, GLU_DOTS, GLU_WY, GLU_DH, GLU_DWEIGHTS, GLU_DBIAS };
+enum { SUM_Y, SUM_POSITION, SUM_WEIGHTS, SUM_BIAS, SUM_INDICES, SUM_OUT };
+enum { BACK_DOUT, BACK_ORDER, BACK_ENDS, BACK_WEIGHTS, BACK_BIAS, BACK_ROWS, BACK_DOTS, BACK_DBIAS };
 
-bst_status bst__moe_sort_cuda(const bst_exec *exec, const char *op, const bst_view *indices, moe_sort_args args);
-bst_status bst__moe_gather_cuda(const bst_exec *exec, const char *op, const bst_view *x, const bst_view *order,
-                                const bst_view *rows);
-bst_status bst__moe_glu_forward_cuda(const bst_exec *exec, const char *op, const bst_view *h, const bst_view *bias,
-                                     const bst_view *y, moe_glu_args args);
-bst_status bst__moe_glu_backward_cuda(const bst_exec *exec, const char *op, const bst_view *h, const bst_view *bias,
-                                      const bst_view *dy, const bst_view *weights, const moe_glu_gradients *g,
-                                      moe_glu_args args);
-bst_status bst__moe_combine_forward_cuda(const bst_exec *exec, const char *op, const bst_view *y,
-                                         const bst_view *weights, const bst_view *bias, const bst_view *out,
-                                         int64_t choices, moe_combine_args args);
-bst_status bst__moe_combine_backward_cuda(const bst_exec *exec, const char *op, const bst_view *dout,
-                                          const bst_view *weights, const bst_view *bias, const bst_view *rows,
-                                          const bst_view *dbias, moe_combine_backward_args args);
+/* Attributes: of the sort, of the gated unit. */
+enum { EXPERTS };
+enum { ACTIVATION, INTERLEAVED, ALPHA, LIMIT };
+
+typedef bst_status bst_moe_launch(const bst_exec *exec, const char *op, const bst_view *v,
+                                  const bst_attribute *attributes);
+bst_moe_launch bst__moe_sort_cuda, bst__moe_gather_cuda, bst__moe_glu_forward_cuda, bst__moe_glu_backward_cuda,
+    bst__moe_combine_forward_cuda, bst__moe_combine_backward_cuda;
 
 /* Workspace for the partial sums of `chunk` rows each; NULL where no gradient of biases is wanted. */
 static inline bst_status bst__moe_partial_sums(const bst_exec *exec, const char *op, const bst_view *dbias,

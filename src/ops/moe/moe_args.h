@@ -20,9 +20,9 @@ typedef struct moe_sort_args {
 
 typedef struct moe_gather_args {
     const void *x;
-    const int32_t *order;
+    const int32_t *position;
     void *rows;
-    int64_t x_stride, count, pairs; /* count: accesses to `rows` */
+    int64_t x_stride, tokens, pairs;
 } moe_gather_args;
 
 /* Backward, but for y. */

@@ -1,6 +1,8 @@
 /* moe_cpu.c - a mixture of experts around its grouped products, on CPU: in float32, on tiles of BST_TILE elements. */
 #include "ops/moe/moe_cpu.h"
 
+#include "core/gated_unit.h"
+
 static int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* The expert of a row: the first whose rows end behind it. */
@@ -27,58 +29,102 @@ static float weight_of(const moe_cpu *a, int64_t pair) {
 void BST_CPU(bst__moe_gather_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
     size_t bytes = (size_t)(a->columns * bst__dtype_size(a->dtype));
-    for (int64_t row = begin; row < end; row++)
-        memcpy(bst_at(a->out, row * a->columns, a->dtype),
-               bst_at(a->x, a->order[row] / a->choices * a->x_stride, a->dtype), bytes);
+    for (int64_t pair = begin * a->choices; pair < end * a->choices; pair++)
+        memcpy(bst_at(a->out, a->position[pair] * a->columns, a->dtype),
+               bst_at(a->x, pair / a->choices * a->x_stride, a->dtype), bytes);
 }
 
-/* ---- the clamped gate -------------------------------------------------------------------------------------------- */
+/* ---- the gated unit ---------------------------------------------------------------------------------------------- */
 
-/* h plus its expert's bias, n elements from `column` on. */
-static void load_h(const moe_cpu *a, float *h, int64_t row, int64_t column, int64_t n) {
-    bst_load(h, bst_at(a->h, row * a->columns + column, a->dtype), a->dtype, n);
+enum { PAIRS = BST_TILE / 2 }; /* a tile of h is as many gates and ups */
+
+/* n pairs of a row of h or of biases, from pair `first` on: gates into pairs[0], ups into pairs[1]; and back. */
+static void load_pairs(const moe_cpu *a, float pairs[2][PAIRS], const void *from, int64_t row, int64_t first,
+                       int64_t n) {
+    const void *at = bst_at(from, row * a->columns + (a->interleaved ? 2 * first : first), a->dtype);
+    if (a->interleaved) {
+        float both[BST_TILE];
+        bst_load(both, at, a->dtype, 2 * n);
+        for (int64_t i = 0; i < n; i++) pairs[0][i] = both[2 * i], pairs[1][i] = both[2 * i + 1];
+    } else {
+        bst_load(pairs[0], at, a->dtype, n);
+        bst_load(pairs[1], bst_at(at, a->columns / 2, a->dtype), a->dtype, n);
+    }
+}
+
+static void store_pairs(const moe_cpu *a, const float pairs[2][PAIRS], void *to, int64_t row, int64_t first,
+                        int64_t n) {
+    void *at = bst_at(to, row * a->columns + (a->interleaved ? 2 * first : first), a->dtype);
+    if (a->interleaved) {
+        float both[BST_TILE];
+        for (int64_t i = 0; i < n; i++) both[2 * i] = pairs[0][i], both[2 * i + 1] = pairs[1][i];
+        bst_store(at, both, a->dtype, 2 * n);
+    } else {
+        bst_store(at, pairs[0], a->dtype, n);
+        bst_store(bst_at(at, a->columns / 2, a->dtype), pairs[1], a->dtype, n);
+    }
+}
+
+/* h plus its expert's bias. */
+static void load_h(const moe_cpu *a, float h[2][PAIRS], int64_t row, int64_t first, int64_t n) {
+    load_pairs(a, h, a->h, row, first, n);
     if (!a->bias) return;
-    float b[BST_TILE];
-    bst_load(b, bst_at(a->bias, expert_of(a, row) * a->columns + column, a->dtype), a->dtype, n);
-    for (int64_t i = 0; i < n; i++) h[i] += b[i];
+    float b[2][PAIRS];
+    load_pairs(a, b, a->bias, expert_of(a, row), first, n);
+    for (int64_t i = 0; i < n; i++) h[0][i] += b[0][i], h[1][i] += b[1][i];
 }
 
-/* As torch.clamp: NaN stays NaN. */
-static inline float clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
+/* A loop for each unit, whose code is a constant there: each branch folds away. */
+#define LOOP static inline __attribute__((always_inline))
+
+LOOP void forward_pairs(const moe_cpu *a, float h[2][PAIRS], float *y, int activation, int64_t n) {
+    const float alpha = a->alpha, limit = a->limit, *gate = h[0], *up = h[1];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = bst_gated_within(gate[i], up[i], activation, alpha, limit, BST_F32);
+}
+
+/* h becomes its gradient, y the unit's output times the row's weight. Returns the sum of dy y. */
+LOOP float backward_pairs(const moe_cpu *a, float h[2][PAIRS], const float *restrict dy, float *restrict y,
+                          float weight, int activation, int64_t n) {
+    const float alpha = a->alpha, limit = a->limit;
+    float dot = 0, *restrict gate = h[0], *restrict up = h[1];
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < n; i++) {
+        bst_gated_gradients d =
+            bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha, limit, BST_F32);
+        dot += dy[i] * d.y;
+        y[i] = weight * d.y;
+        gate[i] = d.dgate;
+        up[i] = d.dup;
+    }
+    return dot;
+}
+
+#define FORWARD(name, code)              \
+    case code:                           \
+        forward_pairs(a, h, y, code, n); \
+        break;
+#define BACKWARD(name, code) \
+    case code:               \
+        return backward_pairs(a, h, dy, y, weight, code, n);
 
 void BST_CPU(bst__moe_glu_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
-    float h[BST_TILE], y[BST_TILE / 2], limit = a->limit, alpha = a->alpha;
+    const int64_t width = a->columns / 2;
+    float h[2][PAIRS], y[PAIRS];
     for (int64_t row = begin; row < end; row++) {
-        for (int64_t c = 0; c < a->columns; c += BST_TILE) {
-            int64_t n = earlier(a->columns - c, BST_TILE);
+        for (int64_t c = 0; c < width; c += PAIRS) {
+            int64_t n = earlier(width - c, PAIRS);
             load_h(a, h, row, c, n);
-            for (int64_t i = 0; i < n / 2; i++) {
-                float gate = clamp(h[2 * i], -INFINITY, limit), up = clamp(h[2 * i + 1], -limit, limit);
-                y[i] = (up + 1.0f) * (gate / (1.0f + bst_exp(-alpha * gate)));
-            }
-            bst_store(bst_at(a->out, (row * a->columns + c) / 2, a->dtype), y, a->dtype, n / 2);
+            switch (a->activation) { BST_EXPERTS_UNITS(FORWARD) }
+            bst_store(bst_at(a->out, row * width + c, a->dtype), y, a->dtype, n);
         }
     }
 }
 
-/* One tile of a row: h becomes its gradient, y the gate's output times the row's weight. Returns the sum of dy y. With
- * u = up + 1, s = sigmoid(alpha gate): dgate = w dy u s (1 + alpha gate (1 - s)), dup = w dy gate s. */
-static float backward_tile(const moe_cpu *a, float *restrict h, const float *restrict dy, float *restrict y,
-                           float weight, int64_t n) {
-    float dot = 0, limit = a->limit, alpha = a->alpha;
-#pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < n / 2; i++) {
-        float given_gate = h[2 * i], given_up = h[2 * i + 1], wdy = weight * dy[i];
-        float gate = clamp(given_gate, -INFINITY, limit), up = clamp(given_up, -limit, limit) + 1.0f;
-        float s = 1.0f / (1.0f + bst_exp(-alpha * gate)), slope = s * (1.0f + alpha * gate * (1.0f - s));
-        float dgate = wdy * up * slope, dup = wdy * (gate * s), out = up * (gate * s);
-        dot += dy[i] * out;
-        y[i] = weight * out;
-        h[2 * i] = given_gate <= limit ? dgate : 0.0f;
-        h[2 * i + 1] = given_up >= -limit && given_up <= limit ? dup : 0.0f;
-    }
-    return dot;
+static float backward_tile(const moe_cpu *a, float h[2][PAIRS], const float *dy, float *y, float weight, int64_t n) {
+    switch (a->activation) { BST_EXPERTS_UNITS(BACKWARD) }
+    return 0.0f;
 }
 
 /* The row of partial sums of this chunk and expert, and whether this is the first row that adds to it. */
@@ -88,26 +134,31 @@ static float *partial_of(const moe_cpu *a, int64_t row, bool *first) {
     return a->partial + (row / MOE_CHUNK + expert) * a->columns;
 }
 
-static void add_partial(float *restrict partial, const float *restrict values, float weight, int64_t n, bool first) {
-    for (int64_t i = 0; i < n; i++) partial[i] = (first ? 0.0f : partial[i]) + weight * values[i];
+static void add_partial(float *restrict partial, int64_t step, const float *restrict values, float weight, int64_t n,
+                        bool first) {
+    for (int64_t i = 0; i < n; i++) partial[i * step] = (first ? 0.0f : partial[i * step]) + weight * values[i];
 }
 
 /* dh may be h, and wy dy: a tile is read before its place is written. */
 void BST_CPU(bst__moe_glu_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
-    float h[BST_TILE], dy[BST_TILE / 2], y[BST_TILE / 2];
+    const int64_t width = a->columns / 2, step = a->interleaved ? 2 : 1, up = a->interleaved ? 1 : width;
+    float h[2][PAIRS], dy[PAIRS], y[PAIRS];
     for (int64_t row = begin * MOE_CHUNK; row < earlier(end * MOE_CHUNK, a->rows); row++) {
         bool first = false;
         float *partial = a->partial ? partial_of(a, row, &first) : NULL;
         float weight = weight_of(a, a->order[row]), dot = a->dots_in ? a->dots_in[row] : 0.0f;
-        for (int64_t c = 0; c < a->columns; c += BST_TILE) {
-            int64_t n = earlier(a->columns - c, BST_TILE), at = row * a->columns + c;
+        for (int64_t c = 0; c < width; c += PAIRS) {
+            int64_t n = earlier(width - c, PAIRS);
             load_h(a, h, row, c, n);
-            bst_load(dy, bst_at(a->dy, at / 2, a->dtype), a->dtype, n / 2);
+            bst_load(dy, bst_at(a->dy, row * width + c, a->dtype), a->dtype, n);
             dot += backward_tile(a, h, dy, y, weight, n);
-            if (partial) add_partial(partial + c, h, 1.0f, n, first);
-            if (a->dh) bst_store(bst_at(a->dh, at, a->dtype), h, a->dtype, n);
-            if (a->wy) bst_store(bst_at(a->wy, at / 2, a->dtype), y, a->dtype, n / 2);
+            if (partial) {
+                add_partial(partial + c * step, step, h[0], 1.0f, n, first);
+                add_partial(partial + c * step + up, step, h[1], 1.0f, n, first);
+            }
+            if (a->dh) store_pairs(a, h, a->dh, row, c, n);
+            if (a->wy) bst_store(bst_at(a->wy, row * width + c, a->dtype), y, a->dtype, n);
         }
         if (a->dweights) bst_store(bst_at(a->dweights, a->order[row], a->w_dtype), &dot, a->w_dtype, 1);
     }
@@ -139,8 +190,11 @@ void BST_CPU(bst__moe_combine_forward_cpu)(void *context, int64_t begin, int64_t
 void BST_CPU(bst__moe_combine_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
     int64_t last = earlier(end * MOE_CHUNK, a->rows);
+    size_t bytes = (size_t)(a->columns * bst__dtype_size(a->dtype));
     float x[BST_TILE], b[BST_TILE];
-    BST_CPU(bst__moe_gather_cpu)(context, begin * MOE_CHUNK, last);
+    for (int64_t row = begin * MOE_CHUNK; row < last; row++)
+        memcpy(bst_at(a->out, row * a->columns, a->dtype),
+               bst_at(a->x, a->order[row] / a->choices * a->x_stride, a->dtype), bytes);
     if (!a->dots && !a->partial) return;
     for (int64_t row = begin * MOE_CHUNK; row < last; row++) {
         bool first = false;
@@ -149,7 +203,7 @@ void BST_CPU(bst__moe_combine_backward_cpu)(void *context, int64_t begin, int64_
         for (int64_t c = 0; c < a->columns; c += BST_TILE) {
             int64_t n = earlier(a->columns - c, BST_TILE);
             bst_load(x, bst_at(a->out, row * a->columns + c, a->dtype), a->dtype, n);
-            if (partial) add_partial(partial + c, x, weight, n, first);
+            if (partial) add_partial(partial + c, 1, x, weight, n, first);
             if (!a->dots) continue;
             bst_load(b, bst_at(a->bias, expert_of(a, row) * a->columns + c, a->dtype), a->dtype, n);
 #pragma omp simd reduction(+ : dot)

@@ -22,10 +22,12 @@ typedef struct moe_cpu {
     const float *dots_in;
     float *dots;
     float *partial; /* [chunks + experts, columns]: that of chunk c and expert e is row c + e */
+    int activation; /* of the gated unit, as is the rest */
+    bool interleaved;
     float alpha, limit;
 } moe_cpu;
 
-BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over rows: x to out */
+BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over tokens: x to out */
 BST_CPU_DECLARE(bst__moe_glu_forward_cpu);      /* over rows: h to out */
 BST_CPU_DECLARE(bst__moe_glu_backward_cpu);     /* over chunks */
 BST_CPU_DECLARE(bst__moe_combine_forward_cpu);  /* over tokens: y to out */

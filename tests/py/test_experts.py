@@ -1,0 +1,219 @@
+"""Mixtures of experts with Bastile mean what they mean in Transformers, and the experts that someone chose are run."""
+
+import logging
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers.integrations import moe as implementations
+
+import bastile
+from bastile.models import small, support
+from conftest import gradients
+from oracle import Case, assert_no_worse_pooled, devices, random_tensor
+from test_moe import routing
+
+#: A type for each form of experts beside GPT-OSS's, with the first release in which it has this code.
+FORMS = {
+    "mixtral": "5.0",
+    "aria_text": "5.23",  # weights as products read them
+    "beam": "5.23",  # in float32
+    "deepseek_v4": "5.17",  # clamped
+    "hy_v4": "5.17",  # clamped, with silu by name
+    "minimax_m3_vl_text": "5.17",  # (up + 1) gate sigmoid(alpha gate) of halves
+}
+
+#: What each calls the width between an expert's products.
+INNER = {"qwen3_moe": {"moe_intermediate_size": 96}, "mixtral": {"intermediate_size": 96}}
+
+#: Grouped products are of no float64.
+CHOICE = {"exact": "eager", "stock": "grouped_mm", "patched": "grouped_mm"}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    logging.getLogger("bastile").setLevel(logging.ERROR)
+
+
+def built(model_type: str, device: str = "cpu", experts: str | None = None, **more: Any) -> Any:
+    model: Any = small.small_model(model_type, **more).to(device)
+    if experts is not None:
+        model.set_experts_implementation(experts)
+    return model
+
+
+def step(model: Any, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    device = next(model.parameters()).device
+    ids = torch.randint(3, 90, (2, 17), generator=generator).to(device)
+    labels = ids.clone()
+    labels[:, 5] = -100
+    output = model(input_ids=ids, labels=labels, **more)
+    output.loss.backward()
+    assert output.logits is not None
+    return output.loss.detach(), gradients(model)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("router_loss", [False, True], ids=["", "router's loss"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_training_computes_the_same_losses_and_gradients(model_type: str, router_loss: bool, device: str) -> None:
+    """Float32: every gradient, the router's among them, whose loss reads its logits. Counted: the experts of each layer
+    once, and nothing stepped aside."""
+    model = built(model_type, device)
+    stock, want = step(model, output_router_logits=router_loss)
+    bastile.report(reset=True)
+    bastile.apply_to_model(model)
+    patched, got = step(model, output_router_logits=router_loss)
+    torch.testing.assert_close(patched, stock, rtol=1e-5, atol=0)
+    assert got.keys() == want.keys()
+    assert sum(".experts." in name for name in got) == 4
+    for name, gradient in want.items():
+        # Sums of float32 in another order, through two layers: the largest element's scale, as support.check has it.
+        assert (got[name] - gradient).abs().max() <= support.Check.ALLOWED_GRADIENT * gradient.abs().max(), name
+    told = bastile.report(reset=True)
+    assert told.ran("moe_experts") == 2
+    assert not [line.aside for line in told if line.operator == "moe_experts" and line.aside]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_bfloat16_is_as_near_to_float64_as_stock(model_type: str, device: str) -> None:
+    """The error over all gradients of several models together. All experts serve each token: so no rounding decides
+    which do."""
+    ours, theirs = 0.0, 0.0
+    for seed in range(4):
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for kind in ("exact", "stock", "patched"):
+            model = built(model_type, experts=CHOICE[kind], seed=seed, num_experts_per_tok=4).to(torch.bfloat16)
+            model = model.double() if kind == "exact" else model.to(device)
+            if kind == "patched":
+                bastile.apply_to_model(model)
+            found[kind] = step(model)[1]
+        for name, exact in found["exact"].items():
+            size = exact.square().sum().item()
+            ours += (found["patched"][name].double().cpu() - exact).square().sum().item() / size
+            theirs += (found["stock"][name].double().cpu() - exact).square().sum().item() / size
+    assert bastile.report(reset=True).ran("moe_experts") == 8
+    assert ours <= theirs
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_the_experts_alone_by_the_rule(model_type: str, device: str) -> None:
+    """The module's own forward, stock and patched, of the same routing."""
+    model = built(model_type, device, hidden_size=64, **INNER[model_type])
+    module = model.model.layers[0].mlp.experts
+    bastile.apply_to_model(model)
+    patched, original = module.forward, type(module).forward
+
+    def run(forward: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        hidden, weights, gate_up, down, indices = tensors
+        parameters = {"gate_up_proj": gate_up, "down_proj": down}
+        module.forward = forward
+        return torch.func.functional_call(module, parameters, (hidden, indices.long(), weights))
+
+    def draw() -> Case:
+        shapes = {"hidden": (512, 64), "weights": (512, 2), "gate_up": (4, 192, 64), "down": (4, 64, 96)}
+        return Case(
+            ours=partial(run, patched),
+            stock=partial(run, MethodType(original, module)),
+            exact=partial(run, MethodType(original.__wrapped__, module)),  # the loop over experts
+            inputs={n: random_tensor(s, torch.bfloat16, device, scale=s[-1] ** -0.5) for n, s in shapes.items()},
+            constants={"indices": routing(512, 2, 4, device)},
+            independent=512 * 2 * 96 // 8,  # as in test_moe.py
+        )
+
+    # But for the routing weights' gradients: see docs/moe.md.
+    assert_no_worse_pooled(draw, ("output 0", "dhidden", "dgate_up", "ddown"))
+
+
+@pytest.mark.parametrize("model_type", FORMS)
+def test_every_form(model_type: str) -> None:
+    if Version(transformers.__version__) < Version(FORMS[model_type]):
+        pytest.skip(f"this type's experts have had their form since {FORMS[model_type]}")
+    done = support.check(model_type)
+    assert done.passed, done
+    assert done.ran["moe_experts"] > 0
+
+
+def served(model: Any, reason: str | None = None) -> None:
+    """Whether the experts ran in a step, or stepped aside for this reason; either way the step is stock's."""
+    bastile.reset(model=model)
+    want, want_gradients = step(model)
+    bastile.report(reset=True)
+    bastile.apply_to_model(model)
+    got, got_gradients = step(model)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    for name, gradient in want_gradients.items():
+        assert (got_gradients[name] - gradient).abs().max() <= 1e-3 * gradient.abs().max() + 1e-9, name
+    (line,) = [line for line in bastile.report(reset=True) if line.operator == "moe_experts"]
+    assert (line.ran, line.aside) == ((2, {}) if reason is None else (0, {reason: 2}))
+
+
+CHOSEN = "another implementation of experts was chosen, or they are spread over devices"
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+def test_who_chose_an_implementation_gets_it(experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm is what Transformers takes where nobody chose."""
+    model = built("qwen3_moe", experts=experts)
+    served(model, None if experts == "grouped_mm" else CHOSEN)
+    if experts == "grouped_mm":  # one of one's own under that name
+        own = implementations.grouped_mm_experts_forward
+        monkeypatch.setitem(
+            implementations.ALL_EXPERTS_FUNCTIONS._local_mapping, "grouped_mm", lambda *a, **k: own(*a, **k)
+        )
+        served(model, "the gate, or Transformers' grouped products, have been replaced by others")
+
+
+def test_what_an_instance_says_otherwise() -> None:
+    """Each by the original, with its reason; an activation that the operator has is served."""
+    model = built("mixtral", hidden_act="gelu_pytorch_tanh")
+    served(model)
+    blocks = [layer.mlp.experts for layer in model.model.layers]
+    for experts in blocks:
+        experts.act_fn = nn.Tanh()
+    served(model, "its activation is none that Bastile computes")
+    model = built("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts._apply_gate = lambda both: both.chunk(2, -1)[0].exp() * both.chunk(2, -1)[1]
+    served(model, "the gate has been replaced by another")
+    model = built("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts._is_expert_parallel = False
+        layer.mlp.experts.config = type(model.config)(**{**model.config.to_dict(), "num_local_experts": 8})
+        layer.mlp.experts.config._experts_implementation = "grouped_mm"
+    served(model, CHOSEN)  # half of the experts are here
+    model = built("mixtral")
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.bfloat16()
+    served(model, "types or shapes that the operator does not take")
+
+
+def test_frozen_experts_and_checkpointing() -> None:
+    model = built("qwen3_moe")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    served(model)
+    model.gradient_checkpointing_enable()
+    want, _ = step(model)
+    bastile.reset(model=model)
+    got, _ = step(model)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+
+
+def test_it_compiles_without_a_break() -> None:
+    model = built("qwen3_moe")
+    bastile.apply_to_model(model)
+    torch._dynamo.reset()
+    experts = model.model.layers[0].mlp.experts
+    hidden, indices = torch.randn(7, 32), torch.randint(4, (7, 2))
+    weights = torch.rand(7, 2)
+    compiled = torch.compile(lambda *given: experts(*given), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(hidden, indices, weights), experts(hidden, indices, weights))
