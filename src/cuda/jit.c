@@ -180,16 +180,15 @@ static bst_status compile(void *context, bst_blob *out) {
 
 /* Everything that the code depends on, and nothing else: no paths, no times. The options name chip and macros. */
 static bst_digest digest_of(const job *j, int major, int minor) {
-    bst_sha256 h;
-    bst__sha256_begin(&h);
-    bst__sha256_add(&h, &major, sizeof major);
-    bst__sha256_add(&h, &minor, sizeof minor);
-    bst__sha256_add(&h, j->options.joined, strlen(j->options.joined) + 1);
+    bst_hash h = BST_HASH_BEGIN;
+    bst__hash_add(&h, &major, sizeof major);
+    bst__hash_add(&h, &minor, sizeof minor);
+    bst__hash_add(&h, j->options.joined, strlen(j->options.joined) + 1);
     for (int i = 0; i < j->reached.count; i++) {
-        bst__sha256_add(&h, j->reached.names[i], strlen(j->reached.names[i]) + 1);
-        bst__sha256_add(&h, j->reached.texts[i], strlen(j->reached.texts[i]) + 1);
+        bst__hash_add(&h, j->reached.names[i], strlen(j->reached.names[i]) + 1);
+        bst__hash_add(&h, j->reached.texts[i], strlen(j->reached.texts[i]) + 1);
     }
-    return bst__sha256_end(&h);
+    return bst__hash_end(h);
 }
 
 static bst_status load_error(const char *op, CUresult result, int major, int minor) {
