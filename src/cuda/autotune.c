@@ -62,12 +62,12 @@ int bst_autotune_clear(void) {
     return count;
 }
 
-void bst__choice_key(bst_sha256 *h, const bst_machine *m) {
+void bst__choice_key(bst_hash *h, const bst_machine *m) {
     const int numbers[] = {m->arch, m->processors, m->driver, m->library};
-    bst__sha256_begin(h);
-    bst__sha256_add(h, BST_VERSION, sizeof BST_VERSION);
-    bst__sha256_add(h, m->chip, strlen(m->chip) + 1);
-    bst__sha256_add(h, numbers, sizeof numbers);
+    *h = BST_HASH_BEGIN;
+    bst__hash_add(h, BST_VERSION, sizeof BST_VERSION);
+    bst__hash_add(h, m->chip, strlen(m->chip) + 1);
+    bst__hash_add(h, numbers, sizeof numbers);
 }
 
 void bst__set_search_time(double seconds) { atomic_store(&left_ms, (long long)(seconds * 1000)); }

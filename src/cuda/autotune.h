@@ -3,8 +3,8 @@
 #ifndef BST_AUTOTUNE_H
 #define BST_AUTOTUNE_H
 
+#include "cuda/hash.h"
 #include "cuda/search.h"
-#include "cuda/sha256.h"
 
 /* Whether a product takes the measured choice, and measures where there is none. One load of an atomic variable. */
 bool bst__tuning(void);
@@ -20,7 +20,7 @@ typedef struct bst_machine {
 } bst_machine;
 
 /* Begins the key of a choice with the machine and this library's version; the problem is to follow. */
-void bst__choice_key(bst_sha256 *hash, const bst_machine *machine);
+void bst__choice_key(bst_hash *hash, const bst_machine *machine);
 
 /* The candidate to take: the one stored under `key`; else the one that the race finds, which is then stored, unless a
  * candidate lacked memory, of which there may be more another time. -1 where there is neither: the race cannot be run

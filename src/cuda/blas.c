@@ -329,12 +329,12 @@ static bst_status choice_key(const product *t, const problem_key *p, const answe
     anywhere.device = 0; /* what counts is the machine, not the device's number */
     anywhere.generation = 0;
     BST_TRY(bst__stopwatch_machine(t->op, t->device, (int)api.cublasLtGetVersion(), &machine));
-    bst_sha256 h;
+    bst_hash h;
     bst__choice_key(&h, &machine);
-    bst__sha256_add(&h, "cuBLASLt", sizeof "cuBLASLt");
-    bst__sha256_add(&h, &anywhere, sizeof anywhere);
-    bst__sha256_add(&h, a->tiles, (size_t)a->count * sizeof *a->tiles);
-    *out = bst__sha256_end(&h);
+    bst__hash_add(&h, "cuBLASLt", sizeof "cuBLASLt");
+    bst__hash_add(&h, &anywhere, sizeof anywhere);
+    bst__hash_add(&h, a->tiles, (size_t)a->count * sizeof *a->tiles);
+    *out = bst__hash_end(h);
     return BST_OK;
 }
 

@@ -29,7 +29,7 @@
 
 #include "cuda/folder.h"
 
-static const char magic[8] = "BSTCUB1";
+static const char magic[8] = "BSTCUB2";
 
 typedef struct header {
     char magic[sizeof magic];
@@ -37,7 +37,7 @@ typedef struct header {
     uint64_t length;
     bst_digest checksum; /* of the bytes after the header */
 } header;
-_Static_assert(sizeof(header) == 80, "the header is a file format");
+_Static_assert(sizeof(header) == 48, "the header is a file format");
 
 enum {
     LARGEST = 256 << 20,  /* bytes of an entry; more is damage */
@@ -47,7 +47,7 @@ enum {
     LIMIT_MIB = 256,      /* of all entries together: some 20000 kernels, of 4 to 34 KiB each */
     SPARE = 16,           /* of the limit, one part in so many: what a process stores before it looks again */
     BLOCK = 4096,         /* bytes of the disk that a file takes, at least */
-    NAME_BYTES = 64 + 32, /* a key in hexadecimal and a suffix */
+    NAME_BYTES = 32 + 32, /* a key in hexadecimal and a suffix */
 };
 
 const char *bst__cache_reason(void) {
@@ -108,10 +108,9 @@ static bool read_all(int file, void *data, size_t bytes) {
 }
 
 static bst_digest checksum(const void *data, size_t bytes) {
-    bst_sha256 h;
-    bst__sha256_begin(&h);
-    bst__sha256_add(&h, data, bytes);
-    return bst__sha256_end(&h);
+    bst_hash h = BST_HASH_BEGIN;
+    bst__hash_add(&h, data, bytes);
+    return bst__hash_end(h);
 }
 
 typedef enum verdict { GOOD, BAD, UNREADABLE } verdict;

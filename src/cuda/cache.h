@@ -4,7 +4,7 @@
 #define BST_CACHE_H
 
 #include "core/core.h"
-#include "cuda/sha256.h"
+#include "cuda/hash.h"
 
 /* Bytes from malloc, freed by whoever holds them last. */
 typedef struct bst_blob {

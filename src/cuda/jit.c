@@ -168,28 +168,27 @@ typedef struct job {
     const char *op;
     const key *key;
     bst_options options;
-    bst_reached reached;
+    bst_texts texts;
     bool compiled;
 } job;
 
 static bst_status compile(void *context, bst_blob *out) {
     job *j = context;
     j->compiled = true;
-    return bst__nvrtc_compile(j->op, j->key->kernel, j->key->arch, &j->options, &j->reached, out, NULL);
+    return bst__nvrtc_compile(j->op, j->key->kernel, j->key->arch, &j->options, &j->texts, out, NULL);
 }
 
-/* Everything that the code depends on, and nothing else: no paths, no times. The options name chip and macros. */
+/* Everything that the code may depend on: no paths, no times. The options name chip and macros. */
 static bst_digest digest_of(const job *j, int major, int minor) {
-    bst_sha256 h;
-    bst__sha256_begin(&h);
-    bst__sha256_add(&h, &major, sizeof major);
-    bst__sha256_add(&h, &minor, sizeof minor);
-    bst__sha256_add(&h, j->options.joined, strlen(j->options.joined) + 1);
-    for (int i = 0; i < j->reached.count; i++) {
-        bst__sha256_add(&h, j->reached.names[i], strlen(j->reached.names[i]) + 1);
-        bst__sha256_add(&h, j->reached.texts[i], strlen(j->reached.texts[i]) + 1);
+    bst_hash h = BST_HASH_BEGIN;
+    bst__hash_add(&h, &major, sizeof major);
+    bst__hash_add(&h, &minor, sizeof minor);
+    bst__hash_add(&h, j->options.joined, strlen(j->options.joined) + 1);
+    for (int i = 0; i < j->texts.count; i++) {
+        bst__hash_add(&h, j->texts.names[i], strlen(j->texts.names[i]) + 1);
+        bst__hash_add(&h, j->texts.texts[i], strlen(j->texts.texts[i]) + 1);
     }
-    return bst__sha256_end(&h);
+    return bst__hash_end(h);
 }
 
 static bst_status load_error(const char *op, CUresult result, int major, int minor) {
@@ -206,7 +205,7 @@ static bst_status build_code(job *j, CUkernel *code) {
     int major, minor;
     BST_TRY(bst__nvrtc_version(j->op, &major, &minor));
     BST_TRY(bst__nvrtc_options(j->op, j->key->kernel, j->key->arch, j->key->values, false, &j->options));
-    BST_TRY(bst__reach(j->op, j->key->kernel->file, &j->reached));
+    BST_TRY(bst__texts(j->op, j->key->kernel->file, &j->texts));
     bst_digest digest = digest_of(j, major, minor);
     CUlibrary library = NULL;
     CUresult result;
@@ -233,7 +232,6 @@ static bst_status build(const char *op, bst_jit_entry *e, const void *context) {
     bst_status status = build_code(&j, &e->code);
     bst__capture_restore(mode);
     if (status == BST_OK) atomic_fetch_add(j.compiled ? &compiled_count : &cached_count, 1);
-    bst__reached_free(&j.reached);
     return status;
 }
 
@@ -302,15 +300,14 @@ typedef struct report_job {
 static bst_status build_report(const char *op, bst_jit_entry *e, const void *context) {
     const report_job *r = context;
     bst_options options;
-    bst_reached reached;
+    bst_texts texts;
     bst_blob cubin = {0};
     char *log = NULL;
     BST_TRY(bst__nvrtc_options(op, e->key.kernel, e->key.arch, e->key.values, true, &options));
-    bst_status status = bst__reach(op, e->key.kernel->file, &reached);
+    BST_TRY(bst__texts(op, e->key.kernel->file, &texts));
     /* No cache: what is wanted is the log. */
-    if (status == BST_OK) status = bst__nvrtc_compile(op, e->key.kernel, e->key.arch, &options, &reached, &cubin, &log);
+    bst_status status = bst__nvrtc_compile(op, e->key.kernel, e->key.arch, &options, &texts, &cubin, &log);
     if (status == BST_OK) bst__report(r->collector, r->launch, options.joined, log ? log : "");
-    bst__reached_free(&reached);
     free(cubin.data);
     free(log);
     return status;

@@ -174,7 +174,7 @@ static bst_status take_cubin(const char *op, const bst_kernel *kernel, nvrtcProg
 }
 
 bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch, const bst_options *options,
-                              const bst_reached *reached, bst_blob *cubin, char **log) {
+                              const bst_texts *texts, bst_blob *cubin, char **log) {
     int major, minor;
     char target[16];
     target_name(arch, target);
@@ -185,8 +185,8 @@ bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch
                           op, major, minor, target);
     open_builtins();
     nvrtcProgram program = NULL;
-    nvrtcResult result = api.nvrtcCreateProgram(&program, reached->texts[0], reached->names[0], reached->count - 1,
-                                                reached->texts + 1, (const char *const *)reached->names + 1);
+    nvrtcResult result = api.nvrtcCreateProgram(&program, texts->texts[0], texts->names[0], texts->count - 1,
+                                                texts->texts + 1, texts->names + 1);
     if (result != NVRTC_SUCCESS)
         return bst__error(status_of(result, NULL), "%s: NVRTC cannot take in %s (%s)", op, kernel->file,
                           api.nvrtcGetErrorString(result));

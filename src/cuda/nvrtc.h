@@ -19,11 +19,11 @@ bst_status bst__nvrtc_options(const char *op, const bst_kernel *kernel, int arch
                               bst_options *out);
 /* Opens NVRTC where that has not been done, and says its version; nothing is written where that fails. */
 bst_status bst__nvrtc_version(const char *op, int *major, int *minor);
-/* Compiles reached->texts[0]. BST_COMPILE, with the first lines of the log in the message, where the source is at
+/* Compiles texts->texts[0]. BST_COMPILE, with the first lines of the log in the message, where the source is at
  * fault, and only there: it would fail again. BST_NO_MEMORY and BST_CUDA where NVRTC fails for a reason of its own;
  * BST_NO_CUDA where it is missing or knows neither the chip nor an option. `log`: freed by the caller; NULL where it is
  * not wanted. */
 bst_status bst__nvrtc_compile(const char *op, const bst_kernel *kernel, int arch, const bst_options *options,
-                              const bst_reached *reached, bst_blob *cubin, char **log);
+                              const bst_texts *texts, bst_blob *cubin, char **log);
 
 #endif

@@ -1,20 +1,19 @@
-/* source.h - the device code inside the library: lookup, and what a kernel's file includes. */
+/* source.h - the device code inside the library, as NVRTC takes it: a kernel's file, and headers from memory. */
 #ifndef BST_SOURCE_H
 #define BST_SOURCE_H
 
 #include "cuda/cuda.h"
 
-#define BST_MAX_REACHED 32
+#define BST_MAX_TEXTS 32
 
-/* A file and all embedded files that it includes, directly or not. The file itself is first. */
-typedef struct bst_reached {
+/* A kernel's file, first, and every embedded header, whether or not it includes it: to hand over one more costs
+ * nothing, and what an #include means is left to the compiler. */
+typedef struct bst_texts {
     int count;
-    char *names[BST_MAX_REACHED];       /* as the #include spells it; owned */
-    const char *texts[BST_MAX_REACHED]; /* embedded */
-} bst_reached;
+    const char *names[BST_MAX_TEXTS], *texts[BST_MAX_TEXTS];
+} bst_texts;
 
-/* BST_COMPILE where the file is not embedded or includes too many. Ended by bst__reached_free, also after a failure. */
-bst_status bst__reach(const char *op, const char *file, bst_reached *out);
-void bst__reached_free(bst_reached *reached);
+/* BST_COMPILE where the file is not embedded. */
+bst_status bst__texts(const char *op, const char *file, bst_texts *out);
 
 #endif

@@ -34,7 +34,7 @@ static inline void end(void) { remove_folder(root); }
 
 static inline bst_digest key_of(int n) {
     bst_digest key = {{0}};
-    for (int i = 0; i < 32; i++) key.bytes[i] = (uint8_t)(n * 7 + i);
+    for (int i = 0; i < 16; i++) key.bytes[i] = (uint8_t)(n * 7 + i);
     return key;
 }
 
@@ -42,7 +42,7 @@ static inline bst_digest key_of(int n) {
 static inline const char *entry_path(const bst_digest *key) {
     static char path[512];
     int at = snprintf(path, sizeof path, "%s/", folder);
-    for (int i = 0; i < 32; i++) at += snprintf(path + at, sizeof path - (size_t)at, "%02x", key->bytes[i]);
+    for (int i = 0; i < 16; i++) at += snprintf(path + at, sizeof path - (size_t)at, "%02x", key->bytes[i]);
     snprintf(path + at, sizeof path - (size_t)at, ".cubin");
     return path;
 }

@@ -239,7 +239,7 @@ static void leave(const char *name, long bytes, int hours) {
     CHECK(utime(in_folder(name), &times) == 0);
 }
 
-#define KEY    "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef"
+#define KEY    "0123456789abcdef0123456789abcdef"
 #define RANDOM "0123456789abcdef"
 
 TEST(what_dead_writers_left_is_swept) {
@@ -273,7 +273,7 @@ TEST(what_is_not_its_own_is_left_alone) {
         KEY ".choice.tmp",
         KEY "." RANDOM ".choice",
         KEY ".cubin~",
-        "0123456789ABCDEF0123456789abcdef0123456789abcdef0123456789abcdef.choice",
+        "0123456789ABCDEF0123456789abcdef.choice",
     };
     begin();
     setenv("BASTILE_CACHE_MIB", "1", 1);
@@ -299,7 +299,7 @@ static bool has(int n) {
 
 static void was_used(int n, int hours_ago) {
     bst_digest key = key_of(n);
-    leave(strrchr(entry_path(&key), '/') + 1, THIRD + 80, hours_ago);
+    leave(strrchr(entry_path(&key), '/') + 1, THIRD + 48, hours_ago);
 }
 
 /* Reading an entry counts as use. Small ones count as the block of the disk that they take. */

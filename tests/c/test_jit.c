@@ -12,7 +12,7 @@
 /* ---- kernels of this test ---------------------------------------------------------------------------------------- */
 
 static const char scale_cu[] =
-    "#include \"folder/scale_args.h\"\n"
+    "#include \"scale_args.h\"\n"
     "#include \"helper.cuh\"\n"
     "extern \"C\" __global__ void scale(const scale_args a) {\n"
     "    extern __shared__ float buffer[];\n"
