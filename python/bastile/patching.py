@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from bastile.graphs.stack import forget
 from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
-from bastile.models import loading
+from bastile.models import graphs, loading
 from bastile.models.forms import forget_sources
 from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OPERATORS
@@ -41,6 +42,7 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
         finally:
             _named.reset(token)
             forget_sources()
+            forget()
 
     return call
 
@@ -59,6 +61,7 @@ def apply(
     moe_experts: bool = True,
     lora_linear: bool = True,
     recompute: bool = True,
+    cuda_graphs: graphs.Mode = "auto",
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
     """Puts the chosen operators into every model of the given types (None: all) in this process, and takes the others
@@ -84,6 +87,8 @@ def apply(
             have it.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+        cuda_graphs: the decoder layers of a training step, forward and backward, as CUDA graphs from a shape's second
+            appearance on (docs/graphs.md); "auto": where the device would wait for the host.
         model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
 
     Returns:
@@ -91,7 +96,7 @@ def apply(
         "rms_norm_qwen3", and only of what has a place there.
 
     Raises:
-        TypeError: where an operator's argument is neither True nor False.
+        TypeError: where an operator's argument is neither True nor False, nor "auto" for cuda_graphs.
         ValueError: for a model type that Transformers does not know.
         RuntimeError: where an operator that is asked for by its name, as in apply(rope=True), cannot be put into a type
             that is given, or without types into any that is imported and has such code, since the code is not known or
@@ -100,6 +105,7 @@ def apply(
     global _everywhere
     chosen = _chosen("apply", locals())
     loading.transformers_version()
+    graphs.set_everywhere(cuda_graphs)
     if model_types is None:
         with _lock:
             _serve_loaded(chosen)
@@ -138,6 +144,7 @@ def apply_to_model(
     moe_experts: bool = True,
     lora_linear: bool = True,
     recompute: bool = True,
+    cuda_graphs: graphs.Mode = "auto",
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
     call put there; what `apply` has put into classes stays. The wrappers of PEFT, torch.compile, DDP, FSDP, DeepSpeed
@@ -157,13 +164,14 @@ def apply_to_model(
         moe_experts: as for `apply`.
         lora_linear: as for `apply`.
         recompute: as for `apply`.
+        cuda_graphs: as for `apply`.
 
     Returns:
         The names of what was put in; an operator whose module the model lacks (a model without a language-model head
         has no loss) or overrides with code of its own is not among them.
 
     Raises:
-        TypeError: where an operator's argument is neither True nor False.
+        TypeError: where an operator's argument is neither True nor False, nor "auto" for cuda_graphs.
         ValueError: for a model in which there is nothing to replace.
         RuntimeError: where an operator that is asked for by its name cannot be put into the model, since its code is
             not known or other code has replaced it. Nothing is changed then.
@@ -188,6 +196,8 @@ def apply_to_model(
     for module, fitting in wanted.items():
         if fitting or given_to(module):
             give(module, fitting, methods)
+        if any(site.operator == "cuda_graphs" for site in fitting):
+            graphs.of_models[module] = cuda_graphs
     if operators:
         _models.add(core)
     else:
@@ -223,6 +233,7 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
         for model_type in sorted(own):
             done += [name for name in _typed(model_type, own[model_type]) if name not in done]
         forget_sources()
+        forget()
         return done
 
 
@@ -250,9 +261,10 @@ def get_patched_ops(model: nn.Module | None = None) -> list[str]:
 def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
     """The operators whose arguments are True, but for those that need one that is not."""
     for operator in OPERATORS:
-        if not isinstance(arguments[operator], bool):
+        value, auto = arguments[operator], ', or "auto",' if operator == "cuda_graphs" else ""
+        if not isinstance(value, bool) and not (auto and value == "auto"):
             raise TypeError(
-                f"{function}: {operator} is {arguments[operator]!r}; True or False is needed. Types of models are "
+                f"{function}: {operator} is {value!r}; True or False{auto} is needed. Types of models are "
                 f'given by keyword: apply(model_types=["qwen3"])'
             )
     return [

@@ -41,4 +41,5 @@ OPERATORS: dict[str, Operator] = {
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
+    "cuda_graphs": Operator("graphs", "decoder layers of a training step as CUDA graphs", r"Model$"),
 }
