@@ -105,10 +105,10 @@ def apply(
     global _everywhere
     chosen = _chosen("apply", locals())
     loading.transformers_version()
-    graphs.set_everywhere(cuda_graphs)
     if model_types is None:
         with _lock:
             _serve_loaded(chosen)
+            graphs.set_everywhere(cuda_graphs)
             _everywhere = tuple(chosen)
             _types.clear()
             _watch_if_needed()
@@ -120,6 +120,7 @@ def apply(
         plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
         _need(plans, _named.get() & set(chosen) - {"lora_linear"}, ", ".join(given))
         carry_out(plans, "apply")
+        graphs.set_everywhere(cuda_graphs)
         for model_type, names in modules.items():
             titles = frozenset(FILES[name].title for name in names)
             # Two names of types may be one file's: the later one says what is in force there.

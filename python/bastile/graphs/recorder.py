@@ -6,7 +6,6 @@ of them."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
@@ -39,18 +38,13 @@ class Recorder(Protocol):
         """A step begins that will write into these."""
 
 
-@functools.cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The one that all captures of a device use: cuBLAS keeps a workspace for each."""
-    return torch.cuda.Stream(device)
-
-
 class CudaRecorder:
     """Graphs of one device, in one memory pool of PyTorch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = _stream_of(device)
+        # Its own: cuBLAS keeps a workspace for each stream, where the first capture has put it, in this pool.
+        self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
 
