@@ -86,6 +86,16 @@ class File:
     def has(self, operator: str) -> bool:
         return any(entry.is_called() for entry in self.applied.get(operator, ()))
 
+    def put_by(self, function: Any) -> Applied | None:
+        """The patch in force that this function is the replacement of."""
+        entries = (entry for several in self.applied.values() for entry in several)
+        return next((entry for entry in entries if entry.replacement is function and entry.is_in_force), None)
+
+    def above(self, below: Applied) -> Applied | None:
+        """The patch of another operator that replaces the replacement of this one."""
+        entries = (entry for several in self.applied.values() for entry in several)
+        return next((entry for entry in entries if entry.original is below.replacement), None)
+
 
 FILES: dict[str, File] = {}  # by the name of the module
 
@@ -124,7 +134,8 @@ class Plan:
             for old in [old for old in places if _same_place(old.site, site)]:
                 old.is_in_force = False  # others have replaced it, and undone that in their way
                 places.remove(old)
-            applied = Applied(site, stock_of(getattr(site.owner, site.attribute)))
+            now = getattr(site.owner, site.attribute)
+            applied = Applied(site, now if entry.put_by(now) else stock_of(now))
             applied.put()
             places.append(applied)
 
@@ -144,6 +155,10 @@ def take_out(entry: File, operators: Iterable[str], function: str) -> None:
     """Puts the originals back, wherever nobody has put something else since."""
     for operator in operators:
         for applied in entry.applied.pop(operator):
+            above = entry.above(applied)
+            if above is not None:  # which calls the original through this one from now on, and will put it back
+                applied.is_in_force, above.original = False, applied.original
+                continue
             others = applied.others()
             applied.take_out()
             if others is not None:

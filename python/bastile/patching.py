@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
+from bastile.graphs.stack import forget
 from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
-from bastile.models import loading
+from bastile.models import graphs, loading
 from bastile.models.forms import forget_sources
 from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OPERATORS
@@ -44,6 +45,7 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
         finally:
             _named.reset(token)
             forget_sources()
+            forget()
 
     return call
 
@@ -63,6 +65,7 @@ def apply(
     lora_linear: bool = True,
     layer_norm: bool = True,
     recompute: bool = True,
+    cuda_graphs: graphs.Mode = "auto",
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
     """Puts the chosen operators into every model of the given types (None: all) in this process, and takes the others
@@ -89,6 +92,8 @@ def apply(
         layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+        cuda_graphs: the decoder layers of a training step, forward and backward, as CUDA graphs from a shape's second
+            appearance on (docs/graphs.md); "auto": where the device would wait for the host.
         model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
 
     Returns:
@@ -96,7 +101,7 @@ def apply(
         "rms_norm_qwen3", and only of what has a place there.
 
     Raises:
-        TypeError: where an operator's argument is neither True nor False.
+        TypeError: where an operator's argument is neither True nor False, nor "auto" for cuda_graphs.
         ValueError: for a model type that Transformers does not know.
         RuntimeError: where an operator that is asked for by its name, as in apply(rope=True), cannot be put into a type
             that is given, or without types into any that is imported and has such code, since the code is not known or
@@ -108,6 +113,7 @@ def apply(
     if model_types is None:
         with _lock:
             _serve_loaded(chosen)
+            graphs.set_everywhere(cuda_graphs)
             _everywhere = tuple(chosen)
             _types.clear()
             _watch_if_needed()
@@ -119,6 +125,7 @@ def apply(
         plans = [Plan.of(name, chosen) for names in modules.values() for name in names]
         _need(plans, _named.get() & set(chosen) - _OF_ANY_TYPE, ", ".join(given))
         carry_out(plans, "apply")
+        graphs.set_everywhere(cuda_graphs)
         for model_type, names in modules.items():
             titles = frozenset(FILES[name].title for name in names)
             # Two names of types may be one file's: the later one says what is in force there.
@@ -144,6 +151,7 @@ def apply_to_model(
     lora_linear: bool = True,
     layer_norm: bool = True,
     recompute: bool = True,
+    cuda_graphs: graphs.Mode = "auto",
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
     call put there; what `apply` has put into classes stays. The wrappers of PEFT, torch.compile, DDP, FSDP, DeepSpeed
@@ -164,13 +172,14 @@ def apply_to_model(
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
         recompute: as for `apply`.
+        cuda_graphs: as for `apply`.
 
     Returns:
         The names of what was put in; an operator whose module the model lacks (a model without a language-model head
         has no loss) or overrides with code of its own is not among them.
 
     Raises:
-        TypeError: where an operator's argument is neither True nor False.
+        TypeError: where an operator's argument is neither True nor False, nor "auto" for cuda_graphs.
         ValueError: for a model in which there is nothing to replace.
         RuntimeError: where an operator that is asked for by its name cannot be put into the model, since its code is
             not known or other code has replaced it. Nothing is changed then.
@@ -195,6 +204,8 @@ def apply_to_model(
     for module, fitting in wanted.items():
         if fitting or given_to(module):
             give(module, fitting, methods)
+        if any(site.operator == "cuda_graphs" for site in fitting):
+            graphs.of_models[module] = cuda_graphs
     if operators:
         _models.add(core)
     else:
@@ -230,6 +241,7 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
         for model_type in sorted(own):
             done += [name for name in _typed(model_type, own[model_type]) if name not in done]
         forget_sources()
+        forget()
         return done
 
 
@@ -257,9 +269,10 @@ def get_patched_ops(model: nn.Module | None = None) -> list[str]:
 def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
     """The operators whose arguments are True, but for those that need one that is not."""
     for operator in OPERATORS:
-        if not isinstance(arguments[operator], bool):
+        value, auto = arguments[operator], ', or "auto",' if operator == "cuda_graphs" else ""
+        if not isinstance(value, bool) and not (auto and value == "auto"):
             raise TypeError(
-                f"{function}: {operator} is {arguments[operator]!r}; True or False is needed. Types of models are "
+                f"{function}: {operator} is {value!r}; True or False{auto} is needed. Types of models are "
                 f'given by keyword: apply(model_types=["qwen3"])'
             )
     return [

@@ -256,6 +256,12 @@ def recomputing() -> Iterator[None]:
             offers.clear()
 
 
+def is_recomputing() -> bool:
+    """Whether the saved-tensor hooks that are in force in this thread are those of `recomputing()`."""
+    hooks = _top_hooks(False)
+    return hooks is not None and hooks[0] is _thread.pack
+
+
 def offer(
     forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.Tensor | None, is_inner: bool = False
 ) -> None:

@@ -15,6 +15,7 @@ PLACES = {
     "add_rms_norm": "layer_class",
     "moe_experts": "experts_class",
     "recompute": "backbone_class",
+    "cuda_graphs": "backbone_class",
 }
 
 

@@ -247,11 +247,11 @@ def test_apply_after_another_patcher_names_it(patcher: Any) -> None:
     ):
         names = bastile.apply()
     assert names == bastile.get_patched_ops() == list(OPERATORS)
-    assert bastile.get_patched_ops(model) == ["recompute_qwen3"]
+    assert bastile.get_patched_ops(model) == ["recompute_qwen3", "cuda_graphs_qwen3"]
     assert pieces("llama")["rms_norm"] is not before["rms_norm"]
     # What the other has left alone can be had.
     rest = dict.fromkeys(("rms_norm", "swiglu", "rope", LOSS), False)
-    assert bastile.apply(model_types=["qwen3"], **rest) == ["recompute_qwen3"]
+    assert bastile.apply(model_types=["qwen3"], **rest) == ["recompute_qwen3", "cuda_graphs_qwen3"]
 
 
 def test_another_patcher_after_apply(patcher: Any, calls: dict[str, int]) -> None:

@@ -57,8 +57,13 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
         "qk_norm_rope": forward(row.attention_class),
         "add_rms_norm": forward(row.layer_class) if cell is None else cell.cell_contents,
         "recompute": forward(row.backbone_class),
+        "cuda_graphs": forward(row.backbone_class),
     }
     return {operator: found[operator] for operator in row.operators}
+
+
+#: Both replace the backbone's forward, one within the other.
+ON_BACKBONES = {"recompute", "cuda_graphs"}
 
 
 def runs_stock(model: torch.nn.Module) -> bool:
@@ -75,7 +80,8 @@ def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags
     assert bastile.apply(*flags, model_types=TYPES) == names == bastile.get_patched_ops()
     for family, stock in before.items():
         changed = {op for op, piece in pieces(family).items() if piece is not stock[op]}
-        assert changed == chosen & set(FAMILIES[family].operators)
+        wanted = chosen | (ON_BACKBONES if chosen & ON_BACKBONES else set())
+        assert changed == wanted & set(FAMILIES[family].operators)
     assert bastile.reset() == names
     for family, stock in before.items():
         assert all(piece is stock[op] for op, piece in pieces(family).items())
@@ -86,7 +92,8 @@ def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags
 def test_each_operator_is_an_argument(function: Any) -> None:
     parameters = inspect.signature(function).parameters
     assert tuple(name for name in parameters if name not in ("model", "model_types")) == tuple(OPERATORS)
-    assert all(parameters[operator].default is True for operator in OPERATORS)
+    defaults = {operator: parameters[operator].default for operator in OPERATORS}
+    assert defaults == {**dict.fromkeys(OPERATORS, True), "cuda_graphs": "auto"}
 
 
 def test_families_lack_what_they_have_no_place_for() -> None:
@@ -154,11 +161,32 @@ def test_reset_of_some_leaves_the_others(family: str) -> None:
         name = f"{operator}_{family}"
         assert bastile.reset([name]) == [name]
         assert bastile.reset([name]) == []
-        assert pieces(family)[operator] is before[operator]
+        if operator not in ON_BACKBONES:
+            assert pieces(family)[operator] is before[operator]
         assert bastile.get_patched_ops() == [other for other in EVERY if other != name]
         assert bastile.apply(model_types=TYPES) == EVERY
     with pytest.raises(ValueError, match=r"unknown patch 'rope_gpt9'.*rms_norm_qwen3"):
         bastile.reset(["rope_gpt9"])
+
+
+@pytest.mark.parametrize("first", sorted(ON_BACKBONES))
+def test_two_on_one_place_are_taken_out_apart(first: str) -> None:
+    """In whatever order they came and go, each is in force until it is taken out, and the very object comes back."""
+    before, calls = pieces(), dict.fromkeys(OPERATORS, False)
+    [second] = ON_BACKBONES - {first}
+    for leaves, stays in ((first, second), (second, first)):
+        bastile.apply(model_types="qwen3", **{**calls, first: True})
+        assert bastile.apply(model_types="qwen3", **{**calls, first: True, second: True}) == all_of(
+            "qwen3", *(set(OPERATORS) - ON_BACKBONES)
+        )
+        assert bastile.reset([f"{leaves}_qwen3"]) == [f"{leaves}_qwen3"]
+        assert bastile.get_patched_ops() == [f"{stays}_qwen3"]
+        bastile.report(reset=True)
+        tiny_model()(**tiny_batch(tiny_model()))
+        assert leaves not in {line.operator for line in bastile.report()}
+        assert pieces() != before
+        assert bastile.reset() == [f"{stays}_qwen3"]
+        assert pieces() == before
 
 
 @families
@@ -258,7 +286,7 @@ def test_apply_to_model_touches_that_model_only(family: str, calls: dict[str, in
 def test_class_and_model_patches_are_taken_out_apart(family: str, calls: dict[str, int]) -> None:
     model = tiny_model(family)
     bastile.apply(swiglu=False)
-    own = ("swiglu", "fused_linear_cross_entropy", "recompute")
+    own = ("swiglu", "fused_linear_cross_entropy", "recompute", "cuda_graphs")
     assert bastile.apply_to_model(model, rms_norm=False, rope=False) == [f"{name}_{family}" for name in own]
     assert bastile.get_patched_ops(model) == all_of(family)
     model(**tiny_batch(model))

@@ -118,7 +118,9 @@ OPTIONS: dict[str, _Option] = {
     "--no-optimizer": _Option(None, "without the optimiser's states, which otherwise lie in memory"),
     "--untimed": _Option("N", "steps before them, not timed (default: {shown})", ("--warm-up", "--warmup")),
     "--profile-floor": _Option(
-        None, "also profile Bastile's steps; the table then has times as multiples of their products and attention"
+        None,
+        "also profile steps; the table then has times as multiples of the products and attention in Bastile's, and the "
+        "share of a step in which a GPU is idle",
     ),
     "--memory-limit": _Option("GIB", "as if the device had no more than this"),
     "--timeout": _Option("SECONDS", "of one length (default: {shown})"),

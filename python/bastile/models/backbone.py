@@ -17,12 +17,18 @@ from bastile.report import Tally
 
 def sites(file: ModelFile) -> Iterator[Site]:
     """Whatever such a forward computes it still computes: the original runs within, and records less."""
+    for cls in backbones(file):
+        yield file.forward_site("recompute", cls, backbone_forward)
+
+
+def backbones(file: ModelFile) -> Iterator[type]:
+    """The classes whose forward takes tokens through layers."""
     for cls in file.own_classes():
         forward = stock_of(vars(cls)["forward"])
         inner = inspect.unwrap(forward)
         names = parameter_names(forward) if inspect.isfunction(inner) else ()
         if {"input_ids", "inputs_embeds"}.issubset(names) and calls(inner, "layers"):
-            yield file.forward_site("recompute", cls, backbone_forward)
+            yield cls
         elif cls.__name__.endswith("Model"):
             file.unknown.setdefault(f"{cls.__name__}.forward", "does not take input_ids or inputs_embeds to layers")
 

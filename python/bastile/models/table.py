@@ -42,4 +42,5 @@ OPERATORS: dict[str, Operator] = {
     ),
     "layer_norm": Operator("layer_norm", "LayerNorm", r"LayerNorm$"),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
+    "cuda_graphs": Operator("graphs", "decoder layers of a training step as CUDA graphs", r"Model$"),
 }

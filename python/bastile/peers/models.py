@@ -51,6 +51,10 @@ def _compile(model: nn.Module) -> Any:
     return torch.compile(model, dynamic=False)
 
 
+def _compile_with_graphs(model: nn.Module) -> Any:
+    return torch.compile(model, mode="reduce-overhead", dynamic=False)
+
+
 def _compile_layers(model: Any) -> nn.Module:
     """Each decoder layer by itself, one compiled code for all, and the loss. The usual form for training."""
     for layer in model.model.layers:
@@ -76,6 +80,12 @@ class Implementation:
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "hf": Implementation("Transformers as it is", "Transformers", "#888888"),
     "compile": Implementation("torch.compile of the whole model", "torch.compile", "#e0a030", wrap=_compile),
+    "compile-graphs": Implementation(
+        "torch.compile of the whole model with CUDA graphs (reduce-overhead)",
+        "torch.compile, CUDA graphs",
+        "#b08040",
+        wrap=_compile_with_graphs,
+    ),
     "compile-layers": Implementation(
         "torch.compile of each layer, and of the loss", "torch.compile, each layer", "#c06020", wrap=_compile_layers
     ),

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity
 
 from bastile.bench.timing import begin_peak, peak_bytes, seconds_of, synchronize
 from bastile.profile.groups import group_of
+from bastile.profile.record import covered
 
 _LR = 1e-5
 _CURVE_LR = 3e-4
@@ -36,7 +37,7 @@ def forward_backward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The loss; each token is a label. Gradients are left where they are."""
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    return loss.detach()
+    return loss.detach().clone()  # its memory may be a CUDA graph's
 
 
 def clear(model: nn.Module) -> None:
@@ -55,13 +56,14 @@ def measure(
 
     A step is forward and backward, begun when the device is idle and ended when it is idle again. Its peak memory
     holds weights, gradients, activations and, unless plan["optimizer"] is "none", the optimiser's states, as in
-    training. Where that is "step", the whole step with the optimiser is timed too. `together` is called before each
-    step: processes that work together begin it together."""
+    training. Where that is "step", the whole step with the optimiser is timed too. host_seconds is the time until all
+    of that is queued. `together` is called before each step: processes that work together begin it together."""
     device = ids.device
     whole = plan["optimizer"] == "step"
     losses: list[torch.Tensor] = []
     seconds: list[float] = []
     step_seconds: list[float] = []
+    host: list[float] = []
     peaks: list[int | None] = []
 
     def update() -> None:
@@ -79,11 +81,14 @@ def measure(
         synchronize(device)
         begin = time.perf_counter()
         losses.append(forward_backward(model, ids))
+        host.append(time.perf_counter() - begin)
         synchronize(device)
         seconds.append(time.perf_counter() - begin)
         peaks.append(peak_bytes(device))
         if whole:
+            resumed = time.perf_counter()
             update()
+            host[-1] += time.perf_counter() - resumed
             synchronize(device)
             step_seconds.append(time.perf_counter() - begin)
         clear(model)
@@ -91,6 +96,7 @@ def measure(
     found: dict[str, Any] = {
         "seconds": median(seconds),
         "samples": seconds,
+        "host_seconds": median(host),
         "tokens_per_second": ids.numel() / median(step_seconds if whole else seconds),
         "before_bytes": before,
         "peak_bytes": None if before is None or None in peaks else max(peak for peak in peaks if peak is not None),
@@ -98,13 +104,22 @@ def measure(
     }
     if whole:
         found |= {"step_seconds": median(step_seconds), "step_samples": step_seconds}
-    if plan["profile_floor"] and plan["implementation"] == "bastile":
+    if plan["profile_floor"]:
 
         def once() -> None:
             forward_backward(model, ids)
             clear(model)
 
-        found["floor"] = floor(once, device)
+        def all_of_it() -> None:
+            forward_backward(model, ids)
+            if whole:
+                update()
+            clear(model)
+
+        if plan["implementation"] == "bastile":
+            found["floor"] = floor(once, device)
+        if device.type == "cuda":
+            found["device"] = on_device(all_of_it, median(step_seconds if whole else seconds))
     return found
 
 
@@ -172,3 +187,17 @@ def floor(step: Callable[[], object], device: torch.device, steps: int = 4) -> d
         own = event.self_device_time_total if on_device else 0.0 if on_cuda else event.self_cpu_time_total
         found[kind_of(event.key)] += own / 1e6 / steps
     return {**found, "seconds": found["products"] + found["attention"], "wall": wall}
+
+
+def on_device(step: Callable[[], object], seconds: float, steps: int = 4) -> dict[str, float]:
+    """What the device does in one step, which takes so many seconds where nobody looks: seconds in which a kernel or a
+    copy runs, their number, and the share of the step in which none does."""
+    step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    ran = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy = covered((e.time_range.start, e.time_range.end) for e in ran) / 1e6 / steps
+    return {"seconds": busy, "launches": len(ran) / steps, "idle": max(0.0, 1.0 - busy / seconds)}

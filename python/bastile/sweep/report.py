@@ -41,7 +41,7 @@ def table(results: Results) -> Table:
     columns = ["tokens", "implementation", "step\nms" if curve else "fwd+bwd\nms"]
     columns += ["step\nms"] if whole else []
     columns += ["tokens/s", "x hf", "peak\nGiB", "last\nloss" if curve else "loss"]
-    columns += ["x floor"] if settings["profile_floor"] else []
+    columns += ["x floor", "idle\n%"] if settings["profile_floor"] else []
     for name in columns:
         shown.add_column(name, justify="left" if name == "implementation" else "right", no_wrap=True)
     for length in results.lengths():
@@ -51,7 +51,7 @@ def table(results: Results) -> Table:
             if record is None:
                 continue
             cells = [str(length), name, *_cells(record, results.find("hf", length), whole, curve)]
-            cells += [ratio(record.get("seconds"), floor)] if settings["profile_floor"] else []
+            cells += [ratio(record.get("seconds"), floor), _idle(record)] if settings["profile_floor"] else []
             shown.add_row(*cells[: len(columns)], style="green" if name == "bastile" else "")
         shown.add_section()
     return shown
@@ -70,6 +70,11 @@ def _cells(record: Record, hf: Record | None, whole: bool, curve: bool) -> list[
         number(record["peak_bytes"], lambda peak: f"{peak / GIB:.2f}"),
         "nan" if loss is None else f"{loss:.5f}",
     ]
+
+
+def _idle(record: Record) -> str:
+    """The share of a step in which the device does nothing, in per cent; files of earlier versions have none."""
+    return number((record.get("device") or {}).get("idle"), lambda share: f"{share * 100:.0f}")
 
 
 def floor_at(results: Results, length: int) -> float | None:

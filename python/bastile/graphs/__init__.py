@@ -1,0 +1,3 @@
+"""The decoder layers of a training step as CUDA graphs, captured and replayed behind the model's ordinary call.
+
+docs/graphs.md says what is captured when, and what each part looks at."""

@@ -1,0 +1,40 @@
+"""What stands for the hidden states between layers that were replayed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+_NOTHING = torch.empty(0)
+
+
+class Between(torch.Tensor):
+    """Goes from one layer's call to the next as it is. Who does anything else with it gets the hidden states
+    themselves, which the layers before then compute, without graphs."""
+
+    make: Callable[[], torch.Tensor] | None
+    made_once: torch.Tensor | None
+
+    @classmethod
+    def of(cls, make: Callable[[], torch.Tensor]) -> Between:
+        found = torch.Tensor._make_subclass(cls, _NOTHING)
+        with torch._C.DisableTorchFunctionSubclass():
+            found.make, found.made_once = make, None
+        return found
+
+    @property
+    def made(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.made_once is None:
+                assert self.make is not None
+                make, self.make = self.make, None
+                self.made_once = make()
+            return self.made_once
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda item: item.made if type(item) is cls else item, (args, kwargs or {}))
+        return function(*args, **kwargs)

@@ -1,0 +1,49 @@
+"""The cache of keys and values that a model makes for itself in training, where nobody has said use_cache=False.
+
+The layers fill it, and nobody reads it. A graph fills one of its own, so that the products see what they would have
+seen, and throws it away; the model's stays empty, and says so to whoever looks into it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+
+class Empty:
+    """What a cache is like before it is filled."""
+
+    def __init__(self, cache: Any) -> None:
+        self._like = copy.deepcopy(cache)
+        self._kind = type(cache), tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Empty) and other._kind == self._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    def made(self) -> Any:
+        return copy.deepcopy(self._like)
+
+
+def is_new(value: Any) -> bool:
+    """Whether this is a cache of the usual class in which nothing is."""
+    from transformers.cache_utils import DynamicCache
+
+    if type(value) is not DynamicCache or getattr(value, "offloading", False):
+        return False
+    return all(not getattr(layer, "is_initialized", True) for layer in value.layers)
+
+
+def leave_unfilled(cache: Any) -> None:
+    cache.layers = _Unfilled()
+
+
+class _Unfilled:
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "bastile: the keys and values of a training step whose decoder layers were replayed as CUDA graphs are not "
+            "in its cache; bastile.apply(cuda_graphs=False) runs the layers without graphs"
+        )
+
+    __len__ = __iter__ = __getitem__ = __setitem__ = __getattr__ = __bool__ = _refuse

@@ -1,0 +1,353 @@
+"""A stack of layers, captured for arguments of one kind: runs of layers, and the autograd function that replays one.
+
+A run is one graph forward and one backward. Its output lies where the next one's graph reads its input, and its
+gradient of its input where the graph of the one before reads that of its output: nothing is copied between them.
+Gradients of parameters are handed out as copies: what the graphs write is the next step's memory too, and stays with
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.graphs.arguments import CannotCapture, Place, Signature, rebuilt, signature
+from bastile.graphs.calls import bare
+from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
+from bastile.ops._common import Function
+
+#: Layers in a run. More cost the host less, but what a run's graph writes is all there at once, and gradients are
+#: ready for others, such as DDP's reduction, when the run is done.
+MOST_LAYERS = 7
+#: Likewise where they are checkpointed: the host has twice the time, and memory is what is wanted.
+MOST_CHECKPOINTED = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer's call in the step that was noted."""
+
+    structure: Any  # of its arguments but the hidden states
+    hidden: Signature
+    hidden_requires_grad: bool
+    is_chained: bool  # its hidden states are the very tensor that the layer before returned
+    checkpoints: bool
+
+
+@dataclass(frozen=True)
+class Note:
+    """A step that ran without graphs."""
+
+    calls: list[Call]
+    others: list[Signature]  # the tensors that layers were given beside the hidden states
+
+
+class Lent:
+    """A tensor of the pool that the model gets to see, step after step, each time as another tensor object."""
+
+    __slots__ = ("_in_use", "_storage", "pointer", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.pointer = tensor.data_ptr()
+        self._storage = tensor.untyped_storage()._cdata
+        self._in_use = 0
+
+    def settle(self) -> None:
+        """Nobody but us holds it now."""
+        self._in_use = uses_of_storage(self._storage)
+
+    def is_held(self) -> bool:
+        return uses_of_storage(self._storage) > self._in_use
+
+    def lend(self) -> torch.Tensor:
+        return self.tensor.detach()
+
+
+class Layer:
+    """One layer of a run."""
+
+    def __init__(self, module: nn.Module, call: Call) -> None:
+        self.module, self.call = module, call
+        self.parameters = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+        # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
+        self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
+
+
+class Run:
+    """Layers that are called one after the other with the same arguments."""
+
+    hidden: torch.Tensor  # where the graph reads the hidden states
+    hidden_pointer: int
+    output: Lent
+    forward: Replayed
+    upstream: torch.Tensor  # where the graph reads the gradient of the output
+    upstream_pointer: int
+    hidden_gradient: Lent | None
+    gradients: list[torch.Tensor | None]  # of the parameters, for the graph to write into
+    backward: Replayed
+
+    def __init__(self, index: int, first: int, layers: list[Layer]) -> None:
+        self.index, self.first, self.layers = index, first, layers
+        self.call = layers[0].call
+        self.end = first + len(layers)
+        self.parameters = [p for layer in layers for p in layer.parameters]
+        self.hidden_gradient = None
+        self.wants_gradients = bool(self.parameters) or self.call.hidden_requires_grad
+
+    def copies(self) -> Iterator[torch.Tensor | None]:
+        """Of the gradients that the graph has written."""
+        copies = iter(torch._foreach_mul(self._written, 1.0) if self._written else ())
+        return (None if gradient is None else next(copies) for gradient in self.gradients)
+
+    def settle(self) -> None:
+        self._written = [gradient for gradient in self.gradients if gradient is not None]
+
+
+def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
+    runs: list[Run] = []
+    layers: list[Layer] = []
+    for index, (module, call) in enumerate(zip(modules, note.calls, strict=False)):
+        before = layers[-1].call if layers else None
+        if before is not None and (
+            not call.is_chained
+            or call.structure is not before.structure
+            or call.checkpoints is not before.checkpoints
+            or len(layers) == (MOST_CHECKPOINTED if call.checkpoints else MOST_LAYERS)
+        ):
+            runs.append(Run(len(runs), index - len(layers), layers))
+            layers = []
+        layers.append(Layer(module, call))
+    return [*runs, Run(len(runs), len(note.calls) - len(layers), layers)]
+
+
+class Captured:
+    """The graphs of a stack."""
+
+    def __init__(self, recorder: Recorder, modules: Sequence[nn.Module], note: Note, autocast: Autocast) -> None:
+        self.runs = runs_of(modules, note)
+        self.at = {run.first: run for run in self.runs}
+        self.others = [Place(each) for each in note.others]
+        self._recorder, self._autocast = recorder, autocast
+        self._own: list[torch.Tensor] = []  # memory beside the pool's
+        self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
+        with recorder.recording():
+            self._record()
+        self._lent = [lent for run in self.runs for lent in (run.output, run.hidden_gradient) if lent is not None]
+        for lent in self._lent:
+            lent.settle()
+
+    # ---- recording ----------------------------------------------------------------------------------------------
+
+    def _record(self) -> None:
+        kept: list[Any] = [None] * len(self.runs)
+        #: Where each run reads, and behind the last one its output. What is in the pool must be held until it has been
+        #: read last: it is another's memory then.
+        places = self._record_forward(kept)
+        upstream: torch.Tensor | None = None
+        for run in reversed(self.runs[self.lowest :]):
+            is_read_next = run.index + 1 < len(self.runs) and self.runs[run.index + 1].call.is_chained
+            if upstream is None or not is_read_next:
+                upstream = torch.zeros_like(run.output.tensor)
+                self._own.append(upstream)
+            run.upstream, run.upstream_pointer = self._recorder.borrowed(upstream), upstream.data_ptr()
+            upstream = self._record_backward(run, places[run.index], upstream, kept)
+            places[run.index] = None
+
+    def _record_forward(self, kept: list[Any]) -> list[Any]:
+        places: list[Any] = []
+        output: Any = None
+        for run in self.runs:
+            if run.call.is_chained:
+                places.append(output)
+            else:
+                places.append(Place(run.call.hidden).tensor)
+                self._own.append(places[-1])
+            run.hidden, run.hidden_pointer = self._recorder.borrowed(places[-1]), places[-1].data_ptr()
+            run.forward, (output,) = self._recorder.record(self._forward_of(run, places[-1], kept))
+            run.output = Lent(self._recorder.borrowed(output))
+        return [*places, output]
+
+    def _record_backward(self, run: Run, *rest: Any) -> torch.Tensor | None:
+        """The gradient of the hidden states."""
+        run.backward, (hidden, *gradients) = self._recorder.record(self._backward_of(run, *rest))
+        run.hidden_gradient = None if hidden is None else Lent(self._recorder.borrowed(hidden))
+        run.gradients = [None if g is None else self._recorder.borrowed(g) for g in gradients]
+        run.settle()
+        return hidden
+
+    def _forward_of(self, run: Run, hidden: torch.Tensor, kept: list[Any]) -> Callable[[], Sequence[Any]]:
+        def forward() -> Sequence[Any]:
+            read = hidden.detach().requires_grad_(run.call.hidden_requires_grad)
+            output, inputs = read, []
+            with self._autocast.as_noted(), torch.set_grad_enabled(not run.call.checkpoints):
+                for layer in run.layers:
+                    inputs.append(output)
+                    output = self._called(layer, output)
+            kept[run.index] = inputs if run.call.checkpoints else (read, output)
+            return (output.detach(),)
+
+        return forward
+
+    def _backward_of(
+        self, run: Run, hidden: torch.Tensor, upstream: torch.Tensor, kept: list[Any]
+    ) -> Callable[[], Sequence[Any]]:
+        def backward() -> Sequence[Any]:
+            held, kept[run.index] = kept[run.index], None
+            with self._autocast.off():
+                if run.call.checkpoints:
+                    return self._recomputed(run, held, upstream)
+                read, output = held
+                wanted = [read] * run.call.hidden_requires_grad + [p for layer in run.layers for p in layer.stand_ins]
+                found = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
+            return found if run.call.hidden_requires_grad else (None, *found)
+
+        return backward
+
+    def _recomputed(self, run: Run, inputs: list[Any], upstream: torch.Tensor | None) -> Sequence[Any]:
+        """The gradients of a run that keeps what its layers read: each is computed again, and then its gradients."""
+        gradients: list[Any] = []
+        for layer in reversed(run.layers):
+            wants = layer.call.hidden_requires_grad
+            if not wants and not layer.parameters:
+                break
+            read = inputs.pop().detach().requires_grad_(wants)
+            with self._autocast.as_noted(), torch.enable_grad():
+                output = self._called(layer, read)
+            found = torch.autograd.grad(output, [read] * wants + layer.stand_ins, upstream, allow_unused=True)
+            upstream = found[0] if wants else None
+            gradients[:0] = found[1:] if wants else found
+            del read, output, found
+        return (upstream if run.call.hidden_requires_grad else None), *gradients
+
+    def _called(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+        args, kwargs = rebuilt(layer.call.structure, [place.tensor for place in self.others])
+        with bare(layer.module), _standing_in(layer):
+            output = layer.module(hidden, *args, **kwargs)
+        leads = torch.is_grad_enabled() and (hidden.requires_grad or bool(layer.parameters))
+        if not isinstance(output, torch.Tensor) or output.requires_grad is not leads:
+            raise CannotCapture("a layer does not return one tensor that its parameters or hidden states lead to")
+        return output
+
+    # ---- replaying ----------------------------------------------------------------------------------------------
+
+    def is_free(self) -> bool:
+        """Whether nobody else holds what lies in the pool."""
+        return not any(lent.is_held() for lent in self._lent)
+
+    def begin(self) -> None:
+        written = [g for run in self.runs[self.lowest :] for g in run.gradients if g is not None]
+        self._recorder.begin([*(lent.tensor for lent in self._lent), *written])
+
+    def fits(self, run: Run, hidden: torch.Tensor) -> bool:
+        call = run.call
+        if call.is_chained and hidden.data_ptr() != run.hidden_pointer:
+            return False
+        return hidden.requires_grad is call.hidden_requires_grad and signature(hidden) == call.hidden
+
+
+class Autocast:
+    """How autocast is set for a step. Its cache of converted weights is left alone: what is in it would be gone at a
+    replay, and what a graph puts there is for nobody else."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.is_on = torch.is_autocast_enabled(device)
+        self.dtype = torch.get_autocast_dtype(device)
+
+    def key(self) -> tuple[Any, ...]:
+        return self.is_on, self.dtype
+
+    def as_noted(self) -> torch.autocast:
+        return torch.autocast(self.device, dtype=self.dtype, enabled=self.is_on, cache_enabled=False)
+
+    def off(self) -> torch.autocast:
+        return torch.autocast(self.device, enabled=False, cache_enabled=False)
+
+
+@contextmanager
+def _standing_in(layer: Layer) -> Iterator[None]:
+    """Within, the layer's modules hold the stand-ins in place of the parameters that want gradients."""
+    stand_ins = {id(p): other for p, other in zip(layer.parameters, layer.stand_ins, strict=True)}
+    with ExitStack() as undo:
+        for table in [module._parameters for module in layer.module.modules()]:
+            for name, parameter in list(table.items()):
+                if id(parameter) in stand_ins:
+                    undo.callback(table.__setitem__, name, parameter)
+                    table[name] = stand_ins[id(parameter)]  # type: ignore[assignment]
+        yield
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+class Passage:
+    """One forward pass through captured layers, and the backward pass that belongs to it."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.is_over = False  # a later one has the memory
+        self._reached = len(captured.runs)
+
+    @property
+    def is_finished(self) -> bool:
+        return self._reached <= self.captured.lowest
+
+    def reach(self, run: Run) -> None:
+        """The backward pass is at this run."""
+        if self.is_over or run.index >= self._reached:
+            raise RuntimeError(
+                "bastile: trying to backward through captured decoder layers a second time, or after another step has "
+                "begun: what their graphs keep for the backward pass is there once. bastile.apply(cuda_graphs=False) "
+                "runs them without graphs"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "bastile: the gradients of captured decoder layers cannot be differentiated again (create_graph=True); "
+                "bastile.apply(cuda_graphs=False) runs them without graphs"
+            )
+        if self._is_kept(run):
+            raise RuntimeError(
+                "bastile: hidden states between captured decoder layers, or their gradients, have been kept, and the "
+                "backward pass is to write there; bastile.apply(cuda_graphs=False) runs the layers without graphs"
+            )
+        self._reached = run.index
+
+    def _is_kept(self, run: Run) -> bool:
+        """Whether someone holds what this run's backward pass may be the first to write over: its output, which the
+        next run has read for the last time, and the gradient that the next run has read."""
+        behind = self.captured.runs[run.index + 1 : run.index + 3]
+        if behind and run.output.is_held():
+            return True
+        return len(behind) == 2 and behind[1].hidden_gradient is not None and behind[1].hidden_gradient.is_held()
+
+
+class Replay(Function):
+    """A run, of its hidden states and the parameters that want gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        if hidden.data_ptr() != run.hidden_pointer:
+            run.hidden.copy_(hidden)
+        run.forward.replay()
+        ctx.passage, ctx.run = passage, run
+        return run.output.lend()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        passage, run = ctx.passage, ctx.run
+        passage.reach(run)
+        if gradient.data_ptr() != run.upstream_pointer or gradient.stride() != run.upstream.stride():
+            run.upstream.copy_(gradient)
+        del gradient
+        run.backward.replay()
+        hidden = None if run.hidden_gradient is None else run.hidden_gradient.lend()
+        if hidden is not None and not run.call.is_chained:
+            hidden = (
+                hidden.clone()
+            )  # it leaves the layers; adapters' input keeps it as its .grad until the loss is gone
+        return None, None, hidden, *run.copies()

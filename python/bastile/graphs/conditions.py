@@ -1,0 +1,111 @@
+"""Why a step may not be captured or replayed, by the state that the process and the model are in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.checkpoint import checkpoint
+
+from bastile.graphs.recorder import CudaRecorder, Recorder
+from bastile.guards import function_of, stock_of
+from bastile.ops._common import PLAIN, in_transform
+from bastile.recompute import is_recomputing
+
+_modes = torch._C._len_torch_dispatch_stack
+_functions = torch._C._len_torch_function_stack
+_function_at = torch._C._get_function_stack_at
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+#: What sharding libraries put on parameters.
+_SHARDED = ("ds_id", "_hp_mapping", "_is_sharded", "_fsdp_flattened")
+
+
+def against_this_step() -> str | None:
+    """What changes from step to step."""
+    if in_transform():
+        return "a transform of torch.func, forward-mode derivatives or tracing"
+    if torch.is_anomaly_enabled():
+        return "anomaly mode, which looks at each operator's gradients"
+    if _has_any_global_hook():
+        return "hooks on all modules"
+    if _modes() or any(type(_function_at(i)).__name__ != "DeviceContext" for i in range(_functions())):
+        return "a mode that sees each operator's calls"
+    if _hooks(False) is not None and not is_recomputing():
+        return "hooks on saved tensors"
+    return None
+
+
+def against_these_layers(layers: Sequence[Any]) -> str | None:
+    """What stays as it is as long as the layers do."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not layers or len(set(layers)) < len(layers):
+        return "no layers, or one that stands there twice"
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        return f"layers of the class {type(layers[0]).__qualname__}, which is none of Transformers' layers"
+    tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+    parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
+    if any("DTensor" in (type(t).__name__, type(t.data).__name__) for t in tensors):
+        return "sharded parameters (FSDP or tensor parallelism)"
+    if any(hasattr(parameter, name) for parameter in parameters for name in _SHARDED):
+        return "sharded parameters (FSDP or DeepSpeed)"
+    if any(p.requires_grad and type(p) not in PLAIN for p in parameters):
+        return "trained parameters of a tensor class of their own"
+    if len({t.device for t in tensors}) != 1:
+        return "layers on several devices"
+    if any(getattr(layer, "_compiled_call_impl", None) is not None for layer in layers):
+        return "layers that torch.compile has compiled"
+    if not all(_runs_its_class(module) for layer in layers for module in layer.modules()):
+        return "a module of the layers that has a forward of its own"
+    return None
+
+
+def _runs_its_class(module: nn.Module) -> bool:
+    """Or what Bastile has put in the place of its class's forward."""
+    own = vars(module).get("forward")
+    return own is None or stock_of(function_of(own)) is stock_of(type(module).forward)
+
+
+def checkpoints(layer: Any) -> bool | None:
+    """Whether the layer's next call is checkpointed; None where by a function that is not PyTorch's, or told more than
+    how."""
+    if not (layer.gradient_checkpointing and layer.training):
+        return False
+    function = layer._gradient_checkpointing_func
+    if not isinstance(function, partial) or function.func is not checkpoint or function.args:
+        return None
+    return True if function.keywords.keys() <= {"use_reentrant", "preserve_rng_state", "determinism_check"} else None
+
+
+def settings() -> tuple[Any, ...]:
+    """What PyTorch's operators look at to choose their kernels."""
+    cuda = torch.backends.cuda
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+def random_state(device: torch.device) -> Any:
+    """Grows when random numbers are drawn."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0].get_offset()
+    return torch.get_rng_state().sum().item()
+
+
+def _recorder_for(device: torch.device) -> Recorder | None:
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+#: What graphs are made by; None where there are none. Tests put another one here.
+recorder_for: Callable[[torch.device], Recorder | None] = _recorder_for

@@ -1,0 +1,49 @@
+"""Whether the device waits for the host in a kind of step, so that graphs pay."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+#: The forward pass through the layers takes the device as long as the host where the device waits for the host; where
+#: it has more to do than that, it falls behind. Up to here the host is what counts.
+_RATIO = 1.15
+
+
+#: Steps that are measured; the last one counts, for what is lazily made in the one before is none of it.
+_STEPS = 2
+
+
+class Pays:
+    """Measures forward passes without waiting for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: tuple[torch.cuda.Event, ...] = ()
+        self._left = _STEPS
+        self._begin = self._seconds = 0.0
+
+    def begin(self) -> None:
+        self._events = ()
+        if self._device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._begin = time.perf_counter()
+
+    def end(self) -> None:
+        self._seconds = time.perf_counter() - self._begin
+        self._left -= 1
+        if self._events:
+            self._events[1].record()
+
+    def wants_more(self) -> bool:
+        return self._left > 0
+
+    def verdict(self) -> bool | None:
+        """None: not known yet."""
+        if not self._events:
+            return True
+        if not self._events[1].query():
+            return None
+        return self._events[0].elapsed_time(self._events[1]) / 1e3 < _RATIO * self._seconds

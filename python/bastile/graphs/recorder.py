@@ -1,0 +1,137 @@
+"""What records a function's work so that it can be repeated: a CUDA graph, or on a CPU the function itself.
+
+What a recorded function writes lies at the same place each time. That place belongs to the recording while a step uses
+it, and to the next recording afterwards: all that a model's recordings need lies in one pool, as large as the largest
+of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+
+uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+class Replayed(Protocol):
+    def replay(self) -> None: ...
+
+
+class Recorder(Protocol):
+    """Of one model's recordings."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        """What is recorded within belongs together, and may use memory that recordings before it use."""
+
+    def record(
+        self, function: Callable[[], Sequence[torch.Tensor | None]]
+    ) -> tuple[Replayed, list[torch.Tensor | None]]:
+        """The function's work, and what it returns: tensors into which each replay writes anew. Within the same
+        `recording()`, memory of a tensor that is no longer held may become another's."""
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, not held: for after the recording."""
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """A step begins that will write into these."""
+
+
+class CudaRecorder:
+    """Graphs of one device, in one memory pool of PyTorch's allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # Its own: cuBLAS keeps a workspace for each stream, where the first capture has put it, in this pool.
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+
+    @contextmanager
+    def recording(self) -> Any:
+        self.graphs = []
+        torch.cuda.synchronize(self.device)
+        # What the steps before have left in the allocator is needed again here, not there.
+        torch.cuda.empty_cache()
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
+
+    def record(
+        self, function: Callable[[], Sequence[torch.Tensor | None]]
+    ) -> tuple[Replayed, list[torch.Tensor | None]]:
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: others pin memory and ask events meanwhile.
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            outputs = list(function())
+        except BaseException:
+            with suppress(RuntimeError):  # what went wrong has ended it
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        self.graphs.append(graph)
+        return graph, outputs
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return tensor
+        memory = torch.as_tensor(_Memory(storage, self.graphs), device=tensor.device).untyped_storage()
+        seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return seen.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        pass
+
+
+class _Memory:
+    """Bytes that are there as long as the graphs of a pool are: who sees them as a tensor holds this, and so them."""
+
+    def __init__(self, storage: torch.UntypedStorage, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        self.graphs = graphs
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 2,
+        }
+
+
+class Repeated:
+    """A function that is called again, and its results put where the first ones were."""
+
+    def __init__(self, function: Callable[[], Sequence[torch.Tensor | None]]) -> None:
+        self.function = function
+        self.outputs = [None if t is None else t.detach().clone() for t in function()]
+
+    def replay(self) -> None:
+        for place, made in zip(self.outputs, self.function(), strict=True):
+            if place is not None and made is not None:
+                place.copy_(made.detach())
+
+
+class RepeatingRecorder:
+    """For tests where there is no GPU: everything around the graphs is as it is there."""
+
+    @contextmanager
+    def recording(self) -> Any:
+        state = torch.get_rng_state()
+        yield
+        torch.set_rng_state(state)
+
+    def record(
+        self, function: Callable[[], Sequence[torch.Tensor | None]]
+    ) -> tuple[Replayed, list[torch.Tensor | None]]:
+        repeated = Repeated(function)
+        return repeated, repeated.outputs
+
+    def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def begin(self, tensors: Sequence[torch.Tensor]) -> None:
+        """On a GPU this memory is by now full of what the last step left there."""
+        for tensor in tensors:
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))

@@ -1,0 +1,143 @@
+"""The layers of one backbone: which kinds of steps have been seen, what is captured, and whose the memory is."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.graphs import conditions
+from bastile.graphs.captured import Captured, Note, Passage
+from bastile.graphs.pays import Pays
+from bastile.graphs.recorder import Recorder
+from bastile.graphs.watch import Watch
+from bastile.report import Tally
+
+#: Kinds of steps with graphs, and those that have been seen once.
+MOST_CAPTURED = 8
+_MOST_SEEN = 64
+#: So often the layers may change beneath their graphs within so many steps of each other: who exchanges parameters in
+#: each step has no use for graphs.
+_MOST_CHANGES = 4
+_QUIET_STEPS = 16
+
+_stacks: weakref.WeakKeyDictionary[nn.Module, Stack] = weakref.WeakKeyDictionary()
+
+
+def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
+    found = _stacks.get(backbone)
+    if found is None:
+        found = _stacks[backbone] = Stack(tally)
+    return found
+
+
+def forget() -> None:
+    """All that has been captured: the layers may do something else from now on."""
+    for stack in list(_stacks.values()):
+        stack.retire()
+    _stacks.clear()
+
+
+class Stack:
+    def __init__(self, tally: Tally) -> None:
+        self.tally = tally
+        self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
+        self.pays: dict[Any, Pays] = {}  # by key, what is being measured
+        self.captured: OrderedDict[Any, Captured] = OrderedDict()
+        self.watch: Watch | None = None
+        self.layers: list[Any] = []
+        self.never: str | None = None  # why these layers are not captured
+        self.changes = 0
+        self.quiet = 0  # steps since the last change
+        self.device: torch.device | None = None
+        self.recorder: Recorder | None = None
+        self._passage: Callable[[], Passage | None] = lambda: None
+        self._last: Captured | None = None  # whose tensors may be held by others
+
+    # ---- before a step ------------------------------------------------------------------------------------------
+
+    def cannot(self, layers: Sequence[Any]) -> str | None:
+        """Why this step runs without graphs."""
+        if len(layers) != len(self.layers) or not all(map(_is, layers, self.layers)) or self._has_moved():
+            self._look_at(layers)
+        if self.never is None:
+            reason = conditions.against_this_step()
+            if reason is not None:
+                return reason
+            if self.watch is None or not self.watch.is_as_it_was():
+                if self.watch is not None:
+                    self.changes = self.changes + 1 if self.quiet < _QUIET_STEPS else 1
+                    self.quiet = 0
+                self._look_at(self.layers)
+            self.quiet += 1
+        if self.never is None and self.changes > _MOST_CHANGES:
+            self.never = "the layers' parameters, modules or settings change again and again"
+        if self.never is None and self.watch is not None and self.watch.has_hooks():
+            return "hooks in the layers, which a graph would not call"
+        return self.never
+
+    def _look_at(self, layers: Sequence[Any]) -> None:
+        self.retire()
+        self.notes.clear()
+        self.pays.clear()
+        self.layers = list(layers)
+        device = _device_of(layers)
+        if device != self.device:
+            self.device = device
+            self.recorder = None if device is None else conditions.recorder_for(device)
+        self.never = conditions.against_these_layers(layers)
+        if self.recorder is None:
+            self.never = f"tensors on {device}, which has no CUDA graphs"
+        if self.never is None:
+            self.watch = Watch(layers)
+
+    def _has_moved(self) -> bool:
+        return _device_of(self.layers) != self.device
+
+    def retire(self) -> None:
+        """The graphs go. A step that is still to have its backward pass keeps what it needs, and the pool is not used
+        before it is done."""
+        self.captured.clear()
+        self.watch = None
+        if self._last is not None and self._last.is_free():
+            self._last = None
+
+    # ---- a step -------------------------------------------------------------------------------------------------
+
+    def begin(self, captured: Captured) -> Passage | str:
+        """The memory of the pool becomes this step's; or why it cannot."""
+        before = self._passage()
+        if before is not None and not before.is_finished:
+            return "a step before has not had its backward pass yet"
+        if self._last is not None and not self._last.is_free():
+            return "someone still holds hidden states of a step before"
+        if before is not None:
+            before.is_over = True
+        passage = Passage(captured)
+        self._passage, self._last = weakref.ref(passage), captured
+        captured.begin()
+        return passage
+
+    def keep(self, key: Any, captured: Captured) -> None:
+        self.captured[key] = captured
+        while len(self.captured) > MOST_CAPTURED:
+            self.captured.popitem(last=False)
+
+    def note(self, key: Any, what: Note | str) -> None:
+        self.notes[key] = what
+        self.notes.move_to_end(key)
+        while len(self.notes) > _MOST_SEEN:
+            self.pays.pop(self.notes.popitem(last=False)[0], None)
+
+
+def _device_of(layers: Sequence[Any]) -> torch.device | None:
+    first = next(layers[0].parameters(), None) if layers else None
+    return None if first is None else first.device
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other

@@ -1,0 +1,287 @@
+"""One forward pass through a stack's layers: noted, captured, replayed, or left alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from operator import is_
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from bastile.graphs import caches, conditions
+from bastile.graphs.arguments import CannotCapture, Given, signature
+from bastile.graphs.between import Between
+from bastile.graphs.calls import called_instead, itself
+from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
+from bastile.graphs.pays import Pays
+from bastile.graphs.stack import Stack
+
+Mode = Literal["auto"] | bool
+
+_log = logging.getLogger("bastile")
+_DIFFERS = "a layer got other arguments than when it was captured"
+
+
+class Step:
+    def __init__(self, stack: Stack, mode: Mode, asked: Any) -> None:
+        """asked: what else tells one kind of step from another."""
+        self.stack, self.mode, self.asked = stack, mode, asked
+        self.layers = stack.layers
+        self.checkpointing = [conditions.checkpoints(layer) for layer in self.layers]
+        self.given = Given()
+        self.next = 0
+        self.passage: Passage | None = None
+        self.has_replayed = False
+        self.noting: _Noting | None = None
+        self.measuring: Pays | None = None
+        self._thread = threading.get_ident()
+        self.run: Run | None = None  # which has been replayed, and whose layers are still being called
+        self.hidden: Any = None  # what its first layer was given
+        self.output: Any = None  # its last layer's
+        self.output_between: Any = None  # what the layer before has returned
+        self._structure: Any = None  # of the arguments that the layer before was called with
+        self._previous: tuple[Any, Any] = (), {}  # those arguments
+
+    def calls(self) -> AbstractContextManager[None]:
+        """Within, the step is called in the layers' place."""
+        return called_instead(self.layers, [partial(self._call, index) for index in range(len(self.layers))])
+
+    def end(self, result: Any) -> None:
+        """The backbone has returned this."""
+        if self.measuring is not None:
+            self.measuring.end()
+        if self.noting is not None:
+            found = self.noting.ended(result, self.stack)
+            self.stack.note(self.noting.key, found)
+            if isinstance(found, str):
+                self.stack.tally.step_aside(found)
+        if self.passage is not None:
+            self.stack.tally.count()
+        if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
+            caches.leave_unfilled(self.given.cache)
+
+    # ---- calls of layers ----------------------------------------------------------------------------------------
+
+    def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return self._itself(index, args, kwargs)
+        if index == 0 and self.next == 0:
+            self._decide(args, kwargs)
+        if index != self.next:
+            self._give_up("layers that are not called one after the other")
+        self.next = index + 1
+        if self.passage is not None:
+            output = self._replayed(self.passage, index, args, kwargs)
+            if output is not None:
+                return output
+            self._give_up(_DIFFERS)
+        if args and type(args[0]) is Between:
+            args = args[0].made, *args[1:]
+        if self.noting is not None:
+            try:
+                self.noting.call(self.given, bool(self.checkpointing[index]), args, kwargs)
+            except CannotCapture as reason:
+                self._give_up(str(reason))
+        output = self._itself(index, args, kwargs)
+        if self.noting is not None:
+            self.noting.output = output
+            self.noting.outputs.append(output)
+        return output
+
+    def _itself(self, index: int, args: Any, kwargs: Any) -> Any:
+        layer = self.layers[index]
+        with itself(layer, self.checkpointing[index] is not False):
+            return layer(*args, **kwargs)
+
+    def _give_up(self, reason: str) -> None:
+        """For this step; for all of its kind, where it was to be noted."""
+        if self.passage is not None or self.noting is not None:
+            self.stack.tally.step_aside(reason)
+        if self.noting is not None:
+            self.stack.note(self.noting.key, reason)
+        self.passage = self.noting = None
+        self.run = self.hidden = self.output = self.output_between = None
+
+    def _replayed(self, passage: Passage, index: int, args: Any, kwargs: Any) -> Any:
+        """What the layer returns; None where it is called in another way than it was captured."""
+        run = self.run
+        if run is None:
+            run = passage.captured.at.get(index)
+            if run is None or not self._fits(run, passage.captured, args, kwargs):
+                return None
+            self.has_replayed = True
+            self.run, self.hidden = run, args[0]
+            self.output = Replay.apply(passage, run, args[0], *run.parameters)
+        elif not args or args[0] is not self.output_between or not self._is_given_again(args[1:], kwargs):
+            return None
+        if index + 1 == run.end:
+            output = self.output
+            self.run = self.hidden = self.output = self.output_between = None
+            return output
+        self.output_between = Between.of(partial(self._made, run.first, index, self.hidden, args[1:], kwargs))
+        return self.output_between
+
+    def _made(self, first: int, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
+        """What these layers return, called themselves."""
+        for index in range(first, last + 1):
+            hidden = self._itself(index, (hidden, *rest), kwargs)
+        return hidden
+
+    def _is_given_again(self, rest: Any, kwargs: Any) -> bool:
+        """Whether these are the very arguments of the layer before."""
+        rest_before, before = self._previous
+        return (
+            len(rest_before) == len(rest)
+            and before.keys() == kwargs.keys()
+            and all(map(is_, rest_before, rest))
+            and all([before[name] is value for name, value in kwargs.items()])
+        )
+
+    def _fits(self, run: Run, captured: Captured, args: Any, kwargs: Any) -> bool:
+        """Whether a run's first layer is called as it was when captured; tensors are then where its graph reads."""
+        if not args or not isinstance(args[0], torch.Tensor):
+            return False
+        rest = args[1:]
+        try:
+            if not captured.fits(run, args[0]):
+                return False
+            if run.call.structure is not self._structure or not self._is_given_again(rest, kwargs):
+                filled = len(self.given.tensors) if run.index else 0
+                if self.given.structure([rest, kwargs]) != run.call.structure:
+                    return False
+                for place, tensor in zip(captured.others[filled:], self.given.tensors[filled:], strict=False):
+                    place.fill(tensor)
+        except CannotCapture:
+            return False
+        self._structure, self._previous = run.call.structure, (rest, kwargs)
+        return True
+
+    # ---- at the first layer -------------------------------------------------------------------------------------
+
+    def _decide(self, args: Any, kwargs: Any) -> None:
+        stack = self.stack
+        try:
+            key = self._key(args, kwargs)
+        except CannotCapture as reason:
+            return stack.tally.step_aside(str(reason))
+        captured = stack.captured.get(key)
+        if captured is None:
+            noted = stack.notes.get(key)
+            if noted is None:
+                self.noting = _Noting(key, args[0].device)
+                return None
+            captured = self._captured(key, noted, args[0].device)
+            if captured is None:
+                return None
+        stack.captured.move_to_end(key)
+        passage = stack.begin(captured)
+        if isinstance(passage, str):
+            return stack.tally.step_aside(passage)
+        self.passage = passage
+        return None
+
+    def _key(self, args: Any, kwargs: Any) -> Any:
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise CannotCapture("layers that do not take the hidden states first")
+        hidden = args[0]
+        if None in self.checkpointing:
+            raise CannotCapture("checkpointing by another function than PyTorch's, or with settings of its own")
+        if any(self.checkpointing) and not hidden.requires_grad:
+            for layer, on in zip(self.layers, self.checkpointing, strict=True):
+                if on and layer._gradient_checkpointing_func.keywords.get("use_reentrant", True):
+                    raise CannotCapture("reentrant checkpointing of hidden states that require no gradient")
+        self._autocast = Autocast(hidden.device.type)
+        stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
+        return (
+            self.given.structure([args[1:], kwargs]),
+            signature(hidden),
+            hidden.requires_grad,
+            tuple(self.checkpointing),
+            self._autocast.key(),
+            conditions.settings(),
+            stream,
+            self.asked,
+        )
+
+    def _captured(self, key: Any, noted: Note | str, device: torch.device) -> Captured | None:
+        """Graphs for a kind of step that has been noted, if it is time."""
+        stack = self.stack
+        if isinstance(noted, str):
+            stack.tally.step_aside(noted)
+            return None
+        if self.mode == "auto":
+            pays = stack.pays.setdefault(key, Pays(device))
+            if pays.wants_more():
+                self.measuring = pays
+                pays.begin()
+                return None
+            verdict = pays.verdict()
+            if verdict is False:
+                stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
+            if not verdict:
+                return None
+        assert stack.recorder is not None
+        try:
+            captured = Captured(stack.recorder, self.layers, noted, self._autocast)
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            _log.debug("capturing decoder layers failed", exc_info=True)
+            self.noting = None
+            stack.note(key, f"capturing failed ({type(error).__name__}: {first})")
+            stack.tally.step_aside(str(stack.notes[key]))
+            return None
+        stack.keep(key, captured)
+        return captured
+
+
+class _Noting:
+    """The first step of a kind: what each layer is called with, and whether it can be captured."""
+
+    def __init__(self, key: Any, device: torch.device) -> None:
+        self.key, self.device = key, device
+        self.calls: list[Call] = []
+        self.output: Any = None  # of the layer before
+        self.outputs: list[Any] = []
+        self.given: Given | None = None
+        self.random = conditions.random_state(device)
+
+    def call(self, given: Given, checkpoints: bool, args: Any, kwargs: Any) -> None:
+        if not args or not isinstance(args[0], torch.Tensor):
+            raise CannotCapture("layers that do not take the hidden states first")
+        hidden = args[0]
+        self.given = given
+        structure = given.structure([args[1:], kwargs])
+        if self.calls and self.calls[-1].structure == structure:
+            structure = self.calls[-1].structure  # one object, so that equality is seen at once
+        chained = hidden is self.output
+        self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
+
+    def ended(self, result: Any, stack: Stack) -> Note | str:
+        if self.given is None:
+            return "layers that are not called"
+        drawn = conditions.random_state(self.device) != self.random
+        if drawn and any(call.checkpoints for call in self.calls):
+            return "random numbers (dropout) in checkpointed layers"
+        if not all(type(output) is torch.Tensor for output in self.outputs):
+            return "layers that return more than a tensor"
+        leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if hasattr(result, "values") else result)}
+        if any(id(output) in leaves for output in self.outputs[:-1]):
+            return "hidden states that the model returns"
+        if stack.watch is None or not stack.watch.is_as_it_was():
+            return "modules of the layers that keep something of a call"
+        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors])
+
+
+def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:
+    """None: this step runs without graphs."""
+    reason = stack.cannot(layers)
+    if reason is not None:
+        if stack.recorder is not None or mode is True:
+            stack.tally.step_aside(reason, is_usual=stack.recorder is None)
+        return None
+    return Step(stack, mode, asked)

@@ -1,0 +1,81 @@
+"""What of a stack of layers a graph has taken for granted, looked at before each step.
+
+A graph reads parameters and buffers at the addresses at which they were, and does what the modules' code did then. So
+the same modules must hold the same tensors at the same addresses, with the same settings, and have no hooks, which
+would not be called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_TABLES = ("_parameters", "_buffers", "_modules")
+_OWN = frozenset({*_HOOKS, *_TABLES, "_compiled_call_impl", "gradient_checkpointing"})
+#: Settings that change what a module computes: of numbers only floats, for whole ones are sizes and names.
+_SETTINGS = (bool, float, str)
+_pointer, _requires_grad = torch.Tensor.data_ptr, attrgetter("requires_grad")
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_setting, value))
+    if isinstance(value, dict):
+        return all(map(_is_setting, value.values()))
+    return isinstance(value, (*_SETTINGS, int))
+
+
+def _is_worth_watching(value: Any) -> bool:
+    return isinstance(value, _SETTINGS) or (isinstance(value, (dict, list, tuple, set)) and _is_setting(value))
+
+
+class Watch:
+    """Over these layers, as they are now."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        modules = [module for layer in layers for module in layer.modules()]
+        scopes = [vars(module) for module in modules]
+        self._modules = modules  # held, so that no other has one's number
+        self._classes: list[Any] = list(dict.fromkeys(map(type, modules)))
+        self._hooks = [scope[name] for scope in scopes for name in _HOOKS]
+        tables = [scope[name] for scope in scopes for name in _TABLES]
+        self._sized = [*scopes, *tables]
+        self._tables = [table for table in tables if table]
+        self._tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+        self._settings = []
+        for scope in scopes:
+            names = [name for name, value in scope.items() if name not in _OWN and _is_worth_watching(value)]
+            if names:
+                self._settings.append((scope, itemgetter(*names)))
+        self._held = self._holds()
+        self._seen = copy.deepcopy(self._looks())
+
+    def _holds(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _looks(self) -> list[Any]:
+        return [
+            list(map(len, self._sized)),
+            list(map(_pointer, self._tensors)),
+            list(map(_requires_grad, self._tensors)),
+            [get(scope) for scope, get in self._settings],
+            [cls.forward for cls in self._classes],
+        ]
+
+    def has_hooks(self) -> bool:
+        return any(self._hooks)
+
+    def is_as_it_was(self) -> bool:
+        held = self._holds()
+        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
+            return False
+        try:
+            return self._looks() == self._seen
+        except KeyError:  # a setting that is gone
+            return False

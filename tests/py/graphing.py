@@ -1,0 +1,91 @@
+"""Training with and without graphs. Where there is no GPU, a recorder that calls the function again stands for CUDA's:
+all but the graphs themselves is as it is there, and what a step leaves in the pool is NaN when the next one begins."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import bastile
+from bastile.graphs import conditions
+from bastile.graphs.recorder import RepeatingRecorder
+from conftest import tiny_batch
+from oracle import EMULATED
+
+ON_CUDA = torch.cuda.is_available() and not EMULATED
+DEVICE = "cuda" if ON_CUDA else "cpu"
+
+
+def allow_graphs(monkeypatch: Any) -> None:
+    if not ON_CUDA:
+        monkeypatch.setattr(conditions, "recorder_for", lambda device: RepeatingRecorder())
+
+
+def batch_of(model: Any, step: int, rows: int = 2, columns: int = 11, mask: bool = True) -> dict[str, torch.Tensor]:
+    batch = tiny_batch(getattr(model, "module", model), rows, columns, seed=step)
+    if not mask:
+        del batch["attention_mask"]
+    return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+
+
+@dataclass
+class Run:
+    losses: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    replayed: int
+    aside: dict[str, int]
+
+
+def counted() -> tuple[int, dict[str, int]]:
+    """Steps replayed since the last call, and the reasons of those that were not."""
+    lines = [line for line in bastile.report(reset=True) if line.operator == "cuda_graphs"]
+    return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
+
+
+def train(
+    model: nn.Module,
+    graphs: bool,
+    steps: int = 4,
+    accumulate: int = 1,
+    batches: Callable[[Any, int], dict[str, torch.Tensor]] = batch_of,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    before: Sequence[Callable[[nn.Module], Any]] = (),
+    set_to_none: bool = True,
+    **apply: Any,
+) -> Run:
+    """before: what is done to the model before each step."""
+    bastile.apply(cuda_graphs=graphs, **apply)
+    counted()
+    model = copy.deepcopy(model).to(DEVICE)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    torch.manual_seed(7)
+    losses = []
+    for step in range(steps):
+        if step < len(before):
+            before[step](model)
+        for micro in range(accumulate):
+            with around():
+                loss = model(**batches(model, step * accumulate + micro)).loss
+            loss.backward()
+            losses.append(loss.detach().clone())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return Run(losses, [p.detach().clone() for p in model.parameters()], *counted())
+
+
+def assert_alike(model: nn.Module, replayed: int | None, **how: Any) -> Run:
+    """The bits of training without graphs, with so many steps replayed (None: any number)."""
+    want, got = train(model, False, **how), train(model, True, **how)
+    for one, other in zip(got.losses + got.parameters, want.losses + want.parameters, strict=True):
+        assert torch.isfinite(other).all()
+        assert torch.equal(one, other)
+    assert want.replayed == 0
+    assert got.replayed == replayed or replayed is None, got.aside
+    return got

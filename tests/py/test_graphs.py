@@ -1,0 +1,265 @@
+"""Decoder layers as graphs: whatever is trained, the bits are those of training without them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+import bastile
+from bastile.graphs import stack as stacks
+from conftest import tiny_model
+from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted, train
+from test_gpt_oss import tiny_gpt_oss
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_graphs(monkeypatch)
+
+
+def lora(model: Any, **more: Any) -> Any:
+    torch.manual_seed(1)
+    config = LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False, **more)
+    return get_peft_model(model, config).train()
+
+
+def checkpointed(model: Any, reentrant: bool) -> Any:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_losses_and_weights_are_those_without_graphs(family: str) -> None:
+    """The first step is seen, the second captured and replayed, as are all that follow. The model makes a cache for
+    itself, since nobody says use_cache=False."""
+    assert_alike(tiny_model(family, num_hidden_layers=3), 3)
+
+
+def test_layers_of_two_kinds_of_masks() -> None:
+    """Full and sliding: the second layer is given a mask that the first one was not."""
+    assert_alike(tiny_gpt_oss(num_hidden_layers=4), None if ON_CUDA else 3)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_accumulated(set_to_none: bool) -> None:
+    """.grad is a graph's memory after the first batch, which the second one's graph writes over."""
+    assert_alike(tiny_model(), 11, accumulate=3, set_to_none=set_to_none)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_stays_and_is_captured(reentrant: bool) -> None:
+    model = checkpointed(tiny_model(num_hidden_layers=3), reentrant)
+    assert_alike(model, 7, accumulate=2)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_reentrant_checkpointing_without_gradients_of_its_inputs() -> None:
+    """PyTorch then computes no gradients of what is in the layers, and warns."""
+    model = tiny_model()
+    model.model.embed_tokens.requires_grad_(False)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.disable_input_require_grads()
+    with pytest.warns(UserWarning, match="None of the inputs"):
+        got = assert_alike(model, 0)
+    assert "reentrant checkpointing of hidden states that require no gradient" in got.aside
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_adapters_of_a_frozen_model(reentrant: bool | None) -> None:
+    model = lora(tiny_model(num_hidden_layers=3))
+    assert_alike(model if reentrant is None else checkpointed(model, reentrant), 7, accumulate=2)
+
+
+def test_the_lower_layers_are_frozen() -> None:
+    model = tiny_model(num_hidden_layers=3)
+    for module in (model.model.embed_tokens, *model.model.layers[:2]):
+        module.requires_grad_(False)
+    assert_alike(model, 3)
+
+
+def test_autocast_of_float32_weights() -> None:
+    assert_alike(tiny_model(), 3, around=lambda: torch.autocast(DEVICE, torch.bfloat16))
+
+
+def test_dropout_draws_the_same_numbers() -> None:
+    assert_alike(tiny_model(attention_dropout=0.2), 3)
+    got = assert_alike(checkpointed(tiny_model(attention_dropout=0.2), False), 0)
+    assert "random numbers (dropout) in checkpointed layers" in got.aside
+
+
+def test_recomputed_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bastile.recompute's hooks are in force while the layers are captured, and in the backward pass."""
+    monkeypatch.setenv("BASTILE_RECOMPUTE_TOKENS", "0")
+    assert_alike(tiny_model(num_hidden_layers=3), 3)
+
+
+def test_shapes_and_masks_of_several_kinds() -> None:
+    """Each is seen once without graphs, and what lies in the pool is another's in the next step."""
+    kinds = [(2, 11, True), (1, 11, True), (2, 7, False), (2, 11, False)]
+
+    def batches(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+        rows, columns, mask = kinds[step * 7 % 4 if step > 4 else step % 4]
+        return batch_of(model, step, rows, columns, mask)
+
+    assert_alike(tiny_model(), 12, steps=8, accumulate=2, batches=batches)
+
+
+def test_the_least_recently_used_shape_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MOST_CAPTURED", 2)
+    lengths = [5, 5, 6, 6, 7, 7, 5, 7, 6]
+
+    def batches(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+        return batch_of(model, step, 2, lengths[step])
+
+    # 5 leaves for 7, and is captured again at once, for which 6 leaves, and so on.
+    assert_alike(tiny_model(), 6, steps=9, batches=batches)
+    for stack in stacks._stacks.values():
+        assert len(stack.captured) <= 2
+
+
+def test_a_thousand_steps_leak_nothing() -> None:
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model().to(DEVICE)
+    before = _tensors_after(model, 40)
+    assert _tensors_after(model, 1000 if ON_CUDA else 40) <= before + 2  # the last loss
+    weak = weakref.ref(model.model.layers[0])
+    del model
+    gc.collect()
+    assert weak() is None
+    assert not stacks._stacks
+
+
+def _tensors_after(model: Any, steps: int) -> int:
+    for step in range(steps):
+        model(**batch_of(model, step, 1, 4 + step % 12)).loss.backward()
+        model.zero_grad()
+    gc.collect()
+    return sum(type(item) is torch.Tensor for item in gc.get_objects())
+
+
+def test_evaluation_and_text_between_steps() -> None:
+    def evaluate(model: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(**batch_of(model, 99))
+            model.generate(batch_of(model, 99)["input_ids"][:, :3], max_new_tokens=3, do_sample=False)
+        model.train()
+
+    assert_alike(tiny_model(), 5, steps=6, before=[evaluate] * 6)
+
+
+def test_two_models_at_once() -> None:
+    """Two forward passes, then both backward passes: each model has memory of its own."""
+
+    def both(graphs: bool) -> list[torch.Tensor]:
+        bastile.apply(cuda_graphs=graphs)
+        models = [tiny_model(seed=seed).to(DEVICE) for seed in (0, 1)]
+        for step in range(3):
+            losses = [model(**batch_of(model, step)).loss for model in models]
+            sum(losses).backward()
+        return [p.grad.clone() for model in models for p in model.parameters()]
+
+    counted()
+    want, got = both(False), both(True)
+    assert counted()[0] == 4
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_one_model_alone_has_graphs() -> None:
+    counted()
+    models = [tiny_model(seed=seed).to(DEVICE) for seed in (0, 1, 2)]
+    bastile.apply(cuda_graphs=False)
+    assert "cuda_graphs_qwen3" in bastile.apply_to_model(models[0], cuda_graphs=True)
+    assert "cuda_graphs_qwen3" not in bastile.apply_to_model(models[1], cuda_graphs=False)
+    for model in models:
+        for step in range(3):
+            model(**batch_of(model, step)).loss.backward()
+    assert counted() == (2, {})
+    bastile.reset(model=models[0])
+    for step in range(3):
+        models[0](**batch_of(models[0], step)).loss.backward()
+    assert counted() == (0, {})
+
+
+def test_gradients_outlive_the_graphs() -> None:
+    """Those of the last step lie in the graphs' memory when bastile.reset() lets it go."""
+    grads = []
+    for graphs in (False, True):
+        bastile.apply(cuda_graphs=graphs)
+        model = tiny_model().to(DEVICE)
+        for step in range(3):
+            model.zero_grad()
+            model(**batch_of(model, step)).loss.backward()
+        bastile.reset()
+        gc.collect()
+        if graphs:
+            for step in range(2):  # in the same memory, were it not the gradients'
+                tiny_model()(**batch_of(model, step)) if not ON_CUDA else torch.empty(1 << 20, device=DEVICE).fill_(1)
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_trainer(checkpointing: bool, tmp_path: Any) -> None:
+    found = []
+    for graphs in (False, True):
+        bastile.apply(cuda_graphs=graphs)
+        counted()
+        model = tiny_model()
+        data = [{name: t[0] for name, t in batch_of(model, i, 2, 11).items()} for i in range(16)]
+        data = [{name: t.cpu() for name, t in each.items()} for each in data]
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, report_to=[],
+            save_strategy="no", bf16=True, gradient_checkpointing=checkpointing, use_cpu=not ON_CUDA, logging_steps=1,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        found.append([p.detach().cpu() for p in model.parameters()])
+        replayed, aside = counted()
+        assert replayed == (7 if graphs else 0), aside
+    assert found[0] == found[2]
+    assert all(torch.equal(one, other) for one, other in zip(found[1], found[3], strict=True))
+
+
+def test_gradients_reach_distributed_data_parallel(tmp_path: Any) -> None:
+    torch.distributed.init_process_group(
+        "nccl" if ON_CUDA else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        found = []
+        for graphs in (False, True):
+            bastile.apply(cuda_graphs=graphs)
+            model = nn.parallel.DistributedDataParallel(tiny_model().to(DEVICE), gradient_as_bucket_view=graphs)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(4):
+                with model.no_sync():
+                    model(**batch_of(model, 2 * step)).loss.backward()
+                model(**batch_of(model, 2 * step + 1)).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([p.detach().clone() for p in model.parameters()])
+        assert counted()[0] == 7
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_auto_measures_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step is noted, two are measured; the verdict may take longer to arrive."""
+    verdicts = iter([None, True, None])
+    monkeypatch.setattr("bastile.graphs.pays.Pays.verdict", lambda self: next(verdicts))
+    model = tiny_model()
+    assert train(model, "auto", steps=7).replayed == 3  # type: ignore[arg-type]
+    monkeypatch.setattr("bastile.graphs.pays.Pays.verdict", lambda self: False)
+    run = train(model, "auto", steps=5)  # type: ignore[arg-type]
+    assert (run.replayed, run.aside) == (0, {"the device is not waiting for the host": 2})

@@ -1,0 +1,473 @@
+"""Whatever a graph would get wrong is noticed, runs without graphs or is captured anew, and keeps its bits."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+import bastile
+from bastile.graphs import captured
+from bastile.graphs import stack as stacks
+from bastile.graphs.arguments import Given
+from bastile.graphs.step import _Noting
+from conftest import gradients, tiny_model
+from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted
+from hooks import HOOKS
+
+KEPT = "someone still holds hidden states of a step before"
+OPEN = "a step before has not had its backward pass yet"
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_graphs(monkeypatch)
+
+
+def nothing(model: Any) -> None:
+    pass
+
+
+# ---- the layers change before the fourth of six steps: the fourth sees that, later ones are captured anew ------------
+
+
+def swaps_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def replaces_a_parameter(model: Any) -> None:
+    projection = model.model.layers[1].mlp.down_proj
+    projection.weight = nn.Parameter(projection.weight.detach() * 2)
+
+
+def freezes_a_parameter(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+
+
+def replaces_a_module(model: Any) -> None:
+    layers = model.model.layers
+    layers[0].mlp, layers[1].mlp = layers[1].mlp, layers[0].mlp
+
+
+def replaces_a_layer(model: Any) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def changes_a_setting(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 1.5
+
+
+def puts_a_module_into_evaluation(model: Any) -> None:
+    model.model.layers[0].self_attn.eval()
+
+
+def attends_in_another_way(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def moves_away_and_back(model: Any) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+CHANGES = [
+    swaps_data, replaces_a_parameter, freezes_a_parameter, replaces_a_module, replaces_a_layer, changes_a_setting,
+    puts_a_module_into_evaluation, attends_in_another_way, moves_away_and_back,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_change(change: Callable[[Any], None]) -> None:
+    assert_alike(tiny_model(attention_dropout=0.1), 4, steps=6, before=[*[nothing] * 3, change])
+
+
+def test_a_class_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(model: Any) -> None:
+        now = Qwen3MLP.forward
+        monkeypatch.setattr(Qwen3MLP, "forward", lambda self, x: now(self, x) * 2)
+
+    want_and_got = []
+    for graphs in (False, True):
+        with monkeypatch.context():
+            bastile.apply(cuda_graphs=graphs)
+            model = tiny_model().to(DEVICE)
+            for step in range(6):
+                if step == 3:
+                    change(model)
+                model(**batch_of(model, step)).loss.backward()
+            monkeypatch.undo()
+            allow_graphs(monkeypatch)
+            want_and_got.append(gradients(model))
+    assert counted()[0] == 4
+    assert all(torch.equal(want_and_got[0][name], gradient) for name, gradient in want_and_got[1].items())
+
+
+def test_layers_that_change_in_every_step() -> None:
+    got = assert_alike(tiny_model(), 0, steps=8, before=[swaps_data] * 8)
+    assert got.aside == {"the layers' parameters, modules or settings change again and again": 3}
+
+
+# ---- from the fourth of six steps on graphs cannot serve ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("name", ["model.layers.1", "model.layers.0.mlp.up_proj"])
+def test_hooks(hook: Callable[[nn.Module], None], name: str) -> None:
+    change = [*[nothing] * 3, lambda model: hook(model.get_submodule(name))]
+    got = assert_alike(tiny_model(), 2, steps=6, before=change)
+    assert got.aside == {"hooks in the layers, which a graph would not call": 3}
+
+
+def test_a_forward_of_its_own() -> None:
+    def change(model: Any) -> None:
+        mlp = model.model.layers[1].mlp
+        stock = mlp.forward
+        mlp.forward = lambda x: stock(x) * 2
+
+    got = assert_alike(tiny_model(), 2, steps=6, before=[*[nothing] * 3, change])
+    assert got.aside == {"a module of the layers that has a forward of its own": 3}
+
+
+def test_sharded_parameters(tmp_path: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group(
+        "nccl" if ON_CUDA else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        bastile.apply(cuda_graphs=True)
+        model = tiny_model().to(DEVICE)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        counted()
+        for step in range(3):
+            model(**batch_of(model, step)).loss.backward()
+        assert counted() == (0, {"sharded parameters (FSDP or tensor parallelism)": 3})
+    finally:
+        torch.distributed.destroy_process_group()
+    model = tiny_model().to(DEVICE)
+    model.model.layers[0].mlp.up_proj.weight.ds_id = 0  # as ZeRO-3 marks what it has taken away
+    loss_of(model).backward()
+    assert counted() == (0, {"sharded parameters (FSDP or DeepSpeed)": 1})
+
+
+def test_a_module_that_keeps_something() -> None:
+    def change(model: Any) -> None:
+        mlp = model.model.layers[1].mlp
+        mlp.register_module("act_fn", _Keeps())
+
+    got = assert_alike(tiny_model(), 2, steps=6, before=[*[nothing] * 3, change])
+    assert got.aside == {"modules of the layers that keep something of a call": 3}
+
+
+class _Keeps(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("kept", x.detach().mean(), persistent=False)
+        return torch.nn.functional.silu(x)
+
+
+# ---- states of the process, from the fourth of six steps on ----------------------------------------------------------
+
+
+class _Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+STATES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str | None]] = {
+    "anomaly": (torch.autograd.detect_anomaly, 2, "anomaly mode, which looks at each operator's gradients"),
+    "offloaded": (torch.autograd.graph.save_on_cpu, 2, "hooks on saved tensors"),
+    "dispatch": (_Sees, 2, "a mode that sees each operator's calls"),
+    "autocast": (lambda: torch.autocast(DEVICE, torch.bfloat16), 4, None),
+    "kernels": (lambda: sdpa_kernel(SDPBackend.MATH), 4, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly")
+@pytest.mark.parametrize("state", STATES)
+def test_states_of_the_process(state: str) -> None:
+    context, replayed, reason = STATES[state]
+    now: list[Any] = []
+
+    def around() -> AbstractContextManager[Any]:
+        return context() if now else nullcontext()
+
+    change = [lambda model: now.clear(), nothing, nothing, now.append]
+    got = assert_alike(tiny_model(), replayed, steps=6, before=change, around=around)
+    assert reason is None or set(got.aside) == {reason}
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs streams")
+def test_another_stream_has_graphs_of_its_own() -> None:
+    side = torch.cuda.Stream()
+    steps = iter(range(100))
+    around = lambda: torch.cuda.stream(side) if next(steps) % 6 > 2 else nullcontext()  # noqa: E731
+    assert_alike(tiny_model(), 4, steps=6, around=around)
+
+
+# ---- what others hold ------------------------------------------------------------------------------------------------
+
+
+def model_with_graphs(steps: int = 2, **changes: Any) -> Any:
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model(**changes).to(DEVICE)
+    for step in range(steps):
+        model(**batch_of(model, step)).loss.backward()
+        model.zero_grad()
+    counted()
+    return model
+
+
+def loss_of(model: Any, step: int = 0) -> torch.Tensor:
+    return model(**batch_of(model, step)).loss
+
+
+def stock_gradients(model: Any, *steps: int) -> dict[str, torch.Tensor]:
+    bastile.apply(cuda_graphs=False)
+    model.zero_grad()
+    for step in steps:
+        loss_of(model, step).backward()
+    return gradients(model)
+
+
+def assert_stock_gradients(model: Any, *steps: int) -> None:
+    """That the model has the gradients of these steps without graphs, to the bit, whose sums are in this order."""
+    got = gradients(model)
+    want = stock_gradients(model, *steps)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+    bastile.apply(cuda_graphs=True)
+
+
+def test_two_forward_passes_before_their_backward_passes() -> None:
+    model = model_with_graphs()
+    first, second = loss_of(model, 0), loss_of(model, 1)
+    second.backward()
+    first.backward()
+    assert counted() == (1, {OPEN: 1})
+    loss_of(model, 2).backward()
+    assert counted() == (1, {})
+    assert_stock_gradients(model, 1, 0, 2)
+
+
+def test_a_forward_pass_without_a_backward_pass() -> None:
+    model = model_with_graphs()
+    loss = loss_of(model)
+    loss_of(model)
+    assert counted() == (1, {OPEN: 1})
+    del loss
+    loss_of(model).backward()
+    assert counted() == (1, {})
+    assert_stock_gradients(model, 0)
+
+
+def test_gradients_that_someone_keeps() -> None:
+    """They are copies: their memory is nobody else's."""
+    model = model_with_graphs()
+    parameters = list(model.parameters())
+    loss_of(model).backward()
+    held = [p.grad for p in parameters] + list(torch.autograd.grad(loss_of(model, 3), parameters))
+    want = [gradient.clone() for gradient in held]
+    model.zero_grad()
+    for step in range(3):
+        loss_of(model, step).backward()
+    assert counted() == (5, {})
+    assert all(torch.equal(one, other) for one, other in zip(held, want, strict=True))
+
+
+def test_hidden_states_that_someone_keeps() -> None:
+    """What the last layer returns stays as it is till the next step, which sees that it is held."""
+    model = model_with_graphs()
+    held: list[torch.Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, inputs: held.append(inputs[0]))
+    loss = loss_of(model)
+    before = held[0].clone()
+    loss.backward()
+    loss_of(model).backward()
+    assert counted() == (1, {KEPT: 1})
+    assert torch.equal(held[0], before)
+
+
+def test_hidden_states_between_runs_that_someone_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward pass writes there: an error is what is left."""
+    monkeypatch.setattr(captured, "MOST_LAYERS", 2)
+    model = model_with_graphs(num_hidden_layers=4)
+    loss = loss_of(model)
+    [graphs] = next(iter(stacks._stacks.values())).captured.values()
+    held = graphs.runs[0].output.lend()
+    with pytest.raises(RuntimeError, match=r"hidden states between captured decoder layers.*have been kept"):
+        loss.backward()
+    del held
+
+
+def test_hidden_states_that_are_asked_for() -> None:
+    model = model_with_graphs()
+    for step in range(3):
+        output = model(**batch_of(model, step), output_hidden_states=True)
+        assert all(torch.isfinite(states).all() for states in output.hidden_states)
+        output.loss.backward()
+    assert_stock_gradients(model, 0, 1, 2)
+
+
+def test_hidden_states_that_a_model_returns() -> None:
+    """As models do that collect them in their loop; but for the last ones, which are no layer's input."""
+    noting = _Noting("kind", torch.device(DEVICE))
+    between, last = torch.randn(2, 3), torch.randn(2, 3)
+    noting.outputs, noting.given = [between, last], Given()
+    stack = SimpleNamespace(watch=SimpleNamespace(is_as_it_was=lambda: True))
+    told = noting.ended({"last_hidden_state": last, "hidden_states": (between, last)}, stack)  # type: ignore[arg-type]
+    assert told == "hidden states that the model returns"
+    assert isinstance(noting.ended({"last_hidden_state": last}, stack), captured.Note)  # type: ignore[arg-type]
+
+
+# ---- backward passes -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_backward_pass_raises() -> None:
+    model = model_with_graphs()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward through captured decoder layers a second time"):
+        loss.backward()
+
+
+def test_a_backward_pass_after_the_next_step_raises() -> None:
+    """Before that step the graph of the first one, which is kept, keeps what the last layer returned."""
+    model = model_with_graphs()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss_of(model, 1).backward()
+    assert counted() == (1, {KEPT: 1})
+    with pytest.raises(RuntimeError, match="after another step has begun"):
+        loss.backward()
+
+
+def test_gradients_are_not_differentiated_again() -> None:
+    model = model_with_graphs()
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight, create_graph=True)
+
+
+def test_some_gradients_alone() -> None:
+    """The backward pass stops at the layer that is asked for; the next step begins as usual."""
+    model = model_with_graphs(num_hidden_layers=3)
+    [got] = torch.autograd.grad(loss_of(model), [model.model.layers[2].mlp.up_proj.weight])
+    want = stock_gradients(model, 0)["model.layers.2.mlp.up_proj.weight"]
+    assert torch.equal(got, want)
+    del got
+    bastile.apply(cuda_graphs=True)
+    for _ in range(3):
+        loss_of(model).backward()
+    assert counted() == (3, {})
+
+
+# ---- and else --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["left out", "read", "changed"])
+def test_what_a_model_does_between_its_layers_at_times(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the fourth step: a layer is left out, or the hidden states before it are looked at, or changed."""
+
+    class Odd(nn.ModuleList):
+        now = False
+
+        def __getitem__(self, index: Any) -> Any:
+            found = list(self._modules.values())[index]
+            if self.now and isinstance(index, slice):
+                found[2:3] = [] if change == "left out" else [self.odd]
+            return found
+
+        def odd(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            assert torch.isfinite(hidden).all()
+            seen.append(hidden.detach().double().sum().item())
+            return self._modules["2"](hidden * 2 if change == "changed" else hidden, **kwargs)
+
+    seen: list[float] = []
+    model = tiny_model(num_hidden_layers=5)
+    model.model.layers = Odd(model.model.layers)
+    before = [*[nothing] * 3, lambda model: setattr(model.model.layers, "now", True)]
+    before.append(lambda model: setattr(model.model.layers, "now", False))
+    got = assert_alike(model, 5 - (change != "read"), steps=6, before=before)
+    assert sum(got.aside.values()) == (change != "read")
+    assert seen[:1] == seen[1:]
+
+
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(captured.Captured, "_record", fail)
+    got = assert_alike(tiny_model(), 0, steps=4)
+    assert got.aside == {"capturing failed (RuntimeError: operation not permitted when stream is capturing)": 3}
+
+
+def test_the_cache_of_a_replayed_step_says_that_it_is_not_filled() -> None:
+    model = model_with_graphs()
+    output = model(**batch_of(model, 0))
+    with pytest.raises(RuntimeError, match="not in its cache"):
+        len(output.past_key_values)
+    output.loss.backward()
+    given = type(model(**batch_of(model, 0), use_cache=True).past_key_values)()
+    counted()
+    filled = model(**batch_of(model, 0), past_key_values=given).past_key_values
+    assert filled.get_seq_length() == 11
+    assert counted() == (0, {})
+
+
+def test_layers_are_left_as_they_were() -> None:
+    model = model_with_graphs()
+    scopes = [set(vars(module)) for module in model.modules()]
+    again = pickle.loads(pickle.dumps(model))
+    assert [set(vars(module)) for module in tiny_model().modules()] == scopes
+    assert [set(vars(module)) for module in again.modules()] == scopes
+    with pytest.raises(ValueError, match=r"labels|shape|size"):
+        model(input_ids=torch.ones(2, 5, dtype=torch.long, device=DEVICE), labels=torch.ones(3, device=DEVICE).long())
+    assert [set(vars(module)) for module in model.modules()] == scopes
+
+
+def test_another_thread_calls_the_layers_meanwhile() -> None:
+    """Its calls are none of this step's."""
+    model = model_with_graphs()
+    seen: list[bool] = []
+
+    def elsewhere(module: Any, inputs: Any) -> None:
+        handle.remove()
+
+        def call() -> None:
+            with torch.no_grad():
+                hidden = torch.randn(1, 3, 32, device=DEVICE)
+                position = model.model.rotary_emb(hidden, torch.arange(3, device=DEVICE)[None])
+                seen.append(bool(torch.isfinite(model.model.layers[0](hidden, position_embeddings=position)).all()))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = model.model.rotary_emb.register_forward_pre_hook(elsewhere)
+    loss_of(model).backward()
+    assert seen == [True]
+    assert counted() == (1, {})
+    assert_stock_gradients(model, 0)
+
+
+def test_without_cuda_it_says_so_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from bastile.graphs import conditions
+
+    monkeypatch.setattr(conditions, "recorder_for", lambda device: None)
+    with caplog.at_level("INFO", "bastile"):
+        got = assert_alike(tiny_model(), 0)
+    assert set(got.aside) == {f"tensors on {torch.device(DEVICE, 0) if ON_CUDA else 'cpu'}, which has no CUDA graphs"}
+    assert sum("no CUDA graphs" in record.message for record in caplog.records) == 1
