@@ -112,6 +112,8 @@ BST_DEVICE float bst_log2(float v) { return __builtin_log2f(v); }
 BST_DEVICE float bst_divide(float a, float b) { return a / b; }
 BST_DEVICE float bst_reciprocal(float v) { return emu_flush(bst_divide(1.0f, emu_flush(v))); }
 BST_DEVICE float bst_sqrt(float v) { return __builtin_sqrtf(v); }
+BST_DEVICE float bst_sqrt_near(float v) { return __builtin_sqrtf(v); }
+BST_DEVICE double bst_sqrt_double(double v) { return __builtin_sqrt(v); }
 BST_DEVICE float bst_rsqrt(float v) { return (float)(1.0 / __builtin_sqrt((double)v)); }
 BST_DEVICE float bst_rsqrt_near(float v) { return bst_rsqrt(v); }
 BST_DEVICE float bst_tanh(float v) { return __builtin_tanhf(v); }
