@@ -447,7 +447,8 @@ typedef struct bst_adamw_tensors {
     /* Written. float32, bfloat16 or parameter's type; or uint8 [ceil(elements / 256), 256], in which case the scales,
      * float32 [ceil(elements / 256)], are needed. Zeros are the beginning in each. */
     DLTensor *const *exp_avg, *const *exp_avg_sq;
-    DLTensor *const *master; /* float32, written, or NULL, which each of them may be too: what parameter is rounded of */
+    /* float32, written: what parameter is rounded of. NULL, which each of them may be too: there is none. */
+    DLTensor *const *master;
     DLTensor *const *exp_avg_scale, *const *exp_avg_sq_scale;
     DLTensor *const *step; /* one float32 each: how many steps there were. The call adds one */
     /* One float32 each, on the device, or NULL: lr in place of the number; what gradients are divided by; not 0: the
@@ -459,8 +460,8 @@ typedef struct bst_adamw_options {
     size_t size; /* sizeof(bst_adamw_options) */
     int maximize;
     /* Not 0: what is bfloat16, parameters without a master and moments, is rounded up or down by chance, so that the
-     * mean is right. The random numbers are a function of the seed, the step, the tensor's number, which is first_number
-     * and its place, and the element. Moments of uint8 are always rounded so. */
+     * mean is right. The random numbers are a function of the seed, the step, the tensor's number, first_number plus its
+     * place, and the element. Moments of uint8 are always rounded so. */
     int stochastic;
     uint64_t seed;
     int64_t first_number;

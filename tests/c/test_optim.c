@@ -84,8 +84,8 @@ TEST(three_steps) {
     compare(1e-6);
 }
 
-/* All that a step may be given on the device: the learning rate, a scale that gradients are freed of, in place, a clip's
- * coefficient, and word of a gradient that is not finite. */
+/* All that a step may be given on the device: the learning rate, a scale that gradients are freed of, in place, a
+ * clip's coefficient, and word of a gradient that is not finite. */
 TEST(numbers_on_the_device) {
     lists l;
     bst_adamw_tensors t = lists_of(&l);

@@ -104,7 +104,8 @@ def test_every_kind_of_state(device, dtype, moments, master, rounding):
             exact.grad = p.grad.double()
             stock = torch.optim.AdamW([exact], **HYPER, foreach=False)
             read = {
-                name: decoded(state, name, p) if state else torch.zeros_like(value) for name in ("exp_avg", "exp_avg_sq")
+                name: decoded(state, name, p) if state else torch.zeros_like(value)
+                for name in ("exp_avg", "exp_avg_sq")
             }
             want = stepped(stock, list(read.items()), exact, int(state["step"]) if state else 0)
             now = optimizer.state[p]
@@ -248,7 +249,9 @@ def test_layouts(device, moments):
     memory = random_tensor((5000,), BF16, device)
     those = [memory[1:1500].detach(), memory[1503:3503].view(40, 50).t().detach(), memory[3600:3600].detach()]
     those = [torch.nn.Parameter(t) for t in those]
-    packed = [torch.nn.Parameter(p.detach().t().contiguous().t() if p.dim() == 2 else p.detach().clone()) for p in those]
+    packed = [
+        torch.nn.Parameter(p.detach().t().contiguous().t() if p.dim() == 2 else p.detach().clone()) for p in those
+    ]
     give_gradients(those, packed)
     those[1].grad = those[1].grad.contiguous()
     packed[1].grad = packed[1].grad.t().contiguous().t()
@@ -523,7 +526,9 @@ def test_other_norms_and_gradients_are_torchs():
         those = parameters("cpu", F32, [(3,), (50, 7)])  # torch refuses an empty one
         other = twins(those)
         give_gradients(those, other)
-        assert torch.equal(clip_grad_norm_(those, 0.1, **options), torch.nn.utils.clip_grad_norm_(other, 0.1, **options))
+        assert torch.equal(
+            clip_grad_norm_(those, 0.1, **options), torch.nn.utils.clip_grad_norm_(other, 0.1, **options)
+        )
         for p, q in zip(those, other, strict=True):
             assert torch.equal(p.grad, q.grad)
     assert clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], 1.0) == 0

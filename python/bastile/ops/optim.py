@@ -50,10 +50,10 @@ def adamw_(
             [ceil(n / 256)] in exp_avg_scale and exp_avg_sq_scale; master: float32, what parameter is rounded of; step:
             one float32 each, which the call adds 1 to.
         lr: a number, or one float32 on the device. betas, eps, weight_decay, maximize: torch.optim.AdamW's.
-        stochastic: bfloat16 is rounded by chance, so that the mean is right; a function of seed, step, first_number plus
-            the tensor's place, and element. uint8 always is.
-        grad_scale, found_inf: torch.amp.GradScaler's. clip: what gradients are multiplied with. One float32 each, on the
-            device.
+        stochastic: bfloat16 is rounded by chance, so that the mean is right; a function of seed, step, first_number
+            plus the tensor's place, and element. uint8 always is.
+        grad_scale, found_inf: torch.amp.GradScaler's. clip: what gradients are multiplied with. One float32 each, on
+            the device.
 
     Raises:
         RuntimeError: naming the argument, what was given and what is needed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,13 +18,24 @@ __all__ = ["AdamW"]
 _ROUNDINGS = ("nearest", "stochastic")
 
 
+class _Options(NamedTuple):
+    """What torch's AdamW does not have."""
+
+    max_grad_norm: float | None
+    moments: torch.dtype | str | None
+    master: bool
+    stochastic: bool
+    seed: int
+    in_backward: bool
+
+
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW in one pass over parameters, gradients and moments: one launch for all tensors of a group.
 
-    Takes torch's arguments, has its parameter groups, hooks, `GradScaler` support and state (`step`, on the parameter's
-    device, `exp_avg`, `exp_avg_sq`): a state_dict of either loads into the other. `foreach`, `fused` and `capturable`
-    are taken and make no difference: every step is fused, and a CUDA graph can capture it, with `lr` a tensor where that
-    is to change. Runs on CPU too, on DDP, and on FSDP2's shards. Computes in float32 and rounds once.
+    Takes torch's arguments, has its parameter groups, hooks, `GradScaler` support and state (`step`, on the
+    parameter's device, `exp_avg`, `exp_avg_sq`): a state_dict of either loads into the other. `foreach`, `fused` and
+    `capturable` are taken and make no difference: every step is fused, and a CUDA graph can capture it, with `lr` a
+    tensor where that is to change. Runs on CPU too, on DDP, and on FSDP2's shards. Computes in float32 and rounds once.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize, foreach, capturable, fused: torch's.
@@ -75,14 +86,14 @@ class AdamW(torch.optim.AdamW):
             raise ValueError("AdamW: in_backward does not go with max_grad_norm: no gradient waits for the others'")
         if foreach and fused:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        self._options = {
-            "max_grad_norm": max_grad_norm,
-            "moments": kind_of(moments),
-            "master": bool(master_weights),
-            "stochastic": rounding == "stochastic",
-            "seed": int(seed) & (1 << 63) - 1,
-            "in_backward": bool(in_backward),
-        }
+        self._options = _Options(
+            max_grad_norm,
+            kind_of(moments),
+            bool(master_weights),
+            rounding == "stochastic",
+            int(seed) & (1 << 63) - 1,
+            bool(in_backward),
+        )
         self._clip: torch.Tensor | None = None
         self._given: dict[str, Any] | None = None
         #: The norm of all gradients at the last step with max_grad_norm, before clipping; None before the first.
@@ -113,7 +124,7 @@ class AdamW(torch.optim.AdamW):
             if group[name]:
                 self.param_groups.pop()
                 raise ValueError(f"AdamW: {name} is {group[name]}; torch.optim.AdamW alone has it")
-        if self._options["in_backward"]:
+        if self._options.in_backward:
             for p in group["params"]:
                 if p.requires_grad:
                     p.register_post_accumulate_grad_hook(partial(self._update_now, number=self._number_of(p)))
@@ -137,11 +148,11 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._options["in_backward"]:
+        if self._options.in_backward:
             return loss
         clip, self._clip = self._clip, None
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        most = self._options["max_grad_norm"]
+        most = self._options.max_grad_norm
         if most is not None:
             gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
             self.last_grad_norm, clip = total_norm(gradients, most, _scalar(grad_scale))
@@ -169,7 +180,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         """The parameters of a group that have a gradient: a call for those of each device and kind of state."""
         calls: dict[tuple[Any, int], AdamWLists] = {}
-        states, kind, master = self.state, self._options["moments"], self._options["master"]
+        states, kind, master = self.state, self._options.moments, self._options.master
         for p in parameters:
             g = p.grad
             if g is None:
@@ -183,9 +194,10 @@ class AdamW(torch.optim.AdamW):
             if lists is None:
                 lists = calls[key] = AdamWLists(*([] for _ in AdamWLists._fields))
             m, v, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-            full = state.get("master")
+            full: torch.Tensor | None = state.get("master")
             if type(g) is not torch.Tensor or type(p) is not torch.nn.Parameter:
-                p, g, m, v, full = (t if t is None else local(t) for t in (p, g, m, v, full))
+                p, g, m, v = (local(t) for t in (p, g, m, v))
+                full = None if full is None else local(full)
             if not (p.is_contiguous() and g.is_contiguous()):
                 g = _beside(p, g, m, v, full)
             lists.parameter.append(p)
@@ -210,8 +222,8 @@ class AdamW(torch.optim.AdamW):
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 maximize=group["maximize"],
-                stochastic=self._options["stochastic"],
-                seed=self._options["seed"],
+                stochastic=self._options.stochastic,
+                seed=self._options.seed,
                 first_number=first,
                 grad_scale=_scalar(grad_scale, device),
                 found_inf=_scalar(found_inf, device),
@@ -221,7 +233,9 @@ class AdamW(torch.optim.AdamW):
 
     def _need(self, p: torch.Tensor, g: torch.Tensor) -> None:
         if g.layout is not torch.strided:
-            raise RuntimeError(f"AdamW: the gradient of a parameter of shape {list(p.shape)} is {g.layout}; a dense one is needed")
+            raise RuntimeError(
+                f"AdamW: the gradient of a parameter of shape {list(p.shape)} is {g.layout}; a dense one is needed"
+            )
         if p.dtype not in FLOATS or p.device.type not in ("cpu", "cuda"):
             raise TypeError(
                 f"AdamW: a parameter of shape {list(p.shape)} is {p.dtype} on {p.device.type}; float32, bfloat16 or "
@@ -238,7 +252,7 @@ class AdamW(torch.optim.AdamW):
         """Whether the parameters with a gradient are this optimiser's."""
         given = {id(p) for p in parameters if p.grad is not None}
         own = {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
-        return given == own and not self._options["in_backward"]
+        return given == own and not self._options.in_backward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._clip = None
@@ -261,7 +275,7 @@ class AdamW(torch.optim.AdamW):
         own = [p for group in self.param_groups for p in group["params"]]
         for number, p in zip(saved, own, strict=True):
             if number in given["state"]:
-                self.state[p] = loaded(p, given["state"][number], self._options["moments"], self._options["master"])
+                self.state[p] = loaded(p, given["state"][number], self._options.moments, self._options.master)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, of a torch.optim.AdamW's or of this one's, whatever its moments: they are turned into this one's

@@ -59,8 +59,8 @@ def clip_grad_norm_(
 def need_finite(norm: torch.Tensor, norm_type: float, wanted: bool) -> None:
     if wanted and not torch.isfinite(norm):
         raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be clipped. "
-            "To disable this error and scale the gradients by the non-finite norm anyway, set "
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
             "`error_if_nonfinite=False`"
         )
 
@@ -88,8 +88,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def total_norm(
     gradients: list[torch.Tensor], max_norm: float, grad_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all gradients and the coefficient that clips them, wherever they lie: shards of one mesh are summed up
-    over it, devices of this process on the first gradient's."""
+    """The norm of all gradients and the coefficient that clips them, wherever they lie: shards of one mesh are summed
+    up over it, devices of this process on the first gradient's."""
     if _served(gradients):
         return grad_norm(gradients, max_norm, grad_scale)
     if not gradients:
@@ -122,9 +122,9 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def clip_in_step(trainer: Any) -> None:
-    """Clips within the optimiser's step in a Transformers or TRL trainer, or with an `accelerate.Accelerator`: what they
-    call to clip gradients leaves them as they are, and their bastile.optim.AdamW clips as it reads them. The norm is
-    reported as before. A callback that looks at gradients between the two sees them unclipped.
+    """Clips within the optimiser's step in a Transformers or TRL trainer, or with an `accelerate.Accelerator`: what
+    they call to clip gradients leaves them as they are, and their bastile.optim.AdamW clips as it reads them. The norm
+    is reported as before. A callback that looks at gradients between the two sees them unclipped.
 
         trainer = Trainer(..., optimizer_cls_and_kwargs=(bastile.optim.AdamW, {"lr": 1e-5}))
         bastile.optim.clip_in_step(trainer)

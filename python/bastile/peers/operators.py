@@ -263,6 +263,51 @@ _QUACK: dict[str, Builder] = {
 _QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
 
 
+# ---- the optimiser ---------------------------------------------------------------------------------------------------
+
+_HYPER = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def _of_some(step: Function) -> Function:
+    """A step on lists of tensors, from one tensor of each kind; of what it writes, a part to compare."""
+
+    def run(parameter, gradient, exp_avg, exp_avg_sq, steps):
+        step(*(list(t.unbind()) for t in (parameter, gradient, exp_avg, exp_avg_sq, steps)))
+        return parameter[:, :1024].clone()
+
+    return run
+
+
+def _our_step() -> Function:
+    from bastile.ops.optim import AdamWLists, adamw_
+
+    return _of_some(lambda *lists: adamw_(AdamWLists(*lists, [], [], []), betas=(0.9, 0.999), **_HYPER))
+
+
+def _torchs_step() -> Function:
+    """What AdamW(fused=True), Trainer's choice, calls."""
+
+    def step(parameter, gradient, exp_avg, exp_avg_sq, steps):
+        torch._foreach_add_(steps, 1)
+        options = {"beta1": 0.9, "beta2": 0.999, "amsgrad": False, "maximize": False, **_HYPER}
+        torch._fused_adamw_(parameter, gradient, exp_avg, exp_avg_sq, [], steps, **options)
+
+    return _of_some(step)
+
+
+def _our_norm() -> Function:
+    from bastile.ops.optim import grad_norm
+
+    return lambda gradient: grad_norm(list(gradient.unbind()))[0]
+
+
+_BASTILE |= {"adamw": _our_step, "grad_norm": _our_norm}
+_HF |= {
+    "adamw": _torchs_step,
+    "grad_norm": lambda: lambda gradient: torch.nn.utils.get_total_norm(list(gradient.unbind())),
+}
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 

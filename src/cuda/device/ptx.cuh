@@ -218,10 +218,10 @@ BST_DEVICE float bst_rsqrt_near(float v) {
     return r;
 }
 
-/* sqrt(v) to 2^-22 of itself: likewise. "Floating Point Instructions: sqrt". */
+/* sqrt(v) to 2^-22 of itself: likewise; of a subnormal 0. "Floating Point Instructions: sqrt". */
 BST_DEVICE float bst_sqrt_near(float v) {
     float r;
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
     return r;
 }
 
@@ -237,6 +237,8 @@ BST_DEVICE float bst_product(float a, float b) { return __fmul_rn(a, b); }
 /* Where one of the two is NaN, the other. */
 BST_DEVICE float bst_max(float a, float b) { return fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return fminf(a, b); }
+/* From 0 to 1; NaN becomes 0. */
+BST_DEVICE float bst_saturate(float v) { return __saturatef(v); }
 BST_DEVICE float bst_abs(float v) { return fabsf(v); }
 BST_DEVICE bool bst_isnan(float v) { return v != v; }
 

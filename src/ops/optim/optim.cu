@@ -9,7 +9,7 @@
  * optim_scale    gradients times the coefficient, in place; nothing where that is 1. Bytes: 4 or 8 an element.
  *
  * Macros: TABLE tensors in the arguments; CHUNK elements of a block, THREADS of it; TYPE of parameters and gradients,
- * MOMENTS (codes of dtype.h, or OPTIM_U8_CODE); MASTER: whether the parameter in full lies in float32 beside; STOCHASTIC
+ * MOMENTS (codes of dtype.h, or OPTIM_U8_CODE); MASTER: whether the parameter lies in float32 beside; STOCHASTIC
  * rounding of what is bfloat16; MAXIMIZE; KEEP: gradients are written back as they were used. */
 #include "pack.cuh"
 #include "reduce.cuh"
@@ -121,14 +121,17 @@ BST_DEVICE eight pack_stochastic(const float v[8], const uint32_t random[4]) {
     return e;
 }
 
-/* The largest magnitude of a warp's 256 elements; NaN where one is. */
-BST_DEVICE float block_scale(const float v[8]) {
+/* The largest magnitude of a warp's 256 elements. Of second moments NaN where one is: its bits are the largest. */
+BST_DEVICE float block_scale(const float v[8], bool first) {
     uint32_t most = 0;
+    float largest = 0;
     BST_UNROLL
     for (int j = 0; j < 8; j++) {
-        const uint32_t bits = bst_bits(v[j]) & 0x7fffffffu;
+        if (first) largest = bst_max(largest, bst_abs(v[j]));
+        const uint32_t bits = bst_bits(v[j]);
         most = bits > most ? bits : most;
     }
+    most = first ? bst_bits(largest) : most & 0x7fffffffu;
     BST_UNROLL
     for (int mask = 16; mask > 0; mask >>= 1) {
         const uint32_t other = bst_shuffle_xor_u32(most, mask);
@@ -137,7 +140,7 @@ BST_DEVICE float block_scale(const float v[8]) {
     return bst_from_bits(most);
 }
 
-BST_DEVICE void write_moment(void *base, float *scales, int64_t at, float v[8], int n, bool whole, int kind,
+BST_DEVICE void write_moment(void *base, float *scales, int64_t at, float v[8], int n, bool whole, bool first,
                              const uint32_t random[4]) {
     if (MOMENTS != OPTIM_U8_CODE) {
         const eight e =
@@ -147,21 +150,20 @@ BST_DEVICE void write_moment(void *base, float *scales, int64_t at, float v[8], 
     }
     BST_UNROLL
     for (int j = 0; j < 8; j++) v[j] = j < n ? v[j] : 0.0f;
-    const float scale = block_scale(v), inverse = optim_inverse(scale);
+    const float scale = block_scale(v, first), inverse = optim_inverse(scale);
     if (n <= 0) return;
     bst_raw codes = {{0, 0, 0, 0}};
     BST_UNROLL
     for (int j = 0; j < 8; j++) {
         const uint32_t r = random_of(random, j);
-        const uint32_t code =
-            kind == OPTIM_OF_EXP_AVG ? optim_encode_first(v[j], inverse, r) : optim_encode_second(v[j], inverse, r);
+        const uint32_t code = first ? optim_encode_first(v[j], inverse, r) : optim_encode_second(v[j], inverse, r);
         codes.w[j / 4] |= code << 8 * (j & 3);
     }
     bst_write_once((char *)base + at, codes, 8);
     if (bst_lane() == 0) scales[at / OPTIM_BLOCK] = scale;
 }
 
-BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, int kind) {
+BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, bool first) {
     if (MOMENTS != OPTIM_U8_CODE) {
         unpack_eight(out, raw, MOMENTS & 3);
         return;
@@ -169,7 +171,7 @@ BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, int kind)
     BST_UNROLL
     for (int j = 0; j < 8; j++) {
         const uint32_t code = raw->raw[0].w[j / 4] >> 8 * (j & 3) & 0xffu;
-        out[j] = kind == OPTIM_OF_EXP_AVG ? optim_decode_first(code, scale) : optim_decode_second(code, scale);
+        out[j] = first ? optim_decode_first(code, scale) : optim_decode_second(code, scale);
     }
 }
 
@@ -210,8 +212,8 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         }
         float p[8], g[8], m[8], v[8];
         unpack_eight(g, &g_raw, TYPE);
-        moment_of(m, &m_raw, m_scale, OPTIM_OF_EXP_AVG);
-        moment_of(v, &v_raw, v_scale, OPTIM_OF_EXP_AVG_SQ);
+        moment_of(m, &m_raw, m_scale, true);
+        moment_of(v, &v_raw, v_scale, false);
         BST_UNROLL
         for (int j = 0; j < 8; j++) g[j] *= c.factor;
         if (KEEP) {
@@ -237,10 +239,11 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         if (draw_p) optim_philox(random, a.head.seed, at / OPTIM_EACH, OPTIM_OF_PARAMETER, number, step);
         const eight rounded = draw_p ? pack_stochastic(p, random) : pack_eight(p, TYPE);
         write_eight(t->parameter, at, &rounded, n, whole, TYPE);
-        if (draw_m) optim_philox(random, a.head.seed, at / OPTIM_EACH, OPTIM_OF_EXP_AVG, number, step);
-        write_moment(t->exp_avg, t->exp_avg_scale, at, m, n, whole, OPTIM_OF_EXP_AVG, random);
-        if (draw_m) optim_philox(random, a.head.seed, at / OPTIM_EACH, OPTIM_OF_EXP_AVG_SQ, number, step);
-        write_moment(t->exp_avg_sq, t->exp_avg_sq_scale, at, v, n, whole, OPTIM_OF_EXP_AVG_SQ, random);
+        if (draw_m) optim_philox(random, a.head.seed, at / OPTIM_EACH, OPTIM_OF_MOMENTS, number, step);
+        write_moment(t->exp_avg, t->exp_avg_scale, at, m, n, whole, true, random);
+        BST_UNROLL
+        for (int j = 0; j < 4; j++) random[j] = optim_exchanged(random[j]);
+        write_moment(t->exp_avg_sq, t->exp_avg_sq_scale, at, v, n, whole, false, random);
     }
 }
 #endif

@@ -44,20 +44,27 @@ static void store_stochastic(uint16_t *restrict out, const float *restrict in, c
     for (int64_t i = 0; i < n; i++) out[i] = (uint16_t)optim_bf16_stochastic(in[i], random[i]);
 }
 
-static void load_moment(float *restrict out, const void *from, float scale, int moments, uint32_t kind, int64_t n) {
+/* A tile of a tensor: where it lies if that is float32, else its numbers in `tile`. */
+static float *opened(float *restrict tile, void *from, bst_dtype type, int64_t n) {
+    if (type == BST_F32) return from;
+    bst_load(tile, from, type, n);
+    return tile;
+}
+
+static float *open_moment(float *restrict tile, void *from, float scale, int moments, bool is_first, int64_t n) {
     const uint8_t *codes = from;
-    if (moments != OPTIM_U8_CODE) {
-        bst_load(out, from, (bst_dtype)moments, n);
-    } else if (kind == OPTIM_OF_EXP_AVG) {
-        for (int64_t i = 0; i < n; i++) out[i] = optim_decode_first(codes[i], scale);
+    if (moments != OPTIM_U8_CODE) return opened(tile, from, (bst_dtype)moments, n);
+    if (is_first) {
+        for (int64_t i = 0; i < n; i++) tile[i] = optim_decode_first(codes[i], scale);
     } else {
-        for (int64_t i = 0; i < n; i++) out[i] = optim_decode_second(codes[i], scale);
+        for (int64_t i = 0; i < n; i++) tile[i] = optim_decode_second(codes[i], scale);
     }
+    return tile;
 }
 
 /* Codes of the tile, behind its last element too, and its scale. */
 static void store_codes(uint8_t *restrict codes, float *scale, float *restrict in, const uint32_t *restrict random,
-                        uint32_t kind, int64_t n) {
+                        bool is_first, int64_t n) {
     uint32_t most = 0;
     for (int64_t i = n; i < TILE; i++) in[i] = 0;
     for (int64_t i = 0; i < TILE; i++) {
@@ -66,63 +73,71 @@ static void store_codes(uint8_t *restrict codes, float *scale, float *restrict i
     }
     *scale = bst_float_from_bits(most);
     const float inverse = optim_inverse(*scale);
-    if (kind == OPTIM_OF_EXP_AVG) {
+    if (is_first) {
         for (int64_t i = 0; i < TILE; i++) codes[i] = (uint8_t)optim_encode_first(in[i], inverse, random[i]);
     } else {
         for (int64_t i = 0; i < TILE; i++) codes[i] = (uint8_t)optim_encode_second(in[i], inverse, random[i]);
     }
 }
 
+/* All arithmetic of a tile. */
+static void compute(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, int64_t n,
+                    const optim_step *s, const optim_coefficients *given) {
+    const optim_coefficients c = *given;
+    const float sign = s->maximize ? -c.factor : c.factor;
+    const float beta1_rest = (float)(1 - s->beta1), beta2_rest = (float)(1 - s->beta2);
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) {
+        const float gradient = sign * g[i];
+        m[i] = optim_exp_avg(m[i], gradient, beta1_rest);
+        v[i] = optim_exp_avg_sq(v[i], gradient, beta2_rest);
+        p[i] = optim_parameter(p[i], m[i], v[i], &c, true);
+    }
+}
+
+/* What opened() has opened goes back, rounded by chance where random numbers are given. */
+static void closed(void *to, const float *from, bst_dtype type, const uint32_t *random, int64_t n) {
+    if (random && type == BST_BF16)
+        store_stochastic(to, from, random, n);
+    else if (to != from)
+        bst_store(to, from, type, n);
+}
+
+static void close_moment(void *to, float *scale, float *from, const optim_item *item, bool is_first,
+                         const uint32_t *random, int64_t n) {
+    if (item->moments == OPTIM_U8_CODE)
+        store_codes(to, scale, from, random, is_first, n);
+    else
+        closed(to, from, (bst_dtype)item->moments, random, n);
+}
+
 static void update(const optim_step *s, const optim_item *item, const optim_coefficients *c, int64_t tile) {
     const optim_tensor *t = &item->tensor;
     const int64_t at = tile * TILE, n = t->count - at < TILE ? t->count - at : TILE;
-    const bool codes = item->moments == OPTIM_U8_CODE, drawn = s->stochastic && item->moments == BST_BF16;
+    const bool codes = item->moments == OPTIM_U8_CODE;
+    const bool drawn = s->stochastic && !t->master && item->type == BST_BF16;
+    const bool moments_drawn = codes || (s->stochastic && item->moments == BST_BF16);
+    const int64_t moment_at = at * (codes ? 1 : bst__dtype_size((bst_dtype)item->moments));
     const uint32_t step = (uint32_t)c->step;
-    float p[TILE], g[TILE], m[TILE], v[TILE];
+    float tiles[4][TILE];
     uint32_t random[TILE];
     void *parameter = bst_at(t->parameter, at, item->type), *gradient = bst_at(t->gradient, at, item->type);
-    /* Tables of bytes have the width of bytes. */
-    char *first = (char *)t->exp_avg + at * (codes ? 1 : bst__dtype_size((bst_dtype)item->moments));
-    char *second = (char *)t->exp_avg_sq + at * (codes ? 1 : bst__dtype_size((bst_dtype)item->moments));
-    if (t->master)
-        memcpy(p, t->master + at, (size_t)n * sizeof *p);
-    else
-        bst_load(p, parameter, item->type, n);
-    bst_load(g, gradient, item->type, n);
-    load_moment(m, first, codes ? t->exp_avg_scale[tile] : 0, item->moments, OPTIM_OF_EXP_AVG, n);
-    load_moment(v, second, codes ? t->exp_avg_sq_scale[tile] : 0, item->moments, OPTIM_OF_EXP_AVG_SQ, n);
-    const float factor = c->factor, sign = s->maximize ? -1.0f : 1.0f;
-    const float beta1_rest = (float)(1 - s->beta1), beta2_rest = (float)(1 - s->beta2);
-    if (factor != 1.0f) {
-        for (int64_t i = 0; i < n; i++) g[i] *= factor;
-        if (s->grad_scale) bst_store(gradient, g, item->type, n);
+    void *first = (char *)t->exp_avg + moment_at, *second = (char *)t->exp_avg_sq + moment_at;
+    float *p = t->master ? t->master + at : opened(tiles[0], parameter, item->type, n);
+    float *g = opened(tiles[1], gradient, item->type, n);
+    float *m = open_moment(tiles[2], first, codes ? t->exp_avg_scale[tile] : 0, item->moments, true, n);
+    float *v = open_moment(tiles[3], second, codes ? t->exp_avg_sq_scale[tile] : 0, item->moments, false, n);
+    compute(p, g, m, v, n, s, c);
+    if (s->grad_scale) {
+        for (int64_t i = 0; i < n; i++) g[i] *= c->factor;
+        closed(gradient, g, item->type, NULL, n);
     }
-    for (int64_t i = 0; i < n; i++) {
-        m[i] = optim_exp_avg(m[i], sign * g[i], beta1_rest);
-        v[i] = optim_exp_avg_sq(v[i], g[i], beta2_rest);
-        p[i] = optim_parameter(p[i], m[i], v[i], c, true);
-    }
-    if (t->master) memcpy(t->master + at, p, (size_t)n * sizeof *p);
-    if (s->stochastic && !t->master && item->type == BST_BF16) {
-        draw(random, s, item, tile, OPTIM_OF_PARAMETER, step);
-        store_stochastic(parameter, p, random, n);
-    } else {
-        bst_store(parameter, p, item->type, n);
-    }
-    if (codes || drawn) draw(random, s, item, tile, OPTIM_OF_EXP_AVG, step);
-    if (codes)
-        store_codes((uint8_t *)first, &t->exp_avg_scale[tile], m, random, OPTIM_OF_EXP_AVG, n);
-    else if (drawn)
-        store_stochastic((uint16_t *)(void *)first, m, random, n);
-    else
-        bst_store(first, m, (bst_dtype)item->moments, n);
-    if (codes || drawn) draw(random, s, item, tile, OPTIM_OF_EXP_AVG_SQ, step);
-    if (codes)
-        store_codes((uint8_t *)second, &t->exp_avg_sq_scale[tile], v, random, OPTIM_OF_EXP_AVG_SQ, n);
-    else if (drawn)
-        store_stochastic((uint16_t *)(void *)second, v, random, n);
-    else
-        bst_store(second, v, (bst_dtype)item->moments, n);
+    if (drawn) draw(random, s, item, tile, OPTIM_OF_PARAMETER, step);
+    closed(parameter, p, item->type, drawn ? random : NULL, n);
+    if (moments_drawn) draw(random, s, item, tile, OPTIM_OF_MOMENTS, step);
+    close_moment(first, codes ? &t->exp_avg_scale[tile] : NULL, m, item, true, moments_drawn ? random : NULL, n);
+    for (int64_t i = 0; moments_drawn && i < TILE; i++) random[i] = optim_exchanged(random[i]) & 0xffffu;
+    close_moment(second, codes ? &t->exp_avg_sq_scale[tile] : NULL, v, item, false, moments_drawn ? random : NULL, n);
 }
 
 void BST_CPU(bst__optim_adamw_cpu)(void *context, int64_t begin, int64_t end) {
@@ -153,8 +168,9 @@ void BST_CPU(bst__optim_squares_cpu)(void *context, int64_t begin, int64_t end) 
     float g[OPTIM_UNIT];
     for (int64_t unit = begin, n, i = tensor_of(a->first, a->list->count, begin); unit < end; unit++) {
         const void *part = part_of(a, unit, &i, &n);
-        bst_load(g, part, a->list->items[i].type, n);
-        a->partial[unit] = bst_sum_of_products(g, g, n);
+        const float *own = a->list->items[i].type == BST_F32 ? part : g;
+        if (own == g) bst_load(g, part, a->list->items[i].type, n);
+        a->partial[unit] = bst_sum_of_products(own, own, n);
     }
 }
 

@@ -5,8 +5,8 @@
 #include "ops/optim/optim.h"
 #include "ops/optim/optim_math.h"
 
-/* Elements of a unit of work, of which a thread takes some: whole blocks of moments of 8 bits, and as many as one sum of
- * squares in float32 may be of. */
+/* Elements of a unit of work, of which a thread takes some: whole blocks of moments of 8 bits, and a tile of what is
+ * turned into float32. */
 enum { OPTIM_UNIT = 2048 };
 
 typedef struct optim_cpu {

@@ -20,7 +20,7 @@ static const bst_kernel norm_kernel = {"optim.cu", "optim_norm", {"THREADS", "NO
 
 /* Elements of a block: enough that finding its tensor does not show, few enough that the last blocks end together. Of a
  * sum more, so that few partial sums are left to the one block that adds them up. */
-enum { ADAMW_THREADS = 256, ADAMW_CHUNK = 16384, SUM_THREADS = 256, SUM_CHUNK = 65536 };
+enum { ADAMW_THREADS = 256, ADAMW_CHUNK = 4096, SUM_THREADS = 256, SUM_CHUNK = 65536 };
 
 /* Blocks of a multiprocessor that registers must leave room for: accesses in flight are what counts. What is not 16
  * bits throughout has twice the registers. */

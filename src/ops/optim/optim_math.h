@@ -5,8 +5,8 @@
  *     m = m + (1 - beta1) (g - m)        v = v + (1 - beta2) (g^2 - v)
  *     p = p - (lr weight_decay p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
  *
- * where the root of 1 - beta2^t goes into lr and eps. Each of the three is rounded once after sums of small terms, which
- * is less error than torch's order of operations has. */
+ * where the root of 1 - beta2^t goes into lr and eps. Each of the three is rounded once after sums of small terms, so
+ * that its error is at most that of torch's order of operations. */
 #ifndef BST_OPTIM_MATH_H
 #define BST_OPTIM_MATH_H
 
@@ -23,6 +23,9 @@
 #define bst_reciprocal(a) (1.0f / (a))
 #define bst_bits          bst_bits_from_float
 #define bst_from_bits     bst_float_from_bits
+#define bst_abs           fabsf
+static inline float bst_max(float a, float b) { return a > b ? a : b; }
+static inline float bst_saturate(float v) { return v > 0 ? v < 1 ? v : 1.0f : 0.0f; }
 #endif
 
 /* ---- coefficients of a tensor ------------------------------------------------------------------------------------ */
@@ -73,18 +76,24 @@ OPTIM_INLINE float optim_exp_avg_sq(float v, float g, float beta2_rest) {
 /* `exact` (a constant): correctly rounded root and quotient; else each by one instruction, within 2^-22 of itself, for
  * what is rounded to 16 bits. */
 OPTIM_INLINE float optim_parameter(float p, float m, float v, const optim_coefficients *c, bool exact) {
-    const float root = exact ? bst_sqrt(v) : bst_sqrt_near(v);
-    const float quotient = exact ? bst_divide(m, root + c->eps) : m * bst_reciprocal(root + c->eps);
-    return p - bst_fma(c->step_size, quotient, c->decay * p);
+    if (exact) return p - bst_fma(c->step_size, bst_divide(m, bst_sqrt(v) + c->eps), c->decay * p);
+    /* The root of a subnormal is 0 here: with an eps of 0 the smallest other one stands for it. */
+    const float denominator = bst_max(bst_sqrt_near(v) + c->eps, 1.0842022e-19f);
+    return p - bst_fma(c->step_size, m * bst_reciprocal(denominator), c->decay * p);
 }
 
 /* ---- random numbers ---------------------------------------------------------------------------------------------- */
 
-/* What is rounded: each has numbers of its own. */
-enum { OPTIM_OF_PARAMETER, OPTIM_OF_EXP_AVG, OPTIM_OF_EXP_AVG_SQ };
+/* What is rounded. Parameters have numbers of their own, and moments: of these the second one has the first one's with
+ * their bytes exchanged, so that what counts most in one counts least in the other. */
+enum { OPTIM_OF_PARAMETER, OPTIM_OF_MOMENTS };
 
-/* Philox 4x32, of the seven rounds that its authors found to pass all tests (Salmon et al., "Parallel Random Numbers: As
- * Easy as 1, 2, 3", 2011): 128 bits of a counter and a seed, for OPTIM_EACH elements of 16 bits. The counter: which
+OPTIM_INLINE uint32_t optim_exchanged(uint32_t random) {
+    return (random & 0x00ff00ffu) << 8 | (random >> 8 & 0x00ff00ffu);
+}
+
+/* Philox 4x32, of the seven rounds that its authors found to pass all tests (Salmon et al., "Parallel Random Numbers:
+ * As Easy as 1, 2, 3", 2011): 128 bits of a counter and a seed, for OPTIM_EACH elements of 16 bits. The counter: which
  * eight elements, of which kind, of which tensor, at which step. */
 OPTIM_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number,
                                uint32_t step) {
@@ -115,48 +124,47 @@ OPTIM_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
 /* A block's scale is its largest magnitude, and codes are of powers of what it is divided by:
  *     first moment   c |c| / 127^2, c from -127 to 127        steps of 1.6 % of the largest, down to 6e-5 of it
  *     second moment  (c / 255)^4,   c from 0 to 255           its root in steps of 0.8 %, down to 1.5e-5 of it
- * Fine for large numbers, coarse for small ones, without a table. A code is drawn between its two neighbours so that the
- * mean is right: moments change by less than a step, which rounding to nearest would lose for good. A second moment
+ * Fine for large numbers, coarse for small ones, without a table. A code is drawn between the two neighbours so that
+ * the mean is right: moments change by less than a step, which rounding to nearest would lose for good. A second moment
  * that is not 0 does not become 0, for it is divided by. */
 OPTIM_INLINE float optim_decode_first(uint32_t code, float scale) {
-    const float c = (float)(int)(signed char)code * (1.0f / 127);
-    return scale * (c < 0 ? -c * c : c * c);
+    const float c = bst_from_bits(0x4b000000u | ((code ^ 0x80u) & 0xffu)) - 8388736.0f; /* 2^23 + 128 */
+    return scale * (1.0f / (127 * 127)) * (c * bst_abs(c));
 }
 OPTIM_INLINE float optim_decode_second(uint32_t code, float scale) {
-    float c = (float)code * (1.0f / 255);
-    c *= c;
-    return scale * (c * c);
+    const float c = bst_from_bits(0x4b000000u | code) - 8388608.0f, square = c * c; /* 2^23 */
+    return scale * (1.0f / (255.0f * 255 * 255 * 255)) * (square * square);
 }
 
 /* What values are multiplied with. Of a scale that is next to nothing, or no number: 0. */
 OPTIM_INLINE float optim_inverse(float scale) {
-    return scale >= 1e-37f && scale < 3e38f ? bst_divide(1.0f, scale) : 0.0f;
+    return scale >= 1e-37f && scale < 8e37f ? bst_reciprocal(scale) : 0.0f;
 }
 
-/* From 0 to 1, also of NaN. */
-OPTIM_INLINE float optim_share(float value, float inverse) {
-    const float t = value * inverse;
-    return t < 0 ? 0.0f : t <= 1 ? t : 1.0f;
-}
+/* Sixteen random bits as a number from 1 to 2. */
+OPTIM_INLINE float optim_uniform(uint32_t random16) { return bst_from_bits(0x3f800040u | random16 << 7); }
 
+/* Without conversions between integers and floating point, of which a multiprocessor has few: the integer below x >= 0
+ * is in the low bits of x - 1/2 + 2^23. It may be one too low or too high where x is next to an integer; its share of
+ * the step then is 1 or 0. */
 OPTIM_INLINE uint32_t optim_encode_first(float value, float inverse, uint32_t random16) {
-    const float t = optim_share(value < 0 ? -value : value, inverse);
-    float low = (float)(int)(bst_sqrt_near(t) * 127);
-    low = low > 126 ? 126 : low;
+    const float t = bst_saturate(bst_abs(value) * inverse);
+    const float shifted = bst_max(bst_fma(bst_sqrt_near(t), 126.999f, 8388607.5f), 8388608.0f);
+    const float low = shifted - 8388608.0f;
     /* Between low^2 and (low + 1)^2, of 127^2. */
-    const float share = (t * (127 * 127) - low * low) * bst_reciprocal(2 * low + 1);
-    const float code = low + (((float)random16 + 0.5f) * 0x1p-16f < share ? 1.0f : 0.0f);
-    return (uint32_t)(int)(value < 0 ? -code : code) & 0xffu;
+    const float above = bst_fma(t, 127 * 127, -low * low), step = 2 * low + 1;
+    const uint32_t code = (bst_bits(shifted) & 0x7fu) + ((optim_uniform(random16) - 1) * step < above ? 1u : 0u);
+    return (value < 0 ? 0u - code : code) & 0xffu;
 }
 OPTIM_INLINE uint32_t optim_encode_second(float value, float inverse, uint32_t random16) {
-    const float t = optim_share(value, inverse);
-    float low = (float)(int)(bst_sqrt_near(bst_sqrt_near(t)) * 255);
-    low = low > 254 ? 254 : low;
-    const float high = low + 1, low2 = low * low, high2 = high * high;
+    const float t = bst_saturate(value * inverse);
+    const float shifted = bst_max(bst_fma(bst_sqrt_near(bst_sqrt_near(t)), 254.999f, 8388607.5f), 8388608.0f);
+    const float low = shifted - 8388608.0f;
     /* high^4 - low^4 = (high^2 + low^2) (high + low) */
-    const float share = (t * (255.0f * 255 * 255 * 255) - low2 * low2) * bst_reciprocal((high2 + low2) * (high + low));
-    const float code = low + (((float)random16 + 0.5f) * 0x1p-16f < share ? 1.0f : 0.0f);
-    return (uint32_t)(code < 1 && t > 0 ? 1.0f : code);
+    const float square = low * low, ends = 2 * low + 1, step = (square + (square + ends)) * ends;
+    const float above = bst_fma(t, 255.0f * 255 * 255 * 255, -square * square);
+    const uint32_t code = (bst_bits(shifted) & 0xffu) + ((optim_uniform(random16) - 1) * step < above ? 1u : 0u);
+    return code == 0 && t > 0 ? 1u : code;
 }
 
 #endif
