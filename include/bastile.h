@@ -460,8 +460,8 @@ typedef struct bst_adamw_options {
     size_t size; /* sizeof(bst_adamw_options) */
     int maximize;
     /* Not 0: what is bfloat16, parameters without a master and moments, is rounded up or down by chance, so that the
-     * mean is right. The random numbers are a function of the seed, the step, the tensor's number, first_number plus its
-     * place, and the element. Moments of uint8 are always rounded so. */
+     * mean is right. The random numbers are a function of the seed, the step, the tensor's number, which is its place
+     * plus first_number, and the element. Moments of uint8 are always rounded so. */
     int stochastic;
     uint64_t seed;
     int64_t first_number;

@@ -14,8 +14,8 @@ typedef struct bst_torch_tensor_opaque *bst_torch_tensor;
 typedef struct bst_torch_library_opaque *bst_torch_library;
 typedef struct bst_torch_list_opaque *bst_torch_list;
 /* An operator's argument or result in 64 bits: a tensor's handle (owned by whoever receives it), a list's handle (owned
- * likewise, and so are the values in it), an integer, the bits of a double, a bool, or for `T?` a pointer to such a value
- * (NULL: None; owned by the receiver too). */
+ * likewise, and so are the values in it), an integer, the bits of a double, a bool, or for `T?` a pointer to such a
+ * value (NULL: None; owned by the receiver too). */
 typedef uint64_t bst_torch_value;
 typedef void (*bst_torch_kernel)(bst_torch_value *stack, uint64_t inputs, uint64_t outputs);
 

@@ -208,7 +208,8 @@ def test_moments_of_8_bits_are_unbiased(device):
         again.step()
     got = decoded(again.state[p], "exp_avg_sq", p).view(-1, 256)[:, 100:200].mean()
     want = (g * g * 0.5).view(-1, 256)[:, 100:200].double().mean() * 0.99**steps
-    assert start > 0 and abs(got / want - 1) < 0.05
+    assert start > 0
+    assert abs(got / want - 1) < 0.05
 
 
 @each_device
@@ -345,7 +346,8 @@ def test_moments_change_their_type_when_loaded():
     for p, q in zip(those, back.param_groups[0]["params"], strict=True):
         for name, share in (("exp_avg", 0.01), ("exp_avg_sq", 0.02)):
             want, got = first.state[p][name], back.state[q][name]
-            assert got.dtype is F32 and got.shape == p.shape
+            assert got.dtype is F32
+            assert got.shape == p.shape
             assert p.numel() == 0 or (got - want).abs().max() <= share * want.abs().max()
 
 
@@ -353,7 +355,8 @@ def test_codes_and_their_inverse():
     values = torch.cat([torch.zeros(256), torch.linspace(-1, 1, 500)])
     for name, those in (("exp_avg", values), ("exp_avg_sq", values.abs())):
         codes, scale = encode(name, those)
-        assert codes.shape == (3, 256) and scale[0] == 0
+        assert codes.shape == (3, 256)
+        assert scale[0] == 0
         back = decode(name, codes, scale, len(those))
         assert (back - those).abs().max() < 0.009
         again, _ = encode(name, back)
@@ -434,7 +437,7 @@ def test_what_is_refused():
         AdamW([p]).add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "amsgrad": True})
     double = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     double.grad = torch.ones_like(double)
-    with pytest.raises(TypeError, match="is torch.float64 on cpu"):
+    with pytest.raises(TypeError, match=r"is torch\.float64 on cpu"):
         AdamW([double]).step()
     with pytest.raises(RuntimeError, match="lists of 1 and of 0 tensors"):
         adamw_(AdamWLists([p], [], [p], [p], [p], [], [], []), lr=1, betas=(0, 0), eps=0, weight_decay=0)
@@ -474,7 +477,8 @@ def test_clipping_is_torchs(device, dtype):
         before = [p.grad.clone() for p in those]
         norm = clip_grad_norm_(those, max_norm)
         want = torch.nn.utils.clip_grad_norm_(doubles, max_norm)
-        assert norm.dtype is F32 and abs(norm.item() / want.item() - 1) < 1e-6
+        assert norm.dtype is F32
+        assert abs(norm.item() / want.item() - 1) < 1e-6
         for p, q, g in zip(those, doubles, before, strict=True):
             if max_norm > 1:
                 assert_same_bits(p.grad, g)
@@ -536,7 +540,8 @@ def test_other_norms_and_gradients_are_torchs():
     p.grad = torch.tensor([math.nan, 1.0])
     with pytest.raises(RuntimeError, match="is non-finite, so it cannot be clipped"):
         clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
-    assert math.isnan(clip_grad_norm_(p, 1.0)) and p.grad.isnan().all()
+    assert math.isnan(clip_grad_norm_(p, 1.0))
+    assert p.grad.isnan().all()
 
 
 @each_device

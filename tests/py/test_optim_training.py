@@ -1,4 +1,4 @@
-"""bastile.optim in training: Transformers' Trainer, data parallel, sharded, and what rounding does to a run's losses."""
+"""bastile.optim in training: Transformers' Trainer, data parallel, sharded, and what rounding does to losses."""
 
 import copy
 import math
@@ -92,7 +92,8 @@ def test_trainer(tmp_path: Path) -> None:
 def test_another_optimiser_is_clipped_as_before(tmp_path: Path) -> None:
     _, want = trained(tmp_path)
     _, watch = trained(tmp_path, in_step=True)
-    assert watch.logged == want.logged and watch.largest == want.largest
+    assert watch.logged == want.logged
+    assert watch.largest == want.largest
 
 
 @pytest.mark.parametrize("kind", _OPTIMIZERS)
@@ -152,7 +153,8 @@ def sharded(rank: int, rendezvous: str) -> None:
             run(**batch).loss.backward()
             if given:
                 norm = clip_grad_norm_(model.parameters(), 0.1, optimizer=optimizer)
-                assert norm.shape == () and math.isfinite(norm)
+                assert norm.shape == ()
+                assert math.isfinite(norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=how != "replicas")
         full = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
@@ -160,7 +162,8 @@ def sharded(rank: int, rendezvous: str) -> None:
             near = 2e-3 if "8 bits" in how else 2e-5
             torch.testing.assert_close(got, wanted, rtol=0, atol=near)
         state = optimizer.state[next(iter(model.parameters()))]
-        assert type(state["step"]) is torch.Tensor and float(state["step"]) == 2
+        assert type(state["step"]) is torch.Tensor
+        assert float(state["step"]) == 2
     distributed.destroy_process_group()
 
 

@@ -142,7 +142,7 @@ class AdamW(torch.optim.AdamW):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step with the gradients that are there. closure: evaluates the model again and returns the loss."""
         loss = None
         if closure is not None:

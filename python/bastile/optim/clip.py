@@ -95,7 +95,7 @@ def total_norm(
     if not gradients:
         return torch.zeros(()), torch.ones(())
     device = gradients[0].device
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[Any, list[Any]] = {}
     for g in gradients:
         groups.setdefault((g.device, getattr(g, "device_mesh", None), getattr(g, "placements", None)), []).append(g)
     squares = []

@@ -25,9 +25,7 @@ def kind_of(moments: torch.dtype | str | None) -> torch.dtype | str | None:
         return moments
     if isinstance(moments, str) and moments in _NAMES:
         return _NAMES[moments]
-    raise ValueError(
-        f'AdamW: moments is {moments!r}; torch.float32, torch.bfloat16, "8bit" or None, each parameter\'s type, is needed'
-    )
+    raise ValueError(f'AdamW: moments is {moments!r}; torch.float32, torch.bfloat16, "8bit" or None is needed')
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -265,7 +265,7 @@ _QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
 
-_HYPER = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+_HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
 
 
 def _of_some(step: Function) -> Function:
@@ -281,7 +281,11 @@ def _of_some(step: Function) -> Function:
 def _our_step() -> Function:
     from bastile.ops.optim import AdamWLists, adamw_
 
-    return _of_some(lambda *lists: adamw_(AdamWLists(*lists, [], [], []), betas=(0.9, 0.999), **_HYPER))
+    def step(parameter, gradient, exp_avg, exp_avg_sq, steps):
+        lists = AdamWLists(parameter, gradient, exp_avg, exp_avg_sq, steps, [], [], [])
+        adamw_(lists, betas=(0.9, 0.999), **_HYPER)
+
+    return _of_some(step)
 
 
 def _torchs_step() -> Function:
