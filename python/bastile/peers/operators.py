@@ -306,7 +306,7 @@ def _our_norm() -> Function:
 
 
 _BASTILE |= {"adamw": _our_step, "grad_norm": _our_norm}
-_HF |= {
+_OF_TRAINER: dict[str, Builder] = {
     "adamw": _torchs_step,
     "grad_norm": lambda: lambda gradient: torch.nn.utils.get_total_norm(list(gradient.unbind())),
 }
@@ -331,7 +331,7 @@ PEERS = {
         "where one of them fuses a sequence: that, of its others", "#8fcfae", _sequences(_BASTILE), "Bastile, unfused"
     ),
     "torch": Peer("PyTorch's own functions, on tensors of their own type", "#888888", _TORCH, "torch"),
-    "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF, "Hugging Face code"),
+    "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF | _OF_TRAINER, "Hugging Face code"),
     "hf-eager": Peer("of experts, its loop over them", "#cccccc", {"moe_experts": _hf_experts("eager")}),
     "hf-batched": Peer("of experts, its batched_mm", "#dddddd", {"moe_experts": _hf_experts("batched_mm")}),
     "compile": Peer("torch.compile of the code that is replaced", "#e0a030", _compiled(_HF), "that, compiled"),
