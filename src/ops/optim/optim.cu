@@ -9,7 +9,7 @@
  * optim_scale    gradients times the coefficient, in place; nothing where that is 1. Bytes: 4 or 8 an element.
  *
  * Macros: TABLE tensors in the arguments; CHUNK elements of a block, THREADS of it; TYPE of parameters and gradients,
- * MOMENTS (codes of dtype.h, or OPTIM_U8_CODE); MASTER: whether the parameter lies in float32 beside; STOCHASTIC
+ * MOMENTS (codes of dtype.h); MASTER: whether the parameter lies in float32 beside; STOCHASTIC
  * rounding of what is bfloat16; MAXIMIZE; KEEP: gradients are written back as they were used. */
 #include "pack.cuh"
 #include "reduce.cuh"

@@ -9,7 +9,7 @@
 typedef struct optim_item {
     optim_tensor tensor;
     bst_dtype type;
-    int moments; /* a code of dtype.h, or OPTIM_U8_CODE */
+    int moments; /* a code of dtype.h: that of uint8 too */
     float *step;
 } optim_item;
 

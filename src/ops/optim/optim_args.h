@@ -17,8 +17,8 @@
 #define OPTIM_EACH        8
 #define OPTIM_COEFFICIENT 8
 
-/* A code beside those of dtype.h: moments of 8 bits. */
-#define OPTIM_U8_CODE 5
+/* Moments of 8 bits, among the codes of dtype.h. */
+#define OPTIM_U8_CODE BST_U8_CODE
 
 /* Tensors of a table: those that 4 KiB of arguments hold, all that every driver takes, or 32,764 bytes, from CUDA 12.1
  * on. OPTIM_STEPS, OPTIM_GRADIENTS and OPTIM_WIDE_GRADIENTS: of the tables that hold less of each. */
