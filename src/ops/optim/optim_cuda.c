@@ -26,9 +26,8 @@ enum { ADAMW_CHUNK = 8192, SUM_THREADS = 256, SUM_CHUNK = 65536 };
 
 /* Threads of a block, and blocks of a multiprocessor that registers must leave room for: accesses in flight are what
  * counts. What is not 16 bits throughout has twice the registers. Moments of 8 bits want threads above all,
- * for the time
- * goes into their codes: blocks of 4096 in 36.0 ms by 12 of 128 threads, which spills on other chips, in 40.7 by 4 of
- * 256, in 46.1 by 3. */
+ * for the time goes into their codes: blocks of 4096 in 36.0 ms by 12 of 128 threads, which spills on other chips, in
+ * 40.7 by 4 of 256, in 46.1 by 3. */
 static void occupancy(const optim_item *item, bool stochastic, int64_t *threads, int64_t *blocks) {
     const bool wide = item->type == BST_F32 || item->moments == BST_F32 || item->tensor.master;
     const bool codes = item->moments == OPTIM_U8_CODE;
