@@ -95,7 +95,10 @@ def page() -> str:
     logging.getLogger("griffe").setLevel(logging.ERROR)
     package = griffe.load("bastile", search_paths=[ROOT / "python"])
     operators = package["ops"]
-    modules = [package] + [m for name, m in sorted(operators.modules.items()) if not name.startswith("_")]
+    # The package's optim is made of the operators': its page speaks of both.
+    modules = [package, package["optim"]] + [
+        m for name, m in sorted(operators.modules.items()) if not name.startswith("_")
+    ]
     out = [BEGIN]
     for module in modules:
         things = public(module)

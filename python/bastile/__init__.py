@@ -4,7 +4,7 @@ import bastile
 bastile.apply()  # every model of this process, built before or after
 """
 
-from bastile import ops
+from bastile import ops, optim
 from bastile._library import version
 from bastile.autotune import clear_autotune_cache, set_autotune
 from bastile.patching import apply, apply_to_model, get_patched_ops, reset
@@ -21,6 +21,7 @@ __all__ = [
     "clear_autotune_cache",
     "get_patched_ops",
     "ops",
+    "optim",
     "report",
     "reset",
     "set_autotune",

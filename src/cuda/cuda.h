@@ -35,6 +35,7 @@ typedef struct bst_chip {
     int processors;    /* multiprocessors */
     int shared_memory; /* bytes a block may use */
     int64_t l2;        /* bytes */
+    int arguments;     /* bytes that a kernel's arguments may take: of the driver */
 } bst_chip;
 
 /* The chip behind a device index; opens the driver at the first call. */

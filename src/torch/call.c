@@ -1,6 +1,7 @@
 /* call.c - see call.h. */
 #include "torch/call.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 bst_torch_api bst__torch;
@@ -137,7 +138,8 @@ void bst__call_begin(bst_call *call) {
                             .parallel_for = parallel_for,
                             .gemm = gemm};
     call->status = BST_OK;
-    call->tensors = call->workspaces = 0;
+    call->tensors = call->workspaces = call->lists = 0;
+    call->device_type = -1;
 }
 
 /* The first failure is the one that is told. */
@@ -145,11 +147,8 @@ static void fail(bst_call *call, const char *doing) {
     if (call->status == BST_OK) call->status = torch_error(doing);
 }
 
-/* Takes a handle over, and describes it. */
-static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
-    int slot = call->tensors++;
-    call->handle[slot] = handle;
-    DLTensor *t = &call->tensor[slot];
+/* Where the first tensor lies, the call runs. */
+static void describe(bst_call *call, bst_torch_tensor handle, DLTensor *t) {
     *t = (DLTensor){0};
     int64_t dims = 0;
     int32_t dtype = -1, type = -1, index = 0;
@@ -161,13 +160,62 @@ static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
     t->ndim = t->shape ? (int32_t)dims : 0;
     t->dtype = dl_type(dtype);
     t->device = dl_device(type, index);
-    if (slot == 0) {
-        call->device_type = type;
-        call->device_index = index;
-        if (t->device.device_type == kDLCUDA && bst__torch.aoti_torch_get_current_cuda_stream)
-            bst__torch.aoti_torch_get_current_cuda_stream(index, &call->exec.stream);
+    if (call->device_type >= 0) return;
+    call->device_type = type;
+    call->device_index = index;
+    if (t->device.device_type == kDLCUDA && bst__torch.aoti_torch_get_current_cuda_stream)
+        bst__torch.aoti_torch_get_current_cuda_stream(index, &call->exec.stream);
+}
+
+/* Takes a handle over, and describes it. */
+static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
+    int slot = call->tensors++;
+    call->handle[slot] = handle;
+    describe(call, handle, &call->tensor[slot]);
+    return &call->tensor[slot];
+}
+
+DLTensor *const *bst__call_list(bst_call *call, bst_torch_value value, int64_t *count) {
+    bst_torch_list handle = (bst_torch_list)(uintptr_t)value;
+    bst_call_list *list = &call->list[call->lists++];
+    size_t length = 0;
+    if (bst__torch.torch_list_size(handle, &length)) fail(call, "reading a list");
+    /* One more of each, so that none is of no bytes. */
+    *list = (bst_call_list){.tensor = calloc(length + 1, sizeof *list->tensor),
+                            .pointer = calloc(length + 1, sizeof *list->pointer),
+                            .handle = calloc(length + 1, sizeof *list->handle)};
+    bool memory = list->tensor && list->pointer && list->handle;
+    if (!memory && call->status == BST_OK)
+        call->status = bst__error(BST_NO_MEMORY, "a list of %zu tensors could not be allocated", length);
+    for (size_t i = 0; i < length; i++) {
+        bst_torch_value item;
+        if (bst__torch.torch_list_get_item(handle, i, &item)) {
+            fail(call, "reading a list");
+            break;
+        }
+        bst_torch_tensor tensor = (bst_torch_tensor)(uintptr_t)item;
+        if (!memory) {
+            bst__torch.aoti_torch_delete_tensor_object(tensor);
+            continue;
+        }
+        list->handle[i] = tensor;
+        list->pointer[i] = &list->tensor[i];
+        describe(call, tensor, &list->tensor[i]);
+        list->count++;
     }
-    return t;
+    bst__torch.torch_delete_list(handle);
+    *count = list->count;
+    return list->count ? list->pointer : NULL;
+}
+
+static void free_lists(bst_call *call) {
+    for (int i = 0; i < call->lists; i++) {
+        const bst_call_list *list = &call->list[i];
+        for (int64_t k = 0; k < list->count; k++) bst__torch.aoti_torch_delete_tensor_object(list->handle[k]);
+        free(list->tensor);
+        free(list->pointer);
+        free(list->handle);
+    }
 }
 
 DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value) {
@@ -276,6 +324,7 @@ void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor
     for (int i = 0; i < call->workspaces; i++) bst__torch.aoti_torch_delete_tensor_object(call->workspace[i].handle);
     for (int i = 0; i < call->tensors; i++)
         if (call->handle[i]) bst__torch.aoti_torch_delete_tensor_object(call->handle[i]);
+    free_lists(call);
     if (call->status == BST_OK) return;
     char message[1100];
     message[0] = 0;

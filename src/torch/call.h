@@ -10,19 +10,27 @@
 #include "core/core.h"
 #include "torch/torch_api.h"
 
-enum { BST_CALL_TENSORS = 24, BST_CALL_WORKSPACES = 12 };
+enum { BST_CALL_TENSORS = 24, BST_CALL_WORKSPACES = 12, BST_CALL_LISTS = 8 };
+
+/* A list of tensors, of any length. */
+typedef struct bst_call_list {
+    int64_t count;
+    DLTensor *tensor, **pointer; /* pointer[i] = &tensor[i], as functions take lists */
+    bst_torch_tensor *handle;
+} bst_call_list;
 
 typedef struct bst_call {
     bst_exec exec;
     bst_status status;
     int32_t device_type, device_index; /* PyTorch's numbers, of the first tensor */
-    int tensors, workspaces;
+    int tensors, workspaces, lists;
     bst_torch_tensor handle[BST_CALL_TENSORS];
     DLTensor tensor[BST_CALL_TENSORS];
     struct {
         void *memory;
         bst_torch_tensor handle;
     } workspace[BST_CALL_WORKSPACES];
+    bst_call_list list[BST_CALL_LISTS];
 } bst_call;
 
 void bst__call_begin(bst_call *call);
@@ -39,6 +47,8 @@ DLTensor *bst__call_optional(bst_call *call, bst_torch_value value);
 DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor);
 /* The same where its strides do not fold into rows. */
 DLTensor *bst__call_rows(bst_call *call, DLTensor *tensor);
+/* A list of tensors, each as it is: pointers to them, NULL where there are none; its length in *count. */
+DLTensor *const *bst__call_list(bst_call *call, bst_torch_value value, int64_t *count);
 double bst__call_double(bst_torch_value value);
 /* A new tensor, contiguous or with the given strides, on the call's device. NULL after a failure. */
 DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype);

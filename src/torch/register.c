@@ -6,6 +6,7 @@
 #include "bastile/torch.h"
 #include "torch/bind.h"
 #include "torch/call.h"
+#include "torch/lists.h"
 
 static bst_status look_up(void *library, const char *path) {
 #define LOOK_UP(type, name, arguments) *(void **)&bst__torch.name = dlsym(library, #name);
@@ -52,7 +53,8 @@ static bst_status register_all(const char *folder) {
         bst__torch.aoti_torch_library_init_impl("bastile", "CPU", __FILE__, __LINE__, &cpu) ||
         bst__torch.aoti_torch_library_init_impl("bastile", "CUDA", __FILE__, __LINE__, &cuda))
         return bst__error(BST_HOST, "torch: the operator namespace 'bastile' could not be opened");
-    return bst__torch_bind_all(fragment, cpu, cuda);
+    BST_TRY(bst__torch_bind_all(fragment, cpu, cuda));
+    return bst__torch_bind_lists(fragment, cpu, cuda);
 }
 
 bst_status bst_torch_register(const char *folder) {

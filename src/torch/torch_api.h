@@ -12,8 +12,10 @@
 
 typedef struct bst_torch_tensor_opaque *bst_torch_tensor;
 typedef struct bst_torch_library_opaque *bst_torch_library;
-/* An operator's argument or result in 64 bits: a tensor's handle (owned by whoever receives it), an integer, the bits
- * of a double, a bool, or for `T?` a pointer to such a value (NULL: None; owned by the receiver too). */
+typedef struct bst_torch_list_opaque *bst_torch_list;
+/* An operator's argument or result in 64 bits: a tensor's handle (owned by whoever receives it), a list's handle (owned
+ * likewise, and so are the values in it), an integer, the bits of a double, a bool, or for `T?` a pointer to such a
+ * value (NULL: None; owned by the receiver too). */
 typedef uint64_t bst_torch_value;
 typedef void (*bst_torch_kernel)(bst_torch_value *stack, uint64_t inputs, uint64_t outputs);
 
@@ -39,6 +41,9 @@ typedef void (*bst_torch_kernel)(bst_torch_value *stack, uint64_t inputs, uint64
     X(int32_t, aoti_torch_copy_, (bst_torch_tensor, bst_torch_tensor, int32_t))                                    \
     X(int32_t, aoti_torch_cpu_addmm_out,                                                                           \
       (bst_torch_tensor, bst_torch_tensor, bst_torch_tensor, bst_torch_tensor, double, double))                    \
+    X(int32_t, torch_list_size, (bst_torch_list, size_t *))                                                        \
+    X(int32_t, torch_list_get_item, (bst_torch_list, size_t, bst_torch_value *))                                   \
+    X(int32_t, torch_delete_list, (bst_torch_list)) /* not what is in it */                                        \
     X(int32_t, torch_parallel_for, (int64_t, int64_t, int64_t, void (*)(int64_t, int64_t, void *), void *))        \
     X(int32_t, aoti_torch_device_type_cpu, (void))                                                                 \
     X(int32_t, aoti_torch_device_type_cuda, (void))                                                                \

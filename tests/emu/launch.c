@@ -35,9 +35,9 @@ static bst_status check(const char *op, const bst_launch *l, const bst_chip *chi
         return bst__error(BST_CUDA, "%s: kernel %s with clusters of %u in a grid of %u; at most %d, dividing the grid",
                           op, entry, cluster, l->grid_x, EMU_MOST_CLUSTER);
     }
-    if (argument_bytes > 4096) {
-        return bst__error(BST_CUDA, "%s: kernel %s with %zu bytes of arguments; at most 4096", op, entry,
-                          argument_bytes);
+    if (argument_bytes > (size_t)chip->arguments) {
+        return bst__error(BST_CUDA, "%s: kernel %s with %zu bytes of arguments; at most %d", op, entry, argument_bytes,
+                          chip->arguments);
     }
     return BST_OK;
 }

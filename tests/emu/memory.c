@@ -8,12 +8,12 @@
 /* "CUDA C++ Programming Guide: Technical Specifications per Compute Capability", shared memory per block. Four
  * processors, so that a kernel that sizes its grid by them goes round its loop on small inputs. */
 static const bst_chip chips[] = {
-    {.arch = 80, .processors = 4, .shared_memory = 163 * 1024, .l2 = 50 << 20},
-    {.arch = 86, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20},
-    {.arch = 89, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20},
-    {.arch = 90, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20},
-    {.arch = 100, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20},
-    {.arch = 120, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20},
+    {.arch = 80, .processors = 4, .shared_memory = 163 * 1024, .l2 = 50 << 20, .arguments = 32764},
+    {.arch = 86, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20, .arguments = 32764},
+    {.arch = 89, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20, .arguments = 32764},
+    {.arch = 90, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20, .arguments = 32764},
+    {.arch = 100, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20, .arguments = 32764},
+    {.arch = 120, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20, .arguments = 32764},
 };
 
 bst_status bst__cuda_chip(const char *op, int device, bst_chip *out) {

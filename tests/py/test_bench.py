@@ -36,6 +36,8 @@ TINY = {
     "fused_linear_cross_entropy": (6, 32, 101),
     "moe_experts": (6, 32, 16, 4, 2),
     "swiglu_experts": (6, 32, 16, 4, 2),
+    "adamw": (3, 40),
+    "grad_norm": (3, 40),
 }
 on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -86,6 +88,8 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
         ("cross_entropy", (1024, 128256), True): 122.7,
         ("cross_entropy", (4096, 151936), True): 581.6,
         ("cross_entropy", (4096, 32000), True): 122.5,
+        ("adamw", (8, 4096 * 12288), False): 1317,
+        ("grad_norm", (8, 4096 * 12288), False): 188.2,
     }
     seen = set()
     for case in LIMITS:
@@ -112,7 +116,7 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_measured_and_agrees_with_what_it_replaces(op: str, dtype: str) -> None:
     contenders = ("bastile", "unfused", "torch", "hf", "hf-eager", "hf-batched")
-    result = measure(Case(op, TINY[op]), contenders, dtype)
+    result = measure(Case(op, TINY[op], backward=bool(OPERATORS[op].leaves)), contenders, dtype)
     assert [row["name"] for row in result["rows"]] == [name for name in contenders if op in PEERS[name]]
     for row in result["rows"]:
         assert "note" not in row, row
@@ -142,7 +146,8 @@ def test_torch_compile_traces_the_code_whole(op: str, monkeypatch: pytest.Monkey
     if op.endswith("_experts") and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("Transformers' own grouped_mm for CPUs, all that is traced here, can be from 5.23 on")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    result = measure(Case(op, TINY[op]), ("hf", "compile", "compile-torch"))
+    case = Case(op, TINY[op], backward=bool(OPERATORS[op].leaves))
+    result = measure(case, ("hf", "compile", "compile-torch"))
     assert [row["name"] for row in result["rows"] if "seconds" in row] == [
         name for name in ("hf", "compile", "compile-torch") if op in PEERS[name]
     ], result

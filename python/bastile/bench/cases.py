@@ -8,6 +8,7 @@ Shapes, by operator:
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
     moe_experts, swiglu_experts  (tokens, hidden size, size between the products, experts, experts of a token)
+    adamw, grad_norm             (tensors, elements of each)
 """
 
 from __future__ import annotations
@@ -99,6 +100,9 @@ LIMITS = (
     Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
     _experts(8192, 2048, 768, 128, 8, limit=1.15),  # Qwen3-30B-A3B's
     _experts(8192, 4096, 14336, 8, 2, limit=1.05),  # Mixtral-8x7B's
+    # As much as eight of Qwen3-8B's matrices; a step of all is to take 30 ms, the norm of its gradients 4 more.
+    Case("adamw", (8, 4096 * 12288), backward=False, needs=_within(26.8, 30, peers={"hf": 30 / 42.2})),
+    Case("grad_norm", (8, 4096 * 12288), backward=False, needs=_within(3.83, 4)),
 )
 
 
@@ -110,6 +114,7 @@ _CPU_MLP = {
     "bf16": Need(peers=_FUSED, memory_of=("unfused", 1.0)),
     "fp32": Need(memory_of=("unfused", 1.0)),
 }
+_CPU_OPTIMISER = {"bf16": Need(peers={"hf": 1.0})}  # in float32 the memory decides
 _CPU_LOSS = {t: Need(peers={"hf": 1.0}) for t in ("bf16", "fp32")}
 _CPU_EXPERTS = {t: Need(peers={"hf": 1.0, "hf-eager": 1.0}, memory_of=("hf", 1.0)) for t in ("bf16", "fp32")}
 _CPU_LEAN_LOSS = {t: Need(peers={"hf": 1.0}, memory_of=("hf", 0.25)) for t in ("bf16", "fp32")}
@@ -128,6 +133,8 @@ SMALL = (
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
     Case("moe_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
     Case("swiglu_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
+    Case("adamw", (28, 1 << 18), backward=False, needs=_CPU_OPTIMISER),
+    Case("grad_norm", (28, 1 << 18), backward=False),  # by the memory's speed, as torch's
 )
 
 # One row: the kernels take microseconds, so that what is left is the host's work.

@@ -154,6 +154,17 @@ def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], t
     return run
 
 
+# ---- the optimiser ---------------------------------------------------------------------------------------------------
+
+
+def _adamw_inputs(case: Case, random: Random) -> Tensors:
+    """After some steps of it."""
+    found = _rows("parameter", "gradient", "exp_avg", "exp_avg_sq")(case, random)
+    found["exp_avg_sq"].square_()
+    steps = torch.full((case.shape[0],), 9.0, device=found["parameter"].device)
+    return {**found, "steps": steps}
+
+
 OPERATORS = {
     "rms_norm": Operator(
         _norm_inputs,
@@ -232,5 +243,19 @@ OPERATORS = {
         model="as moe_experts",
         size=lambda case: math.prod(case.shape[:3]) * case.shape[4],
         products=moe.products,
+    ),
+    "adamw": Operator(
+        _adamw_inputs,
+        arguments=("parameter", "gradient", "exp_avg", "exp_avg_sq", "steps"),
+        leaves=(),
+        times=(7, 7),
+        model="parameter and both moments read and written, gradient read",
+    ),
+    "grad_norm": Operator(
+        _rows("gradient"),
+        arguments=("gradient",),
+        leaves=(),
+        times=(1, 1),
+        model="gradients read",
     ),
 }

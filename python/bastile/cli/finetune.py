@@ -32,6 +32,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add(length, "--epochs")
     add(parser, "--accumulate", "--schedule", "--lr-warmup", "--weight-decay", "--max-grad-norm", "--bf16")
+    add(parser, "--optimizer")
     add(parser, "--checkpointing", "--lora", "--lora-alpha", "--load-in-4bit")
     add(parser, "--no-baseline", "--save-every", "--resume", "--save")
     add_operators(parser)

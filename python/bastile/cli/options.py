@@ -97,6 +97,16 @@ OPTIONS: dict[str, _Option] = {
         {"dest": "warmup", "type": int},
     ),
     "--weight-decay": _Option("X", "AdamW's (default: {shown})", more={"default": 0.0}),
+    "--optimizer": _Option(
+        None,
+        "AdamW of the Bastile run: torch's, or bastile.optim's, with stochastic rounding of bfloat16, or moments of 8 "
+        "bits; the stock run has torch's (default: {shown})",
+        more={
+            "action": "store",
+            "choices": ["torch", "bastile", "bastile-stochastic", "bastile-8bit"],
+            "default": "torch",
+        },
+    ),
     "--max-grad-norm": _Option("X", "clip gradients to this norm (default: {shown})", more={"default": 1.0}),
     "--bf16": _Option(None, "float32 weights, products in bfloat16 (autocast): mixed precision"),
     "--lora": _Option(

@@ -129,7 +129,16 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     patched = bastile.apply(model_types=[model.config.model_type], **left_out) if plan["name"] == "bastile" else []
     if plan["lora"]:
         model = _with_adapters(model, plan)
-    trainer = _Trainer(model=model, args=arguments, train_dataset=Examples.load(plan["examples"]), data_collator=batch)
+    optimizer = _optimizer(plan, arguments)
+    trainer = _Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Examples.load(plan["examples"]),
+        data_collator=batch,
+        optimizer_cls_and_kwargs=optimizer,
+    )
+    if optimizer:
+        bastile.optim.clip_in_step(trainer)
     watch = _Watch(trainer, report, wait, plan["turn"])
     trainer.add_callback(watch)
     memory_before = _memory_now(device)
@@ -179,6 +188,23 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
         disable_tqdm=True,
         report_to="none",
     )
+
+
+#: What --optimizer asks of bastile.optim.AdamW.
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "bastile": {},
+    "bastile-stochastic": {"rounding": "stochastic"},
+    "bastile-8bit": {"moments": "8bit"},
+}
+
+
+def _optimizer(plan: dict[str, Any], arguments: TrainingArguments) -> tuple[type, dict[str, Any]] | None:
+    """None: the trainer's own."""
+    if plan["name"] != "bastile" or plan["optimizer"] == "torch":
+        return None
+    betas = (arguments.adam_beta1, arguments.adam_beta2)
+    options = {"lr": arguments.learning_rate, "betas": betas, "eps": arguments.adam_epsilon, "seed": plan["seed"]}
+    return bastile.optim.AdamW, options | _OPTIMIZERS[plan["optimizer"]]
 
 
 def _build_model(plan: dict[str, Any]) -> Any:

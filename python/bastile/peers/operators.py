@@ -285,6 +285,55 @@ _QUACK: dict[str, Builder] = {
 _QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
 
 
+# ---- the optimiser ---------------------------------------------------------------------------------------------------
+
+_HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
+
+
+def _of_some(step: Function) -> Function:
+    """A step on lists of tensors, from one tensor of each kind; of what it writes, a part to compare."""
+
+    def run(parameter, gradient, exp_avg, exp_avg_sq, steps):
+        step(*(list(t.unbind()) for t in (parameter, gradient, exp_avg, exp_avg_sq, steps)))
+        return parameter[:, :1024].clone()
+
+    return run
+
+
+def _our_step() -> Function:
+    from bastile.ops.optim import AdamWLists, adamw_
+
+    def step(parameter, gradient, exp_avg, exp_avg_sq, steps):
+        lists = AdamWLists(parameter, gradient, exp_avg, exp_avg_sq, steps, [], [], [])
+        adamw_(lists, betas=(0.9, 0.999), **_HYPER)
+
+    return _of_some(step)
+
+
+def _torchs_step() -> Function:
+    """What AdamW(fused=True), Trainer's choice, calls."""
+
+    def step(parameter, gradient, exp_avg, exp_avg_sq, steps):
+        torch._foreach_add_(steps, 1)
+        options = {"beta1": 0.9, "beta2": 0.999, "amsgrad": False, "maximize": False, **_HYPER}
+        torch._fused_adamw_(parameter, gradient, exp_avg, exp_avg_sq, [], steps, **options)
+
+    return _of_some(step)
+
+
+def _our_norm() -> Function:
+    from bastile.ops.optim import grad_norm
+
+    return lambda gradient: grad_norm(list(gradient.unbind()))[0]
+
+
+_BASTILE |= {"adamw": _our_step, "grad_norm": _our_norm}
+_OF_TRAINER: dict[str, Builder] = {
+    "adamw": _torchs_step,
+    "grad_norm": lambda: lambda gradient: torch.nn.utils.get_total_norm(list(gradient.unbind())),
+}
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +353,7 @@ PEERS = {
         "where one of them fuses a sequence: that, of its others", "#8fcfae", _sequences(_BASTILE), "Bastile, unfused"
     ),
     "torch": Peer("PyTorch's own functions, on tensors of their own type", "#888888", _TORCH, "torch"),
-    "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF, "Hugging Face code"),
+    "hf": Peer("the code of Transformers that Bastile replaces", "#bbbbbb", _HF | _OF_TRAINER, "Hugging Face code"),
     "hf-eager": Peer("of experts, its loop over them", "#cccccc", _hf_experts_by("eager")),
     "hf-batched": Peer("of experts, its batched_mm", "#dddddd", _hf_experts_by("batched_mm")),
     "compile": Peer("torch.compile of the code that is replaced", "#e0a030", _compiled(_HF), "that, compiled"),

@@ -218,9 +218,17 @@ BST_DEVICE float bst_rsqrt_near(float v) {
     return r;
 }
 
+/* sqrt(v) to 2^-22 of itself: likewise; of a subnormal 0. "Floating Point Instructions: sqrt". */
+BST_DEVICE float bst_sqrt_near(float v) {
+    float r;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 /* Correctly rounded, but for tanh (2 ulp). */
 BST_DEVICE float bst_rsqrt(float v) { return __frsqrt_rn(v); }
 BST_DEVICE float bst_sqrt(float v) { return __fsqrt_rn(v); }
+BST_DEVICE double bst_sqrt_double(double v) { return __dsqrt_rn(v); }
 BST_DEVICE float bst_divide(float a, float b) { return __fdiv_rn(a, b); }
 BST_DEVICE float bst_tanh(float v) { return tanhf(v); }
 BST_DEVICE float bst_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
@@ -229,6 +237,8 @@ BST_DEVICE float bst_product(float a, float b) { return __fmul_rn(a, b); }
 /* Where one of the two is NaN, the other. */
 BST_DEVICE float bst_max(float a, float b) { return fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return fminf(a, b); }
+/* From 0 to 1; NaN becomes 0. */
+BST_DEVICE float bst_saturate(float v) { return __saturatef(v); }
 BST_DEVICE float bst_abs(float v) { return fabsf(v); }
 BST_DEVICE bool bst_isnan(float v) { return v != v; }
 

@@ -112,6 +112,8 @@ BST_DEVICE float bst_log2(float v) { return __builtin_log2f(v); }
 BST_DEVICE float bst_divide(float a, float b) { return a / b; }
 BST_DEVICE float bst_reciprocal(float v) { return emu_flush(bst_divide(1.0f, emu_flush(v))); }
 BST_DEVICE float bst_sqrt(float v) { return __builtin_sqrtf(v); }
+BST_DEVICE float bst_sqrt_near(float v) { return __builtin_sqrtf(emu_flush(v)); }
+BST_DEVICE double bst_sqrt_double(double v) { return __builtin_sqrt(v); }
 BST_DEVICE float bst_rsqrt(float v) { return (float)(1.0 / __builtin_sqrt((double)v)); }
 BST_DEVICE float bst_rsqrt_near(float v) { return bst_rsqrt(v); }
 BST_DEVICE float bst_tanh(float v) { return __builtin_tanhf(v); }
@@ -119,6 +121,7 @@ BST_DEVICE float bst_fma(float a, float b, float c) { return __builtin_fmaf(a, b
 BST_DEVICE float bst_product(float a, float b) { return a * b; }
 BST_DEVICE float bst_max(float a, float b) { return __builtin_fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return __builtin_fminf(a, b); }
+BST_DEVICE float bst_saturate(float v) { return v > 0.0f ? (v < 1.0f ? v : 1.0f) : 0.0f; }
 BST_DEVICE float bst_abs(float v) { return __builtin_fabsf(v); }
 BST_DEVICE bool bst_isnan(float v) { return v != v; }
 

@@ -1,0 +1,170 @@
+/* optim_math.h - AdamW's arithmetic of one element, the codes of 8 bits and the random numbers, for CPU and CUDA: the
+ * same text on both. Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, in the form of
+ * torch.optim.AdamW:
+ *
+ *     m = m + (1 - beta1) (g - m)        v = v + (1 - beta2) (g^2 - v)
+ *     p = p - (lr weight_decay p + lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps))
+ *
+ * where the root of 1 - beta2^t goes into lr and eps. Each of the three is rounded once after sums of small terms, so
+ * that its error is at most that of torch's order of operations. */
+#ifndef BST_OPTIM_MATH_H
+#define BST_OPTIM_MATH_H
+
+#ifdef BST_DEVICE
+#define OPTIM_INLINE BST_DEVICE
+#else
+#include "core/cpu_kernel.h"
+#define OPTIM_INLINE      static inline
+#define bst_fma           bst_multiply_add
+#define bst_sqrt          sqrtf
+#define bst_sqrt_near     sqrtf
+#define bst_sqrt_double   sqrt
+#define bst_divide(a, b)  ((a) / (b))
+#define bst_reciprocal(a) (1.0f / (a))
+#define bst_bits          bst_bits_from_float
+#define bst_from_bits     bst_float_from_bits
+#define bst_abs           fabsf
+static inline float bst_max(float a, float b) { return a > b ? a : b; }
+static inline float bst_saturate(float v) { return v > 0 ? v < 1 ? v : 1.0f : 0.0f; }
+#endif
+
+/* ---- coefficients of a tensor ------------------------------------------------------------------------------------ */
+
+/* In the order in which the first kernel writes them. */
+typedef struct optim_coefficients {
+    float step_size; /* lr sqrt(1 - beta2^t) / (1 - beta1^t) */
+    float eps;       /* eps sqrt(1 - beta2^t) */
+    float decay;     /* lr weight_decay */
+    float factor;    /* of the gradient: clip / grad_scale */
+    float skip;      /* not 0: nothing is to be done, for a gradient was not finite */
+    float step;      /* t, for the random numbers */
+} optim_coefficients;
+
+OPTIM_INLINE double optim_power(double base, int64_t exponent) {
+    double power = 1;
+    for (; exponent > 0; exponent /= 2, base *= base)
+        if (exponent & 1) power *= base;
+    return power;
+}
+
+/* One step more, unless a gradient was not finite. */
+OPTIM_INLINE optim_coefficients optim_begin_tensor(float *step, double lr, double beta1, double beta2, double eps,
+                                                   double weight_decay, const float *device_lr, const float *grad_scale,
+                                                   const float *found_inf, const float *clip) {
+    optim_coefficients c;
+    c.skip = found_inf ? *found_inf : 0.0f;
+    c.step = *step + 1.0f;
+    if (c.skip == 0.0f) *step = c.step;
+    const int64_t t = (int64_t)c.step;
+    if (device_lr) lr = (double)*device_lr;
+    const double root = bst_sqrt_double(1 - optim_power(beta2, t));
+    c.step_size = (float)(lr * root / (1 - optim_power(beta1, t)));
+    c.eps = (float)(eps * root);
+    c.decay = (float)(lr * weight_decay);
+    c.factor = clip ? *clip : 1.0f;
+    if (grad_scale) c.factor = bst_divide(c.factor, *grad_scale);
+    return c;
+}
+
+/* ---- one element ------------------------------------------------------------------------------------------------- */
+
+OPTIM_INLINE float optim_exp_avg(float m, float g, float beta1_rest) { return bst_fma(beta1_rest, g - m, m); }
+OPTIM_INLINE float optim_exp_avg_sq(float v, float g, float beta2_rest) {
+    return bst_fma(beta2_rest, bst_fma(g, g, -v), v);
+}
+
+/* `exact` (a constant): correctly rounded root and quotient; else each by one instruction, within 2^-22 of itself, for
+ * what is rounded to 16 bits. */
+OPTIM_INLINE float optim_parameter(float p, float m, float v, const optim_coefficients *c, bool exact) {
+    if (exact) return p - bst_fma(c->step_size, bst_divide(m, bst_sqrt(v) + c->eps), c->decay * p);
+    /* The root of a subnormal is 0 here: with an eps of 0 the smallest other one stands for it. */
+    const float denominator = bst_max(bst_sqrt_near(v) + c->eps, 1.0842022e-19f);
+    return p - bst_fma(c->step_size, m * bst_reciprocal(denominator), c->decay * p);
+}
+
+/* ---- random numbers ---------------------------------------------------------------------------------------------- */
+
+/* What is rounded. Parameters have numbers of their own, and moments: of these the second one has the first one's with
+ * their bytes exchanged, so that what counts most in one counts least in the other. */
+enum { OPTIM_OF_PARAMETER, OPTIM_OF_MOMENTS };
+
+OPTIM_INLINE uint32_t optim_exchanged(uint32_t random) {
+    return (random & 0x00ff00ffu) << 8 | (random >> 8 & 0x00ff00ffu);
+}
+
+/* Philox 4x32, of the seven rounds that its authors found to pass all tests (Salmon et al., "Parallel Random Numbers:
+ * As Easy as 1, 2, 3", 2011): 128 bits of a counter and a seed, for OPTIM_EACH elements of 16 bits. The counter: which
+ * eight elements, of which kind, of which tensor, at which step. */
+OPTIM_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number,
+                               uint32_t step) {
+    uint32_t x0 = (uint32_t)eight, x1 = (uint32_t)(eight >> 32) | kind << 30, x2 = number, x3 = step;
+    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+    for (int round = 0; round < 7; round++) {
+        const uint64_t a = (uint64_t)0xd2511f53u * x0, b = (uint64_t)0xcd9e8d57u * x2;
+        x0 = (uint32_t)(b >> 32) ^ x1 ^ k0;
+        x1 = (uint32_t)b;
+        x2 = (uint32_t)(a >> 32) ^ x3 ^ k1;
+        x3 = (uint32_t)a;
+        k0 += 0x9e3779b9u;
+        k1 += 0xbb67ae85u;
+    }
+    out[0] = x0, out[1] = x1, out[2] = x2, out[3] = x3;
+}
+
+/* bfloat16, up with the probability that leaves the mean as it is: what is cut off, in 2^-16 of a unit, against 16
+ * random bits. Inf stays, and NaN. */
+OPTIM_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
+    const uint32_t bits = bst_bits(value), finite = bits + random16;
+    const uint32_t kept = bits | ((bits & 0x007fffffu) ? 0x00400000u : 0u);
+    return ((bits & 0x7f800000u) == 0x7f800000u ? kept : finite) >> 16;
+}
+
+/* ---- moments of 8 bits ------------------------------------------------------------------------------------------- */
+
+/* A block's scale is its largest magnitude, and codes are of powers of what it is divided by:
+ *     first moment   c |c| / 127^2, c from -127 to 127        steps of 1.6 % of the largest, down to 6e-5 of it
+ *     second moment  (c / 255)^4,   c from 0 to 255           its root in steps of 0.8 %, down to 1.5e-5 of it
+ * Fine for large numbers, coarse for small ones, without a table. A code is drawn between the two neighbours so that
+ * the mean is right: moments change by less than a step, which rounding to nearest would lose for good. A second moment
+ * that is not 0 does not become 0, for it is divided by. */
+OPTIM_INLINE float optim_decode_first(uint32_t code, float scale) {
+    const float c = bst_from_bits(0x4b000000u | ((code ^ 0x80u) & 0xffu)) - 8388736.0f; /* 2^23 + 128 */
+    return scale * (1.0f / (127 * 127)) * (c * bst_abs(c));
+}
+OPTIM_INLINE float optim_decode_second(uint32_t code, float scale) {
+    const float c = bst_from_bits(0x4b000000u | code) - 8388608.0f, square = c * c; /* 2^23 */
+    return scale * (1.0f / (255.0f * 255 * 255 * 255)) * (square * square);
+}
+
+/* What values are multiplied with. Of a scale that is next to nothing, or no number: 0. */
+OPTIM_INLINE float optim_inverse(float scale) {
+    return scale >= 1e-37f && scale < 8e37f ? bst_reciprocal(scale) : 0.0f;
+}
+
+/* Sixteen random bits as a number from 1 to 2. */
+OPTIM_INLINE float optim_uniform(uint32_t random16) { return bst_from_bits(0x3f800040u | random16 << 7); }
+
+/* Without conversions between integers and floating point, of which a multiprocessor has few: the integer below x >= 0
+ * is in the low bits of x - 1/2 + 2^23. It may be one too low or too high where x is next to an integer; its share of
+ * the step then is 1 or 0. */
+OPTIM_INLINE uint32_t optim_encode_first(float value, float inverse, uint32_t random16) {
+    const float t = bst_saturate(bst_abs(value) * inverse);
+    const float shifted = bst_max(bst_fma(bst_sqrt_near(t), 126.999f, 8388607.5f), 8388608.0f);
+    const float low = shifted - 8388608.0f;
+    /* Between low^2 and (low + 1)^2, of 127^2. */
+    const float above = bst_fma(t, 127 * 127, -low * low), step = 2 * low + 1;
+    const uint32_t code = (bst_bits(shifted) & 0x7fu) + ((optim_uniform(random16) - 1) * step < above ? 1u : 0u);
+    return (value < 0 ? 0u - code : code) & 0xffu;
+}
+OPTIM_INLINE uint32_t optim_encode_second(float value, float inverse, uint32_t random16) {
+    const float t = bst_saturate(value * inverse);
+    const float shifted = bst_max(bst_fma(bst_sqrt_near(bst_sqrt_near(t)), 254.999f, 8388607.5f), 8388608.0f);
+    const float low = shifted - 8388608.0f;
+    /* high^4 - low^4 = (high^2 + low^2) (high + low) */
+    const float square = low * low, ends = 2 * low + 1, step = (square + (square + ends)) * ends;
+    const float above = bst_fma(t, 255.0f * 255 * 255 * 255, -square * square);
+    const uint32_t code = (bst_bits(shifted) & 0xffu) + ((optim_uniform(random16) - 1) * step < above ? 1u : 0u);
+    return code == 0 && t > 0 ? 1u : code;
+}
+
+#endif
