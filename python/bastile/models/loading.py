@@ -18,23 +18,29 @@ from typing import Any
 from torch import nn
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
-_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb"})
+_ADAPTERS = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb"})
+_LOSSES = frozenset({"trl.kernels.chunked_logprob", "trl.trainer.sft_trainer", "trl.trainer.utils"})
 _BASE = "transformers.modeling_utils"
 #: Packages whose modules are no code of models.
-_NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "builtins"})
+_NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "builtins"})
 _MARK = "_bastile_watched"
 
 Classes = dict[str, set[type]]  # by the name of their module
 
 
 def is_model_file(name: str) -> bool:
-    """Of Transformers, or of layers that models of any type may have."""
+    """Of Transformers, or of layers and losses that models of any type may have."""
     return is_of_any_type(name) or _FILE.fullmatch(name) is not None
 
 
 def is_of_any_type(name: str) -> bool:
-    """PEFT's layers."""
-    return name in _OF_ANY_TYPE
+    """PEFT's layers, TRL's losses."""
+    return name in _ADAPTERS or is_of_losses(name)
+
+
+def is_of_losses(name: str) -> bool:
+    """TRL's, which trainers call for models of any type."""
+    return name in _LOSSES
 
 
 def model_files() -> list[str]:

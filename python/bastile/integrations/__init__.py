@@ -1,0 +1,10 @@
+"""What trainers that compute their own loss need of Bastile.
+
+    log_probs_from_hidden   log-probabilities of targets from hidden states and the head's weight, sharded or not
+    trl                     puts it into TRL: bastile.apply() does it, nothing is to be called
+
+docs/trainers.md says what is served in which trainer, and what others need."""
+
+from bastile.integrations.hidden import log_probs_from_hidden
+
+__all__ = ["log_probs_from_hidden"]
