@@ -5,6 +5,8 @@ The newest release is what requirements/test.txt names; `make test-trl` runs thi
 from __future__ import annotations
 
 import importlib
+import os
+import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -376,3 +378,92 @@ def test_weights_of_zero_3_are_gathered_for_each_pass(monkeypatch: pytest.Monkey
         left.append([found.log_probs.detach(), *gradients])
     for whole, parted in zip(*left, strict=True):
         assert_same_bits(parted, whole)
+
+
+def sharded(rank: int, rendezvous: str, path: str) -> None:
+    """Two processes with half of each parameter (FSDP2), each with a batch of its own."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from trl.trainer.utils import add_fused_lm_head
+
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    labels = torch.randint(5, trl_runs.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
+    left = []
+    for patched in (False, True):
+        model = trl_runs.load(path).train()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if patched:
+            bastile.apply()
+        bastile.report(reset=True)
+        for _ in range(2):  # gradients add up
+            output = model(input_ids=labels, labels=labels, fused_lm_head=True)
+            (output.loss - 0.1 * output.entropy.mean()).backward()
+        assert bastile.report().ran("linear_logprobs") == 2 * patched
+        left.append([output.loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
+    torch.testing.assert_close(left[1], left[0], rtol=1e-5, atol=1e-5)
+    distributed.destroy_process_group()
+
+
+@newest
+def test_fsdp2_on_two_processes(saved: Any, tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(sharded, (f"file://{tmp_path}/rendezvous", saved("qwen3")), nprocs=2)
+
+
+def partitioned(rank: int, port: int, path: str) -> None:
+    """DeepSpeed's ZeRO-3: each process has half of each parameter, the head's weight too when its gradient is due."""
+    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE="2")
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+    from trl.trainer.utils import add_fused_lm_head
+
+    deepspeed.init_distributed("gloo")
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+            "stage3_prefetch_bucket_size": 0,
+        },
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    asked = HfDeepSpeedConfig(config)  # by which Transformers and TRL know of it
+    labels = torch.randint(5, trl_runs.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
+    left = []
+    for patched in (False, True):
+        model = trl_runs.load(path).train()
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        if patched:
+            bastile.apply()
+        bastile.report(reset=True)
+        for _ in range(4):  # two steps
+            output = engine(input_ids=labels, labels=labels, fused_lm_head=True)
+            assert model.lm_head.weight.numel() == 0
+            engine.backward(output.loss - 0.1 * output.entropy.mean())
+            engine.step()
+        assert bastile.report().ran("linear_logprobs") == 4 * patched
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            left.append([output.loss.detach(), *(p.detach().clone() for p in model.parameters())])
+    del asked
+    torch.testing.assert_close(left[1], left[0], rtol=1e-5, atol=1e-5)
+    torch.distributed.destroy_process_group()
+
+
+@newest
+def test_zero_3_on_two_processes(saved: Any) -> None:
+    pytest.importorskip("deepspeed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(partitioned, (port, saved("qwen3")), nprocs=2)
