@@ -14,82 +14,55 @@ What has other parameters runs TRL's own code, and is named: in a warning, and i
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from bastile.guards import stock_of
+from bastile.integrations.functions import (
+    NONE,
+    Defaults,
+    Parameters,
+    apply_site,
+    function_site,
+    given,
+    release_of,
+    why_not,
+)
 from bastile.integrations.hidden import log_probs_from_hidden
 from bastile.models.logits import Logits, log_probs_of
 from bastile.models.sites import ModelFile, Site
-from bastile.ops._common import served
 from bastile.report import Tally
 
 _log = logging.getLogger("bastile")
 _FUNCTION = "ChunkedLogProbFunction"
-_OPERATOR = "fused_linear_cross_entropy"  # by whose name bastile.apply puts all losses from hidden states in
-_TALLY = "linear_logprobs"  # what runs
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's, after the log-probabilities
-
-_Build = Callable[[Tally, Any], Callable[..., Any]]
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
     """What TRL's module has."""
     if file.name == "trl.trainer.utils" and "add_fused_lm_head" in file.scope and _missing(file):
-        _log.warning("TRL %s calls no %s that bastile can find: its losses stay stock", _release(), _FUNCTION)
+        _log.warning("TRL %s calls no %s that bastile can find: its losses stay stock", release_of("trl"), _FUNCTION)
     for name, item in file.scope.items():
         if name.endswith(_FUNCTION) and getattr(item, "__module__", None) == file.name:
-            build = _built(stock_of(vars(item)["forward"].__func__), _FUNCTIONS, _log_prob_function)
-            yield _site(file, name, _apply_of(item), "apply", build)
+            yield apply_site(file, item, _FUNCTIONS, _log_prob_function)
         elif name in _LOSSES and (stock := stock_of(item)).__module__ == file.name:
-            build = _built(stock, _LOSSES[name], _WAYS[name])
+            known, build = _LOSSES[name]
             for holder in _holders(name, stock):
-                yield _site(file, name, holder, name, build)
+                yield function_site(file, name, holder, known, build)
 
 
 def _missing(file: ModelFile) -> bool:
     return not any(name.endswith(_FUNCTION) and isinstance(item, type) for name, item in file.scope.items())
 
 
-def _site(file: ModelFile, name: str, owner: Any, attribute: str, build: _Build) -> Site:
-    made = functools.partial(build, Tally.of(_TALLY, f"{file.name}.{name}"))
-    return Site(_OPERATOR, name, owner, attribute, made, (), made)
-
-
 def _holders(name: str, stock: Any) -> list[Any]:
     """The modules of TRL that call it by their own global: it is imported from where it is defined."""
     modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == "trl"]
     return [module for module in modules if stock_of(getattr(module, "__dict__", {}).get(name)) is stock]
-
-
-class _Apply:
-    """The `apply` of an autograd function, which it inherits, as something that can be exchanged and given back."""
-
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-
-    @property
-    def apply(self) -> Any:
-        own = vars(self.cls).get("apply")
-        return self.cls.apply if own is None else own.__func__
-
-    @apply.setter
-    def apply(self, function: Any) -> None:
-        if inspect.ismethod(function):  # the inherited one
-            del self.cls.apply
-        else:
-            self.cls.apply = staticmethod(function)
-
-
-@functools.cache
-def _apply_of(cls: Any) -> _Apply:
-    return _Apply(cls)
 
 
 # ---- by parameters ---------------------------------------------------------------------------------------------------
@@ -102,70 +75,29 @@ _FUNCTIONS = (
     ("last_hidden", "weight", "targets", "temperature", "chunk_size", *_REST),  # 1.6
     ("last_hidden", "weight", "targets", "temperature", "chunk_size", "logit_scale"),  # 1.4
 )
-_OF_SFT = ("hidden_states", "lm_head_weight", "chunk_size", "labels", "shift_labels", "num_items_in_batch")
-#: Of functions, by name: those that are known.
-_LOSSES = {
-    "_chunked_cross_entropy_loss": ((*_OF_SFT, "logit_scale", "final_logit_softcapping", "lm_head_bias"),),
-    "selective_log_softmax": (("logits", "index", "temperature", "row_mask"), ("logits", "index")),
-    "entropy_from_logits": (("logits", "chunk_size"),),
-    "selective_log_softmax_and_entropy": (("logits", "index", "entropy_requires_grad", "temperature", "row_mask"),),
-}
 
 
-def _built(stock: Any, known: tuple[tuple[str, ...], ...], build: Any) -> _Build:
-    """What builds the replacement of a function: by these parameters, if they are known ones."""
-    parameters = dict(inspect.signature(stock).parameters)
-    parameters.pop("ctx", None)
-    if tuple(parameters) not in known:
-        return functools.partial(_moved, tuple(parameters))
-    defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-
-    def builder(tally: Tally, original: Any) -> Callable[..., Any]:
-        return build(tally, original, tuple(parameters), defaults)
-
-    return builder
-
-
-def _moved(parameters: tuple[str, ...], tally: Tally, original: Any) -> Callable[..., Any]:
-    reason = f"TRL {_release()} has it with the parameters {', '.join(parameters)}, which this bastile does not know"
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        tally.step_aside(reason)
-        return original(*args, **kwargs)
-
-    return call
-
-
-def _release() -> str:
-    try:
-        return version("trl")
-    except PackageNotFoundError:
-        return "of an unknown release"
-
-
-def _log_prob_function(
-    tally: Tally, original: Any, parameters: tuple[str, ...], defaults: dict[str, Any]
-) -> Callable[..., Any]:
+def _log_prob_function(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults) -> Callable[..., Any]:
     """Of ChunkedLogProbFunction.apply. Releases before 1.13, which have no bias, give no gradient to entropy."""
     all_outputs, has_gradient = "outputs" in parameters, "bias" in parameters
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
-        hidden, weight = given[parameters[0]], given["weight"]
-        reason = _why_not(hidden, weight, given.get("bias"))
+        named = given(parameters, defaults, args, kwargs)
+        hidden, weight = named[parameters[0]], named["weight"]
+        reason = why_not(hidden, weight, named.get("bias"))
         if reason is not None:
             tally.step_aside(reason)
             return original(*args, **kwargs)
-        asked = given.get("outputs", ("entropy",))
+        asked = named.get("outputs", ("entropy",))
         found = log_probs_from_hidden(
             hidden,
             weight,
-            given["targets"],
-            bias=given.get("bias"),
-            temperature=given["temperature"],
-            logit_scale=given["logit_scale"],
-            softcap=given.get("final_logit_softcapping"),
-            ignore_index=_NONE,
+            named["targets"],
+            bias=named.get("bias"),
+            temperature=named["temperature"],
+            logit_scale=named["logit_scale"],
+            softcap=named.get("final_logit_softcapping"),
+            ignore_index=NONE,
             outputs=tuple(name for name in _OUTPUTS if name in asked),
         )
         tally.count()
@@ -177,28 +109,16 @@ def _log_prob_function(
     return call
 
 
-#: An ignore_index that no target is: TRL hands over no others than those that count.
-_NONE = -(1 << 31)
-
-
-def _why_not(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
-    if not served(hidden, weight, bias):
-        return (
-            f"hidden states in {hidden.dtype} on {hidden.device.type} are not served, or the head's weight is sharded"
-        )
-    return None
-
-
 def _chunked_cross_entropy(
-    tally: Tally, original: Any, parameters: tuple[str, ...], defaults: dict[str, Any]
+    tally: Tally, original: Any, parameters: Parameters, defaults: Defaults
 ) -> Callable[..., Any]:
     """Of SFT's loss, which returns the loss, and sums for metrics: right ones, entropy, the number of targets."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
-        hidden, weight, bias = given["hidden_states"], given["lm_head_weight"], given["lm_head_bias"]
-        labels, shifted, items = given["labels"], given["shift_labels"], given["num_items_in_batch"]
-        reason = _why_not(hidden, weight, bias)
+        named = given(parameters, defaults, args, kwargs)
+        hidden, weight, bias = named["hidden_states"], named["lm_head_weight"], named["lm_head_bias"]
+        labels, shifted, items = named["labels"], named["shift_labels"], named["num_items_in_batch"]
+        reason = why_not(hidden, weight, bias)
         if reason is not None or (labels is None and shifted is None):
             if reason is not None:
                 tally.step_aside(reason)
@@ -210,8 +130,8 @@ def _chunked_cross_entropy(
             weight,
             shifted,
             bias=bias,
-            logit_scale=given["logit_scale"],
-            softcap=given["final_logit_softcapping"],
+            logit_scale=named["logit_scale"],
+            softcap=named["final_logit_softcapping"],
             outputs=("entropy", "is_top1"),
         )
         tally.count()
@@ -228,14 +148,14 @@ def _chunked_cross_entropy(
 # ---- of logits on demand ---------------------------------------------------------------------------------------------
 
 
-def _of_logits(tally: Tally, original: Any, parameters: tuple[str, ...], defaults: dict[str, Any], way: Any) -> Any:
+def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults, way: Any) -> Any:
     """Of a function of logits: way(given) gives what is returned, NotImplemented where that needs the logits."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = {**defaults, **dict(zip(parameters, args, strict=False)), **kwargs}
-        if isinstance(given.get("logits"), Logits) and not torch.compiler.is_compiling():
-            result = way(given)
+        named = given(parameters, defaults, args, kwargs)
+        if isinstance(named.get("logits"), Logits) and not torch.compiler.is_compiling():
+            result = way(named)
             if result is not NotImplemented:
                 tally.count()
                 return result
@@ -244,35 +164,44 @@ def _of_logits(tally: Tally, original: Any, parameters: tuple[str, ...], default
     return call
 
 
-def _found(given: dict[str, Any], index: Any, outputs: tuple[str, ...]) -> Any:
+def _found(named: dict[str, Any], index: Any, outputs: tuple[str, ...]) -> Any:
     """LogProbs of logits; rows whose row_mask is zero are zero."""
-    temperature, mask = given.get("temperature", 1.0), given.get("row_mask")
+    temperature, mask = named.get("temperature", 1.0), named.get("row_mask")
     if isinstance(mask, torch.Tensor):
-        index = index.masked_fill(mask == 0, _NONE)
-    return log_probs_of(given["logits"], index, temperature, _NONE, outputs)
+        index = index.masked_fill(mask == 0, NONE)
+    return log_probs_of(named["logits"], index, temperature, NONE, outputs)
 
 
-def _selected(given: dict[str, Any]) -> Any:
-    found = _found(given, given["index"], ())
+def _selected(named: dict[str, Any]) -> Any:
+    found = _found(named, named["index"], ())
     return found if found is NotImplemented else found.log_probs
 
 
-def _entropy(given: dict[str, Any]) -> Any:
-    logits = given["logits"]
-    found = _found(given, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device), ("entropy",))
+def _entropy(named: dict[str, Any]) -> Any:
+    logits = named["logits"]
+    found = _found(named, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device), ("entropy",))
     return found if found is NotImplemented else found.entropy
 
 
-def _selected_and_entropy(given: dict[str, Any]) -> Any:
-    found = _found(given, given["index"], ("entropy",))
+def _selected_and_entropy(named: dict[str, Any]) -> Any:
+    found = _found(named, named["index"], ("entropy",))
     if found is NotImplemented:
         return found
-    return found.log_probs, found.entropy if given["entropy_requires_grad"] else found.entropy.detach()
+    return found.log_probs, found.entropy if named["entropy_requires_grad"] else found.entropy.detach()
 
 
-_WAYS: dict[str, Any] = {
-    "_chunked_cross_entropy_loss": _chunked_cross_entropy,
-    "selective_log_softmax": functools.partial(_of_logits, way=_selected),
-    "entropy_from_logits": functools.partial(_of_logits, way=_entropy),
-    "selective_log_softmax_and_entropy": functools.partial(_of_logits, way=_selected_and_entropy),
+_OF_SFT = ("hidden_states", "lm_head_weight", "chunk_size", "labels", "shift_labels", "num_items_in_batch")
+_BOTH = ("logits", "index", "entropy_requires_grad", "temperature", "row_mask")
+#: Functions: the parameters with which they are known, and what builds the replacement.
+_LOSSES: dict[str, Any] = {
+    "_chunked_cross_entropy_loss": (
+        ((*_OF_SFT, "logit_scale", "final_logit_softcapping", "lm_head_bias"),),
+        _chunked_cross_entropy,
+    ),
+    "selective_log_softmax": (
+        (("logits", "index", "temperature", "row_mask"), ("logits", "index")),
+        functools.partial(_of_logits, way=_selected),
+    ),
+    "entropy_from_logits": ((("logits", "chunk_size"),), functools.partial(_of_logits, way=_entropy)),
+    "selective_log_softmax_and_entropy": ((_BOTH,), functools.partial(_of_logits, way=_selected_and_entropy)),
 }

@@ -19,10 +19,19 @@ from torch import nn
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _ADAPTERS = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb"})
-_LOSSES = frozenset({"trl.kernels.chunked_logprob", "trl.trainer.sft_trainer", "trl.trainer.utils"})
+_LOSSES = frozenset(
+    {
+        "trl.kernels.chunked_logprob",
+        "trl.trainer.sft_trainer",
+        "trl.trainer.utils",
+        "verl.utils.experimental.torch_functional",
+    }
+)
 _BASE = "transformers.modeling_utils"
 #: Packages whose modules are no code of models.
-_NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "builtins"})
+_NOT_MODELS = frozenset(
+    {"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "verl", "builtins"}
+)
 _MARK = "_bastile_watched"
 
 Classes = dict[str, set[type]]  # by the name of their module
@@ -34,12 +43,12 @@ def is_model_file(name: str) -> bool:
 
 
 def is_of_any_type(name: str) -> bool:
-    """PEFT's layers, TRL's losses."""
+    """PEFT's layers, losses of trainers."""
     return name in _ADAPTERS or is_of_losses(name)
 
 
 def is_of_losses(name: str) -> bool:
-    """TRL's, which trainers call for models of any type."""
+    """What trainers call for models of any type."""
     return name in _LOSSES
 
 
