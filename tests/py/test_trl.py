@@ -30,6 +30,8 @@ NEWEST = Version("1.16") <= RELEASE
 newest = pytest.mark.skipif(not NEWEST, reason="of the newest TRL")
 needs_peft = pytest.importorskip("peft")
 
+#: Runs that read logits: GKD's loss, and in earlier releases the mean of logits that these log.
+READ = {"gkd"} if NEWEST else {"gkd", "dpo", "kto"}
 #: Calls of linear_logprobs in a run of two steps, each one batch: one a step of the policy, one of the reference where
 #: there is one; KTO has both twice, RLOO its old policy beside. GKD subtracts the logits of two models.
 CALLS = {
@@ -107,7 +109,6 @@ def both(kind: str, path: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **
     options = {name: value() if callable(value) else value for name, value in options.items()}
     stock = Run(kind, path, folder, monkeypatch, **options)
     assert stock.ran == 0
-    assert stock.products or NEWEST
     bastile.apply()
     ours = Run(kind, path, folder, monkeypatch, **options)
     assert len(ours.logged) == len(stock.logged) >= 2
@@ -123,12 +124,9 @@ def test_the_numbers_of_stock(kind: str, saved: Any, tmp_path: Path, monkeypatch
     """Losses, metrics and weights after two steps. No logits are made but where the loss is one of all logits."""
     run = both(kind, saved("qwen3"), tmp_path, monkeypatch)
     assert not run.aside
-    if kind == "gkd":
-        assert run.made
-        return
-    assert run.products == 0
-    assert not run.made
-    assert run.ran == CALLS[kind] if NEWEST else run.ran >= 2
+    assert bool(run.made) == (kind in READ)
+    assert run.products == 0 or kind in READ
+    assert run.ran == CALLS[kind] if NEWEST else run.ran >= CALLS[kind] // 4
 
 
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
@@ -156,9 +154,9 @@ def test_as_people_train(
     if Version("1.0") > RELEASE and "peft_config" in options:
         options = {**options, "gradient_checkpointing": False}
     run = both(kind, saved("qwen3"), tmp_path, monkeypatch, **options)
-    assert run.products == 0
     assert not run.aside
-    assert not run.made
+    assert bool(run.made) == (kind in READ)
+    assert run.products == 0 or kind in READ
     assert run.ran == CALLS[kind] * factor if NEWEST else run.ran >= 2 * factor
 
 
