@@ -95,7 +95,9 @@ def page() -> str:
     logging.getLogger("griffe").setLevel(logging.ERROR)
     package = griffe.load("bastile", search_paths=[ROOT / "python"])
     operators = package["ops"]
-    modules = [package, package["integrations"]] + [m for name, m in sorted(operators.modules.items()) if not name.startswith("_")]
+    modules = [package, package["integrations"]] + [
+        m for name, m in sorted(operators.modules.items()) if not name.startswith("_")
+    ]
     out = [BEGIN]
     for module in modules:
         things = public(module)
