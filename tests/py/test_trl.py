@@ -330,6 +330,44 @@ def test_all_that_trls_function_gives() -> None:
     assert found.entropy is None
 
 
+@newest
+@pytest.mark.parametrize("kind", trl_runs.MODELS)
+def test_functions_of_logits_on_demand(kind: str, saved: Any) -> None:
+    """What trainers outside of TRL, its experimental ones and its earlier releases do to logits on the way there; rows
+    that are masked; and logits that have been read, which are TRL's business."""
+    from trl.trainer import utils
+
+    tokens = torch.randint(5, trl_runs.VOCABULARY, (2, 9))
+    mask = torch.ones(2, 5, dtype=torch.int64)
+    mask[1, 3:] = 0
+
+    def run(model: Any) -> list[torch.Tensor]:
+        logits = model(tokens).logits[:, :-1]
+        logits = logits[:, -5:]
+        logits.div_(0.9)
+        log_probs = utils.selective_log_softmax(logits, tokens[:, -5:])
+        both = utils.selective_log_softmax_and_entropy(logits, tokens[:, -5:], temperature=0.7, row_mask=mask)
+        with torch.no_grad():
+            entropy = utils.entropy_from_logits(logits)
+        log_probs[mask == 0] = 0.0  # in place, as trainers do
+        (log_probs.sum() + both[0].square().sum() - both[1].sum()).backward()
+        return [log_probs, *both, entropy, *(p.grad for p in model.parameters())]
+
+    stock = run(trl_runs.load(saved(kind)).train())
+    bastile.apply()
+    counts.clear()
+    bastile.report(reset=True)
+    model = trl_runs.load(saved(kind)).train()
+    for ours, theirs in zip(run(model), stock, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+    assert bastile.report().ran("linear_logprobs") == 3
+    assert not [key for key in counts if key[0] == "made"]
+    logits = model(tokens).logits
+    read = logits + 0
+    torch.testing.assert_close(utils.entropy_from_logits(logits), utils.entropy_from_logits(read))
+    assert bastile.report().ran("linear_logprobs") == 3
+
+
 # ---- weights that are somewhere else ---------------------------------------------------------------------------------
 
 

@@ -129,6 +129,7 @@ def find(name: str) -> Any:
         raise ImportError(str(error)) from error
 
 
+_GENERATION = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1, "temperature": 0.7}
 #: kind of a run -> trainer, its data, options of its config, more arguments of the trainer.
 KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     "sft": ("SFT", _texts, {}, {}),
@@ -139,8 +140,8 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any], dict[s
     "sft chunked": ("SFT", _texts, {"loss_type": "chunked_nll"}, {}),
     "dpo": ("DPO", _pairs, {}, {}),
     "kto": ("KTO", _labelled, {}, {}),
-    "grpo": ("GRPO", _prompts, {"num_generations": 2, "max_completion_length": 5, "beta": 0.1}, {"reward": True}),
-    "rloo": ("RLOO", _prompts, {"num_generations": 2, "max_completion_length": 5, "beta": 0.1}, {"reward": True}),
+    "grpo": ("GRPO", _prompts, _GENERATION, {"reward": True}),
+    "rloo": ("RLOO", _prompts, _GENERATION, {"reward": True}),
     "gkd": ("GKD", _chats, {"lmbda": 0.0, "max_new_tokens": 4}, {"teacher": True}),
 }
 
