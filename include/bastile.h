@@ -465,6 +465,24 @@ BST_API bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor
                                             const DLTensor *ends, const DLTensor *weights, const DLTensor *bias,
                                             DLTensor *rows, DLTensor *dots, DLTensor *dbias);
 
+/* ---- dequantize_4bit --------------------------------------------------------------------------------------------- */
+
+/* A matrix of N rows and K columns whose elements, row by row, are numbers of 4 bits in blocks of `blocksize`: of two
+ * in a byte the first has the upper half. packed: uint8, ceil(N K / 2) bytes of any shape; code [16] float32, what each
+ * number stands for; absmax [blocks], what a block's are multiplied by: float32, or, where nested_code is given, uint8,
+ * which stands for nested_code[absmax] * nested_absmax[block / nested_blocksize] + offset, product and sum each rounded
+ * to float32; nested_code [256], nested_absmax [ceil(blocks / nested_blocksize)], offset one float32: all three or
+ * none. All contiguous. Block sizes are powers of two up to 65536, blocksize from 8 on; 0: 64 and 256. Dettmers et al.,
+ * "QLoRA", 2023: NF4 and FP4 with their codes. */
+typedef struct bst_4bit_weight {
+    size_t size; /* sizeof(bst_4bit_weight) */
+    const DLTensor *packed, *absmax, *code, *nested_code, *nested_absmax, *offset;
+    int64_t blocksize, nested_blocksize;
+} bst_4bit_weight;
+
+/* weight [N, K], float32, bfloat16 or float16: code[number] * absmax[block] in float32, rounded once. */
+BST_API bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight);
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,6 +1,7 @@
-"""Seconds a step and peak memory of TRL's SFT with LoRA, stock or with bastile.apply(), on one GPU.
+"""Seconds a step and peak memory of TRL's SFT with LoRA on one GPU: with bastile.apply(), stock, or beside others.
 
-    python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--stock] [--checkpointing] [--load-in-4bit]
+    python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing] [--load-in-4bit]
+        [--with stock|compile|liger|unsloth]
 
 Random weights of the named shape in bfloat16, r = 16 on all linear layers, random tokens, TRL's defaults but for what
 is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
@@ -17,10 +18,10 @@ import time
 from typing import Any
 
 import torch
-from torch import nn
 
 import bastile
 from bastile.shapes import MODELS
+from bastile.sweep.model import quantise
 
 UNTIMED = 4  # steps in which kernels are chosen and memory finds its size
 
@@ -33,22 +34,6 @@ def build(shape: str) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def quantise(model: Any) -> None:
-    """Each linear layer but the head in NF4 with double quantisation, as a loaded QLoRA base has them."""
-    import bitsandbytes as bnb
-
-    for module in list(model.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is not nn.Linear or name == "lm_head":
-                continue
-            sizes = layer.in_features, layer.out_features
-            quantised = bnb.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
-            quantised.weight = bnb.nn.Params4bit(layer.weight.data.cpu(), requires_grad=False, quant_type="nf4")
-            setattr(module, name, quantised.to("cuda"))
-    model.is_loaded_in_4bit = True  # which PEFT asks for
-    torch.cuda.empty_cache()
 
 
 def tokenizer(size: int = 3) -> Any:
@@ -79,17 +64,46 @@ def clock(times: list[float]) -> Any:
     return Clock()
 
 
+def _lora() -> dict[str, Any]:
+    return {"r": 16, "lora_alpha": 16}
+
+
+def _by_unsloth(options: argparse.Namespace) -> Any:
+    """Its own loading and adapters, of the same random weights, which it wants from a folder. Without a trainer's
+    adapters then."""
+    import unsloth
+
+    with tempfile.TemporaryDirectory() as folder:
+        build(options.shape).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        torch.cuda.empty_cache()
+        model, _ = unsloth.FastLanguageModel.from_pretrained(
+            folder,
+            max_seq_length=options.length,
+            dtype=torch.bfloat16,
+            load_in_4bit=options.load_in_4bit,
+            local_files_only=True,
+        )
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    how = "unsloth" if options.checkpointing else False
+    return unsloth.FastLanguageModel.get_peft_model(
+        model, target_modules=linear, lora_dropout=0, bias="none", use_gradient_checkpointing=how, **_lora()
+    )
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if not options.stock:
+    if options.implementation == "bastile":
         bastile.apply()
+    with_unsloth = options.implementation == "unsloth"
+    model = _by_unsloth(options) if with_unsloth else build(options.shape)  # it wants to be imported before the others
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
 
-    model = build(options.shape)
-    if options.load_in_4bit:
+    if options.load_in_4bit and not with_unsloth:
         quantise(model)
     tokens = torch.randint(0, model.config.vocab_size, (64, options.length), generator=torch.Generator().manual_seed(1))
+    adapters = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM", **_lora())
     times: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = SFTTrainer(
@@ -101,6 +115,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 max_steps=options.steps,
                 bf16=True,
                 gradient_checkpointing=options.checkpointing,
+                torch_compile=options.implementation == "compile",
+                use_liger_kernel=options.implementation == "liger",
                 logging_steps=1,
                 report_to="none",
                 save_strategy="no",
@@ -108,13 +124,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             ),
             train_dataset=Dataset.from_dict({"input_ids": tokens.tolist()}),
             processing_class=tokenizer(),
-            peft_config=LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+            peft_config=None if with_unsloth else adapters,
         )
         trainer.add_callback(clock(times))
         trainer.train()
     timed = times[UNTIMED:]
     return {
-        "implementation": "stock" if options.stock else "bastile",
+        "implementation": options.implementation,
         "shape": options.shape,
         "batch": options.batch,
         "length": options.length,
@@ -133,7 +149,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12, help=f"more than {UNTIMED}; the first {UNTIMED} are not timed")
-    parser.add_argument("--stock", action="store_true", help="without Bastile")
+    ways = ["bastile", "stock", "compile", "liger", "unsloth"]
+    parser.add_argument("--with", dest="implementation", choices=ways, default="bastile", help="the implementation")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--load-in-4bit", action="store_true")
     options = parser.parse_args()
@@ -141,7 +158,7 @@ def main() -> None:
         parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")
     found = run(options)
     print(json.dumps(found))
-    if not options.stock:
+    if options.implementation == "bastile":
         print(bastile.report(), file=sys.stderr)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,6 +63,7 @@ class Report:
     """What `report` returns: lines, and as text a table of them."""
 
     lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()  # what else is worth knowing, a sentence each
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
@@ -78,12 +79,24 @@ class Report:
         for line in self.lines:
             told.append(f"{line.operator:28}{line.ran:>8}  {line.where}")
             told += [f"{'':28}{times:>8}  stepped aside: {reason}" for reason, times in line.aside.items()]
+        told += [f"note: {note}" for note in self.notes]
         return "\n".join(told)
+
+
+_noting: list[Callable[[], str | None]] = []
+
+
+def noting(function: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Has this function asked for a sentence whenever there is a report; None: there is nothing to say."""
+    _noting.append(function)
+    return function
 
 
 def report(reset: bool = False) -> Report:
     """How often each operator has run in each class of modules since the process began, or the last reset, and how
     often the original code ran instead, with the reasons. Each reason is also said once, through the logger "bastile".
+    Notes say what else is worth knowing: that gradient checkpointing, which costs time, is on though a step would fit
+    into memory without it.
 
     Calls of single modules of bastile.ops, and calls inside code that torch.compile has compiled, are not counted.
 
@@ -96,4 +109,4 @@ def report(reset: bool = False) -> Report:
         for tally in tallies:
             tally.ran = 0
             tally.aside.clear()
-    return Report(lines)
+    return Report(lines, tuple([note for ask in _noting if (note := ask()) is not None]))

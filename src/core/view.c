@@ -6,16 +6,14 @@
 #include "core/core.h"
 
 int bst__dtype_size(bst_dtype dtype) {
-    static const int size[] = {[BST_F32] = 4, [BST_BF16] = 2, [BST_F16] = 2, [BST_I64] = 8, [BST_I32] = 4};
+    static const int size[] = {[BST_F32] = 4, [BST_BF16] = 2, [BST_F16] = 2,
+                               [BST_I64] = 8, [BST_I32] = 4,  [BST_U8] = 1};
     return size[dtype];
 }
 
 const char *bst__dtype_name(bst_dtype dtype) {
-    static const char *const name[] = {[BST_F32] = "float32",
-                                       [BST_BF16] = "bfloat16",
-                                       [BST_F16] = "float16",
-                                       [BST_I64] = "int64",
-                                       [BST_I32] = "int32"};
+    static const char *const name[] = {[BST_F32] = "float32", [BST_BF16] = "bfloat16", [BST_F16] = "float16",
+                                       [BST_I64] = "int64",   [BST_I32] = "int32",     [BST_U8] = "uint8"};
     return name[dtype];
 }
 
@@ -29,7 +27,7 @@ const char *bst__write_shape(const bst_view *v, char text[BST_SHAPE_TEXT]) {
 
 /* "float32, bfloat16 or float16". */
 static const char *set_text(unsigned dtypes, char text[96]) {
-    for (int d = BST_F32; d <= BST_I32; d++) {
+    for (int d = BST_F32; d < BST_DTYPES; d++) {
         if (!(dtypes & 1u << d)) continue;
         unsigned left = dtypes >> (d + 1);
         if (text[0]) strcat(text, left ? ", " : " or ");
@@ -57,6 +55,7 @@ static bool read_dtype(DLDataType type, bst_dtype *out) {
     if (type.code == kDLBfloat && type.bits == 16) return *out = BST_BF16, true;
     if (type.code == kDLInt && type.bits == 64) return *out = BST_I64, true;
     if (type.code == kDLInt && type.bits == 32) return *out = BST_I32, true;
+    if (type.code == kDLUInt && type.bits == 8) return *out = BST_U8, true;
     return false;
 }
 

@@ -24,11 +24,9 @@ static DLDataType dl_type(int32_t dtype) {
 }
 
 DLDataType bst__dl_type(bst_dtype dtype) {
-    static const DLDataType type[] = {[BST_F32] = {kDLFloat, 32, 1},
-                                      [BST_BF16] = {kDLBfloat, 16, 1},
-                                      [BST_F16] = {kDLFloat, 16, 1},
-                                      [BST_I64] = {kDLInt, 64, 1},
-                                      [BST_I32] = {kDLInt, 32, 1}};
+    static const DLDataType type[] = {[BST_F32] = {kDLFloat, 32, 1}, [BST_BF16] = {kDLBfloat, 16, 1},
+                                      [BST_F16] = {kDLFloat, 16, 1}, [BST_I64] = {kDLInt, 64, 1},
+                                      [BST_I32] = {kDLInt, 32, 1},   [BST_U8] = {kDLUInt, 8, 1}};
     return type[dtype];
 }
 

@@ -156,6 +156,25 @@ static void bind_related(const bst_function *f, symbols *s) {
     }
 }
 
+/* A matrix of codes: two to a byte, and so many to a block; the latter to blocks of their own. */
+static void bind_quantised(fuzz_call *c, symbols *s) {
+    const bst_function *f = c->function;
+    int blocksize = fuzz_attribute(f, "blocksize");
+    if (blocksize < 0) return;
+    int64_t rows = draw_size(s), columns = draw_size(s), count = rows * columns;
+    int64_t block = INT64_C(8) << fuzz_below(4), nested = INT64_C(1) << fuzz_below(4),
+            blocks = (count + block - 1) / block;
+    c->attributes[fuzz_attribute(f, "rows")].i = rows;
+    c->attributes[fuzz_attribute(f, "columns")].i = columns;
+    c->attributes[blocksize].i = block;
+    c->attributes[fuzz_attribute(f, "nested_blocksize")].i = nested;
+    s->leading_bound = true;
+    s->leading = 1;
+    s->rows = s->leading_size[0] = (count + 1) / 2;
+    bind(s, 'A', blocks), bind(s, 'S', (blocks + nested - 1) / nested);
+    bind(s, 'C', 16), bind(s, 'D', 256);
+}
+
 static void add(fuzz_tensor *t, int64_t size) { t->shape[t->dims++] = size; }
 
 static void draw_shape(fuzz_call *c, int place, symbols *s) {
@@ -220,7 +239,7 @@ static bst_dtype draw_type(const fuzz_call *c, int place, const bst_view *views)
     const bst_argument *a = &c->function->arguments[place];
     if (a->type_of || a->type_rule) return bst__output_type(c->function, place, views, c->attributes);
     for (;;) {
-        unsigned type = (unsigned)fuzz_below(BST_I32 + 1);
+        unsigned type = (unsigned)fuzz_below(BST_DTYPES);
         if (a->types & 1u << type) return (bst_dtype)type;
     }
 }
@@ -245,6 +264,7 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) c->attributes[experts].i = c->experts;
     bind_related(f, &s);
+    bind_quantised(c, &s);
     for (int i = 0; i < c->count; i++) {
         int place = order[i];
         fuzz_tensor *t = &c->of[place];

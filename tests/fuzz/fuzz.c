@@ -182,7 +182,7 @@ static void judge_numbers(const fuzz_call *c, const fuzz_raw *raw) {
         double most = t->type == BST_F16 ? 3e4 : 1e30, floor = t->type == BST_F16 ? 1e-6 : 1e-30;
         for (int64_t e = 0; e < t->count; e++) {
             double want = t->numbers[e], got = t->results[e];
-            bool exact = t->type == BST_I32 || t->type == BST_I64 || t->size[e] == 0;
+            bool exact = t->type >= BST_I64 || t->size[e] == 0;
             if (!exact && (!(t->size[e] < most) || !(fabs(want) < most))) continue;
             double allowed = exact ? 0 : t->size[e] * (6 * coarsest + 2e-5) + floor;
             if (fabs(got - want) <= allowed || got == want || (exact && isnan(got) && isnan(want))) continue;

@@ -501,6 +501,26 @@ static void moe_combine_forward(fuzz_call *c) {
         }
 }
 
+/* ---- codes of 4 bits --------------------------------------------------------------------------------------------- */
+
+static void dequantize_4bit(fuzz_call *c) {
+    const double *packed = numbers(c, "packed"), *absmax = numbers(c, "absmax"), *code = numbers(c, "code");
+    const double *nested = numbers(c, "nested_code"), *scale = numbers(c, "nested_absmax"), *add = numbers(c, "offset");
+    int64_t block = whole(c, "blocksize"), inner = whole(c, "nested_blocksize");
+    fuzz_tensor *weight = output(c, "weight");
+    for (int64_t e = 0; e < weight->count; e++) {
+        int byte = (int)packed[e / 2], number = e % 2 ? byte & 15 : byte >> 4;
+        int64_t b = e / block;
+        double most = absmax[b], size = fabs(most);
+        if (nested) {
+            double product = nested[(int)absmax[b]] * scale[b / inner];
+            most = product + *add, size = fabs(product) + fabs(*add);
+            if (size > 0x1p127) size = INFINITY;
+        }
+        want(weight, e, code[number] * most, fabs(code[number]) * size);
+    }
+}
+
 /* ---- the tables -------------------------------------------------------------------------------------------------- */
 
 const fuzz_reference fuzz_references[] = {
@@ -518,6 +538,7 @@ const fuzz_reference fuzz_references[] = {
     {"moe_gather", moe_gather},
     {"moe_glu_forward", moe_glu_forward},
     {"moe_combine_forward", moe_combine_forward},
+    {"dequantize_4bit", dequantize_4bit},
     {NULL, NULL},
 };
 

@@ -8,11 +8,9 @@
 #include "fuzz.h"
 
 static DLDataType dl_type(bst_dtype type) {
-    static const DLDataType types[] = {[BST_F32] = {kDLFloat, 32, 1},
-                                       [BST_BF16] = {kDLBfloat, 16, 1},
-                                       [BST_F16] = {kDLFloat, 16, 1},
-                                       [BST_I64] = {kDLInt, 64, 1},
-                                       [BST_I32] = {kDLInt, 32, 1}};
+    static const DLDataType types[] = {[BST_F32] = {kDLFloat, 32, 1}, [BST_BF16] = {kDLBfloat, 16, 1},
+                                       [BST_F16] = {kDLFloat, 16, 1}, [BST_I64] = {kDLInt, 64, 1},
+                                       [BST_I32] = {kDLInt, 32, 1},   [BST_U8] = {kDLUInt, 8, 1}};
     return types[type];
 }
 
@@ -67,7 +65,7 @@ static bool foreign_type(const fuzz_call *c, fuzz_raw *raw, int place) {
 
 static bool other_type(const fuzz_call *c, fuzz_raw *raw, int place) {
     const bst_argument *a = argument(c, place);
-    bst_dtype type = (bst_dtype)fuzz_below(BST_I32 + 1);
+    bst_dtype type = (bst_dtype)fuzz_below(BST_DTYPES);
     if (type == c->of[place].type || ((a->types & 1u << type) && !a->type_of && !a->type_rule)) return false;
     if (bst__dtype_size(type) != bst__dtype_size(c->of[place].type)) return false; /* it may reach beyond the block */
     raw->tensor[place].dtype = dl_type(type);

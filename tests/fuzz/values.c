@@ -48,6 +48,8 @@ double fuzz_load(const char *data, bst_dtype type) {
         case BST_F16:
             memcpy(&half, data, sizeof half);
             return from_half(half);
+        case BST_U8:
+            return (double)(uint8_t)*data;
         case BST_I32:
             memcpy(&narrow, data, sizeof narrow);
             return narrow;
@@ -66,6 +68,7 @@ void fuzz_store(char *data, bst_dtype type, double value) {
     if (type == BST_BF16) half = (uint16_t)(isnan(value) ? 0x7fc0 : bits >> 16), memcpy(data, &half, sizeof half);
     if (type == BST_F16) half = to_half(value), memcpy(data, &half, sizeof half);
     if (type == BST_I32) memcpy(data, &(int32_t){(int32_t)value}, sizeof(int32_t));
+    if (type == BST_U8) *data = (char)(uint8_t)value;
     if (type == BST_I64) memcpy(data, &(int64_t){(int64_t)value}, sizeof(int64_t));
 }
 
@@ -124,6 +127,8 @@ static void draw_integers(const fuzz_call *c, int place) {
     const char *name = c->function->arguments[place].name;
     if (strcmp(name, "target") == 0) {
         draw_targets(c, t);
+    } else if (t->type == BST_U8) {
+        for (int64_t i = 0; i < t->count; i++) t->numbers[i] = (double)fuzz_below(256);
     } else if (strcmp(name, "order") == 0 || strcmp(name, "position") == 0) {
         permute(t->numbers, t->count);
     } else if (strcmp(name, "ends") == 0) {
@@ -155,7 +160,7 @@ void fuzz_fill(fuzz_call *c) {
         }
         t->numbers = doubles(t->count);
         double scale = scales[fuzz_below(sizeof scales / sizeof *scales)];
-        bool whole = t->type == BST_I32 || t->type == BST_I64;
+        bool whole = t->type >= BST_I64;
         if (whole) draw_integers(c, i);
         int64_t bytes = bst__dtype_size(t->type);
         for (int64_t e = 0; e < t->count; e++) {

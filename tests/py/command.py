@@ -54,11 +54,11 @@ class Copied(Process):
         return self._process.wait()
 
 
-def save_model(folder: Path, text: str) -> Path:
+def save_model(folder: Path, text: str, **sizes: int) -> Path:
     """A model and its tokenizer, which has an end-of-text token and no chat template."""
     tokenizer = data.train_tokenizer(text, 300)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     wrapped.add_special_tokens({"eos_token": "<|end|>"})
-    tiny_model(vocab_size=len(wrapped)).save_pretrained(folder)
+    tiny_model(vocab_size=len(wrapped), **sizes).save_pretrained(folder)
     wrapped.save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import bastile
 from bastile.cli import chats, compare, data, main, processes, report, train
@@ -187,6 +187,21 @@ def test_bf16_keeps_float32_weights_and_follows_stock(
     assert load_file(tmp_path / "saved" / "model.safetensors")["lm_head.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_qlora_follows_stock(here: Callable[..., str], text: Path, tmp_path: Path, dtype: str) -> None:
+    """A base in 4 bits, and float32 adapters, beside 16 bits under autocast: all layers of which run as nodes."""
+    pytest.importorskip("bitsandbytes")
+    rows_of_whole_blocks = {"hidden_size": 64, "intermediate_size": 128}
+    model = save_model(tmp_path / "model", Path(json.__file__).read_text(), **rows_of_whole_blocks)
+    before = bastile.report().ran("lora_linear")
+    here(model, text, tmp_path / "out", "--sequence", 32, "--steps", 3, "--lora", 4, "--load-in-4bit", "--dtype", dtype)
+    found = losses(tmp_path / "out")
+    assert found["stock"] == pytest.approx(found["bastile"], rel=200 * EPS if dtype == "float32" else 2**-7)
+    layers = AutoConfig.from_pretrained(model).num_hidden_layers
+    assert bastile.report().ran("lora_linear") - before == 3 * layers
+    assert "goes with --lora" in here(model, text, tmp_path / "alone", "--load-in-4bit", status=2)
+
+
 @pytest.mark.parametrize("lora", [[], ["--lora"]], ids=["full", "lora"])
 def test_checkpointing_runs_layers_again(
     here: Callable[..., str],
@@ -249,7 +264,14 @@ def measured(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
         "seed": 0,
         "turn": 2,
         **{"steps": 6, "batch": 2, "sequence": 32, "accumulate": 1, "bf16": False, "checkpointing": False},
-        **{"lora": None, "max_grad_norm": 1.0, "save": None, "save_every": None, "schedule": "constant"},
+        **{
+            "load_in_4bit": False,
+            "lora": None,
+            "max_grad_norm": 1.0,
+            "save": None,
+            "save_every": None,
+            "schedule": "constant",
+        },
         **{"warmup": 1, "weight_decay": 0.0},
     }
     tokenizer = AutoTokenizer.from_pretrained(model)

@@ -22,7 +22,7 @@ from bastile.ops import _fakes
 from oracle import EMULATED, devices
 
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TYPES |= {"int64": torch.int64, "int32": torch.int32}
+TYPES |= {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8}
 WRONG_TYPES = (torch.float64, torch.int8, torch.bool, torch.complex64, torch.uint16)
 SIZES = (1, 2, 8, 33) if EMULATED else (1, 1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 64, 65, 130, 257)
 FLOATS = (0.0, 1e-6, 0.5, 1.0, 2.0, 30.0)
@@ -102,6 +102,13 @@ class Draw:
             self.sizes |= {"T": tokens, "P": tokens, "K": choices, "Q": choices, "N": tokens * choices}
         for half in set(re.findall("-([A-Z])", OPERATORS[self.operator])):
             self.sizes[half] = 2 * self.size()
+        if "blocksize" in names:
+            rows, columns = self.size(), self.size()
+            block, nested = 8 << self.random.randint(0, 3), 1 << self.random.randint(0, 3)
+            blocks = -(rows * columns // -block)
+            self.attributes |= {"rows": rows, "columns": columns, "blocksize": block, "nested_blocksize": nested}
+            self.leading = [(rows * columns + 1) // 2]
+            self.sizes |= {"A": blocks, "S": -(blocks // -nested), "C": 16, "D": 256}
         if "experts" in names:
             self.leading = [self.size(), self.size()]
             self.attributes["experts"] = self.random.randint(1, 9)
@@ -142,6 +149,8 @@ class Draw:
             ends = torch.randint(rows + 1, (count,), generator=self.generator).sort().values
             ends[-1:] = rows
             return ends.to(dtype).view(shape)
+        if dtype is torch.uint8:
+            return torch.randint(256, shape, generator=self.generator, dtype=dtype)
         classes = self.sizes.get("V") or self.sizes.get("E") or self.attributes.get("experts") or 1
         return torch.randint(classes, shape, generator=self.generator, dtype=dtype)
 

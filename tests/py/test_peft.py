@@ -267,3 +267,16 @@ def test_saving_loading_and_merging(ran, tmp_path):
     torch.testing.assert_close(loaded.merge_and_unload()(**batch()).logits, want, rtol=1e-4, atol=1e-5)
     bastile.reset()
     torch.testing.assert_close(model(**batch()).logits, want)
+
+
+def test_compiled_without_a_graph_break(ran):
+    """Each decoder layer: attention's three, the one behind it, the MLP."""
+    model = with_lora(base())
+    want = step(model)
+    for layer in model.base_model.model.model.layers:
+        layer.compile(fullgraph=True, backend="aot_eager")
+    ran.clear()
+    found = step(model)
+    assert ran["adapted_gated_mlp"]
+    for name, gradient in want.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)

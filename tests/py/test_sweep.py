@@ -140,6 +140,22 @@ def test_out_of_memory_is_a_result(tmp_path: Path, capfd: pytest.CaptureFixture)
 
 
 @pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(("more", "name"), [([], "tiny-lora4-step"), (["--load-in-4bit"], "tiny-qlora4-step")])
+def test_adapters(tmp_path: Path, capfd: pytest.CaptureFixture, more: list[str], name: str) -> None:
+    """Of both implementations the same model, whose adapters alone are trained: at 16 bits, under autocast."""
+    if more:
+        pytest.importorskip("bitsandbytes")
+    arguments = ["--lengths", "32", "--lora", "4", "--dtype", "bfloat16", "--step", "--out", str(tmp_path)]
+    assert main([*TINY, *arguments, *more]) == 0
+    assert ("LoRA of rank 4" + ", base in NF4" * len(more)) in " ".join(capfd.readouterr().out.split())
+    found = records(tmp_path, name)
+    ours, stock = found["bastile", 32], found["hf", 32]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=2**-7)
+    assert len(set(ours["losses"])) > 1  # it learns
+    assert main([*TINY, "--load-in-4bit", "--out", str(tmp_path)]) == 2
+
+
+@pytest.mark.usefixtures("workers")
 def test_what_is_not_there_leaves_the_others_alone(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     if "liger" in sys.modules or __import__("importlib.util").util.find_spec("liger_kernel"):
         pytest.skip("Liger-Kernel is installed here")

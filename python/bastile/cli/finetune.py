@@ -32,7 +32,8 @@ def add_parser(subparsers: Any) -> None:
     )
     add(length, "--epochs")
     add(parser, "--accumulate", "--schedule", "--lr-warmup", "--weight-decay", "--max-grad-norm", "--bf16")
-    add(parser, "--checkpointing", "--lora", "--lora-alpha", "--no-baseline", "--save-every", "--resume", "--save")
+    add(parser, "--checkpointing", "--lora", "--lora-alpha", "--load-in-4bit")
+    add(parser, "--no-baseline", "--save-every", "--resume", "--save")
     add_operators(parser)
     parser.set_defaults(command=finetune)
 
@@ -44,6 +45,10 @@ def finetune(options: argparse.Namespace) -> int:
         options.dtype = "float32"
     if options.lora_alpha is not None and not options.lora:
         raise UsageError("--lora-alpha goes with --lora")
+    if options.load_in_4bit:
+        if not options.lora:
+            raise UsageError("--load-in-4bit goes with --lora: weights of 4 bits are not trained")
+        need_packages("bitsandbytes", purpose="--load-in-4bit")
     if options.lora:
         need_packages("peft", purpose="--lora")
         options.lora_alpha = options.lora_alpha or 2 * options.lora

@@ -98,6 +98,25 @@ def build(config: Any, dtype: str, device: Any = "cpu", pretrained: str | None =
     return model.to(device).train()
 
 
+def load_in_4bit(name: str, dtype: str, device: torch.device) -> Any:
+    """The model in training mode with its linear layers, but the head, in bitsandbytes' NF4, doubly quantised, as QLoRA
+    has them; they compute in this type."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    kind = getattr(torch, dtype)
+    as_in_qlora = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=kind,
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        name, dtype=kind, quantization_config=as_in_qlora, device_map={"": device}
+    )
+    model.config.use_cache = False
+    return model.train()
+
+
 def checkpoint_activations(model: Any) -> None:
     """Layers then keep their inputs alone. Newer releases of Transformers have another name for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -104,6 +104,7 @@ OPTIONS: dict[str, _Option] = {
         "train LoRA adapters on every projection of the layers, of this rank (default: 16)",
         more={"type": count, "nargs": "?", "const": 16},
     ),
+    "--load-in-4bit": _Option(None, "with --lora: the model's own weights in 4 bits (QLoRA: NF4, double quantisation)"),
     "--lora-alpha": _Option("X", "LoRA's scale (default: twice the rank)"),
     "--no-baseline": _Option(
         None, "do not train with stock Transformers first", more={"action": "store_false", "dest": "baseline"}

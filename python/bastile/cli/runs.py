@@ -15,6 +15,7 @@ _PLAIN: dict[str, Any] = {
     "accumulate": 1,
     "bf16": False,
     "checkpointing": False,
+    "load_in_4bit": False,
     "lora": None,
     "lora_alpha": None,
     "max_grad_norm": 1.0,

@@ -34,6 +34,7 @@ def add_parser(subparsers: Any) -> None:
     add(model, "--against", what="implementations beside bastile", shown="what suits the device")
     add(model, "--lengths")
     add(model, "--batch", shown="1; loss curves 4")
+    add(model, "--lora", "--load-in-4bit")
     add_where(model)
 
     how = parser.add_argument_group("how it is measured")
@@ -88,6 +89,7 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
     curve = options.loss_curve is not None
     model = options.shape or ("qwen3-8b" if on_cuda else "tiny")
     gpus = _gpus(options, device)
+    _check_adapters(options, gpus)
     if curve:
         for name in ("fsdp", "whole_step", "no_optimizer", "budget"):
             if getattr(options, name):
@@ -121,10 +123,24 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
             "memory_limit": options.memory_limit,
             "share_process": options.share_process,
             "versions": versions(),
+            # Where there are none the settings are what they were before there could be.
+            **({"lora": options.lora, "load_in_4bit": options.load_in_4bit} if options.lora else {}),
         },
         [name for name in IMPLEMENTATIONS if name in names or name == "bastile"],
         lengths,
     )
+
+
+def _check_adapters(options: argparse.Namespace, gpus: int) -> None:
+    if not options.lora:
+        if options.load_in_4bit:
+            raise UsageError("--load-in-4bit goes with --lora: weights of 4 bits are not trained")
+        return
+    need_packages("peft", purpose="--lora")
+    if options.load_in_4bit:
+        need_packages("bitsandbytes", purpose="--load-in-4bit")
+        if gpus > 1:
+            raise UsageError("--load-in-4bit is measured on one GPU; leave --fsdp out")
 
 
 def _gpus(options: argparse.Namespace, device: str) -> int:
@@ -169,6 +185,8 @@ def _file_name(settings: dict[str, Any]) -> str:
         parts.append("curve")
     if settings["gpus"] > 1:
         parts.append(f"fsdp{settings['gpus']}")
+    if settings.get("lora"):
+        parts.append(f"{'q' if settings['load_in_4bit'] else ''}lora{settings['lora']}")
     parts += {"step": ["step"], "none": ["no-optimizer"]}.get(settings["optimizer"], [])
     return "-".join(parts)
 

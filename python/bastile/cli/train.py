@@ -22,7 +22,7 @@ import bastile
 from bastile.bench.machine import describe_briefly
 from bastile.bench.timing import held
 from bastile.cli.examples import Examples, batch
-from bastile.cli.model import build, checkpoint_activations
+from bastile.cli.model import build, checkpoint_activations, load_in_4bit
 from bastile.cli.processes import begin, out_of_memory
 
 #: The products that LoRA adapts: all of a decoder layer's.
@@ -164,7 +164,8 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
         warmup_steps=plan["warmup"],
         weight_decay=plan["weight_decay"],
         max_grad_norm=plan["max_grad_norm"],
-        bf16=plan["bf16"],
+        # PEFT's adapters are float32: beside weights of 16 bits they are meant to run under autocast.
+        bf16=plan["bf16"] or bool(plan["lora"] and plan["dtype"] == "bfloat16"),
         seed=plan["seed"],
         data_seed=plan["seed"],
         use_cpu=plan["device"] == "cpu",
@@ -182,6 +183,8 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
 
 def _build_model(plan: dict[str, Any]) -> Any:
     name = plan["model"].get("pretrained")
+    if plan["load_in_4bit"]:
+        return load_in_4bit(name, plan["dtype"], torch.device(plan["device"]))
     return build(None if name else AutoConfig.for_model(**plan["model"]["config"]), plan["dtype"], pretrained=name)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from bastile.models.known import KNOWN
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._common import PLAIN
 from bastile.ops._modules import has_hooks, plain_linear
+from bastile.ops.dequantize_4bit import Nested, dequantize_4bit
 from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
 from bastile.ops.projections import projections
@@ -35,15 +37,20 @@ def adapted(module: nn.Module, x: torch.Tensor) -> Adapted:
         NotServed: where that is more than a product, an adapter and a bias; says why.
     """
     kind = type(module)
-    if kind is not nn.Linear and _form(stock_of(kind.forward)) == "adapted linear":
+    if kind is not nn.Linear and _form(kind.forward) == "adapted linear":
         return _with_adapter(module, x)
     return _base(module, x)
 
 
-@functools.lru_cache(maxsize=64)
+@torch.compiler.assume_constant_result  # else the compiler follows it into the reading of the source
 def _form(forward: Any) -> str | None:
-    """What kind of layer a forward is of, by its code."""
-    code = code_of(forward)
+    """What kind of layer a forward, or what Bastile has put in its place, is of: by its code."""
+    return _form_of(forward)
+
+
+@functools.lru_cache(maxsize=64)
+def _form_of(forward: Any) -> str | None:
+    code = code_of(stock_of(forward))
     form = None if code is None else KNOWN.get(code.fingerprint)
     return None if form is None else form.kind
 
@@ -56,20 +63,104 @@ def _base(module: Any, x: torch.Tensor) -> Adapted:
         if "forward" in vars(module) or has_hooks(module) or type(own.get("weight")) not in PLAIN:
             raise NotServed("a layer has hooks, a forward of its own, or a weight that is sharded or quantised")
         return Adapted(own["weight"], own.get("bias"))
-    if _form(stock_of(kind.forward)) != "4-bit linear":
+    form = _form(kind.forward)
+    if form not in ("4-bit linear", "8-bit linear"):
         raise NotServed(f"{kind.__module__}.{kind.__qualname__} is no layer that Bastile knows")
     if "forward" in vars(module) or has_hooks(module):
         raise NotServed("a quantised layer has hooks or a forward of its own")
-    state = getattr(module.weight, "quant_state", None)
+    bias = module._parameters.get("bias")
+    if bias is not None and bias.dtype is not _dtype(x):
+        raise NotServed("a quantised layer's bias is not of its input's type yet")
+    make = _four_bits(module, x) if form == "4-bit linear" else _eight_bits(module)
+    return Adapted(None, bias, dequantise=make)
+
+
+def _eight_bits(module: Any) -> Callable[[torch.dtype], torch.Tensor]:
+    """bitsandbytes' int8: its weight as its own backward pass makes it. In its forward pass on CUDA it rounds the input
+    to 8 bits too, which the product here does not."""
+    weight, state = module._parameters["weight"], module.state
+    rows, most = (state.CB, state.SCB) if weight.CB is None else (weight.CB, weight.SCB)
+    if state.has_fp16_weights or rows is None or most is None:
+        raise NotServed("a layer of bitsandbytes keeps its weight in 16 bits, or is not quantised yet")
+    return functools.partial(_from_eight_bits, rows.detach(), most)
+
+
+def _from_eight_bits(rows: torch.Tensor, most: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rows.to(dtype, copy=True).mul_(most.unsqueeze(1).mul(1.0 / 127.0))
+
+
+_PACKED_FOR_CPU = "packing_format_for_cpu"
+
+
+class _FourBits:
+    """What makes the weight of a layer of bitsandbytes: its tensors, read once."""
+
+    __slots__ = ("_absmax", "_arguments", "_dtype", "_packed", "_pointer", "_state")
+
+    def __init__(self, weight: torch.Tensor, state: Any) -> None:
+        self._pointer, self._state, self._absmax, self._dtype = weight.data_ptr(), state, state.absmax, state.dtype
+        with torch._C.DisableTorchFunctionSubclass():
+            self._packed = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
+        nested, inner = None, state.state2
+        if inner is not None:
+            nested = Nested(inner.code, inner.absmax, state.offset, inner.blocksize)
+        self._arguments: Any = {"blocksize": state.blocksize, "nested": nested}
+
+    def is_of(self, weight: torch.Tensor, state: Any) -> bool:
+        """Whether the layer still has what was read: moving it gives it other tensors."""
+        return state is self._state and state.absmax is self._absmax and weight.data_ptr() == self._pointer
+
+    def __call__(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K], the bits of bitsandbytes' dequantize_4bit: rounded to the weight's own type, and from there to this
+        one. From float32 there is no second rounding to speak of."""
+        state, own = self._state, self._dtype
+        made = dequantize_4bit(
+            self._packed,
+            state.absmax,
+            state.code,
+            state.shape,
+            dtype if own is torch.float32 else own,
+            **self._arguments,
+        )
+        return made if made.dtype is dtype else made.to(dtype)
+
+
+#: Of each layer what makes its weight. It holds no layer: bitsandbytes' weights know theirs.
+_FOUR_BITS: weakref.WeakKeyDictionary[nn.Module, _FourBits] = weakref.WeakKeyDictionary()
+
+
+def _four_bits(module: Any, x: torch.Tensor) -> Callable[[torch.dtype], torch.Tensor]:
+    weight = module._parameters["weight"]
+    state = getattr(weight, "quant_state", None)
     if state is None:
         raise NotServed("a layer of bitsandbytes is not quantised yet")
+    if tuple(state.shape) != (module.out_features, module.in_features) or getattr(state, _PACKED_FOR_CPU, False):
+        raise NotServed("a layer of bitsandbytes is packed for inference on CPU, or lies the other way round")
     if module.compute_dtype not in (None, _dtype(x)):
         raise NotServed(f"a layer of bitsandbytes computes in {module.compute_dtype}, its input's type is {_dtype(x)}")
-    return Adapted(None, module.bias, dequantise=functools.partial(_dequantised, module.weight))
+    if torch.compiler.is_compiling():
+        return functools.partial(_by_bitsandbytes, weight)
+    known = _FOUR_BITS.get(module)
+    if known is None or not known.is_of(weight, state):
+        if not _is_usual(weight, state):
+            return functools.partial(_by_bitsandbytes, weight)
+        known = _FOUR_BITS[module] = _FourBits(weight, state)
+    return known
 
 
-def _dequantised(weight: Any, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K], as bitsandbytes's own product makes it."""
+def _is_usual(weight: torch.Tensor, state: Any) -> bool:
+    """Whether these are tensors as our operator takes them, which is true of all that bitsandbytes makes today."""
+    inner, float32 = state.state2, torch.float32
+    single = [state.code, state.absmax] if inner is None else [state.code, inner.code, inner.absmax, state.offset]
+    return (
+        weight.is_contiguous()
+        and all([type(t) in PLAIN and t.dtype is float32 for t in single])
+        and (inner is None or (state.absmax.dtype is torch.uint8 and inner.dtype is float32))
+    )
+
+
+def _by_bitsandbytes(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    """As its own product makes it."""
     made = sys.modules["bitsandbytes"].functional.dequantize_4bit(weight.data, weight.quant_state)
     return made.to(dtype)
 
@@ -83,10 +174,12 @@ def _dtype(x: torch.Tensor) -> torch.dtype:
 def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
     if "forward" in vars(module) or has_hooks(module):
         raise NotServed("a layer with an adapter has hooks or a forward of its own")
-    base = _base(module.base_layer, x)
+    inner = module._modules  # Module's own lookup is slow
+    base = _base(inner["base_layer"], x)
     if module.merged or module.disable_adapters:
         raise NotServed("adapters are merged or disabled")
-    active = [name for name in module.active_adapters if name in module.lora_A]
+    all_a = inner["lora_A"]._modules
+    active = [name for name in module.active_adapters if name in all_a]
     if not active:
         return base
     if len(active) > 1:
@@ -94,14 +187,15 @@ def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
     (name,) = active
     if name in module.lora_variant:
         raise NotServed(f"the adapter is a {type(module.lora_variant[name]).__name__}")
-    a, b = module.lora_A[name], module.lora_B[name]
+    a, b = all_a[name], inner["lora_B"]._modules[name]
     if not (plain_linear(a) and plain_linear(b)):
         raise NotServed("an adapter's matrices have biases, hooks or a forward of their own")
-    if a.weight.dtype is not _dtype(x) and not torch.is_autocast_enabled(x.device.type):
-        raise NotServed(f"without autocast adapters of {a.weight.dtype} compute in their own type")
-    return base._replace(
-        a=a.weight, b=b.weight, scale=float(module.scaling[name]), dropout=_dropout(module.lora_dropout[name])
-    )
+    of_a: Any = a._parameters["weight"]
+    of_b: Any = b._parameters["weight"]
+    if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise NotServed(f"without autocast adapters of {of_a.dtype} compute in their own type")
+    dropout = _dropout(inner["lora_dropout"]._modules[name])
+    return Adapted(base.weight, base.bias, of_a, of_b, float(module.scaling[name]), dropout, base.dequantise)
 
 
 def _dropout(layer: nn.Module) -> float:

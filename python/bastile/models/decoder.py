@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from bastile.models.checkpoints import runs_again, watched
 from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import parameter_names
 from bastile.models.sites import Found, ModelFile, Site
@@ -52,6 +53,12 @@ def layer_forward(
         if len(args) > len(names) or names[0] not in given:
             return original(self, *args, **kwargs)
         tally.count()
+        if runs_again(given[names[0]]):
+            with watched(given[names[0]]):
+                return run(self, before, between, first, second, given)
+        return run(self, before, between, first, second, given)
+
+    def run(self: Any, before: Any, between: Any, first: Norm, second: Norm, given: dict[str, Any]) -> Any:
         x, residual = _add_norm(first, before, given.pop(names[0]), None)
         x, _ = getattr(self, attention)(hidden_states=x, **given)
         if after_attention is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    kind: str  # norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear, head
+    kind: str  # norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear, 8-bit linear, head
     formula: str
     roles: tuple[str, ...]  # attributes of self
     fingerprints: tuple[str, ...]
@@ -208,9 +208,9 @@ FORMS: tuple[Form, ...] = (
     ),
     Form(
         "adapted linear",
-        "the same of a base in 4 bits",
+        "the same of a base in 4 or 8 bits",
         _roles(f"{_ADAPTED} active_adapters lora_A {_ADAPTER}"),
-        ("7226307fd10b",),
+        ("7226307fd10b", "ecc7a59ff7d0"),
         exact=True,
     ),
     Form(
@@ -218,6 +218,27 @@ FORMS: tuple[Form, ...] = (
         "bitsandbytes.matmul_4bit(x, weight, bias)",
         _roles("weight support_avx512bf16_for_cpu training compute_type_is_set compute_dtype bias"),
         ("1c4aaf1c7bd9",),
+        exact=True,
+    ),
+    Form(
+        "4-bit linear",
+        "the same of bitsandbytes 0.49",
+        _roles("weight support_avx512bf16_for_cpu training bias compute_type_is_set compute_dtype"),
+        ("8752534f5290",),
+        exact=True,
+    ),
+    Form(
+        "4-bit linear",
+        "the same of bitsandbytes 0.46 to 0.48",
+        _roles("bias compute_type_is_set compute_dtype weight"),
+        ("9bcdb6d957dc", "210ddd266e44"),
+        exact=True,
+    ),
+    Form(
+        "8-bit linear",
+        "bitsandbytes.matmul(x, weight, bias, state)",
+        _roles("state training weight bias"),
+        ("79d33821855e",),
         exact=True,
     ),
     # ---- output heads ------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from bastile._library import library
 
 #: In the order of src/core/dtype.h.
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
 
 #: BST_REDUCTION_NONE of bastile.h.
 NOT_REDUCED = 2

@@ -62,59 +62,85 @@ class _Layer(NamedTuple):
 class _Group:
     """Layers of one input, within a node: the forward and the backward pass of all of them.
 
-    weights, biases: of the input's type. a, b: in types of their own; they are rounded to the input's here. The thin
-    results of all adapters, and the gradients of these, lie side by side: [rows, rank]."""
+    weights, biases: of the input's type. a, b: in types of their own; a call rounds them to the input's once, and the
+    backward pass is given what was rounded. The thin results of all adapters, and the gradients of these, lie side by
+    side: [rows, rank]."""
 
-    def __init__(self, layers: Sequence[_Layer], tensors: Sequence[torch.Tensor | None], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        layers: Sequence[_Layer],
+        tensors: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        rounded: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self.layers, self.dtype = layers, dtype
         self.weights, self.biases, self.a, self.b = (tensors[i::_TENSORS] for i in range(_TENSORS))
         self.columns: list[slice] = []  # each adapter's of the thin results
-        self.rank = 0
-        for a in self.a:
-            mine = 0 if a is None else a.shape[0]
-            self.columns.append(slice(self.rank, self.rank + mine))
-            self.rank += mine
-        self.adapted = [i for i, a in enumerate(self.a) if a is not None]
-        self.drops = any([layer.dropout for layer in layers])
+        self.adapted: list[int] = []
+        self.drops = False
+        at = 0
+        for i, a in enumerate(self.a):
+            begin = at
+            if a is not None:
+                at += a.shape[0]
+                self.adapted.append(i)
+                self.drops = self.drops or layers[i].dropout > 0
+            self.columns.append(slice(begin, at))
+        self.rank = at
+        self.rounded = self._rounded() if rounded is None else rounded
+
+    def _rounded(self) -> list[torch.Tensor]:
+        """All A's, [rank, K], and each B, of the input's type."""
+        if not self.adapted:
+            return []
+        a: Any = [self.a[i] for i in self.adapted]
+        b: Any = [self.b[i] for i in self.adapted]
+        dtype = self.dtype
+        return [(a[0] if len(a) == 1 else torch.cat(a)).to(dtype), *[each.to(dtype) for each in b]]
 
     def weight(self, i: int) -> Any:
         make = self.layers[i].dequantise
         return self.weights[i] if make is None else make(self.dtype)
 
-    def _all_a(self) -> torch.Tensor:
-        """[rank, K], of the input's type."""
-        given: Any = [self.a[i] for i in self.adapted]
-        return (given[0] if len(given) == 1 else torch.cat(given)).to(self.dtype)
-
-    def _b(self, i: int) -> Any:
-        b: Any = self.b[i]
-        return b.to(self.dtype)
-
     def thin(self, rows: torch.Tensor, masks: _Masks) -> torch.Tensor | None:
         """x A^T of all adapters."""
         if not self.adapted:
             return None
+        all_a = self.rounded[0]
         if not self.drops:
-            return rows.mm(self._all_a().t())
+            return rows.mm(all_a.t())
         thin = rows.new_empty(rows.shape[0], self.rank)
         for i in self.adapted:
-            a: Any = self.a[i]
-            torch.mm(masks.drop(i, rows, self.layers[i].dropout), a.to(self.dtype).t(), out=thin[:, self.columns[i]])
+            mine = self.columns[i]
+            torch.mm(masks.drop(i, rows, self.layers[i].dropout), all_a[mine].t(), out=thin[:, mine])
         return thin
 
-    def result(self, i: int, x: torch.Tensor, thin: torch.Tensor | None) -> torch.Tensor:
-        """[..., N]. Of its shape from the start: autograd lets nobody change a view in place that a node made."""
+    def results(self, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None) -> list[torch.Tensor]:
+        """Each [..., N]."""
+        b = iter(self.rounded[1:])
+        return [
+            self._result(i, x, rows, thin, None if thin is None or a is None else next(b)) for i, a in enumerate(self.a)
+        ]
+
+    def _result(
+        self, i: int, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None, b: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of its shape from the start: autograd lets nobody change a view in place that a node made."""
         bias, weight = self.biases[i], self.weight(i)
-        if thin is None or self.b[i] is None:
+        if thin is None or b is None:
             return linear(x, weight, bias)
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        rows, mine, b, scale = y.view(-1, y.shape[-1]), thin[:, self.columns[i]], self._b(i).t(), self.layers[i].scale
+        of_rows, mine, scale = y.view(-1, y.shape[-1]), self._mine(thin, i), self.layers[i].scale
         if bias is None:
-            rows.addmm_(mine, b, beta=0, alpha=scale)
+            of_rows.addmm_(mine, b.t(), beta=0, alpha=scale)
         else:
-            torch.addmm(bias, mine, b, alpha=scale, out=rows)
-        rows.addmm_(x.reshape(-1, x.shape[-1]), weight.t())
+            torch.addmm(bias, mine, b.t(), alpha=scale, out=of_rows)
+        of_rows.addmm_(rows, weight.t())
         return y
+
+    def _mine(self, thin: torch.Tensor, i: int) -> torch.Tensor:
+        """A layer's columns of all thin numbers."""
+        return thin if len(self.adapted) == 1 else thin[:, self.columns[i]]
 
     def thin_gradients(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """s dy B of all adapters; 0 for those whose result nobody differentiated."""
@@ -122,12 +148,12 @@ class _Group:
         if not known:
             return None
         g = known[0].new_empty(known[0].shape[0], self.rank)
-        for i in self.adapted:
+        for i, b in zip(self.adapted, self.rounded[1:], strict=True):
             dy = gradients[i]
             if dy is None:
                 g[:, self.columns[i]] = 0
             else:
-                g[:, self.columns[i]].addmm_(dy, self._b(i), beta=0, alpha=self.layers[i].scale)
+                self._mine(g, i).addmm_(dy, b, beta=0, alpha=self.layers[i].scale)
         return g
 
     def input_gradient(
@@ -144,13 +170,14 @@ class _Group:
     def _adapters_input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, masks: _Masks
     ) -> torch.Tensor | None:
+        all_a = self.rounded[0]
         if not self.drops:
-            return g.mm(self._all_a())
+            return g.mm(all_a)
         dx = None
         for i in self.adapted:
             if gradients[i] is not None:
-                a: Any = self.a[i]
-                part = masks.drop(i, g[:, self.columns[i]].mm(a.to(self.dtype)), self.layers[i].dropout)
+                mine = self.columns[i]
+                part = masks.drop(i, g[:, mine].mm(all_a[mine]), self.layers[i].dropout)
                 dx = part if dx is None else dx.add_(part)
         return dx
 
@@ -176,7 +203,7 @@ class _Group:
                 found[i * _TENSORS + 1] = dy.sum(0)
             b = self.b[i]
             if want_b and b is not None and thin is not None:
-                found[i * _TENSORS + 3] = _product(b.dtype, dy.t(), thin[:, self.columns[i]]).mul_(self.layers[i].scale)
+                found[i * _TENSORS + 3] = _product(b.dtype, dy.t(), self._mine(thin, i), self.layers[i].scale)
         if g is not None:
             self._gradients_of_a(gradients, g, rows, masks, wanted, found)
         return found
@@ -205,13 +232,15 @@ class _Group:
             found[place] = together[self.columns[i]].to(types[i])
 
 
-def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a b in this type, with no rounding to the factors' type between, where PyTorch can leave that out."""
+def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """scale a b in this type, with no rounding to the factors' type between, where PyTorch can leave that out."""
     if a.dtype is dtype:
-        return a.mm(b)
-    if dtype is torch.float32 and a.is_cuda and not is_compiling() and _HAS_OUT_DTYPE:
-        return torch.mm(a, b, out_dtype=dtype)
-    return a.mm(b).to(dtype)
+        product = a.mm(b)
+    elif dtype is torch.float32 and a.is_cuda and not is_compiling() and _HAS_OUT_DTYPE:
+        product = torch.mm(a, b, out_dtype=dtype)
+    else:
+        product = a.mm(b).to(dtype)
+    return product if scale == 1 else product.mul_(scale)
 
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
@@ -262,23 +291,25 @@ class _Linears(Function):
     @staticmethod
     def forward(ctx, x, layers, *tensors):
         ctx.set_materialize_grads(False)
-        group, masks = _Group(layers, tensors, x.dtype), _Masks(x.device)
-        thin = group.thin(x.reshape(-1, x.shape[-1]), masks)
+        group, masks, rows = _Group(layers, tensors, x.dtype), _Masks(x.device), x.reshape(-1, x.shape[-1])
+        thin = group.thin(rows, masks)
         keeps_x = _reads_input(ctx.needs_input_grad[2:])
         # For first_order_only, where x is not kept: an output without elements.
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
-        ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors)
+        ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors, *group.rounded)
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype = x.shape, layers, masks, x.dtype
-        results = [group.result(i, x, thin) for i in range(len(layers))]
+        results = group.results(x, rows, thin)
         return tuple(results) if way_back is None else (*results, way_back)
 
     @staticmethod
     def backward(ctx, *gradients):
         x, thin, way_back, *tensors = ctx.saved_tensors
+        count = _TENSORS * len(ctx.layers)
+        tensors, rounded = tensors[:count], tensors[count:]
         gradients = gradients[: len(ctx.layers)]
         wanted = ctx.needs_input_grad
         with without_autocast(next(t.device.type for t in tensors if t is not None)):
-            group = _Group(ctx.layers, tensors, ctx.dtype)
+            group = _Group(ctx.layers, tensors, ctx.dtype, rounded)
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
             g = group.thin_gradients(of_rows)
@@ -303,15 +334,19 @@ class _GatedMLP(Function):
     def forward(ctx, x, layers, unit, *tensors):
         first, second = _mlp_groups(layers, tensors, x.dtype)
         masks = _Masks(x.device), _Masks(x.device)
-        thin = first.thin(x.reshape(-1, x.shape[-1]), masks[0])
-        a, b = first.result(0, x, thin), first.result(1, x, thin)
+        rows = x.reshape(-1, x.shape[-1])
+        thin = first.thin(rows, masks[0])
+        a, b = first.results(x, rows, thin)
         y = unit.forward(a, b)
-        thin_y = second.thin(y.view(-1, y.shape[-1]), masks[1])
+        rows_y = y.view(-1, y.shape[-1])
+        thin_y = second.thin(rows_y, masks[1])
         keeps_x = _reads_input(ctx.needs_input_grad[3 : 3 + 2 * _TENSORS])
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
-        ctx.save_for_backward(x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors)
+        ctx.save_for_backward(
+            x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors, *first.rounded, *second.rounded
+        )
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype, ctx.unit = x.shape, layers, masks, x.dtype, unit
-        out = second.result(0, y, thin_y)
+        (out,) = second.results(y, rows_y, thin_y)
         return out if way_back is None else (out, way_back)
 
     @staticmethod
@@ -322,8 +357,13 @@ class _GatedMLP(Function):
 
 
 def _mlp_groups(layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.dtype) -> tuple[_Group, _Group]:
-    """Gate and up, and down."""
-    return _Group(layers[:2], tensors[: 2 * _TENSORS], dtype), _Group(layers[2:], tensors[2 * _TENSORS :], dtype)
+    """Gate and up, and down. Behind the layers' tensors may stand what was rounded, first that of gate and up."""
+    first, second, rounded = tensors[: 2 * _TENSORS], tensors[2 * _TENSORS : 3 * _TENSORS], tensors[3 * _TENSORS :]
+    if not rounded:
+        return _Group(layers[:2], first, dtype), _Group(layers[2:], second, dtype)
+    adapted = sum([a is not None for a in first[2::_TENSORS]])
+    count = adapted + 1 if adapted else 0
+    return _Group(layers[:2], first, dtype, rounded[:count]), _Group(layers[2:], second, dtype, rounded[count:])
 
 
 def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
@@ -331,6 +371,7 @@ def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
     last = release_on_last_pass(ctx, dout)
     want_x, _, _, *wanted = ctx.needs_input_grad
     first, second = _mlp_groups(ctx.layers, tensors, ctx.dtype)
+    tensors = tensors[: 3 * _TENSORS]
     wanted_first, wanted_second = wanted[: 2 * _TENSORS], wanted[2 * _TENSORS :]
     drows = [dout.reshape(-1, dout.shape[-1])]
     g = second.thin_gradients(drows)
@@ -422,9 +463,8 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
     x, plain, tensors = prepared
     if _is_differentiated(x, tensors):
         return _Linears.apply(x, plain, *tensors)[: len(layers)]
-    group, masks = _Group(plain, tensors, x.dtype), _Masks(x.device)
-    thin = group.thin(x.reshape(-1, x.shape[-1]), masks)
-    return tuple([group.result(i, x, thin) for i in range(len(layers))])
+    group, rows = _Group(plain, tensors, x.dtype), x.reshape(-1, x.shape[-1])
+    return tuple(group.results(x, rows, group.thin(rows, _Masks(x.device))))
 
 
 def adapted_gated_mlp(
@@ -456,10 +496,10 @@ def adapted_gated_mlp(
         out = _GatedMLP.apply(x, plain, unit, *tensors)
         return out[0] if type(out) is tuple else out
     first, second = _mlp_groups(plain, tensors, x.dtype)
-    masks = _Masks(x.device)
-    thin = first.thin(x.reshape(-1, x.shape[-1]), masks)
-    y = unit.forward(first.result(0, x, thin), first.result(1, x, thin))
-    return second.result(0, y, second.thin(y.view(-1, y.shape[-1]), _Masks(x.device)))
+    rows = x.reshape(-1, x.shape[-1])
+    y = unit.forward(*first.results(x, rows, first.thin(rows, _Masks(x.device))))
+    rows = y.view(-1, y.shape[-1])
+    return second.results(y, rows, second.thin(rows, _Masks(x.device)))[0]
 
 
 def _original(x: torch.Tensor, layer: Adapted) -> torch.Tensor:

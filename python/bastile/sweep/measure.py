@@ -25,7 +25,11 @@ def optimizer_for(model: nn.Module, kind: str) -> torch.optim.Optimizer | None:
     if kind == "none":
         return None
     lr = _LR if kind == "step" else 0.0
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(trained(model), lr=lr, weight_decay=0.0, fused=True)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def forward_backward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -113,7 +117,7 @@ def train(
     device = next(model.parameters()).device
     steps, batch, length = plan["curve_steps"], plan["batch"], plan["length"]
     pieces = tokens[: len(tokens) // length * length].view(-1, length)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_CURVE_LR, fused=True)
+    optimizer = torch.optim.AdamW(trained(model), lr=_CURVE_LR, fused=True)
     warm_up = max(1, steps // 10)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / warm_up))
     losses: list[float] = []

@@ -21,6 +21,47 @@ def build(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any
     return made
 
 
+def add_adapters(model: Any, rank: int, load_in_4bit: bool, seed: int) -> None:
+    """LoRA on each linear layer but the head, in float32 as PEFT's users have it, both of its matrices random. The
+    model then runs under autocast to its own type, where that has 16 bits, and nothing else of it is trained."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    if load_in_4bit:
+        quantise(model)
+    torch.manual_seed(seed)
+    inject_adapter_in_model(
+        LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", init_lora_weights=False), model
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if model.dtype is not torch.float32:
+        model.forward = torch.autocast(model.device.type, model.dtype)(model.forward)
+
+
+def quantise(model: nn.Module) -> None:
+    """Each linear layer but the head in NF4 with double quantisation, as a loaded QLoRA base has them, on its device
+    and computing in its type."""
+    import bitsandbytes as bnb
+
+    for module in list(model.modules()):
+        for name, layer in list(module.named_children()):
+            if type(layer) is not nn.Linear or name == "lm_head":
+                continue
+            weight, bias = layer.weight, layer.bias is not None
+            made = bnb.nn.Linear4bit(
+                layer.in_features, layer.out_features, bias=bias, compute_dtype=weight.dtype, quant_type="nf4"
+            )
+            made.weight = bnb.nn.Params4bit(weight.data.cpu(), requires_grad=False, quant_type="nf4", module=made)
+            if bias:
+                made.bias = layer.bias
+            setattr(module, name, made.to(weight.device))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # which PEFT asks for
+    if weight.is_cuda:
+        torch.cuda.empty_cache()
+
+
 def fill(module: nn.Module, seed: int) -> None:
     """Norms' weights one, all else normal: no zeros, which products would run faster on. Each parameter draws from a
     generator of its own, chosen by its name's place in the alphabet: what replaced a module before the model was built,

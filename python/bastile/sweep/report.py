@@ -29,6 +29,8 @@ def title(results: Results) -> str:
     else:
         what = f"batch {settings['batch']}" + (" a rank" if settings["gpus"] > 1 else "")
         what += {"step": ", whole steps", "none": ", no optimiser"}.get(settings["optimizer"], "")
+    if settings.get("lora"):
+        what += f", LoRA of rank {settings['lora']}" + ", base in NF4" * settings["load_in_4bit"]
     return f"{settings['model']}, {settings['dtype']}, {what}; {where}, {results.content['date'][:10]}"
 
 

@@ -21,7 +21,7 @@ from bastile.cli.processes import begin, out_of_memory
 from bastile.peers.models import IMPLEMENTATIONS, CannotRun
 from bastile.shapes import MODELS
 from bastile.sweep.measure import clear, forward_backward, measure, optimizer_for, train
-from bastile.sweep.model import build, random_tokens
+from bastile.sweep.model import add_adapters, build, random_tokens
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -98,6 +98,8 @@ def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
         if plan["memory_limit"] and device.type == "cuda":
             _limit_gpu(plan["memory_limit"], device)
         model = build(plan["model"], getattr(torch, plan["dtype"]), device, plan["seed"])
+        if plan.get("lora"):
+            add_adapters(model, plan["lora"], plan["load_in_4bit"], plan["seed"])
         if plan["memory_limit"] and device.type == "cpu":
             _limit_process(plan["memory_limit"], model)
         running = chosen.wrap(ranks.shard(model))

@@ -224,6 +224,8 @@ BST_DEVICE float bst_sqrt(float v) { return __fsqrt_rn(v); }
 BST_DEVICE float bst_divide(float a, float b) { return __fdiv_rn(a, b); }
 BST_DEVICE float bst_tanh(float v) { return tanhf(v); }
 BST_DEVICE float bst_fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+/* Rounded, whatever is added to it. */
+BST_DEVICE float bst_product(float a, float b) { return __fmul_rn(a, b); }
 /* Where one of the two is NaN, the other. */
 BST_DEVICE float bst_max(float a, float b) { return fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return fminf(a, b); }

@@ -173,7 +173,7 @@ BST_DEVICE const void *row_start(const norm_backward_args *a, int input, int64_t
     return bst_at(a->in[input], bst_row_start(&a->map[input], row, FOLDED), type_of(input));
 }
 
-/* A row in the hands of this thread. */
+/* The row that this thread works on. */
 typedef struct row_state {
     const void *in[INPUTS];
     float rstd, mean;
@@ -192,14 +192,14 @@ BST_DEVICE row_state row_at(const norm_backward_args *a, int64_t row) {
 
 /* How rows come, and where they are between their two uses. Each way has a `source` with
  *   rows_open    before the kernel before this one has ended
- *   rows_start   asks for the first rows
- *   rows_next    makes `row` the one in hand, and asks for another ahead of it
+ *   rows_start   prefetches the first rows
+ *   rows_next    makes `row` the current one, and prefetches another
  *   vector       vector `i` of an input of that row, packed; weight_of: of the weight
  *   rows_done    after each row; rows_close: after the last */
 
 #if WAY == NORM_BULK
-/* One thread asks for whole rows: one block a multiprocessor, STAGES rows in shared memory or in flight, the weight in
- * registers. For rows that each take a block, on chips with bulk copies. */
+/* One thread issues bulk copies of whole rows: one block a multiprocessor, STAGES rows in shared memory or in flight,
+ * the weight in registers. For rows that each take a block, on chips with bulk copies. */
 #define ROW_BYTES (HIDDEN * 16 / VEC)
 typedef struct source {
     unsigned char *ring;
@@ -210,7 +210,7 @@ typedef struct source {
     float next_rstd, next_mean;
 } source;
 
-BST_DEVICE void fetch(const norm_backward_args *a, const source *s, int stage, int64_t row) {
+BST_DEVICE void prefetch(const norm_backward_args *a, const source *s, int stage, int64_t row) {
     if (row >= a->rows) return;
     bst_barrier_expect(&s->arrived[stage], INPUTS * ROW_BYTES);
     BST_UNROLL
@@ -231,7 +231,7 @@ BST_DEVICE void rows_open(source *s, unsigned char *ring, uint64_t *arrived) {
 
 BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
     if (lane == 0)
-        for (int i = 0; i < STAGES - 1; i++) fetch(a, s, i, row + i * step);
+        for (int i = 0; i < STAGES - 1; i++) prefetch(a, s, i, row + i * step);
     BST_UNROLL
     for (int i = 0; i < PER_THREAD; i++)
         if (inside(column_of(i, lane))) s->weight[i] = raw_weight(a->weight, column_of(i, lane));
@@ -246,7 +246,7 @@ BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, i
     if (row + step < a->rows) s->next_rstd = a->rstd[row + step];
     if (CENTRE && row + step < a->rows) s->next_mean = a->mean[row + step];
     /* The stage before this one is free: all threads had taken its row before they agreed on that row's sum. */
-    if (lane == 0) fetch(a, s, bst_stage_before(&s->stage, STAGES), row + (STAGES - 1) * step);
+    if (lane == 0) prefetch(a, s, bst_stage_before(&s->stage, STAGES), row + (STAGES - 1) * step);
     bst_barrier_wait(&s->arrived[s->stage.index], s->stage.parity);
     const unsigned char *here = s->ring + s->stage.index * INPUTS * ROW_BYTES;
     BST_UNROLL
@@ -277,7 +277,7 @@ BST_DEVICE unsigned char *place(const source *s, int stage, int i, int input) {
     return bst_own_place(s->ring, (stage * PER_THREAD + i) * INPUTS + input, BLOCK);
 }
 
-BST_DEVICE void fetch(const source *s, int stage, const row_state *r, int lane) {
+BST_DEVICE void prefetch(const source *s, int stage, const row_state *r, int lane) {
     BST_UNROLL
     for (int i = 0; i < PER_THREAD; i++) {
         int column = column_of(i, lane);
@@ -297,14 +297,14 @@ BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, 
     BST_UNROLL
     for (int i = 0; i < STAGES - 1; i++) {
         s->ahead[i] = row_at(a, row + i * step);
-        fetch(s, i, &s->ahead[i], lane);
+        prefetch(s, i, &s->ahead[i], lane);
     }
 }
 
 BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
     s->now = s->ahead[0];
     s->ahead[STAGES - 1] = row_at(a, row + (STAGES - 1) * step);
-    fetch(s, bst_stage_before(&s->stage, STAGES), &s->ahead[STAGES - 1], lane);
+    prefetch(s, bst_stage_before(&s->stage, STAGES), &s->ahead[STAGES - 1], lane);
     BST_UNROLL
     for (int i = 0; i + 1 < STAGES; i++) s->ahead[i] = s->ahead[i + 1];
     bst_copy_async_wait(STAGES - 1);
@@ -397,7 +397,7 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
     bst_let_next_start(); /* the sum of the partial rows: it waits for this kernel's end on the multiprocessor */
     int64_t step = (int64_t)bst_blocks() * ROWS, first = (int64_t)bst_block() * ROWS;
     rows_start(&s, &a, first + group, step, lane);
-    for (int turn = 0; first < a.rows; first += step, turn ^= 32) {
+    for (int buffer = 0; first < a.rows; first += step, buffer ^= 32) {
         int64_t row = first + group;
         float xv[VEC], dv[VEC], w[VEC], projection = 0, shift = 0;
         rows_next(&s, &a, row, step, lane);
@@ -415,8 +415,8 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
                     if (CENTRE) shift = bst_fma(dv[j], w[j], shift);
                 }
             }
-            projection = bst_group_sum(projection, THREADS, scratch + turn);
-            if (CENTRE) shift = bst_group_sum(shift, THREADS, scratch + 64 + turn) * (1.0f / HIDDEN);
+            projection = bst_group_sum(projection, THREADS, scratch + buffer);
+            if (CENTRE) shift = bst_group_sum(shift, THREADS, scratch + 64 + buffer) * (1.0f / HIDDEN);
         }
         float rstd = s.now.rstd, slope = projection * rstd * rstd * (1.0f / HIDDEN);
         UNROLL_VECTORS

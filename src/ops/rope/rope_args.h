@@ -71,17 +71,10 @@ typedef struct rope_norm_backward_args {
     int32_t unused;
 } rope_norm_backward_args;
 
-typedef struct rope_norm_dweight_args {
-    const float *partial;        /* [parts, 2, DIM] */
-    void *dq_weight, *dk_weight; /* NULL: not wanted */
-    int64_t parts;
-} rope_norm_dweight_args;
-
 static_assert(sizeof(rope_map) == 24, "host and device must agree");
 static_assert(sizeof(rope_args) == 184, "host and device must agree");
 static_assert(sizeof(rope_tables) == 56, "host and device must agree");
 static_assert(sizeof(rope_norm_forward_args) == 208, "host and device must agree");
 static_assert(sizeof(rope_norm_backward_args) == 280, "host and device must agree");
-static_assert(sizeof(rope_norm_dweight_args) == 32, "host and device must agree");
 
 #endif

@@ -2,6 +2,7 @@
 #include <assert.h>
 #include <inttypes.h>
 
+#include "column_sums_args.h"
 #include "cuda/cuda.h"
 #include "ops/rope/rope.h"
 #include "ops/rope/rope_args.h"
@@ -125,7 +126,6 @@ enum { W_TYPE = OWN, GEMMA, GROUP, THREADS, SLOT_HEADS /* forward */, WANTS = SL
 #define NORM_MACROS(which, own) {SHARED_MACROS, "W_TYPE", "GEMMA", "GROUP", "THREADS", own, "BLOCKS", which, NULL}
 static const bst_kernel forward_kernel = {"rope_norm.cu", "rope_norm_forward", NORM_MACROS("FORWARD", "EACH")};
 static const bst_kernel backward_kernel = {"rope_norm.cu", "rope_norm_backward", NORM_MACROS("BACKWARD", "WANTS")};
-static const bst_kernel reduce_kernel = {"rope_norm.cu", "rope_norm_dweight", NORM_MACROS("REDUCE", "WANTS")};
 
 enum { FORWARD_THREADS = 64, BACKWARD_THREADS = 128 };
 
@@ -177,17 +177,6 @@ bst_status bst__rope_norm_forward_cuda(const bst_exec *exec, const rope_call *c)
 
 /* ---- with a norm: backward --------------------------------------------------------------------------------------- */
 
-static bst_status reduce(const bst_exec *exec, const rope_call *c, const bst_launch *l, const float *partial) {
-    rope_norm_dweight_args args = {partial, c->of[0].dweight.data, c->of[1].dweight.data, l->grid_x};
-    bst_launch r = {.kernel = &reduce_kernel, .block = 1024, .overlap = true};
-    r.grid_x = (unsigned)divided_up(2 * l->values[DIM], 32);
-    r.values[DIM] = l->values[DIM];
-    r.values[W_TYPE] = l->values[W_TYPE];
-    /* What this kernel does not depend on must not make new kernels of it. */
-    r.values[ROTARY] = r.values[VEC] = r.values[PIECES] = r.values[GROUP] = r.values[THREADS] = 1;
-    return bst__cuda_launch(exec, ROPE_BACKWARD, c->of[0].x.device.device_id, &r, &args, sizeof args);
-}
-
 bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c, bst_dtype y_type) {
     bst_chip chip;
     bst_launch l = {.kernel = &backward_kernel};
@@ -230,7 +219,10 @@ bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c
     }
     args.partial = partial;
     bst_status status = bst__cuda_launch(exec, ROPE_BACKWARD, device.device_id, &l, &args, sizeof args);
-    if (status == BST_OK && want_dweight) status = reduce(exec, c, &l, partial);
+    if (status == BST_OK && want_dweight)
+        status =
+            bst__column_sums(exec, ROPE_BACKWARD, device.device_id, partial, l.grid_x, 2 * l.values[DIM], l.values[DIM],
+                             c->of[0].weight.dtype, (void *[]){c->of[0].dweight.data, c->of[1].dweight.data});
     bst__release(exec, device, partial);
     return status;
 }

@@ -14,12 +14,13 @@
  * backward  persistent: a group keeps to one slot, goes from token to token, and has its share of that weight's
  *           gradient in float32 registers. Each head has its place in shared memory, which is filled with that head
  *           of the next token as soon as it has been read. A block writes one partial row at its end. Bytes: q, k,
- *           dq_out and dk_out read, dq and dk written; blocks * DIM * 8 written and read back by rope_norm_dweight,
+ *           dq_out and dk_out read, dq and dk written; blocks * DIM * 8 written and read back by column_sums,
  *           within the L2.
  * Measured on an H200, bf16, 16384 tokens of 32 + 8 heads of 128: forward 85 us (0.93 of the copy bandwidth), backward
  *           131 us (0.90) and 3 us of the sum that no other kernel hides.
  * No floating-point atomics: the order of every sum is fixed by the launch configuration. */
 #include "reduce.cuh"
+#include "ring.cuh"
 #include "rope_pieces.cuh"
 
 #define GROUPS (THREADS / GROUP)
@@ -42,7 +43,6 @@
 #define SLOTS (Q_SLOTS + K_SLOTS)
 #define EVEN  (Q_HEADS % SLOT_HEADS == 0 && K_HEADS % SLOT_HEADS == 0) /* every slot has SLOT_HEADS heads */
 
-#ifndef REDUCE
 /* A slot: up to SLOT_HEADS heads of q or of k, from `first` on. */
 typedef struct slot_heads {
     int first, count;
@@ -140,7 +140,6 @@ BST_DEVICE void unpack_pieces(float *out, const bst_raw *raw, int type) {
     BST_UNROLL
     for (int i = 0; i < PIECES; i++) bst_unpack(out + i * VEC, raw[i], type, VEC);
 }
-#endif
 
 #ifdef FORWARD
 BST_KERNEL(rope_norm_forward, rope_norm_forward_args, THREADS, 1) {
@@ -222,13 +221,11 @@ BST_DEVICE slot_source source_of(const rope_norm_backward_args *a, slot_heads s,
 }
 
 #if RING
-/* A thread copies its own pieces into its own places and reads nobody else's: waiting for its own copies is all the
- * synchronisation there is. Places of one piece lie side by side, which keeps the banks apart. */
 BST_DEVICE unsigned char *place(unsigned char *ring, int i, int input, int piece) {
-    return ring + (((i * 2 + input) * PIECES + piece) * THREADS + (int)bst_thread()) * 16;
+    return bst_own_place(ring, (i * 2 + input) * PIECES + piece, THREADS);
 }
 
-BST_DEVICE void fetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
+BST_DEVICE void prefetch(unsigned char *ring, int i, const slot_source *from, bool wanted, bst_pieces p) {
     if (wanted && p.has_left) {
         bst_copy_async16(place(ring, i, 0, 0), bst_at(from->x, p.near_left, IN_TYPE));
         bst_copy_async16(place(ring, i, 1, 0), bst_at(from->dy, p.left, OUT_TYPE));
@@ -284,7 +281,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
 #if RING
     slot_source first = source_of(&a, s, token);
     for (int i = 0; i < SLOT_HEADS; i++) {
-        fetch(memory, i, &first, first.live && i < s.count, p);
+        prefetch(memory, i, &first, first.live && i < s.count, p);
         first.x = bst_at(first.x, x_head, IN_TYPE);
         first.dy = bst_at(first.dy, dy_head, OUT_TYPE);
     }
@@ -318,7 +315,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
                 raw_x[piece] = mine ? bst_read(place(memory, i, 0, piece), 16) : none;
                 raw_dy[piece] = mine ? bst_read(place(memory, i, 1, piece), 16) : none;
             }
-            fetch(memory, i, &from, from.live && i < s.count, p);
+            prefetch(memory, i, &from, from.live && i < s.count, p);
 #else
             read_pieces(raw_x, from.x, 0, IN_TYPE, wanted, bst_nearby(p));
             read_pieces(raw_dy, from.dy, 0, OUT_TYPE, wanted, p);
@@ -359,17 +356,5 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
     }
     if (WANTS & (ROPE_DWEIGHT | ROPE_DWEIGHT << ROPE_OF_K))
         store_partial(a.partial + (int64_t)bst_block() * 2 * DIM, (float *)memory, dw, p);
-}
-#endif
-
-#ifdef REDUCE
-/* Each weight's gradient is the sum of its columns of the partial rows. A block takes 32 columns. */
-BST_KERNEL(rope_norm_dweight, rope_norm_dweight_args, 1024, 1) {
-    BST_SHARED(float, scratch, 32 * 33);
-    const int first = (int)bst_block() * 32, column = first + (int)bst_thread() / 32;
-    bst_wait_for_previous();
-    const float sum = bst_column_sums(a.partial, a.parts, 2 * DIM, first, scratch);
-    void *out = column < DIM ? a.dq_weight : a.dk_weight;
-    if (bst_lane() == 0 && column < 2 * DIM && out) bst_store(out, column % DIM, &sum, W_TYPE, 1);
 }
 #endif

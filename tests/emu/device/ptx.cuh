@@ -116,6 +116,7 @@ BST_DEVICE float bst_rsqrt(float v) { return (float)(1.0 / __builtin_sqrt((doubl
 BST_DEVICE float bst_rsqrt_near(float v) { return bst_rsqrt(v); }
 BST_DEVICE float bst_tanh(float v) { return __builtin_tanhf(v); }
 BST_DEVICE float bst_fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+BST_DEVICE float bst_product(float a, float b) { return a * b; }
 BST_DEVICE float bst_max(float a, float b) { return __builtin_fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return __builtin_fminf(a, b); }
 BST_DEVICE float bst_abs(float v) { return __builtin_fabsf(v); }

@@ -1,0 +1,82 @@
+"""Whether gradient checkpointing is needed. Trainers switch it on by default, and it costs a forward pass a step; what
+a layer would keep without it shows where it is run again in a backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.compiler import is_compiling
+
+from bastile.report import noting
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
+#: Of the memory that is there: so much may be in use before it is called tight.
+_SHARE = 0.9
+_GIB = 1 << 30
+
+
+class _Seen:
+    """Layers that ran within a backward pass: how many of them, and what one of them kept."""
+
+    def __init__(self) -> None:
+        self.task, self.layers, self.most = -1, 0, 0
+        self.kept: int | None = None
+        self.device: torch.device | None = None
+
+
+_seen = _Seen()
+
+
+def runs_again(x: torch.Tensor) -> bool:
+    """Whether a layer of this input is being run a second time, on a GPU."""
+    return not is_compiling() and _graph_task() >= 0 and x.is_cuda
+
+
+@contextmanager
+def watched(x: torch.Tensor) -> Iterator[None]:
+    """Around such a run. A checkpoint may end it by an exception, once all is there again that was needed."""
+    task = _graph_task()
+    if task != _seen.task:
+        _seen.task, _seen.layers = task, 0
+    _seen.layers += 1
+    _seen.most = max(_seen.most, _seen.layers)
+    if _seen.kept is not None or _is_captured():
+        yield
+        return
+    before = _allocated(x.device)
+    try:
+        yield
+    finally:
+        _seen.kept, _seen.device = _allocated(x.device) - before, x.device
+
+
+def _is_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
+
+
+def _room(device: torch.device) -> tuple[int, int]:
+    """The peak so far, and what this process may have, in bytes."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return torch.cuda.max_memory_allocated(device), free + torch.cuda.memory_reserved(device)
+
+
+@noting
+def note() -> str | None:
+    """What the report says of it."""
+    if _seen.kept is None or _seen.device is None or _seen.most < 2:
+        return None
+    peak, available = _room(_seen.device)
+    needed = peak + (_seen.most - 1) * _seen.kept
+    if needed > _SHARE * available:
+        return None
+    return (
+        f"gradient checkpointing costs each step a second forward pass of {_seen.most} layers; without it a step would "
+        f"take some {needed / _GIB:.0f} of the {available / _GIB:.0f} GiB that this process may have, with it it takes "
+        f"{peak / _GIB:.0f}"
+    )

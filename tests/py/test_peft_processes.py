@@ -1,0 +1,75 @@
+"""Models with PEFT's adapters in two processes, by DistributedDataParallel and by FSDP2: what bastile.apply() makes of
+them is what stock makes, and the nodes run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import bastile
+from test_peft import LAYERS, base, batch, with_lora
+
+PROCESSES = 2
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Each layer, then what is left; a weight is whole only while its layer runs."""
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def step(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**batch(rank + 1)).loss
+    loss.backward()
+    found = {"loss": loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            found[name] = whole.clone()
+    return found
+
+
+def process(rank: int, folder: str, checkpointing: bool) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=Path(folder, "meet").as_uri(), rank=rank, world_size=PROCESSES)
+    for wrap in (replicated, sharded):
+        found: list[Any] = []
+        for ours in (False, True):
+            if ours:
+                bastile.apply()
+            before = bastile.report().ran("lora_linear")
+            model = base()
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            found.append(step(wrap(with_lora(model)), rank))
+            if ours:
+                ran = bastile.report().ran("lora_linear") - before
+                assert ran == LAYERS * (2 if checkpointing else 1), f"{wrap.__name__}: {ran} layers ran as nodes"
+            bastile.reset()
+        stock, patched = found
+        assert stock.keys() == patched.keys()
+        assert len(stock) == 1 + 14 * LAYERS
+        for name, want in stock.items():
+            error = (patched[name] - want).norm()
+            assert error <= (1e-5 if name == "loss" else 1e-4) * want.norm(), f"{wrap.__name__}, {name}: {error}"
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_processes(checkpointing, tmp_path):
+    torch.multiprocessing.spawn(process, (str(tmp_path), checkpointing), nprocs=PROCESSES)
