@@ -96,7 +96,7 @@ def page() -> str:
     package = griffe.load("bastile", search_paths=[ROOT / "python"])
     operators = package["ops"]
     # The package's optim is made of the operators': its page speaks of both.
-    modules = [package, package["optim"]] + [
+    modules = [package, package["optim"], package["integrations"]] + [
         m for name, m in sorted(operators.modules.items()) if not name.startswith("_")
     ]
     out = [BEGIN]

@@ -188,18 +188,19 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     return lines
 
 
-def adapters(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
-    """Of tools/trl_lora.py: of each setting the latest run of each implementation."""
+def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_lora.py and trl_rl.py: of each setting the latest run of each implementation."""
     versions = run["versions"]
     latest: dict[tuple[Any, ...], dict[str, str]] = {}
-    for step in sorted(run["steps"], key=lambda step: step["run"]):
-        setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing", "load_in_4bit"))
+    for step in sorted(run["steps"], key=lambda step: step.get("run", 1)):
+        setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing"))
+        setting = (step.get("trainer", ""), *setting, step.get("load_in_4bit", False))
         cell = f"{step['median_ms']:.0f}, {step['least_ms']:.0f} ({step['peak_gib']:.1f})"
         latest.setdefault(setting, {})[step["implementation"]] = cell
     table = [["milliseconds of a step, median and least (peak GiB)", "stock", "**Bastile**"]]
-    for (shape, batch, length, checkpointing, in_4bit), cells in sorted(latest.items(), reverse=True):
+    for (trainer, shape, batch, length, checkpointing, in_4bit), cells in sorted(latest.items(), reverse=True):
         more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
-        name = f"{shape}, {batch} x {length}{more}"
+        name = f"{trainer.upper()} {shape}, {batch} x {length}{more}".strip()
         table.append([name, cells.get("stock", "–"), f"**{cells['bastile']}**"])
     return [
         f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}.",
@@ -216,7 +217,7 @@ def text_of(path: Path, words: list[str], link: str) -> str:
     elif "runs" in run:
         write = demo
     elif "steps" in run:
-        write = adapters
+        write = trainers
     elif "models" in run:
         write = losses
     else:

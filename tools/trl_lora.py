@@ -36,13 +36,14 @@ def build(shape: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
-def tokenizer() -> Any:
-    """One that TRL can ask for its special tokens; the data are tokens already."""
-    from tokenizers import Tokenizer, models
+def tokenizer(size: int = 3) -> Any:
+    """One that TRL can ask for its special tokens; of `size` tokens, the others of which are the words w3, w4, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2}
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{f"w{n}": n for n in range(3, size)}}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 

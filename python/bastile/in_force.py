@@ -35,8 +35,8 @@ class Applied:
         found = getattr(self.site.owner, self.site.attribute)
         if found is not self.replacement:
             return found
-        now = self.site.stock_class.forward
-        return now if self.site.wrapper not in (None, now) else None
+        wrapper = self.site.wrapper
+        return None if wrapper is None or (now := self.site.stock_class.forward) is wrapper else now
 
     def is_called(self) -> bool:
         """Whether calls still come to it, directly or through what others have wrapped around it."""

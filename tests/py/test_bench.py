@@ -34,6 +34,7 @@ TINY = {
     "qk_norm_rope": (6, 4, 2, 8),
     "cross_entropy": (6, 101),
     "fused_linear_cross_entropy": (6, 32, 101),
+    "linear_logprobs": (6, 32, 101),
     "moe_experts": (6, 32, 16, 4, 2),
     "swiglu_experts": (6, 32, 16, 4, 2),
     "adamw": (3, 40),
@@ -102,9 +103,10 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
             tokens, width, inner = case.shape
             assert (cost.moved, cost.flops) == (0, 3 * 3 * 2 * tokens * width * inner)
             continue
-        if case.op == "fused_linear_cross_entropy":
+        if case.op in ("fused_linear_cross_entropy", "linear_logprobs"):
             rows_, hidden, vocabulary = case.shape
-            assert (cost.moved, cost.flops) == (0, 3 * 2 * rows_ * hidden * vocabulary)
+            products = 3 if case.backward else 1
+            assert (cost.moved, cost.flops) == (0, products * 2 * rows_ * hidden * vocabulary)
             continue
         key = (case.op, case.shape, case.backward)
         assert cost.moved / 4.28e12 * 1e6 == pytest.approx(by_hand[key], rel=0.005), key
@@ -453,6 +455,7 @@ def test_every_operator_is_captured_on_cuda(op: str, monkeypatch: pytest.MonkeyP
     )
     by_queue = op in (
         "fused_linear_cross_entropy",
+        "linear_logprobs",
         "gated_mlp",
         "moe_experts",
         "swiglu_experts",

@@ -17,6 +17,8 @@ from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bastile.guards import stock_of, untouched
+from bastile.integrations import trl, verl
+from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward
 from bastile.models.rebind import parameter_names
 from bastile.models.router_loss import ask_for_router_logits, with_router_loss
@@ -34,7 +36,10 @@ _HAS_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    """Every model with an output head: logits on demand need to know nothing of its code."""
+    """Every model with an output head: logits on demand need to know nothing of its code. And what trainers call."""
+    if is_of_losses(file.name):
+        yield from (verl if file.name.startswith("verl.") else trl).sites(file)
+        return
     for cls in file.own_classes():
         forward = stock_of(vars(cls)["forward"])
         given = parameter_names(forward)

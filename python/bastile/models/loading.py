@@ -20,22 +20,37 @@ from torch import nn
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
 _OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", _TORCHS})
+_LOSSES = frozenset(
+    {
+        "trl.kernels.chunked_logprob",
+        "trl.trainer.sft_trainer",
+        "trl.trainer.utils",
+        "verl.utils.experimental.torch_functional",
+    }
+)
 _BASE = "transformers.modeling_utils"
 #: Packages whose modules are no code of models.
-_NOT_MODELS = frozenset({"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "builtins"})
+_NOT_MODELS = frozenset(
+    {"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "verl", "builtins"}
+)
 _MARK = "_bastile_watched"
 
 Classes = dict[str, set[type]]  # by the name of their module
 
 
 def is_model_file(name: str) -> bool:
-    """Of Transformers, or of layers that models of any type may have."""
+    """Of Transformers, or of layers and losses that models of any type may have."""
     return is_of_any_type(name) or _FILE.fullmatch(name) is not None
 
 
 def is_of_any_type(name: str) -> bool:
-    """PEFT's layers, and PyTorch's norms."""
-    return name in _OF_ANY_TYPE
+    """PEFT's layers, PyTorch's norms, losses of trainers."""
+    return name in _OF_ANY_TYPE or is_of_losses(name)
+
+
+def is_of_losses(name: str) -> bool:
+    """What trainers call for models of any type."""
+    return name in _LOSSES
 
 
 def is_torchs(name: str) -> bool:

@@ -9,7 +9,8 @@
 Nothing here knows a family of models: what the model does to its logits is seen as it does it."""
 
 from bastile.models.logits.head import output_head, why_not
+from bastile.models.logits.losses import log_probs_of
 from bastile.models.logits.serving import serve, served_model, serving_forward
 from bastile.models.logits.tensor import Logits
 
-__all__ = ["Logits", "output_head", "serve", "served_model", "serving_forward", "why_not"]
+__all__ = ["Logits", "log_probs_of", "output_head", "serve", "served_model", "serving_forward", "why_not"]

@@ -13,6 +13,7 @@ from bastile.models.logits.tensor import Logits, followed
 from bastile.ops._valid_rows import ValidCount
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
 
 _T = torch.Tensor
 _PIECE = 1024  # rows, for which a product takes as long as for many
@@ -194,3 +195,39 @@ def causal_loss(
     if found is None or found.is_log_softmax:
         return NotImplemented
     return fused(logits, found, targets, ignore_index=ignore_index, num_items=num_items, valid_rows=count)
+
+
+def log_probs_of(
+    logits: Logits, target: torch.Tensor, temperature: float, ignore_index: int, outputs: tuple[str, ...]
+) -> Any:
+    """LogProbs of logits / temperature that have not been made, with one target a row; outputs: of those that have
+    gradients. NotImplemented: where they have been made, or something was done to them that linear_logprobs does not
+    know."""
+    pending = logits.pending
+    if pending.made is not None or logits.part.move is not None or isinstance(target, Logits):
+        return NotImplemented
+    if target.shape != logits.shape[:-1] or target.dtype is not torch.int64 or target.device != logits.device:
+        return NotImplemented
+    found = _formula(logits)
+    if found is None or found.is_log_softmax or not temperature > 0:
+        return NotImplemented
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if found.added is not None:
+            bias = found.added if bias is None else bias + found.added
+        made = linear_logprobs(
+            rows,
+            weight,
+            target,
+            bias=bias,
+            temperature=temperature,
+            logit_scale=found.scale,
+            softcap=found.softcap,
+            ignore_index=ignore_index,
+            outputs=outputs,
+        )
+        return torch.stack([made.log_probs, *(getattr(made, name) for name in outputs)])
+
+    # Copies: who masks one in place would otherwise write to a view of all.
+    log_probs, *others = [found.clone() for found in _computed(logits, compute).to(_type_of_loss(logits)).unbind()]
+    return LogProbs(log_probs, **dict(zip(outputs, others, strict=True)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -130,6 +131,16 @@ class Pending:
         self.call, self.rows, self.steps, self.dtype = call, rows, steps, dtype
         self.made: torch.Tensor | None = None
         self.made_in_pieces = 0  # rows
+        self._shown: list[weakref.ref[torch.Tensor]] = []
+
+    def show(self, view: torch.Tensor) -> None:
+        """Notes a tensor that shows these logits or a part of them."""
+        self._shown = [other for other in self._shown if other() is not None]
+        self._shown.append(weakref.ref(view))
+
+    def is_shown_by_alone(self, view: torch.Tensor) -> bool:
+        """Whether nobody has another tensor of the same memory any more."""
+        return all(other() is None or other() is view for other in self._shown)
 
     @property
     def vocabulary(self) -> int:

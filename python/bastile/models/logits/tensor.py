@@ -63,6 +63,7 @@ class Logits(torch.Tensor):
 
     def __init__(self, pending: Pending, part: Part) -> None:
         self.pending, self.part, self._value = pending, part, None
+        pending.show(self)
 
     @staticmethod
     def __new__(cls, pending: Pending, part: Part) -> Logits:
@@ -157,9 +158,10 @@ def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None) -> L
 
 
 def in_place(logits: Logits, step: Step) -> Any:
-    """These very logits, and all that share their memory, a step further."""
+    """These very logits, and all that share their memory, a step further. A part of them where nobody sees the rest."""
     with_grad = logits.pending.call.with_grad
-    if not logits.part.is_whole or (logits.requires_grad and torch.is_grad_enabled()) != with_grad:
+    is_all = logits.part.is_whole or logits.pending.is_shown_by_alone(logits)
+    if not is_all or (logits.requires_grad and torch.is_grad_enabled()) != with_grad:
         return NotImplemented  # the gradient knows nothing of what is written without it
     logits.pending.steps.append(step)
     return logits

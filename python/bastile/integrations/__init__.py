@@ -1,0 +1,12 @@
+"""What trainers that compute their own loss need of Bastile.
+
+    log_probs_from_hidden   log-probabilities of targets from hidden states and the head's weight, sharded or not
+    trl, verl               put it into these: bastile.apply() does it, nothing is to be called
+    axolotl                 its plugin
+    everywhere              a module whose import is bastile.apply()
+
+docs/trainers.md says what is served in which trainer, and what others need."""
+
+from bastile.integrations.hidden import log_probs_from_hidden
+
+__all__ = ["log_probs_from_hidden"]

@@ -1,0 +1,207 @@
+"""TRL's losses from hidden states and from logits on demand, by linear_logprobs.
+
+What TRL calls changed with its releases; each is known by its parameters, wherever a release has it:
+
+    ChunkedLogProbFunction.apply        1.15 and later: all of SFT, DPO, KTO, GRPO, RLOO; 1.4 to 1.14, as
+                                        _ChunkedLogProbFunction: asynchronous GRPO, in 1.14 also DPO, KTO and GRPO
+    _chunked_cross_entropy_loss         1.4 to 1.14: SFT with loss_type="chunked_nll", its default from 1.7 on
+    selective_log_softmax,              every release, of logits: served where these are logits on demand, as models
+    entropy_from_logits,                return them after bastile.apply(); logits that are there are TRL's business
+    selective_log_softmax_and_entropy
+
+What has other parameters runs TRL's own code, and is named: in a warning, and in bastile.report()."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from bastile.guards import stock_of
+from bastile.integrations.functions import (
+    NONE,
+    Defaults,
+    Parameters,
+    apply_site,
+    function_site,
+    given,
+    release_of,
+    why_not,
+)
+from bastile.integrations.hidden import log_probs_from_hidden
+from bastile.models.logits import Logits, log_probs_of
+from bastile.models.sites import ModelFile, Site
+from bastile.report import Tally
+
+_log = logging.getLogger("bastile")
+_FUNCTION = "ChunkedLogProbFunction"
+_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's, after the log-probabilities
+
+
+def sites(file: ModelFile) -> Iterator[Site]:
+    """What TRL's module has."""
+    if file.name == "trl.trainer.utils" and "add_fused_lm_head" in file.scope and _missing(file):
+        _log.warning("TRL %s calls no %s that bastile can find: its losses stay stock", release_of("trl"), _FUNCTION)
+    for name, item in file.scope.items():
+        if name.endswith(_FUNCTION) and getattr(item, "__module__", None) == file.name:
+            yield apply_site(file, item, _FUNCTIONS, _log_prob_function)
+        elif name in _LOSSES and (stock := stock_of(item)).__module__ == file.name:
+            known, build = _LOSSES[name]
+            for holder in _holders(name, stock):
+                yield function_site(file, name, holder, known, build)
+
+
+def _missing(file: ModelFile) -> bool:
+    return not any(name.endswith(_FUNCTION) and isinstance(item, type) for name, item in file.scope.items())
+
+
+def _holders(name: str, stock: Any) -> list[Any]:
+    """The modules of TRL that call it by their own global: it is imported from where it is defined."""
+    modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == "trl"]
+    return [module for module in modules if stock_of(getattr(module, "__dict__", {}).get(name)) is stock]
+
+
+# ---- by parameters ---------------------------------------------------------------------------------------------------
+
+_REST = ("final_logit_softcapping", "logit_scale")
+#: Of ChunkedLogProbFunction's forward, but for ctx.
+_FUNCTIONS = (
+    ("hidden", "weight", "bias", "targets", "temperature", "chunk_size", *_REST, "outputs"),  # from 1.15 on
+    ("last_hidden", "weight", "bias", "targets", "temperature", "chunk_size", *_REST),  # 1.13
+    ("last_hidden", "weight", "targets", "temperature", "chunk_size", *_REST),  # 1.6
+    ("last_hidden", "weight", "targets", "temperature", "chunk_size", "logit_scale"),  # 1.4
+)
+
+
+def _log_prob_function(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults) -> Callable[..., Any]:
+    """Of ChunkedLogProbFunction.apply. Releases before 1.13, which have no bias, give no gradient to entropy."""
+    all_outputs, has_gradient = "outputs" in parameters, "bias" in parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = given(parameters, defaults, args, kwargs)
+        hidden, weight = named[parameters[0]], named["weight"]
+        reason = why_not(hidden, weight, named.get("bias"))
+        if reason is not None:
+            tally.step_aside(reason)
+            return original(*args, **kwargs)
+        asked = named.get("outputs", ("entropy",))
+        found = log_probs_from_hidden(
+            hidden,
+            weight,
+            named["targets"],
+            bias=named.get("bias"),
+            temperature=named["temperature"],
+            logit_scale=named["logit_scale"],
+            softcap=named.get("final_logit_softcapping"),
+            ignore_index=NONE,
+            outputs=tuple(name for name in _OUTPUTS if name in asked),
+        )
+        tally.count()
+        if all_outputs:
+            return found.log_probs, found.entropy, found.log_sum_sq_probs, found.mean_logits, found.is_top1
+        assert found.entropy is not None
+        return found.log_probs, found.entropy if has_gradient else found.entropy.detach()
+
+    return call
+
+
+def _chunked_cross_entropy(
+    tally: Tally, original: Any, parameters: Parameters, defaults: Defaults
+) -> Callable[..., Any]:
+    """Of SFT's loss, which returns the loss, and sums for metrics: right ones, entropy, the number of targets."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = given(parameters, defaults, args, kwargs)
+        hidden, weight, bias = named["hidden_states"], named["lm_head_weight"], named["lm_head_bias"]
+        labels, shifted, items = named["labels"], named["shift_labels"], named["num_items_in_batch"]
+        reason = why_not(hidden, weight, bias)
+        if reason is not None or (labels is None and shifted is None):
+            if reason is not None:
+                tally.step_aside(reason)
+            return original(*args, **kwargs)
+        if shifted is None:
+            hidden, shifted = hidden[..., :-1, :], labels[..., 1:]
+        found = log_probs_from_hidden(
+            hidden,
+            weight,
+            shifted,
+            bias=bias,
+            logit_scale=named["logit_scale"],
+            softcap=named["final_logit_softcapping"],
+            outputs=("entropy", "is_top1"),
+        )
+        tally.count()
+        assert found.entropy is not None
+        assert found.is_top1 is not None
+        valid = (shifted != -100).sum()
+        divisor = valid.clamp(min=1) if items is None else items
+        divisor = divisor.to(hidden.device) if isinstance(divisor, torch.Tensor) else divisor
+        return -found.log_probs.sum() / divisor, found.is_top1.sum().float(), found.entropy.sum(), valid
+
+    return call
+
+
+# ---- of logits on demand ---------------------------------------------------------------------------------------------
+
+
+def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults, way: Any) -> Any:
+    """Of a function of logits: way(given) gives what is returned, NotImplemented where that needs the logits."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = given(parameters, defaults, args, kwargs)
+        if isinstance(named.get("logits"), Logits) and not torch.compiler.is_compiling():
+            result = way(named)
+            if result is not NotImplemented:
+                tally.count()
+                return result
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _found(named: dict[str, Any], index: Any, outputs: tuple[str, ...]) -> Any:
+    """LogProbs of logits; rows whose row_mask is zero are zero."""
+    temperature, mask = named.get("temperature", 1.0), named.get("row_mask")
+    if isinstance(mask, torch.Tensor):
+        index = index.masked_fill(mask == 0, NONE)
+    return log_probs_of(named["logits"], index, temperature, NONE, outputs)
+
+
+def _selected(named: dict[str, Any]) -> Any:
+    found = _found(named, named["index"], ())
+    return found if found is NotImplemented else found.log_probs
+
+
+def _entropy(named: dict[str, Any]) -> Any:
+    logits = named["logits"]
+    found = _found(named, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=logits.device), ("entropy",))
+    return found if found is NotImplemented else found.entropy
+
+
+def _selected_and_entropy(named: dict[str, Any]) -> Any:
+    found = _found(named, named["index"], ("entropy",))
+    if found is NotImplemented:
+        return found
+    return found.log_probs, found.entropy if named["entropy_requires_grad"] else found.entropy.detach()
+
+
+_OF_SFT = ("hidden_states", "lm_head_weight", "chunk_size", "labels", "shift_labels", "num_items_in_batch")
+_BOTH = ("logits", "index", "entropy_requires_grad", "temperature", "row_mask")
+#: Functions: the parameters with which they are known, and what builds the replacement.
+_LOSSES: dict[str, Any] = {
+    "_chunked_cross_entropy_loss": (
+        ((*_OF_SFT, "logit_scale", "final_logit_softcapping", "lm_head_bias"),),
+        _chunked_cross_entropy,
+    ),
+    "selective_log_softmax": (
+        (("logits", "index", "temperature", "row_mask"), ("logits", "index")),
+        functools.partial(_of_logits, way=_selected),
+    ),
+    "entropy_from_logits": ((("logits", "chunk_size"),), functools.partial(_of_logits, way=_entropy)),
+    "selective_log_softmax_and_entropy": ((_BOTH,), functools.partial(_of_logits, way=_selected_and_entropy)),
+}

@@ -1,0 +1,139 @@
+"""Seconds a step and peak memory of TRL's SFT, DPO or GRPO of a whole model, stock or with bastile.apply(), on one GPU.
+
+    python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
+
+Random weights of the named shape in bfloat16, random words, TRL's defaults but for what is named. DPO: `batch` pairs,
+each of two sequences, with a reference model. GRPO: `batch` completions of one prompt, three quarters of a sequence
+each; they are drawn at random, not generated, as generation is vLLM's work. Prints one JSON object: the median of the
+steps after the fourth, by a callback that waits for the device; peak memory allocated from the third step on; the
+losses; how often Bastile's losses ran. Needs trl and datasets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from trl_lora import UNTIMED, build, clock, tokenizer
+
+import bastile
+from bastile.shapes import MODELS
+
+ROWS = 64
+
+
+def texts(count: int, length: int, vocabulary: int, seed: int) -> list[str]:
+    drawn = torch.randint(3, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(f"w{n}" for n in row) for row in drawn.tolist()]
+
+
+def data(options: argparse.Namespace, vocabulary: int) -> dict[str, list[str]]:
+    """Rows whose sequences have `length` tokens, their end among them."""
+    if options.trainer == "sft":
+        return {"text": texts(ROWS, options.length - 1, vocabulary, 1)}
+    prompt = options.length // 4
+    found = {"prompt": texts(ROWS, prompt, vocabulary, 1)}
+    if options.trainer == "dpo":
+        for seed, name in enumerate(("chosen", "rejected"), 2):
+            found[name] = [" " + text for text in texts(ROWS, options.length - prompt - 1, vocabulary, seed)]
+    return found
+
+
+def draws(model: Any, count: int, vocabulary: int) -> Any:
+    """In the place of the model's generate: completions of so many random tokens."""
+
+    def generate(input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        drawn = torch.randint(3, vocabulary, (input_ids.shape[0], count), device=input_ids.device)
+        return torch.cat([input_ids, drawn], 1)
+
+    return generate
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(ids[0] % 17) for ids in completion_ids]
+
+
+def trainer_of(options: argparse.Namespace, folder: str) -> Any:
+    import trl
+    from datasets import Dataset
+
+    model = build(options.shape)
+    vocabulary = model.config.vocab_size
+    name = options.trainer.upper()
+    given: dict[str, Any] = {
+        "output_dir": folder,
+        "per_device_train_batch_size": options.batch,
+        "max_steps": options.steps,
+        "bf16": True,
+        "gradient_checkpointing": not options.no_checkpointing,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    more: dict[str, Any] = {}
+    if options.trainer == "grpo":
+        completion = options.length - options.length // 4
+        model.generate = draws(model, completion, vocabulary)
+        given |= {"num_generations": options.batch, "max_completion_length": completion}
+        more["reward_funcs"] = reward
+    else:
+        given["max_length"] = options.length
+    if options.trainer == "dpo":
+        more["ref_model"] = build(options.shape)
+    return getattr(trl, f"{name}Trainer")(
+        model=model,
+        args=getattr(trl, f"{name}Config")(**given),
+        train_dataset=Dataset.from_dict(data(options, vocabulary)),
+        processing_class=tokenizer(vocabulary),
+        **more,
+    )
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if not options.stock:
+        bastile.apply()
+    times: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(options, folder)
+        trainer.add_callback(clock(times))
+        trainer.train()
+    timed = times[UNTIMED:]
+    return {
+        "implementation": "stock" if options.stock else "bastile",
+        "trainer": options.trainer,
+        "shape": options.shape,
+        "batch": options.batch,
+        "length": options.length,
+        "checkpointing": not options.no_checkpointing,
+        "median_seconds": statistics.median(timed),
+        "least_seconds": min(timed),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "losses_by_bastile": bastile.report().ran("linear_logprobs"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainer", choices=["sft", "dpo", "grpo"], default="dpo")
+    parser.add_argument("--shape", choices=sorted(MODELS), default="qwen3-0.6b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=12, help=f"more than {UNTIMED}; the first {UNTIMED} are not timed")
+    parser.add_argument("--stock", action="store_true", help="without Bastile")
+    parser.add_argument("--no-checkpointing", action="store_true", help="which TRL does by default")
+    options = parser.parse_args()
+    if options.steps <= UNTIMED:
+        parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")
+    print(json.dumps(run(options)))
+    if not options.stock:
+        print(bastile.report(), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
