@@ -310,9 +310,10 @@ typedef struct bst_cross_entropy_options {
 
 /* logits [..., V], T rows, 1 <= V < 2^30; target, of T elements, int64; class_weight [V] float32 or NULL; num_items:
  * one float32, or NULL; loss: one float32 (NONE: T of them). lse, float32, or NULL: [T], 0 on rows that do not count;
- * or, for the backward pass alone, [T, 2]: in place of lse the two numbers it is made of, which spare the gradient the
- * rounding of lse. dlogits [..., V] of the logits' type or NULL: the gradient for an upstream gradient of one (MEAN and
- * SUM only). It is contiguous, or logits itself: one read and one write per logit. */
+ * or, for the backward pass alone, [T, 2]: in place of lse the reference of a row's exponentials and their sum but for
+ * the target's, which spare the gradient the rounding of lse, and p - 1 that of p. dlogits [..., V] of the logits' type
+ * or NULL: the gradient for an upstream gradient of one (MEAN and SUM only). It is contiguous, or logits itself: one
+ * read and one write per logit. */
 BST_API bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,
                                              const DLTensor *class_weight, const DLTensor *num_items,
                                              const bst_cross_entropy_options *options, DLTensor *loss, DLTensor *lse,
@@ -338,8 +339,9 @@ typedef struct bst_linear_cross_entropy_tensors {
     const DLTensor *num_items;                /* one float32, or NULL */
     const DLTensor *grad_loss;                /* backward: one float32; NONE: [T] */
     DLTensor *loss;                           /* forward: one float32; NONE: [T] */
-    DLTensor *lse;                            /* [T] float32, saved for the backward pass: forward NULL, or written;
-                                                     backward not NULL, though with dlogits it is not read */
+    DLTensor *lse;                            /* [T, 2] float32, saved for the backward pass as cross_entropy's: forward
+                                                     NULL, or written; backward not NULL, though with dlogits it is not
+                                                     read */
     DLTensor *dlogits;                        /* [T, V] of hidden's type, rows at any stride, or NULL: see below */
     DLTensor *dhidden, *dweight, *dbias;      /* as hidden, weight, bias; NULL where not wanted */
 } bst_linear_cross_entropy_tensors;
@@ -363,6 +365,53 @@ BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec,
 BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
                                                      const bst_linear_cross_entropy_tensors *tensors,
                                                      const bst_cross_entropy_options *options, int64_t chunk_bytes);
+
+/* ---- linear_logprobs --------------------------------------------------------------------------------------------- */
+
+/* What trainers ask of the softmax of z, with z = logit_scale * (hidden weight^T + bias), then z = softcap * tanh(z /
+ * softcap) where softcap > 0, then z / temperature; p = exp(z - lse), t = target:
+ *   log_probs         log p_t: of the others' sum where that is less than p_t, so that no margin loses it
+ *   entropy           -sum_j p_j log p_j
+ *   lse               log(sum_j exp(z_j))
+ *   log_sum_sq_probs  log(sum_j p_j^2)
+ *   mean_logits       the mean of z
+ *   is_top1           1 where t is the first of the largest, else 0
+ * all float32 [T] but is_top1, int32 [T]; 0 where t = ignore_index. In float32 from logits of the inputs' type. A
+ * target outside [0, V) that is not ignore_index: BST_INVALID on CPU; on CUDA log p is NaN, and the gradients of its
+ * row zero. 1 <= V < 2^30. One struct serves both passes; what a pass does not name it does not look at. */
+typedef struct bst_linear_logprobs_tensors {
+    size_t size;                              /* sizeof(bst_linear_logprobs_tensors) */
+    const DLTensor *hidden, *weight, *target; /* [T, H]; [V, H] of hidden's type; [T] int64 */
+    const DLTensor *bias;                     /* [V] of hidden's type, or NULL */
+    DLTensor *log_probs;                      /* forward */
+    DLTensor *pairs;   /* [T, 2] float32, saved for the backward pass: a row's reference and the sum of the exponentials
+                        relative to it but for the target's; forward may leave it out, as all that follow */
+    DLTensor *entropy; /* forward writes it, backward reads it where grad_entropy is given */
+    DLTensor *lse, *log_sum_sq_probs, *mean_logits, *is_top1; /* forward */
+    DLTensor *logits; /* [T, V] of hidden's type, rows at any stride: see below */
+    const DLTensor *grad_log_probs, *grad_entropy, *grad_lse; /* backward: [T] float32, or NULL: zeros */
+    DLTensor *dhidden, *dweight, *dbias; /* backward: as hidden, weight, bias; NULL where not wanted */
+} bst_linear_logprobs_tensors;
+
+typedef struct bst_linear_logprobs_options {
+    size_t size;                 /* sizeof(bst_linear_logprobs_options) */
+    const int64_t *ignore_index; /* NULL: -100 */
+    double temperature;          /* 1e-6 to 1e6; 0: 1 */
+    double logit_scale;          /* 0: 1 */
+    double softcap;              /* 0: none */
+    int64_t chunk_bytes;         /* as linear_cross_entropy's */
+    /* Not 0: dweight of several chunks is summed in float32 and rounded once. 0: on CPU likewise, on CUDA from the
+     * ninth chunk on, as linear_cross_entropy's. */
+    int float32_dweight;
+} bst_linear_logprobs_options;
+
+/* Logits are made a chunk of rows at a time, and forward multiplies once. Where it is given `logits` it leaves all of
+ * them there; backward, given them, writes their gradient in their place, multiplies twice and has then used them up.
+ * Without, it makes them again, chunk by chunk. */
+BST_API bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
+                                               const bst_linear_logprobs_options *options);
+BST_API bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
+                                                const bst_linear_logprobs_options *options);
 
 /* ---- moe --------------------------------------------------------------------------------------------------------- */
 

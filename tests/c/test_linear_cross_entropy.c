@@ -6,9 +6,10 @@
 
 enum { T = 150, V = 53, H = 21 };
 
-static float hidden[T][H], weight[V][H], bias[V], dhidden[T][H], dweight[V][H], dbias[V], lse[T], loss;
+static float losses[T], hidden[T][H], weight[V][H], bias[V], dhidden[T][H], dweight[V][H], dbias[V], lse[T][2], loss;
 static int64_t target[T];
-static int64_t hidden_shape[] = {T, H}, weight_shape[] = {V, H}, bias_shape[] = {V}, rows_shape[] = {T};
+static int64_t hidden_shape[] = {T, H}, weight_shape[] = {V, H}, bias_shape[] = {V}, rows_shape[] = {T},
+               pairs_shape[] = {T, 2};
 static const bst_cross_entropy_options mean = {.size = sizeof mean};
 
 static void inputs(void) {
@@ -59,7 +60,7 @@ TEST(gradients_made_at_once_or_later) {
     DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape),
              tb = bst_f32(bias, 1, bias_shape);
     DLTensor tt = bst_tensor(target, 1, rows_shape, NULL, bst_test_i64), tl = bst_f32(&loss, 0, NULL),
-             tlse = bst_f32(lse, 1, rows_shape);
+             tlse = bst_f32(lse, 2, pairs_shape);
     DLTensor tdh = bst_f32(dhidden, 2, hidden_shape), tdw = bst_f32(dweight, 2, weight_shape),
              tdb = bst_f32(dbias, 1, bias_shape);
     /* Chunks of 64 rows (the least), and all at once. */
@@ -197,7 +198,7 @@ TEST(errors_name_the_argument) {
     CHECK_STR(bst_last_error(), "dbias is wanted, but bias is NULL");
     bst_cross_entropy_options none = mean;
     none.reduction = BST_REDUCTION_NONE;
-    DLTensor rows = bst_f32(lse, 1, rows_shape);
+    DLTensor rows = bst_f32(losses, 1, rows_shape);
     CHECK_EQ_I(
         bst_linear_cross_entropy_forward(
             NULL, LOSS_OF(.hidden = &th, .weight = &tw, .target = &tt, .loss = &rows, .dweight = &tdw), &none, 0),
@@ -217,14 +218,15 @@ static void compile_calls(void) {
     for (size_t t = 0; t < 3; t++) {
         for (size_t v = 0; v < 3; v++) {
             bst_shape h, w, b, tt, l, lse_, dh, dw, db;
-            int64_t tokens = 1024, width = 1024, hs[] = {tokens, width}, ws[] = {vocabularies[v], width};
+            int64_t tokens = 1024, width = 1024, hs[] = {tokens, width}, ws[] = {vocabularies[v], width},
+                    ps[] = {tokens, 2};
             DLDataType type = bst_test_types[t], f = bst_test_types[0];
             CHECK_OK(bst_linear_cross_entropy_forward(
                 &bst_fake_exec,
                 LOSS_OF(.hidden = bst_device_tensor(&h, type, 2, hs), .weight = bst_device_tensor(&w, type, 2, ws),
                         .target = bst_device_tensor(&tt, bst_test_i64, 1, hs),
                         .bias = bst_device_tensor(&b, type, 1, ws), .loss = bst_device_tensor(&l, f, 0, NULL),
-                        .lse = bst_device_tensor(&lse_, f, 1, hs), .dhidden = bst_device_tensor(&dh, type, 2, hs),
+                        .lse = bst_device_tensor(&lse_, f, 2, ps), .dhidden = bst_device_tensor(&dh, type, 2, hs),
                         .dweight = bst_device_tensor(&dw, type, 2, ws), .dbias = bst_device_tensor(&db, type, 1, ws)),
                 &mean, v ? 0 : 1));
         }

@@ -309,7 +309,8 @@ static losses losses_of(const fuzz_call *c, int64_t rows, int64_t classes) {
     bool mean = whole(c, "reduction") == MEAN;
     l.smooth_divisor = mean ? weights : 1;
     l.square_divisor = mean ? l.counted : 1;
-    l.lost = l.num_items && fabs(*l.num_items) < 1e-36 ? INFINITY : 0;
+    bool by_weights = mean && !l.num_items && l.counted > 0;
+    l.lost = (l.num_items && fabs(*l.num_items) < 1e-36) || (by_weights && fabs(weights) < 1e-36) ? INFINITY : 0;
     if (l.num_items && whole(c, "reduction") != NONE) l.smooth_divisor = l.square_divisor = *l.num_items;
     return l;
 }
@@ -344,7 +345,10 @@ static double loss_of(const losses *l, int64_t row, const double *logits, double
 
 static void lose(losses *l, const double *logits, double noise) {
     fuzz_call *c = (fuzz_call *)(uintptr_t)l->call;
-    fuzz_tensor *loss = output(c, "loss"), *lse_out = output(c, "lse");
+    /* Where lse is given as the two numbers that it is made of, these have no reference. */
+    int place = fuzz_place(c->function, "lse", BST_OUT);
+    bool pairs = !strcmp(c->function->arguments[place].shape, "T2");
+    fuzz_tensor *loss = output(c, "loss"), *lse_out = pairs ? NULL : output(c, "lse");
     double total = 0, total_size = 0;
     bool none = whole(c, "reduction") == NONE;
     for (int64_t r = 0; r < l->rows; r++) {
@@ -370,12 +374,14 @@ static void cross_entropy_forward(fuzz_call *c) {
     lose(&l, logits->numbers, 1);
 }
 
-static void linear_cross_entropy_forward(fuzz_call *c) {
+/* The logits of a head, to be freed; *most: the size that their errors are relative to. */
+static double *logits_of(const fuzz_call *c, double *most) {
     const fuzz_tensor *hidden = input(c, "hidden"), *weight = input(c, "weight");
     const double *bias = numbers(c, "bias");
     int64_t rows = hidden->shape[0], classes = weight->shape[0], width = last(weight);
-    double *logits = calloc((size_t)(rows * classes + 1), sizeof *logits), most = 1;
+    double *logits = calloc((size_t)(rows * classes + 1), sizeof *logits);
     if (!logits) abort();
+    *most = 1;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t j = 0; j < classes; j++) {
             double sum = bias ? bias[j] : 0, size = fabs(sum);
@@ -385,10 +391,45 @@ static void linear_cross_entropy_forward(fuzz_call *c) {
                 size += fabs(term);
             }
             logits[r * classes + j] = sum;
-            most = fmax(most, hidden->type == BST_F16 && size > 3e4 ? INFINITY : size);
+            *most = fmax(*most, hidden->type == BST_F16 && size > 3e4 ? INFINITY : size);
         }
-    losses l = losses_of(c, rows, classes);
+    return logits;
+}
+
+static void linear_cross_entropy_forward(fuzz_call *c) {
+    double most, *logits = logits_of(c, &most);
+    losses l = losses_of(c, input(c, "hidden")->shape[0], input(c, "weight")->shape[0]);
     lose(&l, logits, most); /* logits are rounded, and as wrong as their terms are large */
+    free(logits);
+}
+
+static void linear_logprobs_forward(fuzz_call *c) {
+    double most, *logits = logits_of(c, &most), t = real(c, "temperature");
+    losses l = losses_of(c, input(c, "hidden")->shape[0], input(c, "weight")->shape[0]);
+    static const char *const names[] = {"log_probs", "entropy", "lse", "log_sum_sq_probs", "mean_logits"};
+    fuzz_tensor *outputs[5];
+    for (int k = 0; k < 5; k++) outputs[k] = output(c, names[k]);
+    for (int64_t r = 0; r < l.rows; r++) {
+        double *z = logits + r * l.classes, top = -INFINITY, sum = 0, products = 0, squares = 0, all = 0, largest = 1;
+        for (int64_t j = 0; j < l.classes; j++) {
+            largest = fmax(largest, fabs(l.scale * z[j] / t));
+            z[j] = capped(&l, z[j]) / t;
+            top = fmax(top, z[j]);
+        }
+        for (int64_t j = 0; j < l.classes; j++) {
+            double d = z[j] - top, e = exp(d);
+            sum += e, products += e * d, squares += e * e, all += z[j];
+        }
+        double log_sum = log(sum), at = counts(&l, r) ? z[(int64_t)l.target[r]] : 0;
+        double of[] = {at - top - log_sum, log_sum - products / sum, top + log_sum, log(squares) - 2 * log_sum,
+                       all / (double)l.classes};
+        /* An error of the logits is one of these; of the entropy as many times more as logits differ. */
+        double size = most * fmax(1, fabs(l.scale) / t) * largest, sizes[] = {size, size * largest, size, size, size};
+        for (int k = 0; k < 5; k++) {
+            bool lost = !isfinite(of[k]) || !(sizes[k] < 1e36);
+            want(outputs[k], r, counts(&l, r) ? of[k] : 0, lost ? INFINITY : sizes[k]);
+        }
+    }
     free(logits);
 }
 
@@ -491,6 +532,7 @@ const fuzz_reference fuzz_references[] = {
     {"rope_backward", rope_backward},
     {"cross_entropy_forward", cross_entropy_forward},
     {"linear_cross_entropy_forward", linear_cross_entropy_forward},
+    {"linear_logprobs_forward", linear_logprobs_forward},
     {"scale", scale},
     {"moe_sort", moe_sort},
     {"moe_gather", moe_gather},
@@ -501,8 +543,9 @@ const fuzz_reference fuzz_references[] = {
 };
 
 /* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
-const char *const fuzz_without_reference[] = {"cross_entropy_backward", "linear_cross_entropy_backward",
-                                              "moe_glu_backward", "moe_combine_backward", NULL};
+const char *const fuzz_without_reference[] = {"cross_entropy_backward",   "linear_cross_entropy_backward",
+                                              "linear_logprobs_backward", "moe_glu_backward",
+                                              "moe_combine_backward",     NULL};
 
 void fuzz_refer(fuzz_call *c) {
     for (const fuzz_reference *r = fuzz_references; r->name; r++)

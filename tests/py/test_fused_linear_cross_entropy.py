@@ -57,8 +57,8 @@ def roundings(tokens, vocabulary, dtype, reduction, device, upstream) -> dict[st
     """
     if dtype is torch.float32:
         return {}
-    limit = module._chunk_bytes() or (module.DEFAULT_LOGITS_BYTES if device == "cuda" else 256 << 20)
-    rows = max(64, limit // (module._padded(vocabulary) * 2))
+    limit = module.chunk_bytes_now() or (module.DEFAULT_LOGITS_BYTES if device == "cuda" else 256 << 20)
+    rows = max(64, limit // (module.padded(vocabulary) * 2))
     chunks = -(-tokens // rows)
     summed = chunks - 1 if chunks <= 8 else 1
     kept = device == "cuda" and chunks == 1
@@ -381,7 +381,17 @@ def test_kept_logits_of_another_shape_are_refused(shape):
     # One row has no stride that would tell: its columns alone say whether it is long enough to be read.
     hidden, weight, row, scalar = torch.ones(1, 8), torch.ones(5, 8), torch.ones(1), torch.ones(())
     options = (-100, REDUCTION["sum"], 0.0, 0.0, 1.0, 0.0, 0)  # plainly; no budget
-    inputs = (scalar, hidden, weight, torch.zeros(1, dtype=torch.int64), None, None, None, row, torch.ones(shape))
+    inputs = (
+        scalar,
+        hidden,
+        weight,
+        torch.zeros(1, dtype=torch.int64),
+        None,
+        None,
+        None,
+        row.expand(1, 2),
+        torch.ones(shape),
+    )
     with pytest.raises(RuntimeError, match="dlogits has shape"):
         torch.ops.bastile.linear_cross_entropy_backward(*inputs, *options, True, True, False)
 
@@ -452,12 +462,12 @@ def test_memory_stays_within_the_budget():
 
 def test_budget_from_the_environment(monkeypatch):
     monkeypatch.setenv("BASTILE_LOGITS_MIB", "12")
-    assert module._chunk_bytes() == 12 << 20
+    assert module.chunk_bytes_now() == 12 << 20
     monkeypatch.setenv("BASTILE_LOGITS_MIB", "much")
     with pytest.raises(ValueError, match="BASTILE_LOGITS_MIB is 'much'"):
-        module._chunk_bytes()
+        module.chunk_bytes_now()
     set_logits_memory(3)
-    assert module._chunk_bytes() == 3 << 20
+    assert module.chunk_bytes_now() == 3 << 20
     set_logits_memory(None)
 
 

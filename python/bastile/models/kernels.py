@@ -20,7 +20,7 @@ from bastile.ops._common import FLOATS
 from bastile.ops._glu import ACTIVATION_OF_CONFIG, ACTIVATIONS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
-from bastile.ops.fused_linear_cross_entropy import _padded
+from bastile.ops.fused_linear_cross_entropy import padded
 from bastile.ops.rms_norm import _CASTING
 
 _ROWS = 8
@@ -338,10 +338,10 @@ class _Step:
             return Zeros((rows, _NARROW), dtype), weight, Zeros((rows,), torch.int64), bias, None, None
 
         def lse(rows: int) -> Zeros:
-            return Zeros((rows,), torch.float32)
+            return Zeros((rows, 2), torch.float32)
 
         few, many = inputs(_ROWS), inputs(_MANY_ROWS)
-        kept = Zeros((_ROWS, _padded(vocabulary)), dtype, columns=vocabulary)
+        kept = Zeros((_ROWS, padded(vocabulary)), dtype, columns=vocabulary)
         yield Call("linear_cross_entropy_forward", (*few, *_LOSS, 0, True, *nothing), title)
         yield Call("linear_cross_entropy_backward", (upstream, *few, lse(_ROWS), kept, *_LOSS, 0, *wanted), title)
         smallest_chunks = 1  # bytes

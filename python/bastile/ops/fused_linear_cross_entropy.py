@@ -38,7 +38,7 @@ def set_logits_memory(mebibytes: float | None) -> None:
     _logits_bytes = None if mebibytes is None else int(mebibytes * (1 << 20))
 
 
-def _chunk_bytes() -> int:
+def chunk_bytes_now() -> int:
     """What was set, or 0."""
     if _logits_bytes is not None:
         return _logits_bytes
@@ -50,9 +50,14 @@ def _chunk_bytes() -> int:
     return 0
 
 
-def _padded(vocabulary: int) -> int:
+def padded(vocabulary: int) -> int:
     """Columns of the logits in memory: rows that begin at 16-byte boundaries keep the products on their fast path."""
     return (vocabulary + 7) // 8 * 8
+
+
+def logits_fit(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> bool:
+    """Whether the logits of hidden [T, H] fit a budget on CUDA; 0: the default."""
+    return hidden.shape[0] * padded(weight.shape[0]) * hidden.element_size() <= (chunk_bytes or DEFAULT_LOGITS_BYTES)
 
 
 class _LinearCrossEntropy(Function):
@@ -67,10 +72,9 @@ class _LinearCrossEntropy(Function):
     def forward(ctx, hidden, weight, bias, target, class_weight, num_items, options, with_grad):
         reduced = options[1] != REDUCTION["none"]
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
-        chunk_bytes = _chunk_bytes()
+        chunk_bytes = chunk_bytes_now()
         again = not reduced or hidden.dtype is torch.float16
-        logits_bytes = hidden.shape[0] * _padded(weight.shape[0]) * hidden.element_size()
-        fits = logits_bytes <= (chunk_bytes or DEFAULT_LOGITS_BYTES)
+        fits = logits_fit(hidden, weight, chunk_bytes)
         keep = any(want) and reduced and hidden.device.type == "cuda" and fits
         now = [w and not again and not keep for w in want]
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
@@ -108,8 +112,8 @@ class _LinearCrossEntropy(Function):
         return (*gradients, None, None, None, None, None)
 
 
-def _rows_to_compute(
-    hidden: torch.Tensor, target: torch.Tensor, ignore_index: int, valid_rows: int | ValidCount | None
+def rows_to_compute(
+    op: str, hidden: torch.Tensor, target: torch.Tensor, ignore_index: int, valid_rows: int | ValidCount | None
 ) -> torch.Tensor | None:
     """The rows of hidden [T, H] that go into the products; None: all."""
     tokens = hidden.shape[0]
@@ -117,23 +121,23 @@ def _rows_to_compute(
         return None
     if isinstance(valid_rows, ValidCount) and not valid_rows.is_of(target, ignore_index):
         raise ValueError(
-            "fused_linear_cross_entropy: valid_rows was counted from another tensor than target, with another "
+            f"{op}: valid_rows was counted from another tensor than target, with another "
             f"ignore_index than {ignore_index}, or before target changed; a ValidCount of this very target is needed"
         )
     if not isinstance(valid_rows, int):
         valid_rows = (valid_rows or ValidCount(target, ignore_index)).rows()
     elif hidden.device.type == "cpu" and valid_rows < (there := ValidCount(target, ignore_index).rows()):
-        raise ValueError(
-            f"fused_linear_cross_entropy: valid_rows is {valid_rows}, but {there} targets are not ignore_index"
-        )
+        raise ValueError(f"{op}: valid_rows is {valid_rows}, but {there} targets are not ignore_index")
     return valid_first(target.reshape(-1), ignore_index, valid_rows)
 
 
-def _check(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_head(
+    op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     """For the branch that runs PyTorch's code: the kernels check for themselves. hidden [T, H], target [T]."""
 
     def fault(name: str, given: object, needed: str) -> ValueError:
-        return ValueError(f"fused_linear_cross_entropy: {name} {given}; {needed} is needed")
+        return ValueError(f"{op}: {name} {given}; {needed} is needed")
 
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
         raise fault("weight has shape", list(weight.shape), f"[V, H], here [V, {hidden.shape[1]}],")
@@ -218,14 +222,14 @@ def fused_linear_cross_entropy(
     flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
     if not (is_served or served(hidden, weight, bias)):  # autocast may have made it so
-        _check(flat, weight, labels, bias)
+        check_head("fused_linear_cross_entropy", flat, weight, labels, bias)
         logits = torch.nn.functional.linear(flat, weight, bias)
         loss = reference(logits, labels, class_weight, num_items, ignore_index, reduction, *options[2:])
     else:
         if class_weight is not None:
             need_floats("fused_linear_cross_entropy", class_weight=class_weight)
             class_weight = class_weight.detach().float()
-        chosen = _rows_to_compute(flat, target, ignore_index, valid_rows)
+        chosen = rows_to_compute("fused_linear_cross_entropy", flat, target, ignore_index, valid_rows)
         rows, kept = flat, labels
         if chosen is not None:
             rows, kept = gather(flat, chosen), labels.index_select(0, chosen)

@@ -1,20 +1,49 @@
 """The output head and what trainers want of its softmax: each target's log-probability, with entropy and statistics on
-demand, a chunk of logits at a time."""
+demand, a budget of logits at a time."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from bastile.ops._common import cast_as_linear, first_order_only, need_floats
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
+from bastile.ops._common import Function, cast_as_linear, first_order_only, is_last_pass, need_floats, served
+from bastile.ops._valid_rows import gather, scatter
+from bastile.ops.fused_linear_cross_entropy import check_head, chunk_bytes_now, logits_fit, rows_to_compute
 
-__all__ = ["LogProbs", "linear_logprobs"]
+__all__ = ["LogProbs", "linear_logprobs", "set_float32_dweight"]
 
-#: What `outputs` may name.
+_forward = torch.ops.bastile.linear_logprobs_forward.default
+_backward = torch.ops.bastile.linear_logprobs_backward.default
+_backward_kept = torch.ops.bastile.linear_logprobs_backward_kept.default
+
+#: What `outputs` may name, in the order of LogProbs.
 OUTPUTS = ("entropy", "lse", "log_sum_sq_probs", "mean_logits", "is_top1")
-_CHUNK_ROWS = 1024
+
+_float32_dweight: bool | None = None
+
+
+def set_float32_dweight(enabled: bool | None) -> None:
+    """Whether linear_logprobs sums dweight over chunks in float32 and rounds it once, whatever that costs; None: as
+    BASTILE_FLOAT32_DWEIGHT says (1: yes), else where it is cheap: always on CPU, on CUDA from the ninth chunk on.
+
+    What fits the budget of logits is one chunk, which rounds once either way. It holds for backward passes from now on,
+    in every thread.
+    """
+    global _float32_dweight
+    _float32_dweight = enabled
+
+
+def _wants_float32_dweight() -> bool:
+    if _float32_dweight is not None:
+        return _float32_dweight
+    setting = os.environ.get("BASTILE_FLOAT32_DWEIGHT", "0")
+    if setting not in ("0", "1"):
+        raise ValueError(f"BASTILE_FLOAT32_DWEIGHT is {setting!r}; 0 or 1 is needed")
+    return setting == "1"
 
 
 class LogProbs(NamedTuple):
@@ -28,74 +57,84 @@ class LogProbs(NamedTuple):
     is_top1: torch.Tensor | None = None
 
 
-def _logits(hidden, weight, bias, temperature, logit_scale, softcap):
-    z = torch.nn.functional.linear(hidden, weight, bias).float() * logit_scale
+class _LinearLogProbs(Function):
+    """Logits that fit the memory budget are kept for the backward pass (on CUDA), where their gradient takes their
+    place; else they are made again: see bst_linear_logprobs_forward in bastile.h."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad):
+        want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        chunk_bytes = chunk_bytes_now()
+        # A compiled program plans its memory, and has no place for logits that are written over.
+        keep = (
+            any(want)
+            and hidden.is_cuda
+            and not torch.compiler.is_compiling()
+            and logits_fit(hidden, weight, chunk_bytes)
+        )
+        made = _forward(hidden, weight, target, bias, *options, chunk_bytes, any(want), *wanted, keep)
+        log_probs, pairs, *others, is_top1, logits = made
+        found = [t if w else None for t, w in zip(others, wanted, strict=False)]
+        top1 = is_top1 != 0 if wanted[4] else None
+        ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t in (*found[2:], top1) if t is not None])
+        ctx.save_for_backward(hidden, weight, target, bias, pairs, found[0])
+        ctx.logits = logits if keep else None
+        return log_probs, *found, top1
+
+    @staticmethod
+    def backward(ctx, grad_log_probs, grad_entropy, grad_lse, *_):
+        upstream = [None if g is None else g.float().contiguous() for g in (grad_log_probs, grad_entropy, grad_lse)]
+        given = [g for g in upstream if g is not None]
+        if not given or not any(ctx.want):
+            return (None,) * 7
+        hidden, weight, target, bias, pairs, entropy = ctx.saved_tensors
+        logits, exact = ctx.logits, _wants_float32_dweight()
+        rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
+        if logits is not None and is_last_pass(given[0]):
+            ctx.logits = None  # used up
+            made = _backward_kept(*upstream, hidden, weight, target, bias, pairs, entropy, logits, *rest)
+        else:
+            made = _backward(*upstream, hidden, weight, target, bias, pairs, entropy, *rest)
+        gradients = [g if w else None for g, w in zip(made, ctx.want, strict=True)]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            sources = (*given, hidden, weight, bias)
+            gradients = [first_order_only("linear_logprobs", g, *sources) for g in gradients]
+        return (*gradients, None, None, None, None)
+
+
+def reference(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    temperature: float,
+    logit_scale: float,
+    softcap: float,
+    ignore_index: int,
+    outputs: Sequence[str],
+) -> LogProbs:
+    """The formulas in plain torch, over float32 (or float64) logits [T, V]; differentiable as autograd has it."""
+    z = logits if logits.dtype is torch.float64 else logits.float()
+    z = z * logit_scale
     if softcap:
         z = softcap * torch.tanh(z / softcap)
-    return z / temperature
-
-
-def _statistics(z: torch.Tensor, target: torch.Tensor, ignore_index: int, outputs: Sequence[str]) -> list[Any]:
-    """In the order of LogProbs."""
+    z = z / temperature
     counts = target != ignore_index
     at = target.masked_fill(~counts, 0)[:, None]
-    lse, log_p = torch.logsumexp(z, -1), torch.log_softmax(z, -1)
-    found: list[Any] = [log_p.gather(1, at)[:, 0], None, lse if "lse" in outputs else None, None, None, None]
+    log_p = torch.log_softmax(z, -1)
+    found: dict[str, torch.Tensor] = {}
     if "entropy" in outputs:
-        found[1] = -(log_p.exp() * log_p.clamp_min(torch.finfo(z.dtype).min)).sum(-1)
-    with torch.no_grad():
-        if "log_sum_sq_probs" in outputs:
-            found[3] = torch.logsumexp(2 * log_p, -1)
-        if "mean_logits" in outputs:
-            found[4] = z.mean(-1)
-        if "is_top1" in outputs:
-            found[5] = (z.argmax(-1) == at[:, 0]) & counts
-    return [t if t is None or t.dtype is torch.bool else t.masked_fill(~counts, 0.0) for t in found]
-
-
-class _LinearLogProbs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, target, options, ignore_index, outputs):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, target)
-        ctx.options, ctx.ignore_index, ctx.outputs = options, ignore_index, outputs
-        rows = [
-            _statistics(_logits(h, weight, bias, *options), t, ignore_index, outputs)
-            for h, t in zip(hidden.split(_CHUNK_ROWS), target.split(_CHUNK_ROWS), strict=True)
-        ]
-        found = [None if parts[0] is None else torch.cat(parts) for parts in zip(*rows, strict=True)]
-        ctx.mark_non_differentiable(*(t for t in found[3:] if t is not None))
-        return tuple(found)
-
-    @staticmethod
-    def backward(ctx, *upstream):
-        hidden, weight, bias, target = ctx.saved_tensors
-        want = ctx.needs_input_grad[:3]
-        sums = [torch.zeros_like(t, dtype=torch.float32) if w else None
-                for t, w in zip((hidden, weight, bias), want, strict=True)]  # fmt: skip
-        if all(g is None for g in upstream[:3]):
-            return (None,) * 7
-        for begin in range(0, hidden.shape[0], _CHUNK_ROWS):
-            rows = slice(begin, begin + _CHUNK_ROWS)
-            with torch.enable_grad():
-                h = hidden[rows].detach().requires_grad_(want[0])
-                w = weight.detach().requires_grad_(want[1])
-                b = None if bias is None else bias.detach().requires_grad_(want[2])
-                found = _statistics(_logits(h, w, b, *ctx.options), target[rows], ctx.ignore_index, ctx.outputs)
-                total = sum(
-                    (t * g[rows]).sum() for t, g in zip(found[:3], upstream, strict=False)
-                    if t is not None and g is not None
-                )  # fmt: skip
-            wanted = [t for t, needed in zip((h, w, b), want, strict=True) if needed]
-            made = iter(torch.autograd.grad(total, wanted))
-            for i, needed in enumerate(want):
-                if needed:
-                    (sums[0][rows] if i == 0 else sums[i]).add_(next(made))
-        gradients = [None if s is None else s.to(t.dtype) for s, t in zip(sums, (hidden, weight, bias), strict=True)]
-        if torch.is_grad_enabled():
-            given = [g for g in upstream[:3] if g is not None]
-            gradients = [first_order_only("linear_logprobs", g, hidden, weight, *given) for g in gradients]
-        return (*gradients, None, None, None, None)
+        found["entropy"] = -(log_p.exp() * log_p.clamp_min(-1e4)).sum(-1)
+    if "lse" in outputs:
+        found["lse"] = torch.logsumexp(z, -1)
+    if "log_sum_sq_probs" in outputs:
+        found["log_sum_sq_probs"] = torch.logsumexp(2 * log_p.detach(), -1)
+    if "mean_logits" in outputs:
+        found["mean_logits"] = z.detach().mean(-1)
+    found = {name: t.masked_fill(~counts, 0.0) for name, t in found.items()}
+    if "is_top1" in outputs:
+        found["is_top1"] = (z.argmax(-1) == at[:, 0]) & counts
+    return LogProbs(log_p.gather(1, at)[:, 0].masked_fill(~counts, 0.0), **found)
 
 
 def linear_logprobs(
@@ -110,15 +149,17 @@ def linear_logprobs(
     ignore_index: int = -100,
     outputs: Sequence[str] = (),
 ) -> LogProbs:
-    """The log-probability of each target under softmax(z), z = softcap · tanh(logit_scale · (hidden · weightᵀ + bias) /
-    softcap) / temperature, of whose logits only a chunk of rows exists at once.
+    """The log-probability of each target under softmax(z), with z = softcap · tanh(s / softcap) / temperature and
+    s = logit_scale · (hidden · weightᵀ + bias), of whose logits no more exist at once than a memory budget allows
+    (`bastile.ops.fused_linear_cross_entropy.set_logits_memory`). Rows that do not count are left out of the products as
+    that module's `set_compaction` says.
 
     Args:
         hidden: [..., H], float32, bfloat16 or float16.
         weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them).
         target: [...] int64, shaped as hidden without its last dimension.
         bias: [V] of hidden's type.
-        temperature: divides the logits, last of all.
+        temperature: divides the logits, last of all; from 1e-6 to 1e6.
         logit_scale: multiplies them, first of all.
         softcap: between the two; 0 or None: none.
         ignore_index: target of rows that count for nothing: they give 0 (False) and have no gradient.
@@ -132,19 +173,38 @@ def linear_logprobs(
 
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed. A target out of
-            range is an error on CPU.
+            range is an error on CPU; on CUDA it gives a NaN and no gradient, for checking would wait for the device.
     """
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown:
         raise ValueError(f"linear_logprobs: outputs names {unknown[0]!r}; some of {', '.join(OUTPUTS)} are needed")
-    if not temperature > 0:
-        raise ValueError(f"linear_logprobs: temperature is {temperature}; a positive number is needed")
-    need_floats("linear_logprobs", hidden=hidden, weight=weight, bias=bias)
+    if not 1e-6 <= temperature <= 1e6:
+        raise ValueError(f"linear_logprobs: temperature is {temperature}; a number from 1e-6 to 1e6 is needed")
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"linear_logprobs: target is a {type(target).__name__}; a tensor is needed")
+    is_served = served(hidden, weight, bias)
+    if not is_served:
+        need_floats("linear_logprobs", hidden=hidden, weight=weight, bias=bias)
     hidden, weight, bias = cast_as_linear(hidden, weight, bias)
+    if hidden.dim() == 0:
+        raise ValueError("linear_logprobs: hidden is a scalar; [..., H] is needed")
+    flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     options = (temperature, logit_scale, softcap or 0.0)
-    found = _LinearLogProbs.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, bias, target.reshape(-1), options, ignore_index, tuple(outputs)
-    )
+    found: Any
+    if not (is_served or served(hidden, weight, bias)):  # autocast may have made it so
+        check_head("linear_logprobs", flat, weight, labels, bias)
+        found = reference(torch.nn.functional.linear(flat, weight, bias), labels, *options, ignore_index, outputs)
+    else:
+        chosen = rows_to_compute("linear_logprobs", flat, target, ignore_index, None)
+        rows, kept = flat, labels
+        if chosen is not None:
+            rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
+        found = _LinearLogProbs.apply(
+            rows.contiguous(), weight.contiguous(), bias, kept, (ignore_index, *options),
+            tuple([name in outputs for name in OUTPUTS]), torch.is_grad_enabled(),
+        )  # fmt: skip
+        if chosen is not None:
+            found = [None if t is None else scatter(t, chosen, flat.shape[0]) for t in found]
     log_probs, *others = [None if t is None else t.reshape(target.shape) for t in found]
     assert log_probs is not None
     return LogProbs(log_probs, *others)

@@ -2,7 +2,7 @@
  *
  * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of an access; THREADS of a block; BLOCKS of a multiprocessor at
  * least; MODE (bst_cross_entropy_mode); PEEL: rows begin between vectors; FOLDED: one stride describes all rows;
- * HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0.
+ * HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale <= 0.
  *
  * rows      one block a row. LOSS: Bytes: the logits, once. GRADIENT: the logits and dlogits, once each.
  *           LOSS_AND_GRADIENT: reads the logits twice, the second time backwards, so that the caches have most of what
@@ -56,7 +56,8 @@ BST_DEVICE bst_raw read_vector(const void *row, int column) {
     return MODE == LOSS ? bst_read_once(p, VEC * SIZE) : bst_read(p, VEC * SIZE);
 }
 
-BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, const row_shape *s, float *scratch) {
+BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, const row_shape *s, int target,
+                             float *scratch) {
     partial p = nothing();
     for (int first = (int)bst_thread(); first < s->vectors; first += BATCH * THREADS) {
         bst_raw raw[BATCH];
@@ -75,7 +76,7 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
         for (int i = 0; i < BATCH; i++) {
             if (first + i * THREADS >= s->vectors) continue;
             bst_unpack(x, raw[i], TYPE, VEC);
-            add(a, &p, x, VEC, s->head + (first + i * THREADS) * VEC);
+            add(a, &p, x, VEC, s->head + (first + i * THREADS) * VEC, target);
         }
     }
     int single = PEEL ? single_of(s) : -1;
@@ -83,7 +84,7 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
         float x;
         bst_load(&x, row, single, TYPE, 1);
         raise_to(a, &p, top_of(-BST_INFINITY, &x, 1));
-        add(a, &p, &x, 1, single);
+        add(a, &p, &x, 1, single, target);
     }
     return block_total(p, scratch);
 }
@@ -136,21 +137,24 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
         if (bst_thread() == 0) skip(&a, row, target);
         return;
     }
-    float x = 0.0f;
-    partial total;
-    if (MODE == GRADIENT) {
-        total = nothing();
-        total.reference = a.lse_pairs ? a.lse_pairs[2 * row] : TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * LOG2E;
-        total.sum = a.lse_pairs ? a.lse_pairs[2 * row + 1] : 1.0f;
+    float x;
+    partial total = nothing();
+    bst_load(&x, logits, target, TYPE, 1); /* before the barriers: dlogits may be logits */
+    if (MODE != GRADIENT) {
+        total = row_total(&a, logits, &shape, (int)target, scratch);
+    } else if (a.lse_pairs) {
+        total.reference = a.lse_pairs[2 * row];
+        total.others = a.lse_pairs[2 * row + 1];
     } else {
-        bst_load(&x, logits, target, TYPE, 1); /* before the barrier in row_total: dlogits may be logits */
-        total = row_total(&a, logits, &shape, scratch);
+        total.reference = TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * LOG2E;
+        total.others = 1.0f - power(above_reference(&a, shaped(&a, x), total.reference));
     }
+    if (MODE == GRADIENT) bst_sync();
     bst_cross_entropy_divisors divide = divisors_of(&a);
     row_terms terms = terms_of(&a, &divide, row, (int)target, total, x);
     if (MODE != GRADIENT && bst_thread() == 0) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
-        store_lse(&a, row, total, terms.lse);
+        store_lse(&a, row, &terms);
     }
     if (MODE != LOSS) row_gradient(&a, &terms, logits, dlogits, &shape, (int)target);
 }
@@ -183,24 +187,27 @@ BST_KERNEL(cross_entropy_registers, cross_entropy_rows_args, THREADS, BLOCKS) {
         bst_bulk_read(buffer, logits, VECTORS * 16u, arrived);
     }
     bst_cross_entropy_divisors divide = divisors_of(&a);
+    float x;
+    bst_load(&x, logits, target, TYPE, 1); /* before the barrier in block_total: out may be logits */
     bst_barrier_wait(arrived, 0);
     registers h;
+    /* By the thread that reads it: the order of one thread is all it takes. */
+    if (COMPACT && (int)target / VEC % THREADS == thread) leave_out(buffer, (int)target);
     BST_UNROLL
     for (int i = 0; i < EACH; i++)
         if (thread + i * THREADS < VECTORS) h.raw[i] = bst_read(buffer + (thread + i * THREADS) * 16, 16);
-    bst_load(&h.hit, buffer, target, TYPE, 1);
-    partial p = block_total(registers_sums(&a, &h, thread, VECTORS, 0), scratch);
-    row_terms terms = terms_of(&a, &divide, row, (int)target, p, h.hit);
-    factors f = registers_factors(&a, &terms, &h);
+    partial p = block_total(registers_sums(&a, &h, thread, VECTORS, 0, (int)target), scratch);
+    row_terms terms = terms_of(&a, &divide, row, (int)target, p, x);
+    float share = registers_share(&terms, &h);
     if (thread == 0) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
-        store_lse(&a, row, p, terms.lse);
+        store_lse(&a, row, &terms);
     }
     BST_UNROLL
     for (int i = 0; i < EACH; i++) {
         int column = (thread + i * THREADS) * VEC;
         if (thread + i * THREADS < VECTORS)
-            bst_write(bst_at_out(out, column, TYPE), registers_gradient(&a, &terms, &f, &h, i, column, (int)target),
+            bst_write(bst_at_out(out, column, TYPE), registers_gradient(&a, &terms, share, &h, i, column, (int)target),
                       16);
     }
 }

@@ -44,8 +44,9 @@ typedef struct bst_cross_entropy_rows_call {
     uint32_t *tickets; /* LOSS_AND_GRADIENT: one zero on the device, for this call alone; or NULL, which is slower */
     float *loss_rows;  /* [rows], divided already; or NULL */
     float *lse;        /* [rows], or NULL; 0 on rows whose target is not in the vocabulary */
-    /* [rows, 2], or NULL: the reference of a row's exponentials and their sum, as the kernels have them. GRADIENT with
-     * it repeats the bits of LOSS_AND_GRADIENT; lse alone rounds away 2^-25 |lse|. */
+    /* [rows, 2], or NULL: the reference of a row's exponentials and their sum but for the target's, as the kernels have
+     * them. GRADIENT with it repeats the bits of LOSS_AND_GRADIENT; lse alone rounds away 2^-25 |lse|, and a confident
+     * target's gradient. */
     float *lse_pairs;
     void *dlogits; /* [rows, vocabulary]; logits itself, laid out as it is, or apart from it with dlogits_stride */
     int64_t dlogits_stride; /* elements between rows; not looked at where dlogits is logits */
@@ -91,6 +92,8 @@ bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, const
                                      float *loss);
 
 /* The parts that CUDA has of its own (cross_entropy_cuda.c). */
+/* What the kernels get of a call. */
+cross_entropy_rows_args bst__cross_entropy_args(const bst_cross_entropy_rows_call *call);
 bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call);
 bst_status bst__cross_entropy_divisors_cuda(const bst_exec *exec, const char *op,
                                             const bst_cross_entropy_rows_call *whole, const float *num_items,

@@ -18,6 +18,8 @@ typedef enum bst_cross_entropy_mode {
  * the partials of a warp are, for a row. */
 #define BST_CROSS_ENTROPY_IN_FLIGHT        4
 #define BST_CROSS_ENTROPY_PARTIALS(smooth) ((smooth) ? 4 : 2)
+/* Of all warps, and the target's logit, which is sent in a pair. */
+#define BST_CROSS_ENTROPY_ROW_NUMBERS(warps, smooth) ((warps) * BST_CROSS_ENTROPY_PARTIALS(smooth) + 2)
 
 /* What the terms of a loss are multiplied by. */
 typedef struct bst_cross_entropy_divisors {

@@ -3,67 +3,22 @@
  * A row is read twice, a tile at a time: for the sum of exponentials, relative to a running maximum, and for the
  * gradient. The second read finds it in the cache. All arithmetic is float32; sums over tiles are float64. */
 #include "ops/cross_entropy/cross_entropy_cpu.h"
-
-#include <float.h>
+#include "ops/cross_entropy/cross_entropy_tile.h"
 
 typedef bst_cross_entropy_rows_call rows_call;
 
-/* The sums of a row: of exp(z - top); for label smoothing of w (z - top), w being the class weight or one, and of w. */
+/* The sums of a row: of exp(z - top) over all but the target, without which a confident row keeps its digits; for label
+ * smoothing of w (z - top), w being the class weight or one, and of w. `top` is the largest of all. */
 typedef struct row_sums {
     float top;
-    double exponentials, weighted, weights;
+    double others, weighted, weights;
 } row_sums;
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* tanh to about two units in the last place: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) would cancel. */
-static inline float hyperbolic_tangent(float x) {
-    float magnitude = fabsf(x), square = x * x;
-    float p = -5.6180824e-3f;
-    p = p * square + 2.0566579e-2f;
-    p = p * square - 5.3719564e-2f;
-    p = p * square + 1.3331234e-1f;
-    p = p * square - 3.3333276e-1f;
-    float small = x + x * square * p;
-    float large = copysignf(1.0f - 2.0f / (bst_exp(2.0f * magnitude) + 1.0f), x);
-    return magnitude < 0.625f ? small : large;
-}
-
-/* z of a tile of logits and, where `slope` is not NULL, dz/d(logit). */
-static void shape_tile(const bst_loss *o, float *z, float *slope, int64_t n) {
-    float scale = (float)o->logit_scale, cap = (float)o->softcap, inner = (float)(o->logit_scale / o->softcap);
-    if (o->softcap > 0) {
-        for (int64_t i = 0; i < n; i++) z[i] = hyperbolic_tangent(z[i] * inner);
-        if (slope)
-            for (int64_t i = 0; i < n; i++) slope[i] = scale * (1.0f - z[i]) * (1.0f + z[i]);
-        for (int64_t i = 0; i < n; i++) z[i] *= cap;
-    } else if (scale != 1.0f) {
-        for (int64_t i = 0; i < n; i++) z[i] *= scale;
-    }
-}
 
 static float shaped(const rows_call *c, const void *row, int64_t column) {
     float z;
     bst_load(&z, bst_at(row, column, c->dtype), c->dtype, 1);
     shape_tile(c->options, &z, NULL, 1);
     return z;
-}
-
-/* So many that compilers keep the loop over them a loop. */
-enum { LANES = 128 };
-
-/* The largest of `top` and n numbers, NaNs left out. In lanes: a reduction to a maximum that leaves NaNs out is none
- * that Clang vectorises. */
-static float largest(float top, const float *z, int64_t n) {
-    float lane[LANES];
-    int64_t i = 0;
-    for (int j = 0; j < LANES; j++) lane[j] = top;
-    for (; i + LANES <= n; i += LANES)
-        for (int j = 0; j < LANES; j++) lane[j] = z[i + j] > lane[j] ? z[i + j] : lane[j];
-    for (; i < n; i++) top = z[i] > top ? z[i] : top;
-    for (int half = LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; j++) lane[j] = lane[j + half] > lane[j] ? lane[j + half] : lane[j];
-    return lane[0] > top ? lane[0] : top;
 }
 
 /* Sums of a tile in lanes, so that no number is added to one that has grown much larger. */
@@ -87,36 +42,41 @@ static inline void add_all_to_lanes(lanes *l, const float *z, const float *w, fl
     add_to_lanes(l, z + i, w ? w + i : NULL, top, n - i, smooth);
 }
 
-static double sum_of(const float *lane) {
-    double sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int j = 0; j < LANES; j++) sum += lane[j];
-    return sum;
-}
-
-static void add_tile(const rows_call *c, row_sums *s, const float *z, int64_t column, int64_t n) {
-    float top = largest(s->top, z, n);
+/* Adds n numbers from column `column` on, none of them the target's or that alone. */
+static void add_piece(const rows_call *c, row_sums *s, const float *z, int64_t column, int64_t n, bool is_target) {
     lanes l = {{0}, {0}, {0}};
-    s->exponentials *= exp((double)s->top - (double)top);
-    s->weighted += s->weights * ((double)s->top - (double)top);
-    s->top = top;
     bool smooth = c->options->label_smoothing > 0;
     const float *w = smooth && c->class_weight ? c->class_weight + column : NULL;
     if (w)
-        add_all_to_lanes(&l, z, w, top, n, true);
+        add_all_to_lanes(&l, z, w, s->top, n, true);
     else if (smooth)
-        add_all_to_lanes(&l, z, NULL, top, n, true);
+        add_all_to_lanes(&l, z, NULL, s->top, n, true);
     else
-        add_all_to_lanes(&l, z, NULL, top, n, false);
-    s->exponentials += sum_of(l.exponentials);
+        add_all_to_lanes(&l, z, NULL, s->top, n, false);
+    if (!is_target) s->others += sum_of(l.exponentials);
     if (!smooth) return;
     s->weighted += sum_of(l.weighted);
     s->weights += w ? sum_of(l.weights) : (double)n;
 }
 
-/* What multiplies the parts of a row's gradient: dz = share exp(z - reference) - smooth w - hit [target]. */
+static void add_tile(const rows_call *c, row_sums *s, const float *z, int64_t column, int64_t n, int64_t target) {
+    float top = largest(s->top, z, n);
+    s->others *= exp((double)s->top - (double)top);
+    s->weighted += s->weights * ((double)s->top - (double)top);
+    s->top = top;
+    int64_t at = target - column;
+    if (at < 0 || at >= n) {
+        add_piece(c, s, z, column, n, false);
+        return;
+    }
+    add_piece(c, s, z, column, at, false);
+    add_piece(c, s, z + at, target, 1, true);
+    add_piece(c, s, z + at + 1, target + 1, n - at - 1, false);
+}
+
+/* What multiplies the parts of a row's gradient: dz = share exp(z - reference) - smooth w, and dz of the target. */
 typedef struct row_terms {
-    float reference, share, smooth, hit;
+    float reference, share, smooth, at_target;
 } row_terms;
 
 static void write_gradient(const rows_call *c, const row_terms *t, const void *in, void *out, int64_t target, float *z,
@@ -134,7 +94,7 @@ static void write_gradient(const rows_call *c, const row_terms *t, const void *i
             const float *w = c->class_weight ? c->class_weight + column : NULL;
             for (int64_t i = 0; i < n; i++) z[i] -= t->smooth * (w ? w[i] : 1.0f);
         }
-        if (target >= column && target < column + n) z[target - column] -= t->hit;
+        if (target >= column && target < column + n) z[target - column] = t->at_target;
         if (o->softcap > 0) {
             for (int64_t i = 0; i < n; i++) z[i] *= slope[i];
         } else if (o->logit_scale != 1) {
@@ -149,7 +109,7 @@ static void store_lse(const rows_call *c, int64_t row, const row_sums *s, float 
     if (c->lse) c->lse[row] = lse;
     if (!c->lse_pairs) return;
     c->lse_pairs[2 * row] = s->top;
-    c->lse_pairs[2 * row + 1] = (float)s->exponentials;
+    c->lse_pairs[2 * row + 1] = (float)s->others;
 }
 
 static void one_row(const rows_call *c, int64_t row) {
@@ -165,30 +125,31 @@ static void one_row(const rows_call *c, int64_t row) {
     bool forward = c->mode != BST_CROSS_ENTROPY_GRADIENT;
     if (target == o->ignore_index || target < 0 || target >= c->vocabulary) {
         if (forward && c->loss_rows) c->loss_rows[row] = target == o->ignore_index ? 0.0f : NAN;
-        if (forward) store_lse(c, row, &(row_sums){.exponentials = 1}, 0);
+        if (forward) store_lse(c, row, &(row_sums){.others = 1}, 0);
         if (c->mode != BST_CROSS_ENTROPY_LOSS) memset(out, 0, (size_t)(c->vocabulary * bst__dtype_size(c->dtype)));
         return;
     }
     float z[BST_TILE];
+    float hit = shaped(c, in, target); /* before anything is written: out may be in */
     /* The lowest finite number, not -inf, so that a row of -inf gets exponentials of 0. */
     row_sums s = {.top = -FLT_MAX};
-    float hit = shaped(c, in, target); /* before anything is written: out may be in */
     for (int64_t column = 0; forward && column < c->vocabulary; column += BST_TILE) {
         int64_t n = smaller(BST_TILE, c->vocabulary - column);
         bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
         shape_tile(o, z, NULL, n);
-        add_tile(c, &s, z, column, n);
+        add_tile(c, &s, z, column, n, target);
     }
     if (!forward && c->lse_pairs)
-        s = (row_sums){.top = c->lse_pairs[2 * row], .exponentials = (double)c->lse_pairs[2 * row + 1]};
-    if (!forward && !c->lse_pairs) s = (row_sums){.top = c->lse[row], .exponentials = 1};
-    double log_sum = log(s.exponentials);
+        s = (row_sums){.top = c->lse_pairs[2 * row], .others = (double)c->lse_pairs[2 * row + 1]};
+    if (!forward && !c->lse_pairs) s.top = c->lse[row], s.others = 1 - exp((double)hit - (double)s.top);
+    double own = exp((double)hit - (double)s.top), log_sum = log(s.others + own);
     float lse = (float)(s.top + log_sum), smoothing = (float)o->label_smoothing;
     float weight = (c->class_weight ? c->class_weight[target] : 1.0f) * (1 - smoothing);
     float each = smoothing / (float)c->vocabulary, square = (float)o->lse_square_scale;
     if (forward) {
-        /* Relative to the maximum: lse itself has lost what is small beside it. */
-        double loss = weight * ((double)s.top - hit + log_sum);
+        /* Of the others, where they are less than the target; else relative to the maximum: lse itself has lost what
+         * is small beside it. */
+        double loss = weight * (s.others < own ? log1p(s.others / own) : (double)s.top - hit + log_sum);
         if (smoothing > 0) loss += each * (divide.class_weight_sum * log_sum - s.weighted);
         loss *= divide.inverse_weight_sum;
         if (square != 0) loss += divide.inverse_count * square * lse * lse;
@@ -200,12 +161,15 @@ static void one_row(const rows_call *c, int64_t row) {
     /* Undivided gradients are left to whoever multiplies them by divisors->gradient; the z-loss has another divisor. */
     float by_weight = c->undivided ? 1.0f : divide.inverse_weight_sum, by_count = divide.inverse_count;
     if (c->undivided) by_count = c->class_weight ? divide.inverse_count / divide.inverse_weight_sum : 1.0f;
-    float scale = upstream * by_weight;
-    row_terms t = {.reference = s.top, .smooth = scale * each, .hit = scale * weight};
-    t.share = t.hit;
+    float scale = upstream * by_weight, hit_share = scale * weight;
+    row_terms t = {.reference = s.top, .smooth = scale * each, .share = hit_share};
     if (smoothing > 0) t.share += t.smooth * divide.class_weight_sum;
     if (square != 0) t.share += upstream * by_count * 2 * square * lse;
-    t.share /= (float)s.exponentials;
+    /* The target's, whose p - 1 is what the others have. They are as a pair would have kept them. */
+    double others = (double)(float)s.others, total = others + own;
+    t.at_target = (float)(((double)(t.share - hit_share) * own - hit_share * others) / total);
+    if (smoothing > 0) t.at_target -= t.smooth * (c->class_weight ? c->class_weight[target] : 1.0f);
+    t.share /= (float)total;
     write_gradient(c, &t, in, out, target, z, forward && c->vocabulary <= BST_TILE);
 }
 

@@ -91,7 +91,7 @@ static bool fit_ring(const bst_cross_entropy_rows_call *c, const bst_chip *chip,
     int64_t vectors = c->vocabulary / l->values[VEC], slice = (vectors + cluster - 1) / cluster;
     int64_t warps = (slice + each * 32 - 1) / (each * 32), threads = (warps + 1) * 32;
     if (threads > 1024) return false;
-    int64_t numbers = BST_CROSS_ENTROPY_IN_FLIGHT * cluster * warps * BST_CROSS_ENTROPY_PARTIALS(l->values[SMOOTH]);
+    int64_t numbers = BST_CROSS_ENTROPY_IN_FLIGHT * BST_CROSS_ENTROPY_ROW_NUMBERS(cluster * warps, l->values[SMOOTH]);
     int64_t room =
         (chip->shared_memory + RESERVED) / blocks - RESERVED - BARRIERS_BYTES - numbers * (int64_t)sizeof(float);
     /* On an H200 at 4096 x 128256: two slots and staged 514 us, one and staged 523, two and not staged 521. */
@@ -147,23 +147,8 @@ static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
     l->grid_x = (unsigned)c->rows;
 }
 
-bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *c) {
+cross_entropy_rows_args bst__cross_entropy_args(const bst_cross_entropy_rows_call *c) {
     const bst_loss *o = c->options;
-    bst_chip chip;
-    BST_TRY(bst__cuda_chip(op, c->device.device_id, &chip));
-    bst_launch l = {.overlap = true};
-    l.values[VOCAB] = c->vocabulary;
-    l.values[TYPE] = c->dtype;
-    l.values[MODE] = c->mode;
-    l.values[FOLDED] = c->inner <= 0;
-    l.values[HAS_WEIGHT] = c->class_weight != NULL;
-    l.values[SMOOTH] = o->label_smoothing > 0;
-    l.values[SOFTCAP] = o->softcap > 0;
-    l.values[Z_LOSS] = o->lse_square_scale != 0;
-    l.values[NEGATIVE] = o->logit_scale < 0;
-    choose_access(c, &l);
-    if (!can_read_once(c, &chip, &l) || !(choose_registers(c, &chip, &l) || choose_ring(c, &chip, &l)))
-        choose_rows(c, &l);
     bst_row_map in = {c->inner > 0 ? c->inner : c->rows, c->stride, c->outer_stride};
     bst_row_map out = {c->rows, c->dlogits_stride, 0};
     double natural = o->softcap > 0 ? o->softcap : o->logit_scale;
@@ -178,6 +163,27 @@ bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, co
     args.base2 = (float)(c->dtype == BST_F32 ? natural : natural * 1.4426950408889634);
     args.slope = (float)o->logit_scale;
     args.smoothing = (float)o->label_smoothing, args.lse_square_scale = (float)o->lse_square_scale;
+    return args;
+}
+
+bst_status bst__cross_entropy_rows_cuda(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *c) {
+    const bst_loss *o = c->options;
+    bst_chip chip;
+    BST_TRY(bst__cuda_chip(op, c->device.device_id, &chip));
+    bst_launch l = {.overlap = true};
+    l.values[VOCAB] = c->vocabulary;
+    l.values[TYPE] = c->dtype;
+    l.values[MODE] = c->mode;
+    l.values[FOLDED] = c->inner <= 0;
+    l.values[HAS_WEIGHT] = c->class_weight != NULL;
+    l.values[SMOOTH] = o->label_smoothing > 0;
+    l.values[SOFTCAP] = o->softcap > 0;
+    l.values[Z_LOSS] = o->lse_square_scale != 0;
+    l.values[NEGATIVE] = !(o->logit_scale > 0);
+    choose_access(c, &l);
+    if (!can_read_once(c, &chip, &l) || !(choose_registers(c, &chip, &l) || choose_ring(c, &chip, &l)))
+        choose_rows(c, &l);
+    cross_entropy_rows_args args = bst__cross_entropy_args(c);
     return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
 }
 

@@ -3,7 +3,7 @@
  * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of 16 bytes; THREADS of a block, its producer warp among them;
  * BLOCKS of a multiprocessor; CLUSTER blocks that share a row; SLOTS of a block's ring; STAGED: gradients leave through
  * shared memory, by bulk copies; AHEAD: a consumer begins a row before it ends the one before; FOLDED: one stride
- * describes all rows; HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale < 0; PEEL 0; MODE
+ * describes all rows; HAS_WEIGHT, SMOOTH, SOFTCAP, Z_LOSS: options in use; NEGATIVE: logit_scale <= 0; PEEL 0; MODE
  * LOSS_AND_GRADIENT.
  *
  * Bytes: one read and one write per logit. Each block of a cluster has a slice of the row and each warp a part of the
@@ -35,7 +35,8 @@
 #define PREFETCH      2           /* tickets drawn before they are needed */
 #define TICKETS       8           /* room for them */
 #define IN_FLIGHT     BST_CROSS_ENTROPY_IN_FLIGHT
-#define PARTIAL_BYTES (CLUSTER * WARPS * PARTIAL * 4u)
+#define ROW_NUMBERS   BST_CROSS_ENTROPY_ROW_NUMBERS(CLUSTER *WARPS, SMOOTH)
+#define PARTIAL_BYTES (ROW_NUMBERS * 4u)
 
 /* A warp that sends the partials of row n has ended row n - 2, for which every warp of the cluster has sent its own,
  * and had then ended row n - 4: so the room of row n - IN_FLIGHT is free. And block 0 draws ticket n + PREFETCH when
@@ -48,7 +49,7 @@ typedef struct ring {
     unsigned char *staged;                   /* [SLICE] vectors */
     uint32_t *jobs;                          /* [SLOTS][2]: row and target of a slot */
     uint32_t *tickets;                       /* [TICKETS][2]: row and target, as drawn */
-    float *partials;                         /* [IN_FLIGHT][CLUSTER][WARPS][PARTIAL] */
+    float *partials;                         /* [IN_FLIGHT]: [CLUSTER][WARPS][PARTIAL], the target's logit, unused */
     uint64_t *full, *empty, *drawn, *summed; /* barriers of slots (two), tickets and partials */
 } ring;
 
@@ -158,37 +159,50 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
     unsigned lane = bst_lane(), warp = bst_thread() / 32;
     partial p = nothing();
     int column = (slice.first + part.first) * VEC;
+    float hit = 0.0f;
+    /* One warp of the cluster sends the target's logit, where there is one the warp that has it. */
+    bool sends = rank == 0 && warp == 0;
     if (b->target != NONE) {
+        int at = (int)b->target - slice.first * VEC, within = at - part.first * VEC;
+        sends = (unsigned)within < (unsigned)(part.count * VEC);
+        if (sends) {
+            bst_load(&hit, slot, at, TYPE, 1);
+            bst_sync_warp();
+            /* By the lane that reads it: the order of one lane is all it takes. */
+            if (COMPACT && within / VEC % 32 == (int)lane) {
+                leave_out((void *)slot, at);
+                bst_fence_async(); /* the slot's next contents are a bulk copy */
+            }
+        }
         BST_UNROLL
         for (int i = 0; i < EACH; i++)
             if ((int)lane + i * 32 < part.count)
                 b->h.raw[i] = bst_read(slot + (part.first + (int)lane + i * 32) * 16, 16);
-        int at = (int)b->target - slice.first * VEC;
-        b->h.hit = 0.0f;
-        if ((unsigned)(at - part.first * VEC) < (unsigned)(part.count * VEC)) bst_load(&b->h.hit, slot, at, TYPE, 1);
     }
     bst_sync_warp(); /* the part is in registers */
     if (lane == 0) arrive(empty(r, n));
-    if (b->target != NONE) p = registers_sums(a, &b->h, (int)lane, part.count, column);
+    if (b->target != NONE) p = registers_sums(a, &b->h, (int)lane, part.count, column, (int)b->target);
     p = warp_total(p, 32);
     if (lane >= CLUSTER) return;
-    float *to = r->partials + ((n % IN_FLIGHT * CLUSTER + rank) * WARPS + warp) * PARTIAL;
-    bst_cluster_send(to, summed(r, n).barrier, lane, bst_bits(p.reference), bst_bits(p.sum));
+    float *row = r->partials + n % IN_FLIGHT * ROW_NUMBERS, *to = row + (rank * WARPS + warp) * PARTIAL;
+    bst_cluster_send(to, summed(r, n).barrier, lane, bst_bits(p.reference), bst_bits(p.others));
     if (SMOOTH) bst_cluster_send(to + 2, summed(r, n).barrier, lane, bst_bits(p.weights), bst_bits(p.weighted));
+    if (sends) bst_cluster_send(row + CLUSTER * WARPS * PARTIAL, summed(r, n).barrier, lane, bst_bits(hit), 0);
 }
 
 /* The total of a row's warps, in each lane. */
-BST_DEVICE partial ring_total(const ring *r, unsigned n) {
-    const float *from = r->partials + n % IN_FLIGHT * (CLUSTER * WARPS * PARTIAL);
+BST_DEVICE partial ring_total(const ring *r, unsigned n, float *hit) {
+    const float *from = r->partials + n % IN_FLIGHT * ROW_NUMBERS;
     partial p = nothing();
+    *hit = from[CLUSTER * WARPS * PARTIAL];
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) p.reference = bst_max(p.reference, from[i * PARTIAL]);
     p.reference = bst_warp_reduce(p.reference, 32, true);
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) {
         float step = from[i * PARTIAL] - p.reference;
-        p.sum += from[i * PARTIAL + 1] * bst_exp2(to_base2(step));
+        p.others += from[i * PARTIAL + 1] * power(step);
         if (SMOOTH) p.weighted += bst_fma(from[i * PARTIAL + 2], bst_max(step, LOWEST), from[i * PARTIAL + 3]);
     }
-    p.sum = bst_warp_reduce(p.sum, 32, false);
+    p.others = bst_warp_reduce(p.others, 32, false);
     if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, 32, false);
     return p;
 }
@@ -197,8 +211,7 @@ BST_DEVICE partial ring_total(const ring *r, unsigned n) {
 BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, const row_terms *t, const begun *b,
                            piece slice, piece part) {
     int lane = (int)bst_lane(), first = slice.first + part.first;
-    factors f = {0, 0};
-    if (t) f = registers_factors(a, t, &b->h);
+    float share = t ? registers_share(t, &b->h) : 0.0f;
     void *out = bst_at_out(a->dlogits, bst_row_start(&a->dlogits_map, b->row, FOLDED) + (int64_t)first * VEC, TYPE);
     unsigned char *staged = r->staged + part.first * 16;
     if (STAGED) {
@@ -210,7 +223,7 @@ BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, cons
         int at = lane + i * 32;
         if (at >= part.count) continue;
         bst_raw v = {{0, 0, 0, 0}};
-        if (t) v = registers_gradient(a, t, &f, &b->h, i, (first + at) * VEC, (int)b->target);
+        if (t) v = registers_gradient(a, t, share, &b->h, i, (first + at) * VEC, (int)b->target);
         bst_write(STAGED ? staged + at * 16 : (unsigned char *)out + (size_t)at * 16, v, 16);
     }
     if (!STAGED) return;
@@ -226,18 +239,19 @@ BST_DEVICE void end_row(const cross_entropy_rows_args *a, const bst_cross_entrop
                         unsigned n, unsigned rank, piece slice, piece part, const begun *b) {
     bool leader = bst_thread() == 0;
     wait_cluster(summed(r, n));
-    partial p = ring_total(r, n);
+    float hit;
+    partial p = ring_total(r, n, &hit);
     if (leader) expect(summed(r, n), PARTIAL_BYTES);
     if (b->target == NONE) {
         write_part(a, r, 0, b, slice, part);
         if (leader && rank == 0) skip(a, b->row, a->target[b->row]);
         return;
     }
-    row_terms terms = terms_of(a, divide, b->row, (int)b->target, p, b->h.hit);
+    row_terms terms = terms_of(a, divide, b->row, (int)b->target, p, hit);
     int at = (int)b->target - (slice.first + part.first) * VEC;
     if (bst_lane() == 0 && (unsigned)at < (unsigned)(part.count * VEC) && a->loss_rows)
         a->loss_rows[b->row] = terms.loss;
-    if (leader && rank == 0) store_lse(a, b->row, p, terms.lse);
+    if (leader && rank == 0) store_lse(a, b->row, &terms);
     write_part(a, r, &terms, b, slice, part);
 }
 
@@ -270,7 +284,7 @@ BST_KERNEL(cross_entropy_ring, cross_entropy_rows_args, THREADS, BLOCKS) {
     BST_SHARED(uint64_t, summed, IN_FLIGHT);
     BST_SHARED(uint32_t, jobs, 2 * SLOTS);
     BST_SHARED(uint32_t, tickets, 2 * TICKETS);
-    BST_SHARED(float, partials, IN_FLIGHT * CLUSTER * WARPS * PARTIAL);
+    BST_SHARED(float, partials, IN_FLIGHT *ROW_NUMBERS);
     ring r = {slots, slots + SLOTS * SLICE * 16, jobs, tickets, partials, full, empty, drawn, summed};
     unsigned rank = bst_cluster_rank();
     if (bst_thread() == 0) {

@@ -14,6 +14,7 @@
 #define LN2               0.693147180559945f
 #define LN2_REST          (-1.90465430e-9f) /* what is missing in the float above */
 #define LOG2E             1.44269504088896f
+#define LOG2E_REST        1.92596299e-8f
 
 #define LOSS              BST_CROSS_ENTROPY_LOSS
 #define LOSS_AND_GRADIENT BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
@@ -32,17 +33,23 @@ BST_DEVICE float shaped(const cross_entropy_rows_args *a, float x) {
 
 /* References are in z's own units for float32, whose difference to z is then as exact as a subtraction, and in powers
  * of two for the 16-bit types, which saves an instruction a logit. */
-BST_DEVICE float to_base2(float difference) { return TYPE == BST_F32_CODE ? difference * LOG2E : difference; }
 BST_DEVICE float above_reference(const cross_entropy_rows_args *a, float u, float reference) {
     return bst_fma(u, a->base2, -reference);
 }
-BST_DEVICE float exponent(const cross_entropy_rows_args *a, float u, float reference) {
-    return to_base2(above_reference(a, u, reference));
+
+/* e^z / e^reference of what is above the reference, negative mostly. For float32 with what the product with log2(e)
+ * rounds away, which at -60 would be 3e-6 of the power. */
+BST_DEVICE float power(float above) {
+    if (TYPE != BST_F32_CODE) return bst_exp2(above);
+    float rounded = above * LOG2E, finite = bst_max(above, -200.0f);
+    float rest = bst_fma(finite, LOG2E_REST, bst_fma(finite, LOG2E, -(finite * LOG2E))), e = bst_exp2(rounded);
+    return bst_fma(e * LN2, rest, e);
 }
 
-/* Sums relative to a reference: sum = sum of e^z / e^reference. */
+/* Sums relative to a reference: others = sum of e^z / e^reference of all but the target, beside which a confident row
+ * would lose them. */
 typedef struct partial {
-    float reference, sum;
+    float reference, others;
     /* For label smoothing, the sum of w, the class weight or one, and of w times what the exponentials are of. Relative
      * to the reference, as these are: a sum of the logits themselves would lose what is small beside them. */
     float weights, weighted;
@@ -62,7 +69,7 @@ BST_DEVICE float top_of(float top, const float *x, int n) {
 /* Sums relative to another reference. Of nothing, whose own is LOWEST, they stay 0. */
 BST_DEVICE void move_to(partial *p, float reference) {
     float step = p->reference - reference;
-    p->sum *= bst_exp2(to_base2(step));
+    p->others *= power(step);
     if (SMOOTH) p->weighted = bst_fma(p->weights, bst_max(step, LOWEST), p->weighted);
     p->reference = reference;
 }
@@ -77,11 +84,11 @@ BST_DEVICE float weight_of(const cross_entropy_rows_args *a, int column) {
     return HAS_WEIGHT ? a->class_weight[column] : 1.0f;
 }
 
-BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x, int n, int column) {
+BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x, int n, int column, int target) {
     BST_UNROLL
     for (int j = 0; j < n; j++) {
-        float above = above_reference(a, shaped(a, x[j]), p->reference);
-        p->sum += bst_exp2(to_base2(above));
+        float above = above_reference(a, shaped(a, x[j]), p->reference), e = power(above);
+        p->others += column + j == target ? 0.0f : e;
         if (!SMOOTH) continue;
         float w = weight_of(a, column + j);
         p->weights += w;
@@ -93,7 +100,7 @@ BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x
 /* The total of `lanes` lanes, in each of them. */
 BST_DEVICE partial warp_total(partial p, int lanes) {
     move_to(&p, bst_warp_reduce(p.reference, lanes, true));
-    p.sum = bst_warp_reduce(p.sum, lanes, false);
+    p.others = bst_warp_reduce(p.others, lanes, false);
     if (SMOOTH) p.weights = bst_warp_reduce(p.weights, lanes, false);
     if (SMOOTH) p.weighted = bst_warp_reduce(p.weighted, lanes, false);
     return p;
@@ -106,7 +113,7 @@ BST_DEVICE partial shared_total(const float *from, int n) {
     int lane = (int)bst_lane();
     if (lane < n) {
         p.reference = from[lane];
-        p.sum = from[n + lane];
+        p.others = from[n + lane];
         p.weights = SMOOTH ? from[2 * n + lane] : 0.0f;
         p.weighted = SMOOTH ? from[3 * n + lane] : 0.0f;
     }
@@ -119,7 +126,7 @@ BST_DEVICE partial block_total(partial p, float *scratch) {
     int warp = (int)bst_thread() / 32;
     if (bst_lane() == 0) {
         scratch[warp] = p.reference;
-        scratch[THREADS / 32 + warp] = p.sum;
+        scratch[THREADS / 32 + warp] = p.others;
         if (SMOOTH) scratch[2 * (THREADS / 32) + warp] = p.weights;
         if (SMOOTH) scratch[3 * (THREADS / 32) + warp] = p.weighted;
     }
@@ -129,24 +136,73 @@ BST_DEVICE partial block_total(partial p, float *scratch) {
 
 /* ---- one row ----------------------------------------------------------------------------------------------------- */
 
+/* 2 atanh(s), for |s| up to 0.1716. */
+BST_DEVICE float twice_atanh(float s) {
+    float q = s * s;
+    float series = bst_fma(q, bst_fma(q, bst_fma(q, 0.222222222f, 0.285714286f), 0.4f), 0.666666667f);
+    return bst_fma(s * q, series, 2.0f * s);
+}
+
 /* The natural logarithm, to a unit in the last place at every size: the hardware's is good to 2^-22, which shows in
  * small losses. With m from sqrt(1/2) to sqrt(2) it is power ln 2 + 2 atanh((m - 1) / (m + 1)). */
 BST_DEVICE float log_of(float v) {
     if (!(v > 0.0f && v < BST_INFINITY)) return bst_log2(v);
     int32_t power = ((int32_t)bst_bits(v) - 0x3f3504f3) >> 23;
-    float m = bst_from_bits(bst_bits(v) - ((uint32_t)power << 23)), s = bst_divide(m - 1.0f, m + 1.0f), q = s * s;
-    float series = bst_fma(q, bst_fma(q, bst_fma(q, 0.222222222f, 0.285714286f), 0.4f), 0.666666667f);
-    float small = bst_fma(s * q, series, 2.0f * s);
+    float m = bst_from_bits(bst_bits(v) - ((uint32_t)power << 23));
+    float small = twice_atanh(bst_divide(m - 1.0f, m + 1.0f));
     return bst_fma((float)power, LN2, bst_fma((float)power, LN2_REST, small));
+}
+
+/* log(1 + v), for v from 0 to 1, however small. */
+BST_DEVICE float log_above_one(float v) {
+    return v < 0.4142f ? twice_atanh(bst_divide(v, 2.0f + v)) : log_of(1.0f + v);
+}
+
+#ifndef EACH
+#define COMPACT 0
+#else
+/* For 16-bit logits without options that look at each logit twice, what stays in registers is not the logits but their
+ * exponentials relative to the thread's own maximum, in float16 with 2^15 for one: 12 bits, four more than the gradient
+ * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its
+ * logit, which is -inf in the row itself: so it is left out of the sums without being looked for. */
+#define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
+#endif
+#define ONE 15.0f
+
+/* What the sums of a row say, relative to a reference. */
+typedef struct row_facts {
+    float reference, above, own, others, total; /* above, own: of the target, what it is above the reference and its
+                                                   exponential; total: own and others */
+    float log_total, log_p;                     /* natural logarithms; log_p: of the target's probability */
+} row_facts;
+
+/* `x`: the target's logit. */
+BST_DEVICE row_facts facts_of(const cross_entropy_rows_args *a, float reference, float others, float x) {
+    /* References, and what is relative to them, in z's own units are multiplied by one, in powers of two by ln 2. */
+    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, u = shaped(a, x), mine = u * a->base2;
+    row_facts f = {reference, 0, 0, others, 0, 0, 0};
+    if (COMPACT && mine > reference + 2.0f * ONE) { /* the reference is that of the others alone */
+        f.others *= power(reference - mine);
+        f.reference = mine;
+    }
+    f.above = above_reference(a, u, f.reference);
+    f.own = power(f.above);
+    f.total = f.others + f.own;
+    bool confident = f.others < f.own;
+    float less = confident ? log_above_one(bst_divide(f.others, f.own)) : 0.0f;
+    f.log_total = confident ? bst_fma(f.above, unit, less) : log_of(f.total);
+    f.log_p = confident ? -less : bst_fma(f.above, unit, -f.log_total);
+    return f;
 }
 
 /* What a row's loss and gradient need besides its logits. */
 typedef struct row_terms {
-    float reference; /* p = exp2(exponent) / sum */
-    float share;     /* of the softmax, over the sum */
-    float hit;       /* of the target */
+    float reference; /* p = power / total */
+    float share;     /* of the softmax, over the total */
+    float at_target; /* the target's gradient, but for the softcap's slope */
     float smooth;    /* of every class weight */
     float lse, loss;
+    float others; /* relative to the reference */
 } row_terms;
 
 BST_DEVICE bst_cross_entropy_divisors divisors_of(const cross_entropy_rows_args *a) {
@@ -154,51 +210,52 @@ BST_DEVICE bst_cross_entropy_divisors divisors_of(const cross_entropy_rows_args 
     return a->divisors ? *a->divisors : none;
 }
 
-/* `x`: the target's logit, for the loss. */
+/* `x`: the target's logit. */
 BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_entropy_divisors *divide, int64_t row,
-                              int target, partial total, float x) {
+                              int target, partial sums, float x) {
     float upstream = a->upstream ? a->upstream[row * a->upstream_stride] : 1.0f;
     float weight = weight_of(a, target) * (SMOOTH ? 1.0f - a->smoothing : 1.0f);
-    float each = SMOOTH ? a->smoothing / VOCAB : 0.0f;
-    /* References, and what is relative to them, in z's own units are multiplied by one, in powers of two by ln 2. */
-    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, log_sum = log_of(total.sum);
+    float each = SMOOTH ? a->smoothing / VOCAB : 0.0f, unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
+    row_facts f = facts_of(a, sums.reference, sums.others, x);
     row_terms t;
-    t.reference = total.reference;
-    t.lse = bst_fma(total.reference, unit, log_sum);
-    t.loss = weight * bst_fma(-above_reference(a, shaped(a, x), total.reference), unit, log_sum);
-    if (SMOOTH) t.loss += each * bst_fma(-total.weighted, unit, divide->class_weight_sum * log_sum);
+    t.reference = f.reference;
+    t.others = f.others;
+    t.lse = bst_fma(f.reference, unit, f.log_total);
+    t.loss = weight * -f.log_p;
+    if (SMOOTH) t.loss += each * bst_fma(-sums.weighted, unit, divide->class_weight_sum * f.log_total);
     t.loss *= divide->inverse_weight_sum;
     /* Undivided gradients are left to whoever multiplies them by divisors->gradient; the z-loss has another divisor. */
     float by_weight = a->undivided ? 1.0f : divide->inverse_weight_sum, by_count = by_weight;
     if (HAS_WEIGHT)
         by_count = a->undivided ? bst_divide(divide->inverse_count, divide->inverse_weight_sum) : divide->inverse_count;
-    float scale = upstream * by_weight * a->slope;
-    t.hit = scale * weight;
+    float scale = upstream * by_weight * a->slope, hit = scale * weight, more = 0.0f;
     t.smooth = scale * each;
-    t.share = t.hit;
-    if (SMOOTH) t.share += t.smooth * divide->class_weight_sum;
+    if (SMOOTH) more = t.smooth * divide->class_weight_sum;
     if (Z_LOSS) {
         t.loss += divide->inverse_count * a->lse_square_scale * t.lse * t.lse;
-        t.share += upstream * by_count * a->slope * 2.0f * a->lse_square_scale * t.lse;
+        more += upstream * by_count * a->slope * 2.0f * a->lse_square_scale * t.lse;
     }
-    t.share = bst_divide(t.share, total.sum);
+    t.share = bst_divide(hit + more, f.total);
+    /* hit (p - 1) + more p: what the target lacks of 1 is what the others have. */
+    t.at_target = bst_divide(bst_fma(more, f.own, -(hit * f.others)), f.total);
+    if (SMOOTH) t.at_target = bst_fma(-t.smooth, weight_of(a, target), t.at_target);
     return t;
 }
 
-/* Logits become their gradients. The target's is formed in float32: p - 1 rounded once. */
+/* Logits become their gradients. */
 BST_DEVICE void differentiate(const cross_entropy_rows_args *a, const row_terms *t, float *x, int n, int column,
                               int target) {
     float u[VEC];
     BST_UNROLL
     for (int j = 0; j < n; j++) {
         u[j] = shaped(a, x[j]);
-        x[j] = t->share * bst_exp2(exponent(a, u[j], t->reference));
+        x[j] = t->share * power(above_reference(a, u[j], t->reference));
         if (SMOOTH) x[j] = bst_fma(-t->smooth, weight_of(a, column + j), x[j]);
     }
     if ((unsigned)(target - column) < (unsigned)n) {
         BST_UNROLL
         for (int j = 0; j < n; j++)
-            if (column + j == target) x[j] -= t->hit;
+            if (column + j == target) x[j] = t->at_target;
     }
     if (SOFTCAP) {
         BST_UNROLL
@@ -210,19 +267,19 @@ BST_DEVICE bool in_vocabulary(const cross_entropy_rows_args *a, int64_t target) 
     return target != a->ignore_index && target >= 0 && target < VOCAB;
 }
 
-BST_DEVICE void store_lse(const cross_entropy_rows_args *a, int64_t row, partial total, float lse) {
-    if (a->lse) a->lse[row] = lse;
+BST_DEVICE void store_lse(const cross_entropy_rows_args *a, int64_t row, const row_terms *t) {
+    if (a->lse) a->lse[row] = t->lse;
     if (!a->lse_pairs) return;
-    a->lse_pairs[2 * row] = total.reference;
-    a->lse_pairs[2 * row + 1] = total.sum;
+    a->lse_pairs[2 * row] = t->reference;
+    a->lse_pairs[2 * row + 1] = t->others;
 }
 
 /* The loss of a row that is not read. */
 BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t target) {
-    partial one = {0.0f, 1.0f, 0.0f, 0.0f};
+    row_terms none = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f};
     if (MODE == GRADIENT) return;
     if (a->loss_rows) a->loss_rows[row] = target == a->ignore_index ? 0.0f : BST_NAN;
-    store_lse(a, row, one, 0.0f);
+    store_lse(a, row, &none);
 }
 
 #ifdef EACH
@@ -230,17 +287,9 @@ BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t targ
  *
  * A thread has the EACH vectors `first`, `first` + STEP, ... below `count` of a piece of the row. */
 
-/* For 16-bit logits without options that look at each logit twice, what stays in registers is not the logits but their
- * exponentials relative to the thread's own maximum, in float16 with 2^15 for one: 12 bits, four more than the gradient
- * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its
- * logit. */
-#define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
-#define ONE     15.0f
-
 typedef struct registers {
     bst_raw raw[EACH];
     float own; /* COMPACT: what the exponentials are relative to */
-    float hit; /* the target's logit, where it is in this piece */
 } registers;
 
 /* The largest of a thread's logits (of their negatives where NEGATIVE). */
@@ -269,8 +318,16 @@ BST_DEVICE float registers_top(const registers *h, int first, int count) {
     return top;
 }
 
+/* COMPACT: puts -inf in the place of the target's logit, in shared memory, before it is read there for the
+ * sums. */
+BST_DEVICE void leave_out(void *row, int column) {
+    float none = -BST_INFINITY;
+    bst_store(row, column, &none, TYPE, 1);
+}
+
 /* This thread's sums. `column`: where the piece begins. */
-BST_DEVICE partial registers_sums(const cross_entropy_rows_args *a, registers *h, int first, int count, int column) {
+BST_DEVICE partial registers_sums(const cross_entropy_rows_args *a, registers *h, int first, int count, int column,
+                                  int target) {
     partial p = nothing();
     float x[VEC];
     raise_to(a, &p, registers_top(h, first, count));
@@ -282,43 +339,35 @@ BST_DEVICE partial registers_sums(const cross_entropy_rows_args *a, registers *h
         if (COMPACT) {
             BST_UNROLL
             for (int j = 0; j < VEC; j++) {
-                x[j] = bst_exp2(exponent(a, x[j], p.reference));
-                p.sum += x[j];
+                x[j] = power(above_reference(a, x[j], p.reference));
+                p.others += x[j];
             }
             h->raw[i] = bst_pack(x, BST_F16_CODE, VEC);
         } else {
-            add(a, &p, x, VEC, column + (first + i * STEP) * VEC);
+            add(a, &p, x, VEC, column + (first + i * STEP) * VEC, target);
         }
     }
     h->own = p.reference;
     return p;
 }
 
-/* What turns a thread's exponentials into gradients, and the target's own gradient. */
-typedef struct factors {
-    float share, at_target;
-} factors;
-
-BST_DEVICE factors registers_factors(const cross_entropy_rows_args *a, const row_terms *t, const registers *h) {
-    factors f = {0, 0};
-    if (!COMPACT) return f;
-    f.share = t->share * bst_exp2(h->own - t->reference);
-    f.at_target = t->share * bst_exp2(exponent(a, h->hit, t->reference)) - t->hit;
-    return f;
+/* What turns a thread's exponentials into gradients. */
+BST_DEVICE float registers_share(const row_terms *t, const registers *h) {
+    return COMPACT ? t->share * power(h->own - t->reference) : 0.0f;
 }
 
 /* Gradients of vector i, which begins at `column`, packed. */
-BST_DEVICE bst_raw registers_gradient(const cross_entropy_rows_args *a, const row_terms *t, const factors *f,
+BST_DEVICE bst_raw registers_gradient(const cross_entropy_rows_args *a, const row_terms *t, float share,
                                       const registers *h, int i, int column, int target) {
     float x[VEC];
     if (COMPACT) {
         bst_unpack(x, h->raw[i], BST_F16_CODE, VEC);
         BST_UNROLL
-        for (int j = 0; j < VEC; j++) x[j] *= f->share;
+        for (int j = 0; j < VEC; j++) x[j] *= share;
         if ((unsigned)(target - column) < (unsigned)VEC) {
             BST_UNROLL
             for (int j = 0; j < VEC; j++)
-                if (column + j == target) x[j] = f->at_target;
+                if (column + j == target) x[j] = t->at_target;
         }
     } else {
         bst_unpack(x, h->raw[i], TYPE, VEC);

@@ -1,0 +1,250 @@
+/* linear_cross_entropy_head.c - see linear_cross_entropy_head.h. */
+#include <assert.h>
+#include <inttypes.h>
+#include <string.h>
+
+#include "cuda/cuda.h"
+#include "ops/cross_entropy/cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_args.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_cpu.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
+
+static bool on_cuda(const bst_head *h) { return h->device.device_type == kDLCUDA; }
+
+/* ---- the problem ------------------------------------------------------------------------------------------------- */
+
+bst_status bst__head_check_weight(const char *op, const bst_view *w) {
+    if (w->size[0] < 1 || w->size[1] < 1)
+        return bst__error(BST_UNSUPPORTED, "%s: weight has shape %s; both dimensions must be at least 1", op,
+                          bst__shape_text(w));
+    if (w->size[0] > BST_CROSS_ENTROPY_MOST_CLASSES)
+        return bst__error(BST_UNSUPPORTED, "%s: weight has %" PRId64 " rows; 1 to %d are supported", op, w->size[0],
+                          BST_CROSS_ENTROPY_MOST_CLASSES);
+    return BST_OK;
+}
+
+/* The rows of a matrix for a product: a stride of at least their length, also where there is but one row. */
+static bst_status matrix(const char *op, const char *name, const bst_view *v, bst_view *out) {
+    *out = *v;
+    if (out->size[0] <= 1) out->stride[0] = out->size[1];
+    if (out->stride[0] >= out->size[1]) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, name);
+}
+
+bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *weight) {
+    BST_TRY(matrix(h->op, "hidden", hidden, &h->hidden));
+    BST_TRY(matrix(h->op, "weight", weight, &h->weight));
+    h->device = hidden->device, h->dtype = hidden->dtype;
+    h->rows = hidden->size[0], h->vocabulary = weight->size[0], h->width = hidden->size[1];
+    return BST_OK;
+}
+
+/* Columns of a chunk in memory: rows at 16-byte boundaries keep the products on their fast path. */
+static int64_t padded(const bst_head *h) { return (h->vocabulary + 7) / 8 * 8; }
+
+bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char *name, int64_t chunk_bytes) {
+    bst_chip chip = {0};
+    if (bst__given(kept)) {
+        h->chunks = 1, h->chunk_rows = h->rows;
+        return matrix(h->op, name, kept, &h->kept);
+    }
+    if (!h->rows) return BST_OK;
+    if (on_cuda(h)) BST_TRY(bst__cuda_chip(h->op, h->device.device_id, &chip));
+    h->chunk_rows = bst__linear_cross_entropy_chunk_rows(
+        &(linear_cross_entropy_chunks){.rows = h->rows,
+                                       .width = h->width,
+                                       .row_bytes = padded(h) * bst__dtype_size(h->dtype),
+                                       .budget = chunk_bytes,
+                                       .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
+                                       .processors = chip.processors});
+    h->chunks = (h->rows + h->chunk_rows - 1) / h->chunk_rows;
+    return BST_OK;
+}
+
+/* ---- products and what stands beside them ------------------------------------------------------------------------ */
+
+static DLDataType dl_type(bst_dtype dtype) {
+    return (DLDataType){dtype == BST_BF16 ? kDLBfloat : kDLFloat, dtype == BST_F32 ? 32 : 16, 1};
+}
+
+/* Row `row` of a matrix. */
+static void *row_at(const bst_head *h, const void *base, int64_t row, int64_t stride) {
+    return bst_at(base, row * stride, h->dtype);
+}
+
+static bst_status multiply(const bst_head *h, bst_gemm g) {
+    g.device = h->device;
+    g.input_type = dl_type(h->dtype);
+    if (!g.output_type.bits) g.output_type = g.input_type;
+    g.alpha = 1;
+    return on_cuda(h) ? bst__cuda_gemm(h->exec, h->op, &g) : bst__cpu_gemm(h->exec, h->op, &g);
+}
+
+#define KERNEL(name, ...) \
+    static const bst_kernel name##_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_" #name, {__VA_ARGS__}}
+KERNEL(spread, "TYPE", "SPREAD");
+KERNEL(round, "TYPE", "ROUND");
+KERNEL(columns, "TYPE", "VEC", "COLUMNS");
+KERNEL(bias, "TYPE", "BIAS");
+enum { BLOCK = LINEAR_CROSS_ENTROPY_BLOCK, VEC = LINEAR_CROSS_ENTROPY_VEC };
+
+/* A launch for so many threads, of which a grid has at most `most` blocks across. */
+static bst_launch launch_of(const bst_head *h, const bst_kernel *kernel, int64_t threads, int64_t most) {
+    int64_t blocks = (threads + BLOCK - 1) / BLOCK;
+    return (bst_launch){.kernel = kernel,
+                        .values = {h->dtype},
+                        .block = BLOCK,
+                        .grid_x = (unsigned)(blocks < 1      ? 1
+                                             : blocks < most ? blocks
+                                                             : most)};
+}
+#define LAUNCH(h, launch, ...) \
+    bst__cuda_launch((h)->exec, (h)->op, (h)->device.device_id, launch, &__VA_ARGS__, sizeof __VA_ARGS__)
+
+static bst_status run_cpu(const bst_head *h, int64_t count, int64_t work, bst_body body,
+                          linear_cross_entropy_cpu call) {
+    call.dtype = h->dtype;
+    bst__parallel_for(h->exec, count, bst__grain(work), body, &call);
+    return BST_OK;
+}
+
+/* Writes the bias over each row of the logits. */
+static bst_status spread(const bst_head *h, void *logits, int64_t rows, int64_t stride) {
+    int64_t columns = h->vocabulary;
+    if (!on_cuda(h))
+        return run_cpu(
+            h, rows, columns, BST_CPU_SELECT(bst__linear_cross_entropy_spread_cpu),
+            (linear_cross_entropy_cpu){.in = h->bias.data, .out = logits, .columns = columns, .stride = stride});
+    bst_launch l = launch_of(h, &spread_kernel, columns, INT32_MAX);
+    l.grid_y = (unsigned)(rows < 1024 ? rows : 1024);
+    return LAUNCH(h, &l, (linear_cross_entropy_spread_args){h->bias.data, logits, rows, columns, stride});
+}
+
+/* logits = hidden weight^T + bias for rows [first, first + rows). The bias is laid down first and the product added to
+ * it, so that the sum is rounded once. */
+static bst_status make_logits(const bst_head *h, int64_t first, int64_t rows, void *logits, int64_t stride) {
+    if (h->bias.data) BST_TRY(spread(h, logits, rows, stride));
+    bst_gemm g = {.m = rows, .n = h->vocabulary, .k = h->width, .b_transposed = 1, .beta = h->bias.data ? 1 : 0};
+    g.a = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.lda = h->hidden.stride[0];
+    g.b = h->weight.data, g.ldb = h->weight.stride[0];
+    g.out = logits, g.ldo = stride;
+    return multiply(h, g);
+}
+
+static bst_status begin_sums(bst_head *h) {
+    int most = h->exact ? 1 : LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS;
+    void *memory;
+    if (h->dweight.data && h->dtype != BST_F32 && h->chunks > most) {
+        size_t count = (size_t)h->dweight.count;
+        BST_TRY(bst__allocate(h->exec, h->op, h->device, count * sizeof(float), &memory));
+        h->dweight_sum = memory;
+        if (!on_cuda(h)) {
+            memset(memory, 0, count * sizeof(float));
+            BST_TRY(bst__allocate(h->exec, h->op, h->device, count * (size_t)bst__dtype_size(h->dtype), &h->part));
+        }
+    }
+    if (!h->dbias.data) return BST_OK;
+    size_t bytes = (size_t)(h->vocabulary * (on_cuda(h) ? LINEAR_CROSS_ENTROPY_PARTS : 1)) * sizeof(double);
+    BST_TRY(bst__allocate(h->exec, h->op, h->device, bytes, &memory));
+    h->dbias_sum = on_cuda(h) ? memory : memset(memory, 0, bytes);
+    return BST_OK;
+}
+
+static void free_sums(const bst_head *h) {
+    bst__release(h->exec, h->device, h->dbias_sum);
+    bst__release(h->exec, h->device, h->part);
+    bst__release(h->exec, h->device, h->dweight_sum);
+}
+
+static bst_status add_dbias(const bst_head *h, const void *dz, int64_t rows, int64_t stride, bool first) {
+    int64_t columns = h->vocabulary;
+    if (!on_cuda(h))
+        return run_cpu(h, columns, rows, BST_CPU_SELECT(bst__linear_cross_entropy_add_columns_cpu),
+                       (linear_cross_entropy_cpu){.in = dz, .dbias = h->dbias_sum, .rows = rows, .stride = stride});
+    int64_t vec = stride % VEC == 0 && columns % VEC == 0 && (uintptr_t)dz % 16 == 0 ? VEC : 1;
+    bst_launch l = launch_of(h, &columns_kernel, columns / vec, INT32_MAX);
+    l.values[1] = vec;
+    l.grid_y = LINEAR_CROSS_ENTROPY_PARTS;
+    return LAUNCH(h, &l, (linear_cross_entropy_columns_args){dz, h->dbias_sum, rows, columns, stride, first});
+}
+
+/* The gradients of rows [first, first + rows) from dz. */
+static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, const void *dz, int64_t stride) {
+    bst_gemm g = {.m = rows, .n = h->width, .k = h->vocabulary, .device_alpha = h->alpha};
+    g.a = dz, g.lda = stride;
+    g.b = h->weight.data, g.ldb = h->weight.stride[0];
+    g.ldo = h->width;
+    if (h->dhidden.data) {
+        g.out = row_at(h, h->dhidden.data, first, h->width);
+        BST_TRY(multiply(h, g));
+    }
+    g.m = h->vocabulary, g.k = rows, g.a_transposed = 1;
+    g.b = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.ldb = h->hidden.stride[0];
+    g.out = h->part ? h->part : h->dweight_sum ? (void *)h->dweight_sum : h->dweight.data;
+    g.output_type = dl_type(h->dweight_sum && !h->part ? BST_F32 : h->dtype);
+    g.beta = first == 0 || h->part ? 0 : 1;
+    if (h->dweight.data) BST_TRY(multiply(h, g));
+    if (h->part)
+        BST_TRY(run_cpu(h, h->dweight.count, 1, BST_CPU_SELECT(bst__linear_cross_entropy_add_cpu),
+                        (linear_cross_entropy_cpu){.in = h->part, .dweight = h->dweight_sum}));
+    return h->dbias_sum ? add_dbias(h, dz, rows, stride, first == 0) : BST_OK;
+}
+
+static bst_status end_sums(const bst_head *h) {
+    const bst_view *w = &h->dweight, *b = &h->dbias;
+    if (h->dweight_sum && on_cuda(h)) {
+        bst_launch l = launch_of(h, &round_kernel, w->count / VEC, 65536);
+        BST_TRY(LAUNCH(h, &l, (linear_cross_entropy_round_args){h->dweight_sum, w->data, w->count}));
+    } else if (h->dweight_sum) {
+        BST_TRY(run_cpu(h, w->count, 1, BST_CPU_SELECT(bst__linear_cross_entropy_round_cpu),
+                        (linear_cross_entropy_cpu){.dweight = h->dweight_sum, .out = w->data}));
+    }
+    if (!h->dbias_sum) return BST_OK;
+    if (!on_cuda(h))
+        return run_cpu(h, b->count, 1, BST_CPU_SELECT(bst__linear_cross_entropy_round_columns_cpu),
+                       (linear_cross_entropy_cpu){
+                           .dbias = h->dbias_sum, .out = b->data, .scale = h->alpha ? (double)*h->alpha : 1});
+    bst_launch l = launch_of(h, &bias_kernel, b->count, INT32_MAX);
+    return LAUNCH(h, &l, (linear_cross_entropy_bias_args){h->dbias_sum, b->data, h->alpha, b->count});
+}
+
+/* ---- the pass ---------------------------------------------------------------------------------------------------- */
+
+/* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs: of an odd number of columns the last is paired
+ * with what lies behind it, times zero, which is a NaN where that is one. So on CPU the padding is cleared. */
+static bst_status allocate_logits(const bst_head *h, void **memory) {
+    int64_t stride = padded(h), bytes = bst__dtype_size(h->dtype), gap = stride - h->vocabulary;
+    BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->chunk_rows * stride * bytes), memory));
+    for (int64_t row = 0; row < h->chunk_rows && gap && !on_cuda(h); row++)
+        memset(bst_at(*memory, row * stride + h->vocabulary, h->dtype), 0, (size_t)(gap * bytes));
+    return BST_OK;
+}
+
+static bst_status run_chunks(const bst_head *h, void *logits, int64_t stride, bool made, bst_head_rows rows_body,
+                             void *context, bool gradients) {
+    for (int64_t first = 0; first < h->rows; first += h->chunk_rows) {
+        int64_t left = h->rows - first, rows = left < h->chunk_rows ? left : h->chunk_rows;
+        if (!made) BST_TRY(make_logits(h, first, rows, logits, stride));
+        if (rows_body) BST_TRY(rows_body(h, context, first, rows, logits, stride));
+        if (gradients) BST_TRY(add_gradients(h, first, rows, logits, stride));
+    }
+    return gradients ? end_sums(h) : BST_OK;
+}
+
+bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *context, bool gradients) {
+    if (!h->rows) { /* sums of nothing */
+        if (h->dweight.data) BST_TRY(bst__zero(h->exec, h->op, &h->dweight));
+        return h->dbias.data ? bst__zero(h->exec, h->op, &h->dbias) : BST_OK;
+    }
+    void *memory = NULL;
+    bool kept = h->kept.data;
+    bst_status status = gradients ? begin_sums(h) : BST_OK;
+    if (status == BST_OK && !kept) status = allocate_logits(h, &memory);
+    if (status == BST_OK)
+        status = run_chunks(h, kept ? h->kept.data : memory, kept ? h->kept.stride[0] : padded(h), made, rows, context,
+                            gradients);
+    bst__release(h->exec, h->device, memory);
+    free_sums(h);
+    return status;
+}

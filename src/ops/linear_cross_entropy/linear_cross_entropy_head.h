@@ -1,0 +1,51 @@
+/* linear_cross_entropy_head.h - the output head a chunk of rows at a time, as operators have it that work on logits and
+ * keep none: logits = hidden weight^T (+ bias), something done to them in place, and from the logits' gradient dz
+ * the products dhidden = dz weight, dweight += dz^T hidden, and dbias by sums of our own: a product with ones would add
+ * a column in one float32 after the other. Nothing waits for the device. Shapes and types the operators' descriptions
+ * have checked. */
+#ifndef BST_LINEAR_CROSS_ENTROPY_HEAD_H
+#define BST_LINEAR_CROSS_ENTROPY_HEAD_H
+
+#include "core/core.h"
+
+typedef struct bst_head {
+    /* The caller sets these, before bst__head_begin. */
+    const bst_exec *exec;
+    const char *op;
+    bst_view bias, dhidden, dweight, dbias; /* data NULL where absent or not wanted */
+    bool exact; /* dweight is summed in float32 whenever there is more than one chunk, and not from the ninth on */
+    /* What the sums of a chunk's logit gradients are multiplied by: the divisor and the upstream gradient, where they
+     * are the same for all rows; NULL: one. The logits' own gradients, p - 1 and p, so stay in the range where their
+     * type is most exact. Needed by bst__head_run alone. */
+    const float *alpha;
+    /* bst__head_begin and bst__head_choose_chunks set these. */
+    bst_view hidden, weight;
+    bst_view kept; /* all logits, in memory of the caller's; data NULL: a chunk of workspace */
+    DLDevice device;
+    bst_dtype dtype;
+    int64_t rows, vocabulary, width, chunk_rows, chunks;
+    /* Sums over chunks while they are made. Up to LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS chunks of dweight are added in
+     * its own type; more are in `dweight_sum`, in float32 (on CPU, whose products do not write float32 from halves,
+     * each is made in `part` first). dbias_sum: float64, and rounded once: PARTS sums on CUDA, of a part of the rows
+     * each, or one; NULL: not wanted. */
+    float *dweight_sum;
+    void *part;
+    double *dbias_sum;
+} bst_head;
+
+/* BST_UNSUPPORTED where weight [V, H] has no or too many rows, or no columns. */
+bst_status bst__head_check_weight(const char *op, const bst_view *weight);
+/* Takes hidden [T, H] and weight [V, H]. BST_UNSUPPORTED where rows overlap. */
+bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *weight);
+/* Takes `kept` [T, V], all logits in one chunk, where it is given (`name` is what messages call it); else chunks that
+ * `chunk_bytes` hold (0: the default). */
+bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char *name, int64_t chunk_bytes);
+
+/* What is done to the rows [first, first + rows), whose logits are at `logits`, `stride` elements apart. */
+typedef bst_status (*bst_head_rows)(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
+                                    int64_t stride);
+/* Does it chunk by chunk. made: the kept logits are there already. rows NULL: nothing is done to them. gradients: what
+ * is at `logits` then is dz, and the wanted gradients are made of it. */
+bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *context, bool gradients);
+
+#endif

@@ -1,0 +1,220 @@
+/* linear_logprobs.c - log-probabilities of targets under the output head, a chunk of rows at a time.
+ *
+ * A chunk is: logits by the head (linear_cross_entropy_head.h), one pass over them, by which forward reads what is
+ * asked of each row, and backward turns them into their gradient, all upstream gradients at once. Where forward keeps
+ * all logits, backward has its pass and two products; else it makes them again. Nothing waits for the device. */
+#include <inttypes.h>
+
+#include "core/options.h"
+#include "cuda/cuda.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
+#include "ops/linear_logprobs/linear_logprobs.h"
+#include "ops/linear_logprobs/linear_logprobs_cpu.h"
+
+static const char forward_op[] = "linear_logprobs_forward", backward_op[] = "linear_logprobs_backward";
+
+/* ---- description ------------------------------------------------------------------------------------------------- */
+
+enum { HIDDEN, WEIGHT, TARGET, BIAS, INPUTS };
+/* Forward's others. */
+enum { LOG_PROBS = INPUTS, PAIRS, ENTROPY, LSE, SQUARES, MEAN, TOP1, LOGITS };
+/* Backward's. */
+enum {
+    GRAD_LOG_PROBS = INPUTS,
+    GRAD_ENTROPY,
+    GRAD_LSE,
+    PAIRS_WERE,
+    ENTROPY_WAS,
+    LOGITS_WERE,
+    DLOGITS,
+    DHIDDEN,
+    DWEIGHT,
+    DBIAS
+};
+enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
+
+#define AS_HIDDEN            BST_TYPE_OF(HIDDEN, "the type of hidden")
+#define ARGUMENT(...)        {__VA_ARGS__}
+#define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
+#define GRADIENT(name, of)                                                                 \
+    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), \
+             BST_TYPE_OF(of, "as the inputs have it"))
+#define HEAD                                                                      \
+    [HIDDEN] = ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),            \
+    [WEIGHT] = ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN), \
+    [TARGET] = ARGUMENT("target", BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS),    \
+    [BIAS] = ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, AS_HIDDEN)
+
+static const bst_argument forward_arguments[] = {
+    HEAD,
+    [LOG_PROBS] = PER_ROW("log_probs", BST_OUT),
+    [PAIRS] = BST_LOSS_FLOATS("pairs", BST_OUT | BST_OPTIONAL, "T2"),
+    [ENTROPY] = PER_ROW("entropy", BST_OUT | BST_OPTIONAL),
+    [LSE] = PER_ROW("lse", BST_OUT | BST_OPTIONAL),
+    [SQUARES] = PER_ROW("log_sum_sq_probs", BST_OUT | BST_OPTIONAL),
+    [MEAN] = PER_ROW("mean_logits", BST_OUT | BST_OPTIONAL),
+    [TOP1] = ARGUMENT("is_top1", BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS),
+    [LOGITS] = ARGUMENT("logits", BST_OUT | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN, BST_PADDED(8)),
+    {NULL},
+};
+
+static bst_status check_dlogits(const char *op, const bst_view *v) {
+    if (v[DLOGITS].data == v[LOGITS_WERE].data) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: dlogits is to be written elsewhere; it takes the place of logits", op);
+}
+
+static const bst_argument backward_arguments[] = {
+    HEAD,
+    [GRAD_LOG_PROBS] = PER_ROW("grad_log_probs", BST_IN | BST_OPTIONAL),
+    [GRAD_ENTROPY] = PER_ROW("grad_entropy", BST_IN | BST_OPTIONAL),
+    [GRAD_LSE] = PER_ROW("grad_lse", BST_IN | BST_OPTIONAL),
+    [PAIRS_WERE] = BST_LOSS_FLOATS("pairs", BST_IN, "T2"),
+    [ENTROPY_WAS] = PER_ROW("entropy", BST_IN | BST_OPTIONAL),
+    [LOGITS_WERE] = ARGUMENT("logits", BST_IN | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN),
+    /* An output for the sake of the checks: the logits' own place. */
+    [DLOGITS] = ARGUMENT("dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(LOGITS_WERE),
+                         BST_TYPE_OF(LOGITS_WERE, "its own"), BST_WITH(LOGITS_WERE), BST_MAY_BE(1u << LOGITS_WERE),
+                         .check = check_dlogits),
+    [DHIDDEN] = GRADIENT("dhidden", HIDDEN),
+    [DWEIGHT] = GRADIENT("dweight", WEIGHT),
+    [DBIAS] = GRADIENT("dbias", BIAS),
+    {NULL},
+};
+
+static const char *const meanings[] = {"Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight",
+                                       NULL};
+
+static const bst_attribute_rule rules[] = {
+    [IGNORE_INDEX] = {"ignore_index", 'i'},
+    [TEMPERATURE] = {"temperature", 'd', 1e-6, 1e6, "a number from 1e-6 to 1e6"},
+    [LOGIT_SCALE] = {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},
+    [SOFTCAP_AT] = {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},
+    [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
+    [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
+    {NULL},
+};
+
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    const bst_view *w = &v[WEIGHT];
+    BST_TRY(bst__head_check_weight(op, w));
+    if (op == backward_op && bst__given(&v[GRAD_ENTROPY]) && !bst__given(&v[ENTROPY_WAS]))
+        return bst__error(BST_INVALID, "%s: entropy is NULL; it is needed where grad_entropy is given", op);
+    return bst__cross_entropy_check_targets(op, w->device, v[TARGET].data, v[HIDDEN].size[0], w->size[0],
+                                            attributes[IGNORE_INDEX].i);
+}
+
+/* ---- the passes -------------------------------------------------------------------------------------------------- */
+
+static bst_status run_rows(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
+                           int64_t stride) {
+    linear_logprobs_rows c = *(const linear_logprobs_rows *)context;
+    c.logits = logits, c.stride = stride, c.rows = rows;
+    c.target += first;
+    if (c.pairs) c.pairs += 2 * first;
+    float **made[] = {&c.log_probs, &c.entropy, &c.lse, &c.log_sum_sq_probs, &c.mean_logits};
+    for (size_t i = 0; i < sizeof made / sizeof *made; i++)
+        if (*made[i]) *made[i] += first;
+    if (c.is_top1) c.is_top1 += first;
+    const float **read[] = {&c.grad_log_probs, &c.grad_entropy, &c.grad_lse, &c.entropy_was};
+    for (size_t i = 0; i < sizeof read / sizeof *read; i++)
+        if (*read[i]) *read[i] += first;
+    if (c.device.device_type == kDLCUDA) return bst__linear_logprobs_rows_cuda(h->exec, h->op, &c);
+    bst__parallel_for(h->exec, rows, bst__grain(c.vocabulary), BST_CPU_SELECT(bst__linear_logprobs_rows_cpu), &c);
+    return BST_OK;
+}
+
+static linear_logprobs_rows rows_of(const bst_head *h, const bst_view *v, const bst_attribute *attributes) {
+    double t = attributes[TEMPERATURE].d;
+    return (linear_logprobs_rows){.device = h->device,
+                                  .dtype = h->dtype,
+                                  .vocabulary = h->vocabulary,
+                                  .target = v[TARGET].data,
+                                  .z = {.ignore_index = attributes[IGNORE_INDEX].i,
+                                        .softcap = attributes[SOFTCAP_AT].d / t,
+                                        .logit_scale = attributes[LOGIT_SCALE].d / t}};
+}
+
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS]};
+    BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
+    BST_TRY(bst__head_choose_chunks(&h, &v[LOGITS], "logits", attributes[CHUNK_BYTES].i));
+    linear_logprobs_rows c = rows_of(&h, v, attributes);
+    c.log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, c.entropy = v[ENTROPY].data, c.lse = v[LSE].data;
+    c.log_sum_sq_probs = v[SQUARES].data, c.mean_logits = v[MEAN].data, c.is_top1 = v[TOP1].data;
+    return bst__head_run(&h, false, run_rows, &c, false);
+}
+
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_head h = {.exec = exec,
+                  .op = backward_op,
+                  .bias = v[BIAS],
+                  .dhidden = v[DHIDDEN],
+                  .dweight = v[DWEIGHT],
+                  .dbias = v[DBIAS],
+                  .exact = attributes[FLOAT32_DWEIGHT].i || v[HIDDEN].device.device_type == kDLCPU};
+    BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
+    BST_TRY(bst__head_choose_chunks(&h, &v[DLOGITS], "logits", attributes[CHUNK_BYTES].i));
+    linear_logprobs_rows c = rows_of(&h, v, attributes);
+    c.backward = true, c.pairs = v[PAIRS_WERE].data, c.entropy_was = v[ENTROPY_WAS].data;
+    c.grad_log_probs = v[GRAD_LOG_PROBS].data, c.grad_entropy = v[GRAD_ENTROPY].data, c.grad_lse = v[GRAD_LSE].data;
+    return bst__head_run(&h, bst__given(&v[LOGITS_WERE]), run_rows, &c, true);
+}
+
+#define OPTIONS "ignore_index temperature logit_scale softcap chunk_bytes"
+static const bst_function forward = {
+    .name = forward_op,
+    .meanings = meanings,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_forward,
+    BST_TORCH("linear_logprobs_forward: hidden weight target bias " OPTIONS
+              " -> log_probs pairs? entropy? lse? log_sum_sq_probs? mean_logits? is_top1? logits?"),
+};
+
+static const bst_function backward = {
+    .name = backward_op,
+    .meanings = meanings,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_backward,
+    BST_TORCH("linear_logprobs_backward: grad_log_probs grad_entropy grad_lse hidden weight target bias pairs "
+              "entropy " OPTIONS " float32_dweight -> dhidden? dweight? dbias?",
+              "linear_logprobs_backward_kept: grad_log_probs grad_entropy grad_lse hidden weight target bias pairs "
+              "entropy logits! " OPTIONS " float32_dweight -> dlogits=logits dhidden? dweight? dbias?"),
+};
+
+const bst_function *const bst__linear_logprobs[] = {&forward, &backward, NULL};
+
+static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_logprobs_options *options,
+                       const DLTensor *const *all) {
+    bst_linear_logprobs_options o;
+    bst_attribute attributes[ATTRIBUTES];
+    BST_TRY(bst__options(function->name, "options", options, &o, sizeof o));
+    attributes[IGNORE_INDEX].i = o.ignore_index ? *o.ignore_index : -100;
+    attributes[TEMPERATURE].d = o.temperature == 0 ? 1 : o.temperature;
+    attributes[LOGIT_SCALE].d = o.logit_scale == 0 ? 1 : o.logit_scale;
+    attributes[SOFTCAP_AT].d = o.softcap;
+    attributes[CHUNK_BYTES].i = o.chunk_bytes;
+    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight != 0;
+    return bst__run(function, exec, all, attributes);
+}
+
+bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
+                                       const bst_linear_logprobs_options *options) {
+    bst_linear_logprobs_tensors t;
+    BST_TRY(bst__options(forward_op, "tensors", tensors, &t, sizeof t));
+    const DLTensor *all[] = {t.hidden,  t.weight, t.target,           t.bias,        t.log_probs, t.pairs,
+                             t.entropy, t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1,   t.logits};
+    return call(&forward, exec, options, all);
+}
+
+bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
+                                        const bst_linear_logprobs_options *options) {
+    bst_linear_logprobs_tensors t;
+    BST_TRY(bst__options(backward_op, "tensors", tensors, &t, sizeof t));
+    const DLTensor *all[] = {t.hidden, t.weight,  t.target, t.bias,   t.grad_log_probs, t.grad_entropy, t.grad_lse,
+                             t.pairs,  t.entropy, t.logits, t.logits, t.dhidden,        t.dweight,      t.dbias};
+    return call(&backward, exec, options, all);
+}

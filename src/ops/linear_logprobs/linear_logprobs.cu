@@ -1,0 +1,247 @@
+/* linear_logprobs.cu - log-probabilities of rows of logits with what else trainers ask for, and the gradient of these.
+ *
+ * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of an access; SOFTCAP: in use; NEGATIVE: logit_scale < 0;
+ * FORWARD: ENTROPY, SQUARES, MEAN, TOP1: wanted; BACKWARD: ENTROPY: it has a gradient.
+ *
+ * One block a row, which begins at a vector; what is behind its last whole vector is read element by element.
+ * FORWARD   Bytes: the logits, once.
+ * BACKWARD  writes the logits' gradient in their place. Bytes: one read and one write per logit.
+ * Rows to be ignored are not read. No atomics; all sums have a fixed order. */
+#include "pack.cuh"
+
+#include "cross_entropy_args.h"
+
+#include "linear_logprobs_args.h"
+
+#define THREADS    LINEAR_LOGPROBS_THREADS
+#define BATCH      LINEAR_LOGPROBS_BATCH
+#define HAS_WEIGHT 0
+#define SMOOTH     0
+#define Z_LOSS     0
+#define MODE       LOSS
+#include "cross_entropy_row.cuh"
+
+#define VECTORS (VOCAB / VEC)
+
+/* Below, in either unit, e^x is 0 and x e^x too, which for -inf would be NaN. */
+#define LOWEST_POWER (-1e4f)
+
+/* The single element of this thread behind the last whole vector, or -1. */
+BST_DEVICE int behind(void) {
+    int column = VECTORS * VEC + (int)bst_thread();
+    return column < VOCAB ? column : -1;
+}
+
+#ifdef FORWARD
+/* Of e = exp(z - reference) and d = z - reference, without the target's: the sums of e, e d and e^2; of all the sum of
+ * u, and 1 where another logit is larger than the target's, or as large and before it. */
+typedef struct sums {
+    float reference, others, products, squares, logits, beaten;
+} sums;
+
+BST_DEVICE void move_sums(sums *s, float reference) {
+    float step = bst_max(s->reference - reference, LOWEST_POWER), factor = power(step);
+    if (ENTROPY) s->products = factor * bst_fma(step, s->others, s->products);
+    if (SQUARES) s->squares *= factor * factor;
+    s->others *= factor;
+    s->reference = reference;
+}
+
+/* `own`: the target's logit. */
+BST_DEVICE void compare(sums *s, const float *x, int n, int column, int target, float own) {
+    float top = top_of(-BST_INFINITY, x, n), mine = NEGATIVE ? -own : own;
+    if (top > mine) s->beaten = 1.0f;
+    if (top != mine || column >= target) return;
+    BST_UNROLL
+    for (int j = 0; j < n; j++)
+        if (x[j] == own && column + j < target) s->beaten = 1.0f;
+}
+
+BST_DEVICE void add_logits(const cross_entropy_rows_args *a, sums *s, const float *x, int n, int column, int target) {
+    BST_UNROLL
+    for (int j = 0; j < n; j++) {
+        float u = shaped(a, x[j]), above = above_reference(a, u, s->reference), e = power(above);
+        if (column + j == target) e = 0.0f;
+        s->others += e;
+        if (ENTROPY) s->products = bst_fma(e, bst_max(above, LOWEST_POWER), s->products);
+        if (SQUARES) s->squares = bst_fma(e, e, s->squares);
+        if (MEAN) s->logits += u;
+    }
+}
+
+BST_DEVICE sums thread_sums(const cross_entropy_rows_args *a, const void *row, int target, float own) {
+    sums s = {LOWEST, 0, 0, 0, 0, 0};
+    for (int first = (int)bst_thread(); first < VECTORS; first += BATCH * THREADS) {
+        bst_raw raw[BATCH];
+        float x[VEC], top = -BST_INFINITY;
+        BST_UNROLL
+        for (int i = 0; i < BATCH; i++)
+            if (first + i * THREADS < VECTORS)
+                raw[i] = bst_raw_once(row, (int64_t)(first + i * THREADS) * VEC, TYPE, VEC);
+        BST_UNROLL
+        for (int i = 0; i < BATCH; i++) {
+            if (first + i * THREADS >= VECTORS) continue;
+            bst_unpack(x, raw[i], TYPE, VEC);
+            top = top_of(top, x, VEC);
+            if (TOP1) compare(&s, x, VEC, (first + i * THREADS) * VEC, target, own);
+        }
+        move_sums(&s, bst_max(s.reference, shaped(a, NEGATIVE ? -top : top) * a->base2));
+        BST_UNROLL
+        for (int i = 0; i < BATCH; i++) {
+            if (first + i * THREADS >= VECTORS) continue;
+            bst_unpack(x, raw[i], TYPE, VEC);
+            add_logits(a, &s, x, VEC, (first + i * THREADS) * VEC, target);
+        }
+    }
+    int single = behind();
+    if (single >= 0) {
+        float x;
+        bst_load(&x, row, single, TYPE, 1);
+        if (TOP1) compare(&s, &x, 1, single, target, own);
+        move_sums(&s, bst_max(s.reference, shaped(a, x) * a->base2));
+        add_logits(a, &s, &x, 1, single, target);
+    }
+    return s;
+}
+
+BST_DEVICE sums warp_sums(sums s) {
+    move_sums(&s, bst_warp_reduce(s.reference, 32, true));
+    s.others = bst_warp_reduce(s.others, 32, false);
+    if (ENTROPY) s.products = bst_warp_reduce(s.products, 32, false);
+    if (SQUARES) s.squares = bst_warp_reduce(s.squares, 32, false);
+    if (MEAN) s.logits = bst_warp_reduce(s.logits, 32, false);
+    if (TOP1) s.beaten = bst_warp_reduce(s.beaten, 32, true);
+    return s;
+}
+
+BST_DEVICE sums block_sums(sums s, sums *scratch) {
+    sums none = {LOWEST, 0, 0, 0, 0, 0};
+    int lane = (int)bst_lane();
+    s = warp_sums(s);
+    if (lane == 0) scratch[bst_thread() / 32] = s;
+    bst_sync();
+    return warp_sums(lane < THREADS / 32 ? scratch[lane] : none);
+}
+
+BST_DEVICE void put(float *to, int64_t row, float value) {
+    if (to) to[row] = value;
+}
+
+BST_KERNEL(linear_logprobs_forward, linear_logprobs_args, THREADS, 2) {
+    BST_SHARED(sums, scratch, THREADS / 32);
+    bst_wait_for_previous();
+    const cross_entropy_rows_args *c = &a.row;
+    int64_t row = bst_block(), target = c->target[row];
+    const void *logits = bst_at(c->logits, bst_row_start(&c->logits_map, row, 1), TYPE);
+    bool counts = in_vocabulary(c, target);
+    float x = 0.0f;
+    sums s = {0.0f, 1.0f, 0, 0, 0, 1.0f};
+    row_facts f = {0, 0, 0, 0, 0, 0};
+    if (counts) {
+        bst_load(&x, logits, target, TYPE, 1);
+        s = block_sums(thread_sums(c, logits, (int)target, x), scratch);
+        f = facts_of(c, s.reference, s.others, x);
+    }
+    if (bst_thread() != 0) return;
+    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, mean = 0.0f, entropy = 0.0f, squares = 0.0f, lse = 0.0f;
+    if (counts) {
+        lse = bst_fma(s.reference, unit, f.log_total);
+        mean = s.logits * c->natural * (1.0f / VOCAB);
+        entropy = f.log_total - bst_divide(bst_fma(f.own, bst_max(f.above, LOWEST_POWER), s.products) * unit, f.total);
+        squares = log_of(bst_fma(f.own, f.own, s.squares)) - 2.0f * f.log_total;
+    }
+    put(a.log_probs, row, counts ? f.log_p : target == c->ignore_index ? 0.0f : BST_NAN);
+    put(a.lse, row, lse);
+    if (ENTROPY) put(a.entropy, row, entropy);
+    if (SQUARES) put(a.log_sum_sq_probs, row, squares);
+    if (MEAN) put(a.mean_logits, row, mean);
+    if (TOP1) a.is_top1[row] = s.beaten == 0.0f;
+    put(c->lse_pairs, 2 * row, s.reference);
+    put(c->lse_pairs, 2 * row + 1, s.others);
+}
+#endif
+
+#ifdef BACKWARD
+/* dz = p (A + B d), from d log p_t / dz = [t] - p, d H / dz = -p (log p + H) and d lse / dz = p, with p = e / total and
+ * log p = d - log(total). `share` and `slant` are A and B over the total, times the slope. */
+typedef struct terms {
+    float reference, share, slant, at_target;
+} terms;
+
+BST_DEVICE terms backward_terms(const linear_logprobs_args *a, int64_t row, float x) {
+    const cross_entropy_rows_args *c = &a->row;
+    row_facts f = facts_of(c, c->lse_pairs[2 * row], c->lse_pairs[2 * row + 1], x);
+    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
+    float by_log_p = a->grad_log_probs ? a->grad_log_probs[row] : 0.0f, by_lse = a->grad_lse ? a->grad_lse[row] : 0.0f;
+    float by_entropy = ENTROPY ? a->grad_entropy[row] : 0.0f, entropy = ENTROPY ? a->entropy_was[row] : 0.0f;
+    float slope = bst_divide(c->slope, f.total), at_target = by_lse, all = by_lse - by_log_p;
+    if (ENTROPY) all -= by_entropy * (entropy - f.log_total);
+    if (ENTROPY) at_target -= by_entropy * (bst_max(f.log_p, LOWEST_POWER) + entropy);
+    terms t = {f.reference, slope * all, 0.0f, slope * bst_fma(by_log_p, f.others, f.own * at_target)};
+    if (ENTROPY) t.slant = -slope * by_entropy * unit;
+    return t;
+}
+
+BST_DEVICE void logits_gradient(const cross_entropy_rows_args *a, const terms *t, float *x, int n, int column,
+                                int target) {
+    float u[VEC];
+    BST_UNROLL
+    for (int j = 0; j < n; j++) {
+        u[j] = shaped(a, x[j]);
+        float above = above_reference(a, u[j], t->reference), e = power(above);
+        x[j] = e * (ENTROPY ? bst_fma(t->slant, bst_max(above, LOWEST_POWER), t->share) : t->share);
+    }
+    if ((unsigned)(target - column) < (unsigned)n) {
+        BST_UNROLL
+        for (int j = 0; j < n; j++)
+            if (column + j == target) x[j] = t->at_target;
+    }
+    if (SOFTCAP) {
+        BST_UNROLL
+        for (int j = 0; j < n; j++) x[j] *= (1.0f - u[j]) * (1.0f + u[j]);
+    }
+}
+
+BST_KERNEL(linear_logprobs_backward, linear_logprobs_args, THREADS, 2) {
+    bst_wait_for_previous();
+    const cross_entropy_rows_args *c = &a.row;
+    int64_t row = bst_block(), target = c->target[row];
+    void *logits = bst_at_out(c->dlogits, bst_row_start(&c->logits_map, row, 1), TYPE);
+    bool counts = in_vocabulary(c, target);
+    int at = counts ? (int)target : -1;
+    float hit = 0.0f, x[VEC];
+    terms t = {0, 0, 0, 0};
+    if (counts) {
+        bst_load(&hit, logits, target, TYPE, 1);
+        t = backward_terms(&a, row, hit);
+    }
+    bst_sync(); /* every thread has the target's logit, which one of them will overwrite */
+    for (int first = (int)bst_thread(); first < VECTORS; first += BATCH * THREADS) {
+        bst_raw raw[BATCH];
+        BST_UNROLL
+        for (int i = 0; i < BATCH; i++)
+            if (counts && first + i * THREADS < VECTORS)
+                raw[i] = bst_raw_at(logits, (int64_t)(first + i * THREADS) * VEC, TYPE, VEC);
+        BST_UNROLL
+        for (int i = 0; i < BATCH; i++) {
+            int column = (first + i * THREADS) * VEC;
+            if (first + i * THREADS >= VECTORS) continue;
+            BST_UNROLL
+            for (int j = 0; j < VEC; j++) x[j] = 0.0f;
+            if (counts) {
+                bst_unpack(x, raw[i], TYPE, VEC);
+                logits_gradient(c, &t, x, VEC, column, at);
+            }
+            bst_store_once(logits, column, x, TYPE, VEC);
+        }
+    }
+    int single = behind();
+    if (single < 0) return;
+    x[0] = 0.0f;
+    if (counts) {
+        bst_load(x, logits, single, TYPE, 1);
+        logits_gradient(c, &t, x, 1, single, at);
+    }
+    bst_store(logits, single, x, TYPE, 1);
+}
+#endif

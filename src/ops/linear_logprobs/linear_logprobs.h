@@ -1,0 +1,29 @@
+/* linear_logprobs.h - what the parts of linear_logprobs hand to each other: rows of logits, a chunk at a time. */
+#ifndef BST_LINEAR_LOGPROBS_H
+#define BST_LINEAR_LOGPROBS_H
+
+#include "ops/cross_entropy/cross_entropy.h"
+
+/* One chunk of rows. Its pointers are at the chunk's first row. */
+typedef struct linear_logprobs_rows {
+    DLDevice device;
+    bst_dtype dtype; /* of the logits */
+    int64_t rows, vocabulary;
+    void *logits; /* [rows, vocabulary], `stride` elements between rows; backward writes their gradient here */
+    int64_t stride;
+    const int64_t *target;
+    bst_loss z; /* ignore_index, and what makes z of logits: softcap and logit_scale, divided by the temperature */
+    /* [rows, 2]: the largest z of a row, and the sum of the others' exponentials relative to it, others than the
+     * target's. Forward writes them (or NULL), backward reads them. */
+    float *pairs;
+    /* Forward, [rows] each; NULL: not wanted. */
+    float *log_probs, *entropy, *lse, *log_sum_sq_probs, *mean_logits;
+    int32_t *is_top1;
+    /* Backward, [rows] each; NULL: zeros. */
+    bool backward;
+    const float *grad_log_probs, *grad_entropy, *grad_lse, *entropy_was;
+} linear_logprobs_rows;
+
+bst_status bst__linear_logprobs_rows_cuda(const bst_exec *exec, const char *op, const linear_logprobs_rows *call);
+
+#endif

@@ -1,0 +1,21 @@
+/* linear_logprobs_args.h - the arguments of the log-probability kernels, as host and device see them.
+ * To be included behind cross_entropy_args.h, which each of the two has elsewhere. */
+#ifndef BST_LINEAR_LOGPROBS_ARGS_H
+#define BST_LINEAR_LOGPROBS_ARGS_H
+
+typedef struct linear_logprobs_args {
+    /* Of these: logits, dlogits, target, lse_pairs (backward reads them), ignore_index, the maps, and what makes z. */
+    cross_entropy_rows_args row;
+    /* [rows] each, forward; NULL: not wanted. */
+    float *log_probs, *entropy, *lse, *log_sum_sq_probs, *mean_logits;
+    int32_t *is_top1;
+    /* [rows] each, backward; NULL: zeros. The entropy itself is read where it has a gradient. */
+    const float *grad_log_probs, *grad_entropy, *grad_lse, *entropy_was;
+} linear_logprobs_args;
+
+#define LINEAR_LOGPROBS_THREADS 512 /* of a block, which has a row */
+#define LINEAR_LOGPROBS_BATCH   4   /* vectors that a thread loads before it uses the first */
+
+static_assert(sizeof(linear_logprobs_args) == 264, "host and device must agree");
+
+#endif
