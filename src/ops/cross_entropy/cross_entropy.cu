@@ -56,6 +56,17 @@ BST_DEVICE bst_raw read_vector(const void *row, int column) {
     return MODE == LOSS ? bst_read_once(p, VEC * SIZE) : bst_read(p, VEC * SIZE);
 }
 
+/* PATCHED: a vector of logits without the target's. */
+BST_DEVICE bst_raw without(bst_raw raw, int column, int target) {
+    if (!PATCHED || (unsigned)(target - column) >= (unsigned)VEC) return raw;
+    float x[VEC];
+    bst_unpack(x, raw, TYPE, VEC);
+    BST_UNROLL
+    for (int j = 0; j < VEC; j++)
+        if (column + j == target) x[j] = -BST_INFINITY;
+    return bst_pack(x, TYPE, VEC);
+}
+
 BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, const row_shape *s, int target,
                              float *scratch) {
     partial p = nothing();
@@ -68,6 +79,7 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
         BST_UNROLL
         for (int i = 0; i < BATCH; i++) {
             if (first + i * THREADS >= s->vectors) continue;
+            raw[i] = without(raw[i], s->head + (first + i * THREADS) * VEC, target);
             bst_unpack(x, raw[i], TYPE, VEC);
             top = top_of(top, x, VEC);
         }
@@ -83,6 +95,7 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
     if (single >= 0) {
         float x;
         bst_load(&x, row, single, TYPE, 1);
+        if (PATCHED && single == target) x = -BST_INFINITY;
         raise_to(a, &p, top_of(-BST_INFINITY, &x, 1));
         add(a, &p, &x, 1, single, target);
     }
@@ -147,11 +160,11 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
         total.others = a.lse_pairs[2 * row + 1];
     } else {
         total.reference = TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * LOG2E;
-        total.others = 1.0f - power(above_reference(&a, shaped(&a, x), total.reference));
+        total.others = 1.0f - far_power(above_reference(&a, shaped(&a, x), total.reference));
     }
     if (MODE == GRADIENT) bst_sync();
     bst_cross_entropy_divisors divide = divisors_of(&a);
-    row_terms terms = terms_of(&a, &divide, row, (int)target, total, x);
+    row_terms terms = terms_of(&a, &divide, row, (int)target, total, x, MODE != LOSS || bst_thread() == 0);
     if (MODE != GRADIENT && bst_thread() == 0) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
         store_lse(&a, row, &terms);
@@ -192,12 +205,13 @@ BST_KERNEL(cross_entropy_registers, cross_entropy_rows_args, THREADS, BLOCKS) {
     bst_barrier_wait(arrived, 0);
     registers h;
     /* By the thread that reads it: the order of one thread is all it takes. */
-    if (COMPACT && (int)target / VEC % THREADS == thread) leave_out(buffer, (int)target);
+    bool owner = (int)target / VEC % THREADS == thread;
+    if (PATCHED && owner) leave_out(buffer, (int)target);
     BST_UNROLL
     for (int i = 0; i < EACH; i++)
         if (thread + i * THREADS < VECTORS) h.raw[i] = bst_read(buffer + (thread + i * THREADS) * 16, 16);
     partial p = block_total(registers_sums(&a, &h, thread, VECTORS, 0, (int)target), scratch);
-    row_terms terms = terms_of(&a, &divide, row, (int)target, p, x);
+    row_terms terms = terms_of(&a, &divide, row, (int)target, p, x, owner || thread == 0);
     float share = registers_share(&terms, &h);
     if (thread == 0) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
@@ -210,6 +224,7 @@ BST_KERNEL(cross_entropy_registers, cross_entropy_rows_args, THREADS, BLOCKS) {
             bst_write(bst_at_out(out, column, TYPE), registers_gradient(&a, &terms, share, &h, i, column, (int)target),
                       16);
     }
+    if (PATCHED && owner) bst_store(out, target, &terms.at_target, TYPE, 1);
 }
 #endif
 

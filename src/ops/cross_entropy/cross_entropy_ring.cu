@@ -169,7 +169,7 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
             bst_load(&hit, slot, at, TYPE, 1);
             bst_sync_warp();
             /* By the lane that reads it: the order of one lane is all it takes. */
-            if (COMPACT && within / VEC % 32 == (int)lane) {
+            if (PATCHED && within / VEC % 32 == (int)lane) {
                 leave_out((void *)slot, at);
                 bst_fence_async(); /* the slot's next contents are a bulk copy */
             }
@@ -199,7 +199,7 @@ BST_DEVICE partial ring_total(const ring *r, unsigned n, float *hit) {
     p.reference = bst_warp_reduce(p.reference, 32, true);
     for (int i = (int)bst_lane(); i < CLUSTER * WARPS; i += 32) {
         float step = from[i * PARTIAL] - p.reference;
-        p.others += from[i * PARTIAL + 1] * power(step);
+        p.others += from[i * PARTIAL + 1] * far_power(step);
         if (SMOOTH) p.weighted += bst_fma(from[i * PARTIAL + 2], bst_max(step, LOWEST), from[i * PARTIAL + 3]);
     }
     p.others = bst_warp_reduce(p.others, 32, false);
@@ -226,6 +226,9 @@ BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, cons
         if (t) v = registers_gradient(a, t, share, &b->h, i, (first + at) * VEC, (int)b->target);
         bst_write(STAGED ? staged + at * 16 : (unsigned char *)out + (size_t)at * 16, v, 16);
     }
+    int within = (int)b->target - first * VEC;
+    if (PATCHED && t && (unsigned)within < (unsigned)(part.count * VEC) && within / VEC % 32 == lane)
+        bst_store(STAGED ? staged : out, within, &t->at_target, TYPE, 1);
     if (!STAGED) return;
     bst_fence_async();
     bst_sync_warp();
@@ -247,10 +250,10 @@ BST_DEVICE void end_row(const cross_entropy_rows_args *a, const bst_cross_entrop
         if (leader && rank == 0) skip(a, b->row, a->target[b->row]);
         return;
     }
-    row_terms terms = terms_of(a, divide, b->row, (int)b->target, p, hit);
     int at = (int)b->target - (slice.first + part.first) * VEC;
-    if (bst_lane() == 0 && (unsigned)at < (unsigned)(part.count * VEC) && a->loss_rows)
-        a->loss_rows[b->row] = terms.loss;
+    bool owner = (unsigned)at < (unsigned)(part.count * VEC), first = rank == 0 && bst_thread() / 32 == 0;
+    row_terms terms = terms_of(a, divide, b->row, (int)b->target, p, hit, owner || (first && a->lse));
+    if (bst_lane() == 0 && owner && a->loss_rows) a->loss_rows[b->row] = terms.loss;
     if (leader && rank == 0) store_lse(a, b->row, &terms);
     write_part(a, r, &terms, b, slice, part);
 }

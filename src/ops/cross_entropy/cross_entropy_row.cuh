@@ -37,14 +37,20 @@ BST_DEVICE float above_reference(const cross_entropy_rows_args *a, float u, floa
     return bst_fma(u, a->base2, -reference);
 }
 
-/* e^z / e^reference of what is above the reference, negative mostly. For float32 with what the product with log2(e)
- * rounds away, which at -60 would be 3e-6 of the power. */
-BST_DEVICE float power(float above) {
-    if (TYPE != BST_F32_CODE) return bst_exp2(above);
-    float rounded = above * LOG2E, finite = bst_max(above, -200.0f);
-    float rest = bst_fma(finite, LOG2E_REST, bst_fma(finite, LOG2E, -(finite * LOG2E))), e = bst_exp2(rounded);
+/* e^z / e^reference of what is above the reference. */
+BST_DEVICE float power(float above) { return bst_exp2(TYPE == BST_F32_CODE ? above * LOG2E : above); }
+
+/* The same of a number far from 0: for float32 with what the product with log2(e) rounds away, at 60 3e-6 of it. */
+BST_DEVICE float far_power(float above) {
+    if (TYPE != BST_F32_CODE) return power(above);
+    float finite = bst_max(above, -200.0f), e = power(above);
+    float rest = bst_fma(finite, LOG2E_REST, bst_fma(finite, LOG2E, -(finite * LOG2E)));
     return bst_fma(e * LN2, rest, e);
 }
+
+/* Whether the target's logit is -inf in the row that sums are made of: so it is left out of them and of their reference
+ * without being looked for, and they are exact however far it is. Else sums look for it. */
+#define PATCHED (!SMOOTH && !SOFTCAP && !NEGATIVE)
 
 /* Sums relative to a reference: others = sum of e^z / e^reference of all but the target, beside which a confident row
  * would lose them. */
@@ -69,7 +75,7 @@ BST_DEVICE float top_of(float top, const float *x, int n) {
 /* Sums relative to another reference. Of nothing, whose own is LOWEST, they stay 0. */
 BST_DEVICE void move_to(partial *p, float reference) {
     float step = p->reference - reference;
-    p->others *= power(step);
+    p->others *= far_power(step);
     if (SMOOTH) p->weighted = bst_fma(p->weights, bst_max(step, LOWEST), p->weighted);
     p->reference = reference;
 }
@@ -87,8 +93,8 @@ BST_DEVICE float weight_of(const cross_entropy_rows_args *a, int column) {
 BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x, int n, int column, int target) {
     BST_UNROLL
     for (int j = 0; j < n; j++) {
-        float above = above_reference(a, shaped(a, x[j]), p->reference), e = power(above);
-        p->others += column + j == target ? 0.0f : e;
+        float above = above_reference(a, shaped(a, x[j]), p->reference), e = PATCHED ? power(above) : far_power(above);
+        p->others += !PATCHED && column + j == target ? 0.0f : e;
         if (!SMOOTH) continue;
         float w = weight_of(a, column + j);
         p->weights += w;
@@ -158,17 +164,6 @@ BST_DEVICE float log_above_one(float v) {
     return v < 0.4142f ? twice_atanh(bst_divide(v, 2.0f + v)) : log_of(1.0f + v);
 }
 
-#ifndef EACH
-#define COMPACT 0
-#else
-/* For 16-bit logits without options that look at each logit twice, what stays in registers is not the logits but their
- * exponentials relative to the thread's own maximum, in float16 with 2^15 for one: 12 bits, four more than the gradient
- * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its
- * logit, which is -inf in the row itself: so it is left out of the sums without being looked for. */
-#define COMPACT (TYPE != BST_F32_CODE && !SMOOTH && !SOFTCAP && !NEGATIVE)
-#endif
-#define ONE 15.0f
-
 /* What the sums of a row say, relative to a reference. */
 typedef struct row_facts {
     float reference, above, own, others, total; /* above, own: of the target, what it is above the reference and its
@@ -176,18 +171,21 @@ typedef struct row_facts {
     float log_total, log_p;                     /* natural logarithms; log_p: of the target's probability */
 } row_facts;
 
-/* `x`: the target's logit. */
-BST_DEVICE row_facts facts_of(const cross_entropy_rows_args *a, float reference, float others, float x) {
-    /* References, and what is relative to them, in z's own units are multiplied by one, in powers of two by ln 2. */
-    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, u = shaped(a, x), mine = u * a->base2;
+/* `x`: the target's logit. Where `told` is not set, the logarithms are not made. */
+BST_DEVICE row_facts facts_of(const cross_entropy_rows_args *a, float reference, float others, float x, bool told) {
+    float u = shaped(a, x), mine = u * a->base2;
     row_facts f = {reference, 0, 0, others, 0, 0, 0};
-    if (COMPACT && mine > reference + 2.0f * ONE) { /* the reference is that of the others alone */
-        f.others *= power(reference - mine);
+    /* The others' reference is left where the target's exponential would overflow. */
+    if (PATCHED && mine > reference + (TYPE == BST_F32_CODE ? 80.0f : 100.0f)) {
+        f.others *= far_power(reference - mine);
         f.reference = mine;
     }
     f.above = above_reference(a, u, f.reference);
-    f.own = power(f.above);
+    f.own = far_power(f.above);
     f.total = f.others + f.own;
+    if (!told) return f;
+    /* References, and what is relative to them, in z's own units are multiplied by one, in powers of two by ln 2. */
+    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
     bool confident = f.others < f.own;
     float less = confident ? log_above_one(bst_divide(f.others, f.own)) : 0.0f;
     f.log_total = confident ? bst_fma(f.above, unit, less) : log_of(f.total);
@@ -210,20 +208,18 @@ BST_DEVICE bst_cross_entropy_divisors divisors_of(const cross_entropy_rows_args 
     return a->divisors ? *a->divisors : none;
 }
 
-/* `x`: the target's logit. */
+/* `x`: the target's logit. told: whether this thread tells of the loss or of the target; else loss, lse and at_target
+ * are not made: all threads have these terms, and few need more than the share. */
 BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_entropy_divisors *divide, int64_t row,
-                              int target, partial sums, float x) {
+                              int target, partial sums, float x, bool told) {
     float upstream = a->upstream ? a->upstream[row * a->upstream_stride] : 1.0f;
     float weight = weight_of(a, target) * (SMOOTH ? 1.0f - a->smoothing : 1.0f);
     float each = SMOOTH ? a->smoothing / VOCAB : 0.0f, unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
-    row_facts f = facts_of(a, sums.reference, sums.others, x);
+    row_facts f = facts_of(a, sums.reference, sums.others, x, told || Z_LOSS);
     row_terms t;
     t.reference = f.reference;
     t.others = f.others;
     t.lse = bst_fma(f.reference, unit, f.log_total);
-    t.loss = weight * -f.log_p;
-    if (SMOOTH) t.loss += each * bst_fma(-sums.weighted, unit, divide->class_weight_sum * f.log_total);
-    t.loss *= divide->inverse_weight_sum;
     /* Undivided gradients are left to whoever multiplies them by divisors->gradient; the z-loss has another divisor. */
     float by_weight = a->undivided ? 1.0f : divide->inverse_weight_sum, by_count = by_weight;
     if (HAS_WEIGHT)
@@ -231,14 +227,17 @@ BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_
     float scale = upstream * by_weight * a->slope, hit = scale * weight, more = 0.0f;
     t.smooth = scale * each;
     if (SMOOTH) more = t.smooth * divide->class_weight_sum;
-    if (Z_LOSS) {
-        t.loss += divide->inverse_count * a->lse_square_scale * t.lse * t.lse;
-        more += upstream * by_count * a->slope * 2.0f * a->lse_square_scale * t.lse;
-    }
+    if (Z_LOSS) more += upstream * by_count * a->slope * 2.0f * a->lse_square_scale * t.lse;
     t.share = bst_divide(hit + more, f.total);
+    t.loss = t.at_target = 0.0f;
+    if (!told) return t;
     /* hit (p - 1) + more p: what the target lacks of 1 is what the others have. */
     t.at_target = bst_divide(bst_fma(more, f.own, -(hit * f.others)), f.total);
     if (SMOOTH) t.at_target = bst_fma(-t.smooth, weight_of(a, target), t.at_target);
+    t.loss = weight * -f.log_p;
+    if (SMOOTH) t.loss += each * bst_fma(-sums.weighted, unit, divide->class_weight_sum * f.log_total);
+    t.loss *= divide->inverse_weight_sum;
+    if (Z_LOSS) t.loss += divide->inverse_count * a->lse_square_scale * t.lse * t.lse;
     return t;
 }
 
@@ -249,7 +248,8 @@ BST_DEVICE void differentiate(const cross_entropy_rows_args *a, const row_terms 
     BST_UNROLL
     for (int j = 0; j < n; j++) {
         u[j] = shaped(a, x[j]);
-        x[j] = t->share * power(above_reference(a, u[j], t->reference));
+        float above = above_reference(a, u[j], t->reference);
+        x[j] = t->share * (PATCHED ? power(above) : far_power(above));
         if (SMOOTH) x[j] = bst_fma(-t->smooth, weight_of(a, column + j), x[j]);
     }
     if ((unsigned)(target - column) < (unsigned)n) {
@@ -287,6 +287,13 @@ BST_DEVICE void skip(const cross_entropy_rows_args *a, int64_t row, int64_t targ
  *
  * A thread has the EACH vectors `first`, `first` + STEP, ... below `count` of a piece of the row. */
 
+/* For 16-bit logits without options that look at each logit twice, what stays in registers is not the logits but their
+ * exponentials relative to the thread's own maximum, in float16 with 2^15 for one: 12 bits, four more than the gradient
+ * keeps, down to 2e-9 of the maximum. The gradient is then one multiplication. The target's own is made from its
+ * logit. */
+#define COMPACT (TYPE != BST_F32_CODE && PATCHED)
+#define ONE     15.0f
+
 typedef struct registers {
     bst_raw raw[EACH];
     float own; /* COMPACT: what the exponentials are relative to */
@@ -318,8 +325,7 @@ BST_DEVICE float registers_top(const registers *h, int first, int count) {
     return top;
 }
 
-/* COMPACT: puts -inf in the place of the target's logit, in shared memory, before it is read there for the
- * sums. */
+/* PATCHED: puts -inf in the place of the target's logit, in shared memory, before it is read there for the sums. */
 BST_DEVICE void leave_out(void *row, int column) {
     float none = -BST_INFINITY;
     bst_store(row, column, &none, TYPE, 1);
@@ -356,22 +362,17 @@ BST_DEVICE float registers_share(const row_terms *t, const registers *h) {
     return COMPACT ? t->share * power(h->own - t->reference) : 0.0f;
 }
 
-/* Gradients of vector i, which begins at `column`, packed. */
+/* Gradients of vector i, which begins at `column`, packed. PATCHED: that of the target is 0, and for its thread to put
+ * there. */
 BST_DEVICE bst_raw registers_gradient(const cross_entropy_rows_args *a, const row_terms *t, float share,
                                       const registers *h, int i, int column, int target) {
     float x[VEC];
+    bst_unpack(x, h->raw[i], COMPACT ? BST_F16_CODE : TYPE, VEC);
     if (COMPACT) {
-        bst_unpack(x, h->raw[i], BST_F16_CODE, VEC);
         BST_UNROLL
         for (int j = 0; j < VEC; j++) x[j] *= share;
-        if ((unsigned)(target - column) < (unsigned)VEC) {
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++)
-                if (column + j == target) x[j] = t->at_target;
-        }
     } else {
-        bst_unpack(x, h->raw[i], TYPE, VEC);
-        differentiate(a, t, x, VEC, column, target);
+        differentiate(a, t, x, VEC, column, PATCHED ? -1 : target);
     }
     return bst_pack(x, TYPE, VEC);
 }

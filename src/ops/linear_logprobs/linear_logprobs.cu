@@ -40,7 +40,7 @@ typedef struct sums {
 } sums;
 
 BST_DEVICE void move_sums(sums *s, float reference) {
-    float step = bst_max(s->reference - reference, LOWEST_POWER), factor = power(step);
+    float step = bst_max(s->reference - reference, LOWEST_POWER), factor = far_power(step);
     if (ENTROPY) s->products = factor * bst_fma(step, s->others, s->products);
     if (SQUARES) s->squares *= factor * factor;
     s->others *= factor;
@@ -60,7 +60,7 @@ BST_DEVICE void compare(sums *s, const float *x, int n, int column, int target, 
 BST_DEVICE void add_logits(const cross_entropy_rows_args *a, sums *s, const float *x, int n, int column, int target) {
     BST_UNROLL
     for (int j = 0; j < n; j++) {
-        float u = shaped(a, x[j]), above = above_reference(a, u, s->reference), e = power(above);
+        float u = shaped(a, x[j]), above = above_reference(a, u, s->reference), e = far_power(above);
         if (column + j == target) e = 0.0f;
         s->others += e;
         if (ENTROPY) s->products = bst_fma(e, bst_max(above, LOWEST_POWER), s->products);
@@ -140,7 +140,7 @@ BST_KERNEL(linear_logprobs_forward, linear_logprobs_args, THREADS, 2) {
     if (counts) {
         bst_load(&x, logits, target, TYPE, 1);
         s = block_sums(thread_sums(c, logits, (int)target, x), scratch);
-        f = facts_of(c, s.reference, s.others, x);
+        f = facts_of(c, s.reference, s.others, x, bst_thread() == 0);
     }
     if (bst_thread() != 0) return;
     float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, mean = 0.0f, entropy = 0.0f, squares = 0.0f, lse = 0.0f;
@@ -170,7 +170,7 @@ typedef struct terms {
 
 BST_DEVICE terms backward_terms(const linear_logprobs_args *a, int64_t row, float x) {
     const cross_entropy_rows_args *c = &a->row;
-    row_facts f = facts_of(c, c->lse_pairs[2 * row], c->lse_pairs[2 * row + 1], x);
+    row_facts f = facts_of(c, c->lse_pairs[2 * row], c->lse_pairs[2 * row + 1], x, true);
     float unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
     float by_log_p = a->grad_log_probs ? a->grad_log_probs[row] : 0.0f, by_lse = a->grad_lse ? a->grad_lse[row] : 0.0f;
     float by_entropy = ENTROPY ? a->grad_entropy[row] : 0.0f, entropy = ENTROPY ? a->entropy_was[row] : 0.0f;
@@ -188,7 +188,7 @@ BST_DEVICE void logits_gradient(const cross_entropy_rows_args *a, const terms *t
     BST_UNROLL
     for (int j = 0; j < n; j++) {
         u[j] = shaped(a, x[j]);
-        float above = above_reference(a, u[j], t->reference), e = power(above);
+        float above = above_reference(a, u[j], t->reference), e = far_power(above);
         x[j] = e * (ENTROPY ? bst_fma(t->slant, bst_max(above, LOWEST_POWER), t->share) : t->share);
     }
     if ((unsigned)(target - column) < (unsigned)n) {
