@@ -34,6 +34,7 @@ TINY = {
     "qk_norm_rope": (6, 4, 2, 8),
     "cross_entropy": (6, 101),
     "fused_linear_cross_entropy": (6, 32, 101),
+    "linear_logprobs": (6, 32, 101),
     "moe_experts": (6, 32, 16, 4, 2),
 }
 on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
@@ -97,9 +98,10 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
             tokens, width, inner = case.shape
             assert (cost.moved, cost.flops) == (0, 3 * 3 * 2 * tokens * width * inner)
             continue
-        if case.op == "fused_linear_cross_entropy":
+        if case.op in ("fused_linear_cross_entropy", "linear_logprobs"):
             rows_, hidden, vocabulary = case.shape
-            assert (cost.moved, cost.flops) == (0, 3 * 2 * rows_ * hidden * vocabulary)
+            products = 3 if case.backward else 1
+            assert (cost.moved, cost.flops) == (0, products * 2 * rows_ * hidden * vocabulary)
             continue
         key = (case.op, case.shape, case.backward)
         assert cost.moved / 4.28e12 * 1e6 == pytest.approx(by_hand[key], rel=0.005), key
@@ -445,7 +447,12 @@ def test_every_operator_is_captured_on_cuda(op: str, monkeypatch: pytest.MonkeyP
     (result,) = run.run_cases(
         [(Case(op, TINY[op]), "bf16")], ("bastile", "hf"), torch.device("cuda"), copy_speed=1e12, rounds=2
     )
-    by_queue = op in ("fused_linear_cross_entropy", "gated_mlp", "moe_experts")  # what large products are measured by
+    by_queue = op in (
+        "fused_linear_cross_entropy",
+        "linear_logprobs",
+        "gated_mlp",
+        "moe_experts",
+    )  # what large products are measured by
     for row in result["rows"]:
         assert row.get("way") == ("queue" if by_queue else "graph"), row
         # Of products as small as these the host is seldom ahead.

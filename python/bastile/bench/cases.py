@@ -7,6 +7,7 @@ Shapes, by operator:
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
+    linear_logprobs              (rows, hidden size, vocabulary): log-probabilities alone
     moe_experts                  (tokens, hidden size, size between the products, experts, experts of a token)
 """
 
@@ -92,6 +93,10 @@ LIMITS = (
     _loss(4096, 4096, 128256, limit=1.0),
     _loss(16384, 4096, 128256, limit=1.0),
     _loss(4096, 1024, 151936),  # Qwen3-0.6B's head
+    Case("linear_logprobs", (4096, 4096, 151936), backward=False, needs=_bf16(limit=1.03, peers={"trl": 1.0})),
+    Case("linear_logprobs", (4096, 4096, 151936), needs=_bf16(limit=1.02, peers={"trl": 1.0})),
+    # Beyond the budget: four products, of which the limit has three.
+    Case("linear_logprobs", (16384, 4096, 151936), needs=_bf16(limit=1.03 * 4 / 3, peers={"trl": 1.0})),
     Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
 )
 
@@ -120,6 +125,7 @@ SMALL = (
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
+    Case("linear_logprobs", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("moe_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
 )
 

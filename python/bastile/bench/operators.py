@@ -126,6 +126,12 @@ def _linear_loss_inputs(case: Case, random: Random) -> Tensors:
     return {"hidden": random(rows, hidden), "weight": weight, **_labels(case, random.device)}
 
 
+def _log_prob_inputs(case: Case, random: Random) -> Tensors:
+    """Every row has an upstream gradient of its own."""
+    upstream = torch.randn(case.shape[0], device=random.device)
+    return {**_linear_loss_inputs(case, random), "upstream 0": upstream}
+
+
 def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
     """The three products alone, as the framework runs them (forward alone: one).
 
@@ -213,6 +219,14 @@ OPERATORS = {
         leaves=("hidden", "weight"),
         times=(2, 6),
         model="three products of 2 x rows x hidden x vocabulary each (forward alone: one)",
+        products=_linear_loss_products,
+    ),
+    "linear_logprobs": Operator(
+        _log_prob_inputs,
+        arguments=("hidden", "weight", "target"),
+        leaves=("hidden", "weight"),
+        times=(2, 6),
+        model="as fused_linear_cross_entropy",
         products=_linear_loss_products,
     ),
     "moe_experts": Operator(

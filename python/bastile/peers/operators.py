@@ -82,6 +82,11 @@ def _bastile_cross_entropy() -> Function:
     return lambda logits, target: cross_entropy(logits.view_as(logits), target, inplace=True)
 
 
+def _bastile_logprobs() -> Function:
+    linear_logprobs = _ours("linear_logprobs")
+    return lambda hidden, weight, target: linear_logprobs(hidden, weight, target).log_probs
+
+
 _BASTILE: dict[str, Builder] = {
     "rms_norm": lambda: _ours("rms_norm"),
     "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
@@ -91,6 +96,7 @@ _BASTILE: dict[str, Builder] = {
     "qk_norm_rope": lambda: _heads_first(_ours("qk_norm_rope")),
     "cross_entropy": _bastile_cross_entropy,
     "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
+    "linear_logprobs": _bastile_logprobs,
     "moe_experts": lambda: _ours("moe_experts", module="moe"),
 }
 
@@ -122,6 +128,11 @@ def _hf_rope() -> Function:
 def _hf_cross_entropy() -> Function:
     loss = _get("transformers.loss.loss_utils", "ForCausalLMLoss")
     return lambda logits, target: loss(logits, None, logits.shape[-1], shift_labels=target)
+
+
+def _log_probs(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """As trainers have it that are given logits."""
+    return logits.float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
 
 
 def _hf_experts(implementation: str) -> Builder:
@@ -162,6 +173,7 @@ _HF: dict[str, Builder] = {
     "rope": _hf_rope,
     "cross_entropy": _hf_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_hf_cross_entropy()),
+    "linear_logprobs": lambda: _of_logits(_log_probs),
     "moe_experts": _hf_experts("grouped_mm"),
 }
 _HF |= _sequences(_HF)
@@ -263,6 +275,12 @@ _QUACK: dict[str, Builder] = {
 _QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
 
 
+def _trl_logprobs() -> Function:
+    apply = _get("trl.kernels", "ChunkedLogProbFunction").apply
+    chunk = 8192  # columns at a time, as its trainers have it
+    return lambda hidden, weight, target: apply(hidden, weight, None, target, 1.0, chunk, None, 1.0, ())[0]
+
+
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +308,7 @@ PEERS = {
     "liger": Peer("Liger-Kernel's Triton operators", "#7a5bb0", _liger(_TRITON), "Liger (Triton)"),
     "cute": Peer("Liger-Kernel's CuTe operators", "#a98fd0", _liger(_CUTE), "Liger (CuTe)"),
     "quack": Peer("QuACK's operators", "#3f7fbf", _QUACK, "QuACK"),
+    "trl": Peer("TRL's chunked kernel", "#c06060", {"linear_logprobs": _trl_logprobs}, "TRL"),
 }
 
 #: What --against may name, and the contenders that it stands for.
@@ -299,5 +318,6 @@ AGAINST = {
     "compile": ("compile", "compile-torch"),
     "liger": ("liger", "cute"),
     "quack": ("quack",),
+    "trl": ("trl",),
 }
 CUDA_ONLY = ("liger", "cute", "quack")
