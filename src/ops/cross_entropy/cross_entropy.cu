@@ -56,9 +56,8 @@ BST_DEVICE bst_raw read_vector(const void *row, int column) {
     return MODE == LOSS ? bst_read_once(p, VEC * SIZE) : bst_read(p, VEC * SIZE);
 }
 
-/* PATCHED: a vector of logits without the target's. */
+/* A vector of logits without the target's. */
 BST_DEVICE bst_raw without(bst_raw raw, int column, int target) {
-    if (!PATCHED || (unsigned)(target - column) >= (unsigned)VEC) return raw;
     float x[VEC];
     bst_unpack(x, raw, TYPE, VEC);
     BST_UNROLL
@@ -70,16 +69,21 @@ BST_DEVICE bst_raw without(bst_raw raw, int column, int target) {
 BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, const row_shape *s, int target,
                              float *scratch) {
     partial p = nothing();
+    int with_target = target >= s->head ? (target - s->head) / VEC : s->vectors; /* the vector that has it */
     for (int first = (int)bst_thread(); first < s->vectors; first += BATCH * THREADS) {
         bst_raw raw[BATCH];
         float x[VEC], top = -BST_INFINITY;
         BST_UNROLL
         for (int i = 0; i < BATCH; i++)
             if (first + i * THREADS < s->vectors) raw[i] = read_vector(row, s->head + (first + i * THREADS) * VEC);
+        if (PATCHED && (unsigned)(with_target - first) < BATCH * THREADS && (with_target - first) % THREADS == 0) {
+            BST_UNROLL
+            for (int i = 0; i < BATCH; i++)
+                if (first + i * THREADS == with_target) raw[i] = without(raw[i], s->head + with_target * VEC, target);
+        }
         BST_UNROLL
         for (int i = 0; i < BATCH; i++) {
             if (first + i * THREADS >= s->vectors) continue;
-            raw[i] = without(raw[i], s->head + (first + i * THREADS) * VEC, target);
             bst_unpack(x, raw[i], TYPE, VEC);
             top = top_of(top, x, VEC);
         }

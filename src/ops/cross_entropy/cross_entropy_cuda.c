@@ -21,7 +21,7 @@ static const bst_kernel reduce_kernel = {"cross_entropy.cu", "cross_entropy_redu
 static const bst_kernel scale_kernel = {"cross_entropy.cu", "scale", {"TYPE", "VEC", "THREADS", "SCALE"}};
 
 enum {
-    ROW_THREADS = 512,    /* of rows_kernel at most: two blocks a multiprocessor with 64 registers a thread */
+    ROW_THREADS = 512,    /* of rows_kernel at most */
     BLOCK_BYTES = 65536,  /* rows up to this size are one block's */
     BLOCK_EACH = 8,       /* vectors of a thread there */
     PLAIN_THREADS = 1024, /* of a multiprocessor there: 64 registers each, just enough */
@@ -142,7 +142,9 @@ static void choose_rows(const bst_cross_entropy_rows_call *c, bst_launch *l) {
     while (threads < ROW_THREADS && threads * BST_CROSS_ENTROPY_BATCH < vectors) threads *= 2;
     l->kernel = &rows_kernel;
     l->values[THREADS] = threads;
-    l->values[BLOCKS] = threads == ROW_THREADS && is_plain(l) ? 2 : 1;
+    /* Losses alone fit three blocks of 40 registers a thread: their loads are what a multiprocessor waits for. */
+    int blocks = c->mode == BST_CROSS_ENTROPY_LOSS ? 3 : 2;
+    l->values[BLOCKS] = threads == ROW_THREADS && is_plain(l) ? blocks : 1;
     l->block = (unsigned)threads;
     l->grid_x = (unsigned)c->rows;
 }
