@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bastile.models.mlp import activation_of
+from bastile.models.mlp import activation_of, activations
 from bastile.models.rebind import parameter_names
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served, without_autocast
@@ -39,7 +39,7 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
     from transformers.integrations import moe
 
     names, table, default = parameter_names(original), moe.ALL_EXPERTS_FUNCTIONS, moe.grouped_mm_experts_forward
-    default_gate, variant = moe._default_apply_gate, found.form.variant
+    default_gate, variant, classes = moe._default_apply_gate, found.form.variant, activations()
     has_own_gate, limit, alpha = "_apply_gate" in found.methods, variant["limit"], variant["alpha"]
 
     def obstacle(self: Any, hidden: Any, indices: Any, weights: Any, activation: Any) -> str | None:
@@ -60,7 +60,7 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
         if given or len(args) > len(names):
             tally.step_aside("it was not called with states, indices and weights alone")
             return original(self, *args, **kwargs)
-        activation: Any = variant["activation"] or activation_of(getattr(self, "act_fn", None))
+        activation: Any = variant["activation"] or activation_of(getattr(self, "act_fn", None), classes)
         why = obstacle(self, hidden, indices, weights, activation)
         if why is not None:
             tally.step_aside(why)

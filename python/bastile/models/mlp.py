@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
 from bastile.guards import untouched
 from bastile.models.adapters import gated_mlp
@@ -18,10 +17,6 @@ from bastile.ops._modules import plain_linear
 from bastile.ops.gated_mlp import gated_mlp_of_halves
 from bastile.ops.glu import glu
 from bastile.report import Tally
-
-_OF_CLASS = {nn.SiLU: "silu", nn.ReLU: "relu"} | {
-    type(ACT2FN[name]): of_ours for name, of_ours in ACTIVATION_OF_CONFIG.items() if name in ACT2FN
-}
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
@@ -36,6 +31,7 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
     up_first = "up_gate" in names
     between = names.get("norm") or names.get("dropout")  # the unit and the last layer
     scale_gate, scale_out, dropout_out = names.get("scale_gate"), names.get("scale_out"), names.get("dropout_out")
+    classes = activations()
 
     def unit(self: Any, x: Any, act: str) -> Any:
         if both is not None:
@@ -60,7 +56,7 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
         if len(args) != 1 or kwargs:
             tally.step_aside("it was not called with one tensor by position")
             return original(self, *args, **kwargs)
-        act = "silu" if activation is None else activation_of(getattr(self, activation))
+        act = "silu" if activation is None else activation_of(getattr(self, activation), classes)
         if act is None:
             tally.step_aside("its activation is none that Bastile computes")
             return original(self, *args)
@@ -78,11 +74,22 @@ def _does_nothing(module: Any) -> bool:
     return type(module) is nn.Dropout and untouched(module) and (not module.training or module.p == 0)
 
 
-def activation_of(module: Any) -> str | None:
-    """The activation that this module computes, by the name that bastile.ops.glu has for it; None for any other."""
+@functools.cache
+def activations() -> dict[type, str]:
+    """Classes of activations, and the names that bastile.ops.glu has for them. Asked for where a forward is made: this
+    file is imported where Transformers is not installed, and torch.compile would meet what the forward imports."""
+    from transformers.activations import ACT2FN
+
+    names = {type(ACT2FN[name]): of_ours for name, of_ours in ACTIVATION_OF_CONFIG.items() if name in ACT2FN}
+    return {nn.SiLU: "silu", nn.ReLU: "relu", **names}
+
+
+def activation_of(module: Any, classes: dict[type, str]) -> str | None:
+    """The activation that this module computes, by the name that bastile.ops.glu has for it; None for any other.
+    classes: activations()."""
     if type(module) is nn.GELU and untouched(module):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
-    return _OF_CLASS.get(type(module)) if isinstance(module, nn.Module) and untouched(module) else None
+    return classes.get(type(module)) if isinstance(module, nn.Module) and untouched(module) else None
 
 
 def activation_named(name: Any) -> str | None:
