@@ -51,7 +51,8 @@ def table(results: Results) -> Table:
             if record is None:
                 continue
             cells = [str(length), name, *_cells(record, results.find("hf", length), whole, curve)]
-            cells += [ratio(record.get("seconds"), floor), _idle(record)] if settings["profile_floor"] else []
+            if settings["profile_floor"] and record["status"] == "ok":
+                cells += [ratio(record["seconds"], floor), _idle(record)]
             shown.add_row(*cells[: len(columns)], style="green" if name == "bastile" else "")
         shown.add_section()
     return shown
