@@ -36,8 +36,8 @@ CHOICE = {"exact": "eager", "stock": "grouped_mm", "patched": "grouped_mm"}
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("bastile").setLevel(logging.ERROR)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "bastile")  # until the test's end
 
 
 def built(model_type: str, device: str = "cpu", experts: str | None = None, **more: Any) -> Any:

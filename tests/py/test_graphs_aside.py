@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -186,8 +187,14 @@ class _Sees(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def _detect_anomaly() -> AbstractContextManager[Any]:
+    with warnings.catch_warnings():  # it says that it is slow
+        warnings.simplefilter("ignore")
+        return torch.autograd.detect_anomaly()
+
+
 STATES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str | None]] = {
-    "anomaly": (torch.autograd.detect_anomaly, 2, "anomaly mode, which looks at each operator's gradients"),
+    "anomaly": (_detect_anomaly, 2, "anomaly mode, which looks at each operator's gradients"),
     "offloaded": (torch.autograd.graph.save_on_cpu, 2, "hooks on saved tensors"),
     "dispatch": (_Sees, 2, "a mode that sees each operator's calls"),
     "autocast": (lambda: torch.autocast(DEVICE, torch.bfloat16), 4, None),
@@ -195,7 +202,6 @@ STATES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str | No
 }
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly")
 @pytest.mark.parametrize("state", STATES)
 def test_states_of_the_process(state: str) -> None:
     context, replayed, reason = STATES[state]

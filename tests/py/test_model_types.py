@@ -65,8 +65,8 @@ THOROUGH = ("llama", "qwen3", "gpt_oss", "gemma3_text", "gpt2", "bart", "deepsee
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    logging.getLogger("bastile").setLevel(logging.ERROR)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "bastile")  # until the test's end
 
 
 @pytest.mark.parametrize("model_type", SAMPLE)
