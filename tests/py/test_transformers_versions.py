@@ -68,7 +68,10 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
             [*ATTENTION, row.q_norm, row.k_norm],
             [*attention.NEEDED, "past_key_values"],
         ),
-        ("recompute", row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"]),
+        *(
+            (operator, row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"])
+            for operator in ("recompute", "cuda_graphs")
+        ),
     ]
     # Some go into PEFT and PyTorch, or where their statements are: test_rewrite.py.
     assert {place[0] for place in found} == set(OPERATORS) - {"lora_linear", "layer_norm", "add_rms_norm"}

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bastile.graphs.recorder import CudaRecorder, Recorder
 from bastile.guards import function_of, stock_of
+from bastile.models.checkpoints import is_checkpointed
 from bastile.ops._common import PLAIN, in_transform
 from bastile.recompute import is_recomputing
 
@@ -41,11 +42,9 @@ def against_this_step() -> str | None:
 
 def against_these_layers(layers: Sequence[Any]) -> str | None:
     """What stays as it is as long as the layers do."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     if not layers or len(set(layers)) < len(layers):
         return "no layers, or one that stands there twice"
-    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+    if not all(map(is_checkpointed, layers)):
         return f"layers of the class {type(layers[0]).__qualname__}, which is none of Transformers' layers"
     tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
     parameters = [t for t in tensors if isinstance(t, nn.Parameter)]

@@ -34,6 +34,14 @@ def runs_again(x: torch.Tensor) -> bool:
     return not is_compiling() and _graph_task() >= 0 and x.is_cuda
 
 
+def is_checkpointed(layer: object) -> bool:
+    """Whether Transformers may put this layer's call in a checkpoint."""
+    # It imports files of models, which bastile.apply must not: where a layer runs, they are there.
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return isinstance(layer, GradientCheckpointingLayer)
+
+
 @contextmanager
 def watched(x: torch.Tensor) -> Iterator[None]:
     """Around such a run. A checkpoint may end it by an exception, once all is there again that was needed."""

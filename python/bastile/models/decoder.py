@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bastile.models import rewrite
-from bastile.models.checkpoints import runs_again, watched
+from bastile.models.checkpoints import is_checkpointed, runs_again, watched
 from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of, torch_norms
 from bastile.models.sites import ModelFile, Site
@@ -26,9 +25,11 @@ from bastile.report import Tally
 
 def sites(file: ModelFile) -> Iterator[Site]:
     norms = norms_of(file)
-    if norms == torch_norms() and any(cls.__name__.endswith("Norm") for cls in file.own_classes()):
-        return  # its norms are its own, and of code that is not known
-    for cls in file.own_classes():
+    classes = list(file.own_classes())
+    names = {cls.__name__ for cls in classes} | file.replaced.keys()
+    if norms == torch_norms() and any(name.endswith("Norm") for name in names):
+        return  # its norms are its own, and of code that is not known, or another package's
+    for cls in classes:
         read = file.read(cls, rewrite.add_norms)
         if read is not None:
             # The wrapper checkpoints the layer, and asks whether it is the class's own.
@@ -63,7 +64,7 @@ def layer_forward(
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else None
-        if isinstance(x, torch.Tensor) and runs_again(x) and isinstance(self, GradientCheckpointingLayer):
+        if isinstance(x, torch.Tensor) and runs_again(x) and is_checkpointed(self):
             with watched(x):
                 return at_once(self, *args, **kwargs)
         return at_once(self, *args, **kwargs)
