@@ -35,8 +35,8 @@ class Applied:
         found = getattr(self.site.owner, self.site.attribute)
         if found is not self.replacement:
             return found
-        wrapper = self.site.wrapper
-        return None if wrapper is None or (now := self.site.stock_class.forward) is wrapper else now
+        wrapper, now = self.site.wrapper, self.site.stock_class.forward if self.site.wrapper else None
+        return None if stock_of(now) is wrapper else now  # around it there may be another operator
 
     def is_called(self) -> bool:
         """Whether calls still come to it, directly or through what others have wrapped around it."""

@@ -18,6 +18,7 @@ from accelerate.utils import extract_model_from_parallel
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.models.bart import modeling_bart
 
 import bastile
 from bastile.models.table import OPERATORS
@@ -280,6 +281,16 @@ def test_another_patcher_after_apply(patcher: Any, calls: dict[str, int]) -> Non
     assert norm.forward is before["rms_norm"]
     assert mlp.forward is before["swiglu"]
     assert model(**tiny_batch(model)) == "the other's"
+
+
+def test_operators_on_a_wrapper_and_within_it_are_no_others(recwarn: pytest.WarningsRecorder) -> None:
+    """Bart's encoder takes tokens through layers, and has a norm of a sum of its own within Transformers' wrapper."""
+    encoder = modeling_bart.BartEncoder
+    stock = encoder.forward
+    assert {"add_rms_norm_bart", "recompute_bart"} <= set(bastile.apply(model_types="bart"))
+    bastile.reset()
+    assert encoder.forward is stock
+    assert [str(each.message) for each in recwarn if "has replaced" in str(each.message)] == []
 
 
 def test_others_that_wrap_a_patch_keep_their_wrapper(monkeypatch: pytest.MonkeyPatch, calls: dict[str, int]) -> None:
