@@ -191,22 +191,29 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
 def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     """Of tools/trl_lora.py and trl_rl.py: of each setting the latest run of each implementation."""
     versions = run["versions"]
-    latest: dict[tuple[Any, ...], dict[str, str]] = {}
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for step in sorted(run["steps"], key=lambda step: step.get("run", 1)):
         setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing"))
         setting = (step.get("trainer", ""), *setting, step.get("load_in_4bit", False))
-        cell = f"{step['median_ms']:.0f}, {step['least_ms']:.0f} ({step['peak_gib']:.1f})"
-        latest.setdefault(setting, {})[step["implementation"]] = cell
+        latest.setdefault(setting, {})[step["implementation"]] = step
     table = [["milliseconds of a step, median and least (peak GiB)", "stock", "**Bastile**"]]
-    for (trainer, shape, batch, length, checkpointing, in_4bit), cells in sorted(latest.items(), reverse=True):
+    apart = False
+    for (trainer, shape, batch, length, checkpointing, in_4bit), steps in sorted(latest.items(), reverse=True):
         more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
         name = f"{trainer.upper()} {shape}, {batch} x {length}{more}".strip()
-        table.append([name, cells.get("stock", "–"), f"**{cells['bastile']}**"])
+        cells = {
+            one: f"{step['median_ms']:.0f}, {step['least_ms']:.0f} ({step['peak_gib']:.1f})"
+            for one, step in steps.items()
+        }
+        is_apart = len({step.get("run", 1) for step in steps.values()}) > 1
+        apart |= is_apart
+        table.append([name, cells.get("stock", "–") + " *" * is_apart, f"**{cells['bastile']}**"])
     return [
         f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}.",
         f"`{run['command']}`, [all figures]({link}).",
         "",
         *rows_of(table),
+        *(["", "\\* of an earlier run than Bastile's, on another machine of the kind."] if apart else []),
     ]
 
 
