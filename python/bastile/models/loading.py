@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from bastile.models import parameter_count
+
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
 _OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", _TORCHS})
@@ -188,6 +190,8 @@ class Watch:
         own = getattr(base, "post_init", None)
         if getattr(own, _MARK, None) is own and own is not None:
             base.post_init = own.__wrapped__  # type: ignore[union-attr]
+        if base is not None:
+            parameter_count.take_out_of(base)
 
     def _imported(self, name: str) -> None:
         if name == _BASE:
@@ -198,6 +202,7 @@ class Watch:
     def _watch_models(self) -> None:
         """Every model calls post_init when it has been built."""
         base = sys.modules[_BASE].PreTrainedModel
+        parameter_count.put_into(base)
         original = base.post_init
         if getattr(original, _MARK, None) is original:
             return

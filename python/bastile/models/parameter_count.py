@@ -1,0 +1,117 @@
+"""The number of a model's parameters, counted again only when it can have changed.
+
+Trainer.floating_point_ops asks for it in every step, and Transformers' num_parameters then names every module and every
+parameter anew, while a GPU waits. The count that is kept is good as long as all that num_parameters reads is what it
+was. That is looked at in every call, without making names, in a quarter of the time: no adapter that comes or goes, no
+weight that is resized, quantised, gathered or sharded is missed."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.guards import stand_in_for, stock_of
+from bastile.models.forms import code_of, forget_sources, runs
+
+_NAME = "num_parameters"
+_FINGERPRINT = "a690284ceb48"  # of its code, from Transformers 5.0 on
+_children, _own = attrgetter("_modules"), attrgetter("_parameters")
+
+
+_is_in_force = False
+
+
+def put_into(base: type) -> None:
+    """Into the class that PreTrainedModel has num_parameters from, unless other code than the known is there."""
+    global _is_in_force
+    _is_in_force = True
+    owner, there = _place(base)
+    if stock_of(there) is there and _is_known(there):
+        setattr(owner, _NAME, _kept(there))
+
+
+def take_out_of(base: type) -> None:
+    """What others have put around it since stays, and comes to the original."""
+    global _is_in_force
+    _is_in_force = False
+    owner, there = _place(base)
+    if stock_of(there) is not there:
+        setattr(owner, _NAME, stock_of(there))
+
+
+def _place(base: type) -> tuple[Any, Any]:
+    """The class that has the method, and the method."""
+    return next(((cls, vars(cls)[_NAME]) for cls in base.__mro__ if _NAME in vars(cls)), (None, None))
+
+
+@functools.cache
+def _is_known(function: Any) -> bool:
+    code = code_of(function)
+    forget_sources()  # which are long
+    return code is not None and code.fingerprint == _FINGERPRINT and runs(code.node, code, function)
+
+
+def _kept(original: Callable[..., int]) -> Callable[..., int]:
+    counts: weakref.WeakKeyDictionary[nn.Module, _Counts] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(original)
+    def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        is_stock = only_trainable or not _is_in_force or torch.compiler.is_compiling()
+        if is_stock or not _names_as_torch(self):
+            return original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        found = counts.get(self)
+        if found is None or not found.are_of(self):
+            found = counts[self] = _Counts(self)
+        key = bool(exclude_embeddings)
+        if key not in found.numbers:
+            found.numbers[key] = original(self, exclude_embeddings=exclude_embeddings)
+        return found.numbers[key]
+
+    stand_in_for(original, num_parameters)
+    return num_parameters
+
+
+def _names_as_torch(model: nn.Module) -> bool:
+    """Whether the model names its modules and parameters as torch does, and not by a method of its own."""
+    names = "named_modules", "named_parameters", "_named_members"
+    return all(getattr(type(model), n) is getattr(nn.Module, n) and n not in vars(model) for n in names)
+
+
+class _Counts:
+    """Of one model, and what they were made from. It keeps nothing alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = list(model.modules())
+        self.numbers: dict[bool, int] = {}  # by whether they are without embeddings
+        self._modules = [weakref.ref(module) for module in modules]
+        self._read = _read(model, modules)
+
+    def are_of(self, model: nn.Module) -> bool:
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        return _read(model, modules) == self._read
+
+
+def _read(model: Any, modules: list[nn.Module]) -> list[Any]:
+    """All that num_parameters looks at, objects by identity: modules and their classes, parameters with
+    their names within a module, sizes. Names of modules do not matter."""
+    children, own = list(map(_children, modules)), list(map(_own, modules))
+    some = list(filter(None, own))
+    every = [parameter for names in some for parameter in names.values()]
+    there = [parameter for parameter in every if parameter is not None]
+    in_4bit = getattr(model, "is_loaded_in_4bit", False)
+    return [
+        list(map(type, modules)),  # fewer where one is gone
+        [id(child) for names in filter(None, children) for child in names.values()],
+        list(map(len, own)),
+        list(chain.from_iterable(some)),
+        list(map(id, every)),
+        [parameter.numel() for parameter in there],
+        [parameter.element_size() for parameter in there] if in_4bit else (),
+    ]
