@@ -244,7 +244,7 @@ TEST(fused_losses_are_apart) {
     const DLDataType f = bst_test_types[0];
     DLTensor *th = &make(&h, f, 2, T, H)->tensor, *tw = &make(&w, f, 2, V, H)->tensor,
              *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor, *tb = &make(&b, f, 1, V, 0)->tensor,
-             *tl = &make(&l, f, 1, 1, 0)->tensor, *ts = &make(&s, f, 1, T, 0)->tensor,
+             *tl = &make(&l, f, 1, 1, 0)->tensor, *ts = &make(&s, f, 2, T, 2)->tensor,
              *tz = &make(&z, f, 2, T, V)->tensor, *tdw = &make(&dw, f, 2, V, H)->tensor;
     DLTensor hidden_in_lse = *ts, bias_in_dweight = *tb;
     hidden_in_lse.data = th->data, bias_in_dweight.data = tdw->data;
@@ -406,7 +406,7 @@ TEST(what_may_be_left_out) {
     bst_shape x, y, t, l, s;
     DLTensor *tx = &make(&x, f, 2, T, H)->tensor, *ty = &make(&y, f, 2, T, H)->tensor,
              *tt = &make(&t, bst_test_i64, 1, T, 0)->tensor, *tl = &make(&l, f, 1, 1, 0)->tensor,
-             *ts = &make(&s, f, 1, T, 0)->tensor;
+             *ts = &make(&s, f, 2, T, 2)->tensor;
     int64_t ones[] = {1, 1, 1}, two[] = {2};
     CHECK_OK(bst_norm_forward(NULL, tx, NULL, NULL, NULL, 1e-6, NULL, ty, NULL, NULL, NULL));
     CHECK_EQ_I(bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = tx, .x = tx, .dx = ty), NULL), BST_INVALID);

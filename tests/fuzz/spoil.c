@@ -167,8 +167,8 @@ static bool without_memory(const fuzz_call *c, fuzz_raw *raw, int place) {
 }
 
 static bool between_elements(const fuzz_call *c, fuzz_raw *raw, int place) {
-    raw->tensor[place].byte_offset++;
-    return c->of[place].count > 0;
+    raw->tensor[place].byte_offset++; /* between bytes there is nothing */
+    return c->of[place].count > 0 && bst__dtype_size(c->of[place].type) > 1;
 }
 
 static bool beyond_63_bits(const fuzz_call *c, fuzz_raw *raw, int place) {
