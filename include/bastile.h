@@ -460,11 +460,15 @@ BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, 
  * of w y, divided by w. dh [N, 2I], zero beyond a limit; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y,
  * plus dots [N] float32 where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed
  * order. Each may be NULL. dh may be h itself, and wy dy itself. */
-BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
-                                        const DLTensor *bias, const DLTensor *ends, const DLTensor *order,
-                                        const DLTensor *weights, const DLTensor *dots,
-                                        const bst_moe_glu_options *options, DLTensor *dh, DLTensor *wy,
-                                        DLTensor *dweights, DLTensor *dbias);
+typedef struct bst_moe_glu_backward_tensors {
+    size_t size; /* sizeof(bst_moe_glu_backward_tensors) */
+    const DLTensor *dy, *h, *bias, *ends, *order, *weights, *dots;
+    DLTensor *dh, *wy, *dweights, *dbias;
+} bst_moe_glu_backward_tensors;
+
+/* options as for forward. */
+BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
+                                        const bst_moe_glu_options *options);
 
 /* out[t] = sum over k of weights[t, k] (y[position[t, k]] + bias[indices[t, k]]), in this order, in float32, rounded
  * once. weights NULL: ones; bias NULL: zeros, and indices is not read. */

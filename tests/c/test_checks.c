@@ -6,6 +6,7 @@
 
 #include "bastile/torch.h"
 #include "chips.h"
+#include "moe_calls.h"
 #include "rope_calls.h"
 
 enum { T = 70, H = 6, V = 6, E = 2, K = 2, N = T * K };
@@ -291,7 +292,7 @@ TEST(experts_outputs_are_apart) {
     SHARED(bst_moe_gather(NULL, tx, &order_in_rows, tr), "rows and position share memory");
     SHARED(bst_moe_glu_forward(NULL, th, &bias_in_y, te, NULL, ty), "y and bias share memory");
 #define GLU(ends, dh, dweights, dbias) \
-    bst_moe_glu_backward(NULL, ty, th, tb, ends, to, tw, NULL, NULL, dh, NULL, dweights, dbias)
+    moe_glu_backward(NULL, ty, th, tb, ends, to, tw, NULL, NULL, dh, NULL, dweights, dbias)
     SHARED(GLU(&ends_in_dh, tr, NULL, NULL), "dh and ends share memory");
     SHARED(GLU(te, NULL, tw, NULL), "dweights and weights share memory");
     SHARED(GLU(te, NULL, NULL, tb), "dbias and bias share memory");
@@ -454,7 +455,7 @@ TEST(more_pairs_than_can_be_counted) {
     check_refused(bst_moe_combine_forward(&bst_fake_exec, tx, tp, NULL, NULL, NULL, tr), BST_UNSUPPORTED, message);
     message = "h has 2147483648 rows; at most 2147483647 are supported";
     check_refused(bst_moe_glu_forward(&bst_fake_exec, th, NULL, te, NULL, ty), BST_UNSUPPORTED, message);
-    check_refused(bst_moe_glu_backward(&bst_fake_exec, ty, th, NULL, te, to, tw, NULL, NULL, NULL, tr, NULL, NULL),
+    check_refused(moe_glu_backward(&bst_fake_exec, ty, th, NULL, te, to, tw, NULL, NULL, NULL, tr, NULL, NULL),
                   BST_UNSUPPORTED, message);
 #ifndef BST_EMULATE
     bst__cuda_compile_only(NULL);

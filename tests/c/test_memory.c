@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <stdbool.h>
 
+#include "moe_calls.h"
 #include "rope_calls.h"
 #include "tensors.h"
 
@@ -87,7 +88,7 @@ static bst_status moe_glu(void) {
     DLTensor o = bst_tensor(order, 1, pairs, NULL, (DLDataType){kDLInt, 32, 1}), db = f32(out[0], 2, experts);
     bst_moe_glu_options oai = {
         .size = sizeof oai, .activation = BST_SWIGLU_OAI, .interleaved = 1, .alpha = 1.7, .limit = 7};
-    return bst_moe_glu_backward(&exec, &dy, &h, &b, &e, &o, &w, NULL, &oai, NULL, NULL, NULL, &db);
+    return moe_glu_backward(&exec, &dy, &h, &b, &e, &o, &w, NULL, &oai, NULL, NULL, NULL, &db);
 }
 
 static const struct {

@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "chips.h"
+#include "moe_calls.h"
 
 /* 70 rows are several blocks of the backward pass, on CPU and CUDA; expert 2 has no token, and experts end inside
  * blocks. */
@@ -128,8 +129,8 @@ TEST(backward) {
     DLTensor t_wy = bst_f32(wy, 2, rows_i), t_dw = bst_f32(dweights, 2, pairs),
              t_dgub = bst_f32(dgate_up_bias, 2, bias_2i);
     CHECK_OK(bst_moe_combine_backward(NULL, &t_dout, &t_order, &t_ends, &t_weights, &t_db, &t_dx, &t_dots, &t_ddb));
-    CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, &oai, &t_dh, &t_wy,
-                                  &t_dw, &t_dgub));
+    CHECK_OK(moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, &oai, &t_dh, &t_wy,
+                              &t_dw, &t_dgub));
     double sum_h[E][H] = {{0}}, sum_2i[E][2 * I] = {{0}};
     for (int n = 0; n < N; n++) {
         int e = expert_of(n), token = order[n] / K;
@@ -200,8 +201,8 @@ TEST(every_unit_in_either_layout) {
             bst_moe_glu_options options = {sizeof options, .activation = (bst_activation)activation, .alpha = alpha,
                                            .limit = limited ? limit : 0};
             CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &options, &t_y));
-            CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &options,
-                                          &t_dh, &t_wy, &t_dw, &t_dbias));
+            CHECK_OK(moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &options, &t_dh,
+                                      &t_wy, &t_dw, &t_dbias));
             for (int n = 0; n < N; n++) {
                 double dot = 0, w = weights[order[n] / K][order[n] % K], near = 1e-6;
                 for (int c = 0; c < I; c++) {
@@ -223,8 +224,8 @@ TEST(every_unit_in_either_layout) {
             }
             options.interleaved = 1;
             CHECK_OK(bst_moe_glu_forward(NULL, &o_h, &o_bias, &t_ends, &options, &o_y));
-            CHECK_OK(bst_moe_glu_backward(NULL, &t_dy, &o_h, &o_bias, &t_ends, &t_order, &t_weights, NULL, &options,
-                                          &o_dh, &o_wy, &o_dw, &o_dbias));
+            CHECK_OK(moe_glu_backward(NULL, &t_dy, &o_h, &o_bias, &t_ends, &t_order, &t_weights, NULL, &options, &o_dh,
+                                      &o_wy, &o_dw, &o_dbias));
             turn(&want[0][0], &dh[0][0], N);
             turn(&want_bias[0][0], &dgate_up_bias[0][0], E);
             CHECK(!memcmp(y, other_y, sizeof y) && !memcmp(wy, other_wy, sizeof wy));
@@ -244,8 +245,8 @@ TEST(backward_in_place) {
         bool want_dh = wanted & 1, want_wy = wanted & 2;
         memcpy(own_h, h, sizeof h);
         memcpy(own_dy, dy, sizeof dy);
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_own_dy, &t_own_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, &oai,
-                                      want_dh ? &t_own_h : NULL, want_wy ? &t_own_dy : NULL, &t_own_dw, &t_own_dgub));
+        CHECK_OK(moe_glu_backward(NULL, &t_own_dy, &t_own_h, &t_gub, &t_ends, &t_order, &t_weights, &t_dots, &oai,
+                                  want_dh ? &t_own_h : NULL, want_wy ? &t_own_dy : NULL, &t_own_dw, &t_own_dgub));
         CHECK(!memcmp(own_h, want_dh ? dh : h, sizeof h));
         CHECK(!memcmp(own_dy, want_wy ? wy : dy, sizeof dy));
         CHECK(!memcmp(own_dw, dweights, sizeof dweights));
@@ -281,13 +282,13 @@ TEST(h_may_begin_between_pairs) {
         CHECK(!memcmp(near_y, far_y + size, (size_t)(N * I * size)));
         DLTensor t_dh = bst_tensor(near_dh, 2, rows_2i, NULL, bst_test_types[t]);
         DLTensor t_far_dh = bst_tensor(far_dh + size, 2, rows_2i, NULL, bst_test_types[t]);
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
-                                      &t_dh, NULL, NULL, NULL));
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
-                                      &t_far_dh, NULL, NULL, NULL));
+        CHECK_OK(moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai, &t_dh,
+                                  NULL, NULL, NULL));
+        CHECK_OK(moe_glu_backward(NULL, &t_near_y, &t_near_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
+                                  &t_far_dh, NULL, NULL, NULL));
         CHECK(!memcmp(near_dh, far_dh + size, (size_t)(N * 2 * I * size)));
-        CHECK_OK(bst_moe_glu_backward(NULL, &t_near_y, &t_far_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
-                                      &t_far_h, NULL, NULL, NULL));
+        CHECK_OK(moe_glu_backward(NULL, &t_near_y, &t_far_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai, &t_far_h,
+                                  NULL, NULL, NULL));
         CHECK(!memcmp(near_dh, far_h + size, (size_t)(N * 2 * I * size)));
     }
 }
@@ -332,8 +333,8 @@ TEST(index_tensors_are_not_believed) {
 #ifdef BST_EMULATE
         CHECK(isnan(written[3 * H]) && isnan(dots_out[3]) && written[4 * H] == out[order[4] / K][0]);
 #endif
-        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &oai, &o_2i,
-                                           &o_more_i, &o_pairs, &o_bias_2i),
+        CHECK_REFUSED(moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &oai, &o_2i,
+                                       &o_more_i, &o_pairs, &o_bias_2i),
                       message);
 #ifdef BST_EMULATE
         CHECK(isnan(more[3 * I]) && !isnan(more[4 * I]));
@@ -373,8 +374,8 @@ TEST(index_tensors_are_not_believed) {
         ends[wrong_ends[w][0]] = wrong_ends[w][1];
         const char *message = "ends, of shape [5], has ";
         CHECK_REFUSED(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &oai, &o_i), message);
-        CHECK_REFUSED(bst_moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &oai, &o_2i,
-                                           &o_more_i, &o_pairs, &o_bias_2i),
+        CHECK_REFUSED(moe_glu_backward(NULL, &t_y, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &oai, &o_2i,
+                                       &o_more_i, &o_pairs, &o_bias_2i),
                       message);
         CHECK_REFUSED(
             bst_moe_combine_backward(NULL, &t_out, &t_order, &t_ends, &t_weights, &t_db, &o_rows_h, &o_dots, &o_bias_h),
@@ -451,8 +452,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
     memcpy(dh, h, sizeof h);
     memcpy(wy, y, sizeof y);
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++) {
-        CHECK_EQ_I(bst_moe_glu_backward(NULL, &shared[i].dy, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
-                                        &shared[i].dh, &shared[i].wy, NULL, NULL),
+        CHECK_EQ_I(moe_glu_backward(NULL, &shared[i].dy, &t_h, NULL, &t_ends, &t_order, &t_weights, NULL, &oai,
+                                    &shared[i].dh, &shared[i].wy, NULL, NULL),
                    BST_INVALID);
         CHECK_STR(bst_last_error(), shared[i].message);
     }
@@ -509,14 +510,14 @@ static void compile_calls(void) {
             for (int frozen = 0; frozen < 2; frozen++) {
                 CHECK_OK(bst_moe_combine_backward(exec, d_out, d_order, d_ends, d_weights, d_db, d_rows, d_dots,
                                                   frozen ? NULL : d_ddb));
-                CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, &oai, d_dh,
-                                              frozen ? NULL : d_wy, d_dweights, frozen ? NULL : d_dgub));
+                CHECK_OK(moe_glu_backward(exec, d_rows, d_h, d_gub, d_ends, d_order, d_weights, d_dots, &oai, d_dh,
+                                          frozen ? NULL : d_wy, d_dweights, frozen ? NULL : d_dgub));
             }
             /* SwiGLU of halves, as most have it. */
             CHECK_OK(bst_moe_glu_forward(exec, d_h, NULL, d_ends, NULL, d_rows));
             for (int frozen = 0; frozen < 2; frozen++)
-                CHECK_OK(bst_moe_glu_backward(exec, d_rows, d_h, NULL, d_ends, d_order, d_weights, NULL, NULL, d_dh,
-                                              frozen ? NULL : d_wy, d_dweights, NULL));
+                CHECK_OK(moe_glu_backward(exec, d_rows, d_h, NULL, d_ends, d_order, d_weights, NULL, NULL, d_dh,
+                                          frozen ? NULL : d_wy, d_dweights, NULL));
         }
     }
 }

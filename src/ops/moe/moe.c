@@ -348,16 +348,17 @@ static const bst_function glu_backward = {
               "moe_glu_backward_inplace: " GLU_BACKWARD "dh?=h wy?=dy dweights? dbias?"),
 };
 
-bst_status bst_moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h, const DLTensor *bias,
-                                const DLTensor *ends, const DLTensor *order, const DLTensor *weights,
-                                const DLTensor *dots, const bst_moe_glu_options *options, DLTensor *dh, DLTensor *wy,
-                                DLTensor *dweights, DLTensor *dbias) {
-    const DLTensor *tensors[] = {[GLU_H] = h,         [GLU_ENDS] = ends,         [GLU_BIAS] = bias,  [GLU_DY] = dy,
-                                 [GLU_ORDER] = order, [GLU_WEIGHTS] = weights,   [GLU_DOTS] = dots,  [GLU_WY] = wy,
-                                 [GLU_DH] = dh,       [GLU_DWEIGHTS] = dweights, [GLU_DBIAS] = dbias};
+bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
+                                const bst_moe_glu_options *options) {
+    bst_moe_glu_backward_tensors t;
+    BST_TRY(bst__options(glu_backward_op, "tensors", tensors, &t, sizeof t));
+    const DLTensor *in_places[] = {
+        [GLU_H] = t.h,         [GLU_ENDS] = t.ends,         [GLU_BIAS] = t.bias,  [GLU_DY] = t.dy,
+        [GLU_ORDER] = t.order, [GLU_WEIGHTS] = t.weights,   [GLU_DOTS] = t.dots,  [GLU_WY] = t.wy,
+        [GLU_DH] = t.dh,       [GLU_DWEIGHTS] = t.dweights, [GLU_DBIAS] = t.dbias};
     bst_attribute attributes[LIMIT + 1];
     BST_TRY(read_options(glu_backward_op, options, attributes));
-    return bst__run(&glu_backward, exec, tensors, attributes);
+    return bst__run(&glu_backward, exec, in_places, attributes);
 }
 
 /* ---- the weighted sum -------------------------------------------------------------------------------------------- */
