@@ -1,6 +1,5 @@
-/* rope_calls.h - the rotary embedding with and without a norm as plain calls, for the tests: options and the struct
- * of the
- * backward pass filled in. */
+/* rope_calls.h - the rotary embedding with and without a norm as plain calls, for the tests: options and the struct of
+ * the backward pass filled in. */
 #ifndef BST_TEST_ROPE_CALLS_H
 #define BST_TEST_ROPE_CALLS_H
 
