@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -80,6 +81,14 @@ def need_floats(op: str, **tensors: torch.Tensor | None) -> None:
             raise TypeError(f"{op}: {name} is a {type(t).__name__}; a tensor is needed")
         if not t.is_floating_point():
             raise TypeError(f"{op}: {name} is {t.dtype}; a floating-point type is needed")
+
+
+def is_set(variable: str, usual: bool) -> bool:
+    """An environment variable that is 0 or 1."""
+    setting = os.environ.get(variable, str(int(usual)))
+    if setting not in ("0", "1"):
+        raise ValueError(f"{variable} is {setting!r}; 0 or 1 is needed")
+    return setting == "1"
 
 
 def cast_as_linear(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:

@@ -6,11 +6,9 @@ the patched models do ahead of their backbone."""
 
 from __future__ import annotations
 
-import os
-
 import torch
 
-from bastile.ops._common import PLAIN
+from bastile.ops._common import PLAIN, is_set
 
 #: Below so many tokens the products take less time than counting and gathering.
 MIN_TOKENS = {"cuda": 2048, "cpu": 256}
@@ -34,10 +32,7 @@ def set_compaction(enabled: bool | None) -> None:
 def _is_enabled() -> bool:
     if _enabled is not None:
         return _enabled
-    setting = os.environ.get("BASTILE_COMPACT", "1")
-    if setting not in ("0", "1"):
-        raise ValueError(f"BASTILE_COMPACT is {setting!r}; 0 or 1 is needed")
-    return setting == "1"
+    return is_set("BASTILE_COMPACT", True)
 
 
 class _Mailbox:

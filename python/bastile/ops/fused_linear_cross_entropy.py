@@ -131,7 +131,25 @@ def rows_to_compute(
     return valid_first(target.reshape(-1), ignore_index, valid_rows)
 
 
-def check_head(
+def head_inputs(
+    op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+    """hidden as rows [T, H], all three as a linear layer casts them, and whether the kernels run; where they do not,
+    what they would refuse is refused. target [T]."""
+    is_served = served(hidden, weight, bias)
+    if not is_served:
+        need_floats(op, hidden=hidden, weight=weight, bias=bias)
+    hidden, weight, bias = cast_as_linear(hidden, weight, bias)
+    if hidden.dim() == 0:
+        raise ValueError(f"{op}: hidden is a scalar; [..., H] is needed")
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    is_served = is_served or served(hidden, weight, bias)  # autocast may have made it so
+    if not is_served:
+        _check_head(op, flat, weight, target, bias)
+    return flat, weight, bias, is_served
+
+
+def _check_head(
     op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     """For the branch that runs PyTorch's code: the kernels check for themselves. hidden [T, H], target [T]."""
@@ -213,16 +231,10 @@ def fused_linear_cross_entropy(
         )
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"fused_linear_cross_entropy: target is a {type(target).__name__}; a tensor is needed")
-    is_served = served(hidden, weight, bias)
-    if not is_served:
-        need_floats("fused_linear_cross_entropy", hidden=hidden, weight=weight, bias=bias)
-    hidden, weight, bias = cast_as_linear(hidden, weight, bias)
-    if hidden.dim() == 0:
-        raise ValueError("fused_linear_cross_entropy: hidden is a scalar; [..., H] is needed")
-    flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    labels = target.reshape(-1)
+    flat, weight, bias, is_served = head_inputs("fused_linear_cross_entropy", hidden, weight, labels, bias)
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
-    if not (is_served or served(hidden, weight, bias)):  # autocast may have made it so
-        check_head("fused_linear_cross_entropy", flat, weight, labels, bias)
+    if not is_served:
         logits = torch.nn.functional.linear(flat, weight, bias)
         loss = reference(logits, labels, class_weight, num_items, ignore_index, reduction, *options[2:])
     else:

@@ -3,16 +3,15 @@ demand, a budget of logits at a time."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, cast_as_linear, first_order_only, is_last_pass, need_floats, served
+from bastile.ops._common import Function, first_order_only, is_last_pass, is_set
 from bastile.ops._valid_rows import gather, scatter
-from bastile.ops.fused_linear_cross_entropy import check_head, chunk_bytes_now, logits_fit, rows_to_compute
+from bastile.ops.fused_linear_cross_entropy import chunk_bytes_now, head_inputs, logits_fit, rows_to_compute
 
 __all__ = ["LogProbs", "linear_logprobs", "set_float32_dweight"]
 
@@ -40,10 +39,7 @@ def set_float32_dweight(enabled: bool | None) -> None:
 def _wants_float32_dweight() -> bool:
     if _float32_dweight is not None:
         return _float32_dweight
-    setting = os.environ.get("BASTILE_FLOAT32_DWEIGHT", "0")
-    if setting not in ("0", "1"):
-        raise ValueError(f"BASTILE_FLOAT32_DWEIGHT is {setting!r}; 0 or 1 is needed")
-    return setting == "1"
+    return is_set("BASTILE_FLOAT32_DWEIGHT", False)
 
 
 class LogProbs(NamedTuple):
@@ -182,17 +178,11 @@ def linear_logprobs(
         raise ValueError(f"linear_logprobs: temperature is {temperature}; a number from 1e-6 to 1e6 is needed")
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"linear_logprobs: target is a {type(target).__name__}; a tensor is needed")
-    is_served = served(hidden, weight, bias)
-    if not is_served:
-        need_floats("linear_logprobs", hidden=hidden, weight=weight, bias=bias)
-    hidden, weight, bias = cast_as_linear(hidden, weight, bias)
-    if hidden.dim() == 0:
-        raise ValueError("linear_logprobs: hidden is a scalar; [..., H] is needed")
-    flat, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    labels = target.reshape(-1)
+    flat, weight, bias, is_served = head_inputs("linear_logprobs", hidden, weight, labels, bias)
     options = (temperature, logit_scale, softcap or 0.0)
     found: Any
-    if not (is_served or served(hidden, weight, bias)):  # autocast may have made it so
-        check_head("linear_logprobs", flat, weight, labels, bias)
+    if not is_served:
         found = reference(torch.nn.functional.linear(flat, weight, bias), labels, *options, ignore_index, outputs)
     else:
         chosen = rows_to_compute("linear_logprobs", flat, target, ignore_index, None)
