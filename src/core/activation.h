@@ -27,6 +27,11 @@
     X(0.265591472f) X(-0.166821182f) X(0.171736941f) X(0.046502199f) X(0.104172267f) X(0.102858387f) X(0.103768297f)
 #define BST_NORMAL_DENSITY 0.398942280f /* 1 / sqrt(2 pi) */
 
+/* Below x, |x| < BST_NORMAL_NEAR, it is 0.5 + x q(x^2), q of these coefficients, relative error 4e-8. */
+#define BST_NORMAL_NEAR 1.0f
+#define BST_NORMAL_NEAR_COEFFICIENTS(X) \
+    X(-7.66260837e-06f) X(0.000113507478f) X(-0.0011863485f) X(0.00997333042f) X(-0.0664903596f) X(0.398942292f)
+
 enum {
 #define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,
     BST_EXPERTS_UNITS(BST_ACTIVATION_CODE)

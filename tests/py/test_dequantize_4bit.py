@@ -75,8 +75,10 @@ def test_bitsandbytes(blocksize, nested, kind, dtype, device):
     given = Nested(inner.code, inner.absmax, state.offset, inner.blocksize) if nested else None
     made = dequantize_4bit(packed, state.absmax, state.code, weight.shape, dtype, blocksize=blocksize, nested=given)
     want = functional.dequantize_4bit(packed, state)
-    # A zero may have either sign: in FP4, where bitsandbytes' kernels differ in it.
-    assert_same_bits(made + 0, want + 0)
+    if device == "cpu":  # where its kernel, if any, is of the processor's vectors, and may round twice
+        torch.testing.assert_close(made, want, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).tiny)
+    else:  # a zero may have either sign: in FP4, where bitsandbytes' kernels differ in it
+        assert_same_bits(made + 0, want + 0)
     assert (made - weight).abs().max() < 0.35 * weight.abs().max()  # it is this weight
 
 

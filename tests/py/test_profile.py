@@ -316,7 +316,7 @@ def test_profile_on_a_gpu(tmp_path: Path) -> None:
         assert measured["peak_memory"] > 0
         assert all(measured["groups"][group] > 0 for group in GROUPS)
     own = {kernel["name"]: kernel["group"] for kernel in ours["kernels"]}
-    assert own["rms_norm_forward"] == own["rms_norm_backward"] == "norms"
+    assert own["norm_forward"] == own["norm_backward"] == "norms"
     assert not own.keys() & {REGION + group for group in GROUPS}
     # What a stock norm launches has no name of its own: a handful of kernels, forward and backward, in five norms.
     assert sum(kernel["calls"] for kernel in stock["kernels"] if kernel["group"] == "norms") > 50

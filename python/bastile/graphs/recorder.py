@@ -6,6 +6,7 @@ of them."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
@@ -47,10 +48,13 @@ class CudaRecorder:
         self.stream = torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self._in_pool: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def recording(self) -> Any:
         self.graphs = []
+        if not self._in_pool:  # with the last of its graphs a pool is gone, and its handle is no longer valid
+            self.pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize(self.device)
         # What the steps before have left in the allocator is needed again here, not there.
         torch.cuda.empty_cache()
@@ -62,16 +66,18 @@ class CudaRecorder:
         self, function: Callable[[], Sequence[torch.Tensor | None]]
     ) -> tuple[Replayed, list[torch.Tensor | None]]:
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: others pin memory and ask events meanwhile.
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
+            # Of this thread alone: others pin memory and ask events meanwhile.
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             outputs = list(function())
+            graph.capture_end()
         except BaseException:
             with suppress(RuntimeError):  # what went wrong has ended it
                 graph.capture_end()
+            _leave_capture(self.device)
             raise
-        graph.capture_end()
         self.graphs.append(graph)
+        self._in_pool.add(graph)
         return graph, outputs
 
     def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,6 +90,16 @@ class CudaRecorder:
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
+
+
+def _leave_capture(device: torch.device) -> None:
+    """A capture that failed leaves PyTorch's generator in it, and the next dropout would raise an error; one that
+    succeeds takes it out."""
+    graph = torch.cuda.CUDAGraph()
+    with suppress(RuntimeError):
+        graph.capture_begin(capture_error_mode="thread_local")
+        torch.zeros(1, device=device)  # PyTorch warns of a graph without work
+        graph.capture_end()
 
 
 class _Memory:

@@ -73,7 +73,15 @@ BST_DEVICE bst_gate bst_gelu(float g, int type) {
     BST_NORMAL_COEFFICIENTS(STEP)
 #undef STEP
     float least = size < BST_NORMAL_END ? e * (t * p) : 0.0f, value = g < 0 ? g * least : g - h * least;
-    return {value, 1.0f, value, bst_fma(h, BST_NORMAL_DENSITY * e, g < 0 ? least : 1.0f - least)};
+    float slope = bst_fma(h, BST_NORMAL_DENSITY * e, g < 0 ? least : 1.0f - least);
+    if (type == BST_F32_CODE && size < BST_NORMAL_NEAR) { /* where the roundings of `least` would show */
+        float q = 0.0f;
+#define STEP(c) q = bst_fma(q, square, c);
+        BST_NORMAL_NEAR_COEFFICIENTS(STEP)
+#undef STEP
+        slope = bst_fma(h, bst_fma(BST_NORMAL_DENSITY, e, q), 0.5f);
+    }
+    return {value, 1.0f, value, slope};
 }
 
 BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
