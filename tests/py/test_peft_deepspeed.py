@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 
 
 def process(rank: int, port: int, stage: int) -> None:
-    """Two steps, stock and patched. ZeRO-2 shards gradients and what the optimiser keeps; ZeRO-3 the weights too, each of
+    """Two steps, stock and patched. ZeRO-2 shards gradients and what the optimiser keeps; ZeRO-3 weights too, each of
     which is whole only while its own layer runs, so that layers run one by one."""
     os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE="2")
