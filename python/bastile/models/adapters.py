@@ -42,6 +42,12 @@ def adapted(module: nn.Module, x: torch.Tensor) -> Adapted:
     return _base(module, x)
 
 
+def has_adapter(module: nn.Module) -> bool:
+    """Whether this is a layer of PEFT's LoRA."""
+    kind = type(module)
+    return kind is not nn.Linear and hasattr(module, "lora_A") and _form(kind.forward) == "adapted linear"
+
+
 @torch.compiler.assume_constant_result  # else the compiler follows it into the reading of the source
 def _form(forward: Any) -> str | None:
     """What kind of layer a forward, or what Bastile has put in its place, is of: by its code."""
