@@ -3,7 +3,7 @@
 #   make demo    train a small Qwen3 with stock Transformers and with Bastile, and compare
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
 #   make test-oldest   the tests of models with the oldest Transformers that is supported
-#   make test-trl      the trainers' tests with earlier releases of TRL, and with DeepSpeed
+#   make test-trl      the trainers' tests with earlier releases of TRL and PEFT, with DeepSpeed and torchao
 #   make test-models   one training step of each model type of Transformers
 #   make lint    format and style only
 #   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
@@ -85,14 +85,18 @@ test-oldest: install $(OLDEST)/stamp $(if $(VENV),$(VENV)/test.stamp)
 # Each release of TRL lies in a folder of its own, before the newest on Python's path; what they share in another.
 TRL := build/trl
 TRL_RELEASES := 0.24.0 1.0.0 1.4.0 1.6.0 1.14.2
+PEFT_OLDEST := 0.18.0
 $(TRL)/stamp: requirements/trl.txt
 	rm -rf $(TRL)
 	$(PY) -m pip install -q --no-deps --no-build-isolation --target $(TRL)/beside -r $<
 	for release in $(TRL_RELEASES); do $(PY) -m pip install -q --no-deps --target $(TRL)/$$release trl==$$release || exit; done
+	$(PY) -m pip install -q --no-deps --target $(TRL)/peft peft==$(PEFT_OLDEST)
 	touch $@
 
 test-trl: install $(TRL)/stamp $(if $(VENV),$(VENV)/test.stamp)
-	PYTHONPATH=$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py
+	PYTHONPATH=$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py tests/py/test_peft_deepspeed.py \
+	    tests/py/test_peft_torchao.py
+	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_walks.py
 	for release in $(TRL_RELEASES); do \
 	    PYTHONPATH=$(TRL)/$$release:$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py || exit; \
 	done

@@ -11,7 +11,14 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import bastile
 from bastile.models import adapters
@@ -280,3 +287,15 @@ def test_compiled_without_a_graph_break(ran):
     assert ran["adapted_gated_mlp"]
     for name, gradient in want.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_adapters_on_the_parameters_of_experts(ran):
+    """PEFT adds them to the weights, which our operator then multiplies by."""
+    options = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**options))
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    before = bastile.report().ran("moe_experts")
+    assert_as_stock(with_lora(model, target_modules=["q_proj", "k_proj", "v_proj"], target_parameters=experts))
+    assert bastile.report().ran("moe_experts") == before + LAYERS
+    assert ran == {"adapted_linears": LAYERS}

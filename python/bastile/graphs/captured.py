@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from bastile.graphs.arguments import CannotCapture, Place, Signature, rebuilt, signature
 from bastile.graphs.calls import bare
@@ -182,13 +183,11 @@ class Captured:
 
     def _forward_of(self, run: Run, hidden: torch.Tensor, kept: list[Any]) -> Callable[[], Sequence[Any]]:
         def forward() -> Sequence[Any]:
-            read = hidden.detach().requires_grad_(run.call.hidden_requires_grad)
-            output, inputs = read, []
-            with self._autocast.as_noted(), torch.set_grad_enabled(not run.call.checkpoints):
+            read = output = hidden.detach().requires_grad_(run.call.hidden_requires_grad)
+            with self._autocast.as_noted(), torch.enable_grad():
                 for layer in run.layers:
-                    inputs.append(output)
-                    output = self._called(layer, output)
-            kept[run.index] = inputs if run.call.checkpoints else (read, output)
+                    output = self._checkpointed(layer, output) if run.call.checkpoints else self._called(layer, output)
+            kept[run.index] = read, output
             return (output.detach(),)
 
         return forward
@@ -197,32 +196,19 @@ class Captured:
         self, run: Run, hidden: torch.Tensor, upstream: torch.Tensor, kept: list[Any]
     ) -> Callable[[], Sequence[Any]]:
         def backward() -> Sequence[Any]:
-            held, kept[run.index] = kept[run.index], None
+            (read, output), kept[run.index] = kept[run.index], None
             with self._autocast.off():
-                if run.call.checkpoints:
-                    return self._recomputed(run, held, upstream)
-                read, output = held
                 wanted = [read] * run.call.hidden_requires_grad + [p for layer in run.layers for p in layer.stand_ins]
                 found = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
             return found if run.call.hidden_requires_grad else (None, *found)
 
         return backward
 
-    def _recomputed(self, run: Run, inputs: list[Any], upstream: torch.Tensor | None) -> Sequence[Any]:
-        """The gradients of a run that keeps what its layers read: each is computed again, and then its gradients."""
-        gradients: list[Any] = []
-        for layer in reversed(run.layers):
-            wants = layer.call.hidden_requires_grad
-            if not wants and not layer.parameters:
-                break
-            read = inputs.pop().detach().requires_grad_(wants)
-            with self._autocast.as_noted(), torch.enable_grad():
-                output = self._called(layer, read)
-            found = torch.autograd.grad(output, [read] * wants + layer.stand_ins, upstream, allow_unused=True)
-            upstream = found[0] if wants else None
-            gradients[:0] = found[1:] if wants else found
-            del read, output, found
-        return (upstream if run.call.hidden_requires_grad else None), *gradients
+    def _checkpointed(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+        """Keeps the layer's input alone. The backward pass runs the layer again, as far as it needs."""
+        return checkpoint(
+            self._called, layer, hidden, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+        )
 
     def _called(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
         args, kwargs = rebuilt(layer.call.structure, [place.tensor for place in self.others])

@@ -1,6 +1,6 @@
-"""Layers that are more than a weight: with an adapter of PEFT's LoRA, quantised by bitsandbytes, or both, read as what
-the operators of ops/lora.py take. What a layer is, its class's code and its attributes say; one that may do anything
-else is left to its own forward."""
+"""Layers that are more than a weight: with an adapter of PEFT's LoRA, quantised by bitsandbytes or torchao, or both,
+read as what the operators of ops/lora.py take. What a layer is, its class's code and its attributes say; one that may
+do anything else is left to its own forward."""
 
 from __future__ import annotations
 
@@ -42,6 +42,12 @@ def adapted(module: nn.Module, x: torch.Tensor) -> Adapted:
     return _base(module, x)
 
 
+def has_adapter(module: nn.Module) -> bool:
+    """Whether this is a layer of PEFT's LoRA."""
+    kind = type(module)
+    return kind is not nn.Linear and hasattr(module, "lora_A") and _form(kind.forward) == "adapted linear"
+
+
 @torch.compiler.assume_constant_result  # else the compiler follows it into the reading of the source
 def _form(forward: Any) -> str | None:
     """What kind of layer a forward, or what Bastile has put in its place, is of: by its code."""
@@ -60,9 +66,12 @@ def _base(module: Any, x: torch.Tensor) -> Adapted:
     kind = type(module)
     if kind is nn.Linear:
         own = module._parameters
-        if "forward" in vars(module) or has_hooks(module) or type(own.get("weight")) not in PLAIN:
-            raise NotServed("a layer has hooks, a forward of its own, or a weight that is sharded or quantised")
-        return Adapted(own["weight"], own.get("bias"))
+        weight: Any = own.get("weight")
+        if "forward" in vars(module) or has_hooks(module):
+            raise NotServed("a layer has hooks or a forward of its own")
+        if type(weight) in PLAIN:
+            return Adapted(weight, own.get("bias"))
+        return Adapted(None, own.get("bias"), dequantise=_of_torchao(weight), outputs=module.out_features)
     form = _form(kind.forward)
     if form not in ("4-bit linear", "8-bit linear"):
         raise NotServed(f"{kind.__module__}.{kind.__qualname__} is no layer that Bastile knows")
@@ -72,7 +81,23 @@ def _base(module: Any, x: torch.Tensor) -> Adapted:
     if bias is not None and bias.dtype is not _dtype(x):
         raise NotServed("a quantised layer's bias is not of its input's type yet")
     make = _four_bits(module, x) if form == "4-bit linear" else _eight_bits(module)
-    return Adapted(None, bias, dequantise=make)
+    return Adapted(None, bias, dequantise=make, outputs=module.out_features)
+
+
+def _of_torchao(weight: Any) -> Callable[[torch.dtype], torch.Tensor]:
+    """torchao's int8 weights, made whole by its own function: PEFT puts adapters on no other type of its."""
+    kind = type(weight)
+    if kind.__name__ != "Int8Tensor" or not kind.__module__.startswith("torchao."):
+        raise NotServed(
+            f"a layer's weight is a {kind.__name__}: sharded, or quantised in a way that Bastile does not know"
+        )
+    if weight.act_quant_kwargs is not None or weight.act_pre_scale is not None:
+        raise NotServed("a layer of torchao scales or rounds its input")
+    return functools.partial(_by_torchao, weight)
+
+
+def _by_torchao(weight: Any, dtype: torch.dtype) -> torch.Tensor:
+    return weight.dequantize(dtype)
 
 
 def _eight_bits(module: Any) -> Callable[[torch.dtype], torch.Tensor]:
@@ -195,7 +220,8 @@ def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
     if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise NotServed(f"without autocast adapters of {of_a.dtype} compute in their own type")
     dropout = _dropout(inner["lora_dropout"]._modules[name])
-    return Adapted(base.weight, base.bias, of_a, of_b, float(module.scaling[name]), dropout, base.dequantise)
+    scale = float(module.scaling[name])
+    return Adapted(base.weight, base.bias, of_a, of_b, scale, dropout, base.dequantise, base.outputs)
 
 
 def _dropout(layer: nn.Module) -> float:

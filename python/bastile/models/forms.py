@@ -6,6 +6,7 @@ the same class that the code calls belong to it. Reading is done on the source's
 can be looked at without importing them; `runs` says whether a live function is what was read."""
 
 import ast
+import functools
 import hashlib
 import linecache
 from collections import Counter
@@ -119,13 +120,33 @@ def forget_sources() -> None:
     _sources.clear()
 
 
+@functools.cache
+def is_known(function: Any, fingerprints: frozenset[str]) -> bool:
+    """Whether a function's code is of one of these, and is what runs."""
+    code = code_of(function)
+    forget_sources()  # which are long
+    return code is not None and code.fingerprint in fingerprints and runs(code.node, code, function)
+
+
 def runs(node: _Function, code: Code, function: Any) -> bool:
     """Whether this function of the code's file is what the live function runs: a file may have been changed since it
     was imported. The compiler calls what is imported otherwise than what is not."""
-    bare = ast.Module([*code.imports, _undecorated(node)], [])
-    compiled = compile(bare, "<form>", "exec", dont_inherit=True)
-    made = next(c for c in compiled.co_consts if isinstance(c, CodeType) and c.co_name == node.name)
-    return _same(made, getattr(function, "__code__", None))
+    bare: Any = _undecorated(node)
+    live = getattr(function, "__code__", None)
+    if "__class__" in getattr(live, "co_freevars", ()):  # super() is compiled so within a class
+        bare = ast.copy_location(ast.parse("class _: pass").body[0], node)
+        bare.body = [_undecorated(node)]
+    compiled = compile(ast.Module([*code.imports, bare], []), "<form>", "exec", dont_inherit=True)
+    made = next(c for c in _within(compiled) if c.co_name == node.name)
+    return _same(made, live)
+
+
+def _within(code: CodeType) -> Iterator[CodeType]:
+    """The functions and classes of some code, and what is in these."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield each
+            yield from _within(each)
 
 
 def _undecorated(node: _Function) -> _Function:

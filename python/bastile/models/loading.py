@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from bastile.models import parameter_count
+from bastile.models import parameter_count, walks
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
@@ -30,7 +30,7 @@ _LOSSES = frozenset(
         "verl.utils.experimental.torch_functional",
     }
 )
-_BASE = "transformers.modeling_utils"
+_BASE, _AROUND = "transformers.modeling_utils", "peft.peft_model"  # of all models, and what adapters put around one
 #: Packages whose modules are no code of models.
 _NOT_MODELS = frozenset(
     {"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "verl", "builtins"}
@@ -151,7 +151,7 @@ class _Finder:
         self.imported = imported
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if not is_model_file(name) and name != _BASE:
+        if not is_model_file(name) and name not in (_BASE, _AROUND):
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -179,8 +179,9 @@ class Watch:
     def start(self) -> None:
         if self._finder not in sys.meta_path:
             sys.meta_path.insert(0, self._finder)
-            if _BASE in sys.modules:
-                self._watch_models()
+            for name in (_BASE, _AROUND):
+                if name in sys.modules:
+                    self._imported(name)
 
     def stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -192,10 +193,15 @@ class Watch:
             base.post_init = own.__wrapped__  # type: ignore[union-attr]
         if base is not None:
             parameter_count.take_out_of(base)
+        for cls in (base, getattr(sys.modules.get(_AROUND), "PeftModel", None)):
+            if cls is not None:
+                walks.take_out_of(cls)
 
     def _imported(self, name: str) -> None:
         if name == _BASE:
             self._watch_models()
+        elif name == _AROUND:
+            walks.put_into(sys.modules[name].PeftModel)
         else:
             self._guarded(name, ())
 
@@ -203,6 +209,7 @@ class Watch:
         """Every model calls post_init when it has been built."""
         base = sys.modules[_BASE].PreTrainedModel
         parameter_count.put_into(base)
+        walks.put_into(base)
         original = base.post_init
         if getattr(original, _MARK, None) is original:
             return

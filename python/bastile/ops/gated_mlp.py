@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import linear
 
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
+from bastile.ops._late import Late, late
 
 __all__ = ["gated_mlp", "gated_mlp_of_halves"]
 
@@ -32,7 +35,7 @@ class _GatedMLP(Function):
     added to the first by the product that makes it."""
 
     @staticmethod
-    def forward(ctx, x, gate, up, down, unit):
+    def forward(ctx, x, gate, up, down, unit, rest):
         rows = x.reshape(-1, x.shape[-1])
         a, b = rows.mm(gate.t()), rows.mm(up.t())
         y = unit.forward(a, b)
@@ -43,8 +46,7 @@ class _GatedMLP(Function):
         way_back = None if (keeps_x and want_x) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if keeps_x else None, *weights, down, a, b, way_back)
         ctx.shape, ctx.unit = x.shape, unit
-        # Of its shape from the start: autograd lets nobody change a view in place that was made here.
-        out = linear(y.view(*x.shape[:-1], down.shape[1]), down)
+        out = _last_layer(rest, y, down, x)
         return out if way_back is None else (out, way_back)
 
     @staticmethod
@@ -56,10 +58,31 @@ class _GatedMLP(Function):
         return _gradients(ctx, dout)
 
 
+def _last_layer(rest: Late | None, y: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The last layer of rows y, or where its result will be. Of its shape from the start: autograd lets nobody change a
+    view in place that a node made."""
+    if rest is None:
+        return linear(y.view(*x.shape[:-1], down.shape[1]), down)
+    rest.leave(_multiply, y, down)
+    return x.new_empty(*x.shape[:-1], down.shape[0])
+
+
+def _multiply(y: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(y, down.t(), out=out.view(-1, out.shape[-1]))
+
+
+def _finished(rest: Late | None, out: Any) -> torch.Tensor:
+    """A node's result, once what it left is done."""
+    out = out[0] if type(out) is tuple else out
+    if rest is not None:
+        rest.do(out)
+    return out
+
+
 def _gradients(ctx, dout):
     x, gate, up, down, a, b, way_back = ctx.saved_tensors
     last = release_on_last_pass(ctx, dout)  # a and b above all
-    want_x, want_gate, want_up, want_down, _ = ctx.needs_input_grad
+    want_x, want_gate, want_up, want_down, *_ = ctx.needs_input_grad
     dx = dgate = dup = ddown = None
     drows = dout.reshape(-1, dout.shape[-1])
     wanted = want_x or want_gate, want_x or want_up, want_down
@@ -81,7 +104,7 @@ def _gradients(ctx, dout):
     gradients = dx, dgate, dup, ddown
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         gradients = tuple([first_order_only("gated_mlp", g, dout, x, gate, up, down, way_back) for g in gradients])
-    return *gradients, None
+    return *gradients, None, None
 
 
 class _GatedMLPOfHalves(Function):
@@ -89,7 +112,7 @@ class _GatedMLPOfHalves(Function):
     and the weight's gradient are one product each."""
 
     @staticmethod
-    def forward(ctx, x, weight, down, unit, up_first):
+    def forward(ctx, x, weight, down, unit, up_first, rest):
         h = x.reshape(-1, x.shape[-1]).mm(weight.t())
         y = unit.forward(*_halves(h, up_first))
         want_x, want_weight, *_ = ctx.needs_input_grad
@@ -97,7 +120,7 @@ class _GatedMLPOfHalves(Function):
         way_back = None if (want_x and want_weight) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if want_weight else None, weight if want_x else None, down, h, way_back)
         ctx.shape, ctx.unit, ctx.up_first = x.shape, unit, up_first
-        out = linear(y.view(*x.shape[:-1], down.shape[1]), down)
+        out = _last_layer(rest, y, down, x)
         return out if way_back is None else (out, way_back)
 
     @staticmethod
@@ -128,7 +151,7 @@ def _gradients_of_halves(ctx, dout):
         gradients = tuple(
             [first_order_only("gated_mlp_of_halves", g, dout, x, weight, down, way_back) for g in gradients]
         )
-    return *gradients, None, None
+    return *gradients, None, None, None
 
 
 def _halves(h: torch.Tensor, up_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,8 +209,8 @@ def gated_mlp(
     if not x.dtype == gate.dtype == up.dtype == down.dtype:
         return _original(*given, gated)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
-        out = _GatedMLP.apply(*given, gated)
-        return out[0] if type(out) is tuple else out
+        rest = late()
+        return _finished(rest, _GatedMLP.apply(*given, gated, rest))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(linear(x, gate), linear(x, up)), down)
 
@@ -250,7 +273,7 @@ def gated_mlp_of_halves(
     if not is_served:
         return linear(gated.original(*_halves(linear(x, weight), up_first)), down)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out = _GatedMLPOfHalves.apply(*given, gated, up_first)
-        return out[0] if type(out) is tuple else out
+        rest = late()
+        return _finished(rest, _GatedMLPOfHalves.apply(*given, gated, up_first, rest))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(*_halves(linear(x, weight), up_first)), down)

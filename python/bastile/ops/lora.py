@@ -23,6 +23,7 @@ from bastile.ops._common import (
     without_autocast,
 )
 from bastile.ops._glu import unit_of
+from bastile.ops._late import Late, late
 from bastile.ops.gated_mlp import unit_gradients
 
 __all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
@@ -33,7 +34,8 @@ class Adapted(NamedTuple):
 
     weight [N, K], bias [N] or None, a [r, K] and b [N, r] or both None, of float32, bfloat16 or float16. dequantise:
     what makes the weight, of x's type, where it is kept in another form; weight is None then. dropout: the probability
-    with which the adapter's input loses each element (0: it has none)."""
+    with which the adapter's input loses each element (0: it has none). outputs: N, where nothing else tells it; without
+    it the weight is made once more to see."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None = None
@@ -42,6 +44,7 @@ class Adapted(NamedTuple):
     scale: float = 1.0
     dropout: float = 0.0
     dequantise: Callable[[torch.dtype], torch.Tensor] | None = None
+    outputs: int | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -57,6 +60,7 @@ class _Layer(NamedTuple):
     scale: float
     dropout: float
     dequantise: Callable[[torch.dtype], torch.Tensor] | None
+    outputs: int | None
 
 
 class _Group:
@@ -117,26 +121,44 @@ class _Group:
 
     def results(self, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None) -> list[torch.Tensor]:
         """Each [..., N]."""
-        b = iter(self.rounded[1:])
-        return [
-            self._result(i, x, rows, thin, None if thin is None or a is None else next(b)) for i, a in enumerate(self.a)
-        ]
+        results = self.places(x)
+        self.fill(rows, thin, *results)
+        return results
 
-    def _result(
-        self, i: int, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None, b: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Of its shape from the start: autograd lets nobody change a view in place that a node made."""
-        bias, weight = self.biases[i], self.weight(i)
+    def places(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Memory for the results. Of their shape from the start: autograd lets nobody change a view in place that a
+        node made."""
+        return [x.new_empty(*x.shape[:-1], self._outputs(i)) for i in range(len(self.layers))]
+
+    def _outputs(self, i: int) -> int:
+        for each in (self.weights[i], self.b[i], self.biases[i]):
+            if each is not None:
+                return each.shape[0]
+        return self.layers[i].outputs or self.weight(i).shape[0]
+
+    def fill(self, rows: torch.Tensor, thin: torch.Tensor | None, *results: torch.Tensor) -> None:
+        """The large products, into the places of the results."""
+        b = iter(self.rounded[1:])
+        for i, a in enumerate(self.a):
+            y = results[i]
+            self._fill(y.view(-1, y.shape[-1]), i, rows, thin, None if thin is None or a is None else next(b))
+
+    def _fill(
+        self, y: torch.Tensor, i: int, rows: torch.Tensor, thin: torch.Tensor | None, b: torch.Tensor | None
+    ) -> None:
+        bias, weight = self.biases[i], self.weight(i).t()
         if thin is None or b is None:
-            return linear(x, weight, bias)
-        y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        of_rows, mine, scale = y.view(-1, y.shape[-1]), self._mine(thin, i), self.layers[i].scale
+            if bias is None:
+                torch.mm(rows, weight, out=y)
+            else:
+                torch.addmm(bias, rows, weight, out=y)
+            return
+        mine, scale = self._mine(thin, i), self.layers[i].scale
         if bias is None:
-            of_rows.addmm_(mine, b.t(), beta=0, alpha=scale)
+            y.addmm_(mine, b.t(), beta=0, alpha=scale)
         else:
-            torch.addmm(bias, mine, b.t(), alpha=scale, out=of_rows)
-        of_rows.addmm_(rows, weight.t())
-        return y
+            torch.addmm(bias, mine, b.t(), alpha=scale, out=y)
+        y.addmm_(rows, weight)
 
     def _mine(self, thin: torch.Tensor, i: int) -> torch.Tensor:
         """A layer's columns of all thin numbers."""
@@ -285,20 +307,30 @@ class _Masks:
             self.generator.set_state(state)
 
 
+def _results(
+    rest: Late | None, group: _Group, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """A node's results, or where they will be."""
+    if rest is None:
+        return group.results(x, rows, thin)
+    rest.leave(group.fill, rows, thin)
+    return group.places(x)
+
+
 class _Linears(Function):
     """Keeps x where a weight or an A is trained, and the thin results where a B is."""
 
     @staticmethod
-    def forward(ctx, x, layers, *tensors):
+    def forward(ctx, x, layers, rest, *tensors):
         ctx.set_materialize_grads(False)
         group, masks, rows = _Group(layers, tensors, x.dtype), _Masks(x.device), x.reshape(-1, x.shape[-1])
         thin = group.thin(rows, masks)
-        keeps_x = _reads_input(ctx.needs_input_grad[2:])
+        keeps_x = _reads_input(ctx.needs_input_grad[3:])
         # For first_order_only, where x is not kept: an output without elements.
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors, *group.rounded)
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype = x.shape, layers, masks, x.dtype
-        results = group.results(x, rows, thin)
+        results = _results(rest, group, x, rows, thin)
         return tuple(results) if way_back is None else (*results, way_back)
 
     @staticmethod
@@ -313,12 +345,12 @@ class _Linears(Function):
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
             g = group.thin_gradients(of_rows)
-            found = group.gradients(of_rows, g, rows, thin, ctx.masks, wanted[2:])
+            found = group.gradients(of_rows, g, rows, thin, ctx.masks, wanted[3:])
             dx = group.input_gradient(of_rows, g, ctx.masks) if wanted[0] else None
         found = [None if dx is None else dx.view(ctx.shape), *found]
         if torch.is_grad_enabled() and not is_compiling():
             found = [first_order_only("adapted_linears", d, x, way_back, *gradients, *tensors) for d in found]
-        return found[0], None, *found[1:]
+        return found[0], None, None, *found[1:]
 
 
 def _reads_input(wanted: Sequence[bool]) -> bool:
@@ -331,7 +363,7 @@ class _GatedMLP(Function):
     that makes its gradients."""
 
     @staticmethod
-    def forward(ctx, x, layers, unit, *tensors):
+    def forward(ctx, x, layers, unit, rest, *tensors):
         first, second = _mlp_groups(layers, tensors, x.dtype)
         masks = _Masks(x.device), _Masks(x.device)
         rows = x.reshape(-1, x.shape[-1])
@@ -340,20 +372,20 @@ class _GatedMLP(Function):
         y = unit.forward(a, b)
         rows_y = y.view(-1, y.shape[-1])
         thin_y = second.thin(rows_y, masks[1])
-        keeps_x = _reads_input(ctx.needs_input_grad[3 : 3 + 2 * _TENSORS])
+        keeps_x = _reads_input(ctx.needs_input_grad[4 : 4 + 2 * _TENSORS])
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
         ctx.save_for_backward(
             x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors, *first.rounded, *second.rounded
         )
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype, ctx.unit = x.shape, layers, masks, x.dtype, unit
-        (out,) = second.results(y, rows_y, thin_y)
+        (out,) = _results(rest, second, y, rows_y, thin_y)
         return out if way_back is None else (out, way_back)
 
     @staticmethod
     def backward(ctx, dout, *_):
         with without_autocast(dout.device.type):
             found = _mlp_gradients(ctx, dout)
-        return found[0], None, None, *found[1:]
+        return found[0], None, None, None, *found[1:]
 
 
 def _mlp_groups(layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.dtype) -> tuple[_Group, _Group]:
@@ -369,7 +401,7 @@ def _mlp_groups(layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.d
 def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
     x, thin, a, b, thin_y, way_back, *tensors = ctx.saved_tensors
     last = release_on_last_pass(ctx, dout)
-    want_x, _, _, *wanted = ctx.needs_input_grad
+    want_x, _, _, _, *wanted = ctx.needs_input_grad
     first, second = _mlp_groups(ctx.layers, tensors, ctx.dtype)
     tensors = tensors[: 3 * _TENSORS]
     wanted_first, wanted_second = wanted[: 2 * _TENSORS], wanted[2 * _TENSORS :]
@@ -407,7 +439,7 @@ def _prepared(
     tensors: list[torch.Tensor | None] = []
     for i, layer in enumerate(layers):
         tensors += cast[2 * i], cast[2 * i + 1], layer.a, layer.b
-    return x, tuple([_Layer(layer.scale, layer.dropout, layer.dequantise) for layer in layers]), tensors
+    return x, tuple([_Layer(layer.scale, layer.dropout, layer.dequantise, layer.outputs) for layer in layers]), tensors
 
 
 def _is_differentiated(x: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -462,7 +494,11 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
         return tuple([_original(x, layer) for layer in layers])
     x, plain, tensors = prepared
     if _is_differentiated(x, tensors):
-        return _Linears.apply(x, plain, *tensors)[: len(layers)]
+        rest = late()
+        results = _Linears.apply(x, plain, rest, *tensors)[: len(layers)]
+        if rest is not None:
+            rest.do(*results)
+        return results
     group, rows = _Group(plain, tensors, x.dtype), x.reshape(-1, x.shape[-1])
     return tuple(group.results(x, rows, group.thin(rows, _Masks(x.device))))
 
@@ -493,8 +529,12 @@ def adapted_gated_mlp(
         return _original(unit.original(_original(x, gate), _original(x, up)), down)
     x, plain, tensors = prepared
     if _is_differentiated(x, tensors):
-        out = _GatedMLP.apply(x, plain, unit, *tensors)
-        return out[0] if type(out) is tuple else out
+        rest = late()
+        out = _GatedMLP.apply(x, plain, unit, rest, *tensors)
+        out = out[0] if type(out) is tuple else out
+        if rest is not None:
+            rest.do(out)
+        return out
     first, second = _mlp_groups(plain, tensors, x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     y = unit.forward(*first.results(x, rows, first.thin(rows, _Masks(x.device))))

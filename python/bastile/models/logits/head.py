@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from bastile.guards import function_of
+from bastile.models.adapters import NotServed, adapted, has_adapter
+from bastile.ops.lora import Adapted
 
 #: Packages whose hooks on a head make its weight whole for the time of its call, and change no number.
 _GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
@@ -29,7 +31,10 @@ def output_head(model: Any) -> nn.Module | None:
 
 
 def why_not(head: nn.Module) -> str | None:
-    """What the head does beside multiplying by its weight; None: nothing, so that its call can be put off."""
+    """What the head does beside multiplying by its weight; None: nothing, so that its call can be put off. Of a head
+    with an adapter `adapter_of` says it."""
+    if has_adapter(head):
+        return None
     cls = type(head)
     sharded = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule" and cls.__bases__[1] is nn.Linear
     if cls is not nn.Linear and not sharded:
@@ -43,6 +48,21 @@ def why_not(head: nn.Module) -> str | None:
         if not gathers(hook):
             return f"the output head has a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     return None
+
+
+def adapter_of(head: nn.Module, hidden: Any) -> Adapted | None:
+    """The head and its adapter, if it has one that is in use.
+
+    Raises:
+        NotServed: where its call cannot be put off; says why."""
+    if not has_adapter(head):
+        return None
+    found = adapted(head, hidden)
+    if found.weight is None or found.dropout:
+        raise NotServed("it is on a quantised weight, or has dropout")
+    if found.weight.requires_grad or (found.bias is not None and found.bias.requires_grad):
+        raise NotServed("the weight beneath is trained too")
+    return found if found.a is not None else None
 
 
 def is_parallel(head: nn.Module) -> bool:

@@ -11,9 +11,11 @@ from bastile.models.logits.pending import Compute, Formula, formula
 from bastile.models.logits.said import note
 from bastile.models.logits.tensor import Logits, followed
 from bastile.ops._valid_rows import ValidCount
+from bastile.ops.adapted_head import adapted_linear_cross_entropy
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
+from bastile.ops.lora import adapted_linears
 
 _T = torch.Tensor
 _PIECE = 1024  # rows, for which a product takes as long as for many
@@ -27,6 +29,12 @@ def fused(logits: Logits, found: Formula, target: torch.Tensor, **options: Any) 
     def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if found.added is not None:
             bias = found.added if bias is None else bias + found.added
+        head = logits.pending.call.adapter
+        if head is not None:
+            options.pop("valid_rows", None)
+            head = head._replace(bias=bias)
+            cap, scale = found.softcap, found.scale
+            return adapted_linear_cross_entropy(rows, head, target, softcap=cap, logit_scale=scale, **options)
         return fused_linear_cross_entropy(
             rows, weight, target, bias=bias, softcap=found.softcap, logit_scale=found.scale, **options
         )
@@ -125,6 +133,10 @@ def _selected(logits: Logits, index: torch.Tensor) -> torch.Tensor:
     def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         chosen = index.squeeze(-1)
         z = (rows.float() * F.embedding(chosen, weight).float()).sum(-1)
+        head = pending.call.adapter
+        if head is not None and head.a is not None and head.b is not None:
+            thin = F.linear(rows, head.a.to(rows.dtype)).float()
+            z = z + head.scale * (thin * F.embedding(chosen, head.b).float()).sum(-1)
         z = z if bias is None else z + bias[chosen].float()
         z = z.to(pending.call.dtype).unsqueeze(-1)
         for step in pending.steps:
@@ -154,12 +166,12 @@ def _argmax(logits: Logits, dim: Any = None, keepdim: bool = False) -> Any:
     """The accuracy that trainers log: of a piece of the rows at a time."""
     if not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1 or logits.part.move is not None:
         return NotImplemented
-    pending = logits.pending
+    pending, head = logits.pending, logits.pending.call.adapter
 
     def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         found = []
         for piece in rows.reshape(-1, rows.shape[-1]).split(_PIECE):
-            z = F.linear(piece, weight, bias)
+            z = F.linear(piece, weight, bias) if head is None else adapted_linears(piece, (head,))[0]
             for step in pending.steps:
                 z = step.apply(z)
             found.append(z.argmax(-1))
@@ -207,6 +219,13 @@ def log_probs_of(
     if pending.made is not None or logits.part.move is not None or isinstance(target, Logits):
         return NotImplemented
     if target.shape != logits.shape[:-1] or target.dtype is not torch.int64 or target.device != logits.device:
+        return NotImplemented
+    if pending.call.adapter is not None:
+        note(
+            "stepped aside",
+            pending.call.forward.model,
+            "log-probabilities of a head with an adapter are made of logits",
+        )
         return NotImplemented
     found = _formula(logits)
     if found is None or found.is_log_softmax or not temperature > 0:

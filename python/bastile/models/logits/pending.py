@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bastile.models.logits.head import is_gathered, weights_of
+from bastile.ops.lora import Adapted, adapted_linears
 
 Compute = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -49,25 +50,37 @@ class Forward:
 
 
 class Call:
-    """head(hidden), put off: weight, bias and autocast as they were. dtype: what the head would return."""
+    """head(hidden), put off: weight, bias, adapter and autocast as they were. dtype: what the head would return."""
 
-    def __init__(self, head: nn.Linear, hidden: torch.Tensor, forward: Forward, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        head: nn.Linear,
+        hidden: torch.Tensor,
+        forward: Forward,
+        dtype: torch.dtype,
+        adapter: Adapted | None = None,
+    ) -> None:
         device = hidden.device.type
+        self.adapter = adapter
         self.forward, self.dtype = forward, dtype
         self.head, self.hidden = head, hidden
         self.weight, self.bias = weights_of(head)
         self.is_gathered = is_gathered(head)
         # Of shardings, which only want to know when. torch's handles refer to this weakly, and to no plain dictionary.
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()
-        self.with_grad = torch.is_grad_enabled() and (hidden.requires_grad or self.weight.requires_grad)
+        read = (hidden, self.weight, self.bias) if adapter is None else (hidden, *adapter.tensors)
+        wanted = read if adapter is not None else (hidden, self.weight)
+        self.with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in wanted)
         self.autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         # A sharded weight is another tensor whenever it is gathered.
-        watched = (hidden,) if self.is_gathered else (hidden, self.weight, self.bias)
+        watched = (hidden,) if self.is_gathered else read
         self.versions = [(t, t._version) for t in watched if t is not None]
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """What the head's call returns for these rows of hidden states."""
         with self._as_it_was():
+            if self.adapter is not None:
+                return adapted_linears(rows, (self.adapter,))[0]
             if self.is_gathered or self.head.weight is self.weight:
                 return type(self.head)._call_impl(self.head, rows)
             return F.linear(rows, self.weight, self.bias)  # the module has other parameters by now

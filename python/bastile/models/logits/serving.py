@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.models.adapters import NotServed
 from bastile.models.logits import follow, parts  # noqa: F401  (they enter what is followed)
-from bastile.models.logits.head import is_gathered, is_parallel, logits_type, output_head, why_not
+from bastile.models.logits.head import adapter_of, is_gathered, is_parallel, logits_type, output_head, why_not
 from bastile.models.logits.losses import causal_loss
 from bastile.models.logits.pending import Call, Forward
 from bastile.models.logits.said import note
@@ -55,7 +56,12 @@ def serve(head: nn.Module) -> Callable[[], None]:
 def _call_impl(head: nn.Linear, *args: Any, **kwargs: Any) -> Any:
     if len(args) == 1 and not kwargs and _can_wait(head, args[0]):
         hidden = args[0]
-        return put_off(Call(head, hidden, _forward(), _type(head, hidden)))
+        try:
+            adapter = adapter_of(head, hidden)
+        except NotServed as why:
+            note("stepped aside", _forward().model, f"the output head has an adapter: {why}")
+            return type(head)._call_impl(head, hidden)
+        return put_off(Call(head, hidden, _forward(), _type(head, hidden), adapter))
     return type(head)._call_impl(head, *args, **kwargs)
 
 

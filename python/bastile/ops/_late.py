@@ -1,0 +1,38 @@
+"""What is left to do when a node is there.
+
+A checkpoint that runs its function a second time ends it as soon as all is kept again that the backward pass reads: in
+the middle of making the last node. What that node's forward has done by then was for nothing where only its result
+needed it, as the last product of a decoder layer. So a node gives memory for its result, and what comes after it fills
+that memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+
+class Late:
+    """Given to a node's forward, which says by `leave` what is left; `do`, once the node is there, does it."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self) -> None:
+        self._work: tuple[Any, ...] | None = None
+
+    def leave(self, work: Callable[..., None], *arguments: Any) -> None:
+        """work: called with the arguments and the node's results."""
+        self._work = work, *arguments
+
+    def do(self, *results: torch.Tensor) -> None:
+        if self._work is not None:
+            work, *arguments = self._work
+            with torch.no_grad():
+                work(*arguments, *results)
+
+
+def late() -> Late | None:
+    """None while compiling: the compiler leaves out by itself what nobody reads."""
+    return None if is_compiling() else Late()

@@ -1,0 +1,146 @@
+"""What a Trainer walks over a model for in every step: the same as PyTorch's own, without its names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+import bastile
+from conftest import tiny_batch, tiny_model
+
+STOCK = {name: vars(PreTrainedModel).get(name) for name in ("train", "parameters")}
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """bastile.apply() in force; an entry for each time that PyTorch's own code goes through a module that has parts."""
+    seen: list[str] = []
+    for name in ("train", "named_modules"):
+        original = getattr(nn.Module, name)
+
+        def noted(self: nn.Module, *args: Any, name=name, original=original, **kwargs: Any) -> Any:
+            if isinstance(self, PreTrainedModel):
+                seen.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(nn.Module, name, noted)
+    bastile.apply()
+    yield seen
+    bastile.reset()
+    assert {name: vars(PreTrainedModel).get(name) for name in STOCK} == STOCK
+    assert "parameters" not in vars(PeftModel)
+
+
+def models() -> dict[str, Any]:
+    tied = tiny_model(tie_word_embeddings=True)
+    adapted = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear"))
+    shared = tiny_model()
+    shared.model.layers[1] = shared.model.layers[0]
+    shared.nothing = None
+    return {"plain": tiny_model(), "tied": tied, "adapted": adapted, "shared": shared}
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "adapted", "shared"])
+def test_parameters_are_those_of_pytorch_in_its_order(name, walks):
+    model = models()[name]
+    walks.clear()
+    found = list(model.parameters())
+    assert walks == []
+    stock = list(nn.Module.parameters(model))
+    assert len(found) == len(stock) > 9
+    assert all(a is b for a, b in zip(found, stock, strict=True))
+    assert list(model.parameters(recurse=False)) == []
+
+
+def test_gradients_go(walks):
+    for model in (tiny_model(), models()["adapted"]):
+        model(**tiny_batch(model)).loss.backward()
+        walks.clear()
+        assert any(p.grad is not None for p in model.parameters())
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        assert walks == []
+
+
+def flags(model: nn.Module) -> list[bool]:
+    return [module.training for module in model.modules()]
+
+
+def test_train_walks_where_something_changes(walks):
+    model = models()["adapted"].train()
+    walks.clear()
+    assert model.train() is model
+    assert walks == []
+    for part in (model.base_model.model, model.base_model.model.model.layers[1].mlp):
+        part.eval()
+        assert not all(flags(model))
+        model.train()
+        assert all(flags(model))
+    model.eval()
+    assert not any(flags(model))
+    walks.clear()
+    model.eval()
+    assert walks == []
+    model.train()
+    assert "train" in walks
+    with pytest.raises(ValueError, match="expected to be boolean"):
+        model.base_model.model.train(1)
+
+
+class Frozen(nn.Linear):
+    """Stays in evaluation, as batch norms of detectors do."""
+
+    calls = 0
+
+    def train(self, mode: bool = True) -> Any:
+        Frozen.calls += 1
+        return super().train(mode)
+
+
+class Names(nn.Linear):
+    """Has other parameters than are in it."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return iter(())
+
+
+def test_methods_of_a_module_s_own_are_called(walks):
+    model = tiny_model().train()
+    model.model.layers[0].mlp.up_proj = Frozen(4, 4)
+    model.train()
+    assert Frozen.calls == 1
+    model.model.layers[0].mlp.up_proj = Names(4, 4)
+    found = {id(p) for p in model.parameters()}
+    assert id(model.model.layers[0].mlp.up_proj.weight) not in found
+    called = []
+    model.model.layers[0].mlp.train = lambda mode=True: called.append(mode)
+    model.train()
+    assert called == [True]
+
+
+def test_kernels_of_the_hub_see_it(walks):
+    """Transformers asks for them in train() where they are in use."""
+    model = tiny_model().train()
+    model._use_kernels = True
+    walks.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.train()
+    assert "train" in walks
+
+
+def test_compiled_models_call_it(walks):
+    model = tiny_model()
+
+    @torch.compile(backend="eager")
+    def count(x: torch.Tensor) -> Any:
+        return x + len(list(model.parameters()))
+
+    assert count(torch.zeros(())).item() == len(list(model.parameters()))
