@@ -28,6 +28,12 @@ BST_API bst_status bst_torch_describe(int number, char *text, size_t size);
  * each argument: a tensor's type (-1: None), or the value of an integer or bool. */
 BST_API bst_status bst_torch_result_types(int number, const int64_t *stack, int64_t *types);
 
+/* From now on the operators that this thread calls compile what they would launch and compute nothing: of CPU tensors,
+ * whose memory is not touched and which stand for those of the CUDA device with this index. arch 0: for the chip of
+ * that device, so that the kernels are ready; 80, 86, 89, 90, 100 or 120: for that chip, which need not be there, into
+ * the cache on disk. device -1: no longer. */
+BST_API bst_status bst_torch_compile_ahead(int device, int arch);
+
 #ifdef __cplusplus
 }
 #endif

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -41,6 +43,7 @@ def _load() -> ctypes.CDLL:
     library.bst_torch_register.argtypes = [ctypes.c_char_p]
     library.bst_torch_describe.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t]
     library.bst_torch_result_types.argtypes = [ctypes.c_int, *[ctypes.POINTER(ctypes.c_int64)] * 2]
+    library.bst_torch_compile_ahead.argtypes = [ctypes.c_int, ctypes.c_int]
     library.bst_kernel_counts.argtypes = [ctypes.POINTER(ctypes.c_int64)] * 2
     library.bst_kernel_counts.restype = None
     library.bst_set_autotune.argtypes = [ctypes.c_int]
@@ -65,3 +68,15 @@ def kernel_counts() -> tuple[int, int]:
     compiled, cached = ctypes.c_int64(), ctypes.c_int64()
     library.bst_kernel_counts(compiled, cached)
     return compiled.value, cached.value
+
+
+@contextmanager
+def compiling_ahead(device: int, arch: int = 0) -> Iterator[None]:
+    """Within, operators that this thread calls with CPU tensors compile what they would launch on this CUDA device, or
+    on a chip such as 90, and compute nothing."""
+    if library.bst_torch_compile_ahead(device, arch):
+        raise ValueError(f"bastile: {library.bst_last_error().decode()}")
+    try:
+        yield
+    finally:
+        library.bst_torch_compile_ahead(-1, 0)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
 #: Each tensor that autograd keeps costs the host a few microseconds here, which a GPU with little to do would wait
@@ -202,7 +203,7 @@ def _packing(offers: dict[int, _Offer]) -> Callable[[torch.Tensor], _Kept | _Dro
 
     def pack(tensor: torch.Tensor) -> _Kept | _Dropped:
         try:
-            found = find(tensor.data_ptr())
+            found = find(tensor.data_ptr()) if offers else None
         except RuntimeError:  # sparse tensors and some subclasses have no address
             found = None
         if found is not None and found.covers(tensor):
@@ -283,6 +284,10 @@ def offer(
     for position, output in enumerate(outputs):
         if output is None or not (is_inner or output.requires_grad) or not output.numel() or not _is_dense(output):
             continue
+        if type(output) is FakeTensor:  # which has no address: what a step would do, it does now
+            with torch.no_grad():
+                forward(*inputs)
+            return
         if call is None:
             kept = tuple([pack(i) if isinstance(i, torch.Tensor) else i for i in inputs])
             call = _Call(forward, kept, _stream(output))

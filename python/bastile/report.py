@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -81,6 +82,19 @@ class Report:
             told += [f"{'':28}{times:>8}  stepped aside: {reason}" for reason, times in line.aside.items()]
         told += [f"note: {note}" for note in self.notes]
         return "\n".join(told)
+
+
+@contextmanager
+def unreported() -> Iterator[None]:
+    """What runs or steps aside within is neither counted nor said."""
+    before = {key: (tally.ran, dict(tally.aside)) for key, tally in Tally._all.items()}
+    _log.disabled = True
+    try:
+        yield
+    finally:
+        _log.disabled = False
+        for key, tally in Tally._all.items():
+            tally.ran, tally.aside = before.get(key, (0, {}))
 
 
 _noting: list[Callable[[], str | None]] = []

@@ -5,23 +5,26 @@ GPU kernels are compiled for a model's exact shapes when first used (a fraction 
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from bastile._library import kernel_counts
-from bastile.models.anatomy import Anatomy, anatomy
-from bastile.models.kernels import Call, Types, calls
+from bastile._library import compiling_ahead, kernel_counts
+from bastile.models.recording import Call, recorded
 from bastile.ops._common import FLOATS
-from bastile.patching import _unwrapped, get_patched_ops
+from bastile.patching import _unwrapped, apply_to_model, get_patched_ops
 from bastile.shapes import MODELS
 
 _MOST_THREADS = 8
+#: More tokens than the fused loss keeps logits of, and than operators count as few.
+_MANY_TOKENS = 1 << 15
+_LONG = 4096
 
 
 @dataclass(frozen=True)
@@ -54,100 +57,164 @@ def warmup_all_kernels(
     device: torch.device | str | None = None,
     progress: bool = True,
     threads: int | None = None,
+    *,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    chip: str | None = None,
 ) -> Warmup:
-    """Compiles every kernel that a training step of the model needs, several at once, and reports the seconds. Memory
-    for a few rows is enough, and nothing of the model is touched.
+    """Compiles every kernel that a training step of the model needs, several at once, and reports the seconds. Which
+    these are is found by running the step on a copy of the model whose tensors have no values and no memory: of
+    token ids and labels, not of images. No memory of the GPU is taken, and nothing of the model is touched.
 
     Args:
-        model_or_config: a model, wrapped or not (PEFT, torch.compile, DDP, FSDP), or its config; None: the default
-            config of the type of each model that `bastile sweep` knows by name. Of a model it matters what it is
-            patched with and what of it is trained, of a config what `apply` has patched; where nothing is patched, it
-            is as if `apply` had patched all.
+        model_or_config: a model of any type whose forward takes input_ids and labels, wrapped or not (PEFT,
+            torch.compile, DDP, FSDP), on any device, "meta" too; or a config; None: the default config of the type of
+            each model that `bastile sweep` knows by name. Of a model it matters what it is patched with and what of it
+            is trained, of a config what `apply` has patched; where nothing is patched, it is as if `apply` had patched
+            all.
         dtype: of the weights; the model's own, bfloat16 for a config. Under torch.autocast, call this under it too.
         device: where the model will run; None: the current CUDA device.
         progress: draw a bar where `rich` is installed.
         threads: how many kernels to compile at once; None: as many as there are CPU cores, but at most 8.
+        shapes: sequences and tokens of each, of the batches that there will be; None: few and many. Hardly a kernel
+            depends on them.
+        optimizer: makes an optimiser of parameters, such as `bastile.optim.AdamW`, whose kernels are compiled too.
+        chip: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100" or "sm_120": compile for this one, which need not be there,
+            into the cache on disk. NVRTC is needed, no GPU.
 
     Returns:
         What was done: the seconds of each operator, and how many kernels were compiled and how many on disk already.
 
     Raises:
-        ValueError: for what is no supported model or config, a type without kernels, or no threads.
-        RuntimeError: naming each operator that failed, after the others have been compiled."""
+        ValueError: for what is no supported model or config, an unknown chip, or no threads.
+        RuntimeError: naming each operator that failed, after the others have been compiled; or the model whose step
+            cannot run without values."""
     if threads is not None and threads < 1:
         raise ValueError(f"warmup_all_kernels: threads is {threads}; 1 or more is needed")
-    if not torch.cuda.is_available():
+    if chip is not None and chip not in CHIPS:
+        raise ValueError(f"warmup_all_kernels: chip is {chip!r}; one of {', '.join(CHIPS)} is needed")
+    if chip is None and not torch.cuda.is_available():
         return Warmup(None, reason="there is no CUDA device; CPU kernels are compiled when Bastile is built")
     target = torch.device("cuda" if device is None else device)
     if target.type != "cuda":
         return Warmup(None, reason=f"{target} is not a CUDA device; only CUDA kernels are compiled at run time")
     if target.index is None:  # the current device is this thread's alone
-        target = torch.device("cuda", torch.cuda.current_device())
-    return _warm(model_or_config, dtype, target, progress, threads)
+        target = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    types, work = _work(model_or_config, dtype, target, shapes, optimizer)
+    return _warm(types, work, target, progress, threads, chip)
+
+
+#: Those that kernels are compiled for.
+CHIPS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 def _warm(
-    model_or_config: Any, dtype: torch.dtype | None, device: torch.device, progress: bool, threads: int | None
+    types: Sequence[str],
+    work: Sequence[Call],
+    device: torch.device,
+    progress: bool = False,
+    threads: int | None = None,
+    chip: str | None = None,
 ) -> Warmup:
-    families, work = _work(model_or_config, dtype, device)
     before, begin = kernel_counts(), time.perf_counter()
-    seconds = _run(work, device, progress, threads or min(_MOST_THREADS, os.cpu_count() or 1))
+    ahead = partial(compiling_ahead, device.index or 0, int(chip.removeprefix("sm_")) if chip else 0)
+    seconds = _run(work, ahead, progress, threads or min(_MOST_THREADS, os.cpu_count() or 1))
     total = time.perf_counter() - begin
     compiled, cached = (now - then for now, then in zip(kernel_counts(), before, strict=True))
-    return Warmup(str(device), seconds, "", total, compiled, cached, tuple(family.model_type for family in families))
+    return Warmup(chip or str(device), seconds, "", total, compiled, cached, tuple(types))
 
 
-def _work(model_or_config: Any, dtype: torch.dtype | None, device: torch.device) -> tuple[list[Anatomy], list[Call]]:
-    """The families, and each call that their kernels need, once."""
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    if model_or_config is None:
+def _work(
+    model_or_config: Any,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> tuple[list[str], list[Call]]:
+    """The types of the models, and each call that their kernels need, once."""
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(
+            f"warmup_all_kernels: dtype is {dtype}; kernels serve torch.float32, torch.bfloat16 and torch.float16"
+        )
+    if isinstance(model_or_config, nn.Module):
+        models: Iterable[nn.Module] = [_unwrapped(model_or_config)]
+    elif model_or_config is None:
         from transformers import AutoConfig
 
         known = dict.fromkeys(shape["model_type"] for shape in MODELS.values())
-        configs: list[Any] = [AutoConfig.for_model(model_type) for model_type in known]
-        model, own = None, None
+        models = (_without_weights(AutoConfig.for_model(model_type), dtype) for model_type in known)
     else:
-        model = _unwrapped(model_or_config) if isinstance(model_or_config, nn.Module) else None
-        configs = [model_or_config if model is None else getattr(model, "config", None)]
-        own = getattr(model, "dtype", None)
-    families = []
-    for config in configs:
-        family = anatomy(str(getattr(config, "model_type", None)))
-        if family is None:
-            raise ValueError(
-                f"warmup_all_kernels: {type(model_or_config).__name__} is no supported model or config: a causal "
-                f"language model is needed whose layers have a form that bastile knows (`bastile support` lists them)"
-            )
-        families.append(family)
-    stream = dtype or own or torch.bfloat16
-    if stream not in FLOATS:
-        raise ValueError(
-            f"warmup_all_kernels: dtype is {stream}; kernels serve torch.float32, torch.bfloat16 and torch.float16"
-        )
-    types = Types(stream, dtype, autocast)
-    work = [
-        call
-        for family, config in zip(families, configs, strict=True)
-        for call in calls(config, family, _operators(family, model), types, model)
-    ]
-    return families, list(dict.fromkeys(work))
+        models = [_without_weights(model_or_config, dtype)]
+    types, work = [], {}
+    for model in models:
+        config: Any = getattr(model, "config", None)
+        types.append(str(getattr(config, "model_type", type(model).__name__)))
+        try:
+            calls = recorded(model, device, dtype, shapes or _few_and_many(config), _patch, optimizer)
+        except ValueError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"warmup_all_kernels: a step of {type(model).__name__} cannot run without values: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        work.update(dict.fromkeys(calls))
+    return types, list(work)
 
 
-def _operators(family: Anatomy, model: nn.Module | None) -> list[str]:
-    """Those in force, or all that could be."""
-    patched = set(get_patched_ops(model))
-    names = [op for op in family.operators if patched & {op, f"{op}_{family.model_type}"}]
-    return names or list(family.operators)
+def _without_weights(config: Any, dtype: torch.dtype | None) -> nn.Module:
+    """A model of this config, of text alone or of images too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            with torch.device("meta"):
+                return auto.from_config(config, dtype=dtype or torch.bfloat16)
+    raise _not_supported(config)
 
 
-def _run(work: Sequence[Call], device: torch.device, progress: bool, threads: int) -> dict[str, float]:
-    """Makes the calls, each thread on a stream of its own, and returns the seconds of each title."""
+def _not_supported(what: Any) -> ValueError:
+    return ValueError(
+        f"warmup_all_kernels: {type(what).__name__} is no supported model or config: a causal language model is needed "
+        f"in which bastile knows code (`bastile support` lists it)"
+    )
+
+
+def _few_and_many(config: Any) -> list[tuple[int, int]]:
+    """Few tokens, in one sequence and in two; and more than operators treat as few, in sequences that the model
+    takes."""
+    longest = getattr(config, "max_position_embeddings", None) or _LONG
+    length = min(longest, _LONG)
+    return [(1, 8), (2, 8), (_MANY_TOKENS // length, length)]
+
+
+def _patch(model: nn.Module) -> None:
+    """As it is, or with all that could be."""
+    if get_patched_ops(model):
+        return
+    try:
+        apply_to_model(model)
+    except ValueError as error:
+        raise _not_supported(model) from error
+
+
+def _run(
+    work: Sequence[Call], ahead: Callable[[], AbstractContextManager[None]], progress: bool, threads: int
+) -> dict[str, float]:
+    """Makes the calls, in several threads, each within `ahead`, and returns the seconds of each title."""
+
+    def timed(call: Call) -> float:
+        begin = time.perf_counter()
+        with ahead():
+            call.run()
+        return time.perf_counter() - begin
+
     seconds = dict.fromkeys((call.title for call in work), 0.0)
     failed: dict[str, BaseException] = {}
-    pool = ThreadPoolExecutor(threads, "bastile-warmup", _use_own_stream, (device,))
+    pool = ThreadPoolExecutor(threads, "bastile-warmup")
     try:
         with _bar(len(work) if progress else 0) as advance:
-            running: dict[Future[float], Call] = {pool.submit(_timed, call, device): call for call in work}
+            running: dict[Future[float], Call] = {pool.submit(timed, call): call for call in work}
             for done in as_completed(running):
                 title = running[done].title
                 error = done.exception()
@@ -162,21 +229,6 @@ def _run(work: Sequence[Call], device: torch.device, progress: bool, threads: in
         reasons = "; ".join(f"{title}: {error}" for title, error in failed.items())
         raise RuntimeError(f"warmup_all_kernels: {reasons}") from next(iter(failed.values()))
     return seconds
-
-
-def _use_own_stream(device: torch.device) -> None:
-    """In a new thread: so that no call waits for what another has queued."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))
-
-
-def _timed(call: Call, device: torch.device) -> float:
-    begin = time.perf_counter()
-    call.run(device)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return time.perf_counter() - begin
 
 
 @contextmanager

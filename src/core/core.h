@@ -30,6 +30,10 @@ typedef struct bst_thread {
     bst_message message;
     unsigned errors; /* so far */
     bst_message cache_reason;
+    struct {
+        bool on;
+        int device, arch;
+    } ahead; /* of cuda/compile_only.h */
 } bst_thread;
 bst_thread *bst__thread(void);
 

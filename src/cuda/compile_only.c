@@ -1,4 +1,5 @@
-/* compile_only.c - compiling without a GPU: the collector that is set, and the chips it may ask for. */
+/* compile_only.c - compiling and running nothing: the collector that is set, the threads that compile ahead, and the
+ * chips that they may ask for. */
 #include "cuda/compile_only.h"
 
 #include <pthread.h>
@@ -9,6 +10,7 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_mutex_t reporting = PTHREAD_MUTEX_INITIALIZER;
 static atomic_bool on;
+static atomic_int modes;      /* the collector, and threads that compile ahead */
 static bst_collector current; /* under the lock */
 
 static void in_child(void) {
@@ -23,11 +25,38 @@ void bst__cuda_compile_only(const bst_compile_only *collector) {
         current.request = *collector;
         current.generation++;
     }
-    atomic_store_explicit(&on, collector != NULL, memory_order_release);
+    bool was_on = atomic_exchange(&on, collector != NULL);
+    atomic_fetch_add(&modes, (collector != NULL) - was_on);
     pthread_mutex_unlock(&lock);
 }
 
+bst_status bst__compile_ahead(int device, int arch) {
+    bst_chip chip;
+    if (arch) BST_TRY(bst__chip_of_arch("compiling ahead", arch, &chip));
+    bst_thread *thread = bst__thread();
+    if (!thread) return bst__error(BST_NO_MEMORY, "compiling ahead: %zu bytes could not be allocated", sizeof *thread);
+    atomic_fetch_add(&modes, (device >= 0) - thread->ahead.on);
+    thread->ahead.on = device >= 0;
+    thread->ahead.device = device;
+    thread->ahead.arch = arch;
+    return BST_OK;
+}
+
+bool bst__compiling_ahead(int *device) {
+    if (!atomic_load_explicit(&modes, memory_order_acquire)) return false;
+    const bst_thread *thread = bst__thread();
+    if (!thread || !thread->ahead.on) return false;
+    *device = thread->ahead.device;
+    return true;
+}
+
 bool bst__compiling_only(bst_collector *out) {
+    if (!atomic_load_explicit(&modes, memory_order_acquire)) return false;
+    const bst_thread *thread = bst__thread();
+    if (thread && thread->ahead.on) {
+        *out = (bst_collector){.request.arch = thread->ahead.arch};
+        return true;
+    }
     if (!atomic_load_explicit(&on, memory_order_acquire)) return false;
     pthread_mutex_lock(&lock);
     *out = current;

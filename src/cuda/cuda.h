@@ -38,7 +38,8 @@ typedef struct bst_chip {
     int arguments;     /* bytes that a kernel's arguments may take: of the driver */
 } bst_chip;
 
-/* The chip behind a device index; opens the driver at the first call. */
+/* The chip behind a device index; opens the driver at the first call. While kernels are only compiled, the chip that is
+ * compiled for. */
 bst_status bst__cuda_chip(const char *op, int device, bst_chip *out);
 /* BST_UNSUPPORTED where rows that take a block each, or several, are more than a grid has blocks. */
 static inline bst_status bst__cuda_need_rows(const char *op, int64_t rows, int64_t blocks_each) {

@@ -16,11 +16,13 @@ typedef enum stage { IDLE, BUILDING, BUILT, FAILED } stage;
 /* What has been done with a function on a device. */
 enum { HAS_FUNCTION = 1, HAS_SHARED = 2, HAS_CLUSTER = 4, HAS_RESIDENT = 8 };
 
+enum { IN_CACHE = -1 };
+
 typedef struct key {
     const bst_kernel *kernel;
     const int64_t *values;
     int count, arch;
-    int generation; /* 0: code to run; else of a collector */
+    int generation; /* 0: code to run; IN_CACHE: code that was stored; else of a collector */
     uint64_t hash;
 } key;
 
@@ -201,6 +203,7 @@ static bst_status load_error(const char *op, CUresult result, int major, int min
         op, driver / 1000, driver % 1000 / 10, major, minor, driver / 1000);
 }
 
+/* code NULL: it goes into the cache and is not loaded. */
 static bst_status build_code(job *j, CUkernel *code) {
     int major, minor;
     BST_TRY(bst__nvrtc_version(j->op, &major, &minor));
@@ -212,6 +215,10 @@ static bst_status build_code(job *j, CUkernel *code) {
     do {
         bst_blob cubin;
         BST_TRY(bst__cache_get(&digest, BST_CACHE_CODE, compile, j, &cubin));
+        if (!code) {
+            free(cubin.data);
+            return BST_OK;
+        }
         result = bst__driver()->cuLibraryLoadData(&library, cubin.data, NULL, NULL, 0, NULL, NULL, 0);
         free(cubin.data);
         if (result == CUDA_SUCCESS) break;
@@ -227,10 +234,11 @@ static bst_status build_code(job *j, CUkernel *code) {
 
 static bst_status build(const char *op, bst_jit_entry *e, const void *context) {
     (void)context;
+    bool is_loaded = e->key.generation != IN_CACHE; /* else there may be no driver */
     job j = {.op = op, .key = &e->key};
-    int mode = bst__capture_relax();
-    bst_status status = build_code(&j, &e->code);
-    bst__capture_restore(mode);
+    int mode = is_loaded ? bst__capture_relax() : 0;
+    bst_status status = build_code(&j, is_loaded ? &e->code : NULL);
+    if (is_loaded) bst__capture_restore(mode);
     if (status == BST_OK) atomic_fetch_add(j.compiled ? &compiled_count : &cached_count, 1);
     return status;
 }
@@ -313,11 +321,14 @@ static bst_status build_report(const char *op, bst_jit_entry *e, const void *con
     return status;
 }
 
-bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, const bst_launch *launch) {
+bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, int device, const bst_launch *launch) {
     const bst_compile_only *wanted = &collector->request;
     if (wanted->known && wanted->known(wanted->context, launch)) return BST_OK;
-    key k = key_of(launch, wanted->arch, collector->generation);
+    bst_chip chip;
+    BST_TRY(bst__cuda_chip(op, device, &chip));
+    bool is_ahead = !collector->generation;
+    key k = key_of(launch, chip.arch, is_ahead && wanted->arch ? IN_CACHE : collector->generation);
     report_job r = {collector, launch};
     bst_jit_entry *e;
-    return ensure(op, &k, build_report, &r, &e);
+    return ensure(op, &k, is_ahead ? build : build_report, &r, &e);
 }

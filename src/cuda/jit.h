@@ -14,7 +14,8 @@ typedef struct bst_jit_entry bst_jit_entry;
 bst_status bst__jit_function(const char *op, const bst_device *device, const bst_launch *launch, CUfunction *out,
                              unsigned *most_blocks);
 
-/* Compiles a launch's kernel for the collector's chip, reports it, and loads nothing; once for each kernel. */
-bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, const bst_launch *launch);
+/* Compiles a launch's kernel for the collector's chip, reports it, and loads nothing; once for each kernel. Ahead: for
+ * this device's chip into the table, or for a named one into the cache. */
+bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, int device, const bst_launch *launch);
 
 #endif

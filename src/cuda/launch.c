@@ -38,7 +38,8 @@ static bst_status submit(const char *op, const bst_device *device, CUstream stre
 
 bst_status bst__cuda_chip(const char *op, int device, bst_chip *out) {
     bst_collector collector;
-    if (bst__compiling_only(&collector)) return bst__chip_of_arch(op, collector.request.arch, out);
+    if (bst__compiling_only(&collector) && collector.request.arch)
+        return bst__chip_of_arch(op, collector.request.arch, out);
     bst_device *d;
     BST_TRY(bst__device(op, device, &d));
     *out = d->chip;
@@ -50,7 +51,7 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     (void)bytes; /* the driver knows from the kernel how much to copy */
     if (!launch->grid_x) return BST_OK;
     bst_collector collector;
-    if (bst__compiling_only(&collector)) return bst__jit_compile_only(op, &collector, launch);
+    if (bst__compiling_only(&collector)) return bst__jit_compile_only(op, &collector, device, launch);
     bst_device *d;
     bst_scope scope;
     BST_TRY(bst__device(op, device, &d));

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/compile_only.h"
+
 bst_torch_api bst__torch;
 
 /* ---- types and devices ------------------------------------------------------------------------------------------- */
@@ -32,6 +34,8 @@ DLDataType bst__dl_type(bst_dtype dtype) {
 }
 
 static DLDevice dl_device(int32_t type, int32_t index) {
+    int ahead;
+    if (bst__compiling_ahead(&ahead)) return (DLDevice){kDLCUDA, ahead};
     bool cuda = type == bst__torch.aoti_torch_device_type_cuda();
 #ifdef BST_EMULATE
     /* The emulated GPU works on host memory: PyTorch's CPU tensors are its device tensors. */
@@ -163,7 +167,7 @@ static void describe(bst_call *call, bst_torch_tensor handle, DLTensor *t) {
     if (call->device_type >= 0) return;
     call->device_type = type;
     call->device_index = index;
-    if (t->device.device_type == kDLCUDA && bst__torch.aoti_torch_get_current_cuda_stream)
+    if (index >= 0 && t->device.device_type == kDLCUDA && bst__torch.aoti_torch_get_current_cuda_stream)
         bst__torch.aoti_torch_get_current_cuda_stream(index, &call->exec.stream);
 }
 
@@ -226,7 +230,9 @@ DLTensor *bst__call_in_place(bst_call *call, bst_torch_value value) {
 static DLTensor *contiguous_copy(bst_call *call, DLTensor *tensor, DLDataType dtype) {
     bst_torch_tensor source = call->handle[tensor - call->tensor];
     DLTensor *copy = bst__call_empty(call, tensor->ndim, tensor->shape, NULL, dtype);
+    int ahead;
     if (!copy) return tensor;
+    if (bst__compiling_ahead(&ahead)) return copy;
     if (bst__torch.aoti_torch_copy_(call->handle[copy - call->tensor], source, 0)) fail(call, "copying a tensor");
     return copy;
 }

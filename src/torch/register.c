@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 #include "bastile/torch.h"
+#include "cuda/compile_only.h"
 #include "torch/bind.h"
 #include "torch/call.h"
 #include "torch/lists.h"
@@ -67,3 +68,5 @@ bst_status bst_torch_register(const char *folder) {
     pthread_mutex_unlock(&lock);
     return status;
 }
+
+bst_status bst_torch_compile_ahead(int device, int arch) { return bst__compile_ahead(device, arch); }

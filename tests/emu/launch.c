@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cuda/compile_only.h"
 #include "emu.h"
 
 static pthread_mutex_t one_at_a_time = PTHREAD_MUTEX_INITIALIZER;
@@ -69,9 +70,12 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     bst_chip chip;
     BST_TRY(bst__cuda_chip(op, device, &chip));
     if (launch->grid_x == 0) return BST_OK;
-    BST_TRY(check(op, launch, &chip, bytes));
+    bst_collector collector;
+    const emu_kernel *kernel;
+    const bool runs = !bst__compiling_only(&collector);
+    if (runs) BST_TRY(check(op, launch, &chip, bytes));
     pthread_mutex_lock(&one_at_a_time);
-    const bst_status status = load_and_run(op, launch, &chip, arguments, bytes);
+    const bst_status status = runs ? load_and_run(op, launch, &chip, arguments, bytes) : emu_load(op, launch, &kernel);
     pthread_mutex_unlock(&one_at_a_time);
     return status;
 }

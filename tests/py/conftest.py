@@ -94,7 +94,7 @@ def tiny_model(
 def tiny_batch(model: PreTrainedModel, rows: int = 2, columns: int = 11, seed: int = 0) -> dict[str, torch.Tensor]:
     """Left-padded rows of unequal length; labels ignore the padding and a few tokens more."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, model.config.vocab_size, (rows, columns), generator=generator)
+    ids = torch.randint(1, model.config.get_text_config().vocab_size, (rows, columns), generator=generator)
     mask = torch.ones_like(ids)
     for row in range(1, rows):
         mask[row, : min(row, columns - 2)] = 0

@@ -3,24 +3,26 @@
 Steps run on a GPU or on the emulated one."""
 
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, LlamaConfig, PreTrainedModel, ResNetConfig
+from transformers import LlamaConfig, PreTrainedModel, ResNetConfig
 
 import bastile
 from bastile import warmup
-from bastile._library import kernel_counts
-from bastile.models.anatomy import anatomy
-from bastile.models.kernels import Call, Types, Zeros, calls
+from bastile._library import compiling_ahead, kernel_counts
+from bastile.models.recording import Call, Like, skip_repeated_layers
 from bastile.models.small import small_model
 from command import command
 from conftest import DENSE, tiny_batch, tiny_model
@@ -74,6 +76,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "a config alone": ("qwen3", {"dtype": torch.bfloat16, "by_config": True}),
     "a model that is compiled": ("llama", {"compiled": True}),
     "experts of another unit": ("qwen3_moe", {}),
+    "norms behind and before": ("gemma3_text", {"dtype": torch.bfloat16}),
+    "gate and up in one": ("phi3", {"adapters": ["o_proj"]}),
+    "layer norms": ("starcoder2", {}),
+    "images too": ("qwen2_vl", {}),
+    "checkpoints": ("qwen3", {"checkpointed": True, "adapters": ["gate_proj", "up_proj", "down_proj"]}),
+    "an optimiser": ("llama", {"dtype": torch.bfloat16, "optimizer": bastile.optim.AdamW}),
 }
 
 
@@ -89,6 +97,8 @@ def steps_that_compile(
     logits_memory: float | None = None,
     by_config: bool = False,
     compiled: bool = False,
+    checkpointed: bool = False,
+    optimizer: Any = None,
     **changes: Any,
 ) -> tuple[int, list[str]]:
     """How many kernels the warm-up made ready, and after what, of all that a user does then, there were more. In a
@@ -110,10 +120,13 @@ def steps_that_compile(
         model = get_peft_model(model, LoraConfig(target_modules=adapters, r=4))
     if checkpointing:
         core.enable_input_require_grads()
+    if checkpointed:
+        core.gradient_checkpointing_enable()
     given = core.config if by_config else torch.compile(model) if compiled else model
     in_training = torch.autocast(DEVICE.type, autocast) if autocast else nullcontext()
     with in_training:
-        done = warmup._warm(given, dtype if by_config else None, DEVICE, progress=False, threads=2)
+        types, work = warmup._work(given, dtype if by_config else None, DEVICE, optimizer=optimizer)
+        done = warmup._warm(types, work, DEVICE)
     assert done.compiled + done.cached == sum(kernel_counts())
 
     found, ready = [], sum(kernel_counts())
@@ -132,6 +145,9 @@ def steps_that_compile(
         look(f"forward, {sequences} sequences")
         loss.backward()
         look(f"backward, {sequences} sequences, recomputation from {least} tokens on")
+    if optimizer is not None:
+        optimizer(model.parameters()).step()
+        look("the optimiser's step")
     with in_training, torch.no_grad():
         model.eval().generate(input_ids=batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False)
     look("generation")
@@ -151,19 +167,26 @@ def test_training_after_it_compiles_nothing(case: str) -> None:
 # ---- the calls ------------------------------------------------------------------------------------------------------
 
 
+def titles(given: Any, dtype: torch.dtype | None = None, **options: Any) -> set[str]:
+    return {call.title for call in warmup._work(given, dtype, DEVICE, **options)[1]}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_and_a_model_that_is_wholly_trained_need_the_same(family: str) -> None:
-    model, row = tiny(family), anatomy(family)
-    assert row is not None
-    types = Types(torch.float32)
-    of_config = calls(model.config, row, row.operators, types)
-    assert set(of_config) == set(calls(model.config, row, row.operators, types, model))
-    for call in of_config:
-        call.run(DEVICE)
+    """As does a model without memory."""
+    model = tiny(family)
+    with torch.device("meta"):
+        weightless = type(model)(model.config)
+    of_config = warmup._work(model.config, torch.float32, DEVICE)
+    assert of_config == warmup._work(model, None, DEVICE) == warmup._work(weightless, None, DEVICE)
+    assert of_config[0] == [family]
+
+
+HEAD = {"linear_cross_entropy 32", "scale 32"}
 
 
 @pytest.mark.parametrize(
-    ("operators", "titles"),
+    ("operators", "expected"),
     [
         (["swiglu"], {"swiglu 48"}),
         (["rope", "recompute"], {"rope 16"}),
@@ -171,12 +194,12 @@ def test_a_config_and_a_model_that_is_wholly_trained_need_the_same(family: str) 
         (["rms_norm", "rope", "qk_norm_rope"], {"rms_norm 32", "qk_norm_rope 16"}),
         (
             ["rms_norm", "add_rms_norm", "fused_linear_cross_entropy"],
-            {"rms_norm 32", "rms_norm 16", "add_rms_norm 32", "fused_linear_cross_entropy 101"},
+            {"rms_norm 32", "rms_norm 16", "add_rms_norm 32", *HEAD},
         ),
-        (["fused_linear_cross_entropy"], {"fused_linear_cross_entropy 101"}),
+        (["fused_linear_cross_entropy"], HEAD),
     ],
 )
-def test_what_is_patched_is_what_counts(operators: list[str], titles: set[str]) -> None:
+def test_what_is_patched_is_what_counts(operators: list[str], expected: set[str]) -> None:
     model = tiny("qwen3")
     every = {operator: operator in operators for operator in FAMILIES["qwen3"].operators}
     bastile.apply_to_model(model, **every)
@@ -185,29 +208,81 @@ def test_what_is_patched_is_what_counts(operators: list[str], titles: set[str]) 
         get_peft_model(model, LoraConfig(target_modules=["q_proj", "gate_proj"])),
         torch.compile(model),
     ):
-        assert {call.title for call in warmup._work(given, None, DEVICE)[1]} == titles
+        assert titles(given) == expected
     bastile.reset()
     bastile.apply(**every)
-    assert {call.title for call in warmup._work(model.config, None, DEVICE)[1]} == titles
+    assert titles(model.config, torch.float32) == expected
 
 
 def test_unpatched_models_are_taken_as_apply_would_leave_them() -> None:
     model = tiny("llama", torch.float16)
     unpatched = warmup._work(model, None, DEVICE)[1]
+    assert bastile.get_patched_ops(model) == []
     bastile.apply()
     assert unpatched == warmup._work(model, None, DEVICE)[1]
     assert {"rope 16", "swiglu 48", "add_rms_norm 32"} < {call.title for call in unpatched}
 
 
+def test_recording_leaves_no_trace() -> None:
+    """In the model, the report, and the random numbers."""
+    model = get_peft_model(tiny("qwen3"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.5))
+    bastile.apply()
+    before = [(name, t, t.grad, t._version) for name, t in model.state_dict(keep_vars=True).items()]
+    drawn, reported = torch.get_rng_state(), str(bastile.report())
+    model.eval()
+    assert "rms_norm 32" in titles(model, optimizer=bastile.optim.AdamW)
+    assert not model.training
+    assert [(name, t, t.grad, t._version) for name, t in model.state_dict(keep_vars=True).items()] == before
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert str(bastile.report()) == reported
+
+
 def test_none_is_every_family() -> None:
-    families, work = warmup._work(None, None, DEVICE)
-    assert sorted(family.model_type for family in families) == sorted(FAMILIES)
+    types, work = warmup._work(None, None, DEVICE)
+    assert sorted(types) == sorted(FAMILIES)
     assert len(work) == len(set(work))
-    types = {a.dtype for call in work for a in call.arguments if isinstance(a, Zeros) and a.dtype.is_floating_point}
-    assert types == {torch.bfloat16, torch.float32}  # float32: what sums are kept in
-    widths = {call.title for call in work}
-    for model_type in FAMILIES:
-        assert any(title.startswith("fused_linear_cross_entropy") for title in widths), model_type
+    floats = {a.dtype for call in work for a in call.arguments if isinstance(a, Like) and a.dtype.is_floating_point}
+    assert floats == {torch.bfloat16, torch.float32}  # float32: what sums are kept in
+
+
+def test_layers_that_are_alike_run_as_often_as_they_differ() -> None:
+    """Layer 4 has an adapter, so layer 5 wants gradients that layer 1 does not; layer 6 wants what layer 5 does."""
+    model = get_peft_model(
+        tiny("llama", num_hidden_layers=9), LoraConfig(target_modules=r".*layers\.4\..*up_proj", r=4)
+    )
+    skip_repeated_layers(model)
+    skipped = [i for i, layer in enumerate(model.get_base_model().model.layers) if "forward" in vars(layer)]
+    assert skipped == [2, 3, 6, 7, 8]
+
+
+def test_few_layers_and_many_need_the_same() -> None:
+    """Of two kinds."""
+    kinds = ["sliding_attention", "full_attention"]
+    few, many = (
+        warmup._work(tiny("gpt_oss", num_hidden_layers=2 * n, layer_types=kinds * n), None, DEVICE)[1] for n in (1, 4)
+    )
+    assert set(few) == set(many)
+
+
+def test_a_model_that_asks_for_values_gets_some() -> None:
+    """Experts in a loop over those that have tokens."""
+    assert {"rms_norm 32", "swiglu 48", "linear_cross_entropy 32"} <= titles(small_model("longcat_flash"))
+
+
+def test_a_shard_is_as_large_as_the_whole() -> None:
+    """As DeepSpeed's third stage leaves a model: parameters of no elements that say what they stand for."""
+    model = tiny("llama")
+    whole = warmup._work(model, None, DEVICE)
+    for parameter in model.parameters():
+        parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0, device=DEVICE)
+    assert warmup._work(model, None, DEVICE) == whole
+
+
+def test_the_optimiser_that_is_asked_for() -> None:
+    model = tiny("llama")
+    assert titles(model, optimizer=bastile.optim.AdamW) == titles(model) | {"optim_adamw"}
+    clipping = partial(bastile.optim.AdamW, max_grad_norm=1.0, master_weights=True)
+    assert titles(model, optimizer=clipping) == titles(model) | {"optim_adamw", "optim_norm"}
 
 
 # ---- running them ---------------------------------------------------------------------------------------------------
@@ -216,7 +291,7 @@ def test_none_is_every_family() -> None:
 class Fake:
     """A call that does what it is given to do."""
 
-    def __init__(self, title: str, run: Callable[[torch.device], Any]) -> None:
+    def __init__(self, title: str, run: Callable[[], Any]) -> None:
         self.title = title
         self.run = run
 
@@ -226,8 +301,8 @@ def test_calls_run_at_the_same_time() -> None:
 
     def run(threads: int, timeout: float) -> dict[str, float]:
         barrier = threading.Barrier(3)
-        work: Any = [Fake(title, lambda _: barrier.wait(timeout)) for title in "abc"]
-        return warmup._run(work, DEVICE, False, threads)
+        work: Any = [Fake(title, lambda: barrier.wait(timeout)) for title in "abc"]
+        return warmup._run(work, nullcontext, False, threads)
 
     assert list(run(threads=3, timeout=60)) == ["a", "b", "c"]
     with pytest.raises(RuntimeError):
@@ -235,29 +310,50 @@ def test_calls_run_at_the_same_time() -> None:
 
 
 def test_seconds_are_those_of_each_operator() -> None:
-    work: Any = [Fake("slow", lambda _: time.sleep(0.05)), Fake("slow", lambda _: time.sleep(0.05)), Fake("quick", id)]
-    seconds = warmup._run(work, DEVICE, False, 2)
+    def slow() -> None:
+        time.sleep(0.05)
+
+    work: Any = [Fake("slow", slow), Fake("slow", slow), Fake("quick", str)]
+    seconds = warmup._run(work, nullcontext, False, 2)
     assert seconds["slow"] >= 0.1 > seconds["quick"]
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Like:
+    return Like.of(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def test_a_failure_is_told_after_the_others_have_ended() -> None:
     """By a real operator: a weight of another length."""
     ended: list[str] = []
 
-    def end(_: torch.device) -> None:
+    def end() -> None:
         time.sleep(0.1)
         ended.append("end")
 
-    x, weight = Zeros((2, 8), torch.float32), Zeros((7,), torch.float32)
-    bad = Call("rms_norm_forward", (x, weight, 1e-6, 0), "rms_norm 8")
-    worse = Call("swiglu_forward", (x, Zeros((2, 8), torch.bfloat16)), "swiglu 8")
+    bad = Call("rms_norm_forward", (rows(2, 8), rows(7), 1e-6, 0))
+    worse = Call("swiglu_forward", (rows(2, 8), rows(2, 8, dtype=torch.bfloat16)))
     work: Any = [bad, worse, *(Fake("good", end) for _ in range(3))]
     with pytest.raises(
         RuntimeError, match=r"warmup_all_kernels: (.|\n)*rms_norm 8: bastile: norm_forward: weight"
     ) as raised:
-        warmup._run(work, DEVICE, False, 2)
+        warmup._run(work, nullcontext, False, 2)
     assert "swiglu 8: bastile: glu_forward: b" in str(raised.value)
     assert ended == ["end"] * 3
+
+
+def test_tensors_are_made_as_they_were() -> None:
+    whole = torch.empty(4, 6, 8, dtype=torch.bfloat16)
+    for t in (
+        whole,
+        whole[1:, ::2, 3:],
+        whole.transpose(0, 2),
+        whole[:, :0],
+        whole[0, 0, 5],
+        whole[:1].expand(4, 6, 8),
+    ):
+        made = Like.of(t).make()
+        assert (made.shape, made.stride(), made.dtype) == (t.shape, t.stride(), t.dtype)
+        assert made.storage_offset() == t.storage_offset() or not t.numel()
 
 
 # ---- the function ---------------------------------------------------------------------------------------------------
@@ -268,8 +364,9 @@ def test_without_a_gpu_it_says_so() -> None:
     model = tiny("qwen3", torch.bfloat16)
     done = bastile.warmup_all_kernels(model)
     if torch.cuda.is_available():
-        assert done.device == f"cuda:{torch.cuda.current_device()}"
-        assert done.seconds.keys() == {call.title for call in warmup._work(model, None, DEVICE)[1]}
+        device = torch.device("cuda", torch.cuda.current_device())
+        assert done.device == str(device)
+        assert done.seconds.keys() == {call.title for call in warmup._work(model, None, device)[1]}
         assert done.total_seconds > 0
         assert "of qwen3" in str(done)
     else:
@@ -277,6 +374,29 @@ def test_without_a_gpu_it_says_so() -> None:
         assert (
             str(done) == "Nothing was compiled: there is no CUDA device; CPU kernels are compiled when Bastile is built"
         )
+
+
+def kernels_for(chip: str, cache: str) -> tuple[str | None, int, int]:
+    """Device, kernels compiled and kernels found, in a process whose cache is this folder."""
+    os.environ["BASTILE_CACHE"] = cache
+    done = bastile.warmup_all_kernels(tiny("qwen3", torch.bfloat16), chip=chip, progress=False)
+    assert done.seconds["swiglu 48"] > 0
+    return done.device, done.compiled, done.cached
+
+
+@pytest.mark.skipif(EMULATED, reason="the emulator compiles for no chip")
+@pytest.mark.skipif(find_spec("nvidia") is None, reason="needs NVRTC")
+def test_a_chip_that_is_not_there(tmp_path: Path) -> None:
+    """Its kernels are in the cache afterwards, where a second process finds them, and another chip none."""
+    found = []
+    for chip in ("sm_90", "sm_90", "sm_80"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found.append(process.submit(kernels_for, chip, str(tmp_path / "cache")).result())
+    (_, count, none), *_ = found
+    assert none == 0 < count
+    assert found[1] == ("sm_90", 0, count)
+    assert found[2][0] == "sm_80"
+    assert found[2][1] > 0 == found[2][2]
 
 
 def test_its_sentence() -> None:
@@ -290,13 +410,19 @@ def test_its_sentence() -> None:
 
 def test_what_it_refuses() -> None:
     with pytest.raises(
-        ValueError, match="GPT2Config is no supported model or config: a causal language model is needed"
+        ValueError, match="ResNetConfig is no supported model or config: a causal language model is needed"
     ):
-        warmup._work(GPT2Config(), None, DEVICE)
+        warmup._work(ResNetConfig(), None, DEVICE)
+    with pytest.raises(ValueError, match="Linear is no supported model or config"):
+        warmup._work(torch.nn.Linear(2, 2), None, DEVICE)
     with pytest.raises(ValueError, match=r"dtype is torch.float64; kernels serve torch.float32"):
         warmup._work(LlamaConfig(), torch.float64, DEVICE)
     with pytest.raises(ValueError, match="threads is 0; 1 or more is needed"):
         bastile.warmup_all_kernels(LlamaConfig(), threads=0)
+    with pytest.raises(ValueError, match="chip is 'sm_70'; one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 is"):
+        bastile.warmup_all_kernels(LlamaConfig(), chip="sm_70")
+    with pytest.raises(RuntimeError, match="a step of BlipForConditionalGeneration cannot run without values: Type"):
+        warmup._work(small_model("blip"), None, DEVICE)
 
 
 @pytest.mark.skipif(not EMULATED, reason="needs a build with the emulated GPU")
@@ -307,14 +433,22 @@ def test_other_threads_run_while_a_kernel_is_compiled(tmp_path: Path, monkeypatc
     compiler.write_text(f"#!/bin/sh\n{waiting}\n")
     compiler.chmod(0o700)
     monkeypatch.setenv("BASTILE_EMU_CXX", str(compiler))
-    rows = Zeros((2, 8), torch.float32)
-    call = Call("swiglu_forward", (rows, rows), "swiglu 8")
+    call = Call("swiglu_forward", (rows(2, 8), rows(2, 8)))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(warmup._run, [call], DEVICE, False, 1)
+        running = pool.submit(warmup._run, [call], partial(compiling_ahead, 0), False, 1)
         while not begun.exists() and not running.done():
             time.sleep(0.01)
         go.touch()
         assert running.result()["swiglu 8"] > 0
+
+
+@pytest.mark.skipif(not EMULATED, reason="needs a build with the emulated GPU")
+def test_other_threads_compute_while_one_compiles_ahead() -> None:
+    x, y = torch.randn(2, 4, 8)
+    want = torch.nn.functional.silu(x) * y
+    with compiling_ahead(0), ThreadPoolExecutor(1) as pool:
+        torch.testing.assert_close(pool.submit(torch.ops.bastile.swiglu_forward, x, y).result(), want)
+    torch.testing.assert_close(torch.ops.bastile.swiglu_forward(x, y), want)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -333,6 +467,13 @@ def test_the_command_compiles_or_says_why_not() -> None:
             )
 
 
+@pytest.mark.skipif(find_spec("nvidia") is None, reason="needs NVRTC")
+def test_the_command_compiles_for_a_chip_that_is_not_there() -> None:
+    """Of a model with adapters."""
+    options = ["--shape", "tiny", "--chip", "sm_89", "--lora", "4", "--batch", "2", "--sequence", "32"]
+    assert "of qwen3" in command("warmup", *options)
+
+
 def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from bastile.cli import main
 
@@ -340,6 +481,9 @@ def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.Capture
     for arguments, told in (
         (["--shape", "tiny", "--model", str(tmp_path)], "give either --model or --shape, not both"),
         (["--model", str(tmp_path)], "no config and tokenizer found there"),
+        (["--shape", "tiny", "--batch", "2"], "--batch and --sequence go together"),
+        (["--lora", "2"], "--lora needs --model or --shape"),
+        (["--shape", "tiny", "--chip", "sm_7"], "chip is 'sm_7'; one of sm_80"),
         (["--model", str(tmp_path / "other")], "is of the type resnet, in which bastile knows no code"),
     ):
         assert main(["warmup", *arguments]) == 2

@@ -117,6 +117,18 @@ def load_in_4bit(name: str, dtype: str, device: torch.device) -> Any:
     return model.train()
 
 
+#: The products that LoRA adapts: all of a decoder layer's.
+_LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def with_adapters(model: Any, rank: int, alpha: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_LORA_TARGETS, task_type="CAUSAL_LM")
+    )
+
+
 def checkpoint_activations(model: Any) -> None:
     """Layers then keep their inputs alone. Newer releases of Transformers have another name for it."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

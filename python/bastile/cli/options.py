@@ -144,6 +144,7 @@ OPTIONS: dict[str, _Option] = {
         "--no-optimizer or --budget",
         more={"type": count},
     ),
+    "--chip": _Option("CHIP", "compile for this chip, which need not be there, in place of a device: {what}"),
     "--threads": _Option("N", "kernels to compile at once (default: CPU cores, at most 8)"),
     # Where the results go.
     "--out": _Option("FOLDER", "folder for {what} (default: {shown})"),

@@ -22,11 +22,9 @@ import bastile
 from bastile.bench.machine import describe_briefly
 from bastile.bench.timing import held
 from bastile.cli.examples import Examples, batch
-from bastile.cli.model import build, checkpoint_activations, load_in_4bit
+from bastile.cli.model import build, checkpoint_activations, load_in_4bit, with_adapters
 from bastile.cli.processes import begin, out_of_memory
 
-#: The products that LoRA adapts: all of a decoder layer's.
-LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 #: A GPU is asked for its losses only now and then: waiting for each would hide how well the steps are queued.
 _INTERVAL = 10
 
@@ -128,7 +126,7 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     left_out = {operator: False for operator, is_used in plan["operators"].items() if not is_used}
     patched = bastile.apply(model_types=[model.config.model_type], **left_out) if plan["name"] == "bastile" else []
     if plan["lora"]:
-        model = _with_adapters(model, plan)
+        model = with_adapters(model, plan["lora"], plan["lora_alpha"])
     optimizer = _optimizer(plan, arguments)
     trainer = _Trainer(
         model=model,
@@ -212,15 +210,6 @@ def _build_model(plan: dict[str, Any]) -> Any:
     if plan["load_in_4bit"]:
         return load_in_4bit(name, plan["dtype"], torch.device(plan["device"]))
     return build(None if name else AutoConfig.for_model(**plan["model"]["config"]), plan["dtype"], pretrained=name)
-
-
-def _with_adapters(model: Any, plan: dict[str, Any]) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(
-        r=plan["lora"], lora_alpha=plan["lora_alpha"], target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
-    )
-    return get_peft_model(model, config)
 
 
 def _memory_now(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""`warmup`: from options to a config, its kernels compiled, and what each operator took."""
+"""`warmup`: from options to a model without weights, its kernels compiled, and what each operator took."""
 
 import argparse
 from dataclasses import asdict
@@ -9,6 +9,7 @@ import torch
 from bastile.cli import model
 from bastile.cli.errors import RunFailed, UsageError
 from bastile.cli.options import SHORT_TYPES, add, device_for, need_packages
+from bastile.warmup import CHIPS, warmup_all_kernels
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,14 +17,16 @@ def add_parser(subparsers: Any) -> None:
         "warmup",
         help="compile a model's GPU kernels now, into the cache on disk",
         description="Compiles every kernel that training a model needs, several at once, so that no first step of this "
-        "user on this machine waits for them. Needs no weights. Neither --model nor --shape given: every supported "
-        "model type's default config.",
+        "user on this machine waits for them. Needs no weights. Neither --model nor --shape given: the default config "
+        "of the type of each model that `bastile sweep` knows.",
     )
     add(parser, "--model")
     add(parser, "--shape", what="in place of --model: this model's shapes")
     add(parser, "--dtype", default="bfloat16", choices=tuple(SHORT_TYPES))
     add(parser, "--device", what="cuda or cuda:N", shown="cuda")
-    add(parser, "--threads", "--json")
+    add(parser, "--chip", what=", ".join(CHIPS))
+    add(parser, "--batch", "--sequence", shown="several")
+    add(parser, "--lora", "--threads", "--json")
     parser.set_defaults(command=warmup)
 
 
@@ -36,14 +39,22 @@ def warmup(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from bastile.cli.shown import table
-    from bastile.warmup import warmup_all_kernels
 
+    if (options.batch is None) != (options.sequence is None):
+        raise UsageError("--batch and --sequence go together")
+    if options.lora and options.model is None and options.shape is None:
+        raise UsageError("--lora needs --model or --shape")
     # Where no device is there at all, naming one is no mistake: the command then says so and has nothing to do.
     device = device_for(options.device) if torch.cuda.is_available() else None
-    _, config = model.of_model_or_shape(options)
+    _, given = model.of_model_or_shape(options)
+    dtype = getattr(torch, options.dtype)
+    shapes = [(options.batch, options.sequence)] if options.batch else None
     try:
-        done = warmup_all_kernels(config, getattr(torch, options.dtype), device, threads=options.threads)
-    except ValueError as error:  # a type whose layers are not known
+        if options.lora:
+            need_packages("peft")
+            given = model.with_adapters(model.build(given, options.dtype, "meta"), options.lora, 2 * options.lora)
+        done = warmup_all_kernels(given, dtype, device, threads=options.threads, shapes=shapes, chip=options.chip)
+    except ValueError as error:  # a type whose code is not known, or has no such layers; an unknown chip
         raise UsageError(str(error)) from error
     except RuntimeError as error:
         raise RunFailed(str(error)) from error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bastile.graphs import caches
-from bastile.ops._common import PLAIN
+from bastile.ops._common import has_values
 
 #: Goes through all of a model's calls, down to the loss, and is read there alone.
 _UNREAD = frozenset({"num_items_in_batch"})
@@ -23,7 +23,7 @@ class CannotCapture(Exception):
 
 
 def signature(tensor: torch.Tensor) -> Signature:
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+    if not has_values(tensor) or tensor.layout is not torch.strided:
         raise CannotCapture(f"an argument of the layers is a {type(tensor).__name__} of layout {tensor.layout}")
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 

@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from bastile.guards import mark_as_ours, runs
 from bastile.models.mlp import activation_named
 from bastile.models.sites import Found, ModelFile, Site, file_of
+from bastile.ops._common import on_gpu
 from bastile.ops.glu import glu
 from bastile.ops.norm import layer_norm
 from bastile.ops.rms_norm import Casting, rms_norm
@@ -112,7 +113,7 @@ _ELEMENTS = 1 << 21
 
 def _pays(x: torch.Tensor) -> bool:
     """Whether to take the place of one of PyTorch's own norms, which are one kernel forward already."""
-    return torch.is_grad_enabled() and not is_compiling() and (not x.is_cuda or x.numel() >= _ELEMENTS)
+    return torch.is_grad_enabled() and not is_compiling() and (not on_gpu(x) or x.numel() >= _ELEMENTS)
 
 
 def norm_forward(norm: Norm, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:

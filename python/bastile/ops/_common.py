@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _DEVICES = ("cpu", "cuda")
-#: Tensors whose operations are PyTorch's own.
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+_WITH_VALUES = (torch.Tensor, torch.nn.Parameter)
+#: Tensors whose operations are PyTorch's own: those that stand for one when shapes alone are wanted too.
+PLAIN = (*_WITH_VALUES, FakeTensor)
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -42,20 +45,35 @@ def served(*tensors: torch.Tensor | None) -> bool:
     for t in tensors:
         if t is None:
             continue
-        if type(t) not in PLAIN and not _stands_for_plain(t):
+        if type(t) not in PLAIN and not (is_compiling() and isinstance(t, torch.Tensor)):
             return False
         if not (t.is_cpu or t.is_cuda) or t.dtype not in FLOATS or t.layout is not _STRIDED:
             return False
     return not in_transform(*tensors)
 
 
-def _stands_for_plain(t: object) -> bool:
-    """Whether the compiler, or someone who wants shapes alone, has put this in the place of a tensor."""
-    if not isinstance(t, torch.Tensor):
-        return False
-    from torch._subclasses.fake_tensor import FakeTensor
+def has_values(*tensors: torch.Tensor) -> bool:
+    """Whether these are plain and hold numbers, which a fake tensor does not."""
+    return all([type(t) in _WITH_VALUES for t in tensors])
 
-    return is_compiling() or isinstance(t, FakeTensor)
+
+_fakes_stand_for_cuda = False
+
+
+@contextmanager
+def fakes_on_gpu(are_there: bool) -> Iterator[None]:
+    """Whether fake tensors within stand for a GPU's, wherever they are said to be: PyTorch has none for a GPU that is
+    not there."""
+    global _fakes_stand_for_cuda
+    before, _fakes_stand_for_cuda = _fakes_stand_for_cuda, are_there
+    try:
+        yield
+    finally:
+        _fakes_stand_for_cuda = before
+
+
+def on_gpu(t: torch.Tensor) -> bool:
+    return t.is_cuda or (_fakes_stand_for_cuda and type(t) is FakeTensor)
 
 
 def in_transform(*tensors: torch.Tensor | None) -> bool:

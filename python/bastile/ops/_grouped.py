@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
-from bastile.ops._common import PLAIN, is_batched
+from bastile.ops._common import has_values, is_batched
 
 _library = Library("bastile", "FRAGMENT")
 _library.define("grouped_rows(Tensor rows, Tensor matrices, Tensor ends) -> Tensor")
@@ -85,7 +85,7 @@ def _(left, right, ends):
 
 def _lacks_values(*tensors: torch.Tensor) -> bool:
     """Whether only shapes are wanted, while compiling and of fake tensors, or vmap has the values."""
-    return torch.compiler.is_compiling() or any([type(t) not in PLAIN or is_batched(t) for t in tensors])
+    return torch.compiler.is_compiling() or not has_values(*tensors) or any([is_batched(t) for t in tensors])
 
 
 def grouped_rows(rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from bastile.ops._common import PLAIN, is_set
+from bastile.ops._common import has_values, is_set
 
 #: Below so many tokens the products take less time than counting and gathering.
 MIN_TOKENS = {"cuda": 2048, "cpu": 256}
@@ -106,7 +106,7 @@ def is_worthwhile(tokens: int, like: torch.Tensor) -> bool:
     device = like.device
     return (
         not torch.compiler.is_compiling()
-        and type(like) in PLAIN
+        and has_values(like)
         and tokens >= MIN_TOKENS.get(device.type, tokens + 1)
         and _is_enabled()
         and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -7,7 +7,7 @@ import os
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, served
+from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, on_gpu, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scaled
 
@@ -75,7 +75,7 @@ class _LinearCrossEntropy(Function):
         chunk_bytes = chunk_bytes_now()
         again = not reduced or hidden.dtype is torch.float16
         fits = logits_fit(hidden, weight, chunk_bytes)
-        keep = any(want) and reduced and hidden.device.type == "cuda" and fits
+        keep = any(want) and reduced and on_gpu(hidden) and fits
         now = [w and not again and not keep for w in want]
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
             hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, keep, *now

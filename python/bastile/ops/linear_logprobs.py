@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, first_order_only, is_last_pass, is_set
+from bastile.ops._common import Function, first_order_only, is_last_pass, is_set, on_gpu
 from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.fused_linear_cross_entropy import chunk_bytes_now, head_inputs, logits_fit, rows_to_compute
 
@@ -64,7 +64,7 @@ class _LinearLogProbs(Function):
         # A compiled program plans its memory, and has no place for logits that are written over.
         keep = (
             any(want)
-            and hidden.is_cuda
+            and on_gpu(hidden)
             and not torch.compiler.is_compiling()
             and logits_fit(hidden, weight, chunk_bytes)
         )
