@@ -28,6 +28,9 @@ BST_API bst_status bst_torch_describe(int number, char *text, size_t size);
  * each argument: a tensor's type (-1: None), or the value of an integer or bool. */
 BST_API bst_status bst_torch_result_types(int number, const int64_t *stack, int64_t *types);
 
+/* Whether operators on PyTorch's CPU tensors run the GPU's kernels: 1 in a build with the emulated GPU, else 0. */
+BST_API int bst_torch_emulates(void);
+
 #ifdef __cplusplus
 }
 #endif

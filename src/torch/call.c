@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bastile/torch.h"
+
 bst_torch_api bst__torch;
 
 /* ---- types and devices ------------------------------------------------------------------------------------------- */
@@ -31,12 +33,17 @@ DLDataType bst__dl_type(bst_dtype dtype) {
     return type[dtype];
 }
 
-static DLDevice dl_device(int32_t type, int32_t index) {
-    bool cuda = type == bst__torch.aoti_torch_device_type_cuda();
+int bst_torch_emulates(void) {
 #ifdef BST_EMULATE
-    /* The emulated GPU works on host memory: PyTorch's CPU tensors are its device tensors. */
-    cuda = true;
+    return 1;
+#else
+    return 0;
 #endif
+}
+
+static DLDevice dl_device(int32_t type, int32_t index) {
+    /* The emulated GPU works on host memory: PyTorch's CPU tensors are its device tensors. */
+    bool cuda = bst_torch_emulates() || type == bst__torch.aoti_torch_device_type_cuda();
     return cuda ? (DLDevice){kDLCUDA, index < 0 ? 0 : index} : (DLDevice){kDLCPU, 0};
 }
 
