@@ -19,7 +19,7 @@ from bastile.ops.fused_linear_cross_entropy import (
     rows_to_compute,
 )
 from bastile.ops.linear_logprobs import linear_logprobs, statistics
-from bastile.ops.vocabulary_parallel import VocabularyShard, local_upstream
+from bastile.ops.vocabulary_parallel import VocabularyShard, local_of, local_upstream
 
 _OP = "fused_linear_cross_entropy"
 _backward_kept = torch.ops.bastile.linear_logprobs_backward_kept.default
@@ -99,7 +99,7 @@ def sharded_loss(
             f"{_OP}: label_smoothing is {label_smoothing} with a shard; 0 is needed, or a weight that is whole"
         )
     factors = _factors(target, ignore_index, class_weight, shard)
-    weight, bias = shard.local(weight), None if bias is None else shard.local(bias)
+    weight, bias = local_of(weight), local_of(bias)
     divides = reduction == "mean" and num_items is None
     divisor = factors.sum() if divides else 1.0 if num_items is None else num_items
     flat, weight, bias, is_served = head_inputs(_OP, hidden, weight, target.reshape(-1), bias)

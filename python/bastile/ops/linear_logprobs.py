@@ -24,6 +24,7 @@ from bastile.ops.vocabulary_parallel import (
     Statistics,
     VocabularyShard,
     joined,
+    local_of,
     local_targets,
     local_upstream,
     summed,
@@ -246,7 +247,7 @@ def linear_logprobs(
     check_valid_rows("linear_logprobs", valid_rows)
     labels = target.reshape(-1)
     if shard is not None:
-        weight, bias = shard.local(weight), None if bias is None else shard.local(bias)
+        weight, bias = local_of(weight), local_of(bias)
     flat, weight, bias, is_served = head_inputs("linear_logprobs", hidden, weight, labels, bias)
     options = (temperature, logit_scale, softcap or 0.0)
     found: Any

@@ -63,9 +63,10 @@ class VocabularyShard:
         (dim,) = [i for i, p in enumerate(parted.placements) if not p.is_replicate()]
         return cls.even(weight.shape[0], parted.device_mesh.get_group(dim))
 
-    def local(self, t: torch.Tensor) -> torch.Tensor:
-        """This process' part of a DTensor, through which gradients go; any other tensor itself."""
-        return t.to_local() if hasattr(t, "to_local") else t
+
+def local_of(t: Any) -> Any:
+    """This process' part of a DTensor, through which gradients go; anything else itself."""
+    return t.to_local() if hasattr(t, "to_local") else t
 
 
 def is_parted(weight: Any) -> bool:
