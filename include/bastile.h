@@ -396,8 +396,9 @@ typedef struct bst_linear_logprobs_tensors {
     const DLTensor *hidden, *weight, *target; /* [T, H]; [V, H] of hidden's type; [T] int64 */
     const DLTensor *bias;                     /* [V] of hidden's type, or NULL */
     DLTensor *log_probs;                      /* forward */
-    DLTensor *pairs;   /* [T, 2] float32, saved for the backward pass: a row's reference and the sum of the exponentials
-                        relative to it but for the target's; forward may leave it out, as all that follow */
+    DLTensor *pairs;   /* [T, 2] float32, saved for the backward pass: the largest z of a row (of 16-bit types on CUDA
+                        times log2 e) and the sum of the exponentials relative to it but for the target's; forward may
+                        leave it out, as all that follow */
     DLTensor *entropy; /* forward writes it, backward reads it where grad_entropy is given */
     DLTensor *lse, *log_sum_sq_probs, *mean_logits, *is_top1; /* forward */
     DLTensor *logits; /* [T, V] of hidden's type, rows at any stride: see below */

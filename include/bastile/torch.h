@@ -34,6 +34,9 @@ BST_API bst_status bst_torch_result_types(int number, const int64_t *stack, int6
  * the cache on disk. device -1: no longer. */
 BST_API bst_status bst_torch_compile_ahead(int device, int arch);
 
+/* Whether operators on PyTorch's CPU tensors run the GPU's kernels: 1 in a build with the emulated GPU, else 0. */
+BST_API int bst_torch_emulates(void);
+
 #ifdef __cplusplus
 }
 #endif

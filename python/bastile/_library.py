@@ -56,11 +56,17 @@ def _load() -> ctypes.CDLL:
 
 
 library = _load()
+_emulates = bool(library.bst_torch_emulates())
 
 
 def version() -> str:
     """The library's version."""
     return library.bst_version().decode()
+
+
+def powers_of_two(t: torch.Tensor) -> bool:
+    """Whether what kernels note of rows like these is in powers of two, not of e: of 16-bit types on a GPU."""
+    return t.dtype is not torch.float32 and (t.is_cuda or _emulates)
 
 
 def kernel_counts() -> tuple[int, int]:

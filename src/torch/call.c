@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "bastile/torch.h"
 #include "cuda/compile_only.h"
 
 bst_torch_api bst__torch;
@@ -33,14 +34,19 @@ DLDataType bst__dl_type(bst_dtype dtype) {
     return type[dtype];
 }
 
+int bst_torch_emulates(void) {
+#ifdef BST_EMULATE
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 static DLDevice dl_device(int32_t type, int32_t index) {
     int ahead;
     if (bst__compiling_ahead(&ahead)) return (DLDevice){kDLCUDA, ahead};
-    bool cuda = type == bst__torch.aoti_torch_device_type_cuda();
-#ifdef BST_EMULATE
     /* The emulated GPU works on host memory: PyTorch's CPU tensors are its device tensors. */
-    cuda = true;
-#endif
+    bool cuda = bst_torch_emulates() || type == bst__torch.aoti_torch_device_type_cuda();
     return cuda ? (DLDevice){kDLCUDA, index < 0 ? 0 : index} : (DLDevice){kDLCPU, 0};
 }
 

@@ -26,7 +26,13 @@ def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
     return output.loss.detach(), gradients, output
 
 
+def step_of_evaluation(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(0))
+    return model(input_ids=ids, labels=ids).logits
+
+
 def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) -> None:
+    from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
 
     # torch's launcher would say so.
@@ -36,7 +42,12 @@ def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) ->
     bastile.apply()
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     assert model.get_output_embeddings().weight.to_local().shape[0] < small.SIZES["vocab_size"]  # it is parted
+    gathered = []
+    full_tensor = DTensor.full_tensor
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(DTensor, "full_tensor", lambda t, **how: gathered.append(t.shape) or full_tensor(t, **how))
     loss, gradients, output = step(model)
+    assert not gathered  # the head's weight stays in parts
     told = bastile.report()
     assert told.ran("fused_linear_cross_entropy") == 1, told
     assert told.ran("swiglu") == 2
@@ -45,8 +56,12 @@ def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) ->
     near(loss, want["loss"])
     for name, gradient in gradients.items():
         near(gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient, want["gradients"][name])
+    near(output.logits.detach(), want["logits"])  # by all processes
+    with torch.no_grad():
+        logits = step_of_evaluation(model)
     if rank == 0:  # alone: nothing waits for the other process
-        near(output.logits.detach(), want["logits"])
+        near(logits + 0, want["logits"])
+    monkeypatch.undo()
     distributed.barrier()
     distributed.destroy_process_group()
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 import bastile
 from oracle import random_tensor
@@ -57,12 +59,122 @@ def test_verl(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = torch.autograd.grad(log_p.gather(-1, targets[..., None]).sum(), leaves)
     torch.testing.assert_close(torch.autograd.grad(ours[0][0].sum(), leaves), wanted, rtol=1e-5, atol=1e-5)
     assert cls.apply(hidden.bfloat16(), weight.bfloat16(), targets)[1].dtype is torch.bfloat16
-    cls.apply(hidden, weight, targets, torch.full((2, 9, 1), 0.7))
+    # A temperature a token: as stock has it of as many calls; a few of them are served, many are stock's.
+    temperatures = torch.tensor([0.7, 1.3])[torch.arange(18) % 2].reshape(2, 9, 1)
+    mixed = cls.apply(hidden, weight, targets, temperatures)
+    cls.apply(hidden, weight, targets, torch.rand(2, 9, 1) + 0.1)
     [line] = [line for line in bastile.report() if line.operator == "linear_logprobs" and line.aside]
-    assert line.aside == {"it is called with a temperature that is no number": 1}
-    assert line.ran == 3
+    assert line.aside == {"it is called with more than 8 temperatures": 1}
+    assert line.ran == 4
     bastile.reset()
     assert "apply" not in vars(cls)
+    torch.testing.assert_close(mixed, cls.apply(hidden, weight, targets, temperatures))
+
+
+class _SequenceChunkedLogProbEntropyFn(torch.autograd.Function):
+    """As prime-rl's output head has it."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, labels, inv_temperature, chunk_size):
+        log_p = ((hidden @ weight.T).float() * inv_temperature[:, None]).log_softmax(-1)
+        return log_p.gather(-1, labels[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def test_prime_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    cls = _SequenceChunkedLogProbEntropyFn
+    hidden, weight = random_tensor((9, 16), torch.float32, "cpu"), random_tensor((CLASSES, 16), torch.float32, "cpu")
+    targets, inverse = torch.randint(CLASSES, (9,)), 1 / torch.tensor([0.5, 1.0, 1.0, 0.5, 1, 1, 1, 1, 2.0])
+    stock = cls.apply(hidden, weight, targets, inverse, 512)
+    a_module("prime_rl.trainer.models.layers.lm_head", monkeypatch, _SequenceChunkedLogProbEntropyFn=cls)
+    bastile.report(reset=True)
+    bastile.apply()
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    ours = cls.apply(*leaves, targets, inverse, 512)
+    torch.testing.assert_close(ours, stock)
+    log_p = (torch.nn.functional.linear(*leaves) * inverse[:, None]).log_softmax(-1)
+    wanted = torch.autograd.grad(log_p.gather(-1, targets[:, None]).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(ours[0].sum(), leaves), wanted, rtol=1e-5, atol=1e-5)
+    assert bastile.report().ran("linear_logprobs") == 1
+    bastile.reset()
+    assert "apply" not in vars(cls)
+
+
+class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
+    """As NeMo-RL has it, for one process."""
+
+    @staticmethod
+    def forward(
+        ctx, tensor_parallel_hidden_states, target, output_weight_layer, vocab_start_index, vocab_end_index, chunk_size,
+        tp_group, inference_only=False,
+    ):  # fmt: skip
+        log_p = (tensor_parallel_hidden_states @ output_weight_layer.T).float().transpose(0, 1).log_softmax(-1)
+        return log_p.gather(-1, target[..., None])[..., 0]
+
+
+def test_nemo_rl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cls = ChunkedDistributedHiddenStatesToLogprobs
+    a_module("nemo_rl.distributed.model_utils", monkeypatch, ChunkedDistributedHiddenStatesToLogprobs=cls)
+    hidden = random_tensor((7, 2, 16), torch.float32, "cpu")  # positions first
+    weight, targets = random_tensor((CLASSES, 16), torch.float32, "cpu"), torch.randint(CLASSES, (2, 7))
+    stock = cls.apply(hidden, targets, weight, 0, CLASSES, 4, None)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    bastile.report(reset=True)
+    bastile.apply()
+    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    ours = cls.apply(leaves[0], targets, leaves[1], 0, CLASSES, 4, None, False)
+    torch.testing.assert_close(ours, stock)
+    log_p = torch.nn.functional.linear(*leaves).transpose(0, 1).log_softmax(-1)
+    wanted = torch.autograd.grad(log_p.gather(-1, targets[..., None]).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad(ours.sum(), leaves), wanted, rtol=1e-5, atol=1e-5)
+    assert not cls.apply(leaves[0], targets, leaves[1], 0, CLASSES, 4, None, True).requires_grad
+    assert bastile.report().ran("linear_logprobs") == 2
+    cls.apply(hidden, targets, weight, 0, CLASSES - 1, 4, None)
+    [line] = [line for line in bastile.report() if line.operator == "linear_logprobs" and line.aside]
+    assert line.aside == {"its part of the vocabulary is padded": 1}
+    bastile.reset()
+    assert "apply" not in vars(cls)
+    distributed.destroy_process_group()
+
+
+def test_torchtune(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the class that its recipes call: set_model_output, then forward. A part of torchtune's own is kept."""
+
+    class Theirs(torch.nn.Module):
+        def __init__(self, ignore_index: int = -100):
+            super().__init__()
+            self.linear_projection, self.ignore_index = None, ignore_index
+
+        def set_model_output(self, model: Any) -> None:
+            model.skip_output_layer = True
+            self.linear_projection = model.output
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            assert self.linear_projection is not None
+            logits = self.linear_projection(outputs).flatten(0, 1)
+            total = torch.nn.functional.cross_entropy(logits.float(), targets.flatten(), reduction="sum")
+            return total / max(1, int((targets != -100).sum()))
+
+    a_module("torchtune.modules.loss", monkeypatch, LinearCrossEntropyLoss=Theirs)
+    sys.modules["torchtune.modules"].loss = sys.modules["torchtune.modules.loss"]  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "bastile.integrations.torchtune", raising=False)
+    ours = importlib.import_module("bastile.integrations.torchtune").LinearCrossEntropyLoss()
+    sys.modules.pop("bastile.integrations.torchtune")
+    model = types.SimpleNamespace(output=torch.nn.Linear(16, CLASSES, bias=False))
+    ours.set_model_output(model)
+    theirs = Theirs()
+    theirs.set_model_output(model)
+    hidden, targets = random_tensor((2, 9, 16), torch.float32, "cpu").requires_grad_(), torch.randint(CLASSES, (2, 9))
+    targets[0, 3:] = -100
+    bastile.report(reset=True)
+    for labels in (targets, torch.full_like(targets, -100)):
+        found = [loss(hidden, labels) for loss in (ours, theirs)]
+        torch.testing.assert_close(*found)
+        gradients = [torch.autograd.grad(loss, (hidden, model.output.weight)) for loss in found]
+        torch.testing.assert_close(*gradients)
+    assert bastile.report().ran("fused_linear_cross_entropy") == 2
+    ours.linear_projection = theirs.linear_projection = torch.nn.Sequential(model.output)  # tied to an embedding, say
+    torch.testing.assert_close(ours(hidden, targets), theirs(hidden, targets))
+    assert bastile.report().ran("fused_linear_cross_entropy") == 2
 
 
 def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:

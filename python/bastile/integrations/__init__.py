@@ -1,8 +1,9 @@
 """What trainers that compute their own loss need of Bastile.
 
     log_probs_from_hidden   log-probabilities of targets from hidden states and the head's weight, sharded or not
-    trl, verl               put it into these: bastile.apply() does it, nothing is to be called
-    axolotl                 its plugin
+    trl, verl, prime_rl, nemo_rl
+                            put it into these: bastile.apply() does it, nothing is to be called
+    axolotl, torchtune      its plugin, its loss
     everywhere              a module whose import is bastile.apply()
 
 docs/trainers.md says what is served in which trainer, and what others need."""

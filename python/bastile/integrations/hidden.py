@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
+
+_MOST_TEMPERATURES = 8
+_TOP1 = LogProbs._fields.index("is_top1")
 
 
 def log_probs_from_hidden(
@@ -20,7 +24,7 @@ def log_probs_from_hidden(
     target: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
@@ -35,7 +39,8 @@ def log_probs_from_hidden(
             backward pass, in which every process must take part.
         target: [...] int64.
         bias: [V], as weight.
-        temperature: divides the logits, last of all.
+        temperature: divides the logits, last of all. A tensor has one element, or one a target: each number in it is a
+            call of its own for its targets, and the host waits to learn of them.
         logit_scale: multiplies them, first of all.
         softcap: between the two; 0 or None: none.
         ignore_index: target of rows that count for nothing.
@@ -47,6 +52,9 @@ def log_probs_from_hidden(
     Raises:
         RuntimeError, ValueError, TypeError: as linear_logprobs.
     """
+    options = {"bias": bias, "logit_scale": logit_scale, "softcap": softcap, "ignore_index": ignore_index}
+    if isinstance(temperature, torch.Tensor):
+        return _by_temperature(hidden, weight, target, temperature, {**options, "outputs": outputs})
     weight, bias = _whole(weight), None if bias is None else _whole(bias)
     partitioned = [t for t in (weight, bias) if _is_partitioned(t)]
     with _gathered([t for t in partitioned if t is not None]), _saved_by_name(partitioned):
@@ -62,6 +70,37 @@ def log_probs_from_hidden(
             ignore_index=ignore_index,
             outputs=outputs,
         )
+
+
+def too_many(temperature: torch.Tensor) -> str | None:
+    """Why so many temperatures are left to others; None: they are few."""
+    numbers = temperature.unique().numel()
+    return f"it is called with more than {_MOST_TEMPERATURES} temperatures" if numbers > _MOST_TEMPERATURES else None
+
+
+def _by_temperature(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor, options: dict[str, Any]
+) -> LogProbs:
+    numbers = temperature.detach().unique().tolist()
+    if len(numbers) == 1:
+        return log_probs_from_hidden(hidden, weight, target, temperature=numbers[0], **options)
+    each = temperature.reshape(-1)
+    if each.numel() != target.numel():
+        raise ValueError(
+            f"log_probs_from_hidden: temperature has {each.numel()} elements; one, or one for each of {target.numel()} "
+            "targets, is needed"
+        )
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    sums: list[Any] = [None] * len(LogProbs._fields)
+    for number in numbers:
+        chosen = (each == number).nonzero()[:, 0]
+        found = log_probs_from_hidden(gather(rows, chosen), weight, targets[chosen], temperature=number, **options)
+        for i, t in enumerate(found):
+            if t is not None:
+                spread = scatter(t, chosen, targets.numel())
+                sums[i] = spread if sums[i] is None else sums[i] | spread if i == _TOP1 else sums[i] + spread
+    log_probs, *others = [None if t is None else t.reshape(target.shape) for t in sums]
+    return LogProbs(log_probs if log_probs is not None else hidden.new_zeros(target.shape), *others)
 
 
 def _type(hidden: torch.Tensor) -> torch.dtype:

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 from bastile.integrations.functions import NONE, Defaults, Parameters, apply_site, given, why_not
-from bastile.integrations.hidden import log_probs_from_hidden
+from bastile.integrations.hidden import log_probs_from_hidden, too_many
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -28,8 +30,8 @@ def _log_probs(tally: Tally, original: Any, parameters: Parameters, defaults: De
         named = given(parameters, defaults, args, kwargs)
         hidden, weight, temperature = (named[name] for name in ("hidden_states", "vocab_weights", "temperature"))
         reason = why_not(hidden, weight)
-        if not isinstance(temperature, (int, float)):
-            reason = "it is called with a temperature that is no number"
+        if reason is None and isinstance(temperature, torch.Tensor):
+            reason = too_many(temperature)
         if reason is not None:
             tally.step_aside(reason)
             return original(*args, **kwargs)

@@ -17,7 +17,7 @@ from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from bastile.guards import stock_of, untouched
-from bastile.integrations import trl, verl
+from bastile.integrations import nemo_rl, prime_rl, trl, verl
 from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward
 from bastile.models.rebind import parameter_names
@@ -27,6 +27,7 @@ from bastile.ops._common import served
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.report import Tally
 
+_TRAINERS: dict[str, Any] = {"trl": trl, "verl": verl, "nemo_rl": nemo_rl, "prime_rl": prime_rl}
 _LOSS, _CROSS_ENTROPY = loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy
 
 
@@ -38,7 +39,7 @@ _HAS_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$"
 def sites(file: ModelFile) -> Iterator[Site]:
     """Every model with an output head: logits on demand need to know nothing of its code. And what trainers call."""
     if is_of_losses(file.name):
-        yield from (verl if file.name.startswith("verl.") else trl).sites(file)
+        yield from _TRAINERS[file.name.partition(".")[0]].sites(file)
         return
     for cls in file.own_classes():
         forward = stock_of(vars(cls)["forward"])

@@ -24,6 +24,8 @@ _TORCHS = "torch.nn.modules.normalization"
 _OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", _TORCHS})
 _LOSSES = frozenset(
     {
+        "nemo_rl.distributed.model_utils",
+        "prime_rl.trainer.models.layers.lm_head",
         "trl.kernels.chunked_logprob",
         "trl.trainer.sft_trainer",
         "trl.trainer.utils",
@@ -33,7 +35,7 @@ _LOSSES = frozenset(
 _BASE, _AROUND = "transformers.modeling_utils", "peft.peft_model"  # of all models, and what adapters put around one
 #: Packages whose modules are no code of models.
 _NOT_MODELS = frozenset(
-    {"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "verl", "builtins"}
+    {"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "verl", "nemo_rl", "builtins"}
 )
 _MARK = "_bastile_watched"
 

@@ -10,6 +10,7 @@ from bastile.ops import _fakes  # noqa: F401  (registers the operators, with the
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, on_gpu, served
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scaled
+from bastile.ops.vocabulary_parallel import VocabularyShard
 
 __all__ = ["ValidCount", "fused_linear_cross_entropy", "set_compaction", "set_logits_memory"]
 
@@ -131,6 +132,18 @@ def rows_to_compute(
     return valid_first(target.reshape(-1), ignore_index, valid_rows)
 
 
+def check_valid_rows(op: str, valid_rows: object) -> None:
+    if isinstance(valid_rows, int) and valid_rows < 0:
+        raise ValueError(f"{op}: valid_rows is {valid_rows}; a number of rows is needed")
+    if not (valid_rows is None or isinstance(valid_rows, (int, ValidCount))):
+        raise TypeError(f"{op}: valid_rows is a {type(valid_rows).__name__}; an int or a ValidCount is needed")
+
+
+def are_left_out(labels: torch.Tensor, ignore_index: int, chosen: torch.Tensor) -> torch.Tensor:
+    """Whether more rows count than were chosen, as a bool on the device."""
+    return (labels != ignore_index).sum() > chosen.shape[0]
+
+
 def head_inputs(
     op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
@@ -183,6 +196,7 @@ def fused_linear_cross_entropy(
     logit_scale: float = 1.0,
     lse_square_scale: float = 0.0,
     valid_rows: int | ValidCount | None = None,
+    shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """torch.nn.functional.cross_entropy of the logits hidden · weightᵀ + bias, of which no more exist at once than a
     memory budget allows (see `set_logits_memory`).
@@ -206,6 +220,9 @@ def fused_linear_cross_entropy(
             CUDA waits for the device, from 2048 tokens on (`set_compaction(False)`: never). Too small a number is an
             error on CPU, from 256 tokens on; on CUDA the loss is NaN where a row that counts was left out. Below
             these sizes all rows are computed, whatever the number.
+        shard: the vocabulary is parted among processes, all of which call this with the same hidden states and targets:
+            weight and bias are this process' part, as a DTensor or the part alone; class_weight is whole. The loss is
+            the same on each, as is hidden's gradient, which is summed over them. Without label_smoothing alone.
 
     Returns:
         float32 scalar, or [...] for "none". Gradients flow to whichever of hidden, weight and bias require them.
@@ -223,14 +240,16 @@ def fused_linear_cross_entropy(
         raise ValueError("fused_linear_cross_entropy: num_items divides a sum; reduction 'none' has none")
     if getattr(target, "dtype", None) is torch.uint8:  # as torch's loss has it: 156 is a class, not -100
         target = target.long()
-    if isinstance(valid_rows, int) and valid_rows < 0:
-        raise ValueError(f"fused_linear_cross_entropy: valid_rows is {valid_rows}; a number of rows is needed")
-    if not (valid_rows is None or isinstance(valid_rows, (int, ValidCount))):
-        raise TypeError(
-            f"fused_linear_cross_entropy: valid_rows is a {type(valid_rows).__name__}; an int or a ValidCount is needed"
-        )
+    check_valid_rows("fused_linear_cross_entropy", valid_rows)
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"fused_linear_cross_entropy: target is a {type(target).__name__}; a tensor is needed")
+    if shard is not None:
+        from bastile.ops._sharded_loss import sharded_loss  # which needs this module
+
+        return sharded_loss(
+            hidden, weight, target, shard, class_weight, num_items, reduction, label_smoothing, lse_square_scale,
+            bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, valid_rows=valid_rows,
+        )  # fmt: skip
     labels = target.reshape(-1)
     flat, weight, bias, is_served = head_inputs("fused_linear_cross_entropy", hidden, weight, labels, bias)
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
@@ -253,6 +272,5 @@ def fused_linear_cross_entropy(
             if reduction == "none":
                 loss = scatter(loss, chosen, flat.shape[0])
             if isinstance(valid_rows, int) and hidden.is_cuda:
-                left_out = (labels != ignore_index).sum() > chosen.shape[0]
-                loss = loss.masked_fill(left_out, float("nan"))
+                loss = loss.masked_fill(are_left_out(labels, ignore_index, chosen), float("nan"))
     return loss.reshape(target.shape) if reduction == "none" else loss

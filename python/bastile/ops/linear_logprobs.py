@@ -10,8 +10,25 @@ import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, is_last_pass, is_set, on_gpu
-from bastile.ops._valid_rows import gather, scatter
-from bastile.ops.fused_linear_cross_entropy import chunk_bytes_now, head_inputs, logits_fit, rows_to_compute
+from bastile.ops._valid_rows import ValidCount, gather, scatter
+from bastile.ops.fused_linear_cross_entropy import (
+    are_left_out,
+    check_valid_rows,
+    chunk_bytes_now,
+    head_inputs,
+    logits_fit,
+    rows_to_compute,
+)
+from bastile.ops.vocabulary_parallel import (
+    IGNORED,
+    Statistics,
+    VocabularyShard,
+    joined,
+    local_of,
+    local_targets,
+    local_upstream,
+    summed,
+)
 
 __all__ = ["LogProbs", "linear_logprobs", "set_float32_dweight"]
 
@@ -53,12 +70,50 @@ class LogProbs(NamedTuple):
     is_top1: torch.Tensor | None = None
 
 
+class Computed(NamedTuple):
+    """Statistics of rows, and what the operator's backward needs of the call beside its inputs: the targets, the logits
+    where they are kept, whether targets are this process' own where there is a shard, and the options."""
+
+    found: Statistics
+    target: torch.Tensor
+    logits: torch.Tensor | None
+    own: torch.Tensor | None
+    options: tuple[Any, ...]
+
+
+def statistics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    options: tuple[Any, ...],
+    wanted: Sequence[bool],
+    chunk_bytes: int,
+    save: bool,
+    keep: bool,
+    shard: VocabularyShard | None,
+) -> Computed:
+    """The operator's forward; with a shard joined with the other processes'."""
+    own = None
+    if shard is not None:
+        targets = local_targets("linear_logprobs", target, options[0], shard, weight.shape[0])
+        target, own, options, save = targets.local, targets.own, (IGNORED, *options[1:]), True
+    made = _forward(hidden, weight, target, bias, *options, chunk_bytes, save, *wanted, keep)
+    log_probs, pairs, *others, is_top1, logits = made
+    asked = [t if w else None for t, w in zip((*others, is_top1 != 0), wanted, strict=True)]
+    found = Statistics(log_probs, pairs, *asked)
+    if shard is not None:
+        found = joined(found, targets, shard, hidden, weight.shape[0])
+    return Computed(found, target, logits if keep else None, own, options)
+
+
 class _LinearLogProbs(Function):
     """Logits that fit the memory budget are kept for the backward pass (on CUDA), where their gradient takes their
-    place; else they are made again: see bst_linear_logprobs_forward in bastile.h."""
+    place; else they are made again: see bst_linear_logprobs_forward in bastile.h. With a shard, what is computed is of
+    its part of the vocabulary, and is joined with the other processes'."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad):
+    def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard):
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         chunk_bytes = chunk_bytes_now()
         # A compiled program plans its memory, and has no place for logits that are written over.
@@ -68,24 +123,25 @@ class _LinearLogProbs(Function):
             and not torch.compiler.is_compiling()
             and logits_fit(hidden, weight, chunk_bytes)
         )
-        made = _forward(hidden, weight, target, bias, *options, chunk_bytes, any(want), *wanted, keep)
-        log_probs, pairs, *others, is_top1, logits = made
-        found = [t if w else None for t, w in zip(others, wanted, strict=False)]
-        top1 = is_top1 != 0 if wanted[4] else None
+        part = statistics(hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), keep, shard)
+        found, target, logits, own, options = part
+        log_probs, pairs, *others, top1 = found
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t in (*found[2:], top1) if t is not None])
-        ctx.save_for_backward(hidden, weight, target, bias, pairs, found[0])
-        ctx.logits = logits if keep else None
-        return log_probs, *found, top1
+        ctx.mark_non_differentiable(*[t for t in (*others[2:], top1) if t is not None])
+        ctx.save_for_backward(hidden, weight, target, bias, pairs, others[0], own)
+        ctx.logits, ctx.shard = logits, shard
+        return log_probs, *others, top1
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, grad_lse, *_):
         upstream = [None if g is None else g.float().contiguous() for g in (grad_log_probs, grad_entropy, grad_lse)]
         given = [g for g in upstream if g is not None]
         if not given or not any(ctx.want):
-            return (None,) * 7
-        hidden, weight, target, bias, pairs, entropy = ctx.saved_tensors
+            return (None,) * 8
+        hidden, weight, target, bias, pairs, entropy, own = ctx.saved_tensors
+        if ctx.shard is not None:
+            upstream = local_upstream(upstream, own)
         logits, exact = ctx.logits, _wants_float32_dweight()
         rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
         if logits is not None and is_last_pass(given[0]):
@@ -94,10 +150,12 @@ class _LinearLogProbs(Function):
         else:
             made = _backward(*upstream, hidden, weight, target, bias, pairs, entropy, *rest)
         gradients = [g if w else None for g, w in zip(made, ctx.want, strict=True)]
+        if ctx.shard is not None and ctx.want[0]:
+            gradients[0] = summed(gradients[0], ctx.shard)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             sources = (*given, hidden, weight, bias)
             gradients = [first_order_only("linear_logprobs", g, *sources) for g in gradients]
-        return (*gradients, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def reference(
@@ -144,6 +202,8 @@ def linear_logprobs(
     softcap: float | None = 0.0,
     ignore_index: int = -100,
     outputs: Sequence[str] = (),
+    valid_rows: int | ValidCount | None = None,
+    shard: VocabularyShard | None = None,
 ) -> LogProbs:
     """The log-probability of each target under softmax(z), with z = softcap · tanh(s / softcap) / temperature and
     s = logit_scale · (hidden · weightᵀ + bias), of whose logits no more exist at once than a memory budget allows
@@ -162,6 +222,12 @@ def linear_logprobs(
         outputs: which else are wanted: "entropy", "lse" (logsumexp of z), "log_sum_sq_probs" (the log of the sum of the
             squared probabilities), "mean_logits" (the mean of z), "is_top1" (whether the target is the first of the
             largest).
+        valid_rows: no fewer than there are targets other than ignore_index, or a `ValidCount` of this very target, as
+            `fused_linear_cross_entropy` has it: nobody waits for a count then. Too small a number is an error on CPU;
+            on CUDA log_probs are NaN where a row that counts was left out.
+        shard: the vocabulary is parted among processes, all of which call this with the same hidden states and
+            targets: weight and bias are this process' part, as a DTensor or the part alone. Results are the same on
+            each, as is hidden's gradient, which is summed over them.
 
     Returns:
         LogProbs: log_probs and what `outputs` names, each [...] float32 (is_top1 bool); the others are None. Gradients
@@ -178,23 +244,33 @@ def linear_logprobs(
         raise ValueError(f"linear_logprobs: temperature is {temperature}; a number from 1e-6 to 1e6 is needed")
     if not isinstance(target, torch.Tensor):
         raise TypeError(f"linear_logprobs: target is a {type(target).__name__}; a tensor is needed")
+    check_valid_rows("linear_logprobs", valid_rows)
     labels = target.reshape(-1)
+    if shard is not None:
+        weight, bias = local_of(weight), local_of(bias)
     flat, weight, bias, is_served = head_inputs("linear_logprobs", hidden, weight, labels, bias)
     options = (temperature, logit_scale, softcap or 0.0)
     found: Any
     if not is_served:
+        if shard is not None:
+            raise TypeError(
+                f"linear_logprobs: hidden is {hidden.dtype} on {hidden.device.type}; float32, bfloat16 or float16 on "
+                "CPU or CUDA is needed for a vocabulary that is parted"
+            )
         found = reference(torch.nn.functional.linear(flat, weight, bias), labels, *options, ignore_index, outputs)
     else:
-        chosen = rows_to_compute("linear_logprobs", flat, target, ignore_index, None)
+        chosen = rows_to_compute("linear_logprobs", flat, target, ignore_index, valid_rows)
         rows, kept = flat, labels
         if chosen is not None:
             rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
         found = _LinearLogProbs.apply(
             rows.contiguous(), weight.contiguous(), bias, kept, (ignore_index, *options),
-            tuple([name in outputs for name in OUTPUTS]), torch.is_grad_enabled(),
+            tuple([name in outputs for name in OUTPUTS]), torch.is_grad_enabled(), shard,
         )  # fmt: skip
         if chosen is not None:
             found = [None if t is None else scatter(t, chosen, flat.shape[0]) for t in found]
+            if isinstance(valid_rows, int) and hidden.is_cuda:
+                found[0] = found[0].masked_fill(are_left_out(labels, ignore_index, chosen), float("nan"))
     log_probs, *others = [None if t is None else t.reshape(target.shape) for t in found]
     assert log_probs is not None
     return LogProbs(log_probs, *others)

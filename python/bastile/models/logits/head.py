@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from bastile.guards import function_of
 from bastile.models.adapters import NotServed, adapted, has_adapter
 from bastile.ops.lora import Adapted
+from bastile.ops.vocabulary_parallel import is_parted
 
 #: Packages whose hooks on a head make its weight whole for the time of its call, and change no number.
 _GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
@@ -67,7 +68,8 @@ def adapter_of(head: nn.Module, hidden: Any) -> Adapted | None:
 
 def is_parallel(head: nn.Module) -> bool:
     """Whether Transformers' tensor parallelism has parts of its weight on several devices, all of which get the same
-    hidden states and give all logits: then the weight can be gathered in place of the logits."""
+    hidden states and give all logits: then a loss can be computed in parts, or the weight gathered in place of the
+    logits."""
     own: Any = head.__dict__.get("forward")
     if getattr(own, "__module__", None) != _PARALLEL or not isinstance(head.weight, _dtensor()):
         return False
@@ -88,12 +90,18 @@ def _dtensor() -> Any:
     return DTensor
 
 
-def weights_of(head: Any) -> tuple[Any, Any]:
-    """Weight and bias. Parts of a parallel head are gathered here, in the head's call, which every process makes: who
-    reads logits later needs nobody else. Gradients go back to the parts."""
-    if not is_parallel(head):
+def weights_of(head: Any, parted: bool) -> tuple[Any, Any]:
+    """Weight and bias. parted: those of a parallel head as they are, for the loss that a model with labels computes in
+    training, by all processes; who reads its logits then needs all of them, too. Else they are gathered here, in the
+    head's call, which every process makes: who reads logits later needs nobody else."""
+    if not is_parallel(head) or (parted and is_parted(head.weight)):
         return head.weight, head.bias
-    return head.weight.full_tensor(), None if head.bias is None else head.bias.full_tensor()
+    return whole(head.weight), whole(head.bias)
+
+
+def whole(weight: Any) -> Any:
+    """A DTensor gathered, whose gradient goes back to the parts; anything else itself."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def is_gathered(head: nn.Module) -> bool:

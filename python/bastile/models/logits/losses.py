@@ -16,6 +16,7 @@ from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
 from bastile.ops.lora import adapted_linears
+from bastile.ops.vocabulary_parallel import VocabularyShard, is_parted
 
 _T = torch.Tensor
 _PIECE = 1024  # rows, for which a product takes as long as for many
@@ -36,10 +37,17 @@ def fused(logits: Logits, found: Formula, target: torch.Tensor, **options: Any) 
             cap, scale = found.softcap, found.scale
             return adapted_linear_cross_entropy(rows, head, target, softcap=cap, logit_scale=scale, **options)
         return fused_linear_cross_entropy(
-            rows, weight, target, bias=bias, softcap=found.softcap, logit_scale=found.scale, **options
+            rows,
+            weight,
+            target,
+            bias=bias,
+            softcap=found.softcap,
+            logit_scale=found.scale,
+            **options,
+            shard=_shard(weight),
         )
 
-    loss = _computed(logits, compute)
+    loss = _computed(logits, compute, found.added is None and not options.get("label_smoothing"))
     note("ran", logits.pending.call.forward.model)
     return loss
 
@@ -53,9 +61,13 @@ def _formula(logits: Logits) -> Formula | None:
     return None
 
 
-def _computed(logits: Logits, compute: Compute) -> torch.Tensor:
+def _computed(logits: Logits, compute: Compute, takes_parts: bool = False) -> torch.Tensor:
     with torch.set_grad_enabled(torch.is_grad_enabled() and logits.requires_grad):
-        return logits.pending.call.within(logits.part.rows, compute)
+        return logits.pending.call.within(logits.part.rows, compute, takes_parts)
+
+
+def _shard(weight: torch.Tensor) -> VocabularyShard | None:
+    return VocabularyShard.of(weight) if is_parted(weight) else None
 
 
 @followed(F.cross_entropy)
@@ -244,9 +256,11 @@ def log_probs_of(
             softcap=found.softcap,
             ignore_index=ignore_index,
             outputs=outputs,
+            shard=_shard(weight),
         )
         return torch.stack([made.log_probs, *(getattr(made, name) for name in outputs)])
 
     # Copies: who masks one in place would otherwise write to a view of all.
-    log_probs, *others = [found.clone() for found in _computed(logits, compute).to(_type_of_loss(logits)).unbind()]
+    made = _computed(logits, compute, found.added is None).to(_type_of_loss(logits))
+    log_probs, *others = [t.clone() for t in made.unbind()]
     return LogProbs(log_probs, **dict(zip(outputs, others, strict=True)))

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bastile.models.logits.head import is_gathered, weights_of
+from bastile.models.logits.head import is_gathered, weights_of, whole
 from bastile.ops.lora import Adapted, adapted_linears
+from bastile.ops.vocabulary_parallel import is_parted
 
 Compute = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
@@ -64,7 +65,8 @@ class Call:
         self.adapter = adapter
         self.forward, self.dtype = forward, dtype
         self.head, self.hidden = head, hidden
-        self.weight, self.bias = weights_of(head)
+        self.weight, self.bias = weights_of(head, parted=forward.has_labels and torch.is_grad_enabled())
+        self.is_parted = is_parted(self.weight)
         self.is_gathered = is_gathered(head)
         # Of shardings, which only want to know when. torch's handles refer to this weakly, and to no plain dictionary.
         self.hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = OrderedDict()
@@ -83,13 +85,17 @@ class Call:
                 return adapted_linears(rows, (self.adapter,))[0]
             if self.is_gathered or self.head.weight is self.weight:
                 return type(self.head)._call_impl(self.head, rows)
-            return F.linear(rows, self.weight, self.bias)  # the module has other parameters by now
+            return F.linear(rows, whole(self.weight), whole(self.bias))  # the module has other parameters by now
 
-    def within(self, rows: torch.Tensor, compute: Compute) -> torch.Tensor:
-        """compute(rows, weight, bias), where the weight is whole: in the head's call, if that gathers it."""
+    def within(self, rows: torch.Tensor, compute: Compute, takes_parts: bool = False) -> torch.Tensor:
+        """compute(rows, weight, bias), where the weight is whole: in the head's call, if that gathers it. takes_parts:
+        it knows what to do with the parts of a parallel head."""
         with self._as_it_was():
             if not self.is_gathered:
-                return self.announce(compute(rows, self.weight, self.bias))
+                weight, bias = self.weight, self.bias
+                if self.is_parted and not takes_parts:
+                    weight, bias = whole(weight), whole(bias)
+                return self.announce(compute(rows, weight, bias))
             head, results = self.head, []
 
             def forward(x: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from bastile.models.logits.tensor import Logits, put_off
 from bastile.models.rebind import parameter_names
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile, version
+from bastile.ops.vocabulary_parallel import local_of
 
 _CALL = "_call_impl"  # what Module.__call__ calls: hooks and forward
 _LOSS_FUNCTION = "_loss_function"  # where a model of Transformers keeps one that was given to it
@@ -147,7 +148,7 @@ def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Call
     ignore_index = given.get("ignore_index", -100)
     targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shifted is None else shifted
     targets = targets.to(weight.device)
-    counted = is_worthwhile(targets.numel(), weight)
+    counted = is_worthwhile(targets.numel(), local_of(weight))
     count = ValidCount(targets, ignore_index) if counted else None
     versions = [(t, version(t)) for t in (labels, shifted) if t is not None]
 
