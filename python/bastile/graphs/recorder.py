@@ -84,9 +84,8 @@ class CudaRecorder:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor
-        memory = torch.as_tensor(_Memory(storage, self.graphs), device=tensor.device).untyped_storage()
-        seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return seen.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+        memory = torch.as_tensor(_Memory(storage, self.graphs), device=tensor.device)
+        return _seen_as(tensor, memory.untyped_storage())
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
@@ -100,6 +99,12 @@ def _leave_capture(device: torch.device) -> None:
         graph.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=device)  # PyTorch warns of a graph without work
         graph.capture_end()
+
+
+def _seen_as(tensor: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
+    """This memory as the tensor sees its own."""
+    seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return seen.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class _Memory:
@@ -120,7 +125,15 @@ class Repeated:
 
     def __init__(self, function: Callable[[], Sequence[torch.Tensor | None]]) -> None:
         self.function = function
-        self.outputs = [None if t is None else t.detach().clone() for t in function()]
+        memory: dict[int, torch.UntypedStorage] = {}  # what shares some goes on to
+        self.outputs = [None if t is None else self._moved(t, memory) for t in function()]
+
+    @staticmethod
+    def _moved(tensor: torch.Tensor, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in memory:
+            memory[storage.data_ptr()] = storage.clone()
+        return _seen_as(tensor, memory[storage.data_ptr()])
 
     def replay(self) -> None:
         for place, made in zip(self.outputs, self.function(), strict=True):
@@ -144,7 +157,9 @@ class RepeatingRecorder:
         return repeated, repeated.outputs
 
     def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+        storage = tensor.untyped_storage()
+        memory = torch.from_numpy(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        return _seen_as(tensor, memory.untyped_storage())
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """On a GPU this memory is by now full of what the last step left there."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bastile.graphs import conditions
-from bastile.graphs.captured import Captured, Note, Passage
+from bastile.graphs.captured import Captured, Note, Passage, Run
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.watch import Watch
@@ -57,6 +57,7 @@ class Stack:
         self.recorder: Recorder | None = None
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
+        self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ class Stack:
         before it is done."""
         self.captured.clear()
         self.watch = None
-        if self._last is not None and self._last.is_free():
+        if self._last is not None and self._last.is_free() and not self._last.gradients.are_held():
             self._last = None
 
     # ---- a step -------------------------------------------------------------------------------------------------
@@ -115,12 +116,26 @@ class Stack:
             return "a step before has not had its backward pass yet"
         if self._last is not None and not self._last.is_free():
             return "someone still holds hidden states of a step before"
+        if self._last is not None and self._last.gradients.are_held():
+            if self._last.gradients.become_copies():
+                self._gradients = Run.copied_to_stay
+            else:
+                self._gradients = Run.copied
+                self._move()
+                return "someone holds gradients of a step before, beside the parameters"
         if before is not None:
             before.is_over = True
-        passage = Passage(captured)
+        passage = Passage(captured, self._gradients)
         self._passage, self._last = weakref.ref(passage), captured
         captured.begin()
         return passage
+
+    def _move(self) -> None:
+        """What has been lent is left to those who hold it, and what is captured from now on lies elsewhere."""
+        assert self.device is not None
+        self.captured.clear()
+        self._last = None
+        self.recorder = conditions.recorder_for(self.device)
 
     def keep(self, key: Any, captured: Captured) -> None:
         self.captured[key] = captured
