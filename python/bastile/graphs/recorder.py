@@ -38,6 +38,9 @@ class Recorder(Protocol):
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """A step begins that will write into these."""
 
+    def anew(self) -> None:
+        """What is recorded from now on uses no memory of what has been recorded."""
+
 
 class CudaRecorder:
     """Graphs of one device, in one memory pool of PyTorch's allocator."""
@@ -46,15 +49,18 @@ class CudaRecorder:
         self.device = device
         # Its own: cuBLAS keeps a workspace for each stream, where the first capture has put it, in this pool.
         self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.anew()
+
+    def anew(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
         self._in_pool: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def recording(self) -> Any:
         self.graphs = []
         if not self._in_pool:  # with the last of its graphs a pool is gone, and its handle is no longer valid
-            self.pool = torch.cuda.graph_pool_handle()
+            self.anew()
         torch.cuda.synchronize(self.device)
         # What the steps before have left in the allocator is needed again here, not there.
         torch.cuda.empty_cache()
@@ -143,6 +149,9 @@ class Repeated:
 
 class RepeatingRecorder:
     """For tests where there is no GPU: everything around the graphs is as it is there."""
+
+    def anew(self) -> None:
+        pass
 
     @contextmanager
     def recording(self) -> Any:

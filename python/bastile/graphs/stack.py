@@ -131,11 +131,11 @@ class Stack:
         return passage
 
     def _move(self) -> None:
-        """What has been lent is left to those who hold it, and what is captured from now on lies elsewhere."""
-        assert self.device is not None
+        """What has been lent is left to those who hold it."""
+        assert self.recorder is not None
         self.captured.clear()
         self._last = None
-        self.recorder = conditions.recorder_for(self.device)
+        self.recorder.anew()
 
     def keep(self, key: Any, captured: Captured) -> None:
         self.captured[key] = captured

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from bastile.models import parameter_count
+from bastile.models import parameter_count, walks
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
@@ -151,7 +151,7 @@ class _Finder:
         self.imported = imported
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if not is_model_file(name) and name != _BASE:
+        if not is_model_file(name) and name not in (_BASE, walks.ADAPTED):
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -192,10 +192,13 @@ class Watch:
             base.post_init = own.__wrapped__  # type: ignore[union-attr]
         if base is not None:
             parameter_count.take_out_of(base)
+            walks.take_out()
 
     def _imported(self, name: str) -> None:
         if name == _BASE:
             self._watch_models()
+        elif name == walks.ADAPTED:
+            walks.put_into_adapted()
         else:
             self._guarded(name, ())
 
@@ -203,6 +206,7 @@ class Watch:
         """Every model calls post_init when it has been built."""
         base = sys.modules[_BASE].PreTrainedModel
         parameter_count.put_into(base)
+        walks.put_into(base)
         original = base.post_init
         if getattr(original, _MARK, None) is original:
             return

@@ -64,7 +64,7 @@ def _kept(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         is_stock = only_trainable or not _is_in_force or torch.compiler.is_compiling()
-        if is_stock or not _names_as_torch(self):
+        if is_stock or not names_as_torch(self):
             return original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
         found = counts.get(self)
         if found is None or not found.are_of(self):
@@ -78,7 +78,7 @@ def _kept(original: Callable[..., int]) -> Callable[..., int]:
     return num_parameters
 
 
-def _names_as_torch(model: nn.Module) -> bool:
+def names_as_torch(model: nn.Module) -> bool:
     """Whether the model names its modules and parameters as torch does, and not by a method of its own."""
     names = "named_modules", "named_parameters", "_named_members"
     return all(getattr(type(model), n) is getattr(nn.Module, n) and n not in vars(model) for n in names)
