@@ -1,12 +1,15 @@
-"""Seconds a step and peak memory of TRL's SFT, DPO or GRPO of a whole model, stock or with bastile.apply(), on one GPU.
+"""Seconds a step and peak memory of TRL's SFT, DPO or GRPO of a whole model, or of Transformers' own Trainer, stock or
+with bastile.apply(), on one GPU.
 
     python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
+        [--no-graphs]
 
 Random weights of the named shape in bfloat16, random words, TRL's defaults but for what is named. DPO: `batch` pairs,
 each of two sequences, with a reference model. GRPO: `batch` completions of one prompt, three quarters of a sequence
-each; they are drawn at random, not generated, as generation is vLLM's work. Prints one JSON object: the median of the
-steps after the fourth, by a callback that waits for the device; peak memory allocated from the third step on; the
-losses; how often Bastile's losses ran. Needs trl and datasets."""
+each; they are drawn at random, not generated, as generation is vLLM's work. Trainer: without checkpointing, which is
+not its default. Prints one JSON object: the median of the steps after the sixth, by a callback that waits for the
+device; seconds in which a kernel ran, by two further steps under the profiler; peak memory from the third step on; the
+losses; how often Bastile's losses and graphs ran. Needs trl and datasets."""
 
 from __future__ import annotations
 
@@ -18,12 +21,15 @@ import tempfile
 from typing import Any
 
 import torch
-from trl_lora import UNTIMED, build, clock, tokenizer
+from trl_lora import build, clock, tokenizer
 
 import bastile
+from bastile.profile.record import covered
 from bastile.shapes import MODELS
 
 ROWS = 64
+UNTIMED = 6  # steps in which kernels are chosen, graphs are captured, and memory finds its size
+PROFILED = 2  # further steps, the last ones
 
 
 def texts(count: int, length: int, vocabulary: int, seed: int) -> list[str]:
@@ -57,17 +63,46 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 17) for ids in completion_ids]
 
 
+def profiled(found: dict[str, float], steps: int) -> Any:
+    """A callback: the device's busy seconds a step, over the last PROFILED of so many steps."""
+    from torch.profiler import ProfilerActivity, profile
+    from transformers import TrainerCallback
+
+    class Profiled(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == steps - PROFILED:
+                torch.cuda.synchronize()
+                self.profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
+                self.profile.start()
+
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == steps:
+                torch.cuda.synchronize()
+                self.profile.stop()
+                ran = [e for e in self.profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+                found["busy"] = covered((e.time_range.start, e.time_range.end) for e in ran) / 1e6 / PROFILED
+
+    return Profiled()
+
+
+def plain_trainer(options: argparse.Namespace, given: dict[str, Any]) -> Any:
+    """Transformers' own, of tokens."""
+    from transformers import Trainer, TrainingArguments
+
+    model = build(options.shape)
+    tokens = torch.randint(3, model.config.vocab_size, (ROWS, options.length)).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    return Trainer(model, TrainingArguments(**given | {"gradient_checkpointing": False}), train_dataset=rows)
+
+
 def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     import trl
     from datasets import Dataset
 
-    model = build(options.shape)
-    vocabulary = model.config.vocab_size
-    name = options.trainer.upper()
     given: dict[str, Any] = {
         "output_dir": folder,
         "per_device_train_batch_size": options.batch,
-        "max_steps": options.steps,
+        "max_steps": options.steps + PROFILED,
         "bf16": True,
         "gradient_checkpointing": not options.no_checkpointing,
         "logging_steps": 1,
@@ -75,6 +110,11 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
+    if options.trainer == "trainer":
+        return plain_trainer(options, given)
+    model = build(options.shape)
+    vocabulary = model.config.vocab_size
+    name = options.trainer.upper()
     more: dict[str, Any] = {}
     if options.trainer == "grpo":
         completion = options.length - options.length // 4
@@ -96,15 +136,18 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if not options.stock:
-        bastile.apply()
+        bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
     times: list[float] = []
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(options, folder)
         trainer.add_callback(clock(times))
+        trainer.add_callback(profiled(found, options.steps + PROFILED))
         trainer.train()
-    timed = times[UNTIMED:]
+    timed = times[UNTIMED : options.steps]
     return {
         "implementation": "stock" if options.stock else "bastile",
+        "graphs": not (options.stock or options.no_graphs),
         "trainer": options.trainer,
         "shape": options.shape,
         "batch": options.batch,
@@ -112,20 +155,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "checkpointing": not options.no_checkpointing,
         "median_seconds": statistics.median(timed),
         "least_seconds": min(timed),
+        "busy_seconds": found["busy"],
         "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "losses_by_bastile": bastile.report().ran("linear_logprobs"),
+        "steps_by_graphs": bastile.report().ran("cuda_graphs"),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", choices=["sft", "dpo", "grpo"], default="dpo")
+    parser.add_argument("--trainer", choices=["sft", "dpo", "grpo", "trainer"], default="dpo")
     parser.add_argument("--shape", choices=sorted(MODELS), default="qwen3-0.6b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12, help=f"more than {UNTIMED}; the first {UNTIMED} are not timed")
     parser.add_argument("--stock", action="store_true", help="without Bastile")
+    parser.add_argument("--no-graphs", action="store_true", help="with Bastile, but without CUDA graphs")
     parser.add_argument("--no-checkpointing", action="store_true", help="which TRL does by default")
     options = parser.parse_args()
     if options.steps <= UNTIMED:

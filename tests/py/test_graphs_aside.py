@@ -27,6 +27,7 @@ from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, coun
 from hooks import HOOKS
 
 KEPT = "someone still holds hidden states of a step before"
+LENT = "someone holds gradients of a step before, beside the parameters"
 OPEN = "a step before has not had its backward pass yet"
 
 
@@ -282,17 +283,54 @@ def test_a_forward_pass_without_a_backward_pass() -> None:
 
 
 def test_gradients_that_someone_keeps() -> None:
-    """They are copies: their memory is nobody else's."""
+    """The step that finds them held runs without graphs, and from then on they are copies. A parameter's .grad is
+    nobody's but the parameter's."""
     model = model_with_graphs()
     parameters = list(model.parameters())
-    loss_of(model).backward()
-    held = [p.grad for p in parameters] + list(torch.autograd.grad(loss_of(model, 3), parameters))
-    want = [gradient.clone() for gradient in held]
-    model.zero_grad()
-    for step in range(3):
-        loss_of(model, step).backward()
-    assert counted() == (5, {})
+    held, want = [], []
+    for turn in range(3):
+        loss_of(model, turn).backward()
+        found = list(torch.autograd.grad(loss_of(model, 3), parameters))
+        held += [*(p.grad for p in parameters), *found]
+        want = [*want, *(gradient.clone() for gradient in held[len(want) :])]
+        model.zero_grad()
+    assert counted() == (5, {LENT: 1})
     assert all(torch.equal(one, other) for one, other in zip(held, want, strict=True))
+
+
+def test_a_view_of_a_gradient_that_someone_keeps() -> None:
+    """Were the .grad moved, it would no longer be the view's memory."""
+    model = model_with_graphs()
+    loss_of(model).backward()
+    parameter = model.model.layers[0].mlp.up_proj.weight
+    view = parameter.grad.view(-1)
+    loss_of(model, 1).backward()
+    assert counted() == (1, {LENT: 1})
+    assert view.data_ptr() == parameter.grad.data_ptr()
+    assert_stock_gradients(model, 0, 1)
+
+
+def test_a_gradient_of_two_parameters() -> None:
+    """Each has memory of its own, as autograd sees to it: what is written to one must not reach the other, nor the
+    gradient of the hidden states."""
+    model = tiny_model(num_hidden_layers=1).to(DEVICE)
+    layer = model.model.layers[0].mlp.down_proj
+    layer.__class__ = type("Shifted", (type(layer),), {"forward": shifted})
+    layer.one, layer.other = (nn.Parameter(torch.zeros(2, 11, layer.out_features, device=DEVICE)) for _ in range(2))
+
+    def doubled(model: Any) -> None:
+        model.model.layers[0].mlp.down_proj.one.register_post_accumulate_grad_hook(double)
+
+    assert_alike(model, 3, steps=4, before=[doubled])
+
+
+def double(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def shifted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, self.weight, self.bias) + self.one + self.other
 
 
 def test_hidden_states_that_someone_keeps() -> None:

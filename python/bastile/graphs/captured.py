@@ -2,12 +2,12 @@
 
 A run is one graph forward and one backward. Its output lies where the next one's graph reads its input, and its
 gradient of its input where the graph of the one before reads that of its output: nothing is copied between them.
-Gradients of parameters are handed out as copies: what the graphs write is the next step's memory too, and stays with
-them."""
+Gradients of parameters are lent, too: the next step writes there, and by then most training loops have let go of them.
+Of those that have not they become copies, then and from then on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -50,23 +50,62 @@ class Note:
 class Lent:
     """A tensor of the pool that the model gets to see, step after step, each time as another tensor object."""
 
-    __slots__ = ("_in_use", "_storage", "pointer", "tensor")
+    __slots__ = ("_in_use", "pointer", "storage", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.pointer = tensor.data_ptr()
-        self._storage = tensor.untyped_storage()._cdata
+        self.storage = tensor.untyped_storage()._cdata
         self._in_use = 0
 
     def settle(self) -> None:
         """Nobody but us holds it now."""
-        self._in_use = uses_of_storage(self._storage)
+        self._in_use = uses_of_storage(self.storage)
+
+    def holders(self) -> int:
+        """Tensor objects of others that have its memory."""
+        return uses_of_storage(self.storage) - self._in_use
 
     def is_held(self) -> bool:
-        return uses_of_storage(self._storage) > self._in_use
+        return self.holders() > 0
 
     def lend(self) -> torch.Tensor:
         return self.tensor.detach()
+
+
+class Gradients:
+    """What the graphs have written into the pool for parameters."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        pairs = [pair for run in runs for pair in zip(run.parameters, run.gradients, strict=True)]
+        self._of = [(parameter, lent) for parameter, lent in pairs if lent is not None]
+        self._storages = [lent.storage for _, lent in self._of]
+        for _, lent in self._of:
+            lent.settle()
+        self._in_use = sum(map(uses_of_storage, self._storages))
+
+    def are_held(self) -> bool:
+        return sum(map(uses_of_storage, self._storages)) > self._in_use
+
+    def become_copies(self) -> bool:
+        """Those that are a parameter's .grad, and nobody else's, get memory of their own. False, and nothing is
+        changed, where someone else holds one."""
+        held = [(parameter.grad, lent) for parameter, lent in self._of if lent.is_held()]
+        for gradient, lent in held:
+            is_there = gradient is not None and gradient.untyped_storage()._cdata == lent.storage
+            if not is_there or lent.holders() > 1:
+                return False
+        gradients = [gradient for gradient, _ in held if gradient is not None]
+        for gradient, copied in zip(gradients, copies(gradients), strict=True):
+            gradient.data = copied
+        return True
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [lent.tensor for _, lent in self._of]
+
+
+def copies(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return torch._foreach_mul(list(tensors), 1.0) if tensors else ()
 
 
 class Layer:
@@ -89,7 +128,7 @@ class Run:
     upstream: torch.Tensor  # where the graph reads the gradient of the output
     upstream_pointer: int
     hidden_gradient: Lent | None
-    gradients: list[torch.Tensor | None]  # of the parameters, for the graph to write into
+    gradients: list[Lent | None]  # of the parameters, for the graph to write into
     backward: Replayed
 
     def __init__(self, index: int, first: int, layers: list[Layer]) -> None:
@@ -100,13 +139,17 @@ class Run:
         self.hidden_gradient = None
         self.wants_gradients = bool(self.parameters) or self.call.hidden_requires_grad
 
-    def copies(self) -> Iterator[torch.Tensor | None]:
-        """Of the gradients that the graph has written."""
-        copies = iter(torch._foreach_mul(self._written, 1.0) if self._written else ())
-        return (None if gradient is None else next(copies) for gradient in self.gradients)
+    def lent(self) -> Iterable[torch.Tensor | None]:
+        """The gradients."""
+        return [None if lent is None else lent.lend() for lent in self.gradients]
 
-    def settle(self) -> None:
-        self._written = [gradient for gradient in self.gradients if gradient is not None]
+    def copied(self) -> Iterable[torch.Tensor | None]:
+        made = iter(copies([lent.tensor for lent in self.gradients if lent is not None]))
+        return [None if lent is None else next(made) for lent in self.gradients]
+
+    def copied_to_stay(self) -> Iterable[torch.Tensor | None]:
+        """Copies but where they are to be added to a .grad: all of a model's parameters have one, or none has."""
+        return self.copied() if any(parameter.grad is None for parameter in self.parameters) else self.lent()
 
 
 def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
@@ -141,6 +184,7 @@ class Captured:
         self._lent = [lent for run in self.runs for lent in (run.output, run.hidden_gradient) if lent is not None]
         for lent in self._lent:
             lent.settle()
+        self.gradients = Gradients(self.runs[self.lowest :])
 
     # ---- recording ----------------------------------------------------------------------------------------------
 
@@ -150,13 +194,14 @@ class Captured:
         #: read last: it is another's memory then.
         places = self._record_forward(kept)
         upstream: torch.Tensor | None = None
+        gradients: list[Any] = []  # held, for they are to be there when the backward pass has ended
         for run in reversed(self.runs[self.lowest :]):
             is_read_next = run.index + 1 < len(self.runs) and self.runs[run.index + 1].call.is_chained
             if upstream is None or not is_read_next:
                 upstream = torch.zeros_like(run.output.tensor)
                 self._own.append(upstream)
             run.upstream, run.upstream_pointer = self._recorder.borrowed(upstream), upstream.data_ptr()
-            upstream = self._record_backward(run, places[run.index], upstream, kept)
+            upstream = self._record_backward(run, gradients, places[run.index], upstream, kept)
             places[run.index] = None
 
     def _record_forward(self, kept: list[Any]) -> list[Any]:
@@ -173,12 +218,12 @@ class Captured:
             run.output = Lent(self._recorder.borrowed(output))
         return [*places, output]
 
-    def _record_backward(self, run: Run, *rest: Any) -> torch.Tensor | None:
-        """The gradient of the hidden states."""
+    def _record_backward(self, run: Run, made: list[Any], *rest: Any) -> torch.Tensor | None:
+        """The gradient of the hidden states; those of the parameters are added to `made`."""
         run.backward, (hidden, *gradients) = self._recorder.record(self._backward_of(run, *rest))
         run.hidden_gradient = None if hidden is None else Lent(self._recorder.borrowed(hidden))
-        run.gradients = [None if g is None else self._recorder.borrowed(g) for g in gradients]
-        run.settle()
+        run.gradients = [None if g is None else Lent(self._recorder.borrowed(g)) for g in gradients]
+        made += gradients
         return hidden
 
     def _forward_of(self, run: Run, hidden: torch.Tensor, kept: list[Any]) -> Callable[[], Sequence[Any]]:
@@ -200,7 +245,7 @@ class Captured:
             with self._autocast.off():
                 wanted = [read] * run.call.hidden_requires_grad + [p for layer in run.layers for p in layer.stand_ins]
                 found = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
-            return found if run.call.hidden_requires_grad else (None, *found)
+            return _apart(upstream, *(() if run.call.hidden_requires_grad else (None,)), *found)
 
         return backward
 
@@ -222,12 +267,11 @@ class Captured:
     # ---- replaying ----------------------------------------------------------------------------------------------
 
     def is_free(self) -> bool:
-        """Whether nobody else holds what lies in the pool."""
+        """Whether nobody else holds what lies in the pool, gradients of parameters apart."""
         return not any(lent.is_held() for lent in self._lent)
 
     def begin(self) -> None:
-        written = [g for run in self.runs[self.lowest :] for g in run.gradients if g is not None]
-        self._recorder.begin([*(lent.tensor for lent in self._lent), *written])
+        self._recorder.begin([*(lent.tensor for lent in self._lent), *self.gradients.tensors()])
 
     def fits(self, run: Run, hidden: torch.Tensor) -> bool:
         call = run.call
@@ -255,6 +299,28 @@ class Autocast:
         return torch.autocast(self.device, enabled=False, cache_enabled=False)
 
 
+def _apart(upstream: torch.Tensor, hidden: torch.Tensor | None, *gradients: torch.Tensor | None) -> Sequence[Any]:
+    """Each of the gradients in memory of its own, as autograd sees to it where one tensor is several's gradient: who
+    has one may write there."""
+    taken = [_extent(tensor) for tensor in (upstream, hidden) if tensor is not None]
+    found: list[Any] = [hidden]
+    for gradient in gradients:
+        if gradient is not None:
+            begin, end = _extent(gradient)
+            if any(begin < other[1] and other[0] < end for other in taken):
+                gradient = gradient.clone()
+            taken.append(_extent(gradient))
+        found.append(gradient)
+    return found
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses that it may have, from the first to behind the last."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (reach + 1) * tensor.element_size() if tensor.numel() else begin
+
+
 @contextmanager
 def _standing_in(layer: Layer) -> Iterator[None]:
     """Within, the layer's modules hold the stand-ins in place of the parameters that want gradients."""
@@ -274,8 +340,9 @@ def _standing_in(layer: Layer) -> Iterator[None]:
 class Passage:
     """One forward pass through captured layers, and the backward pass that belongs to it."""
 
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
+    def __init__(self, captured: Captured, gradients: Callable[[Run], Iterable[torch.Tensor | None]]) -> None:
+        """gradients: how those of parameters are handed out."""
+        self.captured, self.gradients = captured, gradients
         self.is_over = False  # a later one has the memory
         self._reached = len(captured.runs)
 
@@ -336,4 +403,4 @@ class Replay(Function):
             hidden = (
                 hidden.clone()
             )  # it leaves the layers; adapters' input keeps it as its .grad until the loss is gone
-        return None, None, hidden, *run.copies()
+        return None, None, hidden, *passage.gradients(run)

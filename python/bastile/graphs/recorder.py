@@ -38,6 +38,9 @@ class Recorder(Protocol):
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """A step begins that will write into these."""
 
+    def anew(self) -> None:
+        """What is recorded from now on uses no memory of what has been recorded."""
+
 
 class CudaRecorder:
     """Graphs of one device, in one memory pool of PyTorch's allocator."""
@@ -46,15 +49,18 @@ class CudaRecorder:
         self.device = device
         # Its own: cuBLAS keeps a workspace for each stream, where the first capture has put it, in this pool.
         self.stream = torch.cuda.Stream(device)
-        self.pool = torch.cuda.graph_pool_handle()
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.anew()
+
+    def anew(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
         self._in_pool: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextmanager
     def recording(self) -> Any:
         self.graphs = []
         if not self._in_pool:  # with the last of its graphs a pool is gone, and its handle is no longer valid
-            self.pool = torch.cuda.graph_pool_handle()
+            self.anew()
         torch.cuda.synchronize(self.device)
         # What the steps before have left in the allocator is needed again here, not there.
         torch.cuda.empty_cache()
@@ -84,9 +90,8 @@ class CudaRecorder:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return tensor
-        memory = torch.as_tensor(_Memory(storage, self.graphs), device=tensor.device).untyped_storage()
-        seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return seen.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+        memory = torch.as_tensor(_Memory(storage, self.graphs), device=tensor.device)
+        return _seen_as(tensor, memory.untyped_storage())
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
@@ -100,6 +105,12 @@ def _leave_capture(device: torch.device) -> None:
         graph.capture_begin(capture_error_mode="thread_local")
         torch.zeros(1, device=device)  # PyTorch warns of a graph without work
         graph.capture_end()
+
+
+def _seen_as(tensor: torch.Tensor, memory: torch.UntypedStorage) -> torch.Tensor:
+    """This memory as the tensor sees its own."""
+    seen = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return seen.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class _Memory:
@@ -120,7 +131,15 @@ class Repeated:
 
     def __init__(self, function: Callable[[], Sequence[torch.Tensor | None]]) -> None:
         self.function = function
-        self.outputs = [None if t is None else t.detach().clone() for t in function()]
+        memory: dict[int, torch.UntypedStorage] = {}  # what shares some goes on to
+        self.outputs = [None if t is None else self._moved(t, memory) for t in function()]
+
+    @staticmethod
+    def _moved(tensor: torch.Tensor, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in memory:
+            memory[storage.data_ptr()] = storage.clone()
+        return _seen_as(tensor, memory[storage.data_ptr()])
 
     def replay(self) -> None:
         for place, made in zip(self.outputs, self.function(), strict=True):
@@ -130,6 +149,9 @@ class Repeated:
 
 class RepeatingRecorder:
     """For tests where there is no GPU: everything around the graphs is as it is there."""
+
+    def anew(self) -> None:
+        pass
 
     @contextmanager
     def recording(self) -> Any:
@@ -144,7 +166,9 @@ class RepeatingRecorder:
         return repeated, repeated.outputs
 
     def borrowed(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+        storage = tensor.untyped_storage()
+        memory = torch.from_numpy(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        return _seen_as(tensor, memory.untyped_storage())
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """On a GPU this memory is by now full of what the last step left there."""

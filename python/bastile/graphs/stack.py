@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bastile.graphs import conditions
-from bastile.graphs.captured import Captured, Note, Passage
+from bastile.graphs.captured import Captured, Note, Passage, Run
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.watch import Watch
@@ -20,6 +20,9 @@ from bastile.report import Tally
 #: Kinds of steps with graphs, and those that have been seen once.
 MOST_CAPTURED = 8
 _MOST_SEEN = 64
+#: So often a kind must have been seen since the least recently used of those with graphs was, to take its place:
+#: capturing costs as much time as some ten replays save, and where lengths are many, none of them comes often.
+WORTH = 10
 #: So often the layers may change beneath their graphs within so many steps of each other: who exchanges parameters in
 #: each step has no use for graphs.
 _MOST_CHANGES = 4
@@ -48,6 +51,9 @@ class Stack:
         self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
         self.pays: dict[Any, Pays] = {}  # by key, what is being measured
         self.captured: OrderedDict[Any, Captured] = OrderedDict()
+        self.steps = 0
+        self._used: dict[Any, int] = {}  # by key of what is captured, in which step last
+        self._seen: dict[Any, deque[int]] = {}  # by key of what is noted, in which steps lately
         self.watch: Watch | None = None
         self.layers: list[Any] = []
         self.never: str | None = None  # why these layers are not captured
@@ -57,6 +63,7 @@ class Stack:
         self.recorder: Recorder | None = None
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
+        self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
 
@@ -82,8 +89,8 @@ class Stack:
 
     def _look_at(self, layers: Sequence[Any]) -> None:
         self.retire()
-        self.notes.clear()
-        self.pays.clear()
+        for table in (self.notes, self.pays, self._seen):
+            table.clear()
         self.layers = list(layers)
         device = _device_of(layers)
         if device != self.device:
@@ -102,8 +109,9 @@ class Stack:
         """The graphs go. A step that is still to have its backward pass keeps what it needs, and the pool is not used
         before it is done."""
         self.captured.clear()
+        self._used.clear()
         self.watch = None
-        if self._last is not None and self._last.is_free():
+        if self._last is not None and self._last.is_free() and not self._last.gradients.are_held():
             self._last = None
 
     # ---- a step -------------------------------------------------------------------------------------------------
@@ -115,23 +123,59 @@ class Stack:
             return "a step before has not had its backward pass yet"
         if self._last is not None and not self._last.is_free():
             return "someone still holds hidden states of a step before"
+        if self._last is not None and self._last.gradients.are_held():
+            if self._last.gradients.become_copies():
+                self._gradients = Run.copied_to_stay
+            else:
+                self._gradients = Run.copied
+                self._move()
+                return "someone holds gradients of a step before, beside the parameters"
         if before is not None:
             before.is_over = True
-        passage = Passage(captured)
+        passage = Passage(captured, self._gradients)
         self._passage, self._last = weakref.ref(passage), captured
         captured.begin()
         return passage
 
+    def _move(self) -> None:
+        """What has been lent is left to those who hold it."""
+        assert self.recorder is not None
+        self.captured.clear()
+        self._used.clear()
+        self._last = None
+        self.recorder.anew()
+
+    def see(self, key: Any) -> Captured | None:
+        """Another step of this kind; its graphs, if it has some."""
+        self.steps += 1
+        found = self.captured.get(key)
+        if found is not None:
+            self.captured.move_to_end(key)
+            self._used[key] = self.steps
+        elif key in self.notes:
+            self._seen.setdefault(key, deque(maxlen=WORTH)).append(self.steps)
+        return found
+
+    def has_room(self, key: Any) -> bool:
+        """For graphs of this kind."""
+        if len(self.captured) < MOST_CAPTURED:
+            return True
+        seen, first = self._seen[key], next(iter(self.captured))
+        return len(seen) == WORTH and seen[0] > self._used[first]
+
     def keep(self, key: Any, captured: Captured) -> None:
         self.captured[key] = captured
+        self._used[key] = self.steps
         while len(self.captured) > MOST_CAPTURED:
-            self.captured.popitem(last=False)
+            del self._used[self.captured.popitem(last=False)[0]]
 
     def note(self, key: Any, what: Note | str) -> None:
         self.notes[key] = what
         self.notes.move_to_end(key)
         while len(self.notes) > _MOST_SEEN:
-            self.pays.pop(self.notes.popitem(last=False)[0], None)
+            first = self.notes.popitem(last=False)[0]
+            for table in (self.pays, self._seen):
+                table.pop(first, None)
 
 
 def _device_of(layers: Sequence[Any]) -> torch.device | None:

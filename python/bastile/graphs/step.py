@@ -24,6 +24,10 @@ from bastile.graphs.stack import Stack
 Mode = Literal["auto"] | bool
 
 _log = logging.getLogger("bastile")
+_CROWDED = (
+    "more kinds of steps than graphs are kept for; where they are lengths of batches, pad_to_multiple_of of the data "
+    "collator makes few of many"
+)
 _DIFFERS = "a layer got other arguments than when it was captured"
 
 
@@ -169,7 +173,7 @@ class Step:
             key = self._key(args, kwargs)
         except CannotCapture as reason:
             return stack.tally.step_aside(str(reason))
-        captured = stack.captured.get(key)
+        captured = stack.see(key)
         if captured is None:
             noted = stack.notes.get(key)
             if noted is None:
@@ -178,7 +182,6 @@ class Step:
             captured = self._captured(key, noted, args[0].device)
             if captured is None:
                 return None
-        stack.captured.move_to_end(key)
         passage = stack.begin(captured)
         if isinstance(passage, str):
             return stack.tally.step_aside(passage)
@@ -225,6 +228,9 @@ class Step:
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
             if not verdict:
                 return None
+        if not stack.has_room(key):
+            stack.tally.step_aside(_CROWDED)
+            return None
         assert stack.recorder is not None
         try:
             captured = Captured(stack.recorder, self.layers, noted, self._autocast)
