@@ -31,7 +31,7 @@
 #define BST_NORMAL_NEAR_COEFFICIENTS(X) \
     X(-7.66260837e-06f) X(0.000113507478f) X(-0.0011863485f) X(0.00997333042f) X(-0.0664903596f) X(0.398942292f)
 
-#define BST_LARGEST        3.40282347e38f /* of float32 */
+#define BST_LARGEST 3.40282347e38f /* of float32 */
 
 enum {
 #define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,
