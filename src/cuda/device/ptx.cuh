@@ -76,6 +76,8 @@ BST_DEVICE void bst_sync_warp(void) { __syncwarp(); }
 BST_DEVICE float bst_shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 BST_DEVICE uint32_t bst_shuffle_xor_u32(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 BST_DEVICE float bst_shuffle(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+/* The largest of a warp's numbers, by one instruction. */
+BST_DEVICE uint32_t bst_warp_max_u32(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
 
 /* ---- reading and writing 2, 4, 8 or 16 bytes (a constant) at an address aligned to them ----------------------------
  */
@@ -187,6 +189,12 @@ BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
     return v;
 }
 
+/* Four of the eight bytes of b and a: byte i of the result is byte (selector >> 4 i) & 7, those of a being 0 to 3.
+ * "Data Movement and Conversion Instructions: prmt". */
+BST_DEVICE uint32_t bst_permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
+
 /* ---- arithmetic -------------------------------------------------------------------------------------------------- */
 
 #define BST_INFINITY __uint_as_float(0x7f800000u)
@@ -237,8 +245,6 @@ BST_DEVICE float bst_product(float a, float b) { return __fmul_rn(a, b); }
 /* Where one of the two is NaN, the other. */
 BST_DEVICE float bst_max(float a, float b) { return fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return fminf(a, b); }
-/* From 0 to 1; NaN becomes 0. */
-BST_DEVICE float bst_saturate(float v) { return __saturatef(v); }
 BST_DEVICE float bst_abs(float v) { return fabsf(v); }
 BST_DEVICE bool bst_isnan(float v) { return v != v; }
 

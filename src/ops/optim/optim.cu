@@ -121,7 +121,8 @@ BST_DEVICE eight pack_stochastic(const float v[8], const uint32_t random[4]) {
     return e;
 }
 
-/* The largest magnitude of a warp's 256 elements. Of second moments NaN where one is: its bits are the largest. */
+/* The largest magnitude of a warp's 256 elements. Of roots of second moments NaN where one is: its bits are the
+ * largest. */
 BST_DEVICE float block_scale(const float v[8], bool first) {
     uint32_t most = 0;
     float largest = 0;
@@ -131,36 +132,54 @@ BST_DEVICE float block_scale(const float v[8], bool first) {
         const uint32_t bits = bst_bits(v[j]);
         most = bits > most ? bits : most;
     }
-    most = first ? bst_bits(largest) : most & 0x7fffffffu;
-    BST_UNROLL
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        const uint32_t other = bst_shuffle_xor_u32(most, mask);
-        most = other > most ? other : most;
-    }
-    return bst_from_bits(most);
+    return bst_from_bits(bst_warp_max_u32(first ? bst_bits(largest) : most & 0x7fffffffu));
 }
 
-BST_DEVICE void write_moment(void *base, float *scales, int64_t at, float v[8], int n, bool whole, bool first,
-                             const uint32_t random[4]) {
-    if (MOMENTS != OPTIM_U8_CODE) {
-        const eight e =
-            STOCHASTIC && MOMENTS == BST_BF16_CODE ? pack_stochastic(v, random) : pack_eight(v, MOMENTS & 3);
-        write_eight(base, at, &e, n, whole, MOMENTS & 3);
-        return;
+/* 2^23 plus byte j of two words, or plus the random 16 bits of element j: `exchanged`, with their bytes so. */
+BST_DEVICE float shifted_byte(const uint32_t *words, int j) {
+    return bst_from_bits(bst_permute_bytes(words[j / 4], OPTIM_BYTE_BITS >> 16, 0x5440u | (j & 3)));
+}
+BST_DEVICE float shifted_random(const uint32_t random[4], int j, bool exchanged) {
+    const uint32_t bytes = exchanged ? j & 1 ? 0x5423u : 0x5401u : j & 1 ? 0x5432u : 0x5410u;
+    return bst_from_bits(bst_permute_bytes(random[j / 2], OPTIM_BYTE_BITS >> 16, bytes));
+}
+
+/* Codes of eight moments, of the second ones by their roots. */
+BST_DEVICE void write_codes(void *base, float *scales, uint32_t at, float v[8], int n, bool first,
+                            const uint32_t random[4]) {
+    if (n < OPTIM_EACH) {
+        BST_UNROLL
+        for (int j = 0; j < 8; j++) v[j] = j < n ? v[j] : 0.0f;
     }
-    BST_UNROLL
-    for (int j = 0; j < 8; j++) v[j] = j < n ? v[j] : 0.0f;
     const float scale = block_scale(v, first), inverse = optim_inverse(scale);
     if (n <= 0) return;
-    bst_raw codes = {{0, 0, 0, 0}};
+    uint32_t code[8];
     BST_UNROLL
     for (int j = 0; j < 8; j++) {
-        const uint32_t r = random_of(random, j);
-        const uint32_t code = first ? optim_encode_first(v[j], inverse, r) : optim_encode_second(v[j], inverse, r);
-        codes.w[j / 4] |= code << 8 * (j & 3);
+        const float uniform = optim_uniform(shifted_random(random, j, !first));
+        code[j] = first ? optim_encode_first(v[j], inverse, uniform) : optim_encode_second(v[j], inverse, uniform);
     }
+    if (n < OPTIM_EACH) {
+        BST_UNROLL
+        for (int j = 0; j < 8; j++) code[j] = j < n ? code[j] : 0;
+    }
+    bst_raw codes = {{0, 0, 0, 0}};
+    BST_UNROLL
+    for (int j = 0; j < 8; j += 4)
+        codes.w[j / 4] = bst_permute_bytes(bst_permute_bytes(code[j], code[j + 1], 0x40),
+                                           bst_permute_bytes(code[j + 2], code[j + 3], 0x40), 0x5410);
     bst_write_once((char *)base + at, codes, 8);
-    if (bst_lane() == 0) scales[at / OPTIM_BLOCK] = scale;
+    if (bst_lane() == 0) scales[at / OPTIM_BLOCK] = first ? scale : scale * scale;
+}
+
+BST_DEVICE void write_moment(void *base, float *scales, uint32_t at, float v[8], int n, bool whole, bool first,
+                             const uint32_t random[4]) {
+    if (MOMENTS == OPTIM_U8_CODE) {
+        write_codes(base, scales, at, v, n, first, random);
+        return;
+    }
+    const eight e = STOCHASTIC && MOMENTS == BST_BF16_CODE ? pack_stochastic(v, random) : pack_eight(v, MOMENTS & 3);
+    write_eight(base, at, &e, n, whole, MOMENTS & 3);
 }
 
 BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, bool first) {
@@ -168,14 +187,14 @@ BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, bool firs
         unpack_eight(out, raw, MOMENTS & 3);
         return;
     }
+    const uint32_t top = first ? 0x80808080u : 0, words[2] = {raw->raw[0].w[0] ^ top, raw->raw[0].w[1] ^ top};
     BST_UNROLL
-    for (int j = 0; j < 8; j++) {
-        const uint32_t code = raw->raw[0].w[j / 4] >> 8 * (j & 3) & 0xffu;
-        out[j] = first ? optim_decode_first(code, scale) : optim_decode_second(code, scale);
-    }
+    for (int j = 0; j < 8; j++)
+        out[j] = first ? optim_decode_first(shifted_byte(words, j), scale)
+                       : optim_decode_second(shifted_byte(words, j), scale);
 }
 
-BST_DEVICE eight read_moment(const void *base, int64_t at, int n, bool whole) {
+BST_DEVICE eight read_moment(const void *base, uint32_t at, int n, bool whole) {
     if (MOMENTS != OPTIM_U8_CODE) return read_eight(base, at, n, whole, MOMENTS & 3);
     eight e;
     if (n > 0)
@@ -185,31 +204,51 @@ BST_DEVICE eight read_moment(const void *base, int64_t at, int n, bool whole) {
     return e;
 }
 
+/* From element `begin` on. */
+BST_DEVICE void *moments_from(void *moments, int64_t begin) {
+    return MOMENTS == OPTIM_U8_CODE ? (char *)moments + begin : bst_at_out(moments, begin, MOMENTS & 3);
+}
+
 BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
     const uint32_t i = tensor_of(a.first, a.head.tensors, bst_block());
     const optim_tensor *t = &a.tensor[i];
-    const int64_t begin = (int64_t)(bst_block() - a.first[i]) * CHUNK, count = t->count;
-    const int64_t end = count - begin < CHUNK ? count : begin + CHUNK;
+    const int64_t begin = (int64_t)(bst_block() - a.first[i]) * CHUNK, left = t->count - begin;
+    const uint32_t end = left < CHUNK ? (uint32_t)left : CHUNK;
     const bool aligned = t->aligned;
+    /* This block's part of each array: within it 32 bits count. */
+    void *parameter = bst_at_out(t->parameter, begin, TYPE), *gradient = bst_at_out(t->gradient, begin, TYPE);
+    void *master = MASTER ? t->master + begin : NULL;
+    void *exp_avg = moments_from(t->exp_avg, begin), *exp_avg_sq = moments_from(t->exp_avg_sq, begin);
+    float *m_scales = NULL, *v_scales = NULL;
+    if (MOMENTS == OPTIM_U8_CODE) {
+        m_scales = t->exp_avg_scale + begin / OPTIM_BLOCK;
+        v_scales = t->exp_avg_sq_scale + begin / OPTIM_BLOCK;
+    }
     bst_wait_for_previous();
     const optim_coefficients c = coefficients_of(a.head.coefficient + t->number * OPTIM_COEFFICIENT);
     if (c.skip != 0.0f) return;
     const uint32_t number = a.head.first_number + t->number, step = (uint32_t)c.step;
+    const bool draw_p = STOCHASTIC && !MASTER && TYPE == BST_BF16_CODE;
+    const bool draw_m = MOMENTS == OPTIM_U8_CODE || (STOCHASTIC && MOMENTS == BST_BF16_CODE);
     BST_ROLLED
-    for (int64_t base = begin; base < end; base += THREADS * OPTIM_EACH) {
-        const int64_t at = base + bst_thread() * OPTIM_EACH;
+    for (uint32_t base = 0; base < end; base += THREADS * OPTIM_EACH) {
+        const uint32_t at = base + bst_thread() * OPTIM_EACH;
         const int n = at + OPTIM_EACH <= end ? OPTIM_EACH : (int)(end - at);
         const bool whole = aligned && n == OPTIM_EACH;
         /* What all lanes of a warp do together is done by those without elements too. */
         if (MOMENTS != OPTIM_U8_CODE && n <= 0) break;
-        eight p_raw = read_eight(MASTER ? (void *)t->master : t->parameter, at, n, whole, MASTER ? 0 : TYPE);
-        eight g_raw = read_eight(t->gradient, at, n, whole, TYPE);
-        eight m_raw = read_moment(t->exp_avg, at, n, whole), v_raw = read_moment(t->exp_avg_sq, at, n, whole);
+        eight p_raw = read_eight(MASTER ? master : parameter, at, n, whole, MASTER ? 0 : TYPE);
+        eight g_raw = read_eight(gradient, at, n, whole, TYPE);
+        eight m_raw = read_moment(exp_avg, at, n, whole), v_raw = read_moment(exp_avg_sq, at, n, whole);
         float m_scale = 0, v_scale = 0;
         if (MOMENTS == OPTIM_U8_CODE && n > 0) {
-            m_scale = t->exp_avg_scale[at / OPTIM_BLOCK];
-            v_scale = t->exp_avg_sq_scale[at / OPTIM_BLOCK];
+            m_scale = m_scales[at / OPTIM_BLOCK];
+            v_scale = v_scales[at / OPTIM_BLOCK];
         }
+        /* While these are on their way. */
+        const uint64_t eight_of = (uint64_t)begin / OPTIM_EACH + at / OPTIM_EACH;
+        uint32_t random[4] = {0, 0, 0, 0};
+        if (MOMENTS == OPTIM_U8_CODE) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         float p[8], g[8], m[8], v[8];
         unpack_eight(g, &g_raw, TYPE);
         moment_of(m, &m_raw, m_scale, true);
@@ -218,7 +257,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         for (int j = 0; j < 8; j++) g[j] *= c.factor;
         if (KEEP) {
             const eight kept = pack_eight(g, TYPE);
-            write_eight(t->gradient, at, &kept, n, whole, TYPE);
+            write_eight(gradient, at, &kept, n, whole, TYPE);
         }
         BST_UNROLL
         for (int j = 0; j < 8; j++) {
@@ -228,22 +267,26 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         }
         unpack_eight(p, &p_raw, MASTER ? 0 : TYPE);
         BST_UNROLL
-        for (int j = 0; j < 8; j++) p[j] = optim_parameter(p[j], m[j], v[j], &c, MASTER || TYPE == BST_F32_CODE);
-        const bool draw_p = STOCHASTIC && !MASTER && TYPE == BST_BF16_CODE;
-        const bool draw_m = MOMENTS == OPTIM_U8_CODE || (STOCHASTIC && MOMENTS == BST_BF16_CODE);
-        uint32_t random[4] = {0, 0, 0, 0};
+        for (int j = 0; j < 8; j++) {
+            const bool exact = MASTER || TYPE == BST_F32_CODE;
+            const float root = optim_root(v[j], exact);
+            p[j] = optim_parameter(p[j], m[j], root, &c, exact);
+            if (MOMENTS == OPTIM_U8_CODE) v[j] = root; /* what its code is made of */
+        }
         if (MASTER) {
             const eight full = pack_eight(p, 0);
-            write_eight(t->master, at, &full, n, whole, 0);
+            write_eight(master, at, &full, n, whole, 0);
         }
-        if (draw_p) optim_philox(random, a.head.seed, at / OPTIM_EACH, OPTIM_OF_PARAMETER, number, step);
-        const eight rounded = draw_p ? pack_stochastic(p, random) : pack_eight(p, TYPE);
-        write_eight(t->parameter, at, &rounded, n, whole, TYPE);
-        if (draw_m) optim_philox(random, a.head.seed, at / OPTIM_EACH, OPTIM_OF_MOMENTS, number, step);
-        write_moment(t->exp_avg, t->exp_avg_scale, at, m, n, whole, true, random);
+        uint32_t other[4];
+        if (draw_p) optim_philox(other, a.head.seed, eight_of, OPTIM_OF_PARAMETER, number, step);
+        const eight rounded = draw_p ? pack_stochastic(p, other) : pack_eight(p, TYPE);
+        write_eight(parameter, at, &rounded, n, whole, TYPE);
+        if (draw_m && MOMENTS != OPTIM_U8_CODE)
+            optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
+        write_moment(exp_avg, m_scales, at, m, n, whole, true, random);
         BST_UNROLL
-        for (int j = 0; j < 4; j++) random[j] = optim_exchanged(random[j]);
-        write_moment(t->exp_avg_sq, t->exp_avg_sq_scale, at, v, n, whole, false, random);
+        for (int j = 0; MOMENTS != OPTIM_U8_CODE && j < 4; j++) random[j] = optim_exchanged(random[j]);
+        write_moment(exp_avg_sq, v_scales, at, v, n, whole, false, random);
     }
 }
 #endif

@@ -51,13 +51,15 @@ static float *opened(float *restrict tile, void *from, bst_dtype type, int64_t n
     return tile;
 }
 
+static float shifted(uint32_t bits) { return bst_float_from_bits(OPTIM_BYTE_BITS | bits); }
+
 static float *open_moment(float *restrict tile, void *from, float scale, int moments, bool is_first, int64_t n) {
     const uint8_t *codes = from;
     if (moments != OPTIM_U8_CODE) return opened(tile, from, (bst_dtype)moments, n);
     if (is_first) {
-        for (int64_t i = 0; i < n; i++) tile[i] = optim_decode_first(codes[i], scale);
+        for (int64_t i = 0; i < n; i++) tile[i] = optim_decode_first(shifted(codes[i] ^ 0x80u), scale);
     } else {
-        for (int64_t i = 0; i < n; i++) tile[i] = optim_decode_second(codes[i], scale);
+        for (int64_t i = 0; i < n; i++) tile[i] = optim_decode_second(shifted(codes[i]), scale);
     }
     return tile;
 }
@@ -67,17 +69,21 @@ static void store_codes(uint8_t *restrict codes, float *scale, float *restrict i
                         bool is_first, int64_t n) {
     uint32_t most = 0;
     for (int64_t i = n; i < TILE; i++) in[i] = 0;
+    for (int64_t i = 0; !is_first && i < TILE; i++) in[i] = optim_root(in[i], true);
     for (int64_t i = 0; i < TILE; i++) {
         uint32_t bits = bst_bits_from_float(in[i]) & 0x7fffffffu;
         most = bits > most ? bits : most;
     }
-    *scale = bst_float_from_bits(most);
-    const float inverse = optim_inverse(*scale);
+    const float largest = bst_float_from_bits(most), inverse = optim_inverse(largest);
+    *scale = is_first ? largest : largest * largest;
     if (is_first) {
-        for (int64_t i = 0; i < TILE; i++) codes[i] = (uint8_t)optim_encode_first(in[i], inverse, random[i]);
+        for (int64_t i = 0; i < TILE; i++)
+            codes[i] = (uint8_t)optim_encode_first(in[i], inverse, optim_uniform(shifted(random[i])));
     } else {
-        for (int64_t i = 0; i < TILE; i++) codes[i] = (uint8_t)optim_encode_second(in[i], inverse, random[i]);
+        for (int64_t i = 0; i < TILE; i++)
+            codes[i] = (uint8_t)optim_encode_second(in[i], inverse, optim_uniform(shifted(random[i])));
     }
+    for (int64_t i = n; i < TILE; i++) codes[i] = 0;
 }
 
 /* All arithmetic of a tile. */
@@ -91,7 +97,7 @@ static void compute(float *restrict p, const float *restrict g, float *restrict 
         const float gradient = sign * g[i];
         m[i] = optim_exp_avg(m[i], gradient, beta1_rest);
         v[i] = optim_exp_avg_sq(v[i], gradient, beta2_rest);
-        p[i] = optim_parameter(p[i], m[i], v[i], &c, true);
+        p[i] = optim_parameter(p[i], m[i], optim_root(v[i], true), &c, true);
     }
 }
 

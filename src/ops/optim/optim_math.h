@@ -25,7 +25,6 @@
 #define bst_from_bits     bst_float_from_bits
 #define bst_abs           fabsf
 static inline float bst_max(float a, float b) { return a > b ? a : b; }
-static inline float bst_saturate(float v) { return v > 0 ? v < 1 ? v : 1.0f : 0.0f; }
 #endif
 
 /* ---- coefficients of a tensor ------------------------------------------------------------------------------------ */
@@ -73,12 +72,15 @@ OPTIM_INLINE float optim_exp_avg_sq(float v, float g, float beta2_rest) {
     return bst_fma(beta2_rest, bst_fma(g, g, -v), v);
 }
 
-/* `exact` (a constant): correctly rounded root and quotient; else each by one instruction, within 2^-22 of itself, for
- * what is rounded to 16 bits. */
-OPTIM_INLINE float optim_parameter(float p, float m, float v, const optim_coefficients *c, bool exact) {
-    if (exact) return p - bst_fma(c->step_size, bst_divide(m, bst_sqrt(v) + c->eps), c->decay * p);
+/* `exact` (a constant), of both: correctly rounded root and quotient; else each by one instruction, within 2^-22 of
+ * itself, for what is rounded to 16 bits. */
+OPTIM_INLINE float optim_root(float v, bool exact) { return exact ? bst_sqrt(v) : bst_sqrt_near(v); }
+
+/* root: the second moment's. */
+OPTIM_INLINE float optim_parameter(float p, float m, float root, const optim_coefficients *c, bool exact) {
+    if (exact) return p - bst_fma(c->step_size, bst_divide(m, root + c->eps), c->decay * p);
     /* The root of a subnormal is 0 here: with an eps of 0 the smallest other one stands for it. */
-    const float denominator = bst_max(bst_sqrt_near(v) + c->eps, 1.0842022e-19f);
+    const float denominator = bst_max(root + c->eps, 1.0842022e-19f);
     return p - bst_fma(c->step_size, m * bst_reciprocal(denominator), c->decay * p);
 }
 
@@ -112,11 +114,9 @@ OPTIM_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, u
 }
 
 /* bfloat16, up with the probability that leaves the mean as it is: what is cut off, in 2^-16 of a unit, against 16
- * random bits. Inf stays, and NaN. */
+ * random bits. Inf, of which nothing is cut off, stays, and NaN. */
 OPTIM_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
-    const uint32_t bits = bst_bits(value), finite = bits + random16;
-    const uint32_t kept = bits | ((bits & 0x007fffffu) ? 0x00400000u : 0u);
-    return ((bits & 0x7f800000u) == 0x7f800000u ? kept : finite) >> 16;
+    return value != value ? 0x7fffu : (bst_bits(value) + random16) >> 16;
 }
 
 /* ---- moments of 8 bits ------------------------------------------------------------------------------------------- */
@@ -126,13 +126,20 @@ OPTIM_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
  *     second moment  (c / 255)^4,   c from 0 to 255           its root in steps of 0.8 %, down to 1.5e-5 of it
  * Fine for large numbers, coarse for small ones, without a table. A code is drawn between the two neighbours so that
  * the mean is right: moments change by less than a step, which rounding to nearest would lose for good. A second moment
- * that is not 0 does not become 0, for it is divided by. */
-OPTIM_INLINE float optim_decode_first(uint32_t code, float scale) {
-    const float c = bst_from_bits(0x4b000000u | ((code ^ 0x80u) & 0xffu)) - 8388736.0f; /* 2^23 + 128 */
+ * is divided by, so its code is 1 at least.
+ *
+ * A chip has few units for integers, and fewer for conversions: a byte, or 16 random bits, becomes a float as the low
+ * bits of 2^23, the integer next to x is in the low bits of x + 1.5 2^23, and what is less than 0 has 1 as its topmost
+ * bit. */
+#define OPTIM_BYTE_BITS 0x4b000000u /* of 2^23 */
+
+/* shifted: 2^23 + code, that of the first one with its topmost bit exchanged. */
+OPTIM_INLINE float optim_decode_first(float shifted, float scale) {
+    const float c = shifted - 8388736.0f; /* 2^23 + 128 */
     return scale * (1.0f / (127 * 127)) * (c * bst_abs(c));
 }
-OPTIM_INLINE float optim_decode_second(uint32_t code, float scale) {
-    const float c = bst_from_bits(0x4b000000u | code) - 8388608.0f, square = c * c; /* 2^23 */
+OPTIM_INLINE float optim_decode_second(float shifted, float scale) {
+    const float c = shifted - 8388608.0f, square = c * c; /* 2^23 */
     return scale * (1.0f / (255.0f * 255 * 255 * 255)) * (square * square);
 }
 
@@ -141,30 +148,29 @@ OPTIM_INLINE float optim_inverse(float scale) {
     return scale >= 1e-37f && scale < 8e37f ? bst_reciprocal(scale) : 0.0f;
 }
 
-/* Sixteen random bits as a number from 1 to 2. */
-OPTIM_INLINE float optim_uniform(uint32_t random16) { return bst_from_bits(0x3f800040u | random16 << 7); }
+/* 2^23 + 16 random bits as a number between 0 and 1. */
+OPTIM_INLINE float optim_uniform(float shifted) { return bst_fma(shifted, 0x1p-16f, -0x1.fffffep+6f); }
 
-/* Without conversions between integers and floating point, of which a multiprocessor has few: the integer below x >= 0
- * is in the low bits of x - 1/2 + 2^23. It may be one too low or too high where x is next to an integer; its share of
- * the step then is 1 or 0. */
-OPTIM_INLINE uint32_t optim_encode_first(float value, float inverse, uint32_t random16) {
-    const float t = bst_saturate(bst_abs(value) * inverse);
-    const float shifted = bst_max(bst_fma(bst_sqrt_near(t), 126.999f, 8388607.5f), 8388608.0f);
-    const float low = shifted - 8388608.0f;
-    /* Between low^2 and (low + 1)^2, of 127^2. */
-    const float above = bst_fma(t, 127 * 127, -low * low), step = 2 * low + 1;
-    const uint32_t code = (bst_bits(shifted) & 0x7fu) + ((optim_uniform(random16) - 1) * step < above ? 1u : 0u);
-    return (value < 0 ? 0u - code : code) & 0xffu;
+/* The code, in the low byte of what is returned: that of the level below, or the next one where the share of the step
+ * is larger than the random number. The level below may be one too low or too high next to a level; its share of the
+ * step then is 1 or 0. */
+#define OPTIM_SHIFT 12582912.0f /* 1.5 2^23: what is added to it becomes an integer, to nearest */
+OPTIM_INLINE uint32_t optim_encode_first(float value, float inverse, float uniform) {
+    const float x = value * inverse, size = bst_sqrt_near(bst_abs(x));
+    const float root = bst_from_bits(bst_bits(size) | (bst_bits(x) & 0x80000000u));
+    const float shifted = bst_fma(root, 126.999f, -0.5f) + OPTIM_SHIFT, low = shifted - OPTIM_SHIFT, high = low + 1;
+    const float below = low * bst_abs(low), step = bst_fma(high, bst_abs(high), -below);
+    const float above = bst_fma(x, 127 * 127, -below);
+    return bst_bits(shifted) + (bst_bits(bst_fma(uniform, step, -above)) >> 31);
 }
-OPTIM_INLINE uint32_t optim_encode_second(float value, float inverse, uint32_t random16) {
-    const float t = bst_saturate(value * inverse);
-    const float shifted = bst_max(bst_fma(bst_sqrt_near(bst_sqrt_near(t)), 254.999f, 8388607.5f), 8388608.0f);
-    const float low = shifted - 8388608.0f;
+/* Of the moment's root, and the inverse of the largest one. */
+OPTIM_INLINE uint32_t optim_encode_second(float root, float inverse, float uniform) {
+    const float x = root * inverse, fourth = bst_max(bst_sqrt_near(x), 1.001f / 254.999f);
+    const float shifted = bst_fma(fourth, 254.999f, -0.5f) + OPTIM_SHIFT, low = shifted - OPTIM_SHIFT;
     /* high^4 - low^4 = (high^2 + low^2) (high + low) */
-    const float square = low * low, ends = 2 * low + 1, step = (square + (square + ends)) * ends;
-    const float above = bst_fma(t, 255.0f * 255 * 255 * 255, -square * square);
-    const uint32_t code = (bst_bits(shifted) & 0xffu) + ((optim_uniform(random16) - 1) * step < above ? 1u : 0u);
-    return code == 0 && t > 0 ? 1u : code;
+    const float square = low * low, ends = bst_fma(2, low, 1), step = bst_fma(2, square, ends) * ends;
+    const float above = bst_fma(x * x, 255.0f * 255 * 255 * 255, -square * square);
+    return bst_bits(shifted) + (bst_bits(bst_fma(uniform, step, -above)) >> 31);
 }
 
 #endif

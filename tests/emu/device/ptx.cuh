@@ -75,6 +75,15 @@ BST_DEVICE uint32_t bst_f16x2(float low, float high) { return emu_f16_from_f32(l
 #define bst_shuffle_xor(v, mask)     emu_from_bits(emu_current->warp(EMU_SHUFFLE_XOR, emu_bits(v), mask, EMU_HERE))
 #define bst_shuffle(v, lane)         emu_from_bits(emu_current->warp(EMU_SHUFFLE, emu_bits(v), lane, EMU_HERE))
 
+BST_DEVICE uint32_t emu_warp_max(uint32_t v, const char *where) {
+    for (int mask = 16; mask > 0; mask >>= 1) {
+        const uint32_t other = (uint32_t)emu_current->warp(EMU_SHUFFLE_XOR, v, mask, where);
+        v = other > v ? other : v;
+    }
+    return v;
+}
+#define bst_warp_max_u32(v) emu_warp_max(v, EMU_HERE)
+
 /* ---- reading and writing ----------------------------------------------------------------------------------------- */
 
 BST_DEVICE bst_raw emu_read(const char *name, const void *p, int bytes, int space, const char *where) {
@@ -121,13 +130,18 @@ BST_DEVICE float bst_fma(float a, float b, float c) { return __builtin_fmaf(a, b
 BST_DEVICE float bst_product(float a, float b) { return a * b; }
 BST_DEVICE float bst_max(float a, float b) { return __builtin_fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return __builtin_fminf(a, b); }
-BST_DEVICE float bst_saturate(float v) { return v > 0.0f ? (v < 1.0f ? v : 1.0f) : 0.0f; }
 BST_DEVICE float bst_abs(float v) { return __builtin_fabsf(v); }
 BST_DEVICE bool bst_isnan(float v) { return v != v; }
 
 BST_DEVICE uint32_t bst_max_bf16x2(uint32_t a, uint32_t b) {
     return bst_bf16x2(bst_max(bst_f32_from_bf16(a & 0xffffu), bst_f32_from_bf16(b & 0xffffu)),
                       bst_max(bst_f32_from_bf16(a >> 16), bst_f32_from_bf16(b >> 16)));
+}
+BST_DEVICE uint32_t bst_permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t v = 0;
+    for (int i = 0; i < 4; i++) v |= (uint32_t)(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return v;
 }
 BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
     return bst_f16x2(bst_max(bst_f32_from_f16(a), bst_f32_from_f16(b)),
