@@ -98,19 +98,27 @@ BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
 #endif
 
 #ifdef PLACE
+#define AT_ONCE 16 /* blocks whose counts are under way together */
 BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
     BST_SHARED(uint16_t, mine, MOE_MOST_PAIRS);
     BST_SHARED(int32_t, totals, THREADS);
-    bst_wait_for_previous();
+    /* The indices were there before the kernel that counts began. */
     load_experts(mine, &a);
+    bst_wait_for_previous();
     int expert = (int)bst_thread(), experts = a.experts;
     /* This expert's pairs in the blocks before this one, and in all. */
     int32_t before = 0, total = 0;
     if (expert <= experts) {
-        for (unsigned b = 0; b < bst_blocks(); b++) {
-            int32_t count = a.counts[(int64_t)b * (experts + 1) + expert];
-            if (b < bst_block()) before += count;
-            total += count;
+        for (unsigned first = 0; first < bst_blocks(); first += AT_ONCE) {
+            int32_t count[AT_ONCE];
+            BST_UNROLL
+            for (unsigned b = 0; b < AT_ONCE; b++)
+                count[b] = first + b < bst_blocks() ? a.counts[(int64_t)(first + b) * (experts + 1) + expert] : 0;
+            BST_UNROLL
+            for (unsigned b = 0; b < AT_ONCE; b++) {
+                if (first + b < bst_block()) before += count[b];
+                total += count[b];
+            }
         }
     }
     totals[expert] = total;

@@ -68,7 +68,7 @@ bst_status bst__moe_sort_cuda(const bst_exec *exec, const char *op, const bst_vi
                           .pairs = pairs,
                           .experts = (int32_t)experts};
     /* A thread walks over a block's pairs: few of them, but not so few that reading the blocks' counts takes longer. */
-    args.chunk = pairs <= 65536 ? 256 : pairs <= 262144 ? 1024 : MOE_MOST_PAIRS;
+    args.chunk = pairs <= 32768 ? 256 : pairs <= 131072 ? 512 : pairs <= 262144 ? 1024 : MOE_MOST_PAIRS;
     bst_launch l = {.kernel = &count_kernel};
     l.values[THREADS] = experts < 64 ? 64 : whole_warps(experts + 1);
     l.grid_x = blocks_for(pairs, args.chunk);
