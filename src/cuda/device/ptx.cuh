@@ -76,6 +76,8 @@ BST_DEVICE void bst_sync_warp(void) { __syncwarp(); }
 BST_DEVICE float bst_shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 BST_DEVICE uint32_t bst_shuffle_xor_u32(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 BST_DEVICE float bst_shuffle(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+/* The lanes, as bits, that have the same number as this one. */
+BST_DEVICE uint32_t bst_match_any(uint32_t v) { return __match_any_sync(0xffffffffu, v); }
 /* The largest of a warp's numbers, by one instruction. */
 BST_DEVICE uint32_t bst_warp_max_u32(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
 
@@ -188,6 +190,8 @@ BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
     asm("max.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
     return v;
 }
+
+BST_DEVICE int bst_count_bits(uint32_t v) { return __popc(v); }
 
 /* Four of the eight bytes of b and a: byte i of the result is byte (selector >> 4 i) & 7, those of a being 0 to 3.
  * "Data Movement and Conversion Instructions: prmt". */

@@ -8,7 +8,7 @@
  * How much a block takes is an argument, so that no kernel depends on lengths.
  *
  * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the unit, where 2I = COLUMNS:
- *   sort      12 N read, 8 N written: two kernels, of which neither waits for the host
+ *   sort      16 N read, 8 N written: two kernels, of which neither waits for the host
  *   gather    s H N written, s H T read
  *   glu       forward 3 s I N; backward 5 s I N, 6 with wy
  *   combine   forward s H (N + T); backward as gather
@@ -60,85 +60,132 @@ BST_DEVICE bst_raw not_numbers(void) {
 /* ---- sort -------------------------------------------------------------------------------------------------------- */
 
 #if defined(COUNT) || defined(PLACE)
-/* A thread is an expert: it walks over the block's pairs, eight to a read that all threads share, and finds its own in
- * order. That makes the sort stable with neither atomics nor votes. */
-#define NOBODY 0xffffu
+/* A warp has 32 pairs that follow one another, of which lanes of one expert know each other; the warps of a block follow
+ * one another, and so do its rounds and the blocks. So a pair's place among its expert's is found without atomics, and
+ * the sort is stable. */
+#define MOST_WIDTH (BST_MOE_MOST_EXPERTS + 1)
+#define NOBODY     0xffffffffu
 
-BST_DEVICE void load_experts(uint16_t *mine, const moe_sort_args *a) {
-    int64_t first = (int64_t)bst_block() * a->chunk;
-    for (int i = (int)bst_thread(); i < a->chunk; i += THREADS) {
-        uint64_t expert = NOBODY;
-        if (first + i < a->pairs) {
-            expert = (uint64_t)a->indices[first + i];
-            if (expert >= (uint64_t)a->experts) expert = (uint64_t)a->experts;
-        }
-        mine[i] = (uint16_t)expert;
-    }
+/* A round of THREADS pairs: the expert of this thread's, a.experts where it is none, NOBODY behind the last pair; how
+ * many of the warp's before it have the same; and in `found` how many of each warp's each expert has. */
+struct ranked {
+    uint32_t expert;
+    int rank;
+};
+
+BST_DEVICE ranked rank_round(uint16_t *found, const moe_sort_args *a, int64_t first, int64_t end) {
+    const int width = a->experts + 1;
+    for (int i = (int)bst_thread(); i < WARPS * width; i += THREADS) found[i] = 0;
     bst_sync();
+    ranked r = {NOBODY, 0};
+    const int64_t pair = first + bst_thread();
+    if (pair < end) {
+        const int64_t expert = a->indices[pair];
+        r.expert = within(expert, a->experts) ? (uint32_t)expert : (uint32_t)a->experts;
+    }
+    const uint32_t same = bst_match_any(r.expert), before = same & ((1u << bst_lane()) - 1);
+    r.rank = bst_count_bits(before);
+    if (!before && r.expert != NOBODY)
+        found[bst_thread() / 32 * width + r.expert] = (uint16_t)bst_count_bits(same);
+    bst_sync();
+    return r;
+}
+
+/* Of an expert, makes of each warp's pairs those of the warps before it; all pairs of the round. */
+BST_DEVICE int add_up_warps(uint16_t *found, int width, int expert) {
+    int sum = 0;
+    BST_UNROLL
+    for (int w = 0; w < WARPS; w++) {
+        const int here = found[w * width + expert];
+        found[w * width + expert] = (uint16_t)sum;
+        sum += here;
+    }
+    return sum;
 }
 #endif
 
 #ifdef COUNT
 BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
-    BST_SHARED(uint16_t, mine, MOE_MOST_PAIRS);
+    BST_SHARED(uint16_t, found, WARPS * MOST_WIDTH);
+    const int width = a.experts + 1;
+    const int64_t begin = (int64_t)bst_block() * a.chunk, end = earlier(begin + a.chunk, a.pairs);
+    int32_t *counts = a.counts + (int64_t)bst_block() * width;
     bst_wait_for_previous();
     bst_let_next_start();
-    load_experts(mine, &a);
-    uint32_t expert = bst_thread(), count = 0;
-    for (int i = 0; i < a.chunk; i += 8) {
-        bst_raw eight = bst_read(mine + i, 16);
-        BST_UNROLL
-        for (int j = 0; j < 4; j++) {
-            count += (eight.w[j] & 0xffffu) == expert;
-            count += (eight.w[j] >> 16) == expert;
+    for (int64_t first = begin; first < end; first += THREADS) {
+        rank_round(found, &a, first, end);
+        for (int e = (int)bst_thread(); e < width; e += THREADS) {
+            const int here = add_up_warps(found, width, e);
+            counts[e] = first == begin ? here : counts[e] + here;
         }
+        bst_sync();
     }
-    if (expert <= (uint32_t)a.experts) a.counts[(int64_t)bst_block() * (a.experts + 1) + expert] = (int32_t)count;
 }
 #endif
 
 #ifdef PLACE
-#define AT_ONCE 16 /* blocks whose counts are under way together */
+#define AT_ONCE 8 /* blocks whose counts are under way together */
 BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
-    BST_SHARED(uint16_t, mine, MOE_MOST_PAIRS);
-    BST_SHARED(int32_t, totals, THREADS);
+    BST_SHARED(uint16_t, found, WARPS * MOST_WIDTH);
+    BST_SHARED(int32_t, next, MOST_WIDTH);   /* the next row of each expert */
+    BST_SHARED(int32_t, totals, MOST_WIDTH); /* its pairs in all */
+    BST_SHARED(int32_t, parts, 2 * MOST_WIDTH);
+    const int width = a.experts + 1, of_blocks = width < THREADS ? THREADS / width : 1;
+    const int64_t begin = (int64_t)bst_block() * a.chunk, end = earlier(begin + a.chunk, a.pairs);
     /* The indices were there before the kernel that counts began. */
-    load_experts(mine, &a);
+    ranked r = rank_round(found, &a, begin, end);
     bst_wait_for_previous();
-    int expert = (int)bst_thread(), experts = a.experts;
-    /* This expert's pairs in the blocks before this one, and in all. */
-    int32_t before = 0, total = 0;
-    if (expert <= experts) {
-        for (unsigned first = 0; first < bst_blocks(); first += AT_ONCE) {
+    /* Pairs of each expert in the blocks before this one, and in all; several threads an expert. */
+    for (int i = (int)bst_thread(); i < of_blocks * width; i += THREADS) {
+        const int expert = i % width, part = i / width;
+        int32_t before = 0, total = 0;
+        for (int64_t b = part; b < bst_blocks(); b += AT_ONCE * of_blocks) {
             int32_t count[AT_ONCE];
             BST_UNROLL
-            for (unsigned b = 0; b < AT_ONCE; b++)
-                count[b] = first + b < bst_blocks() ? a.counts[(int64_t)(first + b) * (experts + 1) + expert] : 0;
+            for (int k = 0; k < AT_ONCE; k++) {
+                const int64_t block = b + k * of_blocks;
+                count[k] = block < bst_blocks() ? a.counts[block * width + expert] : 0;
+            }
             BST_UNROLL
-            for (unsigned b = 0; b < AT_ONCE; b++) {
-                if (first + b < bst_block()) before += count[b];
-                total += count[b];
+            for (int k = 0; k < AT_ONCE; k++) {
+                if (b + k * of_blocks < bst_block()) before += count[k];
+                total += count[k];
             }
         }
+        parts[2 * i] = before;
+        parts[2 * i + 1] = total;
     }
-    totals[expert] = total;
     bst_sync();
-    if (expert > experts) return;
-    int32_t start = 0;
-    for (int e = 0; e < expert; e++) start += totals[e];
-    if (bst_block() == 0 && expert < experts) a.ends[expert] = start + total;
-    int32_t row = start + before;
-    int64_t first = (int64_t)bst_block() * a.chunk;
-    for (int i = 0; i < a.chunk; i += 8) {
-        bst_raw eight = bst_read(mine + i, 16);
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) {
-            uint32_t found = j & 1 ? eight.w[j / 2] >> 16 : eight.w[j / 2] & 0xffffu;
-            if (found != (uint32_t)expert) continue;
-            a.order[row] = (int32_t)(first + i + j);
-            a.position[first + i + j] = expert < experts ? row : -1;
-            row++;
+    for (int e = (int)bst_thread(); e < width; e += THREADS) {
+        int32_t before = 0, total = 0;
+        for (int part = 0; part < of_blocks; part++) {
+            before += parts[2 * (part * width + e)];
+            total += parts[2 * (part * width + e) + 1];
         }
+        next[e] = before;
+        totals[e] = total;
+    }
+    bst_sync();
+    for (int e = (int)bst_thread(); e < width; e += THREADS) {
+        int32_t start = 0;
+        for (int i = 0; i < e; i++) start += totals[i];
+        if (bst_block() == 0 && e < a.experts) a.ends[e] = start + totals[e];
+        next[e] += start;
+    }
+    for (int64_t first = begin;;) {
+        for (int e = (int)bst_thread(); e < width; e += THREADS) parts[e] = add_up_warps(found, width, e);
+        bst_sync();
+        if (r.expert != NOBODY) {
+            const int32_t row = next[r.expert] + found[bst_thread() / 32 * width + r.expert] + r.rank;
+            const int64_t pair = first + bst_thread();
+            a.order[row] = (int32_t)pair;
+            a.position[pair] = r.expert < (uint32_t)a.experts ? row : -1;
+        }
+        first += THREADS;
+        if (first >= end) break;
+        bst_sync();
+        for (int e = (int)bst_thread(); e < width; e += THREADS) next[e] += parts[e];
+        r = rank_round(found, &a, first, end);
     }
 }
 #endif
@@ -373,7 +420,7 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
 
 #ifdef COMBINE_FORWARD
 #define VECTORS (COLUMNS / VEC)
-#define AT_ONCE (CHOICES < 4 ? CHOICES : 4)
+#define AT_ONCE (CHOICES < 8 ? CHOICES : 8)
 /* out = sum over choices of weight (y + bias), in their order. Without WEIGHTS a plain sum, which leaves out the pairs
  * of no expert. */
 BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {

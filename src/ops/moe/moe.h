@@ -5,9 +5,7 @@
 
 #include "core/describe.h"
 #include "ops/glu/glu.h"
-
-/* A thread of a block of the sort is an expert, one more the pairs of no expert. */
-enum { BST_MOE_MOST_EXPERTS = 1023 };
+#include "ops/moe/moe_args.h"
 
 enum { SORT_INDICES, SORT_ORDER, SORT_POSITION, SORT_ENDS };
 enum { GATHER_X, GATHER_POSITION, GATHER_ROWS };

@@ -4,9 +4,9 @@
 #ifndef BST_MOE_ARGS_H
 #define BST_MOE_ARGS_H
 
-/* The most pairs of a block of the sort, a multiple of 8, and the most rows of a block that also sums over rows. */
-#define MOE_MOST_PAIRS 4096
-#define MOE_MOST_ROWS  32
+/* The most experts, for whom the sort has room, and the most rows of a block that also sums over rows. */
+#define BST_MOE_MOST_EXPERTS 1023
+#define MOE_MOST_ROWS        32
 
 typedef struct moe_sort_args {
     const int64_t *indices; /* [pairs] */
@@ -15,7 +15,7 @@ typedef struct moe_sort_args {
     int32_t *position;      /* [pairs]: the row of a pair; -1: of no expert */
     int32_t *ends;          /* [experts]: where an expert's rows end */
     int64_t pairs;
-    int32_t experts, chunk; /* chunk: pairs of a block */
+    int32_t experts, chunk; /* chunk: pairs of a block, a multiple of its threads */
 } moe_sort_args;
 
 typedef struct moe_gather_args {

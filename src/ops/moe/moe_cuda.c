@@ -2,7 +2,6 @@
  * of shape and alignment, and its launch. */
 #include "cuda/cuda.h"
 #include "ops/moe/moe.h"
-#include "ops/moe/moe_args.h"
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
@@ -57,6 +56,9 @@ static int row_chunk(int64_t rows) { return rows >= 4096 ? MOE_MOST_ROWS : 8; }
 
 /* ---- sort and gather --------------------------------------------------------------------------------------------- */
 
+/* Threads of a block of the sort, each a pair at a time, and the most pairs of a block. */
+enum { SORT_THREADS = 512, MOST_PAIRS = 4096 };
+
 bst_status bst__moe_sort_cuda(const bst_exec *exec, const char *op, const bst_view *v,
                               const bst_attribute *attributes) {
     const bst_view *indices = &v[SORT_INDICES];
@@ -67,18 +69,17 @@ bst_status bst__moe_sort_cuda(const bst_exec *exec, const char *op, const bst_vi
                           .ends = v[SORT_ENDS].data,
                           .pairs = pairs,
                           .experts = (int32_t)experts};
-    /* A thread walks over a block's pairs: few of them, but not so few that reading the blocks' counts takes longer. */
-    args.chunk = pairs <= 32768 ? 256 : pairs <= 131072 ? 512 : pairs <= 262144 ? 1024 : MOE_MOST_PAIRS;
-    bst_launch l = {.kernel = &count_kernel};
-    l.values[THREADS] = experts < 64 ? 64 : whole_warps(experts + 1);
+    /* A block reads all blocks' counts: so the more pairs, the more of them a block takes, in rounds. */
+    args.chunk = SORT_THREADS;
+    while (args.chunk < MOST_PAIRS && pairs > 256 * (int64_t)args.chunk) args.chunk *= 2;
+    bst_launch l = {.kernel = &count_kernel, .overlap = true};
+    l.values[THREADS] = l.block = SORT_THREADS;
     l.grid_x = blocks_for(pairs, args.chunk);
-    l.block = (unsigned)l.values[THREADS];
     void *counts;
     BST_TRY(bst__allocate(exec, op, indices->device, (size_t)l.grid_x * (size_t)(experts + 1) * 4, &counts));
     args.counts = counts;
     bst_status status = bst__cuda_launch(exec, op, indices->device.device_id, &l, &args, sizeof args);
     l.kernel = &place_kernel;
-    l.overlap = true;
     if (status == BST_OK) status = bst__cuda_launch(exec, op, indices->device.device_id, &l, &args, sizeof args);
     bst__release(exec, indices->device, counts);
     return status;
@@ -88,7 +89,7 @@ bst_status bst__moe_gather_cuda(const bst_exec *exec, const char *op, const bst_
                                 const bst_attribute *attributes) {
     (void)attributes;
     const bst_view *x = &v[GATHER_X], *position = &v[GATHER_POSITION], *rows = &v[GATHER_ROWS];
-    bst_launch l = {.kernel = &gather_kernel};
+    bst_launch l = {.kernel = &gather_kernel, .overlap = true};
     int vec = narrower(narrower(8, x), rows);
     l.values[TYPE] = x->dtype;
     l.values[COLUMNS] = x->size[1];
@@ -161,7 +162,7 @@ static int64_t glu_vectors(const bst_launch *l) {
 bst_status bst__moe_glu_forward_cuda(const bst_exec *exec, const char *op, const bst_view *v,
                                      const bst_attribute *attributes) {
     enum { ROWS = 16 }; /* four times what a thread reads at once, so that the biases are read seldom */
-    bst_launch l = {.kernel = &glu_forward_kernel};
+    bst_launch l = {.kernel = &glu_forward_kernel, .overlap = true};
     moe_glu_args args = shape_glu(&l, v, attributes, (const bst_view *[2]){&v[GLU_Y]}, NULL);
     int64_t vectors = glu_vectors(&l);
     args.y = v[GLU_Y].data;
@@ -176,7 +177,7 @@ bst_status bst__moe_glu_forward_cuda(const bst_exec *exec, const char *op, const
 bst_status bst__moe_glu_backward_cuda(const bst_exec *exec, const char *op, const bst_view *v,
                                       const bst_attribute *attributes) {
     const bst_view *dbias = &v[GLU_DBIAS];
-    bst_launch l = {.kernel = &glu_backward_kernel};
+    bst_launch l = {.kernel = &glu_backward_kernel, .overlap = true};
     moe_glu_args args = shape_glu(&l, v, attributes, (const bst_view *[2]){&v[GLU_DY], &v[GLU_WY]}, &v[GLU_DH]);
     args.dy = v[GLU_DY].data;
     args.weights = v[GLU_WEIGHTS].data;
@@ -221,7 +222,7 @@ bst_status bst__moe_combine_forward_cuda(const bst_exec *exec, const char *op, c
                              .out = out->data,
                              .tokens = position->size[0],
                              .experts = bias->data ? bias->size[0] : 0};
-    bst_launch l = {.kernel = &combine_forward_kernel};
+    bst_launch l = {.kernel = &combine_forward_kernel, .overlap = true};
     int vec = narrower(narrower(8, y), out);
     if (bias->data) vec = narrower(vec, bias);
     l.values[TYPE] = y->dtype;
@@ -250,7 +251,7 @@ bst_status bst__moe_combine_backward_cuda(const bst_exec *exec, const char *op, 
                                       .dout_stride = dout->stride[0],
                                       .count = order->count,
                                       .experts = (int32_t)v[BACK_ENDS].count};
-    bst_launch l = {.kernel = &combine_backward_kernel};
+    bst_launch l = {.kernel = &combine_backward_kernel, .overlap = true};
     int vec = narrower(narrower(8, dout), &v[BACK_ROWS]);
     if (args.dots) vec = narrower(vec, bias);
     l.values[TYPE] = dout->dtype;

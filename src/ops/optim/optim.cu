@@ -217,9 +217,9 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
     const bool aligned = t->aligned;
     /* This block's part of each array: within it 32 bits count. */
     void *parameter = bst_at_out(t->parameter, begin, TYPE), *gradient = bst_at_out(t->gradient, begin, TYPE);
-    void *master = MASTER ? t->master + begin : NULL;
+    void *master = MASTER ? t->master + begin : nullptr;
     void *exp_avg = moments_from(t->exp_avg, begin), *exp_avg_sq = moments_from(t->exp_avg_sq, begin);
-    float *m_scales = NULL, *v_scales = NULL;
+    float *m_scales = nullptr, *v_scales = nullptr;
     if (MOMENTS == OPTIM_U8_CODE) {
         m_scales = t->exp_avg_scale + begin / OPTIM_BLOCK;
         v_scales = t->exp_avg_sq_scale + begin / OPTIM_BLOCK;

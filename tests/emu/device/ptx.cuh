@@ -83,6 +83,13 @@ BST_DEVICE uint32_t emu_warp_max(uint32_t v, const char *where) {
     return v;
 }
 #define bst_warp_max_u32(v) emu_warp_max(v, EMU_HERE)
+BST_DEVICE uint32_t emu_match_any(uint32_t v, const char *where) {
+    uint32_t same = 0;
+    for (int lane = 0; lane < 32; lane++)
+        same |= (uint32_t)((uint32_t)emu_current->warp(EMU_SHUFFLE, v, lane, where) == v) << lane;
+    return same;
+}
+#define bst_match_any(v) emu_match_any(v, EMU_HERE)
 
 /* ---- reading and writing ----------------------------------------------------------------------------------------- */
 
@@ -137,6 +144,7 @@ BST_DEVICE uint32_t bst_max_bf16x2(uint32_t a, uint32_t b) {
     return bst_bf16x2(bst_max(bst_f32_from_bf16(a & 0xffffu), bst_f32_from_bf16(b & 0xffffu)),
                       bst_max(bst_f32_from_bf16(a >> 16), bst_f32_from_bf16(b >> 16)));
 }
+BST_DEVICE int bst_count_bits(uint32_t v) { return __builtin_popcount(v); }
 BST_DEVICE uint32_t bst_permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
     const uint64_t both = (uint64_t)b << 32 | a;
     uint32_t v = 0;
