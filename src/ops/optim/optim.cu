@@ -107,17 +107,17 @@ BST_DEVICE optim_coefficients coefficients_of(const float *from) {
     return c;
 }
 
-/* The random bits of one kind, two elements a word. */
-BST_DEVICE uint32_t random_of(const uint32_t random[4], int j) {
-    return j & 1 ? random[j / 2] >> 16 : random[j / 2] & 0xffffu;
-}
-
+/* Where one is NaN, none of the eight is rounded up: what comes of arithmetic keeps a NaN's topmost bit. */
 BST_DEVICE eight pack_stochastic(const float v[8], const uint32_t random[4]) {
+    const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
+    const uint32_t numbers = bst_isnan(sum) ? 0 : 0xffffffffu;
     eight e;
     BST_UNROLL
-    for (int j = 0; j < 8; j += 2)
-        e.raw[0].w[j / 2] = optim_bf16_stochastic(v[j], random_of(random, j)) |
-                            optim_bf16_stochastic(v[j + 1], random_of(random, j + 1)) << 16;
+    for (int j = 0; j < 8; j += 2) {
+        const uint32_t both = random[j / 2] & numbers;
+        e.raw[0].w[j / 2] =
+            bst_permute_bytes(bst_bits(v[j]) + (both & 0xffffu), bst_bits(v[j + 1]) + (both >> 16), 0x7632);
+    }
     return e;
 }
 
@@ -228,6 +228,8 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
     const optim_coefficients c = coefficients_of(a.head.coefficient + t->number * OPTIM_COEFFICIENT);
     if (c.skip != 0.0f) return;
     const uint32_t number = a.head.first_number + t->number, step = (uint32_t)c.step;
+    const float first_rest = a.head.beta1_rest * (MAXIMIZE ? -c.factor : c.factor);
+    const float root_rest = bst_sqrt(a.head.beta2_rest) * c.factor;
     const bool draw_p = STOCHASTIC && !MASTER && TYPE == BST_BF16_CODE;
     const bool draw_m = MOMENTS == OPTIM_U8_CODE || (STOCHASTIC && MOMENTS == BST_BF16_CODE);
     BST_ROLLED
@@ -248,22 +250,36 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         /* While these are on their way. */
         const uint64_t eight_of = (uint64_t)begin / OPTIM_EACH + at / OPTIM_EACH;
         uint32_t random[4] = {0, 0, 0, 0};
-        if (MOMENTS == OPTIM_U8_CODE) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
+        const bool draw_now = MOMENTS == OPTIM_U8_CODE && !draw_p;
+        if (draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         float p[8], g[8], m[8], v[8];
         unpack_eight(g, &g_raw, TYPE);
-        moment_of(m, &m_raw, m_scale, true);
-        moment_of(v, &v_raw, v_scale, false);
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) g[j] *= c.factor;
         if (KEEP) {
-            const eight kept = pack_eight(g, TYPE);
+            float used[8];
+            BST_UNROLL
+            for (int j = 0; j < 8; j++) used[j] = g[j] * c.factor;
+            const eight kept = pack_eight(used, TYPE);
             write_eight(gradient, at, &kept, n, whole, TYPE);
         }
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) {
-            const float gradient = MAXIMIZE ? -g[j] : g[j];
-            m[j] = optim_exp_avg(m[j], gradient, a.head.beta1_rest);
-            v[j] = optim_exp_avg_sq(v[j], gradient, a.head.beta2_rest);
+        if (MOMENTS == OPTIM_U8_CODE) {
+            /* A beta goes into its scale, so that a term is one product each. */
+            moment_of(m, &m_raw, m_scale * (1 - a.head.beta1_rest), true);
+            moment_of(v, &v_raw, v_scale * (1 - a.head.beta2_rest), false);
+            BST_UNROLL
+            for (int j = 0; j < 8; j++) {
+                const float part = root_rest * g[j];
+                m[j] = bst_fma(first_rest, g[j], m[j]);
+                v[j] = bst_fma(part, part, v[j]);
+            }
+        } else {
+            moment_of(m, &m_raw, 0, true);
+            moment_of(v, &v_raw, 0, false);
+            BST_UNROLL
+            for (int j = 0; j < 8; j++) {
+                const float used = (MAXIMIZE ? -g[j] : g[j]) * c.factor;
+                m[j] = optim_exp_avg(m[j], used, a.head.beta1_rest);
+                v[j] = optim_exp_avg_sq(v[j], used, a.head.beta2_rest);
+            }
         }
         unpack_eight(p, &p_raw, MASTER ? 0 : TYPE);
         BST_UNROLL
@@ -281,7 +297,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         if (draw_p) optim_philox(other, a.head.seed, eight_of, OPTIM_OF_PARAMETER, number, step);
         const eight rounded = draw_p ? pack_stochastic(p, other) : pack_eight(p, TYPE);
         write_eight(parameter, at, &rounded, n, whole, TYPE);
-        if (draw_m && MOMENTS != OPTIM_U8_CODE)
+        if (draw_m && !draw_now)
             optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         write_moment(exp_avg, m_scales, at, m, n, whole, true, random);
         BST_UNROLL

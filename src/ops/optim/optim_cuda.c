@@ -22,18 +22,22 @@ static const bst_kernel norm_kernel = {"optim.cu", "optim_norm", {"THREADS", "NO
  * sum more, so that few partial sums are left to the one block that adds them up. On an H200, Qwen3-8B's parameters in
  * bfloat16, ms: 28.8 to 29.4 by blocks of 4096, 29.6 of 8192, 29.7 of 16384, 30.4 of 65536; rounded by chance 30.4,
  * 29.7, 30.2. */
-enum { ADAMW_CHUNK = 8192, SUM_THREADS = 256, SUM_CHUNK = 65536 };
+enum { ADAMW_CHUNK = 8192, CODES_CHUNK = 16384, SUM_THREADS = 256, SUM_CHUNK = 65536 };
 
 /* Threads of a block, and blocks of a multiprocessor that registers must leave room for: accesses in flight are what
- * counts. What is not 16 bits throughout has twice the registers. Moments of 8 bits want threads above all,
- * for the time goes into their codes: blocks of 4096 in 36.0 ms by 12 of 128 threads, which spills on other chips, in
- * 40.7 by 4 of 256, in 46.1 by 3. */
+ * counts. What is not 16 bits throughout has twice the registers. Moments of 8 bits want threads above all, for most of
+ * their time is instructions: of small blocks, which end one by one, as many as spill no register on any chip. */
 static void occupancy(const optim_item *item, bool stochastic, int64_t *threads, int64_t *blocks) {
     const bool wide = item->type == BST_F32 || item->moments == BST_F32 || item->tensor.master;
     const bool codes = item->moments == OPTIM_U8_CODE;
     *threads = codes ? 128 : 256;
     *blocks = wide ? 3 : 4;
-    if (codes) *blocks = wide ? 6 : stochastic ? 8 : 10;
+    if (codes) *blocks = item->tensor.master ? 5 : wide ? 6 : stochastic ? 9 : 10;
+}
+
+/* Elements of a block. */
+static int64_t chunk_of(const optim_item *item) {
+    return item->moments == OPTIM_U8_CODE ? CODES_CHUNK : ADAMW_CHUNK;
 }
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
@@ -123,7 +127,7 @@ static bst_status launch_alike(const bst_exec *exec, const optim_step *s, int64_
     occupancy(like, s->stochastic, &l.values[THREADS], &l.values[MIN_BLOCKS]);
     l.block = (unsigned)l.values[THREADS];
     l.values[TABLE] = t->capacity;
-    l.values[CHUNK] = ADAMW_CHUNK;
+    l.values[CHUNK] = chunk_of(like);
     l.values[TYPE] = like->type;
     l.values[MOMENTS] = like->moments;
     l.values[MASTER] = like->tensor.master != NULL;
@@ -134,7 +138,7 @@ static bst_status launch_alike(const bst_exec *exec, const optim_step *s, int64_
     for (int64_t i = from; i <= s->count; i++) {
         const optim_item *item = &s->items[i];
         if (i < s->count && (!item->tensor.count || !alike(item, like))) continue;
-        int64_t blocks = i < s->count ? optim_blocks(item->tensor.count, ADAMW_CHUNK) : 0;
+        int64_t blocks = i < s->count ? optim_blocks(item->tensor.count, chunk_of(item)) : 0;
         if (t->tensors && (i == s->count || !has_room(t, blocks))) {
             optim_adamw_head own = *head;
             own.tensors = (uint32_t)t->tensors;
