@@ -156,7 +156,7 @@ def test_narrowest(shape, device):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("pairs, experts", [((700, 3), 70), ((300, 2), 700), ((66000, 2), 70)], ids=str)
+@pytest.mark.parametrize(("pairs", "experts"), [((700, 3), 70), ((300, 2), 700), ((66000, 2), 70)], ids=str)
 def test_sort_is_stable(pairs, experts, device):
     """Several blocks of one round of 512 pairs, or of two, the last one not full; more experts than threads."""
     indices = routing(*pairs, experts, device, kind="twice")

@@ -195,9 +195,7 @@ BST_DEVICE int bst_count_bits(uint32_t v) { return __popc(v); }
 
 /* Four of the eight bytes of b and a: byte i of the result is byte (selector >> 4 i) & 7, those of a being 0 to 3.
  * "Data Movement and Conversion Instructions: prmt". */
-BST_DEVICE uint32_t bst_permute_bytes(uint32_t a, uint32_t b, uint32_t selector) {
-    return __byte_perm(a, b, selector);
-}
+BST_DEVICE uint32_t bst_permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
 /* ---- arithmetic -------------------------------------------------------------------------------------------------- */
 

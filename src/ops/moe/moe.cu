@@ -60,9 +60,9 @@ BST_DEVICE bst_raw not_numbers(void) {
 /* ---- sort -------------------------------------------------------------------------------------------------------- */
 
 #if defined(COUNT) || defined(PLACE)
-/* A warp has 32 pairs that follow one another, of which lanes of one expert know each other; the warps of a block follow
- * one another, and so do its rounds and the blocks. So a pair's place among its expert's is found without atomics, and
- * the sort is stable. */
+/* A warp has 32 pairs that follow one another, of which those of one expert find each other; the warps of a block
+ * follow one another, and so do its rounds and the blocks. So a pair's place among its expert's is found without
+ * atomics, and the sort is stable. */
 #define MOST_WIDTH (BST_MOE_MOST_EXPERTS + 1)
 #define NOBODY     0xffffffffu
 
@@ -85,8 +85,7 @@ BST_DEVICE ranked rank_round(uint16_t *found, const moe_sort_args *a, int64_t fi
     }
     const uint32_t same = bst_match_any(r.expert), before = same & ((1u << bst_lane()) - 1);
     r.rank = bst_count_bits(before);
-    if (!before && r.expert != NOBODY)
-        found[bst_thread() / 32 * width + r.expert] = (uint16_t)bst_count_bits(same);
+    if (!before && r.expert != NOBODY) found[bst_thread() / 32 * width + r.expert] = (uint16_t)bst_count_bits(same);
     bst_sync();
     return r;
 }
@@ -106,7 +105,7 @@ BST_DEVICE int add_up_warps(uint16_t *found, int width, int expert) {
 
 #ifdef COUNT
 BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
-    BST_SHARED(uint16_t, found, WARPS * MOST_WIDTH);
+    BST_SHARED(uint16_t, found, WARPS *MOST_WIDTH);
     const int width = a.experts + 1;
     const int64_t begin = (int64_t)bst_block() * a.chunk, end = earlier(begin + a.chunk, a.pairs);
     int32_t *counts = a.counts + (int64_t)bst_block() * width;
@@ -126,7 +125,7 @@ BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
 #ifdef PLACE
 #define AT_ONCE 8 /* blocks whose counts are under way together */
 BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
-    BST_SHARED(uint16_t, found, WARPS * MOST_WIDTH);
+    BST_SHARED(uint16_t, found, WARPS *MOST_WIDTH);
     BST_SHARED(int32_t, next, MOST_WIDTH);   /* the next row of each expert */
     BST_SHARED(int32_t, totals, MOST_WIDTH); /* its pairs in all */
     BST_SHARED(int32_t, parts, 2 * MOST_WIDTH);

@@ -297,8 +297,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         if (draw_p) optim_philox(other, a.head.seed, eight_of, OPTIM_OF_PARAMETER, number, step);
         const eight rounded = draw_p ? pack_stochastic(p, other) : pack_eight(p, TYPE);
         write_eight(parameter, at, &rounded, n, whole, TYPE);
-        if (draw_m && !draw_now)
-            optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
+        if (draw_m && !draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         write_moment(exp_avg, m_scales, at, m, n, whole, true, random);
         BST_UNROLL
         for (int j = 0; MOMENTS != OPTIM_U8_CODE && j < 4; j++) random[j] = optim_exchanged(random[j]);

@@ -36,9 +36,7 @@ static void occupancy(const optim_item *item, bool stochastic, int64_t *threads,
 }
 
 /* Elements of a block. */
-static int64_t chunk_of(const optim_item *item) {
-    return item->moments == OPTIM_U8_CODE ? CODES_CHUNK : ADAMW_CHUNK;
-}
+static int64_t chunk_of(const optim_item *item) { return item->moments == OPTIM_U8_CODE ? CODES_CHUNK : ADAMW_CHUNK; }
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
 
