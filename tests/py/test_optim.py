@@ -151,6 +151,7 @@ def assert_codes_near(state, name, want):
     off = (codes.abs() - share).abs()
     assert off.numel() == 0 or off.max() <= 1.001
     assert (codes * flat >= 0).all()
+    assert name == "exp_avg" or (codes >= 1).all()  # it is divided by
 
 
 @each_device
