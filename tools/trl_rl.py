@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     times: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(options, folder)
-        trainer.add_callback(clock(times))
+        trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED))
         trainer.train()
     timed = times[UNTIMED:]
     return {
