@@ -141,7 +141,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(options, folder)
-        trainer.add_callback(clock(times))
+        trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED))
         trainer.add_callback(profiled(found, options.steps + PROFILED))
         trainer.train()
     timed = times[UNTIMED : options.steps]

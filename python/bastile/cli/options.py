@@ -63,6 +63,11 @@ OPTIONS: dict[str, _Option] = {
     "--shape": _Option("NAME", "{what}; one of " + ", ".join(MODELS), ("--model",), {"type": _shape}),
     "--layers": _Option("N", "so many layers only (default: all)"),
     "--against": _Option("NAMES", "{what}" + _COMMAS),
+    "--trainer": _Option(
+        None,
+        "measure steps of a trainer in place of bare ones: TRL's SFT, with its defaults",
+        more={"action": "store", "choices": ["trl"]},
+    ),
     "--data": _Option(
         "DATA", "a text file in UTF-8; a .jsonl file with a chat or a text a line; or a data set on the hub; needed"
     ),

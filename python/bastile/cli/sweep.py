@@ -13,7 +13,7 @@ import torch
 from bastile.cli.errors import UsageError
 from bastile.cli.files import check_folder, make_folder
 from bastile.cli.options import add, add_where, chosen, device_for, dtype_for, need_packages
-from bastile.peers.models import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED
+from bastile.peers.models import CURVES_ON_CUDA, IMPLEMENTATIONS, ON_CPU, ON_CUDA, SHARDED, TRAINED
 from bastile.shapes import MODELS
 
 _LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -35,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     add(model, "--lengths")
     add(model, "--batch", shown="1; loss curves 4")
     add(model, "--lora", "--load-in-4bit")
+    add(model, "--trainer", "--checkpointing")
     add_where(model)
 
     how = parser.add_argument_group("how it is measured")
@@ -90,12 +91,14 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
     model = options.shape or ("qwen3-8b" if on_cuda else "tiny")
     gpus = _gpus(options, device)
     _check_adapters(options, gpus)
+    _check_trainer(options)
     if curve:
         for name in ("fsdp", "whole_step", "no_optimizer", "budget"):
             if getattr(options, name):
                 option = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{option} does not go with it: --loss-curve trains whole steps")
-    on_one = (CURVES_ON_CUDA if curve else ON_CUDA) if on_cuda else ON_CPU
+    many = TRAINED if options.trainer else CURVES_ON_CUDA if curve else ON_CUDA
+    on_one = many if on_cuda else ON_CPU
     suited = SHARDED if gpus > 1 else on_one
     names = chosen("--against", options.against, IMPLEMENTATIONS, suited)
     if gpus > 1:
@@ -125,6 +128,7 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
             "versions": versions(),
             # Where there are none the settings are what they were before there could be.
             **({"lora": options.lora, "load_in_4bit": options.load_in_4bit} if options.lora else {}),
+            **({"trainer": options.trainer, "checkpointing": options.checkpointing} if options.trainer else {}),
         },
         [name for name in IMPLEMENTATIONS if name in names or name == "bastile"],
         lengths,
@@ -141,6 +145,22 @@ def _check_adapters(options: argparse.Namespace, gpus: int) -> None:
         need_packages("bitsandbytes", purpose="--load-in-4bit")
         if gpus > 1:
             raise UsageError("--load-in-4bit is measured on one GPU; leave --fsdp out")
+
+
+def _check_trainer(options: argparse.Namespace) -> None:
+    if not options.trainer:
+        if options.checkpointing:
+            raise UsageError("--checkpointing goes with --trainer")
+        return
+    need_packages("trl", "peft", "datasets", purpose="--trainer")
+    for name in ("fsdp", "loss_curve", "whole_step", "no_optimizer", "profile_floor", "share_process"):
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --trainer, whose steps are whole ones")
+    from bastile.sweep.trainer import WAYS
+
+    for name in (options.against or "").split(","):
+        if name.strip() in IMPLEMENTATIONS and name.strip() not in WAYS:
+            raise UsageError(f"--trainer runs {', '.join(WAYS)}; leave {name.strip()} out of --against")
 
 
 def _gpus(options: argparse.Namespace, device: str) -> int:
@@ -187,6 +207,8 @@ def _file_name(settings: dict[str, Any]) -> str:
         parts.append(f"fsdp{settings['gpus']}")
     if settings.get("lora"):
         parts.append(f"{'q' if settings['load_in_4bit'] else ''}lora{settings['lora']}")
+    if settings.get("trainer"):
+        parts += [settings["trainer"], *["checkpointing"] * settings["checkpointing"]]
     parts += {"step": ["step"], "none": ["no-optimizer"]}.get(settings["optimizer"], [])
     return "-".join(parts)
 

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.utils.checkpoint import checkpoint
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Late:
@@ -31,6 +34,12 @@ class Late:
             work, *arguments = self._work
             with torch.no_grad():
                 work(*arguments, *results)
+
+
+def in_checkpoint() -> bool:
+    """Whether what nodes keep goes to one of PyTorch's checkpoints, in its first run and in its second."""
+    hooks = _hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
 def late() -> Late | None:

@@ -38,7 +38,6 @@ class _GatedMLP(Function):
     def forward(ctx, x, gate, up, down, unit, rest):
         rows = x.reshape(-1, x.shape[-1])
         a, b = rows.mm(gate.t()), rows.mm(up.t())
-        y = unit.forward(a, b)
         want_x, want_gate, want_up, *_ = ctx.needs_input_grad
         weights = (gate, up) if want_x else (None, None)
         keeps_x = want_gate or want_up
@@ -46,7 +45,7 @@ class _GatedMLP(Function):
         way_back = None if (keeps_x and want_x) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if keeps_x else None, *weights, down, a, b, way_back)
         ctx.shape, ctx.unit = x.shape, unit
-        out = _last_layer(rest, y, down, x)
+        out = _last_layer(rest, unit, a, b, down, x)
         return out if way_back is None else (out, way_back)
 
     @staticmethod
@@ -58,17 +57,19 @@ class _GatedMLP(Function):
         return _gradients(ctx, dout)
 
 
-def _last_layer(rest: Late | None, y: torch.Tensor, down: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The last layer of rows y, or where its result will be. Of its shape from the start: autograd lets nobody change a
-    view in place that a node made."""
+def _last_layer(
+    rest: Late | None, unit: Unit, a: torch.Tensor, b: torch.Tensor, down: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """The last layer of the unit of rows a and b, or where its result will be. Of its shape from the start: autograd
+    lets nobody change a view in place that a node made."""
     if rest is None:
-        return linear(y.view(*x.shape[:-1], down.shape[1]), down)
-    rest.leave(_multiply, y, down)
+        return linear(unit.forward(a, b).view(*x.shape[:-1], down.shape[1]), down)
+    rest.leave(_finish, unit, a, b, down)
     return x.new_empty(*x.shape[:-1], down.shape[0])
 
 
-def _multiply(y: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(y, down.t(), out=out.view(-1, out.shape[-1]))
+def _finish(unit: Unit, a: torch.Tensor, b: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(unit.forward(a, b), down.t(), out=out.view(-1, out.shape[-1]))
 
 
 def _finished(rest: Late | None, out: Any) -> torch.Tensor:
@@ -114,13 +115,12 @@ class _GatedMLPOfHalves(Function):
     @staticmethod
     def forward(ctx, x, weight, down, unit, up_first, rest):
         h = x.reshape(-1, x.shape[-1]).mm(weight.t())
-        y = unit.forward(*_halves(h, up_first))
         want_x, want_weight, *_ = ctx.needs_input_grad
         # For first_order_only: see _GatedMLP.
         way_back = None if (want_x and want_weight) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if want_weight else None, weight if want_x else None, down, h, way_back)
         ctx.shape, ctx.unit, ctx.up_first = x.shape, unit, up_first
-        out = _last_layer(rest, y, down, x)
+        out = _last_layer(rest, unit, *_halves(h, up_first), down, x)
         return out if way_back is None else (out, way_back)
 
     @staticmethod

@@ -23,7 +23,7 @@ from bastile.ops._common import (
     without_autocast,
 )
 from bastile.ops._glu import unit_of
-from bastile.ops._late import Late, late
+from bastile.ops._late import Late, in_checkpoint, late
 from bastile.ops.gated_mlp import unit_gradients
 
 __all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
@@ -100,7 +100,13 @@ class _Group:
         a: Any = [self.a[i] for i in self.adapted]
         b: Any = [self.b[i] for i in self.adapted]
         dtype = self.dtype
-        return [(a[0] if len(a) == 1 else torch.cat(a)).to(dtype), *[each.to(dtype) for each in b]]
+        if is_compiling() or all([each.dtype is dtype for each in b]):
+            return [(a[0] if len(a) == 1 else torch.cat(a)).to(dtype), *[each.to(dtype) for each in b]]
+        # All of them in one launch.
+        all_a = a[0].new_empty(self.rank, a[0].shape[1], dtype=dtype)
+        rounded = [each.new_empty(each.shape, dtype=dtype) for each in b]
+        torch._foreach_copy_([*[all_a[self.columns[i]] for i in self.adapted], *rounded], [*a, *b])
+        return [all_a, *rounded]
 
     def weight(self, i: int) -> Any:
         make = self.layers[i].dequantise
@@ -369,16 +375,24 @@ class _GatedMLP(Function):
         rows = x.reshape(-1, x.shape[-1])
         thin = first.thin(rows, masks[0])
         a, b = first.results(x, rows, thin)
-        y = unit.forward(a, b)
-        rows_y = y.view(-1, y.shape[-1])
-        thin_y = second.thin(rows_y, masks[1])
+        # In a checkpoint y and its thin results are left for later too, which the backward pass then makes from the y
+        # that it makes anyway. Elsewhere keeping them costs less.
+        leaves_y = rest is not None and not second.drops and in_checkpoint()
+        y = thin_y = None
+        if not leaves_y:
+            y = unit.forward(a, b)
+            thin_y = second.thin(y.view(-1, y.shape[-1]), masks[1])
         keeps_x = _reads_input(ctx.needs_input_grad[4 : 4 + 2 * _TENSORS])
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
         ctx.save_for_backward(
             x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors, *first.rounded, *second.rounded
         )
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype, ctx.unit = x.shape, layers, masks, x.dtype, unit
-        (out,) = _results(rest, second, y, rows_y, thin_y)
+        if leaves_y:
+            rest.leave(_finish, second, unit, a, b, masks[1])
+            (out,) = second.places(x)
+        else:
+            (out,) = _results(rest, second, y, y.view(-1, y.shape[-1]), thin_y)
         return out if way_back is None else (out, way_back)
 
     @staticmethod
@@ -386,6 +400,11 @@ class _GatedMLP(Function):
         with without_autocast(dout.device.type):
             found = _mlp_gradients(ctx, dout)
         return found[0], None, None, None, *found[1:]
+
+
+def _finish(group: _Group, unit: Any, a: torch.Tensor, b: torch.Tensor, masks: _Masks, out: torch.Tensor) -> None:
+    rows = unit.forward(a, b).view(-1, a.shape[-1])
+    group.fill(rows, group.thin(rows, masks), out)
 
 
 def _mlp_groups(layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.dtype) -> tuple[_Group, _Group]:
@@ -408,10 +427,13 @@ def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
     drows = [dout.reshape(-1, dout.shape[-1])]
     g = second.thin_gradients(drows)
     a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
-    wants = want_x or any(wanted_first[:_TENSORS]), want_x or any(wanted_first[_TENSORS:]), _reads_input(wanted_second)
+    wants_y = _reads_input(wanted_second) or (thin_y is None and any(wanted_second))
+    wants = want_x or any(wanted_first[:_TENSORS]), want_x or any(wanted_first[_TENSORS:]), wants_y
     dy: Any = second.input_gradient(drows, g, ctx.masks[1])
     da, db, y = unit_gradients(ctx.unit, dy, a, b, wants, last)
     del dy
+    if thin_y is None and wants[2]:
+        thin_y = second.thin(y, ctx.masks[1])
     found_second = second.gradients(drows, g, y, thin_y, ctx.masks[1], wanted_second)
     del y, g
     gradients = [da if wants[0] else None, db if wants[1] else None]

@@ -43,6 +43,10 @@ def _bastile(model_type: str) -> list[str]:
         raise CannotRun(f"Bastile does not know the model type {model_type}") from error
 
 
+def _in_a_trainer(model_type: str) -> list[str]:
+    raise CannotRun("it is measured in a trainer alone: give --trainer")
+
+
 def _as_it_is(model: nn.Module) -> nn.Module:
     return model
 
@@ -103,6 +107,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         _liger(),
         environment={"LIGER_KERNEL_IMPL": "cutedsl"},
     ),
+    "unsloth": Implementation("Unsloth, with --trainer and --lora", "Unsloth", "#3fa0a0", _in_a_trainer),
     "bastile-compile": Implementation(
         "torch.compile of the whole patched model", "Bastile, compiled", "#3f7fbf", _bastile, _compile
     ),
@@ -113,5 +118,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 ON_CUDA = ("hf", "compile", "compile-layers", "liger", "liger-nofused")
 ON_CPU = ("hf",)
 CURVES_ON_CUDA = ("hf", "compile", "liger")
+#: In a trainer, which compiles by itself.
+TRAINED = ("hf", "compile", "liger")
 #: The compiler does not see through the hooks of sharded layers.
 SHARDED = ("hf", "liger")

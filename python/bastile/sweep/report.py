@@ -29,6 +29,8 @@ def title(results: Results) -> str:
     else:
         what = f"batch {settings['batch']}" + (" a rank" if settings["gpus"] > 1 else "")
         what += {"step": ", whole steps", "none": ", no optimiser"}.get(settings["optimizer"], "")
+        if settings.get("trainer"):
+            what += ", steps of TRL's SFT" + ", gradient checkpointing" * settings["checkpointing"]
     if settings.get("lora"):
         what += f", LoRA of rank {settings['lora']}" + ", base in NF4" * settings["load_in_4bit"]
     return f"{settings['model']}, {settings['dtype']}, {what}; {where}, {results.content['date'][:10]}"
@@ -38,7 +40,7 @@ def table(results: Results) -> Table:
     settings = results.settings
     whole, curve = settings["optimizer"] == "step", settings["kind"] == "curve"
     shown = Table(title=title(results), title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    columns = ["tokens", "implementation", "step\nms" if curve else "fwd+bwd\nms"]
+    columns = ["tokens", "implementation", "step\nms" if curve or settings.get("trainer") else "fwd+bwd\nms"]
     columns += ["step\nms"] if whole else []
     columns += ["tokens/s", "x hf", "peak\nGiB", "last\nloss" if curve else "loss"]
     columns += ["x floor", "idle\n%"] if settings["profile_floor"] else []
@@ -175,7 +177,7 @@ def draw(results: Results, stem: Path) -> list[Path]:
         return [_curves(results, stem.with_name(f"{stem.name}.png"))]
     whole = results.settings["optimizer"] == "step"
     time = "step_seconds" if whole else "seconds"
-    what = "whole step" if whole else "forward + backward"
+    what = "whole step" if whole or results.settings.get("trainer") else "forward + backward"
     panels: list[tuple[str, str, Callable[[Record], float | None], bool]] = [
         ("throughput", "tokens/s", lambda r: r["tokens_per_second"], False),
         ("latency", f"ms, {what}", lambda r: r[time] * 1e3, True),

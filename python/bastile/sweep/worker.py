@@ -22,6 +22,8 @@ from bastile.peers.models import IMPLEMENTATIONS, CannotRun
 from bastile.shapes import MODELS
 from bastile.sweep.measure import clear, forward_backward, measure, optimizer_for, train
 from bastile.sweep.model import add_adapters, build, random_tokens
+from bastile.sweep.trainer import measure as measure_trainer
+from bastile.sweep.trainer import prepare
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -91,12 +93,25 @@ def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
 
     with out_of_memory(lambda _: end("out of memory")):
         try:
-            patched = chosen.patch(MODELS[plan["model"]]["model_type"])
+            if plan.get("trainer"):
+                patched = prepare(plan["implementation"])
+            else:
+                patched = chosen.patch(MODELS[plan["model"]]["model_type"])
         except CannotRun as error:
             end("cannot run", reason=str(error))
             return
         if plan["memory_limit"] and device.type == "cuda":
             _limit_gpu(plan["memory_limit"], device)
+        if plan.get("trainer"):
+
+            def made() -> Any:
+                return build(plan["model"], getattr(torch, plan["dtype"]), device, plan["seed"])
+
+            try:
+                end("ok", **measure_trainer(made, length, device, plan), patched=patched)
+            except CannotRun as error:
+                end("cannot run", reason=str(error))
+            return
         model = build(plan["model"], getattr(torch, plan["dtype"]), device, plan["seed"])
         if plan.get("lora"):
             add_adapters(model, plan["lora"], plan["load_in_4bit"], plan["seed"])
