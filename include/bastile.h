@@ -210,25 +210,35 @@ typedef enum bst_activation {
     BST_GELU = 2,      /* g / 2 (1 + erf(g / sqrt(2))) */
     BST_RELU = 3,      /* max(g, 0) */
     BST_RELU2 = 4,     /* max(g, 0)^2 */
-    /* Of experts alone, where u is what the result is multiplied with: (u + 1) g / (1 + exp(-alpha g)). GPT-OSS. */
+    /* g / (1 + exp(-alpha g)), and up is one more. GPT-OSS, whose limit is 7. */
     BST_SWIGLU_OAI = 5
 } bst_activation;
 
-/* size: sizeof(bst_glu_options), as in every struct of options. NULL options: all members zero. */
 typedef struct bst_glu_options {
-    size_t size;
+    size_t size; /* sizeof(bst_glu_options) */
     bst_activation activation;
+    int interleaved; /* of tensors that hold gate and up: not 0: in their even and odd columns, not their halves */
+    double alpha;    /* of BST_SWIGLU_OAI; 0: 1.702 */
+    double limit;    /* above 0; 0 or infinity: none. The gate is at most this, up between -limit and limit */
 } bst_glu_options;
 
-/* y = act(a) * b, in float32 and rounded once. a, b, y [..., I] of one type. Shazeer, "GLU Variants Improve
- * Transformer", 2020. */
+/* y = act(a) * b, of the gate a and up b within the limit, in float32 and rounded once. a, b, y [..., I] of one type.
+ * options NULL: SwiGLU. Shazeer, "GLU Variants Improve Transformer", 2020; OpenAI, "gpt-oss-120b & gpt-oss-20b Model
+ * Card", 2025. */
 BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b,
                                    const bst_glu_options *options, DLTensor *y);
 /* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
+ * None goes beyond the limit, as of torch.clamp.
  * y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a weight that y is
  * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                     const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y);
+/* The same of gate and up joined in one tensor h [..., 2I]. dh as h, which it may be, y [..., I], which may be dy;
+ * either may be NULL. */
+BST_API bst_status bst_glu_joined_forward(const bst_exec *exec, const DLTensor *h, const bst_glu_options *options,
+                                          DLTensor *y);
+BST_API bst_status bst_glu_joined_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
+                                           const bst_glu_options *options, DLTensor *dh, DLTensor *y);
 
 /* ---- rope -------------------------------------------------------------------------------------------------------- */
 
@@ -442,20 +452,10 @@ BST_API bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, D
 /* rows[position[t K + k]] = x[t], K = N / T. position [N], sort's in one dimension. */
 BST_API bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTensor *position, DLTensor *rows);
 
-/* options NULL: SwiGLU of halves. */
-typedef struct bst_moe_glu_options {
-    size_t size; /* sizeof(bst_moe_glu_options) */
-    bst_activation activation;
-    int interleaved; /* not 0: gate and up are h's even and odd columns, not its first and second half */
-    double alpha;    /* of BST_SWIGLU_OAI; 0: 1.702 */
-    double limit;    /* above 0; 0 or infinity: none */
-} bst_moe_glu_options;
-
-/* The experts' gated unit. g and u are the gate's and up's columns of h [N, 2I] plus the bias of the row's expert (bias
- * [E, 2I], of h's layout, or NULL), g at most `limit` and u between -limit and limit:
- *   y = act(g) u, or as its activation says     [N, I], in float32, rounded once */
+/* The experts' gated unit: y [N, I] = act(g) u as bst_glu_joined_forward has it, g and u being the gate's and up's
+ * columns of h [N, 2I] plus the bias of the row's expert (bias [E, 2I], of h's layout, or NULL). */
 BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias,
-                                       const DLTensor *ends, const bst_moe_glu_options *options, DLTensor *y);
+                                       const DLTensor *ends, const bst_glu_options *options, DLTensor *y);
 /* Its gradients, where each row counts by its routing weight w, y being computed again from h. dy [N, I]: the gradient
  * of w y, divided by w. dh [N, 2I], zero beyond a limit; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y,
  * plus dots [N] float32 where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed
@@ -468,7 +468,7 @@ typedef struct bst_moe_glu_backward_tensors {
 
 /* options as for forward. */
 BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
-                                        const bst_moe_glu_options *options);
+                                        const bst_glu_options *options);
 
 /* out[t] = sum over k of weights[t, k] (y[position[t, k]] + bias[indices[t, k]]), in this order, in float32, rounded
  * once. weights NULL: ones; bias NULL: zeros, and indices is not read. */

@@ -4,11 +4,10 @@
 #ifndef BST_ACTIVATION_H
 #define BST_ACTIVATION_H
 
-/* X(name, code), and the rule that a number of one fulfils; then with the unit that the experts have beside. */
-#define BST_ACTIVATIONS(X)   X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
-#define BST_ACTIVATION_RULE  {"activation", 'i', 0, 4, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu) or 4 (relu2)"}
-#define BST_EXPERTS_UNITS(X) BST_ACTIVATIONS(X) X(SWIGLU_OAI, 5)
-#define BST_EXPERTS_UNIT_RULE \
+/* X(name, code): those that are functions of the gate alone, then all; and the rule that the number of one fulfils. */
+#define BST_GATE_ACTIVATIONS(X) X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
+#define BST_ACTIVATIONS(X)      BST_GATE_ACTIVATIONS(X) X(SWIGLU_OAI, 5)
+#define BST_ACTIVATION_RULE \
     {"activation", 'i', 0, 5, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu), 4 (relu2) or 5 (swiglu_oai)"}
 
 /* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0
@@ -32,19 +31,30 @@
 #define BST_NORMAL_NEAR_COEFFICIENTS(X) \
     X(-7.66260837e-06f) X(0.000113507478f) X(-0.0011863485f) X(0.00997333042f) X(-0.0664903596f) X(0.398942292f)
 
+#define BST_LARGEST 3.40282347e38f /* of float32 */
+
 enum {
 #define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,
-    BST_EXPERTS_UNITS(BST_ACTIVATION_CODE)
+    BST_ACTIVATIONS(BST_ACTIVATION_CODE)
 #undef BST_ACTIVATION_CODE
 };
 
 #ifndef BST_DEVICE
 #include <assert.h>
+#include <stdbool.h>
 
 #include "bastile.h"
 
+/* A gated unit, zeros in its options being replaced by what they stand for. */
+typedef struct bst_unit {
+    int activation;
+    bool interleaved; /* gate and up are the even and odd columns of one tensor */
+    bool limited;     /* the gate is at most `limit`, up between -limit and limit */
+    float alpha, limit;
+} bst_unit;
+
 #define BST_ACTIVATION_CHECK(name, code) static_assert((int)BST_##name == (code), "bastile.h and kernels must agree");
-BST_EXPERTS_UNITS(BST_ACTIVATION_CHECK)
+BST_ACTIVATIONS(BST_ACTIVATION_CHECK)
 #undef BST_ACTIVATION_CHECK
 #endif
 

@@ -85,6 +85,17 @@ static inline bst_gate bst_activate(float g, int activation, bst_dtype dtype) {
     }
 }
 
+/* Of swiglu_oai, what the sigmoid is of: finite, so that no slope of 0 is multiplied with an infinite one. */
+static inline float bst_oai_inner(float g, float alpha) { return bst_clamp(alpha * g, -BST_LARGEST, BST_LARGEST); }
+
+/* Of swiglu_oai too. Its up is one more. */
+static inline bst_gate bst_unit_gate(float g, int activation, float alpha, bst_dtype dtype) {
+    if (activation != BST_SWIGLU_OAI_CODE) return bst_activate(g, activation, dtype);
+    float v = bst_oai_inner(g, alpha);
+    return bst_sigmoid_gate(g, v, v, dtype);
+}
+static inline float bst_unit_up(float u, int activation) { return activation == BST_SWIGLU_OAI_CODE ? u + 1.0f : u; }
+
 static inline float bst_gated(float g, float u, int activation, bst_dtype dtype) {
     return u * bst_activate(g, activation, dtype).value;
 }
@@ -95,38 +106,112 @@ typedef struct bst_gated_gradients {
 
 /* For float32, where each rounding shows, dup is of `value`, one quotient, which does not become subnormal, as dy s
  * may, where it need not. */
-static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, bst_dtype dtype) {
-    bst_gate a = bst_activate(g, activation, dtype);
+static inline bst_gated_gradients bst_gradients_of(float dy, bst_gate a, float u, bst_dtype dtype) {
     float scaled = dy * a.factor;
     if (dtype == BST_F32) return (bst_gated_gradients){dy * u * a.factor * a.slope, dy * a.value, u * a.value};
     return (bst_gated_gradients){u * (scaled * a.slope), a.rest * scaled, u * a.value};
 }
 
-/* Of experts: the gate at most `limit`, up between -limit and limit. swiglu_oai is (up + 1) gate sigmoid(alpha gate),
- * from float32's exponential whatever the type. */
-static inline float bst_gated_within(float g, float u, int activation, float alpha, float limit, bst_dtype dtype) {
-    float gate = bst_clamp(g, -INFINITY, limit), up = bst_clamp(u, -limit, limit);
-    if (activation != BST_SWIGLU_OAI_CODE) return bst_gated(gate, up, activation, dtype);
-    return (up + 1.0f) * (gate / (1.0f + bst_exp(-alpha * gate)));
+static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, bst_dtype dtype) {
+    return bst_gradients_of(dy, bst_activate(g, activation, dtype), u, dtype);
 }
 
-/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. With s = sigmoid(alpha gate)
- * swiglu_oai's derivatives are (up + 1) s (1 + alpha gate (1 - s)) and gate s. */
+/* Any unit, the gate at most `limit`, up between -limit and limit. */
+static inline float bst_gated_within(float g, float u, int activation, float alpha, float limit, bst_dtype dtype) {
+    float gate = bst_clamp(g, -INFINITY, limit), up = bst_unit_up(bst_clamp(u, -limit, limit), activation);
+    return up * bst_unit_gate(gate, activation, alpha, dtype).value;
+}
+
+/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. For float32 swiglu_oai's slope
+ * is added to, not multiplied with: a rounding less, as its definition has it. */
 static inline bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
                                                             float limit, bst_dtype dtype) {
-    float gate = bst_clamp(g, -INFINITY, limit), up = bst_clamp(u, -limit, limit);
-    bst_gated_gradients d;
-    if (activation == BST_SWIGLU_OAI_CODE) {
-        float s = 1.0f / (1.0f + bst_exp(-alpha * gate)), slope = s * (1.0f + alpha * gate * (1.0f - s));
-        up += 1.0f;
-        d = (bst_gated_gradients){dy * up * slope, dy * (gate * s), up * (gate * s)};
-    } else {
-        d = bst_gated_backward(dy, gate, up, activation, dtype);
-        if (!(limit < INFINITY)) return d;
-    }
+    float gate = bst_clamp(g, -INFINITY, limit), up = bst_unit_up(bst_clamp(u, -limit, limit), activation);
+    bst_gate a = bst_unit_gate(gate, activation, alpha, dtype);
+    bst_gated_gradients d = bst_gradients_of(dy, a, up, dtype);
+    if (activation == BST_SWIGLU_OAI_CODE && dtype == BST_F32)
+        d.dgate =
+            bst_multiply_add(dy * up * a.factor, bst_oai_inner(gate, alpha) * (1.0f - a.factor), dy * up * a.factor);
+    if (!(limit < INFINITY)) return d;
     d.dgate = g <= limit ? d.dgate : 0.0f;
     d.dup = u >= -limit && u <= limit ? d.dup : 0.0f;
     return d;
+}
+
+/* ---- tiles ------------------------------------------------------------------------------------------------------- */
+
+/* Of units in any layout, in float32: n gates, in pairs[0], and as many ups, in pairs[1]. */
+enum { BST_PAIRS = BST_TILE / 2 };
+
+/* From memory and to it; interleaved, `gate` is where both begin. */
+static inline void bst_load_pairs(float pairs[2][BST_PAIRS], const void *gate, const void *up, bool interleaved,
+                                  bst_dtype dtype, int64_t n) {
+    if (interleaved) {
+        float both[BST_TILE];
+        bst_load(both, gate, dtype, 2 * n);
+        for (int64_t i = 0; i < n; i++) pairs[0][i] = both[2 * i], pairs[1][i] = both[2 * i + 1];
+    } else {
+        bst_load(pairs[0], gate, dtype, n);
+        bst_load(pairs[1], up, dtype, n);
+    }
+}
+
+static inline void bst_store_pairs(const float pairs[2][BST_PAIRS], void *gate, void *up, bool interleaved,
+                                   bst_dtype dtype, int64_t n) {
+    if (interleaved) {
+        float both[BST_TILE];
+        for (int64_t i = 0; i < n; i++) both[2 * i] = pairs[0][i], both[2 * i + 1] = pairs[1][i];
+        bst_store(gate, both, dtype, 2 * n);
+    } else {
+        if (gate) bst_store(gate, pairs[0], dtype, n);
+        if (up) bst_store(up, pairs[1], dtype, n);
+    }
+}
+
+/* A loop for each activation, whose code is a constant there: each branch folds away. */
+#define BST_LOOP static inline __attribute__((always_inline))
+
+BST_LOOP void bst_unit_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], float *y, int activation, int64_t n) {
+    const float alpha = unit->alpha, limit = unit->limit, *gate = pairs[0], *up = pairs[1];
+#pragma omp simd
+    for (int64_t i = 0; i < n; i++) y[i] = bst_gated_within(gate[i], up[i], activation, alpha, limit, BST_F32);
+}
+
+BST_LOOP float bst_unit_backward_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *restrict dy,
+                                      float *restrict y, float weight, int activation, int64_t n) {
+    const float alpha = unit->alpha, limit = unit->limit;
+    float dot = 0, *restrict gate = pairs[0], *restrict up = pairs[1];
+#pragma omp simd reduction(+ : dot)
+    for (int64_t i = 0; i < n; i++) {
+        bst_gated_gradients d =
+            bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha, limit, BST_F32);
+        dot += dy[i] * d.y;
+        y[i] = weight * d.y;
+        gate[i] = d.dgate;
+        up[i] = d.dup;
+    }
+    return dot;
+}
+
+static inline void bst_unit_tile(const bst_unit *unit, float pairs[2][BST_PAIRS], float *y, int64_t n) {
+#define LOOP(name, code)                        \
+    case code:                                  \
+        bst_unit_loop(unit, pairs, y, code, n); \
+        break;
+    switch (unit->activation) { BST_ACTIVATIONS(LOOP) }
+#undef LOOP
+}
+
+/* The pairs become their gradients, y the unit's output times the row's weight, by which dy counts too. Returns the sum
+ * of dy y. */
+static inline float bst_unit_backward_tile(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *dy, float *y,
+                                           float weight, int64_t n) {
+#define LOOP(name, code) \
+    case code:           \
+        return bst_unit_backward_loop(unit, pairs, dy, y, weight, code, n);
+    switch (unit->activation) { BST_ACTIVATIONS(LOOP) }
+#undef LOOP
+    return 0.0f;
 }
 
 #endif

@@ -6,9 +6,8 @@
 
 static inline bst_status moe_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
                                           const DLTensor *bias, const DLTensor *ends, const DLTensor *order,
-                                          const DLTensor *weights, const DLTensor *dots,
-                                          const bst_moe_glu_options *options, DLTensor *dh, DLTensor *wy,
-                                          DLTensor *dweights, DLTensor *dbias) {
+                                          const DLTensor *weights, const DLTensor *dots, const bst_glu_options *options,
+                                          DLTensor *dh, DLTensor *wy, DLTensor *dweights, DLTensor *dbias) {
     bst_moe_glu_backward_tensors t = {.size = sizeof t, .dy = dy, .h = h, .bias = bias, .ends = ends, .order = order};
     t.weights = weights, t.dots = dots, t.dh = dh, t.wy = wy, t.dweights = dweights, t.dbias = dbias;
     return bst_moe_glu_backward(exec, &t, options);

@@ -37,12 +37,13 @@ static double gelu_tanh(double g) { return g / 2 * (1 + tanh(sqrt(2 / M_PI) * (g
 static double gelu(double g) { return g / 2 * erfc(-g / sqrt(2)); }
 static double relu(double g) { return g > 0 ? g : 0; }
 static double relu2(double g) { return relu(g) * g; }
+static double oai(double g) { return g / (1 + exp(-1.702 * g)); }
 
 static const struct {
     bst_activation activation;
     double (*value)(double g);
-} activations[] = {
-    {BST_SILU, silu}, {BST_GELU_TANH, gelu_tanh}, {BST_GELU, gelu}, {BST_RELU, relu}, {BST_RELU2, relu2}};
+} activations[] = {{BST_SILU, silu}, {BST_GELU_TANH, gelu_tanh}, {BST_GELU, gelu},
+                   {BST_RELU, relu}, {BST_RELU2, relu2},         {BST_SWIGLU_OAI, oai}};
 enum { ACTIVATIONS = sizeof activations / sizeof *activations };
 
 /* Against central differences in double, for the derivatives. */
@@ -57,12 +58,48 @@ TEST(each_activation) {
         for (int r = 0; r < ROWS; r++) {
             for (int c = 0; c < COLUMNS; c++) {
                 double a = buffer[r][c], b = buffer[r][B_AT + c], value = activations[i].value(a);
+                if (activations[i].activation == BST_SWIGLU_OAI) b++;
                 double slope = (activations[i].value(a + h) - activations[i].value(a - h)) / (2 * h);
                 CHECK_CLOSE(y[r][c], value * b, 4e-6);
                 CHECK_CLOSE(db[r][c], dy[r][c] * value, 4e-6);
                 CHECK_CLOSE(da[r][c], dy[r][c] * b * slope, 1e-5);
             }
         }
+    }
+}
+
+/* Gate and up joined, as halves and interleaved, with a limit that some reach; over new memory, and h and dy. */
+TEST(joined_with_limits) {
+    static float h[ROWS][2 * COLUMNS + 1], dh[ROWS][2 * COLUMNS + 1], over[ROWS][COLUMNS];
+    int64_t wide[] = {ROWS, 2 * COLUMNS}, strides[] = {2 * COLUMNS + 1, 1};
+    const double limit = 1.5, step = 1e-4;
+    DLTensor th = bst_tensor(h, 2, wide, strides, bst_test_types[0]), tdh = th, ty = matrix(y, NULL);
+    DLTensor tdy = matrix(dy, NULL), tover = matrix(over, NULL);
+    tdh.data = dh;
+    for (int i = 0; i < 2 * ACTIVATIONS; i++) {
+        bool pairs = i % 2;
+        bst_glu_options options = {sizeof options, activations[i / 2].activation, .interleaved = pairs, .limit = limit};
+        bst_fill(&h[0][0], sizeof h / sizeof(float), 7, 4);
+        memcpy(dh, h, sizeof h);
+        memcpy(over, dy, sizeof over);
+        CHECK_OK(bst_glu_joined_forward(NULL, &th, &options, &ty));
+        CHECK_OK(bst_glu_joined_backward(NULL, &tover, &tdh, &options, &tdh, &tover));
+        CHECK(!memcmp(over, y, sizeof y));
+        for (int r = 0; r < ROWS; r++) {
+            for (int c = 0; c < COLUMNS; c++) {
+                int gate = pairs ? 2 * c : c, up = pairs ? 2 * c + 1 : COLUMNS + c;
+                double g = fmin(h[r][gate], limit), u = fmax(fmin(h[r][up], limit), -limit);
+                double one = activations[i / 2].activation == BST_SWIGLU_OAI, value = activations[i / 2].value(g);
+                double slope = (activations[i / 2].value(g + step) - activations[i / 2].value(g - step)) / (2 * step);
+                CHECK_CLOSE(y[r][c], value * (u + one), 4e-6);
+                CHECK_CLOSE(dh[r][up], u == h[r][up] ? dy[r][c] * value : 0, 4e-6);
+                CHECK_CLOSE(dh[r][gate], g == h[r][gate] ? dy[r][c] * (u + one) * slope : 0, 1e-5);
+            }
+            CHECK(dh[r][2 * COLUMNS] == h[r][2 * COLUMNS]); /* between the rows */
+        }
+        memset(dh, 0, sizeof dh);
+        CHECK_OK(bst_glu_joined_backward(NULL, &tdy, &th, &options, NULL, &ty));
+        CHECK(!memcmp(over, y, sizeof y));
     }
 }
 
@@ -73,6 +110,16 @@ TEST(options_are_checked) {
     CHECK_STR(bst_last_error(), "glu_forward: options->size is 0; it must be set to sizeof *options");
     CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &ta, &unknown, &ty, NULL, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "glu_backward: activation is 99; 0 (silu)");
+    bst_glu_options pairs = {sizeof pairs, .interleaved = 1}, below = {sizeof below, .limit = -1};
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, &ta, &pairs, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: interleaved is 1; 0 is needed for two tensors");
+    CHECK_EQ_I(bst_glu_joined_forward(NULL, &ta, NULL, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_joined_forward: h has shape [5, 37]; columns in pairs, gate and up, are needed");
+    DLTensor narrow = bst_tensor(again, 2, (int64_t[]){ROWS, 2}, NULL, bst_test_types[0]);
+    CHECK_EQ_I(bst_glu_joined_backward(NULL, &ty, &narrow, &below, &narrow, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_joined_backward: dy has shape");
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, &ta, &below, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: alpha is 0 and limit -1; numbers, and a limit above 0, are needed");
 }
 
 /* With each gradient or without: y is what forward wrote, and the gradients are what they are without it. */
@@ -165,6 +212,17 @@ TEST(errors_name_the_argument_and_write_nothing) {
     for (int i = 0; i < (ROWS + 1) * PITCH; i++) CHECK((&other[0][0])[i] == 0);
 }
 
+/* Pairs, whose kernels are their own; halves have those of two tensors. */
+static void compile_joined(DLDataType type, int64_t width) {
+    bst_shape s[4];
+    int64_t sizes[] = {64, width}, wide[] = {64, 2 * width};
+    DLTensor *of_y[] = {bst_device_tensor(&s[0], type, 2, sizes), bst_device_tensor(&s[1], type, 2, sizes)};
+    DLTensor *of_h[] = {bst_device_tensor(&s[2], type, 2, wide), bst_device_tensor(&s[3], type, 2, wide)};
+    bst_glu_options options = {sizeof options, BST_SWIGLU_OAI, .interleaved = 1, .limit = 7};
+    CHECK_OK(bst_glu_joined_forward(&bst_fake_exec, of_h[0], &options, of_y[0]));
+    CHECK_OK(bst_glu_joined_backward(&bst_fake_exec, of_y[0], of_h[0], &options, of_h[1], of_y[1]));
+}
+
 /* Packed tensors (one kernel for all sizes; here each activation), the halves of one, and a width that needs narrow
  * accesses. float16 takes the kernels of bfloat16 but for the conversions, which the first width shows. */
 static void compile_calls(void) {
@@ -184,6 +242,7 @@ static void compile_calls(void) {
                                                   tensors[4], tensors[5], with_y ? tensors[0] : NULL));
                 }
             }
+            compile_joined(bst_test_types[t], width);
         }
     }
 }
@@ -198,6 +257,7 @@ int main(void) {
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(options_are_checked);
     RUN(each_activation);
+    RUN(joined_with_limits);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
 }

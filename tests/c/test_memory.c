@@ -86,7 +86,7 @@ static bst_status moe_glu(void) {
     DLTensor dy = f32(in[0], 2, half), h = f32(in[1], 2, gate), b = f32(in[3], 2, experts), w = f32(in[4], 2, choices);
     DLTensor e = bst_tensor(ends, 1, (int64_t[]){1}, NULL, (DLDataType){kDLInt, 32, 1});
     DLTensor o = bst_tensor(order, 1, pairs, NULL, (DLDataType){kDLInt, 32, 1}), db = f32(out[0], 2, experts);
-    bst_moe_glu_options oai = {
+    bst_glu_options oai = {
         .size = sizeof oai, .activation = BST_SWIGLU_OAI, .interleaved = 1, .alpha = 1.7, .limit = 7};
     return moe_glu_backward(&exec, &dy, &h, &b, &e, &o, &w, NULL, &oai, NULL, NULL, NULL, &db);
 }

@@ -9,8 +9,8 @@
  * blocks. */
 enum { T = 35, K = 2, E = 5, H = 12, I = 9, N = T * K };
 static const double alpha = 1.702, limit = 1.5;
-static const bst_moe_glu_options oai = {sizeof oai, .activation = BST_SWIGLU_OAI, .interleaved = 1, .alpha = 1.702,
-                                        .limit = 1.5};
+static const bst_glu_options oai = {sizeof oai, .activation = BST_SWIGLU_OAI, .interleaved = 1, .alpha = 1.702,
+                                    .limit = 1.5};
 
 static int64_t pairs[] = {T, K}, tokens[] = {T, H}, sorted[] = {N}, experts[] = {E}, rows_h[] = {N, H},
                rows_i[] = {N, I}, rows_2i[] = {N, 2 * I}, bias_2i[] = {E, 2 * I}, bias_h[] = {E, H};
@@ -198,8 +198,8 @@ TEST(every_unit_in_either_layout) {
     turn(&turned_bias[0][0], &gate_up_bias[0][0], E);
     for (int activation = BST_SILU; activation <= BST_SWIGLU_OAI; activation++) {
         for (int limited = 0; limited < 2; limited++) {
-            bst_moe_glu_options options = {sizeof options, .activation = (bst_activation)activation, .alpha = alpha,
-                                           .limit = limited ? limit : 0};
+            bst_glu_options options = {sizeof options, .activation = (bst_activation)activation, .alpha = alpha,
+                                       .limit = limited ? limit : 0};
             CHECK_OK(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &options, &t_y));
             CHECK_OK(moe_glu_backward(NULL, &t_dy, &t_h, &t_gub, &t_ends, &t_order, &t_weights, NULL, &options, &t_dh,
                                       &t_wy, &t_dw, &t_dbias));
@@ -387,9 +387,9 @@ TEST(index_tensors_are_not_believed) {
 TEST(without_biases_and_weights) {
     TENSORS;
     static float no_bias[E][2 * I], y_zeros[N][I], sums[T][H];
-    const bst_moe_glu_options free = {sizeof free, .activation = BST_SWIGLU_OAI}; /* alpha and limit: the usual */
-    const bst_moe_glu_options infinite = {sizeof infinite, .activation = BST_SWIGLU_OAI, .alpha = alpha,
-                                          .limit = (double)INFINITY};
+    const bst_glu_options free = {sizeof free, .activation = BST_SWIGLU_OAI}; /* alpha and limit: the usual */
+    const bst_glu_options infinite = {sizeof infinite, .activation = BST_SWIGLU_OAI, .alpha = alpha,
+                                      .limit = (double)INFINITY};
     DLTensor t_none = bst_f32(no_bias, 2, bias_2i), t_y_zeros = bst_f32(y_zeros, 2, rows_i),
              t_sums = bst_f32(sums, 2, tokens);
     CHECK_OK(bst_moe_glu_forward(NULL, &t_h, NULL, &t_ends, &free, &t_y));
@@ -410,8 +410,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
              t_other_2i = bst_f32(other, 2, rows_2i);
     CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_odd, NULL, &t_ends, &oai, &t_other_i), BST_INVALID);
     CHECK_STR(bst_last_error(), "moe_glu_forward: h has shape [70, 17]; columns in pairs");
-    const bst_moe_glu_options negative = {sizeof negative, .limit = -1}, unsized = {.limit = 1},
-                              unknown = {sizeof unknown, .activation = BST_SWIGLU_OAI + 1};
+    const bst_glu_options negative = {sizeof negative, .limit = -1}, unsized = {.limit = 1},
+                          unknown = {sizeof unknown, .activation = BST_SWIGLU_OAI + 1};
     CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &negative, &t_other_i), BST_INVALID);
     CHECK_STR(bst_last_error(), "limit -1");
     CHECK_EQ_I(bst_moe_glu_forward(NULL, &t_h, &t_gub, &t_ends, &unsized, &t_other_i), BST_INVALID);

@@ -59,12 +59,16 @@ static double sigmoid(double x) { return 1 / (1 + exp(-x)); }
 /* Infinite where float32 has no number for what a product begins with. */
 static double unless_lost(double part) { return fabs(part) < 1e-36 ? INFINITY : 0; }
 
-enum { SILU, GELU_TANH, GELU, RELU, RELU2 };
+enum { SILU, GELU_TANH, GELU, RELU, RELU2, OAI };
+
+/* Zero is the usual. */
+static double alpha_of(const fuzz_call *c) { return real(c, "alpha") != 0 ? real(c, "alpha") : 1.702; }
+static double limit_of(const fuzz_call *c) { return real(c, "limit") != 0 ? real(c, "limit") : INFINITY; }
 
 /* What a gated unit makes of its gate, and the slope there; where the operator has no such attribute, silu. */
 static double activate(const fuzz_call *c, double g, double *slope) {
     double s = sigmoid(g), normal = erfc(-g / sqrt(2)) / 2, root = sqrt(8 / acos(-1));
-    double inner = root * (g + 0.044715 * g * g * g), tanh_s = sigmoid(inner);
+    double inner = root * (g + 0.044715 * g * g * g), tanh_s = sigmoid(inner), oai_s = sigmoid(alpha_of(c) * g);
     switch (whole(c, "activation")) {
         case SILU:
             *slope = s * (1 + g * (1 - s));
@@ -78,9 +82,12 @@ static double activate(const fuzz_call *c, double g, double *slope) {
         case RELU:
             *slope = g > 0;
             return g > 0 ? g : 0;
-        default:
+        case RELU2:
             *slope = g > 0 ? 2 * g : 0;
             return g > 0 ? g * g : 0;
+        default:
+            *slope = oai_s * (1 + alpha_of(c) * g * (1 - oai_s));
+            return g * oai_s;
     }
 }
 
@@ -88,31 +95,43 @@ static double activate(const fuzz_call *c, double g, double *slope) {
  * gate. */
 static double activation_size(const fuzz_call *c, double g, double value) {
     double lost = value != 0 && whole(c, "activation") <= GELU ? unless_lost(value) : 0;
+    if (whole(c, "activation") == OAI)
+        return (fabs(g) + 1) * (1 + fabs(alpha_of(c) * g)) + (fabs(g) > 1e18 ? INFINITY : 0);
     return fabs(value) + (whole(c, "activation") == SILU ? 0 : fabs(g) * 1e-3) + lost + (fabs(g) > 1e18 ? INFINITY : 0);
 }
 
-static void glu_forward(fuzz_call *c) {
-    const double *a = numbers(c, "a"), *b = numbers(c, "b");
-    fuzz_tensor *y = output(c, "y");
-    for (int64_t i = 0; i < y->count; i++) {
-        double slope, value = activate(c, a[i], &slope);
-        want(y, i, value * b[i], activation_size(c, a[i], value) * fabs(b[i]) + (value == 0 && a[i] < 0 ? 1e-30 : 0));
-    }
+/* Element `at` of a unit and of its gradients: gate and up are elements of `gates` and `ups`. */
+static void unit_element(fuzz_call *c, int64_t at, const double *gates, int64_t gate, const double *ups, int64_t up,
+                         fuzz_tensor *y, fuzz_tensor *dgate, fuzz_tensor *dup) {
+    const double *upstream = numbers(c, "dy");
+    double limit = limit_of(c), dy = upstream ? upstream[at] : 0;
+    bool oai = whole(c, "activation") == OAI, free = isinf(limit);
+    double g = gates[gate] > limit ? limit : gates[gate];
+    double u = (ups[up] > limit ? limit : ups[up] < -limit ? -limit : ups[up]) + oai, of_up = fabs(u) + 2 * oai;
+    double slope, value = activate(c, g, &slope), size = activation_size(c, g, value), both = dy * u;
+    double s = sigmoid(g), lost = unless_lost(both);
+    want(y, at, value * u, size * of_up + (value == 0 && g < 0 ? 1e-30 : 0));
+    if (!upstream) return;
+    want(dup, up, free || fabs(ups[up]) <= limit ? dy * value : 0, size * fabs(dy));
+    if (fabs(both) > 1e36 || fabs(dy) > 1e36 || of_up > 1e36 || fabs(g * both) > 1e36) lost = INFINITY;
+    if (whole(c, "activation") <= GELU) lost += unless_lost(s);
+    double terms = (oai ? 1 + fabs(alpha_of(c) * g) : s * (1 + fabs(g) * (1 - s))) + fabs(slope);
+    want(dgate, gate, free || gates[gate] <= limit ? both * slope : 0, fabs(dy) * of_up * terms + lost);
 }
 
-static void glu_backward(fuzz_call *c) {
-    const double *a = numbers(c, "a"), *b = numbers(c, "b"), *dy = numbers(c, "dy");
+static void glu(fuzz_call *c) {
+    const fuzz_tensor *a = input(c, "a");
     fuzz_tensor *y = output(c, "y"), *da = output(c, "da"), *db = output(c, "db");
-    for (int64_t i = 0; i < input(c, "a")->count; i++) {
-        double slope, value = activate(c, a[i], &slope), both = dy[i] * b[i], s = sigmoid(a[i]),
-                      lost = unless_lost(both);
-        double size = activation_size(c, a[i], value);
-        want(y, i, value * b[i], size * fabs(b[i]));
-        want(db, i, dy[i] * value, size * fabs(dy[i]));
-        if (fabs(both) > 1e36 || fabs(dy[i]) > 1e36 || fabs(b[i]) > 1e36 || fabs(a[i] * both) > 1e36) lost = INFINITY;
-        if (whole(c, "activation") <= GELU) lost += unless_lost(s);
-        double terms = s * (1 + fabs(a[i]) * (1 - s)) + fabs(slope);
-        want(da, i, both * slope, fabs(both) * terms + lost);
+    for (int64_t i = 0; i < a->count; i++) unit_element(c, i, numbers(c, "a"), i, numbers(c, "b"), i, y, da, db);
+}
+
+static void glu_joined(fuzz_call *c) {
+    const fuzz_tensor *h = input(c, "h");
+    fuzz_tensor *y = output(c, "y"), *dh = output(c, "dh");
+    int64_t width = last(h) / 2, step = whole(c, "interleaved") ? 2 : 1, up = whole(c, "interleaved") ? 1 : width;
+    for (int64_t i = 0; 2 * i < h->count; i++) {
+        int64_t gate = i / width * 2 * width + i % width * step;
+        unit_element(c, i, h->numbers, gate, h->numbers, gate + up, y, dh, dh);
     }
 }
 
@@ -470,7 +489,7 @@ static void moe_glu_forward(fuzz_call *c) {
     fuzz_tensor *y = output(c, "y");
     int64_t columns = last(h), half = columns / 2, expert = 0;
     int64_t step = whole(c, "interleaved") ? 2 : 1, up = whole(c, "interleaved") ? 1 : half;
-    double alpha = real(c, "alpha"), limit = real(c, "limit");
+    double alpha = alpha_of(c), limit = limit_of(c);
     for (int64_t n = 0; y->count && n < h->shape[0]; n++) {
         while (expert < ends->count && n >= (int64_t)ends->numbers[expert]) expert++;
         for (int64_t i = 0; i < half; i++) {
@@ -527,8 +546,10 @@ static void dequantize_4bit(fuzz_call *c) {
 /* ---- the tables -------------------------------------------------------------------------------------------------- */
 
 const fuzz_reference fuzz_references[] = {
-    {"glu_forward", glu_forward},
-    {"glu_backward", glu_backward},
+    {"glu_forward", glu},
+    {"glu_backward", glu},
+    {"glu_joined_forward", glu_joined},
+    {"glu_joined_backward", glu_joined},
     {"norm_forward", norm_forward},
     {"norm_backward", norm_backward},
     {"rope_forward", rope_forward},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from bastile.ops._glu import unit_of
 from bastile.ops.gated_mlp import gated_mlp
@@ -23,6 +26,13 @@ from oracle import (
     random_tensor,
 )
 
+
+def gpt_oss(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Transformers' own code, which takes both in one tensor."""
+    module = SimpleNamespace(limit=7.0, alpha=1.702)
+    return GptOssExperts._apply_gate(module, torch.stack((gate, up), dim=-1).flatten(-2))
+
+
 #: What torch computes, written as the models that use it write it.
 STOCK = {
     "silu": lambda a, b: functional.silu(a) * b,
@@ -30,6 +40,7 @@ STOCK = {
     "gelu": lambda a, b: functional.gelu(a) * b,
     "relu": lambda a, b: functional.relu(a) * b,
     "relu2": lambda a, b: functional.relu(a).square() * b,
+    "swiglu_oai": gpt_oss,
 }
 each_activation = pytest.mark.parametrize("activation", STOCK)
 
@@ -132,12 +143,9 @@ def test_far_from_zero(dtype, device, activation):
     for got, want in zip(*results, strict=True):
         rounding = 4 if dtype is torch.float32 else 2
         torch.testing.assert_close(got, want, equal_nan=True, atol=2e-6, rtol=rounding * torch.finfo(dtype).eps)
-    low, high = glu(
-        torch.tensor([-torch.inf, torch.inf], dtype=dtype, device=device),
-        torch.ones(2, dtype=dtype, device=device),
-        activation,
-    )
-    assert high == torch.inf
+    ends, ones = torch.tensor([-torch.inf, torch.inf]), torch.ones(2)
+    low, high = glu(ends.to(device, dtype), ones.to(device, dtype), activation)
+    torch.testing.assert_close(high.cpu(), STOCK[activation](ends.double(), ones.double())[1].to(dtype))
     assert low == 0 or low.isnan()  # torch: NaN where it multiplies by a zero
 
 
@@ -161,6 +169,72 @@ def test_all_forms_of_the_backward_pass(width, dtype, device, activation):
     unit.backward_inplace(dy, a, b, True, True, True)
     for got, expected in ((a, da), (b, db), (dy, y)):
         assert_same_bits(got, expected)
+
+
+def parts(h: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    return (h[..., ::2], h[..., 1::2]) if interleaved else h.chunk(2, dim=-1)
+
+
+def joined_case(activation: str, interleaved: bool, h: torch.Tensor, limit: float | None = None) -> Case:
+    """Gate and up in one tensor. Of all units but GPT-OSS's a limit is torch.clamp before them."""
+
+    def stock(h: torch.Tensor) -> torch.Tensor:
+        gate, up = parts(h, interleaved)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return STOCK[activation](gate, up)
+
+    options = {"interleaved": interleaved, "limit": limit}
+    return Case(ours=lambda h: glu(h, None, activation, **options), stock=stock, exact=stock, inputs={"h": h})
+
+
+each_layout = pytest.mark.parametrize("interleaved", [True, False], ids=["interleaved", "halves"])
+
+
+@each_activation
+@each_layout
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_joined_matches_float64_as_well_as_torch(shape, dtype, device, interleaved, activation):
+    assert_no_worse(joined_case(activation, interleaved, random_tensor((*shape[:-1], 2 * shape[-1]), dtype, device)))
+
+
+@each_activation
+@each_layout
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooled_error_within_limits(dtype, device, interleaved, activation):
+    """A limit in the middle of the gates: some of either kind, and those without gradient."""
+    shape = (8, 1024) if EMULATED else (64, 1024)
+    limit = 7.0 if activation == "swiglu_oai" else 1.0
+    assert_no_worse_pooled(
+        lambda: joined_case(activation, interleaved, random_tensor(shape, dtype, device, scale=limit), limit)
+    )
+
+
+@each_layout
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_joined_tensors_lie_anyhow(dtype, device, activation, interleaved):
+    """Rows apart, folded, beginning between two accesses or two pairs, in columns that need a copy, with a strided
+    gradient: the bits of the same numbers in two tensors without gaps."""
+    base = random_tensor((4, 6, 5, 200), dtype, device)
+    for h in (base.transpose(1, 2), base[..., 2:68], base[..., 3:69], base[..., 1:3], base.transpose(2, 3)[..., :4]):
+        dy = random_tensor((*h.shape[:-1], h.shape[-1] // 2 + 3), dtype, device)[..., 3:]
+        h = h.detach().requires_grad_()
+        y = glu(h, None, activation, interleaved=interleaved)
+        (dh,) = torch.autograd.grad(y, h, dy)
+        gate, up = (t.detach().contiguous().requires_grad_() for t in parts(h, interleaved))
+        # By the same loops: a limit that nothing reaches makes an ordinary unit take those of pairs on a CPU.
+        limit = 1e30 if interleaved and activation == "silu" else None
+        want = glu(gate, up, activation, limit=limit)
+        assert_same_bits(y.detach(), want.detach())
+        for got, expected in zip(
+            parts(dh, interleaved), torch.autograd.grad(want, (gate, up), dy.contiguous()), strict=True
+        ):
+            assert_same_bits(got, expected)
 
 
 @each_activation
@@ -217,7 +291,7 @@ def test_bad_input_is_named():
     with pytest.raises(TypeError, match=r"glu: up is torch.int64; a floating-point type is needed"):
         glu(a, a.long())
     with pytest.raises(RuntimeError, match=r"glu_forward: activation is 99; 0 \(silu\).* is needed"):
-        torch.ops.bastile.glu_forward(99, a, a)
+        torch.ops.bastile.glu_forward(99, 0.0, 0.0, a, a)
 
 
 def test_second_derivatives_are_refused():
@@ -242,11 +316,16 @@ def test_compiles_without_a_break(device, activation):
 
 
 def test_what_the_compiler_is_told_is_true():
-    code, ops = len(STOCK) - 1, torch.ops.bastile
-    a, b = random_tensor((3, 16), torch.bfloat16, "cpu").chunk(2, dim=-1)
-    torch.library.opcheck(ops.glu_forward.default, (code, a, b))
+    unit, ops = (len(STOCK) - 1, 1.5, 2.0), torch.ops.bastile
+    h = random_tensor((3, 16), torch.bfloat16, "cpu")
+    a, b = h.chunk(2, dim=-1)
+    torch.library.opcheck(ops.glu_forward.default, (*unit, a, b))
     for wanted in ((True, True), (True, False), (False, True)):
-        torch.library.opcheck(ops.glu_backward.default, (code, a, a, b, *wanted))
-        torch.library.opcheck(ops.glu_backward_with_y.default, (code, a, a, b, *wanted))
-        given = (code, a.clone(), a.contiguous(), b.contiguous(), *wanted, True)
+        torch.library.opcheck(ops.glu_backward.default, (*unit, a, a, b, *wanted))
+        torch.library.opcheck(ops.glu_backward_with_y.default, (*unit, a, a, b, *wanted))
+        given = (*unit, a.clone(), a.contiguous(), b.contiguous(), *wanted, True)
         torch.library.opcheck(ops.glu_backward_inplace.default, given)
+    for interleaved in (True, False):
+        joined = unit[0], interleaved, *unit[1:]
+        torch.library.opcheck(ops.glu_joined_forward.default, (*joined, h))
+        torch.library.opcheck(ops.glu_joined_backward.default, (*joined, a, h))

@@ -10,8 +10,8 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from bastile.ops._glu import ACTIVATIONS
-from bastile.ops.moe import UNITS, moe_experts
+from bastile.ops._glu import ACTIVATIONS, UNITS
+from bastile.ops.moe import moe_experts
 from oracle import (
     DTYPES,
     EMULATED,

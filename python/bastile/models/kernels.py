@@ -18,12 +18,11 @@ from torch import nn
 from bastile.models import experts
 from bastile.models.anatomy import Anatomy
 from bastile.ops._common import FLOATS
-from bastile.ops._glu import ACTIVATION_OF_CONFIG, ACTIVATIONS
+from bastile.ops._glu import ACTIVATION_OF_CONFIG, ALPHA, UNITS
 from bastile.ops._heads import LAYOUTS
 from bastile.ops._modules import plain_linear
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import padded
-from bastile.ops.moe import UNITS
 from bastile.ops.rms_norm import _CASTING
 
 _ROWS = 8
@@ -279,7 +278,7 @@ class _Step:
         projections = gate, up, down = [mlp[n] for n in (parts.get("gate", both), parts.get("up", both), parts["down"])]
         if not all(p.is_there for p in projections):  # experts in its place
             return
-        name, kind = ("swiglu", ()) if activation == "silu" else ("glu", (list(ACTIVATIONS).index(activation),))
+        name, kind = ("swiglu", ()) if activation == "silu" else ("glu", (UNITS.index(activation), ALPHA, math.inf))
         yield Call(f"{name}_forward", (*kind, rows, rows), title)
         wanted = x or gate.is_trained, x or up.is_trained
         # Weights that are shards now are whole when the layer runs: then both ways are made ready.

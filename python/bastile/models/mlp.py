@@ -35,8 +35,11 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
 
     def unit(self: Any, x: Any, act: str) -> Any:
         if both is not None:
-            first, second = getattr(self, both)(x).chunk(2, dim=-1)
-            return glu(second, first, act) if up_first else glu(first, second, act)
+            h = getattr(self, both)(x)
+            if not up_first:
+                return glu(h, None, act)
+            first, second = h.chunk(2, dim=-1)
+            return glu(second, first, act)
         first = getattr(self, gate)(x)
         return glu(first if scale_gate is None else first * getattr(self, scale_gate), getattr(self, up)(x), act)
 

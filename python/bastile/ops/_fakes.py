@@ -41,12 +41,11 @@ class _Shapes:
         self.of[name] = tensor.shape
         if shape[0] in "=#.":
             return
-        starred = shape[0] == "*"
-        if starred:
-            shape = shape[1:]
-            self.leading = tuple(tensor.shape[: tensor.dim() - len(shape)])
-        sizes = tensor.shape[len(self.leading) :] if starred else tensor.shape
-        for symbol, size in zip(re.findall("[~-]?.", shape), sizes, strict=False):
+        symbols, sizes = re.findall("[~-]?.", shape.removeprefix("*")), tensor.shape
+        if shape[0] == "*":
+            self.leading = tuple(sizes[: len(sizes) - len(symbols)])
+            sizes = sizes[len(self.leading) :]
+        for symbol, size in zip(symbols, sizes, strict=False):
             self.sizes.setdefault(symbol, size)
 
     def make(self, shape: str) -> tuple[Any, ...]:

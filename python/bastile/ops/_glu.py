@@ -1,8 +1,9 @@
-"""Gated units: y = act(a) * b by the operators from C, and in plain torch."""
+"""Gated units, y = act(a) * b or of GPT-OSS, by the operators from C, and in plain torch."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,7 @@ from bastile.ops import _fakes  # noqa: F401  (registers the operators, with the
 
 _ops = torch.ops.bastile
 
-#: In the order of src/core/activation.h, in plain torch.
+#: Functions of the gate alone, in the order of src/core/activation.h, in plain torch.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu_tanh": functools.partial(functional.gelu, approximate="tanh"),
@@ -33,43 +34,74 @@ ACTIVATION_OF_CONFIG = {
 }
 
 
-class Unit:
-    """A gated unit with its activation. `op`: what errors begin with."""
+OAI = "swiglu_oai"
+#: All units, in the order of src/core/activation.h: of the last one up is one more.
+UNITS = (*ACTIVATIONS, OAI)
+ALPHA = 1.702
 
-    def __init__(self, op: str, activation: str):
-        if activation not in ACTIVATIONS:
-            names = ", ".join(f'"{name}"' for name in ACTIVATIONS)
+
+class Unit:
+    """A gated unit with its activation and limit. `op`: what errors begin with."""
+
+    def __init__(
+        self, op: str, activation: str, interleaved: bool = False, alpha: float = ALPHA, limit: float | None = None
+    ):
+        if activation not in UNITS:
+            names = ", ".join(f'"{name}"' for name in UNITS)
             raise ValueError(f"{op}: activation is {activation!r}; one of {names} is needed")
+        if limit is None:
+            limit = 7.0 if activation == OAI else math.inf
+        if not limit > 0:
+            raise ValueError(f"{op}: limit is {limit}; more than 0 is needed")
         self.op = op
-        self._activate = ACTIVATIONS[activation]
-        self._code = list(ACTIVATIONS).index(activation)
+        self.activation = activation
+        self.interleaved = bool(interleaved)
+        self.alpha, self.limit = float(alpha), float(limit)
+        code = UNITS.index(activation)
+        self._apart = code, self.alpha, self.limit
+        #: As operators of gate and up in one tensor are told.
+        self.joined = code, self.interleaved, self.alpha, self.limit
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return _ops.glu_forward.default(self._code, a, b)
+        return _ops.glu_forward.default(*self._apart, a, b)
 
     def backward(
         self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _ops.glu_backward.default(self._code, dy, a, b, want_da, want_db)
+        return _ops.glu_backward.default(*self._apart, dy, a, b, want_da, want_db)
 
     def backward_with_y(
         self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The forward pass's output, too."""
-        return _ops.glu_backward_with_y.default(self._code, dy, a, b, want_da, want_db)
+        return _ops.glu_backward_with_y.default(*self._apart, dy, a, b, want_da, want_db)
 
     def backward_inplace(
         self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool, want_y: bool
     ) -> None:
         """da over a, db over b, that output over dy."""
-        _ops.glu_backward_inplace.default(self._code, dy, a, b, want_da, want_db, want_y)
+        _ops.glu_backward_inplace.default(*self._apart, dy, a, b, want_da, want_db, want_y)
+
+    def forward_joined(self, h: torch.Tensor) -> torch.Tensor:
+        return _ops.glu_joined_forward.default(*self.joined, h)
+
+    def backward_joined(self, dy: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return _ops.glu_joined_backward.default(*self.joined, dy, h)
 
     def original(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self._activate(a) * b
+        """In plain torch."""
+        if self.limit < math.inf:
+            a, b = a.clamp(max=self.limit), b.clamp(-self.limit, self.limit)
+        if self.activation == OAI:
+            return (b + 1) * (a * torch.sigmoid(a * self.alpha))
+        return ACTIVATIONS[self.activation](a) * b
+
+    def original_joined(self, h: torch.Tensor) -> torch.Tensor:
+        return self.original(*((h[..., ::2], h[..., 1::2]) if self.interleaved else h.chunk(2, dim=-1)))
 
 
 class _SwiGLU(Unit):
-    """The usual one: its operators are called without an argument that says so, and by no function of ours."""
+    """The usual one: its operators are called without arguments that say so, and by no function of ours."""
 
     forward = staticmethod(_ops.swiglu_forward.default)
     backward = staticmethod(_ops.swiglu_backward.default)
@@ -77,5 +109,8 @@ class _SwiGLU(Unit):
     backward_inplace = staticmethod(_ops.swiglu_backward_inplace.default)
 
 
-def unit_of(op: str, activation: str) -> Unit:
-    return _SwiGLU(op, activation) if activation == "silu" else Unit(op, activation)
+def unit_of(
+    op: str, activation: str, interleaved: bool = False, alpha: float = ALPHA, limit: float | None = None
+) -> Unit:
+    is_usual = activation == "silu" and (limit is None or limit == math.inf)
+    return (_SwiGLU if is_usual else Unit)(op, activation, interleaved, alpha, limit)

@@ -1,4 +1,4 @@
-"""Gated units: y = act(gate) · up (Shazeer, 2020), and the gated MLP built on them."""
+"""Gated units: y = act(gate) · up (Shazeer, 2020), clamped as GPT-OSS has it, and the gated MLP built on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from bastile.ops._common import Function, first_order_only, need_floats, served
-from bastile.ops._glu import Unit, unit_of
+from bastile.ops._glu import ALPHA, Unit, unit_of
 from bastile.ops._modules import plain_linear
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.recompute import offer
@@ -46,13 +46,53 @@ def apply_unit(unit: Unit, a: torch.Tensor, b: torch.Tensor, names: tuple[str, s
     return y
 
 
-def glu(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """act(gate) * up, in float32 and rounded once.
+class _GLUJoined(Function):
+    @staticmethod
+    def forward(ctx, h, unit):
+        ctx.save_for_backward(h)
+        ctx.unit = unit
+        return unit.forward_joined(h)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (h,) = ctx.saved_tensors
+        dh = ctx.unit.backward_joined(dy, h)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            dh = first_order_only(ctx.unit.op, dh, dy, h)
+        return dh, None
+
+
+def _apply_joined(unit: Unit, h: torch.Tensor) -> torch.Tensor:
+    need_floats(unit.op, gate=h)
+    if h.dim() == 0 or h.shape[-1] % 2:
+        raise ValueError(f"{unit.op}: gate has shape {list(h.shape)}; without up [..., 2I] is needed")
+    if not served(h):
+        return unit.original_joined(h)
+    y = _GLUJoined.apply(h, unit)
+    offer(unit.forward_joined, (h,), y)
+    return y
+
+
+def glu(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    activation: str = "silu",
+    *,
+    interleaved: bool = False,
+    alpha: float = ALPHA,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """act(gate) * up, in float32 and rounded once, of a gate of at most `limit` and up between -limit and limit.
+    "swiglu_oai", GPT-OSS's unit, is (up + 1) * gate * sigmoid(alpha * gate).
 
     Args:
-        gate: [..., I]; float32, bfloat16 or float16, any strides: it may be a slice of a wider tensor.
-        up: as gate. Other types than gate's run the original torch code.
-        activation: "silu", "gelu_tanh", "gelu", "relu" or "relu2", its square.
+        gate: [..., I]; float32, bfloat16 or float16, any strides: it may be a slice of a wider tensor. Without up: both
+            in one tensor [..., 2I], whose gradient is then one tensor too.
+        up: as gate, or None. Other types than gate's run the original torch code.
+        activation: "silu", "gelu_tanh", "gelu", "relu", "relu2", its square, or "swiglu_oai".
+        interleaved: of one tensor: whether gate and up are its even and its odd columns, not its halves.
+        alpha: of the sigmoid, for "swiglu_oai".
+        limit: of the clamps; float("inf") for none. None: 7 for "swiglu_oai", none for others.
 
     Returns:
         [..., I], contiguous. Gradients flow to both; nothing but these two is kept for them.
@@ -60,7 +100,12 @@ def glu(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
-    return apply_unit(unit_of("glu", activation), gate, up, ("gate", "up"))
+    unit = unit_of("glu", activation, interleaved, alpha, limit)
+    if up is None:
+        return _apply_joined(unit, gate)
+    if interleaved:
+        raise ValueError("glu: interleaved is True; False is needed with up, or None in its place")
+    return apply_unit(unit, gate, up, ("gate", "up"))
 
 
 def glu_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str = "silu") -> torch.Tensor:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
-from bastile.ops._glu import ACTIVATIONS
+from bastile.ops._glu import ALPHA, OAI, unit_of
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 from bastile.recompute import offer
 
@@ -25,19 +22,6 @@ _combine_backward = torch.ops.bastile.moe_combine_backward.default
 
 #: The sort gives each expert a thread of one block.
 MOST_EXPERTS = 1023
-
-_OAI = "swiglu_oai"
-#: In the order of src/core/activation.h.
-UNITS = (*ACTIVATIONS, _OAI)
-
-
-class Gate(NamedTuple):
-    """The gated unit, as its operators are told."""
-
-    activation: int
-    interleaved: bool
-    alpha: float
-    limit: float
 
 
 def _weight_gradient(left, right, ends, like):
@@ -125,16 +109,7 @@ class _Experts(Function):
         return *(g if want else None for g, want in wanted), None, None
 
 
-def _unit(h, gate):
-    """The gated unit in plain torch."""
-    g, u = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, dim=-1)
-    if gate.limit < math.inf:
-        g, u = g.clamp(max=gate.limit), u.clamp(-gate.limit, gate.limit)
-    name = UNITS[gate.activation]
-    return (u + 1) * (g * torch.sigmoid(g * gate.alpha)) if name == _OAI else ACTIVATIONS[name](g) * u
-
-
-def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate):
+def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, unit):
     """The definition in plain torch, for devices and types without kernels."""
     out = torch.zeros_like(hidden)
     for expert in range(gate_up.shape[0]):
@@ -142,25 +117,11 @@ def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias,
         h = hidden[token] @ gate_up[expert]
         if gate_up_bias is not None:
             h = h + gate_up_bias[expert]
-        y = _unit(h, gate) @ down[expert]
+        y = unit.original_joined(h) @ down[expert]
         if down_bias is not None:
             y = y + down_bias[expert]
         out = out.index_add(0, token, (y * weights[token, choice, None]).to(out.dtype))
     return out
-
-
-def _gate(activation, interleaved, alpha, limit):
-    if activation not in UNITS:
-        names = ", ".join(f'"{name}"' for name in UNITS)
-        raise ValueError(f"moe_experts: activation is {activation!r}; one of {names} is needed")
-    is_oai = activation == _OAI
-    if limit is None:
-        limit = 7.0 if is_oai else math.inf
-    if not limit > 0:
-        raise ValueError(f"moe_experts: limit is {limit}; more than 0 is needed")
-    return Gate(
-        UNITS.index(activation), is_oai if interleaved is None else bool(interleaved), float(alpha), float(limit)
-    )
 
 
 def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias):
@@ -200,7 +161,7 @@ def moe_experts(
     *,
     activation: str = "swiglu_oai",
     interleaved: bool | None = None,
-    alpha: float = 1.702,
+    alpha: float = ALPHA,
     limit: float | None = None,
 ) -> torch.Tensor:
     """The weighted sum of what each token's experts make of it.
@@ -232,7 +193,9 @@ def moe_experts(
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
-    gate = _gate(activation, interleaved, alpha, limit)
+    if interleaved is None:
+        interleaved = activation == OAI
+    unit = unit_of("moe_experts", activation, interleaved, alpha, limit)
     given = (hidden, router_indices, routing_weights, gate_up_proj, gate_up_bias, down_proj, down_bias)
     floats = [t for t in given if t is not None and t is not router_indices]
     is_served = served(*floats)
@@ -247,7 +210,7 @@ def moe_experts(
         and gate_up_proj.shape[0] <= MOST_EXPERTS
         and not torch.is_autocast_enabled(hidden.device.type)
     ):
-        return _reference(*given, gate)
+        return _reference(*given, unit)
     return _Experts.apply(
         hidden,
         router_indices.long().contiguous(),
@@ -256,6 +219,6 @@ def moe_experts(
         gate_up_bias if gate_up_bias is None else gate_up_bias.contiguous(),
         down_proj,
         down_bias if down_bias is None else down_bias.contiguous(),
-        gate,
+        unit.joined,
         torch.is_grad_enabled(),
     )

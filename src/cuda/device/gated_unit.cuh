@@ -100,44 +100,45 @@ BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
     }
 }
 
-BST_DEVICE float bst_gated(float g, float u, int activation, int type) {
-    return u * bst_activate(g, activation, type).value;
+/* Of swiglu_oai, what the sigmoid is of: finite, so that no slope of 0 is multiplied with an infinite one. */
+BST_DEVICE float bst_oai_inner(float g, float alpha) { return bst_clamp(alpha * g, -BST_LARGEST, BST_LARGEST); }
+
+/* Of swiglu_oai too. Its up is one more. */
+BST_DEVICE bst_gate bst_unit_gate(float g, int activation, float alpha, int type) {
+    if (activation != BST_SWIGLU_OAI_CODE) return bst_activate(g, activation, type);
+    float v = bst_oai_inner(g, alpha);
+    return bst_sigmoid_gate(g, v, v, type);
 }
+BST_DEVICE float bst_unit_up(float u, int activation) { return activation == BST_SWIGLU_OAI_CODE ? u + 1.0f : u; }
 
 struct bst_gated_gradients {
-    float dgate, dup, y; /* y: what bst_gated gives */
+    float dgate, dup, y; /* y: what bst_gated_within gives */
 };
 
 /* For float32, where each rounding shows, dup is of `value`: a product with factor, rounded twice, would show. */
-BST_DEVICE bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, int type) {
-    bst_gate a = bst_activate(g, activation, type);
+BST_DEVICE bst_gated_gradients bst_gradients_of(float dy, bst_gate a, float u, int type) {
     float scaled = dy * a.factor;
     if (type == BST_F32_CODE) return {dy * u * a.factor * a.slope, dy * a.value, u * a.value};
     return {u * (scaled * a.slope), a.rest * scaled, u * a.value};
 }
 
-/* Of experts: where `limited`, a constant, the gate is at most `limit`, and up between -limit and limit. swiglu_oai is
- * (up + 1) gate sigmoid(alpha gate). */
+/* Any unit; where `limited`, a constant, the gate is at most `limit`, and up between -limit and limit. */
 BST_DEVICE float bst_gated_within(float g, float u, int activation, float alpha, bool limited, float limit, int type) {
     float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
-    if (activation != BST_SWIGLU_OAI_CODE) return bst_gated(gate, up, activation, type);
-    return (up + 1.0f) * bst_quotient(gate, 1.0f + bst_exp_minus(alpha * gate, type), type);
+    return bst_unit_up(up, activation) * bst_unit_gate(gate, activation, alpha, type).value;
 }
 
-/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. With s = sigmoid(alpha gate)
- * swiglu_oai's derivatives are (up + 1) s (1 + alpha gate (1 - s)) and gate s. */
+/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. For float32 swiglu_oai's slope
+ * is added to, not multiplied with: a rounding less, as its definition has it. */
 BST_DEVICE bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
                                                          bool limited, float limit, int type) {
     float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
-    bst_gated_gradients d;
-    if (activation == BST_SWIGLU_OAI_CODE) {
-        float s = bst_quotient(1.0f, 1.0f + bst_exp_minus(alpha * gate, type), type);
-        float slope = s * bst_fma(alpha * gate, 1.0f - s, 1.0f);
-        up += 1.0f;
-        gate *= s;
-        d = {dy * up * slope, dy * gate, up * gate};
-    } else {
-        d = bst_gated_backward(dy, gate, up, activation, type);
+    bst_gate of_gate = bst_unit_gate(gate, activation, alpha, type);
+    up = bst_unit_up(up, activation);
+    bst_gated_gradients d = bst_gradients_of(dy, of_gate, up, type);
+    if (activation == BST_SWIGLU_OAI_CODE && type == BST_F32_CODE) {
+        float scaled = dy * up * of_gate.factor;
+        d.dgate = bst_fma(scaled, bst_oai_inner(gate, alpha) * (1.0f - of_gate.factor), scaled);
     }
     if (limited) {
         d.dgate = g <= limit ? d.dgate : 0.0f;

@@ -4,22 +4,22 @@
 
 #include "row_map.h"
 
-/* gate is the API's a, up its b. */
-typedef struct glu_forward_args {
-    const void *gate, *up;
-    void *y;
-    int64_t count; /* elements of each */
-    bst_row_map gate_map, up_map;
-} glu_forward_args;
+/* The tensors: gate and up are the API's a and b. Interleaved they are one, in the place of the gate. */
+#define GLU_GATE    0
+#define GLU_UP      1
+#define GLU_Y       2
+#define GLU_DY      3
+#define GLU_DGATE   4
+#define GLU_DUP     5
+#define GLU_TENSORS 6
 
-typedef struct glu_backward_args {
-    const void *dy, *gate, *up;
-    void *dgate, *dup, *y; /* NULL: not wanted */
-    int64_t count;
-    bst_row_map dy_map, gate_map, up_map, dgate_map, dup_map, y_map;
-} glu_backward_args;
+typedef struct glu_args {
+    void *at[GLU_TENSORS]; /* NULL: not wanted, or of the backward pass alone */
+    bst_row_map map[GLU_TENSORS];
+    int64_t count; /* elements of y */
+    float alpha, limit;
+} glu_args;
 
-static_assert(sizeof(glu_forward_args) == 80, "host and device must agree");
-static_assert(sizeof(glu_backward_args) == 200, "host and device must agree");
+static_assert(sizeof(glu_args) == 208, "host and device must agree");
 
 #endif

@@ -1,18 +1,22 @@
-/* glu_cpu.c - gated units on CPU: one loop for each activation and element type, from memory to memory, in float32. */
+/* glu_cpu.c - gated units on CPU, in float32: for gate and up apart one loop for each activation and element type, from
+ * memory to memory; all others by the tiles that the experts have too. */
 #include "ops/glu/glu_cpu.h"
 
 #include "core/gated_unit.h"
 
-/* The elements from e on that lie in one row. */
+/* The elements of y from e on that lie in one row. */
 static int64_t run_length(const glu_cpu *a, int64_t e, int64_t end) {
-    int64_t columns = a->gate.rows.columns, left = columns - e % columns;
+    int64_t left = a->columns - e % a->columns;
     return left < end - e ? left : end - e;
 }
 
-static void *element(const glu_cpu *a, const glu_matrix *m, int64_t e) {
+/* Where a tensor has element e of y, or the pair that it is made of. */
+static void *element(const glu_cpu *a, int tensor, int64_t e) {
+    const glu_matrix *m = &a->of[tensor];
     if (!m->data) return NULL;
-    int64_t columns = m->rows.columns;
-    return bst_at(m->data, bst__row_start(&m->rows, e / columns) + e % columns, a->dtype);
+    int64_t column = e % a->columns;
+    if (a->unit.interleaved && (tensor == GLU_GATE || tensor == GLU_DGATE)) column *= 2;
+    return bst_at(m->data, bst__row_start(&m->rows, e / a->columns) + column, a->dtype);
 }
 
 /* `dtype` and `activation` are constants in what follows: each branch folds away. Types of 16 bits travel two to a
@@ -46,8 +50,43 @@ typedef struct glu_part {
     int64_t n;
 } glu_part;
 
+static glu_part part_at(const glu_cpu *a, int64_t e, int64_t n) {
+    return (glu_part){.gate = element(a, GLU_GATE, e),
+                      .up = element(a, GLU_UP, e),
+                      .y = element(a, GLU_Y, e),
+                      .dy = element(a, GLU_DY, e),
+                      .dgate = element(a, GLU_DGATE, e),
+                      .dup = element(a, GLU_DUP, e),
+                      .n = n};
+}
+
+/* ---- tiles: units of any layout, with limits --------------------------------------------------------------------- */
+
+static bool in_tiles(const glu_cpu *a) {
+    return a->unit.interleaved || a->unit.limited || a->unit.activation == BST_SWIGLU_OAI_CODE;
+}
+
+static void forward_tile(const glu_cpu *a, const glu_part *part) {
+    float pairs[2][BST_PAIRS], y[BST_PAIRS];
+    bst_load_pairs(pairs, part->gate, part->up, a->unit.interleaved, a->dtype, part->n);
+    bst_unit_tile(&a->unit, pairs, y, part->n);
+    bst_store(part->y, y, a->dtype, part->n);
+}
+
+static void backward_tile(const glu_cpu *a, const glu_part *part) {
+    float pairs[2][BST_PAIRS], dy[BST_PAIRS], y[BST_PAIRS];
+    bst_load_pairs(pairs, part->gate, part->up, a->unit.interleaved, a->dtype, part->n);
+    bst_load(dy, part->dy, a->dtype, part->n);
+    bst_unit_backward_tile(&a->unit, pairs, dy, y, 1.0f, part->n);
+    if (part->dgate || part->dup)
+        bst_store_pairs(pairs, part->dgate, part->dup, a->unit.interleaved, a->dtype, part->n);
+    if (part->y) bst_store(part->y, y, a->dtype, part->n);
+}
+
+/* ---- from memory to memory: gate and up apart, no limits --------------------------------------------------------- */
+
 /* All loops are compiled from these two, so they must be inlined whatever the compiler thinks of their number. */
-#define LOOP static inline __attribute__((always_inline)) void
+#define LOOP BST_LOOP void
 
 /* In these loops an output may be an input: each iteration reads its elements before it writes there. */
 LOOP forward_run(const glu_part *part, bst_dtype dtype, int activation) {
@@ -140,31 +179,35 @@ LOOP backward_wanted(const glu_part *part, bst_dtype dtype, int activation) {
 
 void BST_CPU(bst__glu_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const glu_cpu *a = context;
+    const bool tiles = in_tiles(a);
     for (int64_t e = begin, n; e < end; e += n) {
         n = run_length(a, e, end);
-        const glu_part part = {
-            .gate = element(a, &a->gate, e), .up = element(a, &a->up, e), .y = element(a, &a->y, e), .n = n};
-        switch (a->activation) { BST_ACTIVATIONS(FORWARD) }
+        if (tiles && n > BST_PAIRS) n = BST_PAIRS;
+        const glu_part part = part_at(a, e, n);
+        if (tiles)
+            forward_tile(a, &part);
+        else
+            switch (a->unit.activation) { BST_GATE_ACTIVATIONS(FORWARD) }
     }
 }
 
-/* A gradient that is not wanted goes into `scratch`: two loops, with y and without, serve all that may be wanted. */
+/* From memory to memory a gradient that is not wanted goes into `scratch`: two loops, with y and without, serve all
+ * that may be wanted. */
 void BST_CPU(bst__glu_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const glu_cpu *a = context;
     float scratch[BST_TILE];
-    bool some_unwanted = !a->dgate.data || !a->dup.data;
+    const bool tiles = in_tiles(a), some_unwanted = !a->of[GLU_DGATE].data || !a->of[GLU_DUP].data;
+    const int64_t most = tiles ? BST_PAIRS : some_unwanted ? BST_TILE : INT64_MAX;
     for (int64_t e = begin, n; e < end; e += n) {
         n = run_length(a, e, end);
-        if (some_unwanted && n > BST_TILE) n = BST_TILE;
-        glu_part part = {.dy = element(a, &a->dy, e),
-                         .gate = element(a, &a->gate, e),
-                         .up = element(a, &a->up, e),
-                         .dgate = element(a, &a->dgate, e),
-                         .dup = element(a, &a->dup, e),
-                         .y = element(a, &a->y, e),
-                         .n = n};
+        if (n > most) n = most;
+        glu_part part = part_at(a, e, n);
+        if (tiles) {
+            backward_tile(a, &part);
+            continue;
+        }
         if (!part.dgate) part.dgate = scratch;
         if (!part.dup) part.dup = scratch;
-        switch (a->activation) { BST_ACTIVATIONS(BACKWARD) }
+        switch (a->unit.activation) { BST_GATE_ACTIVATIONS(BACKWARD) }
     }
 }

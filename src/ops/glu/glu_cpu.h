@@ -2,7 +2,9 @@
 #ifndef BST_GLU_CPU_H
 #define BST_GLU_CPU_H
 
+#include "core/activation.h"
 #include "core/cpu_kernel.h"
+#include "ops/glu/glu_args.h"
 
 /* A tensor's memory as rows. Tensors without gaps are one long row each. */
 typedef struct glu_matrix {
@@ -12,12 +14,12 @@ typedef struct glu_matrix {
 
 typedef struct glu_cpu {
     bst_dtype dtype;
-    int activation;
-    glu_matrix gate, up, y;
-    glu_matrix dy, dgate, dup; /* backward alone */
+    bst_unit unit;
+    int64_t columns;            /* of y's rows */
+    glu_matrix of[GLU_TENSORS]; /* DY, DGATE and DUP: backward alone */
 } glu_cpu;
 
-BST_CPU_DECLARE(bst__glu_forward_cpu);  /* over elements */
-BST_CPU_DECLARE(bst__glu_backward_cpu); /* over elements */
+BST_CPU_DECLARE(bst__glu_forward_cpu);  /* over elements of y */
+BST_CPU_DECLARE(bst__glu_backward_cpu); /* likewise */
 
 #endif

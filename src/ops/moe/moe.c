@@ -2,7 +2,6 @@
  * kernels. */
 #include <inttypes.h>
 
-#include "core/activation.h"
 #include "core/options.h"
 #include "ops/moe/moe.h"
 #include "ops/moe/moe_cpu.h"
@@ -216,31 +215,10 @@ static const char glu_forward_op[] = "moe_glu_forward", glu_backward_op[] = "moe
 #define GLU_HALF(name, flags, ...) \
     {name, flags, BST_FLOATS, "N-C", BST_CONTIGUOUS, BST_TYPE_OF(GLU_H, "the type of h"), __VA_ARGS__}
 
-static const bst_attribute_rule glu_rules[] = {[ACTIVATION] = BST_EXPERTS_UNIT_RULE,
-                                               [INTERLEAVED] = {"interleaved", 'b'},
-                                               [ALPHA] = {"alpha", 'd'},
-                                               [LIMIT] = {"limit", 'd'},
-                                               {NULL}};
-
-static bst_status read_options(const char *op, const bst_moe_glu_options *given, bst_attribute *attributes) {
-    bst_moe_glu_options options;
-    BST_TRY(bst__options(op, "options", given, &options, sizeof options));
-    attributes[ACTIVATION].i = options.activation;
-    attributes[INTERLEAVED].i = options.interleaved != 0;
-    attributes[ALPHA].d = options.alpha != 0 ? options.alpha : 1.702;
-    attributes[LIMIT].d = options.limit != 0 ? options.limit : (double)INFINITY;
-    return BST_OK;
-}
-
 static bst_status check_glu(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    double alpha = attributes[ALPHA].d, limit = attributes[LIMIT].d;
-    if (!(limit > 0) || alpha != alpha)
-        return bst__error(BST_INVALID, "%s: alpha is %g and limit %g; numbers, and a limit above 0, are needed", op,
-                          alpha, limit);
+    BST_TRY(bst__glu_need_numbers(op, attributes));
     BST_TRY(need_countable(op, "h", "rows", v[GLU_H].size[0]));
-    if (v[GLU_H].size[1] % 2)
-        return bst__error(BST_INVALID, "%s: h has shape %s; columns in pairs, gate and up, are needed", op,
-                          bst__shape_text(&v[GLU_H]));
+    BST_TRY(bst__glu_need_pairs(op, &v[GLU_H]));
     return need_experts(op, v[GLU_ENDS].count);
 }
 
@@ -258,10 +236,7 @@ static moe_cpu glu_call(const bst_view *v, const bst_attribute *attributes) {
                      .ends = v[GLU_ENDS].data,
                      .h = v[GLU_H].data,
                      .bias = v[GLU_BIAS].data,
-                     .activation = (int)attributes[ACTIVATION].i,
-                     .interleaved = attributes[INTERLEAVED].i,
-                     .alpha = (float)attributes[ALPHA].d,
-                     .limit = (float)attributes[LIMIT].d};
+                     .unit = bst__glu_unit(attributes)};
 }
 
 static bst_status run_glu_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
@@ -284,17 +259,17 @@ static const bst_function glu_forward = {
     .name = glu_forward_op,
     .meanings = meanings,
     .arguments = glu_forward_arguments,
-    .attributes = glu_rules,
+    .attributes = bst__glu_rules,
     .check = check_glu,
     .run = run_glu_forward,
     BST_TORCH("moe_glu_forward: h bias ends activation interleaved alpha limit -> y"),
 };
 
 bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
-                               const bst_moe_glu_options *options, DLTensor *y) {
+                               const bst_glu_options *options, DLTensor *y) {
     const DLTensor *tensors[] = {[GLU_H] = h, [GLU_ENDS] = ends, [GLU_BIAS] = bias, [GLU_Y] = y};
-    bst_attribute attributes[LIMIT + 1];
-    BST_TRY(read_options(glu_forward_op, options, attributes));
+    bst_attribute attributes[GLU_ATTRIBUTES];
+    BST_TRY(bst__glu_options(glu_forward_op, options, attributes));
     return bst__run(&glu_forward, exec, tensors, attributes);
 }
 
@@ -341,7 +316,7 @@ static const bst_function glu_backward = {
     .name = glu_backward_op,
     .meanings = meanings,
     .arguments = glu_backward_arguments,
-    .attributes = glu_rules,
+    .attributes = bst__glu_rules,
     .check = check_glu_backward,
     .run = run_glu_backward,
     BST_TORCH("moe_glu_backward: " GLU_BACKWARD "dh? wy? dweights? dbias?",
@@ -349,15 +324,15 @@ static const bst_function glu_backward = {
 };
 
 bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
-                                const bst_moe_glu_options *options) {
+                                const bst_glu_options *options) {
     bst_moe_glu_backward_tensors t;
     BST_TRY(bst__options(glu_backward_op, "tensors", tensors, &t, sizeof t));
     const DLTensor *in_places[] = {
         [GLU_H] = t.h,         [GLU_ENDS] = t.ends,         [GLU_BIAS] = t.bias,  [GLU_DY] = t.dy,
         [GLU_ORDER] = t.order, [GLU_WEIGHTS] = t.weights,   [GLU_DOTS] = t.dots,  [GLU_WY] = t.wy,
         [GLU_DH] = t.dh,       [GLU_DWEIGHTS] = t.dweights, [GLU_DBIAS] = t.dbias};
-    bst_attribute attributes[LIMIT + 1];
-    BST_TRY(read_options(glu_backward_op, options, attributes));
+    bst_attribute attributes[GLU_ATTRIBUTES];
+    BST_TRY(bst__glu_options(glu_backward_op, options, attributes));
     return bst__run(&glu_backward, exec, in_places, attributes);
 }
 

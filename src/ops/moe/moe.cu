@@ -3,7 +3,8 @@
  *
  * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
  * access, BIAS_VEC to the unit's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS
- * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted; ACTIVATION (of activation.h), HALVES, LIMITED the unit.
+ * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted; UNIT (an activation of activation.h), HALVES, LIMITED the
+ * unit.
  * How much a block takes is an argument, so that no kernel depends on lengths.
  *
  * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the unit, where 2I = COLUMNS:
@@ -231,8 +232,8 @@ BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
                 unpack_pairs(h, raw[i]);
                 BST_UNROLL
                 for (int j = 0; j < PAIRS; j++)
-                    y[j] = bst_gated_within(h[gate_of(j)] + b[gate_of(j)], h[up_of(j)] + b[up_of(j)], ACTIVATION,
-                                            a.alpha, LIMITED, a.limit, TYPE);
+                    y[j] = bst_gated_within(h[gate_of(j)] + b[gate_of(j)], h[up_of(j)] + b[up_of(j)], UNIT, a.alpha,
+                                            LIMITED, a.limit, TYPE);
                 bst_store_once(a.y, (row + i) * ROW_OF_PAIRS + pair, y, TYPE, PAIRS);
             }
         }
@@ -319,8 +320,8 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
                         BST_UNROLL
                         for (int j = 0; j < PAIRS; j++) {
                             int g = gate_of(j), u = up_of(j);
-                            bst_gated_gradients d = bst_gated_within_backward(
-                                w * dy[j], h[g] + b[g], h[u] + b[u], ACTIVATION, a.alpha, LIMITED, a.limit, TYPE);
+                            bst_gated_gradients d = bst_gated_within_backward(w * dy[j], h[g] + b[g], h[u] + b[u], UNIT,
+                                                                              a.alpha, LIMITED, a.limit, TYPE);
                             dot = bst_fma(dy[j], d.y, dot);
                             y[j] = d.y * w;
                             h[g] = d.dgate;

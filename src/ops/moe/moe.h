@@ -4,6 +4,7 @@
 #define BST_MOE_H
 
 #include "core/describe.h"
+#include "ops/glu/glu.h"
 
 /* A thread of a block of the sort is an expert, one more the pairs of no expert. */
 enum { BST_MOE_MOST_EXPERTS = 1023 };
@@ -15,9 +16,8 @@ enum { GLU_DY = GLU_BOTH, GLU_ORDER, GLU_WEIGHTS, GLU_DOTS, GLU_WY, GLU_DH, GLU_
 enum { SUM_Y, SUM_POSITION, SUM_WEIGHTS, SUM_BIAS, SUM_INDICES, SUM_OUT };
 enum { BACK_DOUT, BACK_ORDER, BACK_ENDS, BACK_WEIGHTS, BACK_BIAS, BACK_ROWS, BACK_DOTS, BACK_DBIAS };
 
-/* Attributes: of the sort, of the gated unit. */
+/* The attribute of the sort. Those of the gated unit are glu's. */
 enum { EXPERTS };
-enum { ACTIVATION, INTERLEAVED, ALPHA, LIMIT };
 
 typedef bst_status bst_moe_launch(const bst_exec *exec, const char *op, const bst_view *v,
                                   const bst_attribute *attributes);

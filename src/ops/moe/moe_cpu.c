@@ -36,95 +36,39 @@ void BST_CPU(bst__moe_gather_cpu)(void *context, int64_t begin, int64_t end) {
 
 /* ---- the gated unit ---------------------------------------------------------------------------------------------- */
 
-enum { PAIRS = BST_TILE / 2 }; /* a tile of h is as many gates and ups */
-
-/* n pairs of a row of h or of biases, from pair `first` on: gates into pairs[0], ups into pairs[1]; and back. */
-static void load_pairs(const moe_cpu *a, float pairs[2][PAIRS], const void *from, int64_t row, int64_t first,
-                       int64_t n) {
-    const void *at = bst_at(from, row * a->columns + (a->interleaved ? 2 * first : first), a->dtype);
-    if (a->interleaved) {
-        float both[BST_TILE];
-        bst_load(both, at, a->dtype, 2 * n);
-        for (int64_t i = 0; i < n; i++) pairs[0][i] = both[2 * i], pairs[1][i] = both[2 * i + 1];
-    } else {
-        bst_load(pairs[0], at, a->dtype, n);
-        bst_load(pairs[1], bst_at(at, a->columns / 2, a->dtype), a->dtype, n);
-    }
+/* Where pair `first` of a row of h or of biases has its gate, and its up where these are halves. */
+static void *pair_at(const moe_cpu *a, const void *from, int64_t row, int64_t first) {
+    return bst_at(from, row * a->columns + (a->unit.interleaved ? 2 * first : first), a->dtype);
 }
+static void *up_at(const moe_cpu *a, const void *pair) { return bst_at(pair, a->columns / 2, a->dtype); }
 
-static void store_pairs(const moe_cpu *a, const float pairs[2][PAIRS], void *to, int64_t row, int64_t first,
-                        int64_t n) {
-    void *at = bst_at(to, row * a->columns + (a->interleaved ? 2 * first : first), a->dtype);
-    if (a->interleaved) {
-        float both[BST_TILE];
-        for (int64_t i = 0; i < n; i++) both[2 * i] = pairs[0][i], both[2 * i + 1] = pairs[1][i];
-        bst_store(at, both, a->dtype, 2 * n);
-    } else {
-        bst_store(at, pairs[0], a->dtype, n);
-        bst_store(bst_at(at, a->columns / 2, a->dtype), pairs[1], a->dtype, n);
-    }
+static void load_pairs(const moe_cpu *a, float pairs[2][BST_PAIRS], const void *from, int64_t row, int64_t first,
+                       int64_t n) {
+    const void *at = pair_at(a, from, row, first);
+    bst_load_pairs(pairs, at, up_at(a, at), a->unit.interleaved, a->dtype, n);
 }
 
 /* h plus its expert's bias. */
-static void load_h(const moe_cpu *a, float h[2][PAIRS], int64_t row, int64_t first, int64_t n) {
+static void load_h(const moe_cpu *a, float h[2][BST_PAIRS], int64_t row, int64_t first, int64_t n) {
     load_pairs(a, h, a->h, row, first, n);
     if (!a->bias) return;
-    float b[2][PAIRS];
+    float b[2][BST_PAIRS];
     load_pairs(a, b, a->bias, expert_of(a, row), first, n);
     for (int64_t i = 0; i < n; i++) h[0][i] += b[0][i], h[1][i] += b[1][i];
 }
 
-/* A loop for each unit, whose code is a constant there: each branch folds away. */
-#define LOOP static inline __attribute__((always_inline))
-
-LOOP void forward_pairs(const moe_cpu *a, float h[2][PAIRS], float *y, int activation, int64_t n) {
-    const float alpha = a->alpha, limit = a->limit, *gate = h[0], *up = h[1];
-#pragma omp simd
-    for (int64_t i = 0; i < n; i++) y[i] = bst_gated_within(gate[i], up[i], activation, alpha, limit, BST_F32);
-}
-
-/* h becomes its gradient, y the unit's output times the row's weight. Returns the sum of dy y. */
-LOOP float backward_pairs(const moe_cpu *a, float h[2][PAIRS], const float *restrict dy, float *restrict y,
-                          float weight, int activation, int64_t n) {
-    const float alpha = a->alpha, limit = a->limit;
-    float dot = 0, *restrict gate = h[0], *restrict up = h[1];
-#pragma omp simd reduction(+ : dot)
-    for (int64_t i = 0; i < n; i++) {
-        bst_gated_gradients d =
-            bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha, limit, BST_F32);
-        dot += dy[i] * d.y;
-        y[i] = weight * d.y;
-        gate[i] = d.dgate;
-        up[i] = d.dup;
-    }
-    return dot;
-}
-
-#define FORWARD(name, code)              \
-    case code:                           \
-        forward_pairs(a, h, y, code, n); \
-        break;
-#define BACKWARD(name, code) \
-    case code:               \
-        return backward_pairs(a, h, dy, y, weight, code, n);
-
 void BST_CPU(bst__moe_glu_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
     const int64_t width = a->columns / 2;
-    float h[2][PAIRS], y[PAIRS];
+    float h[2][BST_PAIRS], y[BST_PAIRS];
     for (int64_t row = begin; row < end; row++) {
-        for (int64_t c = 0; c < width; c += PAIRS) {
-            int64_t n = earlier(width - c, PAIRS);
+        for (int64_t c = 0; c < width; c += BST_PAIRS) {
+            int64_t n = earlier(width - c, BST_PAIRS);
             load_h(a, h, row, c, n);
-            switch (a->activation) { BST_EXPERTS_UNITS(FORWARD) }
+            bst_unit_tile(&a->unit, h, y, n);
             bst_store(bst_at(a->out, row * width + c, a->dtype), y, a->dtype, n);
         }
     }
-}
-
-static float backward_tile(const moe_cpu *a, float h[2][PAIRS], const float *dy, float *y, float weight, int64_t n) {
-    switch (a->activation) { BST_EXPERTS_UNITS(BACKWARD) }
-    return 0.0f;
 }
 
 /* The row of partial sums of this chunk and expert, and whether this is the first row that adds to it. */
@@ -142,22 +86,23 @@ static void add_partial(float *restrict partial, int64_t step, const float *rest
 /* dh may be h, and wy dy: a tile is read before its place is written. */
 void BST_CPU(bst__moe_glu_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const moe_cpu *a = context;
-    const int64_t width = a->columns / 2, step = a->interleaved ? 2 : 1, up = a->interleaved ? 1 : width;
-    float h[2][PAIRS], dy[PAIRS], y[PAIRS];
+    const int64_t width = a->columns / 2, step = a->unit.interleaved ? 2 : 1, up = a->unit.interleaved ? 1 : width;
+    float h[2][BST_PAIRS], dy[BST_PAIRS], y[BST_PAIRS];
     for (int64_t row = begin * MOE_CHUNK; row < earlier(end * MOE_CHUNK, a->rows); row++) {
         bool first = false;
         float *partial = a->partial ? partial_of(a, row, &first) : NULL;
         float weight = weight_of(a, a->order[row]), dot = a->dots_in ? a->dots_in[row] : 0.0f;
-        for (int64_t c = 0; c < width; c += PAIRS) {
-            int64_t n = earlier(width - c, PAIRS);
+        for (int64_t c = 0; c < width; c += BST_PAIRS) {
+            int64_t n = earlier(width - c, BST_PAIRS);
             load_h(a, h, row, c, n);
             bst_load(dy, bst_at(a->dy, row * width + c, a->dtype), a->dtype, n);
-            dot += backward_tile(a, h, dy, y, weight, n);
+            dot += bst_unit_backward_tile(&a->unit, h, dy, y, weight, n);
             if (partial) {
                 add_partial(partial + c * step, step, h[0], 1.0f, n, first);
                 add_partial(partial + c * step + up, step, h[1], 1.0f, n, first);
             }
-            if (a->dh) store_pairs(a, h, a->dh, row, c, n);
+            void *dh = a->dh ? pair_at(a, a->dh, row, c) : NULL;
+            if (dh) bst_store_pairs(h, dh, up_at(a, dh), a->unit.interleaved, a->dtype, n);
             if (a->wy) bst_store(bst_at(a->wy, row * width + c, a->dtype), y, a->dtype, n);
         }
         if (a->dweights) bst_store(bst_at(a->dweights, a->order[row], a->w_dtype), &dot, a->w_dtype, 1);

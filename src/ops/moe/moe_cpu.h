@@ -2,6 +2,7 @@
 #ifndef BST_MOE_CPU_H
 #define BST_MOE_CPU_H
 
+#include "core/activation.h"
 #include "core/cpu_kernel.h"
 
 /* Rows that add up to one partial sum of the biases' gradients: a fixed number, so that the order of a sum does not
@@ -22,9 +23,7 @@ typedef struct moe_cpu {
     const float *dots_in;
     float *dots;
     float *partial; /* [chunks + experts, columns]: that of chunk c and expert e is row c + e */
-    int activation; /* of the gated unit, as is the rest */
-    bool interleaved;
-    float alpha, limit;
+    bst_unit unit;
 } moe_cpu;
 
 BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over tokens: x to out */

@@ -1,47 +1,29 @@
 /* moe_cuda.c - a mixture of experts around its grouped products, on CUDA: the configuration of each kernel, a function
  * of shape and alignment, and its launch. */
-#include <math.h>
-
-#include "core/activation.h"
 #include "cuda/cuda.h"
 #include "ops/moe/moe.h"
 #include "ops/moe/moe_args.h"
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-/* Macros in the order of their values; one list serves all kernels of the file. */
-enum {
-    TYPE,
-    W_TYPE,
-    COLUMNS,
-    VEC,
-    BIAS_VEC,
-    H_VEC,
-    THREADS,
-    CHOICES,
-    BIAS,
-    WEIGHTS,
-    DH,
-    WY,
-    DWEIGHTS,
-    DBIAS,
-    DOTS,
-    UNIT,
-    HALVES,
-    LIMITED
-};
-#define MACROS(which)                                                                                          \
-    {"TYPE", "W_TYPE", "COLUMNS",  "VEC",   "BIAS_VEC", "H_VEC",      "THREADS", "CHOICES", "BIAS", "WEIGHTS", \
-     "DH",   "WY",     "DWEIGHTS", "DBIAS", "DOTS",     "ACTIVATION", "HALVES",  "LIMITED", which,  NULL}
+/* One list of macros serves all kernels of the file. */
+/* clang-format off */
+#define MACROS(X)                                                                                  \
+    X(TYPE) X(W_TYPE) X(COLUMNS) X(VEC) X(BIAS_VEC) X(H_VEC) X(THREADS) X(CHOICES) X(BIAS) X(WEIGHTS) X(DH) X(WY) \
+    X(DWEIGHTS) X(DBIAS) X(DOTS) X(UNIT) X(HALVES) X(LIMITED)
+/* clang-format on */
+#define PLACE(name) name,
+#define NAME(name)  #name,
+enum { MACROS(PLACE) };
 
-static const bst_kernel count_kernel = {"moe.cu", "moe_sort_count", MACROS("COUNT")};
-static const bst_kernel place_kernel = {"moe.cu", "moe_sort_place", MACROS("PLACE")};
-static const bst_kernel gather_kernel = {"moe.cu", "moe_gather", MACROS("GATHER")};
-static const bst_kernel glu_forward_kernel = {"moe.cu", "moe_glu_forward", MACROS("GLU_FORWARD")};
-static const bst_kernel glu_backward_kernel = {"moe.cu", "moe_glu_backward", MACROS("GLU_BACKWARD")};
-static const bst_kernel combine_forward_kernel = {"moe.cu", "moe_combine_forward", MACROS("COMBINE_FORWARD")};
-static const bst_kernel combine_backward_kernel = {"moe.cu", "moe_combine_backward", MACROS("COMBINE_BACKWARD")};
-static const bst_kernel bias_sum_kernel = {"moe.cu", "moe_bias_sum", MACROS("BIAS_SUM")};
+static const bst_kernel count_kernel = {"moe.cu", "moe_sort_count", {MACROS(NAME) "COUNT"}};
+static const bst_kernel place_kernel = {"moe.cu", "moe_sort_place", {MACROS(NAME) "PLACE"}};
+static const bst_kernel gather_kernel = {"moe.cu", "moe_gather", {MACROS(NAME) "GATHER"}};
+static const bst_kernel glu_forward_kernel = {"moe.cu", "moe_glu_forward", {MACROS(NAME) "GLU_FORWARD"}};
+static const bst_kernel glu_backward_kernel = {"moe.cu", "moe_glu_backward", {MACROS(NAME) "GLU_BACKWARD"}};
+static const bst_kernel combine_forward_kernel = {"moe.cu", "moe_combine_forward", {MACROS(NAME) "COMBINE_FORWARD"}};
+static const bst_kernel combine_backward_kernel = {"moe.cu", "moe_combine_backward", {MACROS(NAME) "COMBINE_BACKWARD"}};
+static const bst_kernel bias_sum_kernel = {"moe.cu", "moe_bias_sum", {MACROS(NAME) "BIAS_SUM"}};
 
 /* Threads of a block that works on one row, or on elements, at a time: many short blocks, so that the last ones do not
  * straggle. */
@@ -143,7 +125,8 @@ static bst_status add_up(const bst_exec *exec, const char *op, const float *part
 static moe_glu_args shape_glu(bst_launch *l, const bst_view *v, const bst_attribute *attributes,
                               const bst_view *const operands[2], const bst_view *dh) {
     const bst_view *h = &v[GLU_H], *bias = &v[GLU_BIAS];
-    bool halves = !attributes[INTERLEAVED].i;
+    const bst_unit unit = bst__glu_unit(attributes);
+    bool halves = !unit.interleaved;
     int64_t columns = h->size[1], part = halves ? columns / 2 : columns;
     int vec = halves ? 8 : 4;
     for (int i = 0; i < 2; i++)
@@ -158,15 +141,15 @@ static moe_glu_args shape_glu(bst_launch *l, const bst_view *v, const bst_attrib
     l->values[BIAS] = bias->data != NULL;
     l->values[BIAS_VEC] = bias->data ? narrower_rows((int)l->values[VEC], bias, part, part) : 1;
     l->values[CHOICES] = 1;
-    l->values[UNIT] = attributes[ACTIVATION].i;
+    l->values[UNIT] = unit.activation;
     l->values[HALVES] = halves;
-    l->values[LIMITED] = attributes[ACTIVATION].i == BST_SWIGLU_OAI || attributes[LIMIT].d < (double)INFINITY;
+    l->values[LIMITED] = unit.limited;
     return (moe_glu_args){.h = h->data,
                           .bias = bias->data,
                           .ends = v[GLU_ENDS].data,
                           .rows = h->size[0],
-                          .alpha = (float)attributes[ALPHA].d,
-                          .limit = (float)attributes[LIMIT].d,
+                          .alpha = unit.alpha,
+                          .limit = unit.limit,
                           .experts = (int32_t)v[GLU_ENDS].count};
 }
 
