@@ -3,8 +3,8 @@
  *
  * Macros: TYPE, W_TYPE (codes of dtype.h: of the rows, of the routing weights); COLUMNS of a row; VEC elements of an
  * access, BIAS_VEC to the unit's biases, H_VEC to h and dh; THREADS of a block; CHOICES experts a token; BIAS, WEIGHTS
- * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted; UNIT (an activation of activation.h), HALVES, LIMITED the
- * unit.
+ * what is given; DH, WY, DWEIGHTS, DBIAS, DOTS what is wanted; UNIT (an activation of activation.h), HALVES, LIMITED
+ * the unit.
  * How much a block takes is an argument, so that no kernel depends on lengths.
  *
  * Bytes, with N rows of T tokens, s bytes an element, H = COLUMNS, but for the unit, where 2I = COLUMNS:
