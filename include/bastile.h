@@ -258,7 +258,8 @@ typedef struct bst_rope_options {
     int half_tables;     /* not 0: cos and sin have an element a pair and are R / 2 wide, as GPT-OSS has them */
     int keep_type;       /* not 0: the results have q's type, whatever the tables' and weights' */
     bst_casting casting; /* of the norm: which factor a weight is, and whether its type counts for the results' */
-    double eps;          /* of the norm; 0: 1e-6 */
+    /* Of the norm. 0: 1e-6, for zero in a struct is the usual; bst_norm_forward takes its eps by itself, as it is. */
+    double eps;
 } bst_rope_options;
 
 /* Rotary position embedding of q [B, heads, S, D] and k [B, kv_heads, S, D] (NULL: q alone), any strides with a

@@ -1,7 +1,8 @@
 """Format, style, and the rules of the house that a program can check. Exit code 1 where one is broken.
 
 - clang-format and ruff find nothing to change;
-- every row of src/ops.def has its room, its Python file and its two tests, and no room lacks a row;
+- every row of src/ops.def has its room, its Python file, its two tests, its document and its rows in the bench, and no
+  room lacks a row;
 - no source file is longer than 600 lines, and no line than 120 columns;
 - every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
 - every operator function has a reference for the fuzzer, or is named among those without;
@@ -24,6 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: Python modules that are named as users of earlier versions know them.
 PYTHON_NAMES = {"linear_cross_entropy": "fused_linear_cross_entropy", "norm": "rms_norm"}
+#: What the bench times of an operator, where that has another name.
+BENCH_NAMES = {
+    "norm": "rms_norm",
+    "glu": "swiglu",
+    "linear_cross_entropy": "fused_linear_cross_entropy",
+    "moe": "moe_experts",
+    "optim": "adamw",
+}
+#: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py).
+NOT_IN_BENCH = {"dequantize_4bit"}
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim"}
 MOST_LINES = 600
@@ -80,6 +91,7 @@ def formatting() -> list[str]:
 def operators() -> list[str]:
     faults = []
     rows = re.findall(r"^BST_OP\((\w+)\)", (ROOT / "src/ops.def").read_text(), re.M)
+    calls = (ROOT / "tests/py/every_operator.py").read_text()
     for op in rows:
         python = PYTHON_NAMES.get(op, op)
         room = f"src/ops/{op}/{op}"
@@ -93,6 +105,9 @@ def operators() -> list[str]:
         faults += [
             f"src/ops.def has a row {op}, but there is no {name}" for name in needed if not (ROOT / name).exists()
         ]
+        faults += unmeasured(op) + unbuilt(op)
+        if op not in NOT_DIFFERENTIABLE | NOT_IN_BENCH and f'    "{BENCH_NAMES.get(op, op)}": ' not in calls:
+            faults.append(f"tests/py/every_operator.py has no call of the operator {op}")
         parts = r"_\w+" if op in NOT_DIFFERENTIABLE else r"(_(\w+_)?forward)?"
         if not re.search(rf"bst_{op}{parts}\(", (ROOT / "include/bastile.h").read_text()):
             faults.append(f"include/bastile.h does not declare bst_{op}_forward, nor one of its parts, nor bst_{op}")
@@ -100,6 +115,32 @@ def operators() -> list[str]:
         if room.name not in rows:
             faults.append(f"{room.relative_to(ROOT)} has no row in src/ops.def")
     return faults
+
+
+def unmeasured(op: str) -> list[str]:
+    """Where the bench has no row for an operator."""
+    name = BENCH_NAMES.get(op, op)
+    rows = {
+        "bench/cases.py": rf'^ *(return )?Case\("{name}"',
+        "bench/operators.py": rf'^    "{name}": ',
+        "peers/operators.py": rf'^    "{name}": ',
+    }
+    return [
+        f"python/bastile/{file} has no row {name}, of the operator {op}"
+        for file, row in rows.items()
+        if op not in NOT_IN_BENCH and not re.search(row, (ROOT / "python/bastile" / file).read_text(), re.M)
+    ]
+
+
+def unbuilt(op: str) -> list[str]:
+    """Parts of a room that have a file of their own, which the build does not know."""
+    build, endings = (ROOT / "meson.build").read_text(), (".c", "_cpu.c", ".cu")
+    parts = [p for p in (ROOT / "src/ops" / op).glob(f"{op}*") if p.suffix in (".c", ".cu", ".cuh")]
+    return [
+        f"meson.build does not list the ending {ending} of {op}{ending}"
+        for ending in sorted(p.name.removeprefix(op) for p in parts)
+        if ending not in endings and f"'{ending}'" not in build
+    ]
 
 
 def described() -> set[str]:
@@ -132,6 +173,9 @@ def sources() -> list[str]:
         for number, line in enumerate(text.split("\n"), 1):
             if len(line) > MOST_COLUMNS and path.suffix != ".py":
                 faults.append(f"{name}:{number} has {len(line)} columns; {MOST_COLUMNS} is the most")
+        for header in re.findall(r'^#include "((?:core|cuda|ops|torch)/[^"]+)"', text, re.M):
+            if not (ROOT / "src" / header).exists():
+                faults.append(f"{name} includes {header}, which is not there")
         if path.suffix == ".cu" and name.startswith("src/") and not re.search(r"Bytes", text.split("*/")[0]):
             faults.append(f"{name}: its head does not state the bytes it moves")
         if path.suffix == ".cu" and name.startswith("src/") and re.search(r"\basm\b", text):

@@ -8,6 +8,7 @@ import torch
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
+from bastile.ops.glu import glu
 from bastile.ops.linear_logprobs import linear_logprobs
 from bastile.ops.moe import moe_experts
 from bastile.ops.norm import add_layer_norm
@@ -47,6 +48,7 @@ CALLS = {
     "add_rms_norm": lambda x: torch.cat(add_rms_norm(x, x.square(), random(H))),
     "add_layer_norm": lambda x: torch.cat(add_layer_norm(x, x.square(), random(H), random(H))),
     "swiglu": lambda x: swiglu(x, x.cos()),
+    "glu": lambda x: glu(torch.cat((x, x.cos()), dim=-1), None, "swiglu_oai", interleaved=True),
     "gated_mlp": lambda x: gated_mlp(x, random(16, H), random(16, H), random(H, 16)),
     "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),
     "qk_norm_rope": lambda x: torch.cat(qk_norm_rope(heads(x), heads(x), random(H), random(H), *tables())),

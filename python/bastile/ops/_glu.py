@@ -101,7 +101,14 @@ class Unit:
 
 
 class _SwiGLU(Unit):
-    """The usual one: its operators are called without arguments that say so, and by no function of ours."""
+    """The usual one, for it is made at most calls: its operators are called without arguments that say so, and by no
+    function of ours."""
+
+    activation, interleaved, alpha, limit = "silu", False, ALPHA, math.inf
+    joined = 0, False, ALPHA, math.inf
+
+    def __init__(self, op: str):
+        self.op = op
 
     forward = staticmethod(_ops.swiglu_forward.default)
     backward = staticmethod(_ops.swiglu_backward.default)
@@ -112,5 +119,6 @@ class _SwiGLU(Unit):
 def unit_of(
     op: str, activation: str, interleaved: bool = False, alpha: float = ALPHA, limit: float | None = None
 ) -> Unit:
-    is_usual = activation == "silu" and (limit is None or limit == math.inf)
-    return (_SwiGLU if is_usual else Unit)(op, activation, interleaved, alpha, limit)
+    if activation == "silu" and limit is None and not interleaved:
+        return _SwiGLU(op)
+    return Unit(op, activation, interleaved, alpha, limit)

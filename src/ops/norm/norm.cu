@@ -195,17 +195,18 @@ BST_DEVICE row_state row_at(const norm_backward_args *a, int64_t row) {
  *   rows_start   prefetches the first rows
  *   rows_next    makes `row` the current one, and prefetches another
  *   vector       vector `i` of an input of that row, packed; weight_of: of the weight
- *   rows_done    after each row; rows_close: after the last */
+ *   rows_done    after each row */
 
 #if WAY == NORM_BULK
 /* One thread issues bulk copies of whole rows: one block a multiprocessor, STAGES rows in shared memory or in flight,
- * the weight in registers. For rows that each take a block, on chips with bulk copies. */
-#define ROW_BYTES (HIDDEN * 16 / VEC)
+ * the weight in registers where these have room. For rows that each take a block, on chips with bulk copies. */
+#define ROW_BYTES  (HIDDEN * 16 / VEC)
+#define OWN_WEIGHT (PER_THREAD <= 2)
 typedef struct source {
     unsigned char *ring;
     uint64_t *arrived; /* [STAGES] */
     bst_stage stage;
-    bst_raw weight[PER_THREAD], kept[INPUTS][PER_THREAD];
+    bst_raw weight[OWN_WEIGHT ? PER_THREAD : 1], kept[INPUTS][PER_THREAD];
     row_state now; /* its rstd and mean */
     float next_rstd, next_mean;
 } source;
@@ -233,8 +234,8 @@ BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, 
     if (lane == 0)
         for (int i = 0; i < STAGES - 1; i++) prefetch(a, s, i, row + i * step);
     BST_UNROLL
-    for (int i = 0; i < PER_THREAD; i++)
-        if (inside(column_of(i, lane))) s->weight[i] = raw_weight(a->weight, column_of(i, lane));
+    for (int i = 0; i < (OWN_WEIGHT ? PER_THREAD : 0); i++)
+        if (inside(column_of(i, lane))) s->weight[OWN_WEIGHT ? i : 0] = raw_weight(a->weight, column_of(i, lane));
     s->now.live = true;
     s->next_rstd = row < a->rows ? a->rstd[row] : 0.0f;
     s->next_mean = CENTRE && row < a->rows ? a->mean[row] : 0.0f;
@@ -259,83 +260,52 @@ BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, i
 }
 
 BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) { return s->kept[input][i]; }
-BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int column) { return s->weight[i]; }
-BST_DEVICE void rows_done(source *s) { bst_next_stage(&s->stage, STAGES); }
-BST_DEVICE void rows_close(void) {}
-
-#else
-
-#if WAY == NORM_RING
-/* Each thread copies its own vectors: the next row is in flight while this one is worked on. */
-typedef struct source {
-    unsigned char *ring;
-    bst_stage stage;
-    row_state now, ahead[STAGES];
-} source;
-
-BST_DEVICE unsigned char *place(const source *s, int stage, int i, int input) {
-    return bst_own_place(s->ring, (stage * PER_THREAD + i) * INPUTS + input, BLOCK);
-}
-
-BST_DEVICE void prefetch(const source *s, int stage, const row_state *r, int lane) {
-    BST_UNROLL
-    for (int i = 0; i < PER_THREAD; i++) {
-        int column = column_of(i, lane);
-        if (!r->live || !inside(column)) continue;
-        BST_UNROLL
-        for (int k = 0; k < INPUTS; k++) bst_copy_async16(place(s, stage, i, k), bst_at(r->in[k], column, type_of(k)));
-    }
-    bst_copy_async_commit();
-}
-
-BST_DEVICE void rows_open(source *s, unsigned char *ring, uint64_t *unused) {
-    s->ring = ring;
-    s->stage.index = 0, s->stage.parity = 0;
-}
-
-BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
-    BST_UNROLL
-    for (int i = 0; i < STAGES - 1; i++) {
-        s->ahead[i] = row_at(a, row + i * step);
-        prefetch(s, i, &s->ahead[i], lane);
-    }
-}
-
-BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
-    s->now = s->ahead[0];
-    s->ahead[STAGES - 1] = row_at(a, row + (STAGES - 1) * step);
-    prefetch(s, bst_stage_before(&s->stage, STAGES), &s->ahead[STAGES - 1], lane);
-    BST_UNROLL
-    for (int i = 0; i + 1 < STAGES; i++) s->ahead[i] = s->ahead[i + 1];
-    bst_copy_async_wait(STAGES - 1);
-}
-
-BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) {
-    return bst_read(place(s, s->stage.index, i, input), 16);
+BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int column) {
+    return OWN_WEIGHT ? s->weight[OWN_WEIGHT ? i : 0] : raw_weight(weight, column);
 }
 BST_DEVICE void rows_done(source *s) { bst_next_stage(&s->stage, STAGES); }
-BST_DEVICE void rows_close(void) { bst_copy_async_wait(0); }
 
 #else
-/* Straight into registers, where the ring has no room or accesses are narrower than 16 bytes; too wide for these: read
- * at each use. */
+/* Each thread loads its own vectors: into registers, with two STAGES the next row's while this row is worked on; too
+ * wide for these: at each use. */
+#define AHEAD (KEPT && STAGES > 1)
 typedef struct source {
-    row_state now;
-    bst_raw kept[INPUTS][KEPT ? PER_THREAD : 1];
+    row_state now, next;
+    bst_raw kept[INPUTS][KEPT ? PER_THREAD : 1], ahead[INPUTS][AHEAD ? PER_THREAD : 1];
 } source;
 
-BST_DEVICE void rows_open(source *s, unsigned char *unused, uint64_t *unused_too) {}
-BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {}
-
-BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
-    s->now = row_at(a, row);
+BST_DEVICE row_state load_row(bst_raw (*to)[KEPT ? PER_THREAD : 1], const norm_backward_args *a, int64_t row,
+                              int lane) {
+    row_state r = row_at(a, row);
     BST_UNROLL
     for (int i = 0; i < (KEPT ? PER_THREAD : 0); i++) {
         int column = column_of(i, lane);
-        if (!s->now.live || !inside(column)) continue;
+        if (!r.live || !inside(column)) continue;
         BST_UNROLL
-        for (int k = 0; k < INPUTS; k++) s->kept[k][KEPT ? i : 0] = bst_raw_once(s->now.in[k], column, type_of(k), VEC);
+        for (int k = 0; k < INPUTS; k++) to[k][KEPT ? i : 0] = bst_raw_once(r.in[k], column, type_of(k), VEC);
     }
+    return r;
+}
+
+BST_DEVICE void rows_open(source *s, unsigned char *unused, uint64_t *unused_too) {}
+BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
+#if AHEAD
+    s->next = load_row(s->ahead, a, row, lane);
+#endif
+}
+
+BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
+#if AHEAD
+    s->now = s->next;
+    BST_UNROLL
+    for (int i = 0; i < PER_THREAD; i++) {
+        BST_UNROLL
+        for (int k = 0; k < INPUTS; k++) s->kept[k][i] = s->ahead[k][i];
+    }
+    s->next = load_row(s->ahead, a, row + step, lane);
+#else
+    s->now = load_row(s->kept, a, row, lane);
+#endif
 }
 
 BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) {
@@ -343,13 +313,10 @@ BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) {
     if (input == NORM_DSUM) return bst_raw_once(s->now.in[input], column, type_of(input), VEC);
     return bst_raw_at(s->now.in[input], column, type_of(input), VEC);
 }
-BST_DEVICE void rows_done(source *s) {}
-BST_DEVICE void rows_close(void) {}
-#endif
-
 BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int column) {
     return raw_weight(weight, column);
 }
+BST_DEVICE void rows_done(source *s) {}
 #endif
 
 /* Writes this block's partial row. The row groups of a block add theirs up in `sums`, one after the other. */
@@ -444,7 +411,6 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
         }
         rows_done(&s);
     }
-    rows_close();
     float *out = a.partial + (int64_t)bst_block() * (DW + DB) * HIDDEN;
     if (DW) store_partial(out, sums, dw, group, lane);
     if (DW && DB && ROWS > 1) bst_sync(); /* `sums` has been read */

@@ -7,8 +7,7 @@
 /* WAY: where a row is between its two uses. */
 #define NORM_AGAIN 0 /* nowhere on the chip: it is read again, from the L2 where that still has it */
 #define NORM_HELD  1 /* in registers */
-#define NORM_RING  2 /* backward: in a ring of shared memory, whose stages each thread fills for itself */
-#define NORM_BULK  3 /* backward: in registers, out of a ring that bulk copies fill with whole rows */
+#define NORM_BULK  2 /* backward: in registers, out of a ring of shared memory that bulk copies fill with whole rows */
 
 /* The inputs that have rows: forward x and, with ADD, the residual; backward x, dy and, with ADD, dsum. */
 #define NORM_X        0

@@ -88,13 +88,20 @@ static void shape_forward(bst_launch *l) {
     l->values[M_WAY] = fits(l, (l->values[M_ADD] ? 2 : 1) * x_access(l), 32) ? NORM_HELD : NORM_AGAIN;
 }
 
+/* Words of 32 bits that a thread needs to hold its share of so many rows, and of the sums; 512 threads have 128
+ * registers each, and some 30 are for what else there is. */
+static int64_t held_words(const bst_launch *l, int64_t rows) {
+    int64_t x = (x_access(l) + 3) / 4, y = (y_access(l) + 3) / 4, sums = l->values[M_DW] + l->values[M_DB];
+    return vectors_of_thread(l) * (rows * (x + y + (l->values[M_ADD] ? x : 0)) + sums * l->values[M_VEC]);
+}
+
 /* Rows that each take a whole block, where the chip has bulk copies: one block a multiprocessor, as many rows ahead as
  * there is room for, up to three: the more, the longer the last rows wait with nothing left to read. On an H200, with
  * the sum of dweight, at 2048, 4096 and 16384 x 4096: 22.2, 34.7, 107.3 us; six stages 22.8, 35.4, 107.9, three 22.1,
- * 34.5, 107.7; two blocks a multiprocessor 25, 37, 116; NORM_RING 116 without the sum at the largest. False where that
- * does not apply. */
+ * 34.5, 107.7; two blocks a multiprocessor 25, 37, 116. False where that does not apply: in rows of up to 256 accesses
+ * short blocks are better, for one waits while another has its row's sum (32768 x 2048: 110 us, bulk copies 135). */
 static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
-    const int64_t vectors = vectors_of_row(l), most = 2 * 512, least = 256;
+    const int64_t vectors = vectors_of_row(l), most = 4 * 512, least = 257;
     if (chip->arch < 90 || !l->values[M_DX] || l->values[M_HIDDEN] % l->values[M_VEC] || vectors < least ||
         vectors > most || x_access(l) != 16 || y_access(l) != 16)
         return false;
@@ -102,6 +109,7 @@ static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
     if (stages < 2) return false;
     if (stages > 4) stages = 4;
     shape_rows(l, 2, 128, 512);
+    if (held_words(l, 1) > 72) return false;
     l->values[M_WAY] = NORM_BULK;
     l->values[M_STAGES] = stages;
     l->shared = (unsigned)(stages * row);
@@ -110,30 +118,21 @@ static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
 
 /* Geometry of the backward kernel, which may sum dweight and dbias as it goes; returns the blocks to launch at most. */
 static int shape_backward(bst_launch *l, const bst_chip *chip) {
-    int64_t sums = l->values[M_DW] + l->values[M_DB];
+    const int most_words = 96;
     if (shape_bulk(l, chip)) return chip->processors;
-    /* 2 vectors a thread, up to 4 in wide rows: their share of dweight takes 16 to 32 float registers in bf16. On an
-     * H200 at H = 4096: 38.3 us at 4096 rows (4 vectors: 41.3), 116 at 16384 (113). Wider rows get dweight from a
-     * kernel of its own. */
     shape_rows(l, 2, 16, 512);
-    if (!fits(l, x_access(l), 16) || sums * vectors_of_thread(l) * l->values[M_VEC] > 32) {
+    l->values[M_WAY] = NORM_HELD;
+    l->values[M_STAGES] = held_words(l, 2) < most_words ? 2 : 1;
+    if (held_words(l, 1) > most_words) { /* dweight and dbias come from a kernel of their own */
         shape_rows(l, 8, 16, 512);
         l->values[M_WAY] = NORM_AGAIN;
         l->values[M_DW] = l->values[M_DB] = false;
-    } else {
-        /* Two stages keep a row's copy in flight while the row before it is worked on: 124 to 116 us. Where a chip has
-         * no room for them (H = 16384, outside the data-centre chips), the row comes straight into registers. */
-        const int stages = 2;
-        int64_t ring = stages * vectors_of_thread(l) * (l->values[M_ADD] ? 3 : 2) * 16 * l->block;
-        int64_t fixed = 128 * 4 + (sums && l->values[M_ROWS] > 1 ? l->values[M_HIDDEN] * 4 : 0); /* static, at most */
-        bool room = x_access(l) == 16 && y_access(l) == 16 && ring + fixed <= chip->shared_memory;
-        l->values[M_WAY] = room ? NORM_RING : NORM_HELD;
-        l->values[M_STAGES] = room ? stages : 0;
-        l->shared = room ? (unsigned)ring : 0;
     }
-    /* Rows of a whole block: few blocks, so that few partial rows are left to add up. Rows that share a block are added
-     * up in it, and more blocks hide more latency. */
-    return chip->processors * (l->values[M_ROWS] > 1 ? 8 : 2);
+    /* Some 1024 threads a multiprocessor: fewer blocks leave fewer partial rows to add up, more hide more latency. Rows
+     * that share a block are added up in it. With the next row in registers, on an H200: 67 million elements in rows of
+     * 128 to 1024 106 to 115 us, where copies ahead into shared memory took 109 to 134; rows of 1536 and 2048 with four
+     * blocks 110 (two 131). */
+    return chip->processors * (l->block > 128 ? 2 : l->values[M_ROWS] > 1 ? 8 : 4);
 }
 
 /* The blocks that rows take: all of them at once, or `most`. */
