@@ -324,8 +324,8 @@ static bst_status build_report(const char *op, bst_jit_entry *e, const void *con
 bst_status bst__jit_compile_only(const char *op, const bst_collector *collector, int device, const bst_launch *launch) {
     const bst_compile_only *wanted = &collector->request;
     if (wanted->known && wanted->known(wanted->context, launch)) return BST_OK;
-    bst_chip chip;
-    BST_TRY(bst__cuda_chip(op, device, &chip));
+    bst_chip chip = {.arch = wanted->arch};
+    if (!chip.arch) BST_TRY(bst__cuda_chip(op, device, &chip));
     bool is_ahead = !collector->generation;
     key k = key_of(launch, chip.arch, is_ahead && wanted->arch ? IN_CACHE : collector->generation);
     report_job r = {collector, launch};

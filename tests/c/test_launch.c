@@ -8,6 +8,7 @@
 
 #include "cache_folder.h"
 #include "cuda/autotune.h"
+#include "cuda/compile_only.h"
 #include "cuda/cuda.h"
 #include "cuda/driver.h"
 #include "fake_library.h"
@@ -118,6 +119,63 @@ TEST(a_resident_launch_has_as_many_clusters_as_fit) {
     l.resident = true;
     CHECK_OK(launch_on(0, &l));
     CHECK_EQ_I(fake->last_grid, 40);
+    end();
+}
+
+static void *launch_beside(void *context) {
+    (void)context;
+    CHECK_OK(launch(0, 6001, 8));
+    return NULL;
+}
+
+static int64_t made_ready(void) {
+    int64_t compiled, cached;
+    bst_kernel_counts(&compiled, &cached);
+    return compiled + cached;
+}
+
+/* Its kernels are there when they are launched, and other threads' run meanwhile. */
+TEST(a_thread_compiles_ahead) {
+    begin();
+    int64_t before = made_ready();
+    int device;
+    CHECK_EQ_I(bst__compile_ahead(0, 70), BST_INVALID);
+    CHECK_STR(bst_last_error(), "compiling ahead: arch is 70; 80, 86, 89, 90, 100 or 120 is needed");
+    CHECK(!bst__compiling_ahead(&device));
+    CHECK_OK(bst__compile_ahead(1, 0));
+    CHECK_OK(bst__compile_ahead(1, 0)); /* said twice, ended once */
+    CHECK(bst__compiling_ahead(&device) && device == 1);
+    CHECK_OK(launch(1, 6000, 8));
+    CHECK_EQ_I(fake->last_grid, 0);
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, launch_beside, NULL) != 0) abort();
+    pthread_join(thread, NULL);
+    CHECK_EQ_I(fake->last_grid, 8);
+    CHECK_OK(bst__compile_ahead(-1, 0));
+    CHECK(!bst__compiling_ahead(&device));
+    CHECK_EQ_I(made_ready(), before + 2);
+    CHECK_OK(launch(1, 6000, 6));
+    CHECK_EQ_I(fake->last_grid, 6);
+    CHECK_EQ_I(made_ready(), before + 2);
+    end();
+}
+
+/* What a named chip's launches would be is in the cache, for a process on that chip. */
+TEST(a_chip_that_is_not_there_is_compiled_for) {
+    enum { ENTRY = 6100 };
+    begin();
+    int64_t compiled, cached, read;
+    CHECK_OK(bst__compile_ahead(0, 90));
+    CHECK_OK(launch(0, ENTRY, 8));
+    CHECK_OK(bst__compile_ahead(-1, 0));
+    CHECK_EQ_I(fake->last_grid, 0);
+    bst_kernel_counts(&compiled, &cached);
+    CHECK_OK(launch(0, ENTRY, 8)); /* on an sm_90 */
+    CHECK_EQ_I(fake->last_grid, 8);
+    int64_t now;
+    bst_kernel_counts(&now, &read);
+    CHECK_EQ_I(now, compiled);
+    CHECK_EQ_I(read, cached + 1);
     end();
 }
 
@@ -402,6 +460,8 @@ int main(void) {
     RUN(a_launch_is_on_the_device_of_its_tensors);
     RUN(a_resident_launch_has_as_many_clusters_as_fit);
     RUN(kernels_that_are_made_ready_are_counted);
+    RUN(a_thread_compiles_ahead);
+    RUN(a_chip_that_is_not_there_is_compiled_for);
     RUN(a_product_takes_the_fastest_algorithm);
     RUN(the_default_stays_where_it_is_the_fastest);
     RUN(a_product_that_adds_runs_once);

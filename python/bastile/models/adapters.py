@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from bastile.guards import stock_of
 from bastile.models.forms import code_of
@@ -123,7 +124,7 @@ class _FourBits:
     __slots__ = ("_absmax", "_arguments", "_dtype", "_packed", "_pointer", "_state")
 
     def __init__(self, weight: torch.Tensor, state: Any) -> None:
-        self._pointer, self._state, self._absmax, self._dtype = weight.data_ptr(), state, state.absmax, state.dtype
+        self._pointer, self._state, self._absmax, self._dtype = _address(weight), state, state.absmax, state.dtype
         with torch._C.DisableTorchFunctionSubclass():
             self._packed = weight.detach().as_subclass(torch.Tensor).view(torch.uint8)
         nested, inner = None, state.state2
@@ -133,7 +134,7 @@ class _FourBits:
 
     def is_of(self, weight: torch.Tensor, state: Any) -> bool:
         """Whether the layer still has what was read: moving it gives it other tensors."""
-        return state is self._state and state.absmax is self._absmax and weight.data_ptr() == self._pointer
+        return state is self._state and state.absmax is self._absmax and _address(weight) == self._pointer
 
     def __call__(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K], the bits of bitsandbytes' dequantize_4bit: rounded to the weight's own type, and from there to this
@@ -148,6 +149,10 @@ class _FourBits:
             **self._arguments,
         )
         return made if made.dtype is dtype else made.to(dtype)
+
+
+def _address(t: torch.Tensor) -> int:
+    return 0 if isinstance(t, FakeTensor) else t.data_ptr()
 
 
 #: Of each layer what makes its weight. It holds no layer: bitsandbytes' weights know theirs.

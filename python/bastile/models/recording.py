@@ -7,18 +7,23 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bastile.guards import stock_of
 from bastile.models.checkpoints import is_checkpointed
-from bastile.ops._common import fakes_on_gpu
+from bastile.ops._common import fakes_on_gpu, has_values
 from bastile.report import unreported
 
 
@@ -52,7 +57,7 @@ class Call:
     @property
     def title(self) -> str:
         """The operator and the width of its rows."""
-        width = next((f" {a.shape[-1]}" for a in self.arguments if isinstance(a, Like) and len(a.shape) > 1), "")
+        width = next((f" {a.shape[-1]}" for a in self.arguments if isinstance(a, Like) and a.shape[1:] > (1,)), "")
         return self.operator.split("_forward")[0].split("_backward")[0].rstrip("_") + width
 
     def run(self) -> None:
@@ -107,34 +112,40 @@ def _as_numbers(indices: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor
             yield index
 
 
-def stand_in(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+def stand_in(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """A copy of a model, or of what a sharded one is made of, with tensors of this device. dtype: of the weights; None:
-    their own. In a FakeTensorMode."""
+    their own."""
     copies: dict[int, Any] = {}  # what copy.deepcopy takes in the place of what has this id
     modules = list(model.modules())
+    of_own_class: list[torch.Tensor] = []
     for module in modules:
         copies[id(module)] = object.__new__(_stock_class(type(module)))
         for values in (vars(module), module._parameters, module._buffers):
             for t in values.values():
                 if isinstance(t, torch.Tensor) and id(t) not in copies:
                     copies[id(t)] = _tensor_like(t, device, dtype)
+                    if not has_values(t) and not _is_sharded(t):
+                        of_own_class.append(t)  # what they say of themselves: how they are quantised
+    for t in of_own_class:
+        with FakeCopyMode(mode):
+            vars(copies[id(t)]).update(copy.deepcopy(vars(t), copies))
     for module in modules:
         own = {
             name: _harmless(value) if name in _HOOKS else value
             for name, value in vars(module).items()
             if not name.startswith("__composable_api_state")  # what fully_shard knows of it
         }
-        vars(copies[id(module)]).update(copy.deepcopy(own, copies))
+        with FakeCopyMode(mode):
+            vars(copies[id(module)]).update(copy.deepcopy(own, copies))
     return copies[id(model)]
 
 
 def _tensor_like(t: torch.Tensor, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
-    """A shard is as large as the whole: PyTorch's says so itself, DeepSpeed's by an attribute."""
-    shape, kind = getattr(t, "ds_shape", t.shape), dtype if dtype is not None and t.is_floating_point() else t.dtype
-    if tuple(shape) == tuple(t.shape) and "DTensor" not in type(t).__name__:
-        new = torch.empty_strided(shape, t.stride(), dtype=kind, device=device)
+    kind = dtype if dtype is not None and t.is_floating_point() else t.dtype
+    if _is_sharded(t):  # it is as large as the whole: PyTorch's says so itself, DeepSpeed's by an attribute
+        new = torch.empty(getattr(t, "ds_shape", t.shape), dtype=kind, device=device)
     else:
-        new = torch.empty(shape, dtype=kind, device=device)
+        new = torch.empty_strided(t.shape, t.stride(), dtype=kind, device=device)
     return nn.Parameter(new, requires_grad=t.requires_grad) if isinstance(t, nn.Parameter) else new
 
 
@@ -182,6 +193,10 @@ def _input(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tens
     return hidden_states
 
 
+def _is_sharded(t: torch.Tensor) -> bool:
+    return hasattr(t, "ds_shape") or "DTensor" in (type(t).__name__, type(t.data).__name__)
+
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHARDING = ("torch.distributed", "deepspeed")
 
@@ -204,13 +219,6 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
-@contextmanager
-def _without_values(device: torch.device) -> Iterator[_Notes]:
-    notes = _Notes()
-    with fakes_on_gpu(device.type == "cuda"), FakeTensorMode(allow_non_fake_inputs=True), notes:
-        yield notes
-
-
 def recorded(
     model: nn.Module,
     device: torch.device,
@@ -231,8 +239,9 @@ def recorded(
     if there != device and torch.is_autocast_enabled(device.type):
         autocast = torch.autocast(there.type, torch.get_autocast_dtype(device.type))
     devices = [there.index] if there.type == "cuda" else []
-    with torch.random.fork_rng(devices), unreported(), _without_values(device) as notes, autocast:
-        new: Any = stand_in(model, there, dtype)
+    mode, notes = FakeTensorMode(allow_non_fake_inputs=True), _Notes()
+    with torch.random.fork_rng(devices), unreported(), fakes_on_gpu(device.type == "cuda"), mode, notes, autocast:
+        new: Any = stand_in(model, mode, there, dtype)
         prepare(new)
         skip_repeated_layers(new)
         new.train()
