@@ -3,7 +3,10 @@
 A run is one graph forward and one backward. Its output lies where the next one's graph reads its input, and its
 gradient of its input where the graph of the one before reads that of its output: nothing is copied between them.
 Gradients of parameters are lent, too: the next step writes there, and by then most training loops have let go of them.
-Of those that have not they become copies, then and from then on."""
+Of those that have not they become copies, then and from then on.
+
+Where layers are checkpointed gradients are always copies. What they take then is the memory that the loss had, which is
+free by that time; in the pool of such a step, which keeps little else, it would be more memory for good."""
 
 from __future__ import annotations
 
@@ -178,6 +181,7 @@ class Captured:
         self.others = [Place(each) for each in note.others]
         self._recorder, self._autocast = recorder, autocast
         self._own: list[torch.Tensor] = []  # memory beside the pool's
+        self.lends_gradients = not any(run.call.checkpoints for run in self.runs)
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording():
             self._record()
@@ -219,11 +223,12 @@ class Captured:
         return [*places, output]
 
     def _record_backward(self, run: Run, made: list[Any], *rest: Any) -> torch.Tensor | None:
-        """The gradient of the hidden states; those of the parameters are added to `made`."""
+        """The gradient of the hidden states; those of the parameters, if they are lent, are added to `made`."""
         run.backward, (hidden, *gradients) = self._recorder.record(self._backward_of(run, *rest))
         run.hidden_gradient = None if hidden is None else Lent(self._recorder.borrowed(hidden))
         run.gradients = [None if g is None else Lent(self._recorder.borrowed(g)) for g in gradients]
-        made += gradients
+        if self.lends_gradients:
+            made += gradients
         return hidden
 
     def _forward_of(self, run: Run, hidden: torch.Tensor, kept: list[Any]) -> Callable[[], Sequence[Any]]:
