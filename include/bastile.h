@@ -414,8 +414,9 @@ typedef struct bst_linear_logprobs_options {
     double logit_scale;          /* 0: 1 */
     double softcap;              /* 0: none */
     int64_t chunk_bytes;         /* as linear_cross_entropy's */
-    /* Not 0: dweight of several chunks is summed in float32 and rounded once. 0: on CPU likewise, on CUDA from the
-     * ninth chunk on, as linear_cross_entropy's. */
+    /* 1: dweight of several chunks is summed in float32 and rounded once. 2: dweight is that sum, float32 whatever
+     * weight's type is (on CPU each chunk's part is rounded to weight's type). 0: as 1 on CPU, on CUDA from the ninth
+     * chunk on, as linear_cross_entropy's. */
     int float32_dweight;
 } bst_linear_logprobs_options;
 

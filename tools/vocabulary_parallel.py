@@ -81,8 +81,8 @@ def check(tokens: int, vocabulary: int, width: int, rank: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         results = []
         for parted in (False, True):
-            x = hidden.to(dtype).requires_grad_()
-            w = (whole[part] if parted else whole).to(dtype).requires_grad_()
+            x = hidden.to(dtype, copy=True).requires_grad_()
+            w = (whole[part] if parted else whole).to(dtype, copy=True).requires_grad_()
             for run in runs(x, w, target).values():
                 total = run(shard if parted else None)
                 total.backward()

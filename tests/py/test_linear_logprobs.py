@@ -384,6 +384,38 @@ def test_under_autocast_and_on_other_tensors():
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("budget", [None, 1e-6])  # the second: two chunks of rows
+def test_a_float32_weight_under_autocast_has_a_gradient_that_is_not_rounded(budget, device):
+    """On a GPU; on a CPU, whose products of 16 bits are rounded, that of each chunk is. Either is no further from
+    float64 than a gradient that is rounded once more."""
+    set_logits_memory(budget)
+    hidden, weight, target = leaves(device, tokens=80, vocabulary=40, width=16)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = linear_logprobs(hidden, weight, target, outputs=("entropy",))
+    (gradient,) = torch.autograd.grad((found.log_probs + 0.1 * found.entropy).sum(), weight)
+    lower = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    found = linear_logprobs(*lower, target, outputs=("entropy",))
+    (rounded,) = torch.autograd.grad((found.log_probs + 0.1 * found.entropy).sum(), lower[1])
+    wide = [t.detach().double().requires_grad_() for t in lower]
+    exact = yardstick(*wide, None, target, ("entropy",), exact=True)
+    (true,) = torch.autograd.grad((exact.log_probs + 0.1 * exact.entropy).sum(), wide[1])
+    assert gradient.dtype is torch.float32
+    assert (gradient - true).square().mean() <= (rounded - true).square().mean()
+    if device == "cuda" or EMULATED or budget:
+        assert (gradient != gradient.bfloat16()).sum() > gradient.numel() / 2
+    (again,) = torch.autograd.grad(  # a second derivative finds its way to the weight
+        linear_logprobs_under_autocast(hidden, weight, target, device), weight, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(again.sum(), weight)
+
+
+def linear_logprobs_under_autocast(hidden, weight, target, device):
+    with torch.autocast(device, dtype=torch.bfloat16):
+        return linear_logprobs(hidden.detach(), weight, target).log_probs.sum()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

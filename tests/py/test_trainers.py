@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import bastile
 from oracle import random_tensor
 
 CLASSES = 61
+DOCUMENT = Path(__file__).parents[2] / "docs" / "trainers.md"
 
 
 def a_module(name: str, monkeypatch: pytest.MonkeyPatch, **members: Any) -> types.ModuleType:
@@ -195,4 +198,23 @@ def test_a_module_whose_import_applies(monkeypatch: pytest.MonkeyPatch) -> None:
     """As verl does by external_lib."""
     monkeypatch.delitem(sys.modules, "bastile.integrations.everywhere", raising=False)
     importlib.import_module("bastile.integrations.everywhere")
+    assert "fused_linear_cross_entropy" in bastile.get_patched_ops()
+
+
+def test_llama_factory_and_ms_swift(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The lines of docs/trainers.md: with the function that LLaMA-Factory has, and as a file that ms-swift imports."""
+    [lines] = re.findall(r"(?m)^    import bastile; .*\n(?:    .*\n)+", DOCUMENT.read_text())
+    patched = []
+
+    def run_exp(args: Any = None, callbacks: Any = None) -> None:
+        patched.extend(bastile.get_patched_ops())
+
+    a_module("llamafactory.train.tuner", monkeypatch, run_exp=run_exp)
+    exec(textwrap.dedent(lines), {})
+    assert "fused_linear_cross_entropy" in patched
+    bastile.reset()
+    (tmp_path / "bastile_plugin.py").write_text("import bastile\nbastile.apply()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("bastile_plugin")
+    sys.modules.pop("bastile_plugin")
     assert "fused_linear_cross_entropy" in bastile.get_patched_ops()

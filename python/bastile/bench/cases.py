@@ -71,6 +71,8 @@ _FUSED = {"unfused": 1.0}
 _EXPERTS = {name: 1 / 1.12 for name in ("hf", "hf-eager")}
 
 #: Qwen3-8B's and Llama-3's shapes on one large GPU. Limits at 4.28 TB/s, on an H200.
+_LOG_PROBS = {"trl": 1.0, "liger": 1.0, "cce": 1.0, "torch": 1.0}
+
 LIMITS = (
     Case("rms_norm", (16384, 4096), backward=False, needs=_within(62.7, 65)),
     Case("rms_norm", (16384, 4096), needs=_within(157, 172)),
@@ -98,10 +100,12 @@ LIMITS = (
     _loss(4096, 4096, 128256, limit=1.0),
     _loss(16384, 4096, 128256, limit=1.0),
     _loss(4096, 1024, 151936),  # Qwen3-0.6B's head
-    Case("linear_logprobs", (4096, 4096, 151936), backward=False, needs=_bf16(limit=1.03, peers={"trl": 1.0})),
-    Case("linear_logprobs", (4096, 4096, 151936), needs=_bf16(limit=1.02, peers={"trl": 1.0})),
+    Case("linear_logprobs", (4096, 4096, 151936), backward=False, needs=_bf16(limit=1.03, peers=_LOG_PROBS)),
+    Case("linear_logprobs", (4096, 4096, 151936), needs=_bf16(limit=1.02, peers=_LOG_PROBS)),
     # Beyond the budget: four products, of which the limit has three.
-    Case("linear_logprobs", (16384, 4096, 151936), needs=_bf16(limit=1.03 * 4 / 3, peers={"trl": 1.0})),
+    Case("linear_logprobs", (8192, 4096, 151936), needs=_bf16(limit=1.03 * 4 / 3, peers=_LOG_PROBS)),
+    Case("linear_logprobs", (16384, 4096, 151936), backward=False, needs=_bf16(limit=1.03, peers=_LOG_PROBS)),
+    Case("linear_logprobs", (16384, 4096, 151936), needs=_bf16(limit=1.03 * 4 / 3, peers=_LOG_PROBS)),
     Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
     _experts(8192, 2048, 768, 128, 8, limit=1.15),  # Qwen3-30B-A3B's
     _experts(8192, 4096, 14336, 8, 2, limit=1.05),  # Mixtral-8x7B's

@@ -58,7 +58,7 @@ def log_probs_from_hidden(
     weight, bias = _whole(weight), None if bias is None else _whole(bias)
     partitioned = [t for t in (weight, bias) if _is_partitioned(t)]
     with _gathered([t for t in partitioned if t is not None]), _saved_by_name(partitioned):
-        dtype = _type(hidden)
+        dtype = _type(hidden, weight)
         return linear_logprobs(
             hidden,
             weight.to(dtype),
@@ -103,10 +103,9 @@ def _by_temperature(
     return LogProbs(log_probs if log_probs is not None else hidden.new_zeros(target.shape), *others)
 
 
-def _type(hidden: torch.Tensor) -> torch.dtype:
-    """In which the head multiplies; under autocast the operator casts by itself, gradients to the weight's own type."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+def _type(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """To which the head is cast here; under autocast the operator casts by itself."""
+    return weight.dtype if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
 
 
 def _whole(weight: torch.Tensor) -> torch.Tensor:

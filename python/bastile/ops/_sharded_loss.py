@@ -52,7 +52,7 @@ class _SumInChunks(Function):
             by_log_p, _, by_lse = local_upstream((-factors[rows], None, None), made.own)
             dhidden, *others = _backward_kept(
                 by_log_p, None, by_lse, hidden[rows], weight, made.target, bias, made.found.pairs, None, made.logits,
-                *made.options, 0, False, *want,
+                *made.options, 0, 0, *want,
             )  # fmt: skip
             if want[0]:  # while the next chunk is multiplied
                 pieces.append(dhidden)

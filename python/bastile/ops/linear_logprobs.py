@@ -39,6 +39,8 @@ _backward_kept = torch.ops.bastile.linear_logprobs_backward_kept.default
 #: What `outputs` may name, in the order of LogProbs.
 OUTPUTS = ("entropy", "lse", "log_sum_sq_probs", "mean_logits", "is_top1")
 
+_LEFT_IN_FLOAT32 = 2  # an answer of the operator's to how dweight is summed, beside no and yes
+
 _float32_dweight: bool | None = None
 
 
@@ -110,11 +112,13 @@ def statistics(
 class _LinearLogProbs(Function):
     """Logits that fit the memory budget are kept for the backward pass (on CUDA), where their gradient takes their
     place; else they are made again: see bst_linear_logprobs_forward in bastile.h. With a shard, what is computed is of
-    its part of the vocabulary, and is joined with the other processes'."""
+    its part of the vocabulary, and is joined with the other processes'. rounded: weight in the type of hidden, where it
+    has another, which its gradient then has, too."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard):
+    def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard, rounded):
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        wide, weight = (None, weight) if rounded is None else (weight, rounded)
         chunk_bytes = chunk_bytes_now()
         # A compiled program plans its memory, and has no place for logits that are written over.
         keep = (
@@ -129,7 +133,7 @@ class _LinearLogProbs(Function):
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in (*others[2:], top1) if t is not None])
-        ctx.save_for_backward(hidden, weight, target, bias, pairs, others[0], own)
+        ctx.save_for_backward(hidden, weight, target, bias, pairs, others[0], own, wide)
         ctx.logits, ctx.shard = logits, shard
         return log_probs, *others, top1
 
@@ -138,11 +142,11 @@ class _LinearLogProbs(Function):
         upstream = [None if g is None else g.float().contiguous() for g in (grad_log_probs, grad_entropy, grad_lse)]
         given = [g for g in upstream if g is not None]
         if not given or not any(ctx.want):
-            return (None,) * 8
-        hidden, weight, target, bias, pairs, entropy, own = ctx.saved_tensors
+            return (None,) * 9
+        hidden, weight, target, bias, pairs, entropy, own, wide = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
-        logits, exact = ctx.logits, _wants_float32_dweight()
+        logits, exact = ctx.logits, int(_wants_float32_dweight()) if wide is None else _LEFT_IN_FLOAT32
         rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
         if logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up
@@ -153,9 +157,9 @@ class _LinearLogProbs(Function):
         if ctx.shard is not None and ctx.want[0]:
             gradients[0] = summed(gradients[0], ctx.shard)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            sources = (*given, hidden, weight, bias)
+            sources = (*given, hidden, weight if wide is None else wide, bias)
             gradients = [first_order_only("linear_logprobs", g, *sources) for g in gradients]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def reference(
@@ -212,7 +216,8 @@ def linear_logprobs(
 
     Args:
         hidden: [..., H], float32, bfloat16 or float16.
-        weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them).
+        weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them; a
+            float32 weight's gradient is summed in float32 and left so).
         target: [...] int64, shaped as hidden without its last dimension.
         bias: [V] of hidden's type.
         temperature: divides the logits, last of all; from 1e-6 to 1e6.
@@ -248,6 +253,7 @@ def linear_logprobs(
     labels = target.reshape(-1)
     if shard is not None:
         weight, bias = local_of(weight), local_of(bias)
+    own_weight = weight
     flat, weight, bias, is_served = head_inputs("linear_logprobs", hidden, weight, labels, bias)
     options = (temperature, logit_scale, softcap or 0.0)
     found: Any
@@ -263,9 +269,16 @@ def linear_logprobs(
         rows, kept = flat, labels
         if chosen is not None:
             rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
+        rounded: Any = None
+        weight = weight.contiguous()
+        if own_weight is not weight and own_weight.dtype is torch.float32 and rows.dtype is not torch.float32:
+            weight, rounded = (
+                own_weight,
+                weight.detach(),
+            )  # under autocast: the gradient need not be rounded to its type
         found = _LinearLogProbs.apply(
-            rows.contiguous(), weight.contiguous(), bias, kept, (ignore_index, *options),
-            tuple([name in outputs for name in OUTPUTS]), torch.is_grad_enabled(), shard,
+            rows.contiguous(), weight, bias, kept, (ignore_index, *options),
+            tuple([name in outputs for name in OUTPUTS]), torch.is_grad_enabled(), shard, rounded,
         )  # fmt: skip
         if chosen is not None:
             found = [None if t is None else scatter(t, chosen, flat.shape[0]) for t in found]

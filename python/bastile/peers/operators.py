@@ -213,6 +213,7 @@ _TORCH: dict[str, Builder] = {
     "swiglu": lambda: lambda a, b: F.silu(a) * b,
     "cross_entropy": _torch_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_torch_cross_entropy()),
+    "linear_logprobs": lambda: _torch_logprobs(),
 }
 _TORCH |= _sequences({**_TORCH, "rope": _hf_rope})  # PyTorch has no rotary function
 
@@ -297,11 +298,43 @@ _QUACK: dict[str, Builder] = {
 _QUACK |= {**_sequences(_QUACK), "add_rms_norm": _quack_add_rms_norm}
 
 
+def _liger_logprobs() -> Function:
+    """By CuTe where that is installed, else what Liger has in its place."""
+    apply = _get(
+        "liger_kernel.ops.fused_linear_scaled_cross_entropy", "LigerFusedLinearScaledCrossEntropyFunction"
+    ).apply
+    return lambda hidden, weight, target: -apply(hidden, weight, target)
+
+
+def _torch_logprobs() -> Function:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise ImportError("this release of PyTorch has no linear_cross_entropy")
+    return lambda hidden, weight, target: -F.linear_cross_entropy(hidden, weight, target, reduction="none").float()
+
+
+def _cut_cross_entropy(reduction: str) -> Builder:
+    def build() -> Function:
+        loss = _get("cut_cross_entropy", "linear_cross_entropy")
+        return partial(loss, reduction=reduction)
+
+    return build
+
+
+def _cut_logprobs() -> Function:
+    loss = _cut_cross_entropy("none")()
+    return lambda hidden, weight, target: -loss(hidden, weight, target)
+
+
 def _trl_logprobs() -> Function:
     apply = _get("trl.kernels", "ChunkedLogProbFunction").apply
     chunk = 8192  # columns at a time, as its trainers have it
     return lambda hidden, weight, target: apply(hidden, weight, None, target, 1.0, chunk, None, 1.0, ())[0]
 
+
+_CUT: dict[str, Builder] = {
+    "fused_linear_cross_entropy": _cut_cross_entropy("mean"),
+    "linear_logprobs": _cut_logprobs,
+}
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
 
@@ -376,10 +409,16 @@ PEERS = {
     "hf-batched": Peer("of experts, its batched_mm", "#dddddd", _hf_experts_by("batched_mm")),
     "compile": Peer("torch.compile of the code that is replaced", "#e0a030", _compiled(_HF), "that, compiled"),
     "compile-torch": Peer("torch.compile of PyTorch's own functions", "#f0c878", _compiled(_TORCH)),
-    "liger": Peer("Liger-Kernel's Triton operators", "#7a5bb0", _liger(_TRITON), "Liger (Triton)"),
+    "liger": Peer(
+        "Liger-Kernel's Triton operators",
+        "#7a5bb0",
+        _liger(_TRITON) | {"linear_logprobs": _liger_logprobs},
+        "Liger (Triton)",
+    ),
     "cute": Peer("Liger-Kernel's CuTe operators", "#a98fd0", _liger(_CUTE), "Liger (CuTe)"),
     "quack": Peer("QuACK's operators", "#3f7fbf", _QUACK, "QuACK"),
     "trl": Peer("TRL's chunked kernel", "#c06060", {"linear_logprobs": _trl_logprobs}, "TRL"),
+    "cce": Peer("Cut Cross-Entropy", "#508080", _CUT, "Cut Cross-Entropy"),
 }
 
 #: What --against may name, and the contenders that it stands for.
@@ -390,5 +429,6 @@ AGAINST = {
     "liger": ("liger", "cute"),
     "quack": ("quack",),
     "trl": ("trl",),
+    "cce": ("cce",),
 }
-CUDA_ONLY = ("liger", "cute", "quack")
+CUDA_ONLY = ("liger", "cute", "quack", "cce")

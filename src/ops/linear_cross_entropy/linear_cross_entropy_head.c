@@ -56,7 +56,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char
                                        .width = h->width,
                                        .row_bytes = padded(h) * bst__dtype_size(h->dtype),
                                        .budget = chunk_bytes,
-                                       .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
+                                       .rounded = h->dweight.data && h->dweight.dtype != BST_F32 && !h->exact,
                                        .processors = chip.processors});
     h->chunks = (h->rows + h->chunk_rows - 1) / h->chunk_rows;
     return BST_OK;
@@ -132,15 +132,22 @@ static bst_status make_logits(const bst_head *h, int64_t first, int64_t rows, vo
     return multiply(h, g);
 }
 
+/* Whether dweight is float32 where weight is not: the sum itself. */
+static bool is_wide(const bst_head *h) { return h->dweight.data && h->dweight.dtype != h->dtype; }
+
 static bst_status begin_sums(bst_head *h) {
     int most = h->exact ? 1 : LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS;
     void *memory;
-    if (h->dweight.data && h->dtype != BST_F32 && h->chunks > most) {
+    if (h->dweight.data && h->dtype != BST_F32 && (is_wide(h) || h->chunks > most)) {
         size_t count = (size_t)h->dweight.count;
-        BST_TRY(bst__allocate(h->exec, h->op, h->device, count * sizeof(float), &memory));
-        h->dweight_sum = memory;
+        if (is_wide(h)) {
+            h->dweight_sum = h->dweight.data;
+        } else {
+            BST_TRY(bst__allocate(h->exec, h->op, h->device, count * sizeof(float), &memory));
+            h->dweight_sum = memory;
+        }
         if (!on_cuda(h)) {
-            memset(memory, 0, count * sizeof(float));
+            memset(h->dweight_sum, 0, count * sizeof(float));
             BST_TRY(bst__allocate(h->exec, h->op, h->device, count * (size_t)bst__dtype_size(h->dtype), &h->part));
         }
     }
@@ -154,7 +161,7 @@ static bst_status begin_sums(bst_head *h) {
 static void free_sums(const bst_head *h) {
     bst__release(h->exec, h->device, h->dbias_sum);
     bst__release(h->exec, h->device, h->part);
-    bst__release(h->exec, h->device, h->dweight_sum);
+    if (!is_wide(h)) bst__release(h->exec, h->device, h->dweight_sum);
 }
 
 static bst_status add_dbias(const bst_head *h, const void *dz, int64_t rows, int64_t stride, bool first) {
@@ -193,7 +200,9 @@ static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, 
 
 static bst_status end_sums(const bst_head *h) {
     const bst_view *w = &h->dweight, *b = &h->dbias;
-    if (h->dweight_sum && on_cuda(h)) {
+    if (is_wide(h)) {
+        /* It is where it belongs. */
+    } else if (h->dweight_sum && on_cuda(h)) {
         bst_launch l = launch_of(h, &round_kernel, w->count / VEC, 65536);
         BST_TRY(LAUNCH(h, &l, (linear_cross_entropy_round_args){h->dweight_sum, w->data, w->count}));
     } else if (h->dweight_sum) {

@@ -12,7 +12,7 @@ typedef struct bst_head {
     /* The caller sets these, before bst__head_begin. */
     const bst_exec *exec;
     const char *op;
-    bst_view bias, dhidden, dweight, dbias; /* data NULL where absent or not wanted */
+    bst_view bias, dhidden, dweight, dbias; /* data NULL where absent or not wanted; dweight may be float32 */
     bool exact; /* dweight is summed in float32 whenever there is more than one chunk, and not from the ninth on */
     /* What the sums of a chunk's logit gradients are multiplied by: the divisor and the upstream gradient, where they
      * are the same for all rows; NULL: one. The logits' own gradients, p - 1 and p, so stay in the range where their

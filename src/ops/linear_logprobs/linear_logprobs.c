@@ -36,9 +36,9 @@ enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_
 #define AS_HIDDEN            BST_TYPE_OF(HIDDEN, "the type of hidden")
 #define ARGUMENT(...)        {__VA_ARGS__}
 #define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
-#define GRADIENT(name, of)                                                                 \
-    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), \
-             BST_TYPE_OF(of, "as the inputs have it"))
+#define GRADIENT(name, of, ...) \
+    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__)
+#define AS_INPUTS(of) BST_TYPE_OF(of, "as the inputs have it")
 #define HEAD                                                                      \
     [HIDDEN] = ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),            \
     [WEIGHT] = ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN), \
@@ -58,6 +58,10 @@ static const bst_argument forward_arguments[] = {
     {NULL},
 };
 
+static bst_dtype dweight_type(const bst_view *v, const bst_attribute *attributes) {
+    return attributes[FLOAT32_DWEIGHT].i == 2 ? BST_F32 : v[WEIGHT].dtype;
+}
+
 static bst_status check_dlogits(const char *op, const bst_view *v) {
     if (v[DLOGITS].data == v[LOGITS_WERE].data) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: dlogits is to be written elsewhere; it takes the place of logits", op);
@@ -75,9 +79,9 @@ static const bst_argument backward_arguments[] = {
     [DLOGITS] = ARGUMENT("dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(LOGITS_WERE),
                          BST_TYPE_OF(LOGITS_WERE, "its own"), BST_WITH(LOGITS_WERE), BST_MAY_BE(1u << LOGITS_WERE),
                          .check = check_dlogits),
-    [DHIDDEN] = GRADIENT("dhidden", HIDDEN),
-    [DWEIGHT] = GRADIENT("dweight", WEIGHT),
-    [DBIAS] = GRADIENT("dbias", BIAS),
+    [DHIDDEN] = GRADIENT("dhidden", HIDDEN, AS_INPUTS(HIDDEN)),
+    [DWEIGHT] = GRADIENT("dweight", WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
+    [DBIAS] = GRADIENT("dbias", BIAS, AS_INPUTS(BIAS)),
     {NULL},
 };
 
@@ -90,7 +94,7 @@ static const bst_attribute_rule rules[] = {
     [LOGIT_SCALE] = {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},
     [SOFTCAP_AT] = {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},
     [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
-    [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
+    [FLOAT32_DWEIGHT] = {"float32_dweight", 'i', 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)"},
     {NULL},
 };
 
@@ -197,7 +201,7 @@ static bst_status call(const bst_function *function, const bst_exec *exec, const
     attributes[LOGIT_SCALE].d = o.logit_scale == 0 ? 1 : o.logit_scale;
     attributes[SOFTCAP_AT].d = o.softcap;
     attributes[CHUNK_BYTES].i = o.chunk_bytes;
-    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight != 0;
+    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
     return bst__run(function, exec, all, attributes);
 }
 
