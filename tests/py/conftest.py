@@ -111,6 +111,14 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def result_or_error(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the message with which it fails: for what not every release of Transformers computes."""
+    try:
+        return call()
+    except RuntimeError as error:
+        return str(error)
+
+
 def on_demand(logits: torch.Tensor) -> bool:
     """Whether these are logits that nobody has made yet."""
     return isinstance(logits, Logits) and logits.pending.made is None

@@ -14,7 +14,7 @@ from transformers.integrations import moe as implementations
 
 import bastile
 from bastile.models import small, support
-from conftest import gradients
+from conftest import gradients, result_or_error
 from oracle import Case, assert_no_worse_pooled, devices, random_tensor
 from test_moe import routing
 
@@ -193,7 +193,12 @@ def test_what_an_instance_says_otherwise() -> None:
     model = built("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.bfloat16()
-    served(model, "types or shapes that the operator does not take")
+    stock = result_or_error(lambda: step(model))
+    if isinstance(stock, str):  # this Transformers does not multiply two types: nor do we
+        bastile.apply_to_model(model)
+        assert result_or_error(lambda: step(model)) == stock
+    else:
+        served(model, "types or shapes that the operator does not take")
 
 
 def test_frozen_experts_and_checkpointing() -> None:

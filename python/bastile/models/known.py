@@ -252,6 +252,13 @@ FORMS: tuple[Form, ...] = (
         ("7584a7d61e01",),
         _rotary(layout="interleaved_to_halves", table="first half, each twice"),
     ),
+    Form(
+        "rotary",
+        "neighbours in, halves out, of whole tables",
+        (),
+        ("6e6106f7c96e",),
+        _rotary(layout="interleaved_to_halves"),
+    ),
     Form("rotary", "of one tensor: x cos + rotate_half(x) sin", (), ("1906d80fd6ec",), _rotary(arguments="x cos sin")),
     Form(
         "rotary",
