@@ -432,14 +432,12 @@ FORMS: tuple[Form, ...] = (
         "logits of the last states, loss_function(logits, labels, vocab_size)",
         _roles("model lm_head loss_function config"),
         ("03927502174b", "ed25550da86c"),
-        {"router_loss": False},
     ),
     Form(
         "head",
         "the same, and the router's loss",
         _roles("config model lm_head loss_function vocab_size num_experts num_experts_per_tok router_aux_loss_coef"),
         ("f37875b4bd6d", "cbf11dd0285f", "e1651e0a3ab1"),
-        {"router_loss": True},
         exact=True,
     ),
 )

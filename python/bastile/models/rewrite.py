@@ -6,6 +6,7 @@ function stays as it is, so what surrounds them needs no form:
     residual = x; x = self.norm(x)                      ->  x, residual = add_norm(self.norm, x, None)
     q = self.q_norm(q); k = self.k_norm(k); q, k = rotary(q, k, cos, sin)
                                                         ->  q, k = norm_rotary(self.q_norm, self.k_norm, q, k, ...)
+    logits = self.lm_head(x); CrossEntropyLoss()        ->  logits = traced.head(self, self.lm_head, x); ...
 
 What takes their place asks the modules at each call what they compute, and does what the statements say where that is
 nothing that an operator knows. So whatever the names are, a function means what it meant."""
@@ -22,7 +23,7 @@ from typing import Any
 
 from bastile.models.forms import Code
 
-ADD_NORM, NORM_ROTARY = "bastile_add_norm", "bastile_norm_rotary"
+ADD_NORM, NORM_ROTARY, TRACED = "bastile_add_norm", "bastile_norm_rotary", "bastile_traced"
 _UNUSED = "bastile_unused"
 #: Modules that may be norms, by the attributes that hold them: others need not be looked at. What they are is asked
 #: when they are called.
@@ -47,6 +48,17 @@ def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | No
         return None
     node = copy.deepcopy(code.node)
     rewriter = _NormRotaries(_own_name(node), rotaries)
+    rewriter.visit(node)
+    return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
+
+
+def head_calls(code: Code) -> ast.FunctionDef | None:
+    """The function with calls of modules of its own, any of which may be the output head, by way of `TRACED.head`, and
+    with PyTorch's class of losses by way of `TRACED.loss_class`."""
+    if _is_closed(code):
+        return None
+    node = copy.deepcopy(code.node)
+    rewriter = _HeadCalls(_own_name(node), code.methods)
     rewriter.visit(node)
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
 
@@ -218,6 +230,23 @@ class _NormRotaries(_Blocks):
         return None
 
 
+class _HeadCalls(ast.NodeTransformer):
+    def __init__(self, own: str, methods: Collection[str]) -> None:
+        self.own = own
+        self.methods = methods
+        self.found = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        call = _call_of(node, self.own)
+        if getattr(node.func, "id", getattr(node.func, "attr", None)) == "CrossEntropyLoss":
+            node.func = _call_in(TRACED, "loss_class", [node.func])
+        elif call is not None and call[0].attr not in self.methods:
+            self.found += 1
+            node = ast.copy_location(_call_in(TRACED, "head", [ast.Name(self.own, ast.Load()), *call]), node)
+        return node
+
+
 def _assigned_call(statement: ast.stmt, own: str) -> tuple[str, ast.Attribute, ast.expr] | None:
     """x, self.module and y of `x = self.module(y)`."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
@@ -280,6 +309,10 @@ def _if(test: ast.expr | None, norm: ast.expr) -> ast.expr:
 
 def _call(name: str, arguments: list[Any]) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), arguments, [])
+
+
+def _call_in(module: str, name: str, arguments: list[Any]) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(module, ast.Load()), name, ast.Load()), arguments, [])
 
 
 def _store(name: str) -> ast.Name:
