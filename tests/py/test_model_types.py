@@ -40,7 +40,7 @@ SAMPLE: dict[str, set[str]] = {
     "granite": {"rms_norm", "add_rms_norm", "swiglu"},
     "gemma4_text": {"rms_norm", "swiglu", "rope"},
     "gptj": {"layer_norm", "rope"},
-    "llama4_text": {"rms_norm", "swiglu", "rope"},
+    "llama4_text": {"rms_norm", "swiglu", "rope", "moe_experts"},
     "nanochat": {"rms_norm", "rope"},
     "qwen3_next": {"rms_norm", "qk_norm_rope", "add_rms_norm", "swiglu"},
     "glm4_moe": {"rms_norm", "rope", "add_rms_norm", "swiglu"},

@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    #: norm, layer norm, gated norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear,
-    #: 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, layer, experts, block of experts, router, experts of all
+    #: tokens, adapted linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
@@ -382,6 +382,28 @@ FORMS: tuple[Form, ...] = (
         ("7f2c6fd97455",),
         _experts(activation="swiglu_oai", interleaved=True, has_bias=True, limit="limit", alpha="alpha"),
         exact=True,
+    ),
+    Form(
+        "experts",
+        "the same, gate and up in halves",
+        _roles("num_experts gate_up_proj gate_up_proj_bias down_proj down_proj_bias limit alpha"),
+        ("f40196269ebd",),
+        _experts(activation="swiglu_oai", has_bias=True, limit="limit", alpha="alpha"),
+        exact=True,
+    ),
+    # ---- experts whose inputs are weighted: the block, its router, and the experts, who get all tokens ---------------
+    Form(
+        "block of experts",
+        "shared(x) + sum over experts of experts(x score), with scores of zero where they are not chosen",
+        _roles("hidden_dim router experts shared"),
+        ("a8bb792eaef9",),
+    ),
+    Form("router", "sigmoid of the top_k logits, zero elsewhere", _roles("top_k"), ("010130494e95",)),
+    Form(
+        "experts of all tokens",
+        "down(up * activation(gate)), gate and up in halves, in batched products",
+        _roles("gate_up hidden_size activation down"),
+        ("3bdf000152a4",),
     ),
     # ---- linear layers that are more than a weight: of PEFT 0.18 to 0.21, and of bitsandbytes ------------------------
     Form(
