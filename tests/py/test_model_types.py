@@ -32,7 +32,7 @@ SAMPLE: dict[str, set[str]] = {
     "gemma2": {"rms_norm", "rope", "add_rms_norm"},
     "gemma3_text": {"rms_norm", "qk_norm_rope", "add_rms_norm"},
     "apertus": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
-    "olmo2": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "olmo2": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "cohere": {"layer_norm", "swiglu", "rope"},
     "olmo": {"layer_norm", "add_rms_norm", "rope"},
     "bert": {"layer_norm", "add_rms_norm"},

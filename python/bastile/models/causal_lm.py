@@ -53,7 +53,7 @@ def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable
     if read is None:
         return eager
     code, node = read
-    in_graph = rewrite.rewritten(node, code, original, rewrite.TRACED, traced)
+    in_graph = rewrite.rewritten(node, code, original, {rewrite.TRACED: traced})
     names = parameter_names(original)
 
     @functools.wraps(original)
