@@ -73,7 +73,7 @@ py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 
 # The oldest Transformers lies in a folder of its own, before the others on Python's path.
 OLDEST := build/oldest
-MODEL_TESTS := compile families forms fused_layers generation gpt_oss model_types patching training transformers_versions
+MODEL_TESTS := compile experts families forms fused_layers generation gpt_oss model_types patching training transformers_versions
 $(OLDEST)/stamp: requirements/oldest.txt
 	rm -rf $(OLDEST)
 	$(PY) -m pip install -q --target $(OLDEST) -r $<
@@ -95,7 +95,7 @@ $(TRL)/stamp: requirements/trl.txt
 
 test-trl: install $(TRL)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py tests/py/test_peft_deepspeed.py \
-	    tests/py/test_peft_torchao.py
+	    tests/py/test_peft_torchao.py tests/py/test_shardings.py
 	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_walks.py
 	for release in $(TRL_RELEASES); do \
 	    PYTHONPATH=$(TRL)/$$release:$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py || exit; \

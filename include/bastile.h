@@ -173,14 +173,16 @@ typedef struct bst_norm_options {
     size_t size; /* sizeof(bst_norm_options) */
     bst_casting casting;
     bst_norm_kind kind;
+    const DLTensor *after; /* forward alone: added to y; NULL: nothing is */
 } bst_norm_options;
 
 /* y = norm(x) * weight + bias, or, where residual is given, sum = x + residual, rounded, and y that of the sum.
  * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both
  * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's
  * type, or without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
- * rstd, float32, one a row, kept for the backward pass, or NULL. options NULL: RMS and LLAMA. eps is no option, as 0 is
- * a number like others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton,
+ * rstd, float32, one a row, kept for the backward pass, or NULL. options NULL: RMS and LLAMA; its after, of x's shape
+ * and y's type, is added to y before that is rounded, and its gradient is dy. eps is no option, as 0 is a number like
+ * others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton,
  * "Layer Normalization", 2016. */
 BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                     const DLTensor *weight, const DLTensor *bias, double eps,

@@ -5,8 +5,12 @@ from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from bastile.ops._modules import has_hooks
+
+#: Packages whose hooks make weights whole for the time of a call, and change no number.
+_GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
 
 _OURS = "_bastile_replacement"
 _ORIGINAL = "_bastile_original"
@@ -39,6 +43,24 @@ def untouched(module: nn.Module) -> bool:
     """Whether calling this module does what its class's forward does and nothing else."""
     own = module.__dict__.get("forward")  # Hugging Face's `kernels` puts the class's own there
     return (own is None or function_of(own) is type(module).forward) and not has_hooks(module)
+
+
+def gathers(hook: Any) -> bool:
+    """Whether this hook is a sharding's, which makes a module's weights whole for the time of its call."""
+    hook = getattr(hook, "func", hook)  # of a partial
+    return (getattr(hook, "__module__", None) or "").startswith(_GATHERS)
+
+
+def does_as_its_class(module: nn.Module) -> bool:
+    """As `untouched`, of a module without weights: for it a sharding's hooks have nothing to do."""
+    own = module.__dict__.get("forward")
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return untouched(module) or (
+        own is None
+        and not module._parameters
+        and not _has_any_global_hook()
+        and all(gathers(hook) for kind in hooks for hook in kind.values())
+    )
 
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:

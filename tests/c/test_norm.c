@@ -91,6 +91,23 @@ TEST(a_residual_of_a_narrower_type) {
     CHECK(!memcmp(y, wide_y, sizeof y) && !memcmp(sum, wide_sum, sizeof sum));
 }
 
+/* after: added to y before it is rounded. */
+TEST(a_residual_behind_the_norm) {
+    static float x[ROWS][HIDDEN], after[ROWS][HIDDEN], y[ROWS][HIDDEN], sum[ROWS][HIDDEN];
+    int64_t shape[] = {ROWS, HIDDEN}, wrong[] = {ROWS, HIDDEN - 1};
+    bst_fill(&x[0][0], ROWS * HIDDEN, 1, 1);
+    bst_fill(&after[0][0], ROWS * HIDDEN, 2, 1);
+    DLTensor tx = bst_f32(x, 2, shape), ta = bst_f32(after, 2, shape), ty = bst_f32(y, 2, shape);
+    DLTensor tsum = bst_f32(sum, 2, shape), narrow = bst_f32(after, 2, wrong);
+    bst_norm_options options = {sizeof options, .after = &ta};
+    CHECK_OK(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, NULL, &ty, NULL, NULL, NULL));
+    CHECK_OK(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, &options, &tsum, NULL, NULL, NULL));
+    for (int i = 0; i < ROWS * HIDDEN; i++) CHECK_CLOSE((&sum[0][0])[i], (&y[0][0])[i] + (&after[0][0])[i], 0);
+    options.after = &narrow;
+    CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, NULL, NULL, 1e-6, &options, &ty, NULL, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "norm_forward: after has shape");
+}
+
 TEST(errors_name_the_argument_and_write_nothing) {
     float x[8] = {1}, w[8] = {1}, y[8] = {42};
     int64_t shape[] = {2, 4}, wrong[] = {3};
@@ -198,6 +215,15 @@ static void compile_narrow_residual(int64_t width) {
                               bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL, NULL));
 }
 
+static void compile_after(DLDataType type, int64_t width) {
+    bst_shape x, after, weight, y;
+    int64_t shape[] = {4096, width};
+    const bst_norm_options options = {sizeof options, .after = bst_device_tensor(&after, type, 2, shape)};
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, bst_device_tensor(&x, type, 2, shape), NULL,
+                              bst_device_tensor(&weight, type, 1, shape + 1), NULL, 1e-6, &options,
+                              bst_device_tensor(&y, type, 2, shape), NULL, NULL, NULL));
+}
+
 /* Head norms, a small model, Llama and Qwen sizes, the widest whose rows stay on the chip in the backward pass, a width
  * that needs narrow accesses, one too wide for registers. */
 static void compile_calls(void) {
@@ -213,6 +239,9 @@ static void compile_calls(void) {
     for (int add = 0; add < 2; add++) compile_call(bst_test_types[1], bst_test_types[0], 4096, add);
     compile_call(bst_test_types[1], bst_test_types[1], 32768, true);
     compile_narrow_residual(4096);
+    /* Widths of models with norms behind their blocks, the widest that registers hold, and one too wide for them. */
+    static const int64_t behind[] = {2304, 4096, 32768, 65536};
+    for (int w = 0; w < 4; w++) compile_after(bst_test_types[1], behind[w]);
     /* Each way of loading: rings of a thread and of bulk copies, the widest held, one too wide for registers. */
     static const int64_t layer_widths[] = {768, 4096, 4097, 8192, 20000};
     for (size_t w = 0; w < 5; w++) compile_layer_norm(bst_test_types[w == 3 ? 0 : 1], layer_widths[w]);

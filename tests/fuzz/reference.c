@@ -160,6 +160,7 @@ static double inverse_root(const double *x, int64_t count, double eps) {
 static void norm_forward(fuzz_call *c) {
     const fuzz_tensor *x = input(c, "x");
     const double *residual = numbers(c, "residual"), *weight = numbers(c, "weight"), *bias = numbers(c, "bias");
+    const double *after = numbers(c, "after");
     fuzz_tensor *y = output(c, "y"), *sum = output(c, "sum"), *rstd = output(c, "rstd"), *means = output(c, "mean");
     int64_t columns = last(x);
     double *row = malloc((size_t)(columns ? columns : 1) * sizeof *row);
@@ -181,8 +182,9 @@ static void norm_forward(fuzz_call *c) {
         double blur = mean != 0 ? largest_one * inverse : 0;
         want(rstd, r, inverse, inverse * (1 + blur * blur));
         for (int64_t i = 0; i < columns; i++) {
-            double n = row[i] * inverse, w = factor_of(c, weight, i), more = bias ? bias[i] : 0;
-            double size = (fabs(n) + least(x) + blur) * (1 + blur * blur) * fabs(w) + fabs(more);
+            double n = row[i] * inverse, w = factor_of(c, weight, i), beside = after ? after[r * columns + i] : 0;
+            double more = (bias ? bias[i] : 0) + beside;
+            double size = (fabs(n) + least(x) + blur) * (1 + blur * blur) * fabs(w) + fabs(more) + fabs(beside);
             want(y, r * columns + i, n * w + more,
                  size + (isfinite(inverse) ? row[i] != 0 ? unless_lost(n) : 0 : INFINITY));
         }

@@ -10,11 +10,12 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForTokenClassification
 from transformers.integrations import moe as implementations
 
 import bastile
 from bastile.models import small, support
-from conftest import gradients
+from conftest import gradients, result_or_error
 from oracle import Case, assert_no_worse_pooled, devices, random_tensor
 from test_moe import routing
 
@@ -193,7 +194,12 @@ def test_what_an_instance_says_otherwise() -> None:
     model = built("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.bfloat16()
-    served(model, "types or shapes that the operator does not take")
+    stock = result_or_error(lambda: step(model))
+    if isinstance(stock, str):  # this Transformers does not multiply two types: nor do we
+        bastile.apply_to_model(model)
+        assert result_or_error(lambda: step(model)) == stock
+    else:
+        served(model, "types or shapes that the operator does not take")
 
 
 def test_frozen_experts_and_checkpointing() -> None:
@@ -217,3 +223,66 @@ def test_it_compiles_without_a_break() -> None:
     weights = torch.rand(7, 2)
     compiled = torch.compile(lambda *given: experts(*given), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(hidden, indices, weights), experts(hidden, indices, weights))
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_experts_whose_inputs_are_weighted(choices: int) -> None:
+    """Llama 4's, which stock gives all tokens: the chosen ones are computed, with its losses and gradients."""
+    model = built("llama4_text", num_experts_per_tok=choices)
+    served(model)
+    why = "its router or experts have hooks, or code that is not known"
+    for layer in model.model.layers:
+        layer.feed_forward.experts.register_forward_hook(lambda _module, _given, output: output * 2)
+    served(model, why)
+    model = built("llama4_text", num_experts_per_tok=choices)
+    for layer in model.model.layers:
+        layer.feed_forward.experts.act_fn = nn.Tanh()
+    served(model, "types, shapes or an activation that the operator does not take")
+
+
+def test_weighted_inputs_under_autocast() -> None:
+    """Of float32 weights, as the Trainer's bf16=True trains: as near to float32 as stock is, over all gradients."""
+    model = built("llama4_text")
+    _, exact = step(model)
+    errors = []
+    for patched in (False, True):
+        if patched:
+            bastile.apply_to_model(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            _, found = step(model)
+        errors.append(sum(float((found[n] - g).square().sum() / g.square().sum()) for n, g in exact.items()))
+    assert errors[1] <= 1.1 * errors[0]  # two orders of rounding, and the same formula
+    assert bastile.report().ran("moe_experts") >= 2
+
+
+def test_experts_with_biases_in_halves() -> None:
+    if "openai_privacy_filter" not in CONFIG_MAPPING:
+        pytest.skip(f"Transformers {transformers.__version__} has no openai_privacy_filter")
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+    }
+    config = AutoConfig.for_model("openai_privacy_filter", **sizes)
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    model: Any = AutoModelForTokenClassification.from_config(config)
+    (experts,) = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    hidden, weights = torch.randn(7, 16, requires_grad=True), torch.rand(7, 2, requires_grad=True)
+    indices, upstream = torch.randint(5, (7, 2)), torch.randn(7, 16)
+    leaves = [hidden, weights, *experts.parameters()]
+
+    def run() -> list[torch.Tensor]:
+        out = experts(hidden, indices, weights)
+        return [out, *torch.autograd.grad(out, leaves, upstream)]
+
+    stock = run()
+    bastile.apply()
+    bastile.report(reset=True)
+    for got, want in zip(run(), stock, strict=True):
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert bastile.report().ran("moe_experts") == 1

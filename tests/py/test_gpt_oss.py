@@ -18,6 +18,7 @@ from conftest import (
     gradients,
     modeling,
     on_demand,
+    result_or_error,
     tiny_batch,
 )
 from oracle import devices, few_examples
@@ -341,9 +342,10 @@ def test_experts_of_types_that_no_kernel_serves(kind: torch.dtype, calls: dict[s
         setattr(experts, name, nn.Parameter(getattr(experts, name).detach().to(kind)))
     tokens = torch.randn(7, 32, dtype=torch.promote_types(kind, torch.float32))
     given = tokens, torch.randint(5, (7, 2)), torch.rand(7, 2).to(tokens.dtype)
-    stock = experts(*given)
+    stock = result_or_error(lambda: experts(*given))
     bastile.apply()
-    assert torch.equal(experts(*given), stock)
+    got = result_or_error(lambda: experts(*given))
+    assert torch.equal(got, stock) if isinstance(stock, torch.Tensor) else got == stock
     assert "moe_experts" not in calls
 
 
@@ -468,9 +470,13 @@ def test_generates_the_same_tokens(way: dict[str, Any], rows: int, device: str, 
     options = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, **way}
     want = model.generate(**prompt, **options)
     bastile.apply()
+    # Behind the first step Transformers may take its batched_mm: always in 5.0, on GPUs later.
+    taken: list[str] = []
+    model.register_forward_pre_hook(lambda model, _: taken.append(model.config._experts_implementation))
     got = model.generate(**prompt, **options)
-    # On a GPU Transformers takes its batched_mm after the first step.
-    assert calls["moe_experts"] == 2 * (16 if device == "cpu" else 1)
+    assert len(taken) == 16
+    assert taken[0] == "grouped_mm"
+    assert calls["moe_experts"] == 2 * taken.count("grouped_mm")
     best = torch.stack(want.logits).topk(2).values
     assert (best[..., 0] - best[..., 1]).min() > 1e-4  # two tokens as likely up to rounding: no fair test
     assert want.sequences[:, -16:].unique().numel() > 5

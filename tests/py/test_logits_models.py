@@ -22,6 +22,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import bastile
 from bastile.models.logits import Logits
@@ -178,19 +179,48 @@ def test_evaluation_and_generation(model_type: str) -> None:
         assert type(model(**batch).logits) is torch.Tensor
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "cohere", "bart"])
 def test_types_that_are_compiled(model_type: str) -> None:
-    """No graph break; those whose forward is not written out make their logits there."""
+    """No graph break, no logits, and no compilation for a third length: with a cap, a router's loss, a factor, and a
+    loss that is a module, of logits with a bias."""
     model = small(model_type)
-    batch = batch_of(model, 12)
-    stock, want = stepped(model, **batch)
+    stock = [stepped(model, **batch_of(model, length)) for length in (12, 9, 14)]
     bastile.apply()
     torch.compiler.reset()
-    compiled, got = stepped(torch.compile(model, backend="aot_eager", fullgraph=True), **batch)
-    assert_same(compiled.loss, stock.loss, "loss")
-    assert (compiled.logits is None) == (model_type == "gpt_oss")
-    for name, gradient in want.items():
-        assert_same(got[f"_orig_mod.{name}"], gradient, name, 5e-5)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for number, (length, (want, leaves)) in enumerate(zip((12, 9, 14), stock, strict=True)):
+        with torch.compiler.set_stance("fail_on_recompile" if number == 2 else "default"):
+            got, found = stepped(run, **batch_of(model, length))
+        assert_same(got.loss, want.loss, "loss")
+        assert got.logits is None  # nothing has read them, the loss neither
+        for name, gradient in leaves.items():
+            assert_same(found[f"_orig_mod.{name}"], gradient, name, 5e-5)
+
+
+class ReaderForCausalLM(LlamaForCausalLM):
+    """Of no code that is known."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, logits_to_keep: int = 0) -> Any:
+        hidden = self.model(input_ids).last_hidden_state
+        logits = self.lm_head(hidden)
+        loss = self.loss_function(logits, labels, self.config.vocab_size) + logits[0].square().mean()
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+def test_compiled_code_that_reads_its_logits() -> None:
+    """They are made, once, in the graph; the loss before that runs fused."""
+    stock = tiny_model("llama")
+    model = ReaderForCausalLM(stock.config)
+    model.load_state_dict(stock.state_dict())
+    batch = {name: value for name, value in tiny_batch(model).items() if name != "attention_mask"}
+    want, gradients = stepped(model.train(), **batch)
+    bastile.apply_to_model(model)
+    torch.compiler.reset()
+    got, found = stepped(torch.compile(model, backend="aot_eager", fullgraph=True), **batch)
+    assert_same(got.loss, want.loss, "loss")
+    assert_same(got.logits, want.logits, "logits")
+    for name, gradient in gradients.items():
+        assert_same(found[f"_orig_mod.{name}"], gradient, name, 5e-5)
 
 
 def test_activations_that_are_offloaded_are_those_of_the_model() -> None:

@@ -1,7 +1,6 @@
 """Any language model type with Bastile means what it means in Transformers: one step of a small model, stock and
 patched, in float32 and in bfloat16, and ten tokens. The ordinary run takes a sample; `make test-models` all types."""
 
-import copy
 import inspect
 import logging
 import math
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import bastile
 from bastile.cli import main
@@ -32,7 +32,7 @@ SAMPLE: dict[str, set[str]] = {
     "gemma2": {"rms_norm", "rope", "add_rms_norm"},
     "gemma3_text": {"rms_norm", "qk_norm_rope", "add_rms_norm"},
     "apertus": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
-    "olmo2": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
+    "olmo2": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "cohere": {"layer_norm", "swiglu", "rope"},
     "olmo": {"layer_norm", "add_rms_norm", "rope"},
     "bert": {"layer_norm", "add_rms_norm"},
@@ -40,7 +40,7 @@ SAMPLE: dict[str, set[str]] = {
     "granite": {"rms_norm", "add_rms_norm", "swiglu"},
     "gemma4_text": {"rms_norm", "swiglu", "rope"},
     "gptj": {"layer_norm", "rope"},
-    "llama4_text": {"rms_norm", "swiglu", "rope"},
+    "llama4_text": {"rms_norm", "swiglu", "rope", "moe_experts"},
     "nanochat": {"rms_norm", "rope"},
     "qwen3_next": {"rms_norm", "qk_norm_rope", "add_rms_norm", "swiglu"},
     "glm4_moe": {"rms_norm", "rope", "add_rms_norm", "swiglu"},
@@ -71,6 +71,8 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_step_is_what_it_is_in_stock_transformers(model_type: str) -> None:
+    if model_type not in ALL_TYPES:
+        pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
     done = support.check(model_type)
     assert done.passed, done
     assert SAMPLE[model_type] <= done.ran.keys(), done.ran
@@ -116,7 +118,8 @@ def assert_bfloat16_is_as_close(model_type: str) -> None:
         small.step(model.bfloat16())
     except RuntimeError as error:
         pytest.skip(f"takes no step in bfloat16: {error}")
-    exact = copy.deepcopy(model).float()
+    exact = stepped(model_type)
+    exact.load_state_dict(model.state_dict())  # a copy of a model would not do where it keeps something of a step
     stock, patched = [], []
     for seed in range(5):
         _, want = small.step(exact, seed)

@@ -69,6 +69,17 @@ SUMS: dict[str, tuple[list[str], list[str] | None]] = {
             "return x",
         ],
     ),
+    "a norm whose result is added": (
+        ["x = self.f(x)", "x = self.norm(x)", "x = r + x", "r = x", "x = self.mlp(x)", "return r + x"],
+        ["x = self.f(x)", "x = bastile_norm_add(self.norm, x, r)", "r = x", "x = self.mlp(x)", "return r + x"],
+    ),
+    "a norm whose result is added, and a norm of that": (
+        ["x = self.norm(self.f(x))", "x = x + r", "r = x", "x = self.norm2(x)", "return r + x"],
+        ["x = self.norm(self.f(x))", "x, r = bastile_add_norm(self.norm2, x, r)", "return r + x"],
+    ),
+    "a norm whose result is added twice": (["y = self.norm(x)", "y = y + y", "return y"], None),
+    "a norm whose result stays": (["y = self.norm(x)", "x = r + y", "return x + y"], None),
+    "a norm that is added to a call": (["x = self.norm(x)", "x = self.f(r) + x", "return x"], None),
     "no sum": (["r = x", "x = self.norm(x)", "return r + x"], None),
     "a sum of another name": (["y = r + x", "x = self.norm(x)", "return x + y"], None),
     "a difference": (["x = r - x", "x = self.norm(x)", "return x"], None),
@@ -152,7 +163,9 @@ class Unknown(nn.Module):
         x = kept + x * self.scale
         kept = x
         x = self.norm_b(x)
-        return kept + self.b(x) if more is None else self.norm_b(x + more)
+        y = self.norm_a(self.b(x))
+        y = y + kept
+        return y if more is None else self.norm_b(x + more) + y
 '''
 
 
@@ -177,7 +190,8 @@ def same(got: list[Any], want: list[Any]) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert (ours is None) == (theirs is None)
         if ours is not None:
-            torch.testing.assert_close(ours, theirs)
+            # Sums of float32 in another order, one behind the other; of what cancels 1e-5 is left.
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def hooked(module: Any) -> None:
@@ -200,7 +214,7 @@ def test_code_of_no_form(unknown: Any, change: Callable[[Any], None] | None, mor
     assert "add_rms_norm" in bastile.apply_to_model(unknown)
     same(run(unknown, x, more=given), want)
     told = {line.operator: line.ran for line in bastile.report()}
-    assert told["add_rms_norm"] == (2 if change is None else 1)
+    assert told["add_rms_norm"] == (3 if change is None else 2)
     bastile.reset(model=unknown)
     same(run(unknown, x, more=given), want)
 

@@ -15,13 +15,13 @@ from bastile.models.support import Check
 PROCESSES = 2
 
 
-def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
+def step(model: Any, backward: Any = torch.Tensor.backward) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
     """As small.step, and the output's logits."""
     ids = torch.randint(3, 90, (2, 11), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[:, 4] = -100
     output = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(17))
-    output.loss.backward()
+    backward(output.loss)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return output.loss.detach(), gradients, output
 

@@ -98,7 +98,7 @@ def rewritten_forward(
             )
         return turn(_normed(q_norm, q, q_turned), _normed(k_norm, k, k_turned), cos, sin)
 
-    return rewrite.rewritten(node, code, original, rewrite.NORM_ROTARY, norm_rotary)
+    return rewrite.rewritten(node, code, original, {rewrite.NORM_ROTARY: norm_rotary})
 
 
 def _normed(norm: Any, x: Any, is_turned: bool) -> Any:

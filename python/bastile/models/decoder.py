@@ -4,7 +4,7 @@ surrounds it.
 A norm of a sum takes in the addition; of a norm whose input goes on beside it, the backward pass adds the gradient that
 went past it. The last addition stays the layer's own: to give it to the next layer's norm, a layer would have to return
 two tensors, and hooks, checkpointing and output_hidden_states would see the difference. A norm whose result is added,
-as behind OLMo 2's attention, is one of its own."""
+as behind OLMo 2's attention, takes in that addition."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of, torch_norms
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.norm import add_layer_norm, layer_norm
-from bastile.ops.rms_norm import add_rms_norm
+from bastile.ops.rms_norm import add_rms_norm, rms_norm_add
 from bastile.report import Tally
 
 
@@ -38,6 +38,9 @@ def sites(file: ModelFile) -> Iterator[Site]:
                 yield site
 
 
+_TOUCHED = "a norm of the layer has hooks, a forward of its own, or code that is not known"
+
+
 def layer_forward(
     code: Code, node: Any, norms: tuple[Norm, ...], tally: Tally, original: Callable[..., Any]
 ) -> Callable[..., Any]:
@@ -47,10 +50,8 @@ def layer_forward(
         """The norm of the sum, and the sum."""
         norm = norm_of(module, norms)
         if norm is None:
-            tally.step_aside("a norm of the layer has hooks, a forward of its own, or code that is not known")
-        elif residual is None or (
-            isinstance(x, torch.Tensor) and isinstance(residual, torch.Tensor) and x.shape == residual.shape
-        ):
+            tally.step_aside(_TOUCHED)
+        elif residual is None or _are_alike(x, residual):
             why = norm.refuses(module, x)
             if why is None:
                 tally.count()
@@ -59,7 +60,21 @@ def layer_forward(
         total = x if residual is None else x + residual
         return module(total), total
 
-    at_once = rewrite.rewritten(node, code, original, rewrite.ADD_NORM, add_norm)
+    def norm_add(module: Any, x: Any, residual: Any) -> Any:
+        """The sum of the residual and the norm."""
+        norm = norm_of(module, norms)
+        if norm is None:
+            tally.step_aside(_TOUCHED)
+        elif norm.casting is not None and _are_alike(x, residual):
+            why = norm.refuses(module, x)
+            if why is None:
+                tally.count()
+                return rms_norm_add(x, residual, norm.weight_of(module), norm.eps_of(module), casting=norm.casting)
+            tally.step_aside(why)
+        return residual + module(x)
+
+    helpers = {rewrite.ADD_NORM: add_norm, rewrite.NORM_ADD: norm_add}
+    at_once = rewrite.rewritten(node, code, original, helpers)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,6 +85,10 @@ def layer_forward(
         return at_once(self, *args, **kwargs)
 
     return forward
+
+
+def _are_alike(x: Any, residual: Any) -> bool:
+    return isinstance(x, torch.Tensor) and isinstance(residual, torch.Tensor) and x.shape == residual.shape
 
 
 def _at_once(norm: Norm, module: Any, x: Any, residual: Any) -> tuple[Any, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bastile.models import scored_inputs
 from bastile.models.mlp import activation_of, activations
 from bastile.models.rebind import parameter_names
 from bastile.models.sites import Found, ModelFile, Site
@@ -31,6 +32,7 @@ _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.forwards("experts"):
         yield file.forward_site("moe_experts", found.owner, partial(experts_forward, found))
+    yield from scored_inputs.sites(file)
 
 
 def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:

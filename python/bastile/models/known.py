@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    #: norm, layer norm, gated norm, mlp, rotary, attention, layer, experts, adapted linear, 4-bit linear,
-    #: 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, layer, experts, block of experts, router, experts of all
+    #: tokens, adapted linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
@@ -252,6 +252,13 @@ FORMS: tuple[Form, ...] = (
         ("7584a7d61e01",),
         _rotary(layout="interleaved_to_halves", table="first half, each twice"),
     ),
+    Form(
+        "rotary",
+        "neighbours in, halves out, of whole tables",
+        (),
+        ("6e6106f7c96e",),
+        _rotary(layout="interleaved_to_halves"),
+    ),
     Form("rotary", "of one tensor: x cos + rotate_half(x) sin", (), ("1906d80fd6ec",), _rotary(arguments="x cos sin")),
     Form(
         "rotary",
@@ -376,6 +383,28 @@ FORMS: tuple[Form, ...] = (
         _experts(activation="swiglu_oai", interleaved=True, has_bias=True, limit="limit", alpha="alpha"),
         exact=True,
     ),
+    Form(
+        "experts",
+        "the same, gate and up in halves",
+        _roles("num_experts gate_up_proj gate_up_proj_bias down_proj down_proj_bias limit alpha"),
+        ("f40196269ebd",),
+        _experts(activation="swiglu_oai", has_bias=True, limit="limit", alpha="alpha"),
+        exact=True,
+    ),
+    # ---- experts whose inputs are weighted: the block, its router, and the experts, who get all tokens ---------------
+    Form(
+        "block of experts",
+        "shared(x) + sum over experts of experts(x score), with scores of zero where they are not chosen",
+        _roles("hidden_dim router experts shared"),
+        ("a8bb792eaef9",),
+    ),
+    Form("router", "sigmoid of the top_k logits, zero elsewhere", _roles("top_k"), ("010130494e95",)),
+    Form(
+        "experts of all tokens",
+        "down(up * activation(gate)), gate and up in halves, in batched products",
+        _roles("gate_up hidden_size activation down"),
+        ("3bdf000152a4",),
+    ),
     # ---- linear layers that are more than a weight: of PEFT 0.18 to 0.21, and of bitsandbytes ------------------------
     Form(
         "adapted linear",
@@ -425,14 +454,12 @@ FORMS: tuple[Form, ...] = (
         "logits of the last states, loss_function(logits, labels, vocab_size)",
         _roles("model lm_head loss_function config"),
         ("03927502174b", "ed25550da86c"),
-        {"router_loss": False},
     ),
     Form(
         "head",
         "the same, and the router's loss",
         _roles("config model lm_head loss_function vocab_size num_experts num_experts_per_tok router_aux_loss_coef"),
         ("f37875b4bd6d", "cbf11dd0285f", "e1651e0a3ab1"),
-        {"router_loss": True},
         exact=True,
     ),
 )

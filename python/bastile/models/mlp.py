@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
-from bastile.guards import untouched
+from bastile.guards import does_as_its_class
 from bastile.models.adapters import gated_mlp
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._glu import ACTIVATION_OF_CONFIG
@@ -74,7 +74,7 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
 
 def _does_nothing(module: Any) -> bool:
     """Whether this is a dropout that drops nothing."""
-    return type(module) is nn.Dropout and untouched(module) and (not module.training or module.p == 0)
+    return type(module) is nn.Dropout and does_as_its_class(module) and (not module.training or module.p == 0)
 
 
 @functools.cache
@@ -90,9 +90,9 @@ def activations() -> dict[type, str]:
 def activation_of(module: Any, classes: dict[type, str]) -> str | None:
     """The activation that this module computes, by the name that bastile.ops.glu has for it; None for any other.
     classes: activations()."""
-    if type(module) is nn.GELU and untouched(module):
+    if type(module) is nn.GELU and does_as_its_class(module):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
-    return classes.get(type(module)) if isinstance(module, nn.Module) and untouched(module) else None
+    return classes.get(type(module)) if isinstance(module, nn.Module) and does_as_its_class(module) else None
 
 
 def activation_named(name: Any) -> str | None:

@@ -4,8 +4,10 @@ function stays as it is, so what surrounds them needs no form:
     x = residual + x; residual = x; x = self.norm(x)    ->  x, residual = add_norm(self.norm, residual, x)
     x = self.norm(residual + x)                         ->  x = add_norm(self.norm, residual, x)[0]
     residual = x; x = self.norm(x)                      ->  x, residual = add_norm(self.norm, x, None)
+    x = self.norm(x); x = residual + x                  ->  x = norm_add(self.norm, x, residual)
     q = self.q_norm(q); k = self.k_norm(k); q, k = rotary(q, k, cos, sin)
                                                         ->  q, k = norm_rotary(self.q_norm, self.k_norm, q, k, ...)
+    logits = self.lm_head(x); CrossEntropyLoss()        ->  logits = traced.head(self, self.lm_head, x); ...
 
 What takes their place asks the modules at each call what they compute, and does what the statements say where that is
 nothing that an operator knows. So whatever the names are, a function means what it meant."""
@@ -22,7 +24,8 @@ from typing import Any
 
 from bastile.models.forms import Code
 
-ADD_NORM, NORM_ROTARY = "bastile_add_norm", "bastile_norm_rotary"
+ADD_NORM, NORM_ADD = "bastile_add_norm", "bastile_norm_add"
+NORM_ROTARY, TRACED = "bastile_norm_rotary", "bastile_traced"
 _UNUSED = "bastile_unused"
 #: Modules that may be norms, by the attributes that hold them: others need not be looked at. What they are is asked
 #: when they are called.
@@ -32,7 +35,7 @@ _Statements = list[ast.stmt]
 
 
 def add_norms(code: Code) -> ast.FunctionDef | None:
-    """The function with sums and norms at once; None where no norm of a sum is in it."""
+    """The function with sums and norms at once; None where no norm of a sum, and no sum of a norm, is in it."""
     if not _has_norm(code) or _is_closed(code):
         return None
     node = copy.deepcopy(code.node)
@@ -51,21 +54,32 @@ def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | No
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
 
 
-def rewritten(node: ast.FunctionDef, code: Code, original: Any, name: str, helper: Any) -> Any:
-    """The function that the original is, or wraps, with the code of `node`, in which `name` means `helper`. Its globals
-    are that function's."""
+def head_calls(code: Code) -> ast.FunctionDef | None:
+    """The function with calls of modules of its own, any of which may be the output head, by way of `TRACED.head`, and
+    with PyTorch's class of losses by way of `TRACED.loss_class`."""
+    if _is_closed(code):
+        return None
+    node = copy.deepcopy(code.node)
+    rewriter = _HeadCalls(_own_name(node), code.methods)
+    rewriter.visit(node)
+    return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
+
+
+def rewritten(node: ast.FunctionDef, code: Code, original: Any, helpers: dict[str, Any]) -> Any:
+    """The function that the original is, or wraps, with the code of `node`, in which these names mean these helpers.
+    Its globals are that function's."""
     innermost, inner = inspect.unwrap(original), original
     while inner is not innermost and getattr(inner, "__code__", None) is not innermost.__code__:
         inner = inner.__wrapped__
     bare = copy.copy(node)
     bare.decorator_list, bare.returns = [], None
-    arguments = ast.arguments([], [ast.arg(name)], None, [], [], None, [])
+    arguments = ast.arguments([], [ast.arg(name) for name in helpers], None, [], [], None, [])
     outer = ast.FunctionDef("make", arguments, [bare, ast.Return(ast.Name(bare.name, ast.Load()))], [])
     outer.type_params = []  # type: ignore[attr-defined]  # of Python 3.12
     module = ast.fix_missing_locations(ast.Module([*code.imports_of_future, outer], []))
     scope: dict[str, Any] = {}
     exec(compile(module, inner.__code__.co_filename, "exec", dont_inherit=True), inner.__globals__, scope)
-    made = scope["make"](helper)
+    made = scope["make"](*helpers.values())
     made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
     return functools.update_wrapper(made, original)
 
@@ -141,6 +155,23 @@ class _AddNorms(_Blocks):
             if total is not None and residual is not None and target != x:
                 taken.append(ast.Assign([_store(x)], ast.Name(residual, ast.Load())))
             made = [*before, *(ast.copy_location(each, statement) for each in taken)]
+        return self._norms_added(made)
+
+    def _norms_added(self, body: _Statements) -> _Statements:
+        """With each norm whose result is added, there and then, in one call."""
+        made: _Statements = []
+        for statement in body:
+            norm = _assigned_call(made[-1], self.own) if made else None
+            total = None if norm is None else _sum(statement, norm[0])
+            if norm is not None and total is not None and _NORM.search(norm[1].attr):
+                terms = [total.left, total.right]
+                others = [each for each in terms if not _is_name(each, norm[0])]
+                if len(others) == 1 and isinstance(others[0], ast.Name):
+                    call = _call(NORM_ADD, [norm[1], norm[2], others[0]])
+                    made[-1] = ast.copy_location(ast.Assign([_store(norm[0])], call), statement)
+                    self.sums += 1
+                    continue
+            made.append(statement)
         return made
 
 
@@ -218,6 +249,23 @@ class _NormRotaries(_Blocks):
         return None
 
 
+class _HeadCalls(ast.NodeTransformer):
+    def __init__(self, own: str, methods: Collection[str]) -> None:
+        self.own = own
+        self.methods = methods
+        self.found = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        call = _call_of(node, self.own)
+        if getattr(node.func, "id", getattr(node.func, "attr", None)) == "CrossEntropyLoss":
+            node.func = _call_in(TRACED, "loss_class", [node.func])
+        elif call is not None and call[0].attr not in self.methods:
+            self.found += 1
+            node = ast.copy_location(_call_in(TRACED, "head", [ast.Name(self.own, ast.Load()), *call]), node)
+        return node
+
+
 def _assigned_call(statement: ast.stmt, own: str) -> tuple[str, ast.Attribute, ast.expr] | None:
     """x, self.module and y of `x = self.module(y)`."""
     if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
@@ -280,6 +328,10 @@ def _if(test: ast.expr | None, norm: ast.expr) -> ast.expr:
 
 def _call(name: str, arguments: list[Any]) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), arguments, [])
+
+
+def _call_in(module: str, name: str, arguments: list[Any]) -> ast.Call:
+    return ast.Call(ast.Attribute(ast.Name(module, ast.Load()), name, ast.Load()), arguments, [])
 
 
 def _store(name: str) -> ast.Name:

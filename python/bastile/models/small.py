@@ -1,6 +1,7 @@
 """Any language model type of Transformers, of text alone or of images too, built small: for checks that need a model
 and no weights."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -183,7 +184,10 @@ def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tenso
     labels = ids.clone()
     labels[:, 4] = -100
     torch.manual_seed(seed)
-    loss = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(17)).loss
+    given = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(17)}
+    if model.config.model_type in vision_types() and "token_type_ids" in inspect.signature(model.forward).parameters:
+        given["token_type_ids"] = torch.zeros_like(ids)  # all of them text: some releases want to be told
+    loss = model(**given).loss
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)

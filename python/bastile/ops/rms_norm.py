@@ -13,7 +13,7 @@ from bastile.ops import _fakes  # noqa: F401  (registers the operators, with the
 from bastile.ops._common import Function, first_order_only, need_floats, served
 from bastile.recompute import offer
 
-__all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm"]
+__all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm", "rms_norm_add"]
 
 Casting = Literal["llama", "gemma", "none"]
 _CASTING: dict[Casting, int] = {"llama": 0, "gemma": 1, "none": 2}
@@ -21,6 +21,7 @@ _CASTING: dict[Casting, int] = {"llama": 0, "gemma": 1, "none": 2}
 _forward = torch.ops.bastile.rms_norm_forward.default
 _backward = torch.ops.bastile.rms_norm_backward.default
 _add_forward = torch.ops.bastile.add_rms_norm_forward.default
+_forward_add = torch.ops.bastile.rms_norm_add_forward.default
 _add_backward = torch.ops.bastile.add_rms_norm_backward.default
 
 
@@ -89,6 +90,30 @@ class _AddRMSNorm(Function):
             None,
             None,
         )
+
+
+class _RMSNormAdd(Function):
+    """The residual's gradient is the result's."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, eps, casting):
+        y, rstd = _forward_add(x, weight, residual, eps, casting)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.casting = casting
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        want_dx, want_dresidual, want_dweight, _, _ = ctx.needs_input_grad
+        dx = dweight = None
+        if want_dx or want_dweight:
+            x, weight, rstd = ctx.saved_tensors
+            dx, dweight = _backward(dy, x, weight, rstd, ctx.casting, want_dx, want_dweight)
+            if torch.is_grad_enabled() and not is_compiling():
+                dx = first_order_only("rms_norm_add", dx, dy, x, weight)
+                dweight = first_order_only("rms_norm_add", dweight, dy, x, weight)
+        gradients = (dx, want_dx), (dy, want_dresidual), (dweight, want_dweight)
+        return *[gradient if want else None for gradient, want in gradients], None, None
 
 
 def _reference(x: torch.Tensor, weight: torch.Tensor | None, eps: float, casting: Casting) -> torch.Tensor:
@@ -194,6 +219,44 @@ def add_rms_norm(
     if residual is None or (not is_compiling() and _is_aligned(x) and _is_aligned(residual)):
         offer(_forward, (total, weight, eps, code), y)
     return y, total
+
+
+def rms_norm_add(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-6,
+    *,
+    casting: Casting = "llama",
+) -> torch.Tensor:
+    """residual + rms_norm(x), in one pass: as layers have it that norm what a block returns.
+
+    Args:
+        x: [..., H], 1 <= H <= 65536; float32, bfloat16 or float16, any strides.
+        residual: of x's shape. Where its type is not that of the norm's result, torch adds the two.
+        weight: [H], or None for ones (zeros for "gemma").
+        eps: added to the mean of squares.
+        casting: see `rms_norm`.
+
+    Returns:
+        [..., H], contiguous: rounded once behind the addition, where the two steps round twice. Gradients flow to x,
+        residual and weight.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
+    """
+    code = _CASTING.get(casting)
+    if code is None:
+        raise _unknown_casting("rms_norm_add", casting)
+    need_floats("rms_norm_add", x=x, residual=residual)
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"rms_norm_add: residual has shape {list(residual.shape)}; {list(x.shape)}, that of x, is needed"
+        )
+    promotes = casting == "llama" and weight is not None and weight.dtype != x.dtype
+    if not served(x, residual, weight) or residual.dtype != (torch.float32 if promotes else x.dtype):
+        return residual + rms_norm(x, weight, eps, casting=casting)
+    return _RMSNormAdd.apply(x, residual, weight, eps, code)
 
 
 def _is_aligned(t: torch.Tensor) -> bool:

@@ -63,6 +63,8 @@ static const bst_function forward = {
             [RESIDUAL] = {"residual", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
                           BST_TYPE_RULE(residual_type, "as x has it")},
             [BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, OF_WEIGHT},
+            [AFTER] = {"after", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
+                       BST_TYPE_RULE(y_type, "the type of y")},
             [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(X),
                    BST_TYPE_RULE(y_type, "as the inputs have it")},
             [SUM] = {"sum", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X, BST_WITH(RESIDUAL)},
@@ -74,15 +76,17 @@ static const bst_function forward = {
     BST_TORCH("rms_norm_forward: x weight eps casting -> y rstd",
               "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd",
               "norm_forward: x weight bias eps kind casting -> y mean rstd",
-              "add_norm_forward: x residual! weight bias eps kind casting -> y sum mean rstd")};
+              "add_norm_forward: x residual! weight bias eps kind casting -> y sum mean rstd",
+              "rms_norm_add_forward: x weight after! eps casting -> y rstd")};
 
 bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual, const DLTensor *weight,
                             const DLTensor *bias, double eps, const bst_norm_options *options, DLTensor *y,
                             DLTensor *sum, DLTensor *mean, DLTensor *rstd) {
-    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [RESIDUAL] = residual, [BIAS] = bias,
-                                 [Y] = y, [SUM] = sum,       [NEW_MEAN] = mean,     [NEW_RSTD] = rstd};
     bst_norm_options own;
     BST_TRY(bst__options(NORM_FORWARD, "options", options, &own, sizeof own));
+    const DLTensor *tensors[] = {[X] = x,       [WEIGHT] = weight,   [RESIDUAL] = residual,
+                                 [BIAS] = bias, [AFTER] = own.after, [Y] = y,
+                                 [SUM] = sum,   [NEW_MEAN] = mean,   [NEW_RSTD] = rstd};
     return bst__run(&forward, exec, tensors,
                     (bst_attribute[]){[CASTING].i = own.casting, [KIND].i = own.kind, [EPS].d = eps});
 }

@@ -4,8 +4,8 @@
  * CENTRE: the mean is subtracted; ADD: forward: one more than the code of the type of a residual that is added to x
  * first, and what is normalised is the sum as it is written, rounded; backward: x is that sum, and dsum, the gradient
  * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS
- * * ROWS threads); WAY (norm_args.h); FOLDED: one stride describes all rows; forward: HAS_BIAS; backward: DX, DW, DB
- * what is wanted; STAGES of the ring.
+ * * ROWS threads); WAY (norm_args.h); FOLDED: one stride describes all rows; forward: HAS_BIAS, AFTER: a
+ * residual of y's type is added to y; backward: DX, DW, DB what is wanted; STAGES of the ring.
  *
  * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, mean and rstd. Bytes: x +
  *           y. Measured on an H200, bf16: 67 us at 16384 x 4096 (0.94 of the copy bandwidth; an elementwise kernel of
@@ -68,12 +68,14 @@ BST_DEVICE void unpack_x(float *x, bst_raw raw, float mean) {
 }
 
 #ifdef FORWARD
-#define INPUTS (ADD ? 2 : 1)
+#define INPUTS 3
 #define R_TYPE (ADD - 1)
+/* Whether there is this input. */
+#define GIVEN(input) ((input) == NORM_X || ((input) == NORM_RESIDUAL && ADD) || ((input) == NORM_AFTER && AFTER))
 /* The vector at this column, packed: out of registers where the row is held there. */
 #define PACKED(input, i, column) (KEPT ? kept[input][KEPT ? i : 0] : bst_raw_at(in[input], column, type_of(input), VEC))
 
-BST_DEVICE int type_of(int input) { return input == NORM_X ? X_TYPE : R_TYPE; }
+BST_DEVICE int type_of(int input) { return input == NORM_X ? X_TYPE : input == NORM_RESIDUAL ? R_TYPE : Y_TYPE; }
 
 BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, CENTRE ? 64 : 32);
@@ -85,7 +87,7 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
     float v[VEC], w[VEC], squares = 0, total = 0, mean = 0;
     BST_UNROLL
     for (int k = 0; k < INPUTS; k++)
-        in[k] = bst_at(a.in[k], live ? bst_row_start(&a.map[k], row, FOLDED) : 0, type_of(k));
+        if (GIVEN(k)) in[k] = bst_at(a.in[k], live ? bst_row_start(&a.map[k], row, FOLDED) : 0, type_of(k));
     bst_wait_for_previous();
     if (KEPT) {
         BST_UNROLL
@@ -93,7 +95,7 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
             if (!live || !inside(column_of(i, lane))) continue;
             BST_UNROLL
             for (int k = 0; k < INPUTS; k++)
-                kept[k][KEPT ? i : 0] = bst_raw_at(in[k], column_of(i, lane), type_of(k), VEC);
+                if (GIVEN(k)) kept[k][KEPT ? i : 0] = bst_raw_at(in[k], column_of(i, lane), type_of(k), VEC);
         }
     }
     UNROLL_VECTORS
@@ -148,6 +150,9 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         if (HAS_BIAS) bst_load(w, a.bias, column, W_TYPE, VEC);
         BST_UNROLL
         for (int j = 0; HAS_BIAS && j < VEC; j++) v[j] += w[j];
+        if (AFTER) bst_unpack(w, PACKED(NORM_AFTER, i, column), Y_TYPE, VEC);
+        BST_UNROLL
+        for (int j = 0; AFTER && j < VEC; j++) v[j] += w[j];
         bst_store(a.y, row * HIDDEN + column, v, Y_TYPE, VEC);
     }
 }

@@ -7,7 +7,7 @@
 #include "core/describe.h"
 
 /* Places of tensors: of both passes, of forward, of backward; and of attributes. */
-enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, BIAS, SUM, Y, NEW_MEAN, NEW_RSTD };
+enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, BIAS, AFTER, SUM, Y, NEW_MEAN, NEW_RSTD };
 enum { RSTD = BOTH, MEAN, DY, DSUM, DX, DWEIGHT, DBIAS };
 enum { CASTING, KIND, EPS };
 

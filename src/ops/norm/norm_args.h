@@ -9,15 +9,17 @@
 #define NORM_HELD  1 /* in registers */
 #define NORM_BULK  2 /* backward: in registers, out of a ring of shared memory that bulk copies fill with whole rows */
 
-/* The inputs that have rows: forward x and, with ADD, the residual; backward x, dy and, with ADD, dsum. */
+/* The inputs that have rows: forward x, with ADD the residual, with AFTER what is added to y; backward x, dy and, with
+ * ADD, dsum. */
 #define NORM_X        0
 #define NORM_RESIDUAL 1
 #define NORM_DY       1
+#define NORM_AFTER    2
 #define NORM_DSUM     2
 
 typedef struct norm_forward_args {
-    const void *in[2];
-    bst_row_map map[2];
+    const void *in[3];
+    bst_row_map map[3];
     const void *weight;
     void *y, *sum; /* sum: with ADD, x + residual */
     float *rstd;   /* NULL: not wanted */
@@ -39,7 +41,7 @@ typedef struct norm_backward_args {
     const float *mean; /* with CENTRE */
 } norm_backward_args;
 
-static_assert(sizeof(norm_forward_args) == 128, "host and device must agree");
+static_assert(sizeof(norm_forward_args) == 160, "host and device must agree");
 static_assert(sizeof(norm_backward_args) == 144, "host and device must agree");
 
 #endif

@@ -44,6 +44,7 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
     for (int i = 0; centre && i < BST_TILE; i++) ones[i] = 1.0f;
     for (int64_t row = begin; row < end; row++) {
         const void *in = row_at(&v[X], row), *residual = v[RESIDUAL].data ? row_at(&v[RESIDUAL], row) : NULL;
+        const void *after = v[AFTER].data ? row_at(&v[AFTER], row) : NULL;
         void *sum_out = residual ? row_at(&v[SUM], row) : NULL, *out = row_at(&v[Y], row);
         double squares = 0, total = 0;
         for (int64_t c = 0; c < columns; c += BST_TILE) {
@@ -77,6 +78,7 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
             if (casting == BST_CASTING_LLAMA && !centre) bst_round_tile(x, dtype, n);
             for (int64_t i = 0; i < n; i++) x[i] *= w[i];
             if (v[BIAS].data) add_tile(x, bst_at(v[BIAS].data, c, v[BIAS].dtype), v[BIAS].dtype, n);
+            if (after) add_tile(x, bst_at(after, c, v[AFTER].dtype), v[AFTER].dtype, n);
             bst_store(bst_at(out, c, v[Y].dtype), x, v[Y].dtype, n);
         }
     }

@@ -11,7 +11,7 @@
 #define MACROS(X)                                                                                  \
     X(HIDDEN) X(X_TYPE) X(W_TYPE) X(Y_TYPE) X(CASTING) X(HAS_WEIGHT) X(ADD) X(VEC) X(THREADS) X(ROWS) \
     X(WAY) X(FOLDED) X(DX) X(DW) X(STAGES) X(HAS_BIAS) X(DB) \
-    X(CENTRE)
+    X(CENTRE) X(AFTER)
 /* clang-format on */
 #define PLACE(name) M_##name,
 #define NAME(name)  #name,
@@ -84,8 +84,9 @@ static bool fits(const bst_launch *l, int bytes, int words) {
 static void shape_forward(bst_launch *l) {
     /* 2 vectors a thread: at H = 4096 in bf16 256 threads a row. On an H200, at 16384 rows: 66.8 us; with 4, 68.0,
      * with 1, 75.5. 1024 threads have 64 registers each; 32 words of x and residual leave room for the rest. */
+    int inputs = 1 + (l->values[M_ADD] != 0) + (l->values[M_AFTER] != 0);
     shape_rows(l, 2, 8, 1024);
-    l->values[M_WAY] = fits(l, (l->values[M_ADD] ? 2 : 1) * x_access(l), 32) ? NORM_HELD : NORM_AGAIN;
+    l->values[M_WAY] = fits(l, inputs * x_access(l), 32) ? NORM_HELD : NORM_AGAIN;
 }
 
 /* Words of 32 bits that a thread needs to hold its share of so many rows, and of the sums; 512 threads have 128
@@ -144,23 +145,25 @@ static unsigned blocks_of(const bst_launch *l, int64_t rows, int64_t most) {
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
 bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const bst_view *x = &v[X], *residual = &v[RESIDUAL];
+    const bst_view *x = &v[X], *residual = &v[RESIDUAL], *after = &v[AFTER];
     bst_launch l =
-        launch_of(&forward_kernel, v, (int[]){X, RESIDUAL, WEIGHT, BIAS, Y, SUM, -1}, v[Y].dtype, attributes);
+        launch_of(&forward_kernel, v, (int[]){X, RESIDUAL, WEIGHT, BIAS, AFTER, Y, SUM, -1}, v[Y].dtype, attributes);
     l.values[M_ADD] = residual->data ? residual->dtype + 1 : 0;
+    l.values[M_AFTER] = after->data != NULL;
     l.values[M_HAS_BIAS] = v[BIAS].data != NULL;
     shape_forward(&l);
     l.grid_x = blocks_of(&l, x->rows.rows, INT64_MAX);
-    norm_forward_args args = {.in = {x->data, residual->data},
-                              .map = {bst__row_map(&x->rows), bst__row_map(&residual->rows)},
-                              .weight = v[WEIGHT].data,
-                              .y = v[Y].data,
-                              .sum = v[SUM].data,
-                              .rstd = v[NEW_RSTD].data,
-                              .rows = x->rows.rows,
-                              .eps = (float)attributes[EPS].d,
-                              .bias = v[BIAS].data,
-                              .mean = v[NEW_MEAN].data};
+    norm_forward_args args = {
+        .in = {x->data, residual->data, after->data},
+        .map = {bst__row_map(&x->rows), bst__row_map(&residual->rows), bst__row_map(&after->rows)},
+        .weight = v[WEIGHT].data,
+        .y = v[Y].data,
+        .sum = v[SUM].data,
+        .rstd = v[NEW_RSTD].data,
+        .rows = x->rows.rows,
+        .eps = (float)attributes[EPS].d,
+        .bias = v[BIAS].data,
+        .mean = v[NEW_MEAN].data};
     return bst__cuda_launch(exec, NORM_FORWARD, x->device.device_id, &l, &args, sizeof args);
 }
 

@@ -4,6 +4,7 @@
     head(hidden)     ->  Logits: a tensor without memory that knows hidden states and weight (tensor.py, pending.py)
     parts, types, scales and caps of them   ->  noted down (parts.py, follow.py)
     a loss of them   ->  the fused loss (losses.py); what else reads them makes them, once, as the head would have
+    traced.py        ->  the same while torch.compile traces a model
     said.py          ->  what ran, what made logits and why
 
 Nothing here knows a family of models: what the model does to its logits is seen as it does it."""

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from bastile.models.logits.head import gathers
+from bastile.guards import gathers
 from bastile.models.logits.pending import Step
 from bastile.models.logits.tensor import Logits, followed, in_place, with_step
 

@@ -8,13 +8,11 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from bastile.guards import function_of
+from bastile.guards import function_of, gathers
 from bastile.models.adapters import NotServed, adapted, has_adapter
 from bastile.ops.lora import Adapted
 from bastile.ops.vocabulary_parallel import is_parted
 
-#: Packages whose hooks on a head make its weight whole for the time of its call, and change no number.
-_GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
 _PARALLEL = "transformers.distributed.tensor_parallel"
 
 
@@ -111,12 +109,6 @@ def is_gathered(head: nn.Module) -> bool:
 
 def _forward_hooks(head: nn.Module) -> list[Any]:
     return [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
-
-
-def gathers(hook: Any) -> bool:
-    """Whether this hook is a sharding's, which asks only when it is called."""
-    hook = getattr(hook, "func", hook)  # of a partial
-    return (getattr(hook, "__module__", None) or "").startswith(_GATHERS)
 
 
 def logits_type(head: nn.Linear, hidden: Any) -> Any:

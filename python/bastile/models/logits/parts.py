@@ -29,7 +29,7 @@ def _reshape(logits: Logits, *shape: Any, **named: Any) -> Any:
         return NotImplemented
     shape = tuple(shape)
     if shape.count(-1) == 1 and 0 not in shape:
-        known = math.prod(n for n in shape if n != -1)
+        known = math.prod([n for n in shape if n != -1])
         shape = tuple(logits.numel() // known if n == -1 else n for n in shape)
     vocabulary = logits.pending.vocabulary
     if math.prod(shape) != logits.numel() or shape[-1] != vocabulary or -1 in shape:

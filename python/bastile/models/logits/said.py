@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from typing import Literal
 
+from torch.compiler import is_compiling
+
 from bastile.report import Tally
 
 __all__ = ["counts", "note"]
@@ -21,6 +23,8 @@ counts: Counter[tuple[Event, str, str]] = Counter()
 def note(event: Event, what: str, why: str = "") -> None:
     """Counts an event, and says it the first time: what keeps a loss from running fused as a warning, a reader of
     logits at debug level."""
+    if is_compiling():  # and traces this once
+        return
     key = event, what, why
     counts[key] += 1
     tally = Tally.of("fused_linear_cross_entropy", what)

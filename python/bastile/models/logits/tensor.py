@@ -154,7 +154,7 @@ def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None) -> L
     old, rows, move = logits.pending, logits.part.rows, logits.part.move
     new = Pending(old.call, rows, [*old.steps, step], dtype or old.dtype)
     part = Part(rows, () if move is None else (move,), move=move)
-    return _logits(new, part, logits.requires_grad and torch.is_grad_enabled())
+    return _like(logits, new, part, logits.requires_grad and torch.is_grad_enabled())
 
 
 def in_place(logits: Logits, step: Step) -> Any:
@@ -169,7 +169,12 @@ def in_place(logits: Logits, step: Step) -> Any:
 
 def with_part(logits: Logits, part: Part) -> Logits:
     """A view of the same memory. It requires a gradient where its base does, in no_grad too."""
-    return _logits(logits.pending, part, logits.requires_grad)
+    return _like(logits, logits.pending, part, logits.requires_grad)
+
+
+def _like(logits: Any, pending: Pending, part: Part, with_grad: bool) -> Any:
+    """What is followed may be an object of another class, which torch.compile reads through."""
+    return _logits(pending, part, with_grad) if isinstance(logits, Logits) else type(logits)(pending, part)
 
 
 def _of_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -1,0 +1,128 @@
+"""Weights that are spread over two processes, by the packages' own code: FSDP2 by hand and as Accelerate does it,
+DeepSpeed's ZeRO-2 and -3. The fused loss runs, norms, rotary and MLP too, with one process's losses and gradients."""
+
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+import bastile
+from bastile.models import small
+from test_tensor_parallel import PROCESSES, near, step
+
+#: What runs in a step of two layers: at least so often.
+RAN = {"fused_linear_cross_entropy": 1, "rms_norm": 1, "swiglu": 2, "add_rms_norm": 4}
+TYPES = {
+    "llama": {**RAN, "rope": 2},
+    "gemma3_text": {**RAN, "qk_norm_rope": 2},  # its head is its embedding
+}
+#: Under ZeRO-3 each norm's weight is whole only in its own call: what takes in more than a norm steps aside.
+ZERO_3 = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "swiglu": 2, "rope": 2}
+
+
+def meet(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_SIZE=str(PROCESSES))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES))
+    distributed.init_process_group("gloo", rank=rank, world_size=PROCESSES)
+
+
+def assert_ran(expected: dict[str, int]) -> None:
+    told = bastile.report(reset=True)
+    for operator, times in expected.items():
+        assert told.ran(operator) >= times, f"{operator}\n{told}"
+
+
+def fully_sharded(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def sharded_by_accelerate(model: Any) -> Any:
+    """Its FSDP2, which makes units of its own: the embedding; the last norm and the head. On CPUs Accelerate does not
+    choose it by itself."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+        cpu_ram_efficient_loading=False,
+    )
+    state = SimpleNamespace(fsdp_plugin=plugin)
+    return fsdp2_prepare_model(SimpleNamespace(state=state, mixed_precision="no", is_main_process=True), model)
+
+
+def with_fsdp2(rank: int, port: int, way: Any, wants: dict[str, Any]) -> None:
+    meet(rank, port)
+    bastile.apply()
+    for model_type, want in wants.items():
+        model = way(small.small_model(model_type))
+        bastile.report(reset=True)
+        loss, gradients, _ = step(model)
+        assert_ran(TYPES[model_type])
+        near(loss, want["loss"])
+        assert gradients.keys() == want["gradients"].keys()
+        for name, gradient in gradients.items():
+            near(gradient.full_tensor(), want["gradients"][name])
+    distributed.destroy_process_group()
+
+
+def with_zero(rank: int, port: int, stage: int, wants: dict[str, Any]) -> None:
+    """Each process has half of a step's weights (3), or of its gradients and moments (2)."""
+    meet(rank, port)
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    bastile.apply()
+    for model_type, want in wants.items():
+        model: Any = small.small_model(model_type)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+        bastile.report(reset=True)
+        for _ in range(2):  # the second with what DeepSpeed has noted down of the first
+            loss, _, _ = step(engine, backward=engine.backward)
+            near(loss, want["loss"])
+            for name, parameter in model.named_parameters():
+                near(safe_get_full_grad(parameter), want["gradients"][name])
+            engine.step()
+        assert_ran({name: 2 * times for name, times in (ZERO_3 if stage == 3 else TYPES[model_type]).items()})
+    distributed.destroy_process_group()
+
+
+def on_two_processes(function: Any, way: Any, types: list[str]) -> None:
+    wants = {}
+    for model_type in types:
+        loss, gradients, _ = step(small.small_model(model_type))
+        wants[model_type] = {"loss": loss, "gradients": gradients}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(function, (port, way, wants), nprocs=PROCESSES)
+
+
+@pytest.mark.parametrize("way", [fully_sharded, sharded_by_accelerate])
+def test_fsdp2(way: Any) -> None:
+    on_two_processes(with_fsdp2, way, list(TYPES))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero(stage: int) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is needed: make test-trl")
+    on_two_processes(with_zero, stage, ["llama"])
