@@ -41,11 +41,6 @@ class Recorder(Protocol):
     def anew(self) -> None:
         """What is recorded from now on uses no memory of what has been recorded."""
 
-    def tidy_after(self, tensor: torch.Tensor) -> None:
-        """When the backward pass that comes to this tensor is over, free memory goes back to the device. What the
-        optimiser makes in its first step would lie in it, a piece here and there, and leave holes that activations fill
-        as long as there are no graphs, and nobody afterwards."""
-
 
 class CudaRecorder:
     """Graphs of one device, in one memory pool of PyTorch's allocator."""
@@ -97,10 +92,6 @@ class CudaRecorder:
             return tensor
         memory = torch.as_tensor(_Memory(storage, self.graphs), device=tensor.device)
         return _seen_as(tensor, memory.untyped_storage())
-
-    def tidy_after(self, tensor: torch.Tensor) -> None:
-        engine = torch.autograd.Variable._execution_engine
-        tensor.register_hook(lambda gradient: engine.queue_callback(torch.cuda.empty_cache))
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         pass
@@ -160,9 +151,6 @@ class RepeatingRecorder:
     """For tests where there is no GPU: everything around the graphs is as it is there."""
 
     def anew(self) -> None:
-        pass
-
-    def tidy_after(self, tensor: torch.Tensor) -> None:
         pass
 
     @contextmanager

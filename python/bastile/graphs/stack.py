@@ -51,7 +51,6 @@ class Stack:
         self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
         self.pays: dict[Any, Pays] = {}  # by key, what is being measured
         self.captured: OrderedDict[Any, Captured] = OrderedDict()
-        self.is_tidied = False  # memory, after the first step that was noted
         self.steps = 0
         self._used: dict[Any, int] = {}  # by key of what is captured, in which step last
         self._seen: dict[Any, deque[int]] = {}  # by key of what is noted, in which steps lately

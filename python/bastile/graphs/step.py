@@ -64,10 +64,6 @@ class Step:
             self.stack.note(self.noting.key, found)
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
-            elif self.noting.outputs[-1].requires_grad and not self.stack.is_tidied:
-                assert self.stack.recorder is not None
-                self.stack.is_tidied = True
-                self.stack.recorder.tidy_after(self.noting.outputs[-1])
         if self.passage is not None:
             self.stack.tally.count()
         if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
