@@ -40,7 +40,8 @@ _FOLLOWED = tuple((function, FOLLOWED[function]) for function in _FUNCTIONS)
 class TracedCall:
     """head(hidden), put off, as bastile.models.logits.pending.Call is; a graph has no hooks and changes no weight."""
 
-    is_gathered = False
+    is_gathered = is_parted = False
+    adapter = None
 
     def __init__(self, head: Any, hidden: torch.Tensor, model: str) -> None:
         device = hidden.device.type
@@ -52,7 +53,7 @@ class TracedCall:
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         return self.head(rows)
 
-    def within(self, rows: torch.Tensor, compute: Compute) -> torch.Tensor:
+    def within(self, rows: torch.Tensor, compute: Compute, takes_parts: bool = False) -> torch.Tensor:
         return compute(rows, self.weight, self.bias)
 
     def announce(self, made: torch.Tensor) -> torch.Tensor:
