@@ -60,6 +60,7 @@ def warmup_all_kernels(
     *,
     shapes: Sequence[tuple[int, int]] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    log_probs: bool = False,
     chip: str | None = None,
 ) -> Warmup:
     """Compiles every kernel that a training step of the model needs, several at once, and reports the seconds. Which
@@ -79,6 +80,7 @@ def warmup_all_kernels(
         shapes: sequences and tokens of each, of the batches that there will be; None: few and many. Hardly a kernel
             depends on them.
         optimizer: makes an optimiser of parameters, such as `bastile.optim.AdamW`, whose kernels are compiled too.
+        log_probs: also for losses of the tokens' log-probabilities, as trainers of preferences and rewards have them.
         chip: "sm_80", "sm_86", "sm_89", "sm_90", "sm_100" or "sm_120": compile for this one, which need not be there,
             into the cache on disk. NVRTC is needed, no GPU.
 
@@ -100,7 +102,7 @@ def warmup_all_kernels(
         return Warmup(None, reason=f"{target} is not a CUDA device; only CUDA kernels are compiled at run time")
     if target.index is None:  # the current device is this thread's alone
         target = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    types, work = _work(model_or_config, dtype, target, shapes, optimizer)
+    types, work = _work(model_or_config, dtype, target, shapes, optimizer, log_probs)
     return _warm(types, work, target, progress, threads, chip)
 
 
@@ -130,6 +132,7 @@ def _work(
     device: torch.device,
     shapes: Sequence[tuple[int, int]] | None = None,
     optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    log_probs: bool = False,
 ) -> tuple[list[str], list[Call]]:
     """The types of the models, and each call that their kernels need, once."""
     if dtype is not None and dtype not in FLOATS:
@@ -150,8 +153,8 @@ def _work(
         config: Any = getattr(model, "config", None)
         types.append(str(getattr(config, "model_type", type(model).__name__)))
         try:
-            calls = recorded(model, device, dtype, shapes or _few_and_many(config), _patch, optimizer)
-        except ValueError:
+            calls = recorded(model, device, dtype, shapes or _few_and_many(config), _patch, optimizer, log_probs)
+        except _NotSupported:
             raise
         except Exception as error:
             raise RuntimeError(
@@ -170,14 +173,15 @@ def _without_weights(config: Any, dtype: torch.dtype | None) -> nn.Module:
         if type(config) in auto._model_mapping:
             with torch.device("meta"):
                 return auto.from_config(config, dtype=dtype or torch.bfloat16)
-    raise _not_supported(config)
+    raise _NotSupported(config)
 
 
-def _not_supported(what: Any) -> ValueError:
-    return ValueError(
-        f"warmup_all_kernels: {type(what).__name__} is no supported model or config: a causal language model is needed "
-        f"in which bastile knows code (`bastile support` lists it)"
-    )
+class _NotSupported(ValueError):
+    def __init__(self, what: Any) -> None:
+        super().__init__(
+            f"warmup_all_kernels: {type(what).__name__} is no supported model or config: a causal language model is "
+            f"needed in which bastile knows code (`bastile support` lists it)"
+        )
 
 
 def _few_and_many(config: Any) -> list[tuple[int, int]]:
@@ -195,7 +199,7 @@ def _patch(model: nn.Module) -> None:
     try:
         apply_to_model(model)
     except ValueError as error:
-        raise _not_supported(model) from error
+        raise _NotSupported(model) from error
 
 
 def _run(

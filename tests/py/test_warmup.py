@@ -81,6 +81,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norms": ("starcoder2", {}),
     "images too": ("qwen2_vl", {}),
     "checkpoints": ("qwen3", {"checkpointed": True, "adapters": ["gate_proj", "up_proj", "down_proj"]}),
+    "log-probabilities": ("qwen3", {"dtype": torch.bfloat16, "log_probs": True}),
     "an optimiser": ("llama", {"dtype": torch.bfloat16, "optimizer": bastile.optim.AdamW}),
 }
 
@@ -99,6 +100,7 @@ def steps_that_compile(
     compiled: bool = False,
     checkpointed: bool = False,
     optimizer: Any = None,
+    log_probs: bool = False,
     **changes: Any,
 ) -> tuple[int, list[str]]:
     """How many kernels the warm-up made ready, and after what, of all that a user does then, there were more. In a
@@ -125,7 +127,7 @@ def steps_that_compile(
     given = core.config if by_config else torch.compile(model) if compiled else model
     in_training = torch.autocast(DEVICE.type, autocast) if autocast else nullcontext()
     with in_training:
-        types, work = warmup._work(given, dtype if by_config else None, DEVICE, optimizer=optimizer)
+        types, work = warmup._work(given, dtype if by_config else None, DEVICE, None, optimizer, log_probs)
         done = warmup._warm(types, work, DEVICE)
     assert done.compiled + done.cached == sum(kernel_counts())
 
@@ -145,6 +147,11 @@ def steps_that_compile(
         look(f"forward, {sequences} sequences")
         loss.backward()
         look(f"backward, {sequences} sequences, recomputation from {least} tokens on")
+    if log_probs:
+        logits, ids = model(batch["input_ids"]).logits, batch["input_ids"]
+        torch.log_softmax(logits, -1).gather(-1, ids.unsqueeze(-1)).mean().backward()
+        assert bastile.report().ran("fused_linear_cross_entropy") == 4
+        look("log-probabilities")
     if optimizer is not None:
         optimizer(model.parameters()).step()
         look("the optimiser's step")
@@ -421,6 +428,8 @@ def test_what_it_refuses() -> None:
         bastile.warmup_all_kernels(LlamaConfig(), threads=0)
     with pytest.raises(ValueError, match="chip is 'sm_70'; one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 is"):
         bastile.warmup_all_kernels(LlamaConfig(), chip="sm_70")
+    with pytest.raises(RuntimeError, match="a step of Pix2Struct.* cannot run without values: ValueError: You have to"):
+        warmup._work(small_model("pix2struct"), None, DEVICE)
     with pytest.raises(RuntimeError, match="a step of BlipForConditionalGeneration cannot run without values: Type"):
         warmup._work(small_model("blip"), None, DEVICE)
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,6 +167,14 @@ def skip_repeated_layers(model: nn.Module) -> None:
                 ran.clear()
 
 
+def _checkpoint_without_random_numbers(model: nn.Module) -> None:
+    """Checkpoints would put back the state of a GPU's generator, which needs values."""
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            module._gradient_checkpointing_func = partial(checkpoint, preserve_rng_state=False)
+
+
 def _kind_of(layer: nn.Module, place: int) -> tuple[Any, ...]:
     """All that its modules are, but for the layer's place."""
     return tuple(
@@ -219,6 +228,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
 
+def _backward(loss: torch.Tensor) -> None:
+    if loss.requires_grad:
+        loss.backward()
+
+
 def recorded(
     model: nn.Module,
     device: torch.device,
@@ -226,6 +240,7 @@ def recorded(
     shapes: Sequence[tuple[int, int]],
     prepare: Callable[[nn.Module], None],
     optimizer: Callable[[Any], torch.optim.Optimizer] | None,
+    log_probs: bool,
 ) -> list[Call]:
     """Each call, once, of training steps on so many sequences of so many tokens, and of generation.
 
@@ -233,7 +248,8 @@ def recorded(
         device: where the model will run. A CUDA device need not be there: CPU tensors then stand for its.
         dtype: of the weights; None: their own.
         prepare: what is to be done with the copy before it runs.
-        optimizer: makes one of its parameters, for a step of it; None: there is none."""
+        optimizer: makes one of its parameters, for a step of it; None: there is none.
+        log_probs: whether a step's loss may be of the tokens' log-probabilities too."""
     there = device if device.type == "cpu" or torch.cuda.is_available() else torch.device("cpu")
     autocast: Any = nullcontext()
     if there != device and torch.is_autocast_enabled(device.type):
@@ -244,12 +260,13 @@ def recorded(
         new: Any = stand_in(model, mode, there, dtype)
         prepare(new)
         skip_repeated_layers(new)
+        _checkpoint_without_random_numbers(new)
         new.train()
         for batch, length in shapes:
             ids = torch.zeros((batch, length), dtype=torch.int64, device=there)
-            loss = new(input_ids=ids, labels=ids).loss
-            if loss.requires_grad:
-                loss.backward()
+            _backward(new(input_ids=ids, labels=ids).loss)
+            if log_probs:
+                _backward(new(input_ids=ids).logits.log_softmax(-1).gather(-1, ids.unsqueeze(-1)).sum())
             if optimizer is not None:
                 optimizer([p for p in new.parameters() if p.requires_grad]).step()
             new.zero_grad()
