@@ -312,17 +312,9 @@ def _torch_logprobs() -> Function:
     return lambda hidden, weight, target: -F.linear_cross_entropy(hidden, weight, target, reduction="none").float()
 
 
-def _cut_cross_entropy(reduction: str) -> Builder:
-    def build() -> Function:
-        loss = _get("cut_cross_entropy", "linear_cross_entropy")
-        return partial(loss, reduction=reduction)
-
-    return build
-
-
 def _cut_logprobs() -> Function:
-    loss = _cut_cross_entropy("none")()
-    return lambda hidden, weight, target: -loss(hidden, weight, target)
+    loss = _get("cut_cross_entropy", "linear_cross_entropy")
+    return lambda hidden, weight, target: -loss(hidden, weight, target, reduction="none")
 
 
 def _trl_logprobs() -> Function:
@@ -330,11 +322,6 @@ def _trl_logprobs() -> Function:
     chunk = 8192  # columns at a time, as its trainers have it
     return lambda hidden, weight, target: apply(hidden, weight, None, target, 1.0, chunk, None, 1.0, ())[0]
 
-
-_CUT: dict[str, Builder] = {
-    "fused_linear_cross_entropy": _cut_cross_entropy("mean"),
-    "linear_logprobs": _cut_logprobs,
-}
 
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
 
@@ -418,7 +405,7 @@ PEERS = {
     "cute": Peer("Liger-Kernel's CuTe operators", "#a98fd0", _liger(_CUTE), "Liger (CuTe)"),
     "quack": Peer("QuACK's operators", "#3f7fbf", _QUACK, "QuACK"),
     "trl": Peer("TRL's chunked kernel", "#c06060", {"linear_logprobs": _trl_logprobs}, "TRL"),
-    "cce": Peer("Cut Cross-Entropy", "#508080", _CUT, "Cut Cross-Entropy"),
+    "cce": Peer("Cut Cross-Entropy", "#508080", {"linear_logprobs": _cut_logprobs}, "Cut Cross-Entropy"),
 }
 
 #: What --against may name, and the contenders that it stands for.
