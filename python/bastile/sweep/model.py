@@ -51,7 +51,12 @@ def quantise(model: nn.Module) -> None:
                 continue
             weight, bias = layer.weight, layer.bias is not None
             made = bnb.nn.Linear4bit(
-                layer.in_features, layer.out_features, bias=bias, compute_dtype=weight.dtype, quant_type="nf4"
+                layer.in_features,
+                layer.out_features,
+                bias=bias,
+                compute_dtype=weight.dtype,
+                quant_type="nf4",
+                device="meta",  # else it draws random weights, on the CPU: a minute for 8B
             )
             made.weight = bnb.nn.Params4bit(weight.data.cpu(), requires_grad=False, quant_type="nf4", module=made)
             if bias:
