@@ -270,6 +270,8 @@ def tensors_of_a_mesh(rank: int) -> None:
 def bad_calls(rank: int) -> None:
     inputs, target = inputs_of(20, 31, 8, torch.float32)
     hidden, weight = inputs.values()
+    items = torch.tensor([7])  # a number in a tensor of any rank
+    assert parted(fused_linear_cross_entropy, hidden, weight, target, num_items=items).shape == ()
     with pytest.raises(ValueError, match="leave some of 3 processes nothing"):
         VocabularyShard.even(4)
     with pytest.raises(ValueError, match=r"label_smoothing is .* with a shard"):

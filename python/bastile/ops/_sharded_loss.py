@@ -9,7 +9,7 @@ from torch import distributed
 
 from bastile.ops._common import Function, first_order_only, need_floats
 from bastile.ops._valid_rows import ValidCount, gather
-from bastile.ops.cross_entropy import Reduction, scaled
+from bastile.ops.cross_entropy import Reduction, scalar_tensor, scaled
 from bastile.ops.fused_linear_cross_entropy import (
     DEFAULT_LOGITS_BYTES,
     are_left_out,
@@ -101,7 +101,8 @@ def sharded_loss(
     factors = _factors(target, ignore_index, class_weight, shard)
     weight, bias = local_of(weight), local_of(bias)
     divides = reduction == "mean" and num_items is None
-    divisor = factors.sum() if divides else 1.0 if num_items is None else num_items
+    items = scalar_tensor(num_items, hidden.device)
+    divisor = factors.sum() if divides else 1.0 if items is None else items.reshape(())
     flat, weight, bias, is_served = head_inputs(_OP, hidden, weight, target.reshape(-1), bias)
     chunk = _chunk_rows(flat, shard)
     with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (flat, weight, bias))
