@@ -255,6 +255,7 @@ int main(void) {
     RUN(layer_norm);
     RUN(layer_norm_with_a_residual);
     RUN(a_residual_of_a_narrower_type);
+    RUN(a_residual_behind_the_norm);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(errors_of_residual_and_sum);
     RUN(kernels_compile_for_every_chip);
