@@ -50,6 +50,9 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
     return call
 
 
+#: Every model file has a backbone, and other packages import files that nobody asked for, as PEFT does Bloom's: one
+#: whose code is not known says nothing of the user's model, which may be imported later.
+_OF_BACKBONES = frozenset({"recompute", "cuda_graphs"})
 _named: ContextVar[frozenset[str]] = ContextVar("bastile_named", default=frozenset())
 
 
@@ -320,7 +323,7 @@ def _serve_loaded(chosen: list[str]) -> None:
     plans = [Plan.of(name, chosen, more) for name, more in names.items()]
     for operator in (name for name in chosen if name in _named.get()):
         if not any(plan.serves(operator) for plan in plans):
-            reasons = reasons_for([plan.file for plan in plans], operator)
+            reasons = reasons_for([plan.file for plan in plans], operator, unknown=operator not in _OF_BACKBONES)
             if reasons:
                 raise _cannot("apply", operator, "any model that is imported", reasons)
     carry_out(plans, "apply")

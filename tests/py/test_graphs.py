@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -196,6 +198,13 @@ def test_two_models_at_once() -> None:
     want, got = both(False), both(True)
     assert counted()[0] == 4
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_graphs_by_name_before_any_model_is_imported() -> None:
+    """PEFT, which the Trainer imports, imports Bloom, whose backbone is not known."""
+    lines = "from peft import PeftModel", "import bastile", "print(bastile.apply(cuda_graphs=True, recompute=True))"
+    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert "'cuda_graphs'" in found.stdout
 
 
 def test_one_model_alone_has_graphs() -> None:
