@@ -15,6 +15,8 @@
  *   bias      sums over an expert's rows, in registers while the rows pass: 8 bytes a column for each chunk of rows
  * Measured on an H200, bf16, at GPT-OSS-20B's shape (4096 tokens, 4 of 32 experts, H = I = 2880): all of them, forward
  * and backward, 0.30 ms beside 4.67 ms of products: no more than their 1.4 GB take at the copy's speed (0.34 ms).
+ * At Qwen3-30B-A3B's (8192 tokens, 8 of 128 experts, H = 2048, I = 768), us: sort 10, gather 78 (what it writes, at
+ * the speed of a fill), unit 71 forward and 150 backward, weighted sum 72, beside 3.3 ms of products.
  * Each sum over rows: first the rows of a block, then the blocks, in that order, in float32. Pairs whose index is no
  * expert sort behind all others, into rows that nothing reads; their tokens' output is NaN. What else an index tensor
  * may hold: no kernel reads or writes where it should not for it; a row of no pair is NaN.

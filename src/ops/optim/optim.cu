@@ -107,17 +107,17 @@ BST_DEVICE optim_coefficients coefficients_of(const float *from) {
     return c;
 }
 
-/* Where one is NaN, none of the eight is rounded up: what comes of arithmetic keeps a NaN's topmost bit. */
+/* The random bits of one kind, two elements a word. */
+BST_DEVICE uint32_t random_of(const uint32_t random[4], int j) {
+    return j & 1 ? random[j / 2] >> 16 : random[j / 2] & 0xffffu;
+}
+
 BST_DEVICE eight pack_stochastic(const float v[8], const uint32_t random[4]) {
-    const float sum = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
-    const uint32_t numbers = bst_isnan(sum) ? 0 : 0xffffffffu;
     eight e;
     BST_UNROLL
-    for (int j = 0; j < 8; j += 2) {
-        const uint32_t both = random[j / 2] & numbers;
-        e.raw[0].w[j / 2] =
-            bst_permute_bytes(bst_bits(v[j]) + (both & 0xffffu), bst_bits(v[j + 1]) + (both >> 16), 0x7632);
-    }
+    for (int j = 0; j < 8; j += 2)
+        e.raw[0].w[j / 2] = optim_bf16_stochastic(v[j], random_of(random, j)) |
+                            optim_bf16_stochastic(v[j + 1], random_of(random, j + 1)) << 16;
     return e;
 }
 
@@ -145,7 +145,7 @@ BST_DEVICE float shifted_random(const uint32_t random[4], int j, bool exchanged)
 }
 
 /* Codes of eight moments, of the second ones by their roots. */
-BST_DEVICE void write_codes(void *base, float *scales, uint32_t at, float v[8], int n, bool first,
+BST_DEVICE void write_codes(void *base, float *scales, int64_t at, float v[8], int n, bool first,
                             const uint32_t random[4]) {
     if (n < OPTIM_EACH) {
         BST_UNROLL
@@ -172,7 +172,7 @@ BST_DEVICE void write_codes(void *base, float *scales, uint32_t at, float v[8], 
     if (bst_lane() == 0) scales[at / OPTIM_BLOCK] = first ? scale : scale * scale;
 }
 
-BST_DEVICE void write_moment(void *base, float *scales, uint32_t at, float v[8], int n, bool whole, bool first,
+BST_DEVICE void write_moment(void *base, float *scales, int64_t at, float v[8], int n, bool whole, bool first,
                              const uint32_t random[4]) {
     if (MOMENTS == OPTIM_U8_CODE) {
         write_codes(base, scales, at, v, n, first, random);
@@ -194,7 +194,7 @@ BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, bool firs
                        : optim_decode_second(shifted_byte(words, j), scale);
 }
 
-BST_DEVICE eight read_moment(const void *base, uint32_t at, int n, bool whole) {
+BST_DEVICE eight read_moment(const void *base, int64_t at, int n, bool whole) {
     if (MOMENTS != OPTIM_U8_CODE) return read_eight(base, at, n, whole, MOMENTS & 3);
     eight e;
     if (n > 0)
@@ -204,26 +204,19 @@ BST_DEVICE eight read_moment(const void *base, uint32_t at, int n, bool whole) {
     return e;
 }
 
-/* From element `begin` on. */
-BST_DEVICE void *moments_from(void *moments, int64_t begin) {
-    return MOMENTS == OPTIM_U8_CODE ? (char *)moments + begin : bst_at_out(moments, begin, MOMENTS & 3);
-}
-
 BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
     const uint32_t i = tensor_of(a.first, a.head.tensors, bst_block());
     const optim_tensor *t = &a.tensor[i];
     const int64_t begin = (int64_t)(bst_block() - a.first[i]) * CHUNK, left = t->count - begin;
     const uint32_t end = left < CHUNK ? (uint32_t)left : CHUNK;
     const bool aligned = t->aligned;
-    /* This block's part of each array: within it 32 bits count. */
-    void *parameter = bst_at_out(t->parameter, begin, TYPE), *gradient = bst_at_out(t->gradient, begin, TYPE);
-    void *master = MASTER ? t->master + begin : nullptr;
-    void *exp_avg = moments_from(t->exp_avg, begin), *exp_avg_sq = moments_from(t->exp_avg_sq, begin);
-    float *m_scales = nullptr, *v_scales = nullptr;
-    if (MOMENTS == OPTIM_U8_CODE) {
-        m_scales = t->exp_avg_scale + begin / OPTIM_BLOCK;
-        v_scales = t->exp_avg_sq_scale + begin / OPTIM_BLOCK;
-    }
+    /* Codes: from the block's part of each array on, where 32 bits count, which saves instructions; else from the whole
+     * array on, which saves registers. */
+    const int64_t part = MOMENTS == OPTIM_U8_CODE ? begin : 0, within = begin - part;
+    void *parameter = bst_at_out(t->parameter, part, TYPE), *gradient = bst_at_out(t->gradient, part, TYPE);
+    void *master = MASTER ? t->master + part : nullptr;
+    void *exp_avg = (char *)t->exp_avg + part, *exp_avg_sq = (char *)t->exp_avg_sq + part;
+    float *m_scales = t->exp_avg_scale + part / OPTIM_BLOCK, *v_scales = t->exp_avg_sq_scale + part / OPTIM_BLOCK;
     bst_wait_for_previous();
     const optim_coefficients c = coefficients_of(a.head.coefficient + t->number * OPTIM_COEFFICIENT);
     if (c.skip != 0.0f) return;
@@ -234,8 +227,9 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
     const bool draw_m = MOMENTS == OPTIM_U8_CODE || (STOCHASTIC && MOMENTS == BST_BF16_CODE);
     BST_ROLLED
     for (uint32_t base = 0; base < end; base += THREADS * OPTIM_EACH) {
-        const uint32_t at = base + bst_thread() * OPTIM_EACH;
-        const int n = at + OPTIM_EACH <= end ? OPTIM_EACH : (int)(end - at);
+        const uint32_t mine = base + bst_thread() * OPTIM_EACH;
+        const int n = mine + OPTIM_EACH <= end ? OPTIM_EACH : (int)(end - mine);
+        const int64_t at = within + mine;
         const bool whole = aligned && n == OPTIM_EACH;
         /* What all lanes of a warp do together is done by those without elements too. */
         if (MOMENTS != OPTIM_U8_CODE && n <= 0) break;
@@ -248,7 +242,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
             v_scale = v_scales[at / OPTIM_BLOCK];
         }
         /* While these are on their way. */
-        const uint64_t eight_of = (uint64_t)begin / OPTIM_EACH + at / OPTIM_EACH;
+        const uint64_t eight_of = (uint64_t)(part + at) / OPTIM_EACH;
         uint32_t random[4] = {0, 0, 0, 0};
         const bool draw_now = MOMENTS == OPTIM_U8_CODE && !draw_p;
         if (draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
@@ -293,9 +287,8 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
             const eight full = pack_eight(p, 0);
             write_eight(master, at, &full, n, whole, 0);
         }
-        uint32_t other[4];
-        if (draw_p) optim_philox(other, a.head.seed, eight_of, OPTIM_OF_PARAMETER, number, step);
-        const eight rounded = draw_p ? pack_stochastic(p, other) : pack_eight(p, TYPE);
+        if (draw_p) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_PARAMETER, number, step);
+        const eight rounded = draw_p ? pack_stochastic(p, random) : pack_eight(p, TYPE);
         write_eight(parameter, at, &rounded, n, whole, TYPE);
         if (draw_m && !draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         write_moment(exp_avg, m_scales, at, m, n, whole, true, random);

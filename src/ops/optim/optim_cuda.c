@@ -32,7 +32,7 @@ static void occupancy(const optim_item *item, bool stochastic, int64_t *threads,
     const bool codes = item->moments == OPTIM_U8_CODE;
     *threads = codes ? 128 : 256;
     *blocks = wide ? 3 : 4;
-    if (codes) *blocks = item->tensor.master ? 5 : wide ? 6 : stochastic ? 9 : 10;
+    if (codes) *blocks = wide ? 5 : stochastic ? 9 : 10;
 }
 
 /* Elements of a block. */
