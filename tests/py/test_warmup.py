@@ -428,7 +428,9 @@ def test_what_it_refuses() -> None:
         bastile.warmup_all_kernels(LlamaConfig(), threads=0)
     with pytest.raises(ValueError, match="chip is 'sm_70'; one of sm_80, sm_86, sm_89, sm_90, sm_100, sm_120 is"):
         bastile.warmup_all_kernels(LlamaConfig(), chip="sm_70")
-    with pytest.raises(RuntimeError, match="a step of Pix2Struct.* cannot run without values: ValueError: You have to"):
+    with pytest.raises(
+        RuntimeError, match=r"a step of Pix2Struct.* cannot run without values: ValueError: You have to"
+    ):
         warmup._work(small_model("pix2struct"), None, DEVICE)
     with pytest.raises(RuntimeError, match="a step of BlipForConditionalGeneration cannot run without values: Type"):
         warmup._work(small_model("blip"), None, DEVICE)

@@ -172,7 +172,7 @@ def _checkpoint_without_random_numbers(model: nn.Module) -> None:
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None:
-            module._gradient_checkpointing_func = partial(checkpoint, preserve_rng_state=False)
+            vars(module)["_gradient_checkpointing_func"] = partial(checkpoint, preserve_rng_state=False)
 
 
 def _kind_of(layer: nn.Module, place: int) -> tuple[Any, ...]:
