@@ -204,14 +204,13 @@ BST_DEVICE row_state row_at(const norm_backward_args *a, int64_t row) {
 
 #if WAY == NORM_BULK
 /* One thread issues bulk copies of whole rows: one block a multiprocessor, STAGES rows in shared memory or in flight,
- * the weight in registers where these have room. For rows that each take a block, on chips with bulk copies. */
-#define ROW_BYTES  (HIDDEN * 16 / VEC)
-#define OWN_WEIGHT (PER_THREAD <= 2)
+ * the weight in registers. For rows that each take a block, on chips with bulk copies. */
+#define ROW_BYTES (HIDDEN * 16 / VEC)
 typedef struct source {
     unsigned char *ring;
     uint64_t *arrived; /* [STAGES] */
     bst_stage stage;
-    bst_raw weight[OWN_WEIGHT ? PER_THREAD : 1], kept[INPUTS][PER_THREAD];
+    bst_raw weight[PER_THREAD], kept[INPUTS][PER_THREAD];
     row_state now; /* its rstd and mean */
     float next_rstd, next_mean;
 } source;
@@ -239,8 +238,8 @@ BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, 
     if (lane == 0)
         for (int i = 0; i < STAGES - 1; i++) prefetch(a, s, i, row + i * step);
     BST_UNROLL
-    for (int i = 0; i < (OWN_WEIGHT ? PER_THREAD : 0); i++)
-        if (inside(column_of(i, lane))) s->weight[OWN_WEIGHT ? i : 0] = raw_weight(a->weight, column_of(i, lane));
+    for (int i = 0; i < PER_THREAD; i++)
+        if (inside(column_of(i, lane))) s->weight[i] = raw_weight(a->weight, column_of(i, lane));
     s->now.live = true;
     s->next_rstd = row < a->rows ? a->rstd[row] : 0.0f;
     s->next_mean = CENTRE && row < a->rows ? a->mean[row] : 0.0f;
@@ -265,9 +264,7 @@ BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, i
 }
 
 BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) { return s->kept[input][i]; }
-BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int column) {
-    return OWN_WEIGHT ? s->weight[OWN_WEIGHT ? i : 0] : raw_weight(weight, column);
-}
+BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int column) { return s->weight[i]; }
 BST_DEVICE void rows_done(source *s) { bst_next_stage(&s->stage, STAGES); }
 
 #else

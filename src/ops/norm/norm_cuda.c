@@ -102,7 +102,7 @@ static int64_t held_words(const bst_launch *l, int64_t rows) {
  * 34.5, 107.7; two blocks a multiprocessor 25, 37, 116. False where that does not apply: in rows of up to 256 accesses
  * short blocks are better, for one waits while another has its row's sum (32768 x 2048: 110 us, bulk copies 135). */
 static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
-    const int64_t vectors = vectors_of_row(l), most = 4 * 512, least = 257;
+    const int64_t vectors = vectors_of_row(l), most = 2 * 512, least = 257;
     if (chip->arch < 90 || !l->values[M_DX] || l->values[M_HIDDEN] % l->values[M_VEC] || vectors < least ||
         vectors > most || x_access(l) != 16 || y_access(l) != 16)
         return false;
@@ -110,30 +110,34 @@ static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
     if (stages < 2) return false;
     if (stages > 4) stages = 4;
     shape_rows(l, 2, 128, 512);
-    if (held_words(l, 1) > 72) return false;
     l->values[M_WAY] = NORM_BULK;
     l->values[M_STAGES] = stages;
     l->shared = (unsigned)(stages * row);
     return true;
 }
 
-/* Geometry of the backward kernel, which may sum dweight and dbias as it goes; returns the blocks to launch at most. */
+/* Geometry of the backward kernel, which may sum dweight and dbias as it goes; returns the blocks to launch at most.
+ *
+ * On an H200, in bf16 with dweight, relative to a ring of shared memory into which each thread copied its own share of
+ * the next row; first at 67 million elements, then at 8 million. In registers: with the next row ahead 0.97 and 0.99 at
+ * H = 128, 0.84 to 0.90 and 0.95 to 1.00 from 256 to 1024, 0.78 and 0.99 at 1536, 0.75 and 0.99 at 2048, 1.04 and 0.98
+ * at 12288; the row alone 1.00 and 0.95 at 64, 1.04 and 0.97 at 16384, in float32 0.98 to 1.01. Without bulk copies
+ * ahead would be 1.02 and 1.00 at 4096 and 1.15 at 5120 there, where a multiprocessor has three to six times the
+ * bandwidth of those on chips without them. */
 static int shape_backward(bst_launch *l, const bst_chip *chip) {
     const int most_words = 96;
     if (shape_bulk(l, chip)) return chip->processors;
     shape_rows(l, 2, 16, 512);
     l->values[M_WAY] = NORM_HELD;
-    l->values[M_STAGES] = held_words(l, 2) < most_words ? 2 : 1;
+    l->values[M_STAGES] = l->values[M_VEC] == 8 && vectors_of_row(l) >= 16 && held_words(l, 2) < most_words ? 2 : 1;
     if (held_words(l, 1) > most_words) { /* dweight and dbias come from a kernel of their own */
         shape_rows(l, 8, 16, 512);
         l->values[M_WAY] = NORM_AGAIN;
+        l->values[M_STAGES] = 1;
         l->values[M_DW] = l->values[M_DB] = false;
     }
-    /* Some 1024 threads a multiprocessor: fewer blocks leave fewer partial rows to add up, more hide more latency. Rows
-     * that share a block are added up in it. With the next row in registers, on an H200: 67 million elements in rows of
-     * 128 to 1024 106 to 115 us, where copies ahead into shared memory took 109 to 134; rows of 1536 and 2048 with four
-     * blocks 110 (two 131). */
-    return chip->processors * (l->block > 128 ? 2 : l->values[M_ROWS] > 1 ? 8 : 4);
+    /* Fewer blocks leave fewer partial rows to add up, more hide more latency. */
+    return chip->processors * (l->block > 128 ? 2 : l->values[M_HIDDEN] <= 1536 ? 8 : 4);
 }
 
 /* The blocks that rows take: all of them at once, or `most`. */
