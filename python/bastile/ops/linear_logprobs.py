@@ -53,7 +53,8 @@ def set_float32_dweight(enabled: bool | None) -> None:
     _float32_dweight = enabled
 
 
-def _wants_float32_dweight() -> bool:
+def wants_float32_dweight() -> bool:
+    """What was set."""
     if _float32_dweight is not None:
         return _float32_dweight
     return is_set("BASTILE_FLOAT32_DWEIGHT", False)
@@ -142,7 +143,7 @@ class _LinearLogProbs(Function):
         hidden, weight, target, bias, pairs, entropy, own = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
-        logits, exact = ctx.logits, _wants_float32_dweight()
+        logits, exact = ctx.logits, wants_float32_dweight()
         rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
         if logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up
