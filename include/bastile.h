@@ -428,38 +428,26 @@ BST_API bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_
 
 /* ---- linear_divergence ------------------------------------------------------------------------------------------- */
 
-typedef enum bst_divergence {
-    BST_DIVERGENCE_FORWARD = 0,
-    BST_DIVERGENCE_REVERSE = 1,
-    BST_DIVERGENCE_JSD = 2
-} bst_divergence;
+typedef enum bst_divergence { BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_REVERSE, BST_DIVERGENCE_JSD } bst_divergence;
 
-/* How far a student's next-token distribution p is from a teacher's q, for distillation: p is the softmax of z =
- * logit_scale * (hidden weight^T + bias), then z = softcap * tanh(z / softcap) where softcap > 0, then z / temperature,
- * and q likewise with what the teacher has:
- *   forward  KL(q || p)
- *   reverse  KL(p || q)
+/* How far a student's p = softmax(z), with z as linear_logprobs has it, is from a teacher's q, made likewise:
+ *   forward  KL(q || p)        reverse  KL(p || q)
  *   jsd      beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p
- * Agarwal et al., "On-Policy Distillation of Language Models", 2024, with beta of the teacher. Logits are float32,
- * whatever the inputs' type, and of each class what is added is positive, so that small divergences keep their digits.
- * The teacher is frozen: it has no gradients. One struct serves both passes; what a pass does not name it does not look
- * at. 1 <= V < 2^30. */
+ * Agarwal et al., "On-Policy Distillation of Language Models", 2024. Logits are float32 whatever the inputs' type, and
+ * what a class adds is never negative, so that small divergences keep their digits. The teacher has no gradients. One
+ * struct serves both passes; what a pass does not name it does not look at. 1 <= V < 2^30. */
 typedef struct bst_linear_divergence_tensors {
-    size_t size; /* sizeof(bst_linear_divergence_tensors) */
-    const DLTensor *hidden, *weight,
-        *bias; /* the student's: [T, H]; [V, H] and [V] of hidden's type; bias may be NULL */
-    /* The teacher's head: [T, G]; [V, G] and [V] of its hidden's type. NULL: its logits are given, before scale and
-     * softcap: [T, V], or, with indices [T, K] int64, the largest ones [T, K], which have all its probability then. The
-     * indices of a row differ; one outside [0, V): BST_INVALID on CPU, on CUDA the row's divergence is NaN. A reverse
-     * divergence is infinite where a class has none of the teacher's probability. */
+    size_t size;                            /* sizeof(bst_linear_divergence_tensors) */
+    const DLTensor *hidden, *weight, *bias; /* [T, H]; [V, H] and [V] of hidden's type; bias may be NULL */
+    /* [T, G]; [V, G] and [V] of teacher_hidden's type. Or the teacher's logits [T, V], before scale and softcap; or,
+     * with indices [T, K] int64, no two the same in a row, those of K classes that have all its probability. An index
+     * outside [0, V): BST_INVALID on CPU; on CUDA its row is NaN. */
     const DLTensor *teacher_hidden, *teacher_weight, *teacher_bias, *teacher_logits, *teacher_indices;
-    const DLTensor *mask;  /* [T] uint8, or NULL: rows where it is 0 give 0 and have no gradient */
-    DLTensor *divergence;  /* forward: [T] float32 */
-    DLTensor *entropy;     /* forward: [T] float32, the student's -sum p log p; may be NULL, as all that follow */
-    DLTensor *sums;        /* [T, 5] float32: forward saves it for the backward pass */
-    DLTensor *dlogits;     /* [T, V] of hidden's type, rows at any stride: see below */
-    const DLTensor *grad;  /* backward: [T] float32 */
-    const DLTensor *scale; /* backward: one float32 */
+    const DLTensor *mask;                /* [T] uint8, or NULL: rows of 0 give 0 and have no gradient */
+    DLTensor *divergence, *entropy;      /* forward: [T] float32; the student's -sum p log p may be NULL */
+    DLTensor *sums;                      /* [T, 5] float32, or NULL: forward saves it for the backward pass */
+    DLTensor *dlogits;                   /* [T, V] of hidden's type, or NULL: see below */
+    const DLTensor *grad, *scale;        /* backward: [T] float32; one float32 */
     DLTensor *dhidden, *dweight, *dbias; /* backward: as hidden, weight, bias; NULL where not wanted */
 } bst_linear_divergence_tensors;
 
@@ -474,10 +462,8 @@ typedef struct bst_linear_divergence_options {
     int float32_dweight; /* as linear_logprobs' */
 } bst_linear_divergence_options;
 
-/* Forward multiplies twice, or once where the teacher's logits are given. Where it is given `dlogits` it leaves there
- * the gradient of the student's logits for a gradient of one; backward, given them, multiplies twice, and its results
- * by `scale`: for an upstream gradient that is the same for all rows. Given `grad` and the sums, it makes both logits
- * again, chunk by chunk. */
+/* Where forward is given `dlogits` it leaves there the gradient of the student's logits for a `grad` of ones; backward,
+ * given them, multiplies twice, and its results by `scale`. Given `grad` and the sums, it makes both logits again. */
 BST_API bst_status bst_linear_divergence_forward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
                                                  const bst_linear_divergence_options *options);
 BST_API bst_status bst_linear_divergence_backward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,

@@ -27,7 +27,7 @@ BST_LOGARITHM float bst_twice_atanh(float s) {
 /* Of a positive, finite v that is not subnormal. With m from sqrt(1/2) to sqrt(2) it is
  * power ln 2 + 2 atanh((m - 1) / (m + 1)). */
 BST_LOGARITHM float bst_log_of_normal(float v) {
-    int32_t power = ((int32_t)bst_bits(v) - 0x3f3504f3) >> 23;
+    int32_t power = (int32_t)(bst_bits(v) - 0x3f3504f3u) >> 23;
     float m = bst_from_bits(bst_bits(v) - ((uint32_t)power << 23));
     float small = bst_twice_atanh(bst_divide(m - 1.0f, m + 1.0f));
     return bst_fma((float)power, BST_LN2, bst_fma((float)power, BST_LN2_REST, small));

@@ -232,7 +232,9 @@ def linear_divergence(
     teacher = [_rows_of("teacher_hidden", teacher_hidden, tokens), teacher_weight, teacher_bias]
     if teacher_hidden is not None:
         need_floats(_OP, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias)
-        teacher = list(cast_as_linear(*teacher))
+        rows_of_teacher, *rest = teacher
+        assert rows_of_teacher is not None
+        teacher = list(cast_as_linear(rows_of_teacher, *rest))
     given = [_rows_of("teacher_logits", teacher_logits, tokens), _rows_of("teacher_indices", teacher_indices, tokens)]
     maps = (logit_scale, softcap or 0.0, teacher_logit_scale, teacher_softcap or 0.0)
     if not (is_served and served(*teacher, given[0])):

@@ -1,8 +1,8 @@
 /* linear_divergence.c - the divergence of a student from a teacher under their output heads, a chunk of rows at a time.
  *
- * A chunk is: the student's logits and the teacher's, each by its head (linear_cross_entropy_head.h) and in float32, for
- * what counts is their difference; one kernel over both, for the divergence and the gradient of the student's. Where
- * forward keeps that gradient, backward has two products; else it makes both logits again. Nothing waits for the
+ * A chunk is: the student's logits and the teacher's, each by its head (linear_cross_entropy_head.h) and in float32,
+ * for what counts is their difference; one kernel over both, for the divergence and the gradient of the student's.
+ * Where forward keeps that gradient, backward has two products; else it makes both logits again. Nothing waits for the
  * device. */
 #include <inttypes.h>
 

@@ -1,8 +1,8 @@
 /* linear_divergence_cpu.c - the divergence of rows of logits, and its gradient, on CPU.
  *
  * A row is read a tile at a time: once for its sums, once for the loss, once for the gradient, which is written in the
- * row's place or elsewhere. Arithmetic of a class is float32 (linear_divergence_math.h), sums are float64. The last pass
- * goes from the end on, as what it writes in place of float32 logits takes the upper half of their memory. */
+ * row's place or elsewhere. Arithmetic of a class is float32 (linear_divergence_math.h), sums are float64. The last
+ * pass goes from the end on, as what it writes in place of float32 logits takes the upper half of their memory. */
 #include "ops/linear_divergence/linear_divergence_cpu.h"
 #include "ops/cross_entropy/cross_entropy_tile.h"
 #include "ops/linear_divergence/linear_divergence_math.h"
