@@ -8,9 +8,6 @@
  * the rounding of the logits does. Beyond, it is summed in float32. */
 enum { LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS = 8 };
 
-/* Bytes that a chunk may have by default on CUDA, and all logits of a call that keeps them */
-#define LINEAR_CROSS_ENTROPY_CUDA_BYTES ((int64_t)1664 << 20)
-
 /* What the choice depends on. */
 typedef struct linear_cross_entropy_chunks {
     int64_t rows, width; /* T, at least 1; H */

@@ -5,6 +5,7 @@
  * Where forward keeps that gradient, backward has two products; else it makes both logits again. Nothing waits for the
  * device. */
 #include <inttypes.h>
+#include <math.h>
 
 #include "core/options.h"
 #include "cuda/cuda.h"
@@ -194,9 +195,10 @@ static bst_status run_rows(const bst_head *h, void *context, int64_t first, int6
     return BST_OK;
 }
 
-/* As cross-entropy has it, with the temperature in scale and softcap. */
-static divergence_map map_of(double scale, double softcap, double temperature) {
-    divergence_map m = {0, (float)((softcap > 0 ? softcap : scale) / temperature)};
+/* As cross-entropy has it, with the temperature in scale and softcap. unit: of powers. */
+static divergence_map map_of(double scale, double softcap, double temperature, double unit) {
+    double whole = (softcap > 0 ? softcap : scale) / temperature;
+    divergence_map m = {0, (float)whole, (float)(whole / unit)};
     if (softcap > 0) m.inner = (float)(scale / softcap);
     return m;
 }
@@ -204,8 +206,10 @@ static divergence_map map_of(double scale, double softcap, double temperature) {
 static void set_options(job *j, const bst_attribute *attributes) {
     linear_divergence_args *a = &j->whole.args;
     double t = attributes[TEMPERATURE].d, beta = attributes[BETA].d;
-    a->of_student = map_of(attributes[SCALE_AT].d, attributes[SOFTCAP_AT].d, t);
-    a->of_teacher = map_of(attributes[T_SCALE].d, attributes[T_SOFTCAP].d, t);
+    bool of_two = j->whole.device.device_type == kDLCUDA && j->whole.dtype != BST_F32;
+    double unit = of_two ? log(2) : 1;
+    a->of_student = map_of(attributes[SCALE_AT].d, attributes[SOFTCAP_AT].d, t, unit);
+    a->of_teacher = map_of(attributes[T_SCALE].d, attributes[T_SOFTCAP].d, t, unit);
     a->slope = (float)(attributes[SCALE_AT].d / t);
     a->beta = (float)beta, a->rest = (float)(1 - beta);
     j->whole.kind = (int)attributes[KIND].i;
@@ -225,11 +229,12 @@ static bst_status begin(bst_head *h, job *j, const bst_view *v, const bst_attrib
     }
     if (head || j->indices->data) h->beside = j->teacher_stride * (int64_t)sizeof(float);
     BST_TRY(bst__head_choose_chunks(h, &(bst_view){0}, "", budget));
-    set_options(j, attributes);
     linear_divergence_rows *c = &j->whole;
     c->device = h->device, c->dtype = h->dtype, c->vocabulary = h->vocabulary;
     c->teacher_type = h->beside ? BST_F32 : j->given->dtype;
     c->args.mask = v[MASK].data;
+    c->some_left_out = j->indices->data;
+    set_options(j, attributes);
     return BST_OK;
 }
 
@@ -242,12 +247,12 @@ static bst_status run(bst_head *h, job *j, bool gradients) {
     return status;
 }
 
-/* What is kept is of the budget. */
+/* What is kept is of the budget; by default a chunk beside it has no more than dweight takes later. */
 static int64_t budget_beside(const bst_view *v, int64_t chunk_bytes) {
     const bst_view *kept = &v[DLOGITS];
     if (!bst__given(kept)) return chunk_bytes;
-    int64_t all = chunk_bytes ? chunk_bytes : LINEAR_CROSS_ENTROPY_CUDA_BYTES;
-    int64_t left = all - kept->size[0] * kept->stride[0] * bst__dtype_size(kept->dtype);
+    if (!chunk_bytes) return INT64_C(1) << 30;
+    int64_t left = chunk_bytes - kept->size[0] * kept->stride[0] * bst__dtype_size(kept->dtype);
     return left > 1 ? left : 1;
 }
 

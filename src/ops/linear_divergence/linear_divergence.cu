@@ -1,7 +1,7 @@
 /* linear_divergence.cu - the divergence of two rows of logits, and its gradient.
  *
  * Macros: SPREAD, with T_TYPE, chooses `spread`. Else: VOCAB; T_TYPE, of the teacher's logits (codes of dtype.h), the
- * student's being float32; D_TYPE, of their gradient; VEC elements of an access; S_SOFTCAP, T_SOFTCAP: in use; KIND
+ * student's being float32, and PARTLY, of some classes; D_TYPE, of their gradient; VEC elements of an access; S_SOFTCAP, T_SOFTCAP: in use; KIND
  * (linear_divergence_math.h); ENTROPY: wanted; SAVED: the sums are read and not made; LOSS; GRADIENT; IN_PLACE: the
  * gradient, of 16 bits, takes the upper half of its row's place.
  *
@@ -61,13 +61,16 @@ typedef struct rows {
     float factor; /* of the gradient */
 } rows;
 
-BST_DEVICE float z_of(const divergence_map *m, float x, bool capped) {
-    float z = m->scale * (capped ? bst_tanh(x * m->inner) : x);
-    return z < DIVERGENCE_NEVER || x == DIVERGENCE_LEFT_OUT ? DIVERGENCE_NEVER : z; /* NaN stays */
-}
+/* u of a logit: see divergence_map. */
+BST_DEVICE float shaped(const divergence_map *m, float x, bool capped) { return capped ? bst_tanh(x * m->inner) : x; }
+
+/* -inf is a number then, so that the difference of two such is 0. */
+BST_DEVICE float z_of(const divergence_map *m, float u) { return bst_max(bst_product(u, m->scale), DIVERGENCE_NEVER); }
+
+BST_DEVICE bool is_left_out(float y) { return PARTLY && y == DIVERGENCE_LEFT_OUT; }
 
 BST_DEVICE void move_p(sums *s, float top) {
-    float step = s->top_p - top, factor = divergence_exp(step);
+    float step = s->top_p - top, factor = divergence_power(step);
     if (ENTROPY) s->products = factor * bst_fma(step, s->sum_p, s->products);
     if (KIND == DIVERGENCE_REVERSE) s->gap *= factor;
     s->sum_p *= factor;
@@ -75,51 +78,62 @@ BST_DEVICE void move_p(sums *s, float top) {
 }
 
 BST_DEVICE void move_q(sums *s, float top) {
-    s->sum_q *= divergence_exp(s->top_q - top);
+    s->sum_q *= divergence_power(s->top_q - top);
     s->top_q = top;
 }
 
-/* n logits of each; x becomes their gradient. */
-BST_DEVICE void take(const linear_divergence_args *a, int what, const rows *r, const divergence_row *t, sums *s,
-                     float *x, const float *y, int n) {
-    float zp[VEC], zq[VEC];
+/* n logits of each, for the sums. */
+BST_DEVICE void sum_up(const linear_divergence_args *a, const rows *r, sums *s, const float *x, const float *y, int n) {
+    float u[VEC], v[VEC], top_p = s->top_p, top_q = s->top_q;
     BST_UNROLL
     for (int j = 0; j < n; j++) {
-        zp[j] = z_of(&a->of_student, x[j], S_SOFTCAP);
-        zq[j] = z_of(&a->of_teacher, y[j], T_SOFTCAP);
+        u[j] = shaped(&a->of_student, x[j], S_SOFTCAP);
+        v[j] = shaped(&a->of_teacher, y[j], T_SOFTCAP);
+        top_p = bst_max(top_p, u[j] * a->of_student.power);
+        if (!is_left_out(y[j])) top_q = bst_max(top_q, v[j] * a->of_teacher.power);
     }
-    if (what & SUM) {
-        float top_p = s->top_p, top_q = s->top_q;
-        BST_UNROLL
-        for (int j = 0; j < n; j++) top_p = bst_max(top_p, zp[j]), top_q = bst_max(top_q, zq[j]);
-        if (top_p > s->top_p) move_p(s, top_p);
-        if (top_q > s->top_q) move_q(s, top_q);
-        BST_UNROLL
-        for (int j = 0; j < n; j++) {
-            float above = zp[j] - s->top_p, e = divergence_exp(above);
-            s->sum_p += e;
-            if (ENTROPY) s->products = bst_fma(e, above, s->products);
-            if (KIND == DIVERGENCE_REVERSE) s->gap = bst_fma(e, (zp[j] - zq[j]) - r->first, s->gap);
-            s->sum_q += divergence_exp(zq[j] - s->top_q);
-        }
-        return;
-    }
+    if (top_p > s->top_p) move_p(s, top_p);
+    if (top_q > s->top_q) move_q(s, top_q);
     BST_UNROLL
     for (int j = 0; j < n; j++) {
-        divergence_class c = divergence_of(KIND, t, zp[j], zq[j]);
+        float above = bst_fma(u[j], a->of_student.power, -s->top_p), e = divergence_power(above);
+        float other = divergence_power(bst_fma(v[j], a->of_teacher.power, -s->top_q));
+        s->sum_p += e;
+        s->sum_q += is_left_out(y[j]) ? 0.0f : other;
+        if (ENTROPY) s->products = bst_fma(e, bst_max(above, DIVERGENCE_NEVER), s->products);
+        if (KIND != DIVERGENCE_REVERSE) continue;
+        float zq = is_left_out(y[j]) ? DIVERGENCE_NEVER : z_of(&a->of_teacher, v[j]);
+        s->gap = bst_fma(e, (z_of(&a->of_student, u[j]) - zq) - r->first, s->gap);
+    }
+}
+
+/* n logits of each, for the loss or the gradient, which x becomes. */
+BST_DEVICE void compare(const linear_divergence_args *a, int what, const rows *r, const divergence_row *t, sums *s,
+                        float *x, const float *y, int n) {
+    BST_UNROLL
+    for (int j = 0; j < n; j++) {
+        float u = shaped(&a->of_student, x[j], S_SOFTCAP), v = shaped(&a->of_teacher, y[j], T_SOFTCAP);
+        divergence_pair z;
+        z.above_p = bst_fma(u, a->of_student.power, -t->top_p);
+        z.above_q = bst_fma(v, a->of_teacher.power, -t->top_q);
+        z.zp = z_of(&a->of_student, u);
+        z.zq = z_of(&a->of_teacher, v);
+        if (is_left_out(y[j])) z.above_q = -BST_INFINITY, z.zq = DIVERGENCE_NEVER;
+        divergence_class c = divergence_of(KIND, t, &z);
         if (what & LOSE) {
             s->loss += c.term;
             if (KIND == DIVERGENCE_JSD) s->to_mean += c.to_mean;
         }
-        if (what & DIFF) {
-            float slope = r->factor;
-            if (S_SOFTCAP) {
-                float u = bst_tanh(x[j] * a->of_student.inner);
-                slope *= (1.0f - u) * (1.0f + u);
-            }
-            x[j] = slope * c.slope;
-        }
+        if (what & DIFF) x[j] = r->factor * c.slope * (S_SOFTCAP ? (1.0f - u) * (1.0f + u) : 1.0f);
     }
+}
+
+BST_DEVICE void take(const linear_divergence_args *a, int what, const rows *r, const divergence_row *t, sums *s,
+                     float *x, const float *y, int n) {
+    if (what & SUM)
+        sum_up(a, r, s, x, y, n);
+    else
+        compare(a, what, r, t, s, x, y, n);
 }
 
 /* The single element of this thread behind the last whole vector. What is written lies behind what is read from then
@@ -244,7 +258,8 @@ BST_KERNEL(linear_divergence, linear_divergence_args, THREADS, 2) {
         if (KIND == DIVERGENCE_REVERSE) {
             float y;
             bst_load(&y, r.teacher, 0, T_TYPE, 1);
-            r.first = z_of(&a.of_student, r.student[0], S_SOFTCAP) - z_of(&a.of_teacher, y, T_SOFTCAP);
+            r.first = z_of(&a.of_student, shaped(&a.of_student, r.student[0], S_SOFTCAP)) -
+                      z_of(&a.of_teacher, shaped(&a.of_teacher, y, T_SOFTCAP));
             if (!(bst_abs(r.first) < 1e4f)) r.first = 0.0f;
         }
         walk(&a, SUM, &r, 0, &s);
@@ -259,7 +274,7 @@ BST_KERNEL(linear_divergence, linear_divergence_args, THREADS, 2) {
         s.loss = bst_group_sum(s.loss, THREADS, losses);
         if (KIND == DIVERGENCE_JSD) t.mean = bst_group_sum(s.to_mean, THREADS, means);
         put(a.divergence, row, s.loss);
-        if (ENTROPY) put(a.entropy, row, t.log_p - bst_divide(s.products, s.sum_p));
+        if (ENTROPY) put(a.entropy, row, t.log_p - DIVERGENCE_UNIT * bst_divide(s.products, s.sum_p));
         if (!SAVED) save(&a, row, &s, t.mean);
     }
     if (GRADIENT && (!LOSS || KIND == DIVERGENCE_JSD)) walk(&a, DIFF, &r, &t, &s);

@@ -19,6 +19,7 @@ typedef struct linear_divergence_rows {
     bool student_capped, teacher_capped;
     bool saved; /* the sums are read: this is a backward pass */
     bool in_place;
+    bool some_left_out; /* the teacher's logits are of some classes: DIVERGENCE_LEFT_OUT stands for others */
 } linear_divergence_rows;
 
 /* Rows of classes left out, but for some. */

@@ -2,9 +2,9 @@
 #ifndef BST_LINEAR_DIVERGENCE_ARGS_H
 #define BST_LINEAR_DIVERGENCE_ARGS_H
 
-/* z of a logit x: scale x, or with a softcap scale tanh(inner x). */
+/* z = scale u of a logit, or with a softcap of u = tanh(inner logit); power u = z in the kernel's units. */
 typedef struct divergence_map {
-    float inner, scale;
+    float inner, scale, power;
 } divergence_map;
 
 /* What is saved of a row: the student's largest z and sum of e^(z - that), the teacher's, and divergence_row's mean. */
@@ -35,7 +35,7 @@ typedef struct linear_divergence_spread_args {
 #define LINEAR_DIVERGENCE_THREADS 512 /* of a block, which has a row */
 #define LINEAR_DIVERGENCE_BATCH   2   /* vectors of each of the two that a thread loads before it uses the first */
 
-static_assert(sizeof(linear_divergence_args) == 120, "host and device must agree");
+static_assert(sizeof(linear_divergence_args) == 128, "host and device must agree");
 static_assert(sizeof(linear_divergence_spread_args) == 56, "host and device must agree");
 
 #endif

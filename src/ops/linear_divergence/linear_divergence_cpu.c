@@ -73,14 +73,19 @@ static void sum_up(const linear_divergence_rows *c, int64_t row, float *sums) {
     sums[4] = c->kind == DIVERGENCE_REVERSE ? (float)((double)first + p.gap / p.sum) : 0;
 }
 
+static inline divergence_class class_of(int kind, const divergence_row *t, float zp, float zq) {
+    divergence_pair z = {zp - t->top_p, zq - t->top_q, zp, zq};
+    return divergence_of(kind, t, &z);
+}
+
 #define SUM_CLASSES(kind)                                                           \
     _Pragma("omp simd reduction(+ : loss, mean)") for (int64_t i = 0; i < n; i++) { \
-        divergence_class class = divergence_of(kind, t, zp[i], zq[i]);              \
+        divergence_class class = class_of(kind, t, zp[i], zq[i]);                   \
         loss += (double)class.term;                                                 \
         mean += (double)class.to_mean;                                              \
     }
 #define DIFFERENTIATE(kind) \
-    for (int64_t i = 0; i < n; i++) zp[i] = slope[i] * divergence_of(kind, t, zp[i], zq[i]).slope;
+    for (int64_t i = 0; i < n; i++) zp[i] = slope[i] * class_of(kind, t, zp[i], zq[i]).slope;
 /* Each kind has its own loop: there it is a constant. */
 #define OF_KIND(loop)                               \
     do {                                            \

@@ -4,11 +4,11 @@
 #include "ops/linear_divergence/linear_divergence_math.h"
 
 /* Macros of the kernel, in the order of their values. */
-enum { VOCAB, T_TYPE, D_TYPE, VEC, S_SOFTCAP, T_SOFTCAP, KIND, ENTROPY, SAVED, LOSS, GRADIENT, IN_PLACE };
+enum { VOCAB, T_TYPE, D_TYPE, VEC, S_SOFTCAP, T_SOFTCAP, KIND, ENTROPY, SAVED, LOSS, GRADIENT, IN_PLACE, PARTLY };
 static const bst_kernel rows_kernel = {"linear_divergence.cu",
                                        "linear_divergence",
                                        {"VOCAB", "T_TYPE", "D_TYPE", "VEC", "S_SOFTCAP", "T_SOFTCAP", "KIND", "ENTROPY",
-                                        "SAVED", "LOSS", "GRADIENT", "IN_PLACE"}};
+                                        "SAVED", "LOSS", "GRADIENT", "IN_PLACE", "PARTLY"}};
 static const bst_kernel spread_kernel = {"linear_divergence.cu", "linear_divergence_spread", {"T_TYPE", "SPREAD"}};
 
 /* Whether rows of a type begin where four elements may be read at once. */
@@ -36,6 +36,7 @@ bst_status bst__linear_divergence_rows_cuda(const bst_exec *exec, const char *op
     l.values[LOSS] = a->divergence != NULL;
     l.values[GRADIENT] = a->dlogits != NULL;
     l.values[IN_PLACE] = c->in_place;
+    l.values[PARTLY] = c->some_left_out;
     return bst__cuda_launch(exec, op, c->device.device_id, &l, a, sizeof *a);
 }
 
