@@ -28,8 +28,7 @@ static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
 
 int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *c) {
     bool cpu = !c->processors, by_default = !c->budget;
-    int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : c->budget,
-            most = bytes / c->row_bytes;
+    int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : c->budget, most = bytes / c->row_bytes;
     int64_t eighth = (c->rows + LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS - 1) / LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS;
     if (cpu && by_default) {
         /* Less than fits, where no sum of rounded chunks is made: dweight of 16 bits, which a CPU's product rounds at
