@@ -151,7 +151,8 @@ def test_pooled_errors(stock, kind, dtype, device):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_divergences_keep_their_digits(kind, device):
-    """Logits that are float32 numbers, given: no product's error. 3e-6 of what is 1e-9, where subtracting cancels."""
+    """Logits that are float32 numbers, given: no product's error. 3e-6 of what is 1e-9, where subtracting cancels, and
+    the square of what normalisers near 8 are rounded by, 2^-21."""
     rows, classes = (3, 333) if EMULATED else (20, 5003)
     z = random_tensor((rows, classes), torch.float32, device, scale=3.0)
     eye = torch.eye(rows, device=device)
@@ -161,7 +162,7 @@ def test_small_divergences_keep_their_digits(kind, device):
     exact = [z.double().requires_grad_(), near.double()]
     wanted = yardstick(exact[0], torch.eye(classes, dtype=torch.float64, device=device), None, exact[1], kind)
     assert 1e-10 < wanted.max() < 1e-7
-    assert ((found.double() - wanted) / wanted).abs().max() < 3e-6
+    assert ((found.double() - wanted).abs() <= 3e-6 * wanted + 0.5 * 2.0**-42).all()
     plain = yardstick(z, torch.eye(classes, device=device), None, near, kind)
     assert ((plain.double() - wanted) / wanted).abs().max() > 1e-2, "what the naive sum loses"
     (gradient,) = torch.autograd.grad(found.sum(), weight)

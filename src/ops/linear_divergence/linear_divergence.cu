@@ -2,8 +2,8 @@
  *
  * Macros: SPREAD, with T_TYPE, chooses `spread`. Else: VOCAB; T_TYPE, of the teacher's logits (codes of dtype.h), the
  * student's being float32; PARTLY: these are of some classes; D_TYPE, of the gradient; VEC elements of an access;
- * S_SOFTCAP, T_SOFTCAP: in use; KIND (linear_divergence_math.h); ENTROPY: wanted; SAVED: the sums are read and not made;
- * LOSS; GRADIENT; IN_PLACE: the gradient, of 16 bits, takes the upper half of its row's place.
+ * S_SOFTCAP, T_SOFTCAP: in use; KIND (linear_divergence_math.h); ENTROPY: wanted; SAVED: the sums are read and not
+ * made; LOSS; GRADIENT; IN_PLACE: the gradient, of 16 bits, takes the upper half of its row's place.
  *
  * linear_divergence  One block a row. Bytes: both rows once for their sums; once more for the loss or the gradient, or
  *                    for both at once; of jsd, whose gradient needs the loss's sums, once for each. The gradient is
