@@ -399,9 +399,8 @@ typedef struct bst_linear_logprobs_tensors {
     const DLTensor *hidden, *weight, *target; /* [T, H]; [V, H] of hidden's type; [T] int64 */
     const DLTensor *bias;                     /* [V] of hidden's type, or NULL */
     DLTensor *log_probs;                      /* forward */
-    DLTensor *pairs;   /* [T, 2] float32, saved for the backward pass: the largest z of a row (of 16-bit types on CUDA
-                        times log2 e) and the sum of the exponentials relative to it but for the target's; forward may
-                        leave it out, as all that follow */
+    DLTensor *pairs; /* [T, 2] float32, for backward: the largest z of a row (of 16-bit types on CUDA times log2 e) and
+                        the sum of exponentials relative to it but for the target's; may be left out, as what follows */
     DLTensor *entropy; /* forward writes it, backward reads it where grad_entropy is given */
     DLTensor *lse, *log_sum_sq_probs, *mean_logits, *is_top1; /* forward */
     DLTensor *logits; /* [T, V] of hidden's type, rows at any stride: see below */
@@ -430,6 +429,48 @@ BST_API bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_l
 BST_API bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
                                                 const bst_linear_logprobs_options *options);
 
+/* ---- linear_divergence ------------------------------------------------------------------------------------------- */
+
+typedef enum bst_divergence { BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_REVERSE, BST_DIVERGENCE_JSD } bst_divergence;
+
+/* How far a student's p = softmax(z), with z as linear_logprobs has it, is from a teacher's q, made likewise:
+ *   forward  KL(q || p)        reverse  KL(p || q)
+ *   jsd      beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p
+ * Agarwal et al., "On-Policy Distillation of Language Models", 2024. Logits are float32 whatever the inputs' type, and
+ * what a class adds is never negative, so that small divergences keep their digits. The teacher has no gradients. */
+typedef struct bst_linear_divergence_tensors {
+    size_t size;                            /* sizeof(bst_linear_divergence_tensors) */
+    const DLTensor *hidden, *weight, *bias; /* [T, H]; [V, H] and [V] of hidden's type; bias may be NULL */
+    /* [T, G]; [V, G] and [V] of teacher_hidden's type. Or the teacher's logits [T, V], before scale and softcap; or,
+     * with indices [T, K] int64, no two the same in a row, those of K classes that have all its probability. An index
+     * outside [0, V): BST_INVALID on CPU; on CUDA its row is NaN. */
+    const DLTensor *teacher_hidden, *teacher_weight, *teacher_bias, *teacher_logits, *teacher_indices;
+    const DLTensor *mask;                /* [T] uint8, or NULL: rows of 0 give 0 and have no gradient */
+    DLTensor *divergence, *entropy;      /* forward: [T] float32; the student's -sum p log p may be NULL */
+    DLTensor *sums;                      /* [T, 5] float32, or NULL: forward saves it for the backward pass */
+    DLTensor *dlogits;                   /* [T, V] of hidden's type, or NULL: see below */
+    const DLTensor *grad, *scale;        /* backward: [T] float32; one float32 */
+    DLTensor *dhidden, *dweight, *dbias; /* backward: as hidden, weight, bias; NULL where not wanted */
+} bst_linear_divergence_tensors;
+
+typedef struct bst_linear_divergence_options {
+    size_t size; /* sizeof(bst_linear_divergence_options) */
+    bst_divergence kind;
+    double beta;                 /* of jsd, between 0 and 1; 0: 0.5 */
+    double temperature;          /* 1e-6 to 1e6; 0: 1 */
+    double logit_scale, softcap; /* 0: 1, none */
+    double teacher_logit_scale, teacher_softcap;
+    int64_t chunk_bytes; /* of both logits and dlogits, as linear_cross_entropy's */
+    int float32_dweight; /* as linear_logprobs' */
+} bst_linear_divergence_options;
+
+/* Where forward is given `dlogits` it leaves there the gradient of the student's logits for a `grad` of ones; backward,
+ * given them, multiplies twice, and its results by `scale`. Given `grad` and the sums, it makes both logits again. */
+BST_API bst_status bst_linear_divergence_forward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
+                                                 const bst_linear_divergence_options *options);
+BST_API bst_status bst_linear_divergence_backward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
+                                                  const bst_linear_divergence_options *options);
+
 /* ---- moe --------------------------------------------------------------------------------------------------------- */
 
 /* A mixture of experts around its grouped products, which are the caller's: with T tokens of H numbers, K experts each
@@ -445,8 +486,7 @@ BST_API bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_
  * and biases are of one float type, the routing weights of any. N < 2^31, 1 <= E <= 1023.
  * An entry of order, position, indices or ends that no sort gives: BST_INVALID on CPU, before anything is written; on
  * CUDA nothing is read or written for it, and where a row has no pair, or a pair no row, the result is NaN (a sum
- * without weights leaves the pair out, gather the row as it is). That none stands there twice is for the caller to see
- * to. */
+ * without weights leaves the pair out, gather the row as it is). That none stands there twice is up to the caller. */
 
 /* Sorts the pairs of token t and choice k, pair = t K + k, by expert, those of one expert in their order. indices [T,
  * K] int64; order [N] int32: the pair of a sorted row; position [T, K] int32: the row of a pair; ends [E] int32: where

@@ -24,7 +24,7 @@ typedef struct output {
 
 typedef struct binding {
     const bst_function *function;
-    char text[256], schema[1024]; /* the words of the description, cut apart; the name is the first */
+    char text[384], schema[1024]; /* the words of the description, cut apart; the name is the first */
     int steps, outputs, results;
     step step[MOST_STEPS];
     output output[BST_MOST_ARGUMENTS];

@@ -195,11 +195,14 @@ typedef struct operator_call {
     argument arguments[24];
 } operator_call;
 
-#define MEAN    N(-100), N(0), R(0.0), R(0.0), R(1.0), R(0.0)
-#define HEADS   F(2, 2, 3, 4)
-#define K_HEADS F(2, 1, 3, 4)
-#define TABLES  F(1, 3, 4), F(1, 3, 4)
-#define PAIRS   N(0), N(0), N(0)
+#define MEAN       N(-100), N(0), R(0.0), R(0.0), R(1.0), R(0.0)
+#define HEADS      F(2, 2, 3, 4)
+#define K_HEADS    F(2, 1, 3, 4)
+#define TABLES     F(1, 3, 4), F(1, 3, 4)
+#define PAIRS      N(0), N(0), N(0)
+#define GLU        N(0), R(0.0), R(0.0)
+#define DIVERGENCE R(1.0), R(1.0), R(0.0), R(1.0), R(0.0), N(0)
+#define SOFTMAX    R(1.0), R(1.0), R(0.0), N(0)
 
 /* T = 3, H = 4, V = 5, and two choices of one expert. All but what is written to lies off its alignment, so that each
  * argument is copied first. */
@@ -207,6 +210,7 @@ static const operator_call operators[] = {
     {"rms_norm_forward", 2, {F(3, 4), O(4), R(1e-6), N(0)}},
     {"rms_norm_forward", 2, {F(3, 4), NONE, R(1e-6), N(0)}},
     {"add_rms_norm_forward", 3, {F(3, 4), F(3, 4), O(4), R(1e-6), N(0)}},
+    {"rms_norm_add_forward", 2, {F(3, 4), O(4), F(3, 4), R(1e-6), N(0)}},
     {"rms_norm_backward", 2, {F(3, 4), F(3, 4), O(4), F(3), N(0), N(1), N(1)}},
     {"add_rms_norm_backward", 2, {F(3, 4), F(3, 4), F(3, 4), O(4), F(3), N(0), N(1), N(0)}},
     {"norm_forward", 3, {F(3, 4), O(4), O(4), R(1e-6), N(1), N(0)}},
@@ -217,10 +221,12 @@ static const operator_call operators[] = {
     {"swiglu_backward", 2, {F(3, 4), F(3, 4), F(3, 4), N(1), N(1)}},
     {"swiglu_backward_with_y", 3, {F(3, 4), F(3, 4), F(3, 4), N(0), N(1)}},
     {"swiglu_backward_inplace", 0, {W(3, 4), W(3, 4), W(3, 4), N(1), N(1), N(1)}},
-    {"glu_forward", 1, {N(0), F(3, 4), F(3, 4)}},
-    {"glu_backward", 2, {N(0), F(3, 4), F(3, 4), F(3, 4), N(1), N(1)}},
-    {"glu_backward_with_y", 3, {N(0), F(3, 4), F(3, 4), F(3, 4), N(0), N(1)}},
-    {"glu_backward_inplace", 0, {N(0), W(3, 4), W(3, 4), W(3, 4), N(1), N(1), N(1)}},
+    {"glu_forward", 1, {GLU, F(3, 4), F(3, 4)}},
+    {"glu_backward", 2, {GLU, F(3, 4), F(3, 4), F(3, 4), N(1), N(1)}},
+    {"glu_backward_with_y", 3, {GLU, F(3, 4), F(3, 4), F(3, 4), N(0), N(1)}},
+    {"glu_backward_inplace", 0, {GLU, W(3, 4), W(3, 4), W(3, 4), N(1), N(1), N(1)}},
+    {"glu_joined_forward", 1, {N(0), N(1), R(0.0), R(0.0), F(3, 8)}},
+    {"glu_joined_backward", 1, {N(0), N(0), R(0.0), R(0.0), F(3, 4), F(3, 8)}},
     {"rope_forward", 2, {HEADS, K_HEADS, TABLES, PAIRS, N(1), N(0)}},
     {"rope_backward", 2, {HEADS, O(2, 1, 3, 4), TABLES, PAIRS, N(0), N(1), N(0)}},
     {"rope_backward", 2, {HEADS, NONE, TABLES, PAIRS, N(0), N(1), N(9)}},
@@ -242,6 +248,30 @@ static const operator_call operators[] = {
     {"linear_cross_entropy_backward",
      3,
      {F(1), F(3, 4), F(5, 4), L(3), NONE, NONE, NONE, F(3, 2), O(3, 5), MEAN, N(0), N(1), N(1), N(0)}},
+    {"linear_logprobs_forward",
+     8,
+     {F(3, 4), F(5, 4), L(3), O(5), N(-100), SOFTMAX, N(1), N(1), N(1), N(1), N(1), N(1), N(1)}},
+    {"linear_logprobs_backward",
+     3,
+     {O(3), O(3), O(3), F(3, 4), F(5, 4), L(3), O(5), F(3, 2), O(3), N(-100), SOFTMAX, N(0), N(1), N(1), N(1)}},
+    {"linear_logprobs_backward_kept",
+     3,
+     {O(3), NONE, NONE, F(3, 4), F(5, 4), L(3), NONE, F(3, 2), NONE, W(3, 5), N(-100), SOFTMAX, N(1), N(1), N(1),
+      N(1)}},
+    {"linear_divergence_forward",
+     4,
+     {F(3, 4), F(5, 4), O(5), O(3, 2), O(5, 2), O(5), NONE, NONE, NONE, N(2), R(0.5), DIVERGENCE, N(0), N(1), N(1),
+      N(1)}},
+    {"linear_divergence_backward",
+     3,
+     {F(3, 4), F(5, 4), NONE, NONE, NONE, NONE, O(3, 2), OL(3, 2), NONE, F(3, 5), F(3), N(0), R(0.5), DIVERGENCE, N(1),
+      N(1), N(1), N(0)}},
+    {"linear_divergence_backward_kept",
+     3,
+     {F(3, 4), F(5, 4), O(5), F(1), F(3, 5), N(0), R(0.5), DIVERGENCE, N(0), N(1), N(1), N(1)}},
+    {"dequantize_4bit",
+     1,
+     {{.kind = TENSOR, .dtype = dtype_uint8, SIZES(8)}, F(2), F(16), NONE, NONE, NONE, N(4), N(4), N(8), N(0), N(0)}},
     {"moe_sort", 3, {L(3, 2), N(1)}},
     {"moe_gather", 1, {F(3, 4), I(0, 6)}},
     {"moe_glu_forward", 1, {F(6, 8), O(1, 8), I(6, 1), N(5), N(1), R(1.7), R(7)}},

@@ -143,6 +143,10 @@ static void bind_related(const bst_function *f, symbols *s) {
         bind(s, 'K', choices), bind(s, 'Q', choices);
         bind(s, 'N', tokens * choices);
     }
+    if (fuzz_place(f, "teacher_indices", BST_IN) >= 0) { /* a teacher's logits of all classes, or of some */
+        int64_t classes = draw_size(s);
+        bind(s, 'V', classes), bind(s, 'K', fuzz_chance(2) || !classes ? classes : 1 + fuzz_below(classes));
+    }
     for (int i = 0; f->arguments[i].name; i++) { /* halves of what is even */
         const char *half = f->arguments[i].shape ? strchr(f->arguments[i].shape, '-') : NULL;
         if (half) bind(s, half[1], 2 * draw_size(s));
@@ -232,6 +236,9 @@ static bool draw_given(const fuzz_call *c, int place) {
     const bst_argument *a = &c->function->arguments[place];
     if (a->with) return c->of[a->with - 1].given;
     if (a->like && !c->of[a->like - 1].given) return false;
+    int other = fuzz_place(c->function, "teacher_hidden", BST_IN);
+    if (other >= 0 && !strcmp(a->name, "teacher_logits") && !fuzz_chance(8)) return !c->of[other].given;
+    if (other >= 0 && !strcmp(a->name, "teacher_bias") && !c->of[other].given) return fuzz_chance(8);
     return !(a->flags & BST_OPTIONAL) || fuzz_chance(2);
 }
 

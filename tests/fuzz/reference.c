@@ -1,56 +1,7 @@
 /* reference.c - what outputs should be, in float64, by the formulas of include/bastile.h in plain loops. A reference
  * writes for each element of an output its value, and the size that its error is relative to: the sum of the terms'
  * absolute values. What overflows float32 on the way it leaves out, by an infinite size. */
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "fuzz.h"
-
-/* ---- reading and writing ----------------------------------------------------------------------------------------- */
-
-static const fuzz_tensor *input(const fuzz_call *c, const char *name) {
-    int place = fuzz_place(c->function, name, BST_IN);
-    return place < 0 || !c->of[place].given ? NULL : &c->of[place];
-}
-
-static const double *numbers(const fuzz_call *c, const char *name) {
-    const fuzz_tensor *t = input(c, name);
-    return t ? t->numbers : NULL;
-}
-
-/* An output with room for what it should be; NULL where it is not wanted. */
-static fuzz_tensor *output(fuzz_call *c, const char *name) {
-    int place = fuzz_place(c->function, name, BST_OUT);
-    /* Of two of one name the last is the one that the formulas tell of. */
-    for (int i = place + 1; place >= 0 && i < c->count; i++)
-        if ((c->function->arguments[i].flags & BST_OUT) && !strcmp(c->function->arguments[i].name, name)) place = i;
-    if (place < 0 || !c->of[place].given) return NULL;
-    fuzz_tensor *t = &c->of[place];
-    size_t count = (size_t)(t->count ? t->count : 1);
-    t->numbers = calloc(count, sizeof *t->numbers);
-    t->size = calloc(count, sizeof *t->size);
-    if (!t->numbers || !t->size) abort();
-    return t;
-}
-
-static void want(fuzz_tensor *t, int64_t at, double value, double size) {
-    if (!t) return;
-    t->numbers[at] = value;
-    t->size[at] = size;
-}
-
-static double real(const fuzz_call *c, const char *name) {
-    int at = fuzz_attribute(c->function, name);
-    return at < 0 ? 0 : (double)(float)c->attributes[at].d;
-}
-
-static int64_t whole(const fuzz_call *c, const char *name) {
-    int at = fuzz_attribute(c->function, name);
-    return at < 0 ? 0 : c->attributes[at].i;
-}
-
-static int64_t last(const fuzz_tensor *t) { return t->shape[t->dims - 1]; }
+#include "reference.h"
 
 /* ---- glu --------------------------------------------------------------------------------------------------------- */
 
@@ -395,10 +346,10 @@ static void cross_entropy_forward(fuzz_call *c) {
     lose(&l, logits->numbers, 1);
 }
 
-/* The logits of a head, to be freed; *most: the size that their errors are relative to. */
-static double *logits_of(const fuzz_call *c, double *most) {
-    const fuzz_tensor *hidden = input(c, "hidden"), *weight = input(c, "weight");
-    const double *bias = numbers(c, "bias");
+double *fuzz_logits_of(const fuzz_call *c, const char *of_hidden, const char *of_weight, const char *of_bias,
+                       double *most) {
+    const fuzz_tensor *hidden = input(c, of_hidden), *weight = input(c, of_weight);
+    const double *bias = numbers(c, of_bias);
     int64_t rows = hidden->shape[0], classes = weight->shape[0], width = last(weight);
     double *logits = calloc((size_t)(rows * classes + 1), sizeof *logits);
     if (!logits) abort();
@@ -415,6 +366,10 @@ static double *logits_of(const fuzz_call *c, double *most) {
             *most = fmax(*most, hidden->type == BST_F16 && size > 3e4 ? INFINITY : size);
         }
     return logits;
+}
+
+static double *logits_of(const fuzz_call *c, double *most) {
+    return fuzz_logits_of(c, "hidden", "weight", "bias", most);
 }
 
 static void linear_cross_entropy_forward(fuzz_call *c) {
@@ -559,6 +514,7 @@ const fuzz_reference fuzz_references[] = {
     {"cross_entropy_forward", cross_entropy_forward},
     {"linear_cross_entropy_forward", linear_cross_entropy_forward},
     {"linear_logprobs_forward", linear_logprobs_forward},
+    {"linear_divergence_forward", fuzz_linear_divergence_forward},
     {"scale", scale},
     {"moe_sort", moe_sort},
     {"moe_gather", moe_gather},
@@ -569,9 +525,13 @@ const fuzz_reference fuzz_references[] = {
 };
 
 /* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
-const char *const fuzz_without_reference[] = {"cross_entropy_backward",   "linear_cross_entropy_backward",
-                                              "linear_logprobs_backward", "moe_glu_backward",
-                                              "moe_combine_backward",     NULL};
+const char *const fuzz_without_reference[] = {"cross_entropy_backward",
+                                              "linear_cross_entropy_backward",
+                                              "linear_logprobs_backward",
+                                              "linear_divergence_backward",
+                                              "moe_glu_backward",
+                                              "moe_combine_backward",
+                                              NULL};
 
 void fuzz_refer(fuzz_call *c) {
     for (const fuzz_reference *r = fuzz_references; r->name; r++)

@@ -127,6 +127,9 @@ static void draw_integers(const fuzz_call *c, int place) {
     const char *name = c->function->arguments[place].name;
     if (strcmp(name, "target") == 0) {
         draw_targets(c, t);
+    } else if (strcmp(name, "teacher_indices") == 0) { /* none twice in a row */
+        int64_t classes = first_dimension(c, "weight"), first = fuzz_below(classes ? classes : 1);
+        for (int64_t i = 0; i < t->count; i++) t->numbers[i] = (double)((first + i % t->shape[1]) % classes);
     } else if (t->type == BST_U8) {
         for (int64_t i = 0; i < t->count; i++) t->numbers[i] = (double)fuzz_below(256);
     } else if (strcmp(name, "order") == 0 || strcmp(name, "position") == 0) {

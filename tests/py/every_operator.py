@@ -9,6 +9,7 @@ from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.glu import glu
+from bastile.ops.linear_divergence import linear_divergence
 from bastile.ops.linear_logprobs import linear_logprobs
 from bastile.ops.moe import moe_experts
 from bastile.ops.norm import add_layer_norm
@@ -22,7 +23,14 @@ T, H = 4, 8
 
 #: Whose results went through a library's matrix products, and the terms of all sums on a value's path through them,
 #: there and back: no more than three products each way, of no more than 16 terms.
-PRODUCTS = {"gated_mlp", "fused_linear_cross_entropy", "linear_logprobs", "moe_experts", "projections"}
+PRODUCTS = {
+    "gated_mlp",
+    "fused_linear_cross_entropy",
+    "linear_logprobs",
+    "linear_divergence",
+    "moe_experts",
+    "projections",
+}
 TERMS = 2 * 3 * 16
 
 
@@ -57,6 +65,7 @@ CALLS = {
     "linear_logprobs": lambda x: torch.stack(
         linear_logprobs(x, random(11, H), torch.arange(T), outputs=("entropy", "lse"))[:3]
     ),
+    "linear_divergence": lambda x: linear_divergence(x, random(11, H), random(T, 12), random(11, 12)).divergence,
     "moe_experts": lambda x: moe_experts(
         x, torch.tensor([[0, 1]] * T), random(T, 2), random(2, H, 16) / 4, None, random(2, 8, H) / 4, None
     ),

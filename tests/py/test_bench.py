@@ -35,6 +35,7 @@ TINY = {
     "cross_entropy": (6, 101),
     "fused_linear_cross_entropy": (6, 32, 101),
     "linear_logprobs": (6, 32, 101),
+    "linear_divergence": (6, 32, 101),
     "moe_experts": (6, 32, 16, 4, 2),
     "swiglu_experts": (6, 32, 16, 4, 2),
     "adamw": (3, 40),
@@ -103,9 +104,9 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
             tokens, width, inner = case.shape
             assert (cost.moved, cost.flops) == (0, 3 * 3 * 2 * tokens * width * inner)
             continue
-        if case.op in ("fused_linear_cross_entropy", "linear_logprobs"):
+        if case.op in ("fused_linear_cross_entropy", "linear_logprobs", "linear_divergence"):
             rows_, hidden, vocabulary = case.shape
-            products = 3 if case.backward else 1
+            products = 4 if case.op == "linear_divergence" else 3 if case.backward else 1
             assert (cost.moved, cost.flops) == (0, products * 2 * rows_ * hidden * vocabulary)
             continue
         key = (case.op, case.shape, case.backward)
@@ -455,6 +456,7 @@ def test_every_operator_is_captured_on_cuda(op: str, monkeypatch: pytest.MonkeyP
     by_queue = op in (
         "fused_linear_cross_entropy",
         "linear_logprobs",
+        "linear_divergence",
         "gated_mlp",
         "moe_experts",
         "swiglu_experts",

@@ -100,6 +100,13 @@ class Draw:
         if names & {"order", "position"}:
             tokens, choices = self.size(), self.random.randint(1, 4)
             self.sizes |= {"T": tokens, "P": tokens, "K": choices, "Q": choices, "N": tokens * choices}
+        if "teacher_indices" in names:
+            classes = self.sizes["V"] = self.size()
+            ways = [{"teacher_hidden", "teacher_weight"}, {"teacher_logits"}, {"teacher_logits", "teacher_indices"}]
+            way = self.random.choice(ways)
+            self.given -= set().union(*ways, () if "teacher_hidden" in way else ("teacher_bias",))
+            self.given |= way | names & {"sums", "grad"}
+            self.sizes["K"] = self.random.randint(min(1, classes), classes) if "teacher_indices" in way else classes
         for half in set(re.findall("-([A-Z])", OPERATORS[self.operator])):
             self.sizes[half] = 2 * self.size()
         if "blocksize" in names:
@@ -149,6 +156,9 @@ class Draw:
             ends = torch.randint(rows + 1, (count,), generator=self.generator).sort().values
             ends[-1:] = rows
             return ends.to(dtype).view(shape)
+        if name == "teacher_indices":  # none twice in a row
+            first = torch.randint(max(1, self.sizes["V"]), [*shape[:1], 1], generator=self.generator)
+            return ((first + torch.arange(shape[1])) % max(1, self.sizes["V"])).to(dtype)
         if dtype is torch.uint8:
             return torch.randint(256, shape, generator=self.generator, dtype=dtype)
         classes = self.sizes.get("V") or self.sizes.get("E") or self.attributes.get("experts") or 1

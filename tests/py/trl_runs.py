@@ -120,6 +120,8 @@ def find(name: str) -> Any:
 
     kind = name.removesuffix("Trainer").removesuffix("Config").lower()
     try:
+        if kind == "distillation":  # which is an alias there, with a warning
+            return getattr(trl, name)
         return getattr(importlib.import_module(f"trl.experimental.{kind}"), name)
     except (ImportError, AttributeError):
         pass
@@ -129,7 +131,8 @@ def find(name: str) -> Any:
         raise ImportError(str(error)) from error
 
 
-_GENERATION = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1, "temperature": 0.7}
+_SAMPLED = {"max_completion_length": 5, "temperature": 0.7}
+_GENERATION = {**_SAMPLED, "num_generations": 2, "beta": 0.1}
 #: kind of a run -> trainer, its data, options of its config, more arguments of the trainer.
 KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     "sft": ("SFT", _texts, {}, {}),
@@ -142,6 +145,9 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any], dict[s
     "kto": ("KTO", _labelled, {}, {}),
     "grpo": ("GRPO", _prompts, _GENERATION, {"reward": True}),
     "rloo": ("RLOO", _prompts, _GENERATION, {"reward": True}),
+    "distillation": ("Distillation", _prompts, {**_SAMPLED, "beta": 0.5}, {"teacher": True}),
+    "distillation forward": ("Distillation", _prompts, {**_SAMPLED, "beta": 0.0}, {"teacher": True}),
+    "distillation reverse": ("Distillation", _prompts, {**_SAMPLED, "beta": 1.0}, {"teacher": True}),
     "gkd": ("GKD", _chats, {"lmbda": 0.0, "max_new_tokens": 4}, {"teacher": True}),
 }
 

@@ -8,6 +8,7 @@ Shapes, by operator:
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
     linear_logprobs              (rows, hidden size, vocabulary): log-probabilities alone
+    linear_divergence            (rows, hidden size of both, vocabulary): a sum of forward divergences
     moe_experts, swiglu_experts  (tokens, hidden size, size between the products, experts, experts of a token)
     adamw, grad_norm             (tensors, elements of each)
 """
@@ -106,6 +107,7 @@ LIMITS = (
     Case("linear_logprobs", (8192, 4096, 151936), needs=_bf16(limit=1.03 * 4 / 3, peers=_LOG_PROBS)),
     Case("linear_logprobs", (16384, 4096, 151936), backward=False, needs=_bf16(limit=1.03, peers=_LOG_PROBS)),
     Case("linear_logprobs", (16384, 4096, 151936), needs=_bf16(limit=1.03 * 4 / 3, peers=_LOG_PROBS)),
+    Case("linear_divergence", (4096, 4096, 151936), needs=_bf16(limit=1.15, peers={"trl": 1}, memory_of=("trl", 1))),
     Case("moe_experts", (4096, 2880, 2880, 32, 4), needs=_bf16(peers=_EXPERTS, memory_of=("hf", 1.0))),  # GPT-OSS-20B's
     _experts(8192, 2048, 768, 128, 8, limit=1.15),  # Qwen3-30B-A3B's
     _experts(8192, 4096, 14336, 8, 2, limit=1.05),  # Mixtral-8x7B's
@@ -141,6 +143,7 @@ SMALL = (
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
     Case("linear_logprobs", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
+    Case("linear_divergence", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("moe_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
     Case("swiglu_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
     Case("adamw", (28, 1 << 18), backward=False, needs=_CPU_OPTIMISER),

@@ -132,6 +132,40 @@ def _log_prob_inputs(case: Case, random: Random) -> Tensors:
     return {**_linear_loss_inputs(case, random), "upstream 0": upstream}
 
 
+def _divergence_inputs(case: Case, random: Random) -> Tensors:
+    """The sum over the rows, as trainers have it, has the same upstream gradient in each of them."""
+    rows, hidden, vocabulary = case.shape
+    own = {name: t for name, t in _linear_loss_inputs(case, random).items() if name != "target"}
+    teacher = {"teacher_hidden": random(rows, hidden), "teacher_weight": random(vocabulary, hidden, scale=0.02)}
+    return {**own, **teacher}
+
+
+def _divergence_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
+    """The four products alone (forward alone: two), the latter ones of the true gradient of the logits."""
+    hidden, weight, *of_teacher = (
+        tensors[name].detach() for name in ("hidden", "weight", "teacher_hidden", "teacher_weight")
+    )
+    logits, other = hidden @ weight.t(), of_teacher[0] @ of_teacher[1].t()
+    if case.backward:
+        gradient = torch.empty_like(logits)
+        for rows in range(0, len(logits), 512):
+            part = slice(rows, rows + 512)
+            gradient[part] = logits[part].float().softmax(-1) - other[part].float().softmax(-1)
+        dhidden, dweight = torch.empty_like(hidden), torch.empty_like(weight)
+
+    def run(t: Tensors) -> tuple[torch.Tensor, ...]:
+        hidden, weight = t["hidden"].detach(), t["weight"].detach()
+        torch.mm(hidden, weight.t(), out=logits)
+        torch.mm(t["teacher_hidden"].detach(), t["teacher_weight"].detach().t(), out=other)
+        if not case.backward:
+            return (logits,)
+        torch.mm(gradient, weight, out=dhidden)
+        torch.mm(gradient.t(), hidden, out=dweight)
+        return dhidden, dweight
+
+    return run
+
+
 def _linear_loss_products(case: Case, tensors: Tensors) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:
     """The three products alone, as the framework runs them (forward alone: one).
 
@@ -239,6 +273,14 @@ OPERATORS = {
         times=(2, 6),
         model="as fused_linear_cross_entropy",
         products=_linear_loss_products,
+    ),
+    "linear_divergence": Operator(
+        _divergence_inputs,
+        arguments=("hidden", "weight", "teacher_hidden", "teacher_weight"),
+        leaves=("hidden", "weight"),
+        times=(4, 8),
+        model="four products of 2 x rows x hidden x vocabulary each (forward alone: two)",
+        products=_divergence_products,
     ),
     "moe_experts": Operator(
         moe.inputs,

@@ -21,7 +21,7 @@ Build = Callable[[Tally, Any, Parameters, Defaults], Callable[..., Any]]
 #: An ignore_index that no target is: for targets that all count.
 NONE = -(1 << 31)
 _OPERATOR = "fused_linear_cross_entropy"  # by whose name bastile.apply puts all losses from hidden states in
-_TALLY = "linear_logprobs"  # what runs
+LOG_PROBS, DIVERGENCE = "linear_logprobs", "linear_divergence"  # what runs
 
 
 def function_site(file: ModelFile, name: str, holder: Any, known: tuple[Parameters, ...], build: Build) -> Site:
@@ -29,19 +29,27 @@ def function_site(file: ModelFile, name: str, holder: Any, known: tuple[Paramete
     return _site(file, name, holder, name, stock_of(getattr(holder, name)), known, build)
 
 
-def apply_site(file: ModelFile, cls: Any, known: tuple[Parameters, ...], build: Build) -> Site:
-    """The place of an autograd function's `apply`; known: the parameters of its forward, but for ctx."""
-    return _site(file, cls.__name__, _apply_of(cls), "apply", vars(cls)["forward"].__func__, known, build)
+def apply_site(file: ModelFile, cls: Any, known: tuple[Parameters, ...], build: Build, runs: str = LOG_PROBS) -> Site:
+    """The place of an autograd function's `apply`; known: the parameters of its forward, but for ctx; runs: the
+    operator that takes its place."""
+    return _site(file, cls.__name__, _apply_of(cls), "apply", vars(cls)["forward"].__func__, known, build, runs)
 
 
 def _site(
-    file: ModelFile, name: str, owner: Any, attribute: str, stock: Any, known: tuple[Parameters, ...], build: Build
+    file: ModelFile,
+    name: str,
+    owner: Any,
+    attribute: str,
+    stock: Any,
+    known: tuple[Parameters, ...],
+    build: Build,
+    runs: str = LOG_PROBS,
 ) -> Site:
     parameters = dict(inspect.signature(stock).parameters)
     parameters.pop("ctx", None)
     names = tuple(parameters)
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
-    tally = Tally.of(_TALLY, f"{file.name}.{name}")
+    tally = Tally.of(runs, f"{file.name}.{name}")
 
     def made(original: Any) -> Callable[..., Any]:
         return build(tally, original, names, defaults) if names in known else _moved(tally, original, names, file.name)

@@ -1,17 +1,18 @@
-"""Log-probabilities from hidden states, with the head's weight as trainers have it: of another type than the hidden
-states, sharded by FSDP2, partitioned by DeepSpeed's ZeRO-3."""
+"""Log-probabilities and divergences from hidden states, with the head's weight as trainers have it: of another type
+than the hidden states, sharded by FSDP2, partitioned by DeepSpeed's ZeRO-3."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from bastile.ops._valid_rows import gather, scatter
+from bastile.ops.linear_divergence import Divergence, Kind, linear_divergence
 from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
 
 _MOST_TEMPERATURES = 8
@@ -55,15 +56,14 @@ def log_probs_from_hidden(
     options = {"bias": bias, "logit_scale": logit_scale, "softcap": softcap, "ignore_index": ignore_index}
     if isinstance(temperature, torch.Tensor):
         return _by_temperature(hidden, weight, target, temperature, {**options, "outputs": outputs})
-    weight, bias = _whole(weight), None if bias is None else _whole(bias)
-    partitioned = [t for t in (weight, bias) if _is_partitioned(t)]
-    with _gathered([t for t in partitioned if t is not None]), _saved_by_name(partitioned):
-        dtype = _type(hidden, weight)
+    weights = _Weights(weight, bias)
+    with weights.ready():
+        weight, bias = weights.of(hidden)
         return linear_logprobs(
             hidden,
-            weight.to(dtype),
+            weight,
             target,
-            bias=None if bias is None else bias.to(dtype),
+            bias=bias,
             temperature=temperature,
             logit_scale=logit_scale,
             softcap=softcap,
@@ -101,6 +101,91 @@ def _by_temperature(
                 sums[i] = spread if sums[i] is None else sums[i] | spread if i == _TOP1 else sums[i] + spread
     log_probs, *others = [None if t is None else t.reshape(target.shape) for t in sums]
     return LogProbs(log_probs if log_probs is not None else hidden.new_zeros(target.shape), *others)
+
+
+def divergence_from_hidden(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    teacher_weight: torch.Tensor,
+    *,
+    kind: Kind = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    bias: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    outputs: Sequence[str] = (),
+) -> Divergence:
+    """bastile.ops.linear_divergence.linear_divergence for trainers: a student's divergence from a teacher for each row
+    that the mask counts, and no logits of either.
+
+    Args:
+        hidden: [..., H], what the student's backbone returns.
+        weight: [V, H], its head's, as `log_probs_from_hidden` takes it.
+        teacher_hidden: [..., G], the teacher's. No gradient goes to it, nor to what else the teacher has.
+        teacher_weight: [V, G], its head's, likewise.
+        kind: "forward", "reverse" or "jsd".
+        beta: the teacher's part of the mixture, for "jsd".
+        temperature: divides the logits of both, last of all.
+        bias: [V], as weight.
+        teacher_bias: [V], as teacher_weight.
+        logit_scale: multiplies the student's logits, first of all.
+        softcap: between the two; 0 or None: none.
+        teacher_logit_scale: as logit_scale, of the teacher's.
+        teacher_softcap: as softcap, of the teacher's.
+        mask: [...]; rows where it is 0 count for nothing.
+        outputs: as for linear_divergence.
+
+    Returns:
+        Divergence: [...] float32, and the student's entropy or None.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: as linear_divergence.
+    """
+    student, teacher = _Weights(weight, bias), _Weights(teacher_weight, teacher_bias)
+    with _Weights(*student.all, *teacher.all).ready():
+        weight, bias = student.of(hidden)
+        teacher_weight, teacher_bias = teacher.of(teacher_hidden)
+        return linear_divergence(
+            hidden,
+            weight,
+            teacher_hidden.detach(),
+            teacher_weight.detach(),
+            kind=kind,
+            beta=beta,
+            temperature=temperature,
+            bias=bias,
+            teacher_bias=None if teacher_bias is None else teacher_bias.detach(),
+            logit_scale=logit_scale,
+            softcap=softcap,
+            teacher_logit_scale=teacher_logit_scale,
+            teacher_softcap=teacher_softcap,
+            mask=mask,
+            outputs=outputs,
+        )
+
+
+class _Weights:
+    """Weights of heads, or None in their place, as plain tensors."""
+
+    def __init__(self, *weights: torch.Tensor | None) -> None:
+        self.all = [None if w is None else _whole(w) for w in weights]
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """A context in which they are whole, and in which autograd saves them so that they may go away again."""
+        partitioned = [w for w in self.all if _is_partitioned(w)]
+        with _gathered(partitioned), _saved_by_name(partitioned):
+            yield
+
+    def of(self, hidden: torch.Tensor) -> Any:
+        """They, of the type in which this is multiplied."""
+        return [None if w is None else w.to(_type(hidden, w)) for w in self.all]
 
 
 def _type(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

@@ -1,9 +1,10 @@
-"""TRL's losses from hidden states and from logits on demand, by linear_logprobs.
+"""TRL's losses from hidden states and from logits on demand, by linear_logprobs and linear_divergence.
 
 What TRL calls changed with its releases; each is known by its parameters, wherever a release has it:
 
     ChunkedLogProbFunction.apply        1.15 and later: all of SFT, DPO, KTO, GRPO, RLOO; 1.4 to 1.14, as
                                         _ChunkedLogProbFunction: asynchronous GRPO, in 1.14 also DPO, KTO and GRPO
+    ChunkedDivergenceFunction.apply     1.16: distillation
     _chunked_cross_entropy_loss         1.4 to 1.14: SFT with loss_type="chunked_nll", its default from 1.7 on
     selective_log_softmax,              every release, of logits: served where these are logits on demand, as models
     entropy_from_logits,                return them after bastile.apply(); logits that are there are TRL's business
@@ -23,6 +24,7 @@ import torch
 
 from bastile.guards import stock_of
 from bastile.integrations.functions import (
+    DIVERGENCE,
     NONE,
     Defaults,
     Parameters,
@@ -32,31 +34,40 @@ from bastile.integrations.functions import (
     release_of,
     why_not,
 )
-from bastile.integrations.hidden import log_probs_from_hidden
+from bastile.integrations.hidden import divergence_from_hidden, log_probs_from_hidden
 from bastile.models.logits import Logits, log_probs_of
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
 _log = logging.getLogger("bastile")
 _FUNCTION = "ChunkedLogProbFunction"
+_DISTILLATION = "ChunkedDivergenceFunction"
+#: Modules of TRL's, what says that a module of this name is the one, and the function that it must have.
+_HOMES = {
+    "trl.trainer.utils": ("add_fused_lm_head", _FUNCTION),
+    "trl.kernels.chunked_divergence": ("TOKEN_CHUNK_SIZE", _DISTILLATION),
+}
 _OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # of TRL's, after the log-probabilities
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
     """What TRL's module has."""
-    if file.name == "trl.trainer.utils" and "add_fused_lm_head" in file.scope and _missing(file):
-        _log.warning("TRL %s calls no %s that bastile can find: its losses stay stock", release_of("trl"), _FUNCTION)
+    sign, needed = _HOMES.get(file.name, ("", ""))
+    if sign in file.scope and _missing(file, needed):
+        _log.warning("TRL %s calls no %s that bastile can find: its losses stay stock", release_of("trl"), needed)
     for name, item in file.scope.items():
         if name.endswith(_FUNCTION) and getattr(item, "__module__", None) == file.name:
             yield apply_site(file, item, _FUNCTIONS, _log_prob_function)
+        elif name == _DISTILLATION and getattr(item, "__module__", None) == file.name:
+            yield apply_site(file, item, _DIVERGENCES, _divergence_function, DIVERGENCE)
         elif name in _LOSSES and (stock := stock_of(item)).__module__ == file.name:
             known, build = _LOSSES[name]
             for holder in _holders(name, stock):
                 yield function_site(file, name, holder, known, build)
 
 
-def _missing(file: ModelFile) -> bool:
-    return not any(name.endswith(_FUNCTION) and isinstance(item, type) for name, item in file.scope.items())
+def _missing(file: ModelFile, needed: str) -> bool:
+    return not any(name.endswith(needed) and isinstance(item, type) for name, item in file.scope.items())
 
 
 def _holders(name: str, stock: Any) -> list[Any]:
@@ -105,6 +116,46 @@ def _log_prob_function(tally: Tally, original: Any, parameters: Parameters, defa
             return found.log_probs, found.entropy, found.log_sum_sq_probs, found.mean_logits, found.is_top1
         assert found.entropy is not None
         return found.log_probs, found.entropy if has_gradient else found.entropy.detach()
+
+    return call
+
+
+_SIDES = tuple(f"{side}_{what}" for side in ("student", "teacher") for what in ("hidden", "weight", "bias"))
+_MAPS = tuple(
+    f"{side}_{what}" for side in ("student", "teacher") for what in ("logit_scale", "final_logit_softcapping")
+)
+#: Of ChunkedDivergenceFunction's forward, but for ctx.
+_DIVERGENCES = ((*_SIDES, "beta", "temperature", *_MAPS),)
+
+
+def _divergence_function(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults) -> Callable[..., Any]:
+    """Of ChunkedDivergenceFunction.apply, which gives the divergence and the student's entropy. A beta of 0 is
+    KL(teacher || student), of 1 KL(student || teacher)."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = given(parameters, defaults, args, kwargs)
+        student, teacher = ([named[name] for name in _SIDES[first : first + 3]] for first in (0, 3))
+        reason = why_not(*student) or why_not(*teacher)
+        if reason is not None:
+            tally.step_aside(reason)
+            return original(*args, **kwargs)
+        beta = named["beta"]
+        found = divergence_from_hidden(
+            *student[:2],
+            *teacher[:2],
+            bias=student[2],
+            teacher_bias=teacher[2],
+            kind="forward" if beta == 0.0 else "reverse" if beta == 1.0 else "jsd",
+            beta=beta,
+            temperature=named["temperature"],
+            logit_scale=named["student_logit_scale"],
+            softcap=named["student_final_logit_softcapping"],
+            teacher_logit_scale=named["teacher_logit_scale"],
+            teacher_softcap=named["teacher_final_logit_softcapping"],
+            outputs=("entropy",),
+        )
+        tally.count()
+        return found.divergence, found.entropy
 
     return call
 

@@ -26,6 +26,7 @@ _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
         "prime_rl.trainer.models.layers.lm_head",
+        "trl.kernels.chunked_divergence",
         "trl.kernels.chunked_logprob",
         "trl.trainer.sft_trainer",
         "trl.trainer.utils",

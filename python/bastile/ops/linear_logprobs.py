@@ -55,7 +55,8 @@ def set_float32_dweight(enabled: bool | None) -> None:
     _float32_dweight = enabled
 
 
-def _wants_float32_dweight() -> bool:
+def wants_float32_dweight() -> bool:
+    """What was set."""
     if _float32_dweight is not None:
         return _float32_dweight
     return is_set("BASTILE_FLOAT32_DWEIGHT", False)
@@ -146,7 +147,7 @@ class _LinearLogProbs(Function):
         hidden, weight, target, bias, pairs, entropy, own, wide = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
-        logits, exact = ctx.logits, int(_wants_float32_dweight()) if wide is None else _LEFT_IN_FLOAT32
+        logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else _LEFT_IN_FLOAT32
         rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
         if logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up

@@ -94,6 +94,11 @@ def _bastile_logprobs() -> Function:
     return lambda hidden, weight, target: linear_logprobs(hidden, weight, target).log_probs
 
 
+def _bastile_divergence() -> Function:
+    linear_divergence = _ours("linear_divergence")
+    return lambda *tensors: linear_divergence(*tensors).divergence.sum()
+
+
 _BASTILE: dict[str, Builder] = {
     "rms_norm": lambda: _ours("rms_norm"),
     "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
@@ -104,6 +109,7 @@ _BASTILE: dict[str, Builder] = {
     "cross_entropy": _bastile_cross_entropy,
     "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
     "linear_logprobs": _bastile_logprobs,
+    "linear_divergence": _bastile_divergence,
     "moe_experts": lambda: _ours("moe_experts", module="moe"),
     "swiglu_experts": _bastile_swiglu_experts,
 }
@@ -141,6 +147,14 @@ def _hf_cross_entropy() -> Function:
 def _log_probs(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """As trainers have it that are given logits."""
     return logits.float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+
+
+def _divergence(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any) -> torch.Tensor:
+    """As trainers have it that are given logits."""
+    log_p, log_q = (
+        F.linear(*of).float().log_softmax(-1) for of in ((hidden, weight), (teacher_hidden, teacher_weight))
+    )
+    return F.kl_div(log_p, log_q, reduction="sum", log_target=True)
 
 
 def _hf_experts(implementation: str, is_oai: bool = True) -> Builder:
@@ -195,6 +209,7 @@ _HF: dict[str, Builder] = {
     "cross_entropy": _hf_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_hf_cross_entropy()),
     "linear_logprobs": lambda: _of_logits(_log_probs),
+    "linear_divergence": lambda: _divergence,
     "moe_experts": _hf_experts("grouped_mm"),
     "swiglu_experts": _hf_experts("grouped_mm", is_oai=False),
 }
@@ -323,6 +338,12 @@ def _trl_logprobs() -> Function:
     return lambda hidden, weight, target: apply(hidden, weight, None, target, 1.0, chunk, None, 1.0, ())[0]
 
 
+def _trl_divergence() -> Function:
+    apply = _get("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction").apply
+    rest = (None, 0.0, 1.0, 1.0, None, 1.0, None)
+    return lambda hidden, weight, *teacher: apply(hidden, weight, None, *teacher, *rest)[0].sum()
+
+
 # ---- the optimiser ---------------------------------------------------------------------------------------------------
 
 _HYPER: dict[str, Any] = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.01}
@@ -404,7 +425,12 @@ PEERS = {
     ),
     "cute": Peer("Liger-Kernel's CuTe operators", "#a98fd0", _liger(_CUTE), "Liger (CuTe)"),
     "quack": Peer("QuACK's operators", "#3f7fbf", _QUACK, "QuACK"),
-    "trl": Peer("TRL's chunked kernel", "#c06060", {"linear_logprobs": _trl_logprobs}, "TRL"),
+    "trl": Peer(
+        "TRL's chunked kernels",
+        "#c06060",
+        {"linear_logprobs": _trl_logprobs, "linear_divergence": _trl_divergence},
+        "TRL",
+    ),
     "cce": Peer("Cut Cross-Entropy", "#508080", {"linear_logprobs": _cut_logprobs}, "Cut Cross-Entropy"),
 }
 

@@ -6,13 +6,13 @@
 #ifndef BST_CROSS_ENTROPY_ROW_CUH
 #define BST_CROSS_ENTROPY_ROW_CUH
 
+#include "logarithm.h"
 #include "pack.cuh"
 #include "reduce.cuh"
 
 #include "cross_entropy_args.h"
 
-#define LN2               0.693147180559945f
-#define LN2_REST          (-1.90465430e-9f) /* what is missing in the float above */
+#define LN2               BST_LN2
 #define LOG2E             1.44269504088896f
 #define LOG2E_REST        1.92596299e-8f
 
@@ -142,26 +142,13 @@ BST_DEVICE partial block_total(partial p, float *scratch) {
 
 /* ---- one row ----------------------------------------------------------------------------------------------------- */
 
-/* 2 atanh(s), for |s| up to 0.1716. */
-BST_DEVICE float twice_atanh(float s) {
-    float q = s * s;
-    float series = bst_fma(q, bst_fma(q, bst_fma(q, 0.222222222f, 0.285714286f), 0.4f), 0.666666667f);
-    return bst_fma(s * q, series, 2.0f * s);
-}
-
 /* The natural logarithm, to a unit in the last place at every size: the hardware's is good to 2^-22, which shows in
- * small losses. With m from sqrt(1/2) to sqrt(2) it is power ln 2 + 2 atanh((m - 1) / (m + 1)). */
-BST_DEVICE float log_of(float v) {
-    if (!(v > 0.0f && v < BST_INFINITY)) return bst_log2(v);
-    int32_t power = ((int32_t)bst_bits(v) - 0x3f3504f3) >> 23;
-    float m = bst_from_bits(bst_bits(v) - ((uint32_t)power << 23));
-    float small = twice_atanh(bst_divide(m - 1.0f, m + 1.0f));
-    return bst_fma((float)power, LN2, bst_fma((float)power, LN2_REST, small));
-}
+ * small losses. */
+BST_DEVICE float log_of(float v) { return v > 0.0f && v < BST_INFINITY ? bst_log_of_normal(v) : bst_log2(v); }
 
 /* log(1 + v), for v from 0 to 1, however small. */
 BST_DEVICE float log_above_one(float v) {
-    return v < 0.4142f ? twice_atanh(bst_divide(v, 2.0f + v)) : log_of(1.0f + v);
+    return v < 0.4142f ? bst_twice_atanh(bst_divide(v, 2.0f + v)) : log_of(1.0f + v);
 }
 
 /* What the sums of a row say, relative to a reference. */

@@ -1,7 +1,7 @@
 /* linear_cross_entropy.cu - what the fused loss needs beside matrix products (cuBLASLt) and the rows' cross-entropy.
  *
- * Macros: TYPE (a code of dtype.h); VEC elements of an access (columns alone); SPREAD, ROUND, COLUMNS or BIAS chooses
- * the kernel.
+ * Macros: TYPE (a code of dtype.h); OUT, the output's, of spread; VEC elements of an access (columns alone); SPREAD,
+ * ROUND, COLUMNS or BIAS chooses the kernel.
  *
  * spread   writes one row (the bias) over rows that the next product adds to. Bytes: the output's, once.
  * round    rounds a float32 sum to the output's type. Bytes: 4 read and 2 or 4 written per element.
@@ -21,7 +21,7 @@ BST_KERNEL(linear_cross_entropy_spread, linear_cross_entropy_spread_args, BLOCK,
     float v;
     bst_load(&v, a.row, column, TYPE, 1);
     for (int64_t row = bst_block_y(); row < a.rows; row += bst_blocks_y())
-        bst_store(a.out, row * a.stride + column, &v, TYPE, 1);
+        bst_store(a.out, row * a.stride + column, &v, OUT, 1);
 }
 #endif
 

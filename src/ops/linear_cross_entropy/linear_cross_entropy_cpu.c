@@ -8,8 +8,14 @@ void BST_CPU(bst__linear_cross_entropy_spread_cpu)(void *context, int64_t begin,
         int64_t n = a->columns - c < BST_TILE ? a->columns - c : BST_TILE;
         bst_load(tile, bst_at(a->in, c, a->dtype), a->dtype, n);
         for (int64_t row = begin; row < end; row++)
-            bst_store(bst_at(a->out, row * a->stride + c, a->dtype), tile, a->dtype, n);
+            bst_store(bst_at(a->out, row * a->stride + c, a->out_type), tile, a->out_type, n);
     }
+}
+
+void BST_CPU(bst__linear_cross_entropy_widen_cpu)(void *context, int64_t begin, int64_t end) {
+    const linear_cross_entropy_cpu *a = context;
+    for (int64_t row = begin; row < end; row++)
+        bst_load((float *)a->out + row * a->columns, bst_at(a->in, row * a->stride, a->dtype), a->dtype, a->columns);
 }
 
 void BST_CPU(bst__linear_cross_entropy_add_cpu)(void *context, int64_t begin, int64_t end) {

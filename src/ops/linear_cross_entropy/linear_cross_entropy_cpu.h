@@ -12,10 +12,11 @@ typedef struct linear_cross_entropy_cpu {
     double *dbias;
     int64_t rows, columns, stride; /* of a matrix; elements between its rows */
     double scale;
-    bst_dtype dtype; /* of in and out */
+    bst_dtype dtype, out_type; /* of in and, but for `spread`, out; of the latter's */
 } linear_cross_entropy_cpu;
 
 BST_CPU_DECLARE(bst__linear_cross_entropy_spread_cpu);        /* over rows: out [, columns] = in [columns] */
+BST_CPU_DECLARE(bst__linear_cross_entropy_widen_cpu);         /* over rows: out [, columns] float32 = in */
 BST_CPU_DECLARE(bst__linear_cross_entropy_add_cpu);           /* over elements: dweight += in */
 BST_CPU_DECLARE(bst__linear_cross_entropy_round_cpu);         /* over elements: out = dweight */
 BST_CPU_DECLARE(bst__linear_cross_entropy_add_columns_cpu);   /* over columns: dbias += each row of in */

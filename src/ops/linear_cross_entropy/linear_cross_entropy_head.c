@@ -40,8 +40,16 @@ bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *
     return BST_OK;
 }
 
-/* Columns of a chunk in memory: rows at 16-byte boundaries keep the products on their fast path. */
-static int64_t padded(const bst_head *h) { return (h->vocabulary + 7) / 8 * 8; }
+/* Rows at 16-byte boundaries keep the products on their fast path. */
+int64_t bst__head_padded(int64_t vocabulary) { return (vocabulary + 7) / 8 * 8; }
+static int64_t padded(const bst_head *h) { return bst__head_padded(h->vocabulary); }
+
+static int64_t logit_bytes(const bst_head *h) { return h->wide ? 4 : bst__dtype_size(h->dtype); }
+
+bst_head_place bst__head_gradient_place(const bst_head *h, void *logits, int64_t stride) {
+    if (!h->wide || h->dtype == BST_F32) return (bst_head_place){logits, stride};
+    return (bst_head_place){bst_at(logits, stride, h->dtype), 2 * stride};
+}
 
 bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char *name, int64_t chunk_bytes) {
     bst_chip chip = {0};
@@ -54,7 +62,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char
     h->chunk_rows = bst__linear_cross_entropy_chunk_rows(
         &(linear_cross_entropy_chunks){.rows = h->rows,
                                        .width = h->width,
-                                       .row_bytes = padded(h) * bst__dtype_size(h->dtype),
+                                       .row_bytes = padded(h) * logit_bytes(h) + h->beside,
                                        .budget = chunk_bytes,
                                        .rounded = h->dweight.data && h->dweight.dtype != BST_F32 && !h->exact,
                                        .processors = chip.processors});
@@ -83,7 +91,7 @@ static bst_status multiply(const bst_head *h, bst_gemm g) {
 
 #define KERNEL(name, ...) \
     static const bst_kernel name##_kernel = {"linear_cross_entropy.cu", "linear_cross_entropy_" #name, {__VA_ARGS__}}
-KERNEL(spread, "TYPE", "SPREAD");
+KERNEL(spread, "TYPE", "OUT", "SPREAD");
 KERNEL(round, "TYPE", "ROUND");
 KERNEL(columns, "TYPE", "VEC", "COLUMNS");
 KERNEL(bias, "TYPE", "BIAS");
@@ -109,26 +117,59 @@ static bst_status run_cpu(const bst_head *h, int64_t count, int64_t work, bst_bo
     return BST_OK;
 }
 
+static bst_dtype logits_type(const bst_head *h) { return h->wide ? BST_F32 : h->dtype; }
+
 /* Writes the bias over each row of the logits. */
 static bst_status spread(const bst_head *h, void *logits, int64_t rows, int64_t stride) {
     int64_t columns = h->vocabulary;
     if (!on_cuda(h))
         return run_cpu(
             h, rows, columns, BST_CPU_SELECT(bst__linear_cross_entropy_spread_cpu),
-            (linear_cross_entropy_cpu){.in = h->bias.data, .out = logits, .columns = columns, .stride = stride});
+            (linear_cross_entropy_cpu){
+                .in = h->bias.data, .out = logits, .columns = columns, .stride = stride, .out_type = logits_type(h)});
     bst_launch l = launch_of(h, &spread_kernel, columns, INT32_MAX);
+    l.values[1] = logits_type(h);
     l.grid_y = (unsigned)(rows < 1024 ? rows : 1024);
     return LAUNCH(h, &l, (linear_cross_entropy_spread_args){h->bias.data, logits, rows, columns, stride});
 }
 
+static bst_status widen(const bst_head *h, const void *in, int64_t rows, int64_t stride, float *out) {
+    return run_cpu(h, rows, h->width, BST_CPU_SELECT(bst__linear_cross_entropy_widen_cpu),
+                   (linear_cross_entropy_cpu){.in = in, .out = out, .columns = h->width, .stride = stride});
+}
+
+/* A CPU's products do not write float32 from halves: the inputs are made float32 before, the weight a slab of rows at a
+ * time, which at so many is read from the caches. */
+static bst_status make_wide_on_cpu(const bst_head *h, int64_t first, int64_t rows, float *logits, int64_t stride) {
+    enum { SLAB = 512 };
+    void *memory;
+    BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)((rows + SLAB) * h->width) * sizeof(float), &memory));
+    float *hidden = memory, *weight = hidden + rows * h->width;
+    bst_status status =
+        widen(h, row_at(h, h->hidden.data, first, h->hidden.stride[0]), rows, h->hidden.stride[0], hidden);
+    for (int64_t column = 0; status == BST_OK && column < h->vocabulary; column += SLAB) {
+        int64_t columns = h->vocabulary - column < SLAB ? h->vocabulary - column : SLAB;
+        status = widen(h, row_at(h, h->weight.data, column, h->weight.stride[0]), columns, h->weight.stride[0], weight);
+        bst_gemm g = {.device = h->device, .m = rows, .n = columns, .k = h->width, .b_transposed = 1, .alpha = 1};
+        g.a = hidden, g.b = weight, g.lda = g.ldb = h->width;
+        g.out = logits + column, g.ldo = stride, g.beta = h->bias.data ? 1 : 0;
+        g.input_type = g.output_type = dl_type(BST_F32);
+        if (status == BST_OK) status = bst__cpu_gemm(h->exec, h->op, &g);
+    }
+    bst__release(h->exec, h->device, memory);
+    return status;
+}
+
 /* logits = hidden weight^T + bias for rows [first, first + rows). The bias is laid down first and the product added to
  * it, so that the sum is rounded once. */
-static bst_status make_logits(const bst_head *h, int64_t first, int64_t rows, void *logits, int64_t stride) {
+bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void *logits, int64_t stride) {
     if (h->bias.data) BST_TRY(spread(h, logits, rows, stride));
+    if (h->wide && h->dtype != BST_F32 && !on_cuda(h)) return make_wide_on_cpu(h, first, rows, logits, stride);
     bst_gemm g = {.m = rows, .n = h->vocabulary, .k = h->width, .b_transposed = 1, .beta = h->bias.data ? 1 : 0};
     g.a = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.lda = h->hidden.stride[0];
     g.b = h->weight.data, g.ldb = h->weight.stride[0];
     g.out = logits, g.ldo = stride;
+    g.output_type = dl_type(logits_type(h));
     return multiply(h, g);
 }
 
@@ -221,9 +262,10 @@ static bst_status end_sums(const bst_head *h) {
 /* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
 /* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs: of an odd number of columns the last is paired
- * with what lies behind it, times zero, which is a NaN where that is one. So on CPU the padding is cleared. */
+ * with what lies behind it, times zero, which is a NaN where that is one. So on CPU the padding is cleared; of wide
+ * logits, whose gradient lies elsewhere, by whoever writes that. */
 static bst_status allocate_logits(const bst_head *h, void **memory) {
-    int64_t stride = padded(h), bytes = bst__dtype_size(h->dtype), gap = stride - h->vocabulary;
+    int64_t stride = padded(h), bytes = logit_bytes(h), gap = h->wide ? 0 : stride - h->vocabulary;
     BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->chunk_rows * stride * bytes), memory));
     for (int64_t row = 0; row < h->chunk_rows && gap && !on_cuda(h); row++)
         memset(bst_at(*memory, row * stride + h->vocabulary, h->dtype), 0, (size_t)(gap * bytes));
@@ -232,11 +274,12 @@ static bst_status allocate_logits(const bst_head *h, void **memory) {
 
 static bst_status run_chunks(const bst_head *h, void *logits, int64_t stride, bool made, bst_head_rows rows_body,
                              void *context, bool gradients) {
+    bst_head_place dz = made ? (bst_head_place){logits, stride} : bst__head_gradient_place(h, logits, stride);
     for (int64_t first = 0; first < h->rows; first += h->chunk_rows) {
         int64_t left = h->rows - first, rows = left < h->chunk_rows ? left : h->chunk_rows;
-        if (!made) BST_TRY(make_logits(h, first, rows, logits, stride));
+        if (!made) BST_TRY(bst__head_logits(h, first, rows, logits, stride));
         if (rows_body) BST_TRY(rows_body(h, context, first, rows, logits, stride));
-        if (gradients) BST_TRY(add_gradients(h, first, rows, logits, stride));
+        if (gradients) BST_TRY(add_gradients(h, first, rows, dz.at, dz.stride));
     }
     return gradients ? end_sums(h) : BST_OK;
 }

@@ -13,7 +13,9 @@ typedef struct bst_head {
     const bst_exec *exec;
     const char *op;
     bst_view bias, dhidden, dweight, dbias; /* data NULL where absent or not wanted; dweight may be float32 */
-    bool exact; /* dweight is summed in float32 whenever there is more than one chunk, and not from the ninth on */
+    bool wide;      /* logits are float32, whatever the inputs' type: see bst__head_gradient_place */
+    int64_t beside; /* bytes that a row of a chunk takes beside its logits, for the budget */
+    bool exact;     /* dweight is summed in float32 whenever there is more than one chunk, and not from the ninth on */
     /* What the sums of a chunk's logit gradients are multiplied by: the divisor and the upstream gradient, where they
      * are the same for all rows; NULL: one. The logits' own gradients, p - 1 and p, so stay in the range where their
      * type is most exact. Needed by bst__head_run alone. */
@@ -41,11 +43,25 @@ bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *
  * `chunk_bytes` hold (0: the default). */
 bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char *name, int64_t chunk_bytes);
 
+/* Logits of the rows [first, first + rows), by themselves: for a second head, none of whose gradients are wanted. */
+bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void *logits, int64_t stride);
+/* Columns of a chunk in memory. */
+int64_t bst__head_padded(int64_t vocabulary);
+
+/* Where the gradient of a chunk of logits is, and the elements between its rows. Of wide logits and 16-bit inputs it
+ * has the upper half of each row's place: whoever writes it there from the row's end on overwrites what has been read,
+ * for the gradient of column c begins at float32 column (stride + c) / 2. Else it is where the logits are. */
+typedef struct bst_head_place {
+    void *at;
+    int64_t stride;
+} bst_head_place;
+bst_head_place bst__head_gradient_place(const bst_head *h, void *logits, int64_t stride);
+
 /* What is done to the rows [first, first + rows), whose logits are at `logits`, `stride` elements apart. */
 typedef bst_status (*bst_head_rows)(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
                                     int64_t stride);
 /* Does it chunk by chunk. made: the kept logits are there already. rows NULL: nothing is done to them. gradients: what
- * is at `logits` then is dz, and the wanted gradients are made of it. */
+ * is in the gradient's place then is dz, and the wanted gradients are made of it. */
 bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *context, bool gradients);
 
 #endif

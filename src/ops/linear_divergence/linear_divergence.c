@@ -1,0 +1,354 @@
+/* linear_divergence.c - the divergence of a student from a teacher under their output heads, a chunk of rows at a time.
+ *
+ * A chunk is: the student's logits and the teacher's, each by its head (linear_cross_entropy_head.h) and in float32,
+ * for what counts is their difference; one kernel over both, for the divergence and the gradient of the student's.
+ * Where forward keeps that gradient, backward has two products; else it makes both logits again. Nothing waits for the
+ * device. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "core/options.h"
+#include "cuda/cuda.h"
+#include "ops/cross_entropy/cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
+#include "ops/linear_divergence/linear_divergence.h"
+#include "ops/linear_divergence/linear_divergence_cpu.h"
+#include "ops/linear_divergence/linear_divergence_math.h"
+
+static const char forward_op[] = "linear_divergence_forward", backward_op[] = "linear_divergence_backward";
+
+static_assert(BST_DIVERGENCE_FORWARD == DIVERGENCE_FORWARD && BST_DIVERGENCE_REVERSE == DIVERGENCE_REVERSE &&
+                  BST_DIVERGENCE_JSD == DIVERGENCE_JSD,
+              "bastile.h and kernels must agree");
+
+/* ---- description ------------------------------------------------------------------------------------------------- */
+
+enum { HIDDEN, WEIGHT, BIAS, T_HIDDEN, T_WEIGHT, T_BIAS, T_LOGITS, T_INDICES, MASK, INPUTS };
+/* Forward's others. */
+enum { DIVERGENCE_AT = INPUTS, ENTROPY, SUMS, DLOGITS };
+/* Backward's. */
+enum { SUMS_WERE = INPUTS, GRAD, SCALE, DLOGITS_WERE, DHIDDEN, DWEIGHT, DBIAS };
+enum { KIND, BETA, TEMPERATURE, SCALE_AT, SOFTCAP_AT, T_SCALE, T_SOFTCAP, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
+
+#define AS_HIDDEN            BST_TYPE_OF(HIDDEN, "the type of hidden")
+#define ARGUMENT(...)        {__VA_ARGS__}
+#define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
+#define GRADIENT(name, of)                                                                 \
+    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), \
+             BST_TYPE_OF(of, "as the inputs have it"))
+#define HEADS                                                                                                        \
+    [HIDDEN] = ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),                                               \
+    [WEIGHT] = ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN),                                    \
+    [BIAS] = ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, AS_HIDDEN),                    \
+    [T_HIDDEN] = ARGUMENT("teacher_hidden", BST_IN | BST_OPTIONAL, BST_FLOATS, "TG", BST_ROWS),                      \
+    [T_WEIGHT] = ARGUMENT("teacher_weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "VG", BST_ROWS, BST_WITH(T_HIDDEN),   \
+                          BST_TYPE_OF(T_HIDDEN, "the type of teacher_hidden")),                                      \
+    [T_BIAS] = ARGUMENT("teacher_bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS,                      \
+                        BST_TYPE_OF(T_HIDDEN, "the type of teacher_hidden")),                                        \
+    [T_LOGITS] = ARGUMENT("teacher_logits", BST_IN | BST_OPTIONAL, BST_FLOATS, "TK", BST_ROWS),                      \
+    [T_INDICES] =                                                                                                    \
+        ARGUMENT("teacher_indices", BST_IN | BST_OPTIONAL, 1u << BST_I64, NULL, BST_CONTIGUOUS, BST_LIKE(T_LOGITS)), \
+    [MASK] = ARGUMENT("mask", BST_IN | BST_OPTIONAL, 1u << BST_U8, "T", BST_CONTIGUOUS)
+
+static const bst_argument forward_arguments[] = {
+    HEADS,
+    [DIVERGENCE_AT] = PER_ROW("divergence", BST_OUT),
+    [ENTROPY] = PER_ROW("entropy", BST_OUT | BST_OPTIONAL),
+    [SUMS] = BST_LOSS_FLOATS("sums", BST_OUT | BST_OPTIONAL, "T5"),
+    [DLOGITS] = ARGUMENT("dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN, BST_PADDED(8)),
+    {NULL},
+};
+
+static const bst_argument backward_arguments[] = {
+    HEADS,
+    [SUMS_WERE] = BST_LOSS_FLOATS("sums", BST_IN | BST_OPTIONAL, "T5"),
+    [GRAD] = PER_ROW("grad", BST_IN | BST_OPTIONAL),
+    [SCALE] = BST_LOSS_FLOATS("scale", BST_IN | BST_OPTIONAL, "."),
+    [DLOGITS_WERE] = ARGUMENT("dlogits", BST_IN | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN),
+    [DHIDDEN] = GRADIENT("dhidden", HIDDEN),
+    [DWEIGHT] = GRADIENT("dweight", WEIGHT),
+    [DBIAS] = GRADIENT("dbias", BIAS),
+    {NULL},
+};
+
+static const char *const meanings[] = {"Tthe rows of hidden",
+                                       "Hthe last dimension of hidden",
+                                       "Vthe rows of weight",
+                                       "Gthe last dimension of teacher_hidden",
+                                       "Kthe columns of teacher_logits",
+                                       NULL};
+
+#define SCALE_RULE(name)   {name, 'd', -DBL_MAX, DBL_MAX, "a finite number"}
+#define SOFTCAP_RULE(name) {name, 'd', 0, DBL_MAX, "a positive number, or 0 for none,"}
+static const bst_attribute_rule rules[] = {
+    [KIND] = {"kind", 'i', BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_JSD, "0 (forward), 1 (reverse) or 2 (jsd)"},
+    [BETA] = {"beta", 'd', 0, 1, "a number from 0 to 1"},
+    [TEMPERATURE] = {"temperature", 'd', 1e-6, 1e6, "a number from 1e-6 to 1e6"},
+    [SCALE_AT] = SCALE_RULE("logit_scale"),
+    [SOFTCAP_AT] = SOFTCAP_RULE("softcap"),
+    [T_SCALE] = SCALE_RULE("teacher_logit_scale"),
+    [T_SOFTCAP] = SOFTCAP_RULE("teacher_softcap"),
+    [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
+    [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
+    {NULL},
+};
+
+static bst_status check_indices(const char *op, const bst_view *v) {
+    const bst_view *given = &v[T_INDICES];
+    const int64_t *index = given->data;
+    if (given->device.device_type == kDLCUDA) return BST_OK; /* a look would wait for the device */
+    for (int64_t i = 0; i < given->count; i++)
+        if (index[i] < 0 || index[i] >= v[WEIGHT].size[0])
+            return bst__error(BST_INVALID,
+                              "%s: teacher_indices[%" PRId64 "] is %" PRId64 "; 0 to %" PRId64 " (weight has %" PRId64
+                              " rows) are needed",
+                              op, i, index[i], v[WEIGHT].size[0] - 1, v[WEIGHT].size[0]);
+    return BST_OK;
+}
+
+static bst_status check_teacher(const char *op, const bst_view *v) {
+    bool head = bst__given(&v[T_HIDDEN]), logits = bst__given(&v[T_LOGITS]);
+    if (head == logits)
+        return bst__error(
+            BST_INVALID,
+            "%s: teacher_hidden and teacher_logits are %s; the teacher's hidden states and weight, or its "
+            "logits, are needed",
+            op, head ? "both given" : "both NULL");
+    if (!head && bst__given(&v[T_BIAS]))
+        return bst__error(BST_INVALID, "%s: teacher_bias is given without teacher_weight, to which it belongs", op);
+    if (head) return bst__head_check_weight(op, &v[T_WEIGHT]);
+    if (bst__given(&v[T_INDICES])) return check_indices(op, v);
+    return bst__need_size(op, "teacher_logits", &v[T_LOGITS], 1, v[WEIGHT].size[0],
+                          "the rows of weight (the largest alone need teacher_indices)");
+}
+
+static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    double beta = attributes[BETA].d;
+    BST_TRY(bst__head_check_weight(op, &v[WEIGHT]));
+    if (attributes[KIND].i == BST_DIVERGENCE_JSD && !(beta > 0 && beta < 1))
+        return bst__error(BST_INVALID, "%s: beta is %g; for jsd a number between 0 and 1 is needed", op, beta);
+    if (v[HIDDEN].device.device_type == kDLCUDA) BST_TRY(bst__cuda_need_rows(op, v[HIDDEN].size[0], 1));
+    if (op == backward_op && bst__given(&v[DLOGITS_WERE])) {
+        if (bst__given(&v[SCALE])) return BST_OK;
+        return bst__error(BST_INVALID, "%s: scale is NULL; it is needed where dlogits is given", op);
+    }
+    if (op == backward_op && !(bst__given(&v[GRAD]) && bst__given(&v[SUMS_WERE])))
+        return bst__error(BST_INVALID, "%s: %s is NULL; it is needed where dlogits is not given", op,
+                          bst__given(&v[GRAD]) ? "sums" : "grad");
+    return check_teacher(op, v);
+}
+
+/* ---- the passes -------------------------------------------------------------------------------------------------- */
+
+typedef struct job {
+    linear_divergence_rows whole; /* as of the first row */
+    bst_head teacher;             /* its rows 0: logits are given */
+    const bst_view *given, *indices;
+    float *teacher_logits; /* of a chunk; NULL: those that are given are read where they lie */
+    int64_t teacher_stride;
+    bool kept; /* dlogits are the caller's; else they take the student's logits' place */
+} job;
+
+static bst_status spread_teacher(const bst_head *h, const job *j, int64_t first, int64_t rows) {
+    int64_t count = j->given->size[1];
+    linear_divergence_spread s = {.device = h->device, .dtype = j->given->dtype, .rows = rows};
+    s.args.count = count, s.args.columns = h->vocabulary;
+    s.args.values_stride = j->given->stride[0];
+    s.args.values = bst_at(j->given->data, first * s.args.values_stride, s.dtype);
+    s.args.indices = (const int64_t *)j->indices->data + first * count;
+    s.args.out = j->teacher_logits, s.args.out_stride = j->teacher_stride;
+    if (h->device.device_type == kDLCUDA) return bst__linear_divergence_spread_cuda(h->exec, h->op, &s);
+    bst__parallel_for(h->exec, rows, bst__grain(h->vocabulary), BST_CPU_SELECT(bst__linear_divergence_spread_cpu), &s);
+    return BST_OK;
+}
+
+static bst_status run_rows(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
+                           int64_t stride) {
+    const job *j = context;
+    linear_divergence_rows c = j->whole;
+    linear_divergence_args *a = &c.args;
+    c.rows = rows;
+    a->student = logits, a->student_stride = stride;
+    if (j->teacher.rows) BST_TRY(bst__head_logits(&j->teacher, first, rows, j->teacher_logits, j->teacher_stride));
+    if (j->indices->data) BST_TRY(spread_teacher(h, j, first, rows));
+    if (j->teacher_logits) {
+        a->teacher = j->teacher_logits, a->teacher_stride = j->teacher_stride;
+    } else {
+        a->teacher_stride = j->given->stride[0];
+        a->teacher = bst_at(j->given->data, first * a->teacher_stride, c.teacher_type);
+    }
+    if (a->mask) a->mask += first;
+    if (a->divergence) a->divergence += first;
+    if (a->entropy) a->entropy += first;
+    if (a->sums) a->sums += LINEAR_DIVERGENCE_SUMS * first;
+    if (a->grad) a->grad += first;
+    if (j->kept) {
+        a->dlogits = bst_at(a->dlogits, first * a->dlogits_stride, c.dtype);
+    } else if (c.saved) {
+        bst_head_place place = bst__head_gradient_place(h, logits, stride);
+        a->dlogits = place.at, a->dlogits_stride = place.stride;
+        c.in_place = place.at != logits;
+    }
+    if (c.device.device_type == kDLCUDA) return bst__linear_divergence_rows_cuda(h->exec, h->op, &c);
+    bst__parallel_for(h->exec, rows, bst__grain(c.vocabulary), BST_CPU_SELECT(bst__linear_divergence_rows_cpu), &c);
+    return BST_OK;
+}
+
+/* As cross-entropy has it, with the temperature in scale and softcap. unit: of powers. */
+static divergence_map map_of(double scale, double softcap, double temperature, double unit) {
+    double whole = (softcap > 0 ? softcap : scale) / temperature;
+    divergence_map m = {0, (float)whole, (float)(whole / unit)};
+    if (softcap > 0) m.inner = (float)(scale / softcap);
+    return m;
+}
+
+static void set_options(job *j, const bst_attribute *attributes) {
+    linear_divergence_args *a = &j->whole.args;
+    double t = attributes[TEMPERATURE].d, beta = attributes[BETA].d;
+    bool of_two = j->whole.device.device_type == kDLCUDA && j->whole.dtype != BST_F32;
+    double unit = of_two ? log(2) : 1;
+    a->of_student = map_of(attributes[SCALE_AT].d, attributes[SOFTCAP_AT].d, t, unit);
+    a->of_teacher = map_of(attributes[T_SCALE].d, attributes[T_SOFTCAP].d, t, unit);
+    a->slope = (float)(attributes[SCALE_AT].d / t);
+    a->beta = (float)beta, a->rest = (float)(1 - beta);
+    j->whole.kind = (int)attributes[KIND].i;
+    j->whole.student_capped = attributes[SOFTCAP_AT].d > 0, j->whole.teacher_capped = attributes[T_SOFTCAP].d > 0;
+}
+
+/* Both heads, and chunks of both logits that fit `budget`. */
+static bst_status begin(bst_head *h, job *j, const bst_view *v, const bst_attribute *attributes, int64_t budget) {
+    bool head = bst__given(&v[T_HIDDEN]);
+    BST_TRY(bst__head_begin(h, &v[HIDDEN], &v[WEIGHT]));
+    h->wide = true;
+    j->given = &v[T_LOGITS], j->indices = &v[T_INDICES];
+    j->teacher_stride = bst__head_padded(h->vocabulary);
+    if (head) {
+        j->teacher = (bst_head){.exec = h->exec, .op = h->op, .bias = v[T_BIAS], .wide = true};
+        BST_TRY(bst__head_begin(&j->teacher, &v[T_HIDDEN], &v[T_WEIGHT]));
+    }
+    if (head || j->indices->data) h->beside = j->teacher_stride * (int64_t)sizeof(float);
+    BST_TRY(bst__head_choose_chunks(h, &(bst_view){0}, "", budget));
+    linear_divergence_rows *c = &j->whole;
+    c->device = h->device, c->dtype = h->dtype, c->vocabulary = h->vocabulary;
+    c->teacher_type = h->beside ? BST_F32 : j->given->dtype;
+    c->args.mask = v[MASK].data;
+    c->some_left_out = j->indices->data;
+    set_options(j, attributes);
+    return BST_OK;
+}
+
+static bst_status run(bst_head *h, job *j, bool gradients) {
+    void *memory = NULL;
+    BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->chunk_rows * h->beside), &memory));
+    j->teacher_logits = memory;
+    bst_status status = bst__head_run(h, false, run_rows, j, gradients);
+    bst__release(h->exec, h->device, memory);
+    return status;
+}
+
+/* What is kept is of the budget; by default a chunk beside it has no more than dweight takes later. */
+static int64_t budget_beside(const bst_view *v, int64_t chunk_bytes) {
+    const bst_view *kept = &v[DLOGITS];
+    if (!bst__given(kept)) return chunk_bytes;
+    if (!chunk_bytes) return INT64_C(1) << 30;
+    int64_t left = chunk_bytes - kept->size[0] * kept->stride[0] * bst__dtype_size(kept->dtype);
+    return left > 1 ? left : 1;
+}
+
+static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS]};
+    job j = {.kept = bst__given(&v[DLOGITS])};
+    linear_divergence_args *a = &j.whole.args;
+    BST_TRY(begin(&h, &j, v, attributes, budget_beside(v, attributes[CHUNK_BYTES].i)));
+    a->divergence = v[DIVERGENCE_AT].data, a->entropy = v[ENTROPY].data, a->sums = v[SUMS].data;
+    if (j.kept) a->dlogits = v[DLOGITS].data, a->dlogits_stride = v[DLOGITS].stride[0];
+    return run(&h, &j, false);
+}
+
+static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+    bst_head h = {.exec = exec,
+                  .op = backward_op,
+                  .bias = v[BIAS],
+                  .dhidden = v[DHIDDEN],
+                  .dweight = v[DWEIGHT],
+                  .dbias = v[DBIAS],
+                  .exact = attributes[FLOAT32_DWEIGHT].i || v[HIDDEN].device.device_type == kDLCPU};
+    job j = {0};
+    if (bst__given(&v[DLOGITS_WERE])) {
+        h.alpha = v[SCALE].data;
+        BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
+        BST_TRY(bst__head_choose_chunks(&h, &v[DLOGITS_WERE], "dlogits", 0));
+        return bst__head_run(&h, true, NULL, NULL, true);
+    }
+    BST_TRY(begin(&h, &j, v, attributes, attributes[CHUNK_BYTES].i));
+    j.whole.saved = true;
+    j.whole.args.sums = v[SUMS_WERE].data, j.whole.args.grad = v[GRAD].data;
+    return run(&h, &j, true);
+}
+
+#define TEACHER "teacher_hidden teacher_weight teacher_bias teacher_logits teacher_indices mask"
+#define OPTIONS \
+    "kind beta temperature logit_scale softcap teacher_logit_scale teacher_softcap chunk_bytes float32_dweight"
+static const bst_function forward = {
+    .name = forward_op,
+    .meanings = meanings,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_forward,
+    BST_TORCH("linear_divergence_forward: hidden weight bias " TEACHER " " OPTIONS
+              " -> divergence entropy? sums? dlogits?"),
+};
+
+static const bst_function backward = {
+    .name = backward_op,
+    .meanings = meanings,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .check = check,
+    .run = run_backward,
+    BST_TORCH(
+        "linear_divergence_backward: hidden weight bias " TEACHER " sums grad " OPTIONS " -> dhidden? dweight? dbias?",
+        "linear_divergence_backward_kept: hidden weight bias scale! dlogits! " OPTIONS " -> dhidden? dweight? dbias?"),
+};
+
+const bst_function *const bst__linear_divergence[] = {&forward, &backward, NULL};
+
+static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_divergence_options *options,
+                       const DLTensor *const *all) {
+    bst_linear_divergence_options o;
+    bst_attribute attributes[ATTRIBUTES];
+    BST_TRY(bst__options(function->name, "options", options, &o, sizeof o));
+    attributes[KIND].i = o.kind;
+    attributes[BETA].d = o.kind == BST_DIVERGENCE_JSD && o.beta == 0 ? 0.5 : o.beta;
+    attributes[TEMPERATURE].d = o.temperature == 0 ? 1 : o.temperature;
+    attributes[SCALE_AT].d = o.logit_scale == 0 ? 1 : o.logit_scale;
+    attributes[SOFTCAP_AT].d = o.softcap;
+    attributes[T_SCALE].d = o.teacher_logit_scale == 0 ? 1 : o.teacher_logit_scale;
+    attributes[T_SOFTCAP].d = o.teacher_softcap;
+    attributes[CHUNK_BYTES].i = o.chunk_bytes;
+    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight != 0;
+    return bst__run(function, exec, all, attributes);
+}
+
+bst_status bst_linear_divergence_forward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
+                                         const bst_linear_divergence_options *options) {
+    bst_linear_divergence_tensors t;
+    BST_TRY(bst__options(forward_op, "tensors", tensors, &t, sizeof t));
+    const DLTensor *all[] = {
+        t.hidden,          t.weight, t.bias,       t.teacher_hidden, t.teacher_weight, t.teacher_bias, t.teacher_logits,
+        t.teacher_indices, t.mask,   t.divergence, t.entropy,        t.sums,           t.dlogits};
+    return call(&forward, exec, options, all);
+}
+
+bst_status bst_linear_divergence_backward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
+                                          const bst_linear_divergence_options *options) {
+    bst_linear_divergence_tensors t;
+    BST_TRY(bst__options(backward_op, "tensors", tensors, &t, sizeof t));
+    const DLTensor *all[] = {t.hidden,         t.weight,       t.bias,           t.teacher_hidden,
+                             t.teacher_weight, t.teacher_bias, t.teacher_logits, t.teacher_indices,
+                             t.mask,           t.sums,         t.grad,           t.scale,
+                             t.dlogits,        t.dhidden,      t.dweight,        t.dbias};
+    return call(&backward, exec, options, all);
+}
