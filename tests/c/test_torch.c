@@ -131,8 +131,13 @@ static void check(bool fine, const char *function, const char *file, uint32_t li
     if (!fine) snprintf(thrown, sizeof thrown, "%s", message);
 }
 
+enum { MOST_SCHEMAS = 64 };
+static char schemas[MOST_SCHEMAS][1024];
+static int schema_count;
+
 static int32_t define(bst_torch_library library, const char *schema) {
-    (void)library, (void)schema;
+    (void)library;
+    if (schema_count < MOST_SCHEMAS) snprintf(schemas[schema_count++], sizeof *schemas, "%s", schema);
     return 0;
 }
 
@@ -170,7 +175,7 @@ static void install(void) {
 /* ---- calls ------------------------------------------------------------------------------------------------------- */
 
 typedef struct argument {
-    enum { NOTHING, TENSOR, NUMBER, REAL } kind;
+    enum { NOTHING, NUMBER, TENSOR, REAL } kind;
     bool optional, aligned; /* aligned: written to, so never copied */
     int32_t (*dtype)(void);
     int dims;
@@ -264,14 +269,14 @@ static const operator_call operators[] = {
       N(1)}},
     {"linear_divergence_backward",
      3,
-     {F(3, 4), F(5, 4), NONE, NONE, NONE, NONE, O(3, 2), OL(3, 2), NONE, F(3, 5), F(3), N(0), R(0.5), DIVERGENCE, N(1),
+     {F(3, 4), F(5, 4), NONE, NONE, NONE, NONE, O(3, 2), OL(3, 2), NONE, O(3, 5), O(3), N(0), R(0.5), DIVERGENCE, N(1),
       N(1), N(1), N(0)}},
     {"linear_divergence_backward_kept",
      3,
      {F(3, 4), F(5, 4), O(5), F(1), F(3, 5), N(0), R(0.5), DIVERGENCE, N(0), N(1), N(1), N(1)}},
     {"dequantize_4bit",
      1,
-     {{.kind = TENSOR, .dtype = dtype_uint8, SIZES(8)}, F(2), F(16), NONE, NONE, NONE, N(4), N(4), N(8), N(0), N(0)}},
+     {{.kind = TENSOR, .dtype = dtype_uint8, SIZES(8)}, F(2), F(16), NONE, NONE, NONE, N(4), N(4), N(8), N(256), N(0)}},
     {"moe_sort", 3, {L(3, 2), N(1)}},
     {"moe_gather", 1, {F(3, 4), I(0, 6)}},
     {"moe_glu_forward", 1, {F(6, 8), O(1, 8), I(6, 1), N(5), N(1), R(1.7), R(7)}},
@@ -302,6 +307,27 @@ static bst_torch_value value_of(const argument *a) {
     return boxed((bst_torch_value)(uintptr_t)t, a->optional);
 }
 
+/* Whether the call's arguments are of the kinds and as many as the operator's schema names. */
+static bool fits_schema(const operator_call *c) {
+    const char *at = NULL;
+    size_t length = strlen(c->name);
+    for (int i = 0; i < schema_count; i++)
+        if (!strncmp(schemas[i], c->name, length) && schemas[i][length] == '(') at = schemas[i] + length;
+    for (int i = 0; at && *at++ != ')'; i++) {
+        const argument *a = &c->arguments[i];
+        at += strspn(at, " ");
+        bool is_tensor = !strncmp(at, "Tensor", 6), may_be_none = is_tensor && at[strcspn(at, " ") - 1] == '?';
+        bool is_none = a->kind <= NUMBER && !a->number; /* what is left out at the end is no, too */
+        if (is_tensor ? a->kind == TENSOR ? a->optional != may_be_none : !(may_be_none && is_none)
+                      : a->kind != (strncmp(at, "float", 5) ? NUMBER : REAL) && !(a->kind == NOTHING))
+            return false;
+        at += strcspn(at, " "); /* the name */
+        at += strcspn(at, ",)");
+        if (*at == ')' && c->arguments[i + 1].kind != NOTHING) return false;
+    }
+    return at;
+}
+
 /* Calls it; whether it succeeded. Its results are deleted. */
 static bool run(const operator_call *c) {
     bst_torch_value stack[24] = {0};
@@ -317,6 +343,10 @@ static bool run(const operator_call *c) {
  * over, and the failure that came first is told, by PyTorch's own words or as memory that an operator lacks. */
 static void fail_each(const operator_call *c) {
     first_to_fail = 0;
+    if (!fits_schema(c)) {
+        FAILED("%s: the test's arguments are not its schema's", c->name);
+        return;
+    }
     bool refused = !run(c); /* the call itself: what it throws without a failure is for it to say */
     if (refused) CHECK_STR(thrown, "rope_backward: dtype is 9");
     int most = calls;
