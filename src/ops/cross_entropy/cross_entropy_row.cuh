@@ -6,11 +6,11 @@
 #ifndef BST_CROSS_ENTROPY_ROW_CUH
 #define BST_CROSS_ENTROPY_ROW_CUH
 
-#include "logarithm.h"
 #include "pack.cuh"
 #include "reduce.cuh"
 
 #include "cross_entropy_args.h"
+#include "logarithm.h"
 
 #define LN2               BST_LN2
 #define LOG2E             1.44269504088896f
