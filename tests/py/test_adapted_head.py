@@ -55,9 +55,8 @@ def case(shape, mix, device, *, bias: bool = False, rank: int = 4, **options: An
         def run(x, *tensors):
             head = layer.take([*(t.to(x.dtype) for t in frozen), *tensors])
             weight = options.get("class_weight")
-            more = options if weight is None else options | {"class_weight": weight.to(x.device, torch.float32)}
-            if weight is not None and x.dtype is torch.float64:
-                more = options | {"class_weight": weight.double()}
+            exact = torch.float64 if x.dtype is torch.float64 else torch.float32
+            more = options if weight is None else options | {"class_weight": weight.to(x.device, exact)}
             return function(x, head, target, **more)
 
         return run

@@ -86,7 +86,7 @@ class _LinearDivergence(Function):
             return (None,) * 8
         hidden, weight, bias, *rest = ctx.saved_tensors
         options = (*ctx.options, wants_float32_dweight(), *ctx.want)
-        if ctx.dlogits is not None and grad.stride(0) == 0 and not is_batched(grad):
+        if ctx.dlogits is not None and grad.numel() and grad.stride(0) == 0 and not is_batched(grad):
             made = _backward_kept(hidden, weight, bias, grad[:1].float(), ctx.dlogits, *options)
         else:
             ctx.dlogits = None

@@ -79,6 +79,7 @@ BST_DEVICE bst_gate bst_gelu(float g, int type) {
 #define STEP(c) q = bst_fma(q, square, c);
         BST_NORMAL_NEAR_COEFFICIENTS(STEP)
 #undef STEP
+        value = bst_fma(square, q, 0.5f * g);
         slope = bst_fma(h, bst_fma(BST_NORMAL_DENSITY, e, q), 0.5f);
     }
     return {value, 1.0f, value, slope};

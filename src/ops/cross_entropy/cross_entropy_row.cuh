@@ -218,8 +218,11 @@ BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_
     t.share = bst_divide(hit + more, f.total);
     t.loss = t.at_target = 0.0f;
     if (!told) return t;
-    /* hit (p - 1) + more p: what the target lacks of 1 is what the others have. */
-    t.at_target = bst_divide(bst_fma(more, f.own, -(hit * f.others)), f.total);
+    /* hit (p - 1) + more p: what a confident target lacks of 1 is what the others have; else one rounding is enough. */
+    if (f.others < f.own)
+        t.at_target = bst_divide(bst_fma(more, f.own, -(hit * f.others)), f.total);
+    else
+        t.at_target = bst_fma(hit + more, bst_divide(f.own, f.total), -hit);
     if (SMOOTH) t.at_target = bst_fma(-t.smooth, weight_of(a, target), t.at_target);
     t.loss = weight * -f.log_p;
     if (SMOOTH) t.loss += each * bst_fma(-sums.weighted, unit, divide->class_weight_sum * f.log_total);
