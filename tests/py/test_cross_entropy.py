@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,30 @@ def test_pooled_error_is_no_larger(classes, dtype, device):
         return case(logits, targets(rows, classes, device), reduction="none")
 
     assert_no_worse_pooled(draw, judged)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_targets_gradients_are_no_less_exact(device):
+    """They are the largest of a row by far, and so most of what the error of a head's gradient comes from."""
+    rows, classes = 64 if EMULATED else 512, 500
+
+    def draw() -> Case:
+        target = targets(rows, classes, device).clamp(min=0)
+        places = torch.arange(rows, device=device), target
+        logits = random_tensor((rows, classes), torch.float32, device)
+
+        def of(function: Any) -> Any:
+            def at_targets(x: torch.Tensor) -> torch.Tensor:
+                # A function of the logits whose "output" is their gradient at the targets.
+                leaf = x.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(function(leaf, target), leaf)
+                return gradient[places] + 0 * x[places]
+
+            return at_targets
+
+        return Case(of(cross_entropy), of(torch_cross_entropy), of(torch_cross_entropy), {"logits": logits})
+
+    assert_no_worse_pooled(draw, ("output 0",))
 
 
 @pytest.mark.parametrize("device", devices())
