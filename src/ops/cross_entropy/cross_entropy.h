@@ -62,13 +62,13 @@ enum {
     BST_LOSS_SQUARE,
     BST_LOSS_COUNT
 };
+#define BST_SOFTCAP(name)     {name, 'd', 0, DBL_MAX, "a positive number, or 0 for none,"}
+#define BST_LOGIT_SCALE(name) {name, 'd', -DBL_MAX, DBL_MAX, "a finite number"}
 #define BST_LOSS_ATTRIBUTES                                                                          \
     {"ignore_index", 'i'},                                                                           \
         {"reduction", 'i', BST_REDUCTION_MEAN, BST_REDUCTION_NONE, "0 (mean), 1 (sum) or 2 (none)"}, \
-        {"label_smoothing", 'd', 0, 1, "a number from 0 to 1"},                                      \
-        {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},                           \
-        {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},                                  \
-        {"lse_square_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"}
+        {"label_smoothing", 'd', 0, 1, "a number from 0 to 1"}, BST_SOFTCAP("softcap"),              \
+        BST_LOGIT_SCALE("logit_scale"), {"lse_square_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"}
 /* An argument of float32, contiguous. */
 #define BST_LOSS_FLOATS(name, flags, shape, ...) {name, flags, 1u << BST_F32, shape, BST_CONTIGUOUS, ##__VA_ARGS__}
 bst_loss bst__loss_of(const bst_attribute *attributes);

@@ -17,33 +17,27 @@ static const char forward_op[] = "linear_cross_entropy_forward", backward_op[] =
 enum { HIDDEN, WEIGHT, TARGET, BIAS, CLASS_WEIGHT, NUM_ITEMS, LOSS, PAIRS, DLOGITS, DHIDDEN, DWEIGHT, DBIAS };
 enum { CHUNK_BYTES = BST_LOSS_COUNT };
 
-#define AS_HIDDEN     BST_TYPE_OF(HIDDEN, "the type of hidden")
-#define ARGUMENT(...) {__VA_ARGS__}
-#define GRADIENT(name, of)                                                                 \
-    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), \
-             BST_TYPE_OF(of, "as the inputs have it"))
-#define ARGUMENTS(loss, direction, lse_flags)                                                                          \
-    [HIDDEN] = ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),                                                 \
-    [WEIGHT] = ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN),                                      \
-    [TARGET] = ARGUMENT("target", BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS),                                         \
-    [BIAS] = ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, AS_HIDDEN),                      \
-    [CLASS_WEIGHT] = BST_LOSS_FLOATS("class_weight", BST_IN | BST_OPTIONAL, "V"),                                      \
-    [NUM_ITEMS] = BST_LOSS_FLOATS("num_items", BST_IN | BST_OPTIONAL, "."),                                            \
-    [LOSS] = BST_LOSS_FLOATS(loss, direction, "T", BST_REDUCED(BST_LOSS_REDUCTION)),                                   \
-    [PAIRS] = BST_LOSS_FLOATS("lse", lse_flags, "T2"),                                                                 \
-    [DLOGITS] = ARGUMENT("dlogits", (direction) | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN, BST_PADDED(8)), \
-    [DHIDDEN] = GRADIENT("dhidden", HIDDEN), [DWEIGHT] = GRADIENT("dweight", WEIGHT),                                  \
-    [DBIAS] = GRADIENT("dbias", BIAS)
+#define GRADIENT(name, of) BST_HEAD_GRADIENT(name, of, BST_AS_INPUTS(of))
+#define ARGUMENTS(loss, direction, lse_flags)                                                                    \
+    [CLASS_WEIGHT] = BST_LOSS_FLOATS("class_weight", BST_IN | BST_OPTIONAL, "V"),                                \
+    [NUM_ITEMS] = BST_LOSS_FLOATS("num_items", BST_IN | BST_OPTIONAL, "."),                                      \
+    [LOSS] = BST_LOSS_FLOATS(loss, direction, "T", BST_REDUCED(BST_LOSS_REDUCTION)),                             \
+    [PAIRS] = BST_LOSS_FLOATS("lse", lse_flags, "T2"),                                                           \
+    [DLOGITS] = BST_HEAD_LOGITS("dlogits", (direction) | BST_OPTIONAL), [DHIDDEN] = GRADIENT("dhidden", HIDDEN), \
+    [DWEIGHT] = GRADIENT("dweight", WEIGHT), [DBIAS] = GRADIENT("dbias", BIAS)
 
-static const bst_argument forward_arguments[] = {ARGUMENTS("loss", BST_OUT, BST_OUT | BST_OPTIONAL), {NULL}},
-                          backward_arguments[] = {ARGUMENTS("grad_loss", BST_IN, BST_IN), {NULL}};
+static const bst_argument forward_arguments[] = {BST_HEAD,
+                                                 BST_HEAD_TARGET,
+                                                 ARGUMENTS("loss", BST_OUT, BST_OUT | BST_OPTIONAL),
+                                                 {NULL}},
+                          backward_arguments[] = {
+                              BST_HEAD, BST_HEAD_TARGET, ARGUMENTS("grad_loss", BST_IN, BST_IN), {NULL}};
 
-static const char *const meanings[] = {"Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight",
-                                       NULL};
+static const char *const meanings[] = {BST_HEAD_MEANINGS, NULL};
 
 static const bst_attribute_rule rules[] = {
     BST_LOSS_ATTRIBUTES,
-    [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
+    [CHUNK_BYTES] = BST_CHUNK_BYTES,
     {NULL},
 };
 

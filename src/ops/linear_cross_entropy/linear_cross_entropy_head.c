@@ -51,11 +51,11 @@ bst_head_place bst__head_gradient_place(const bst_head *h, void *logits, int64_t
     return (bst_head_place){bst_at(logits, stride, h->dtype), 2 * stride};
 }
 
-bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char *name, int64_t chunk_bytes) {
+bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const char *name, int64_t chunk_bytes) {
     bst_chip chip = {0};
-    if (bst__given(kept)) {
+    if (bst__given(whole)) {
         h->chunks = 1, h->chunk_rows = h->rows;
-        return matrix(h->op, name, kept, &h->kept);
+        return matrix(h->op, name, whole, &h->whole);
     }
     if (!h->rows) return BST_OK;
     if (on_cuda(h)) BST_TRY(bst__cuda_chip(h->op, h->device.device_id, &chip));
@@ -290,12 +290,12 @@ bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *conte
         return h->dbias.data ? bst__zero(h->exec, h->op, &h->dbias) : BST_OK;
     }
     void *memory = NULL;
-    bool kept = h->kept.data;
+    bool whole = h->whole.data;
     bst_status status = gradients ? begin_sums(h) : BST_OK;
-    if (status == BST_OK && !kept) status = allocate_logits(h, &memory);
+    if (status == BST_OK && !whole) status = allocate_logits(h, &memory);
     if (status == BST_OK)
-        status = run_chunks(h, kept ? h->kept.data : memory, kept ? h->kept.stride[0] : padded(h), made, rows, context,
-                            gradients);
+        status = run_chunks(h, whole ? h->whole.data : memory, whole ? h->whole.stride[0] : padded(h), made, rows,
+                            context, gradients);
     bst__release(h->exec, h->device, memory);
     free_sums(h);
     return status;

@@ -1,12 +1,29 @@
 /* linear_cross_entropy_head.h - the output head a chunk of rows at a time, as operators have it that work on logits and
- * keep none: logits = hidden weight^T (+ bias), something done to them in place, and from the logits' gradient dz
+ * leave none: logits = hidden weight^T (+ bias), something done to them in place, and from the logits' gradient dz
  * the products dhidden = dz weight, dweight += dz^T hidden, and dbias by sums of our own: a product with ones would add
  * a column in one float32 after the other. Nothing waits for the device. Shapes and types the operators' descriptions
  * have checked. */
 #ifndef BST_LINEAR_CROSS_ENTROPY_HEAD_H
 #define BST_LINEAR_CROSS_ENTROPY_HEAD_H
 
-#include "core/core.h"
+#include "core/describe.h"
+
+/* What descriptions of operators on the head have in common; their places are called HIDDEN, WEIGHT, TARGET, BIAS. */
+#define BST_HEAD_ARGUMENT(...) {__VA_ARGS__}
+#define BST_AS_HIDDEN          BST_TYPE_OF(HIDDEN, "the type of hidden")
+#define BST_HEAD                                                                               \
+    [HIDDEN] = BST_HEAD_ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),                \
+    [WEIGHT] = BST_HEAD_ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, BST_AS_HIDDEN), \
+    [BIAS] = BST_HEAD_ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, BST_AS_HIDDEN)
+#define BST_HEAD_TARGET [TARGET] = BST_HEAD_ARGUMENT("target", BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS)
+#define BST_HEAD_LOGITS(name, flags) \
+    BST_HEAD_ARGUMENT(name, flags, BST_FLOATS, "TV", BST_ROWS, BST_AS_HIDDEN, BST_PADDED(8))
+#define BST_HEAD_GRADIENT(name, of, ...) \
+    BST_HEAD_ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__)
+#define BST_AS_INPUTS(of) BST_TYPE_OF(of, "as the inputs have it")
+#define BST_HEAD_MEANINGS "Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight"
+#define BST_TEMPERATURE   {"temperature", 'd', 1e-6, 1e6, "a number from 1e-6 to 1e6"}
+#define BST_CHUNK_BYTES   {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"}
 
 typedef struct bst_head {
     /* The caller sets these, before bst__head_begin. */
@@ -22,7 +39,7 @@ typedef struct bst_head {
     const float *alpha;
     /* bst__head_begin and bst__head_choose_chunks set these. */
     bst_view hidden, weight;
-    bst_view kept; /* all logits, in memory of the caller's; data NULL: a chunk of workspace */
+    bst_view whole; /* all logits, in memory of the caller's; data NULL: a chunk of workspace */
     DLDevice device;
     bst_dtype dtype;
     int64_t rows, vocabulary, width, chunk_rows, chunks;
@@ -39,9 +56,9 @@ typedef struct bst_head {
 bst_status bst__head_check_weight(const char *op, const bst_view *weight);
 /* Takes hidden [T, H] and weight [V, H]. BST_UNSUPPORTED where rows overlap. */
 bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *weight);
-/* Takes `kept` [T, V], all logits in one chunk, where it is given (`name` is what messages call it); else chunks that
+/* Takes `whole` [T, V], all logits in one chunk, where it is given (`name` is what messages call it); else chunks that
  * `chunk_bytes` hold (0: the default). */
-bst_status bst__head_choose_chunks(bst_head *h, const bst_view *kept, const char *name, int64_t chunk_bytes);
+bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const char *name, int64_t chunk_bytes);
 
 /* Logits of the rows [first, first + rows), by themselves: for a second head, none of whose gradients are wanted. */
 bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void *logits, int64_t stride);
@@ -60,7 +77,7 @@ bst_head_place bst__head_gradient_place(const bst_head *h, void *logits, int64_t
 /* What is done to the rows [first, first + rows), whose logits are at `logits`, `stride` elements apart. */
 typedef bst_status (*bst_head_rows)(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
                                     int64_t stride);
-/* Does it chunk by chunk. made: the kept logits are there already. rows NULL: nothing is done to them. gradients: what
+/* Does it chunk by chunk. made: the whole logits are there already. rows NULL: nothing is done to them. gradients: what
  * is in the gradient's place then is dz, and the wanted gradients are made of it. */
 bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *context, bool gradients);
 

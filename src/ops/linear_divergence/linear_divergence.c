@@ -2,7 +2,7 @@
  *
  * A chunk is: the student's logits and the teacher's, each by its head (linear_cross_entropy_head.h) and in float32,
  * for what counts is their difference; one kernel over both, for the divergence and the gradient of the student's.
- * Where forward keeps that gradient, backward has two products; else it makes both logits again. Nothing waits for the
+ * Where forward saves that gradient, backward has two products; else it makes both logits again. Nothing waits for the
  * device. */
 #include <inttypes.h>
 #include <math.h>
@@ -31,65 +31,54 @@ enum { DIVERGENCE_AT = INPUTS, ENTROPY, SUMS, DLOGITS };
 enum { SUMS_WERE = INPUTS, GRAD, SCALE, DLOGITS_WERE, DHIDDEN, DWEIGHT, DBIAS };
 enum { KIND, BETA, TEMPERATURE, SCALE_AT, SOFTCAP_AT, T_SCALE, T_SOFTCAP, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
 
-#define AS_HIDDEN            BST_TYPE_OF(HIDDEN, "the type of hidden")
-#define ARGUMENT(...)        {__VA_ARGS__}
 #define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
-#define GRADIENT(name, of)                                                                 \
-    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), \
-             BST_TYPE_OF(of, "as the inputs have it"))
-#define HEADS                                                                                                        \
-    [HIDDEN] = ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),                                               \
-    [WEIGHT] = ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN),                                    \
-    [BIAS] = ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, AS_HIDDEN),                    \
-    [T_HIDDEN] = ARGUMENT("teacher_hidden", BST_IN | BST_OPTIONAL, BST_FLOATS, "TG", BST_ROWS),                      \
-    [T_WEIGHT] = ARGUMENT("teacher_weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "VG", BST_ROWS, BST_WITH(T_HIDDEN),   \
-                          BST_TYPE_OF(T_HIDDEN, "the type of teacher_hidden")),                                      \
-    [T_BIAS] = ARGUMENT("teacher_bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS,                      \
-                        BST_TYPE_OF(T_HIDDEN, "the type of teacher_hidden")),                                        \
-    [T_LOGITS] = ARGUMENT("teacher_logits", BST_IN | BST_OPTIONAL, BST_FLOATS, "TK", BST_ROWS),                      \
-    [T_INDICES] =                                                                                                    \
-        ARGUMENT("teacher_indices", BST_IN | BST_OPTIONAL, 1u << BST_I64, NULL, BST_CONTIGUOUS, BST_LIKE(T_LOGITS)), \
-    [MASK] = ARGUMENT("mask", BST_IN | BST_OPTIONAL, 1u << BST_U8, "T", BST_CONTIGUOUS)
+#define GRADIENT(name, of)   BST_HEAD_GRADIENT(name, of, BST_AS_INPUTS(of))
+#define OF_TEACHER           BST_TYPE_OF(T_HIDDEN, "the type of teacher_hidden")
+#define OPTIONAL(name, place, types, shape, layout, ...) \
+    [place] = {name, BST_IN | BST_OPTIONAL, types, shape, layout, ##__VA_ARGS__}
+#define OPTIONAL_INPUTS                                                                                   \
+    OPTIONAL("teacher_hidden", T_HIDDEN, BST_FLOATS, "TG", BST_ROWS),                                     \
+        OPTIONAL("teacher_weight", T_WEIGHT, BST_FLOATS, "VG", BST_ROWS, BST_WITH(T_HIDDEN), OF_TEACHER), \
+        OPTIONAL("teacher_bias", T_BIAS, BST_FLOATS, "V", BST_CONTIGUOUS, OF_TEACHER),                    \
+        OPTIONAL("teacher_logits", T_LOGITS, BST_FLOATS, "TK", BST_ROWS),                                 \
+        OPTIONAL("teacher_indices", T_INDICES, 1u << BST_I64, NULL, BST_CONTIGUOUS, BST_LIKE(T_LOGITS)),  \
+        OPTIONAL("mask", MASK, 1u << BST_U8, "T", BST_CONTIGUOUS)
 
 static const bst_argument forward_arguments[] = {
-    HEADS,
+    BST_HEAD,
+    OPTIONAL_INPUTS,
     [DIVERGENCE_AT] = PER_ROW("divergence", BST_OUT),
     [ENTROPY] = PER_ROW("entropy", BST_OUT | BST_OPTIONAL),
     [SUMS] = BST_LOSS_FLOATS("sums", BST_OUT | BST_OPTIONAL, "T5"),
-    [DLOGITS] = ARGUMENT("dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN, BST_PADDED(8)),
+    [DLOGITS] = BST_HEAD_LOGITS("dlogits", BST_OUT | BST_OPTIONAL),
     {NULL},
 };
 
 static const bst_argument backward_arguments[] = {
-    HEADS,
+    BST_HEAD,
+    OPTIONAL_INPUTS,
     [SUMS_WERE] = BST_LOSS_FLOATS("sums", BST_IN | BST_OPTIONAL, "T5"),
     [GRAD] = PER_ROW("grad", BST_IN | BST_OPTIONAL),
     [SCALE] = BST_LOSS_FLOATS("scale", BST_IN | BST_OPTIONAL, "."),
-    [DLOGITS_WERE] = ARGUMENT("dlogits", BST_IN | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN),
+    [DLOGITS_WERE] = BST_HEAD_LOGITS("dlogits", BST_IN | BST_OPTIONAL),
     [DHIDDEN] = GRADIENT("dhidden", HIDDEN),
     [DWEIGHT] = GRADIENT("dweight", WEIGHT),
     [DBIAS] = GRADIENT("dbias", BIAS),
     {NULL},
 };
 
-static const char *const meanings[] = {"Tthe rows of hidden",
-                                       "Hthe last dimension of hidden",
-                                       "Vthe rows of weight",
-                                       "Gthe last dimension of teacher_hidden",
-                                       "Kthe columns of teacher_logits",
-                                       NULL};
+static const char *const meanings[] = {BST_HEAD_MEANINGS, "Gthe last dimension of teacher_hidden",
+                                       "Kthe columns of teacher_logits", NULL};
 
-#define SCALE_RULE(name)   {name, 'd', -DBL_MAX, DBL_MAX, "a finite number"}
-#define SOFTCAP_RULE(name) {name, 'd', 0, DBL_MAX, "a positive number, or 0 for none,"}
 static const bst_attribute_rule rules[] = {
     [KIND] = {"kind", 'i', BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_JSD, "0 (forward), 1 (reverse) or 2 (jsd)"},
     [BETA] = {"beta", 'd', 0, 1, "a number from 0 to 1"},
-    [TEMPERATURE] = {"temperature", 'd', 1e-6, 1e6, "a number from 1e-6 to 1e6"},
-    [SCALE_AT] = SCALE_RULE("logit_scale"),
-    [SOFTCAP_AT] = SOFTCAP_RULE("softcap"),
-    [T_SCALE] = SCALE_RULE("teacher_logit_scale"),
-    [T_SOFTCAP] = SOFTCAP_RULE("teacher_softcap"),
-    [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
+    [TEMPERATURE] = BST_TEMPERATURE,
+    [SCALE_AT] = BST_LOGIT_SCALE("logit_scale"),
+    [SOFTCAP_AT] = BST_SOFTCAP("softcap"),
+    [T_SCALE] = BST_LOGIT_SCALE("teacher_logit_scale"),
+    [T_SOFTCAP] = BST_SOFTCAP("teacher_softcap"),
+    [CHUNK_BYTES] = BST_CHUNK_BYTES,
     [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
     {NULL},
 };
@@ -147,7 +136,7 @@ typedef struct job {
     const bst_view *given, *indices;
     float *teacher_logits; /* of a chunk; NULL: those that are given are read where they lie */
     int64_t teacher_stride;
-    bool kept; /* dlogits are the caller's; else they take the student's logits' place */
+    bool saves; /* dlogits are the caller's; else they take the student's logits' place */
 } job;
 
 static bst_status spread_teacher(const bst_head *h, const job *j, int64_t first, int64_t rows) {
@@ -183,7 +172,7 @@ static bst_status run_rows(const bst_head *h, void *context, int64_t first, int6
     if (a->entropy) a->entropy += first;
     if (a->sums) a->sums += LINEAR_DIVERGENCE_SUMS * first;
     if (a->grad) a->grad += first;
-    if (j->kept) {
+    if (j->saves) {
         a->dlogits = bst_at(a->dlogits, first * a->dlogits_stride, c.dtype);
     } else if (c.saved) {
         bst_head_place place = bst__head_gradient_place(h, logits, stride);
@@ -247,22 +236,22 @@ static bst_status run(bst_head *h, job *j, bool gradients) {
     return status;
 }
 
-/* What is kept is of the budget; by default a chunk beside it has no more than dweight takes later. */
+/* What is saved is of the budget; by default a chunk beside it has no more than dweight takes later. */
 static int64_t budget_beside(const bst_view *v, int64_t chunk_bytes) {
-    const bst_view *kept = &v[DLOGITS];
-    if (!bst__given(kept)) return chunk_bytes;
+    const bst_view *saved = &v[DLOGITS];
+    if (!bst__given(saved)) return chunk_bytes;
     if (!chunk_bytes) return INT64_C(1) << 30;
-    int64_t left = chunk_bytes - kept->size[0] * kept->stride[0] * bst__dtype_size(kept->dtype);
+    int64_t left = chunk_bytes - saved->size[0] * saved->stride[0] * bst__dtype_size(saved->dtype);
     return left > 1 ? left : 1;
 }
 
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
     bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS]};
-    job j = {.kept = bst__given(&v[DLOGITS])};
+    job j = {.saves = bst__given(&v[DLOGITS])};
     linear_divergence_args *a = &j.whole.args;
     BST_TRY(begin(&h, &j, v, attributes, budget_beside(v, attributes[CHUNK_BYTES].i)));
     a->divergence = v[DIVERGENCE_AT].data, a->entropy = v[ENTROPY].data, a->sums = v[SUMS].data;
-    if (j.kept) a->dlogits = v[DLOGITS].data, a->dlogits_stride = v[DLOGITS].stride[0];
+    if (j.saves) a->dlogits = v[DLOGITS].data, a->dlogits_stride = v[DLOGITS].stride[0];
     return run(&h, &j, false);
 }
 

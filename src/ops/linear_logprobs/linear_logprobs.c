@@ -1,7 +1,7 @@
 /* linear_logprobs.c - log-probabilities of targets under the output head, a chunk of rows at a time.
  *
  * A chunk is: logits by the head (linear_cross_entropy_head.h), one pass over them, by which forward reads what is
- * asked of each row, and backward turns them into their gradient, all upstream gradients at once. Where forward keeps
+ * asked of each row, and backward replaces them by their gradient, all upstream gradients at once. Where forward saves
  * all logits, backward has its pass and two products; else it makes them again. Nothing waits for the device. */
 #include <inttypes.h>
 
@@ -33,28 +33,19 @@ enum {
 };
 enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
 
-#define AS_HIDDEN            BST_TYPE_OF(HIDDEN, "the type of hidden")
-#define ARGUMENT(...)        {__VA_ARGS__}
 #define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
-#define GRADIENT(name, of, ...) \
-    ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__)
-#define AS_INPUTS(of) BST_TYPE_OF(of, "as the inputs have it")
-#define HEAD                                                                      \
-    [HIDDEN] = ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),            \
-    [WEIGHT] = ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, AS_HIDDEN), \
-    [TARGET] = ARGUMENT("target", BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS),    \
-    [BIAS] = ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, AS_HIDDEN)
 
 static const bst_argument forward_arguments[] = {
-    HEAD,
+    BST_HEAD,
+    BST_HEAD_TARGET,
     [LOG_PROBS] = PER_ROW("log_probs", BST_OUT),
     [PAIRS] = BST_LOSS_FLOATS("pairs", BST_OUT | BST_OPTIONAL, "T2"),
     [ENTROPY] = PER_ROW("entropy", BST_OUT | BST_OPTIONAL),
     [LSE] = PER_ROW("lse", BST_OUT | BST_OPTIONAL),
     [SQUARES] = PER_ROW("log_sum_sq_probs", BST_OUT | BST_OPTIONAL),
     [MEAN] = PER_ROW("mean_logits", BST_OUT | BST_OPTIONAL),
-    [TOP1] = ARGUMENT("is_top1", BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS),
-    [LOGITS] = ARGUMENT("logits", BST_OUT | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN, BST_PADDED(8)),
+    [TOP1] = {"is_top1", BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS},
+    [LOGITS] = BST_HEAD_LOGITS("logits", BST_OUT | BST_OPTIONAL),
     {NULL},
 };
 
@@ -68,32 +59,33 @@ static bst_status check_dlogits(const char *op, const bst_view *v) {
 }
 
 static const bst_argument backward_arguments[] = {
-    HEAD,
+    BST_HEAD,
+    BST_HEAD_TARGET,
     [GRAD_LOG_PROBS] = PER_ROW("grad_log_probs", BST_IN | BST_OPTIONAL),
     [GRAD_ENTROPY] = PER_ROW("grad_entropy", BST_IN | BST_OPTIONAL),
     [GRAD_LSE] = PER_ROW("grad_lse", BST_IN | BST_OPTIONAL),
     [PAIRS_WERE] = BST_LOSS_FLOATS("pairs", BST_IN, "T2"),
     [ENTROPY_WAS] = PER_ROW("entropy", BST_IN | BST_OPTIONAL),
-    [LOGITS_WERE] = ARGUMENT("logits", BST_IN | BST_OPTIONAL, BST_FLOATS, "TV", BST_ROWS, AS_HIDDEN),
+    [LOGITS_WERE] = BST_HEAD_LOGITS("logits", BST_IN | BST_OPTIONAL),
     /* An output for the sake of the checks: the logits' own place. */
-    [DLOGITS] = ARGUMENT("dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(LOGITS_WERE),
-                         BST_TYPE_OF(LOGITS_WERE, "its own"), BST_WITH(LOGITS_WERE), BST_MAY_BE(1u << LOGITS_WERE),
-                         .check = check_dlogits),
-    [DHIDDEN] = GRADIENT("dhidden", HIDDEN, AS_INPUTS(HIDDEN)),
-    [DWEIGHT] = GRADIENT("dweight", WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
-    [DBIAS] = GRADIENT("dbias", BIAS, AS_INPUTS(BIAS)),
+    [DLOGITS] = {"dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(LOGITS_WERE),
+                 BST_TYPE_OF(LOGITS_WERE, "its own"), BST_WITH(LOGITS_WERE), BST_MAY_BE(1u << LOGITS_WERE),
+                 .check = check_dlogits},
+    [DHIDDEN] = BST_HEAD_GRADIENT("dhidden", HIDDEN, BST_AS_INPUTS(HIDDEN)),
+    [DWEIGHT] =
+        BST_HEAD_GRADIENT("dweight", WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
+    [DBIAS] = BST_HEAD_GRADIENT("dbias", BIAS, BST_AS_INPUTS(BIAS)),
     {NULL},
 };
 
-static const char *const meanings[] = {"Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight",
-                                       NULL};
+static const char *const meanings[] = {BST_HEAD_MEANINGS, NULL};
 
 static const bst_attribute_rule rules[] = {
     [IGNORE_INDEX] = {"ignore_index", 'i'},
-    [TEMPERATURE] = {"temperature", 'd', 1e-6, 1e6, "a number from 1e-6 to 1e6"},
-    [LOGIT_SCALE] = {"logit_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"},
-    [SOFTCAP_AT] = {"softcap", 'd', 0, DBL_MAX, "a positive number, or 0 for none,"},
-    [CHUNK_BYTES] = {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"},
+    [TEMPERATURE] = BST_TEMPERATURE,
+    [LOGIT_SCALE] = BST_LOGIT_SCALE("logit_scale"),
+    [SOFTCAP_AT] = BST_SOFTCAP("softcap"),
+    [CHUNK_BYTES] = BST_CHUNK_BYTES,
     [FLOAT32_DWEIGHT] = {"float32_dweight", 'i', 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)"},
     {NULL},
 };
