@@ -180,7 +180,7 @@ typedef struct bst_norm_options {
  * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both
  * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's
  * type, or without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
- * rstd, float32, one a row, kept for the backward pass, or NULL. options NULL: RMS and LLAMA; its after, of x's shape
+ * rstd, float32, one a row, saved for the backward pass, or NULL. options NULL: RMS and LLAMA; its after, of x's shape
  * and y's type, is added to y before that is rounded, and its gradient is dy. eps is no option, as 0 is a number like
  * others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton,
  * "Layer Normalization", 2016. */
@@ -440,7 +440,7 @@ typedef enum bst_divergence { BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_REVERSE, BS
  * what a class adds is never negative, so that small divergences keep their digits. The teacher has no gradients. */
 typedef struct bst_linear_divergence_tensors {
     size_t size;                            /* sizeof(bst_linear_divergence_tensors) */
-    const DLTensor *hidden, *weight, *bias; /* [T, H]; [V, H] and [V] of hidden's type; bias may be NULL */
+    const DLTensor *hidden, *weight, *bias; /* [T, H]; [V, H], V < 2^30, and [V] of hidden's type; bias may be NULL */
     /* [T, G]; [V, G] and [V] of teacher_hidden's type. Or the teacher's logits [T, V], before scale and softcap; or,
      * with indices [T, K] int64, no two the same in a row, those of K classes that have all its probability. An index
      * outside [0, V): BST_INVALID on CPU; on CUDA its row is NaN. */
@@ -555,8 +555,8 @@ typedef struct bst_adamw_tensors {
     int64_t count;
     DLTensor *const *parameter; /* written */
     DLTensor *const *gradient;  /* of parameter's type; divided by grad_scale where that is given, else only read */
-    /* Written. float32, bfloat16 or parameter's type; or uint8 [ceil(elements / 256), 256], in which case the scales,
-     * float32 [ceil(elements / 256)], are needed. Zeros are the beginning in each. */
+    /* Written. float32, bfloat16 or parameter's type; or uint8 [ceil(elements / 256), 256], beginning at a multiple of
+     * 16 bytes, and then the scales, float32 [ceil(elements / 256)], are needed. Zeros are the beginning in each. */
     DLTensor *const *exp_avg, *const *exp_avg_sq;
     /* float32, written: what parameter is rounded of. NULL, which each of them may be too: there is none. */
     DLTensor *const *master;

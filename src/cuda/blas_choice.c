@@ -11,7 +11,7 @@
  *                                      0.97 of the first answer at 2752, 5376, 5504, 5632, 6528 and 6784; 16384: tile
  *                                      24 0.94
  *   dweight m = V, n = H, k = tokens   tile 29: 0.80 to 0.94 up to 8192 tokens, the more so where dweight is added to
- *                                      or kept in float32; 16384: tile 24 0.93 to 0.95. H = 1024: 0.92 to 1.02
+ *                                      or left in float32; 16384: tile 24 0.93 to 0.95. H = 1024: 0.92 to 1.02
  * These products are limited by power; what wins moves fewer bytes for the same arithmetic. Other chips, float32 and
  * other layouts keep the first answer. */
 #include "cuda/blas_choice.h"

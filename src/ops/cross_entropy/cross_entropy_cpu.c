@@ -165,7 +165,7 @@ static void one_row(const rows_call *c, int64_t row) {
     row_terms t = {.reference = s.top, .smooth = scale * each, .share = hit_share};
     if (smoothing > 0) t.share += t.smooth * divide.class_weight_sum;
     if (square != 0) t.share += upstream * by_count * 2 * square * lse;
-    /* The target's, whose p - 1 is what the others have. They are as a pair would have kept them. */
+    /* The target's, whose p - 1 is what the others have. They are as a saved pair has them. */
     double others = (double)(float)s.others, total = others + own;
     t.at_target = (float)(((double)(t.share - hit_share) * own - hit_share * others) / total);
     if (smoothing > 0) t.at_target -= t.smooth * (c->class_weight ? c->class_weight[target] : 1.0f);

@@ -347,7 +347,7 @@ BST_DEVICE partial registers_sums(const cross_entropy_rows_args *a, registers *h
     return p;
 }
 
-/* What turns a thread's exponentials into gradients. */
+/* What makes gradients of a thread's exponentials. */
 BST_DEVICE float registers_share(const row_terms *t, const registers *h) {
     return COMPACT ? t->share * power(h->own - t->reference) : 0.0f;
 }

@@ -9,7 +9,7 @@
  * forward   reads gate and up, writes y. Bytes: 3 * size an element (6 in bf16). Measured on an H200, bf16, silu: 276
  *           us at 16384 x 12288 (1.0 of the copy bandwidth).
  * backward  reads dy, gate and up, writes dgate and dup. Bytes: 5 * size. 465 us (1.0). The activation is computed
- *           again: nothing was kept. With y, which forward wrote: 6 * size, 144 us at 4096 x 12288 (0.98).
+ *           again: nothing was saved. With y, which forward wrote: 6 * size, 144 us at 4096 x 12288 (0.98).
  * With silu two special-function operations an element, 40 % of their rate at full bandwidth in bf16 (calculated,
  * H200). */
 #include "gated_unit.cuh"

@@ -187,7 +187,7 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
 
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
 
-/* The CPU's way through the chunks of a backward pass. */
+/* Runs a backward pass on CPU, chunk by chunk, and sums the chunks' parts of dbias. */
 static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call, const bst_view *dbias,
                              bst_body body) {
     void *partial;

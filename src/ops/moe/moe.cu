@@ -125,7 +125,7 @@ BST_KERNEL(moe_sort_count, moe_sort_args, THREADS, 1) {
 #endif
 
 #ifdef PLACE
-#define AT_ONCE 8 /* blocks whose counts are under way together */
+#define AT_ONCE 8 /* blocks whose counts are in flight at once */
 BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
     BST_SHARED(uint16_t, found, WARPS *MOST_WIDTH);
     BST_SHARED(int32_t, next, MOST_WIDTH);   /* the next row of each expert */
@@ -265,7 +265,7 @@ BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int pair)
 #endif
 
 #ifdef GLU_FORWARD
-#define AT_ONCE 4 /* rows whose reads are under way together */
+#define AT_ONCE 4 /* rows whose loads are in flight at once */
 BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
     int pair = ((int)bst_block_y() * THREADS + (int)bst_thread()) * PAIRS;
     if (pair >= ROW_OF_PAIRS) return;

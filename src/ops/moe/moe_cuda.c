@@ -43,11 +43,11 @@ static unsigned blocks_for(int64_t work, int64_t each) { return (unsigned)((work
 
 static int whole_warps(int64_t threads) { return (int)(threads + 31) / 32 * 32; }
 
-/* Threads for all columns of a row, in as many turns as `most` threads need: each turn as wide as the others, so that
+/* Threads for all columns of a row, in as many rounds as `most` threads need: each round as wide as the others, so that
  * few threads idle. */
 static int row_threads(int64_t vectors, int64_t most) {
-    int64_t turns = (vectors + most - 1) / most;
-    return whole_warps((vectors + turns - 1) / turns);
+    int64_t rounds = (vectors + most - 1) / most;
+    return whole_warps((vectors + rounds - 1) / rounds);
 }
 
 /* Rows of a block that also sums over rows: many, so that its partial sums weigh little beside the rows (at 32 rows of

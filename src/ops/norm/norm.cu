@@ -4,7 +4,7 @@
  * CENTRE: the mean is subtracted; ADD: forward: one more than the code of the type of a residual that is added to x
  * first, and what is normalised is the sum as it is written, rounded; backward: x is that sum, and dsum, the gradient
  * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS
- * * ROWS threads); WAY (norm_args.h); FOLDED: one stride describes all rows; forward: HAS_BIAS, AFTER: a
+ * * ROWS threads); SOURCE (norm_args.h); FOLDED: one stride describes all rows; forward: HAS_BIAS, AFTER: a
  * residual of y's type is added to y; backward: DX, DW, DB what is wanted; STAGES of the ring.
  *
  * forward   reads x, weight (from the cache after the first rows); writes y and, if wanted, mean and rstd. Bytes: x +
@@ -30,10 +30,10 @@
 #define LLAMA      0
 #define GEMMA      1
 #define ROUND_N    (CASTING == LLAMA && !CENTRE) /* before the product with the weight */
-#define KEPT       (WAY != NORM_AGAIN)
-/* Loops over vectors that are kept have no rolled form. Of those that are read at each use, two are in flight in the
+#define HELD       (SOURCE != NORM_AGAIN)
+/* Loops over vectors in registers have no rolled form. Of those that are read at each use, two are in flight in the
  * backward pass: the compiler would take so many in float32 that registers spill. */
-#if KEPT
+#if HELD
 #define UNROLL_VECTORS BST_UNROLL
 #elif defined BACKWARD
 #define UNROLL_VECTORS BST_UNROLL_TWICE
@@ -73,7 +73,7 @@ BST_DEVICE void unpack_x(float *x, bst_raw raw, float mean) {
 /* Whether there is this input. */
 #define GIVEN(input) ((input) == NORM_X || ((input) == NORM_RESIDUAL && ADD) || ((input) == NORM_AFTER && AFTER))
 /* The vector at this column, packed: out of registers where the row is held there. */
-#define PACKED(input, i, column) (KEPT ? kept[input][KEPT ? i : 0] : bst_raw_at(in[input], column, type_of(input), VEC))
+#define PACKED(input, i, column) (HELD ? held[input][HELD ? i : 0] : bst_raw_at(in[input], column, type_of(input), VEC))
 
 BST_DEVICE int type_of(int input) { return input == NORM_X ? X_TYPE : input == NORM_RESIDUAL ? R_TYPE : Y_TYPE; }
 
@@ -83,19 +83,19 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
     int64_t row = (int64_t)bst_block() * ROWS + bst_thread() / THREADS;
     bool live = row < a.rows;
     const void *in[INPUTS];
-    bst_raw kept[INPUTS][KEPT ? PER_THREAD : 1];
+    bst_raw held[INPUTS][HELD ? PER_THREAD : 1];
     float v[VEC], w[VEC], squares = 0, total = 0, mean = 0;
     BST_UNROLL
     for (int k = 0; k < INPUTS; k++)
         if (GIVEN(k)) in[k] = bst_at(a.in[k], live ? bst_row_start(&a.map[k], row, FOLDED) : 0, type_of(k));
     bst_wait_for_previous();
-    if (KEPT) {
+    if (HELD) {
         BST_UNROLL
         for (int i = 0; i < PER_THREAD; i++) {
             if (!live || !inside(column_of(i, lane))) continue;
             BST_UNROLL
             for (int k = 0; k < INPUTS; k++)
-                if (GIVEN(k)) kept[k][KEPT ? i : 0] = bst_raw_at(in[k], column_of(i, lane), type_of(k), VEC);
+                if (GIVEN(k)) held[k][HELD ? i : 0] = bst_raw_at(in[k], column_of(i, lane), type_of(k), VEC);
         }
     }
     UNROLL_VECTORS
@@ -110,7 +110,7 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         bst_raw sum = bst_pack(v, X_TYPE, VEC);
         bst_write(bst_at_out(a.sum, row * HIDDEN + column, X_TYPE), sum, VEC * bst_type_size(X_TYPE));
         bst_unpack(v, sum, X_TYPE, VEC);
-        kept[NORM_X][KEPT ? i : 0] = sum;
+        held[NORM_X][HELD ? i : 0] = sum;
 #endif
         BST_UNROLL
         for (int j = 0; j < VEC; j++) {
@@ -195,14 +195,14 @@ BST_DEVICE row_state row_at(const norm_backward_args *a, int64_t row) {
     return r;
 }
 
-/* How rows come, and where they are between their two uses. Each way has a `source` with
+/* How rows come, and where they are between their two uses. Each SOURCE has its struct `source` and
  *   rows_open    before the kernel before this one has ended
  *   rows_start   prefetches the first rows
  *   rows_next    makes `row` the current one, and prefetches another
  *   vector       vector `i` of an input of that row, packed; weight_of: of the weight
  *   rows_done    after each row */
 
-#if WAY == NORM_BULK
+#if SOURCE == NORM_BULK
 /* One thread issues bulk copies of whole rows: one block a multiprocessor, STAGES rows in shared memory or in flight,
  * the weight in registers. For rows that each take a block, on chips with bulk copies. */
 #define ROW_BYTES (HIDDEN * 16 / VEC)
@@ -210,7 +210,7 @@ typedef struct source {
     unsigned char *ring;
     uint64_t *arrived; /* [STAGES] */
     bst_stage stage;
-    bst_raw weight[PER_THREAD], kept[INPUTS][PER_THREAD];
+    bst_raw weight[PER_THREAD], held[INPUTS][PER_THREAD];
     row_state now; /* its rstd and mean */
     float next_rstd, next_mean;
 } source;
@@ -259,32 +259,32 @@ BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, i
         if (!inside(column_of(i, lane))) continue;
         BST_UNROLL
         for (int k = 0; k < INPUTS; k++)
-            s->kept[k][i] = bst_read(here + k * ROW_BYTES + column_of(i, lane) * 16 / VEC, 16);
+            s->held[k][i] = bst_read(here + k * ROW_BYTES + column_of(i, lane) * 16 / VEC, 16);
     }
 }
 
-BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) { return s->kept[input][i]; }
+BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) { return s->held[input][i]; }
 BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int column) { return s->weight[i]; }
 BST_DEVICE void rows_done(source *s) { bst_next_stage(&s->stage, STAGES); }
 
 #else
 /* Each thread loads its own vectors: into registers, with two STAGES the next row's while this row is worked on; too
  * wide for these: at each use. */
-#define AHEAD (KEPT && STAGES > 1)
+#define AHEAD (HELD && STAGES > 1)
 typedef struct source {
     row_state now, next;
-    bst_raw kept[INPUTS][KEPT ? PER_THREAD : 1], ahead[INPUTS][AHEAD ? PER_THREAD : 1];
+    bst_raw held[INPUTS][HELD ? PER_THREAD : 1], ahead[INPUTS][AHEAD ? PER_THREAD : 1];
 } source;
 
-BST_DEVICE row_state load_row(bst_raw (*to)[KEPT ? PER_THREAD : 1], const norm_backward_args *a, int64_t row,
+BST_DEVICE row_state load_row(bst_raw (*to)[HELD ? PER_THREAD : 1], const norm_backward_args *a, int64_t row,
                               int lane) {
     row_state r = row_at(a, row);
     BST_UNROLL
-    for (int i = 0; i < (KEPT ? PER_THREAD : 0); i++) {
+    for (int i = 0; i < (HELD ? PER_THREAD : 0); i++) {
         int column = column_of(i, lane);
         if (!r.live || !inside(column)) continue;
         BST_UNROLL
-        for (int k = 0; k < INPUTS; k++) to[k][KEPT ? i : 0] = bst_raw_once(r.in[k], column, type_of(k), VEC);
+        for (int k = 0; k < INPUTS; k++) to[k][HELD ? i : 0] = bst_raw_once(r.in[k], column, type_of(k), VEC);
     }
     return r;
 }
@@ -302,16 +302,16 @@ BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, i
     BST_UNROLL
     for (int i = 0; i < PER_THREAD; i++) {
         BST_UNROLL
-        for (int k = 0; k < INPUTS; k++) s->kept[k][i] = s->ahead[k][i];
+        for (int k = 0; k < INPUTS; k++) s->held[k][i] = s->ahead[k][i];
     }
     s->next = load_row(s->ahead, a, row + step, lane);
 #else
-    s->now = load_row(s->kept, a, row, lane);
+    s->now = load_row(s->held, a, row, lane);
 #endif
 }
 
 BST_DEVICE bst_raw vector(const source *s, int input, int i, int column) {
-    if (KEPT) return s->kept[input][KEPT ? i : 0];
+    if (HELD) return s->held[input][HELD ? i : 0];
     if (input == NORM_DSUM) return bst_raw_once(s->now.in[input], column, type_of(input), VEC);
     return bst_raw_at(s->now.in[input], column, type_of(input), VEC);
 }
@@ -344,7 +344,7 @@ BST_DEVICE void store_partial(float *out, float *sums, float of_thread[][VEC], i
  * rows of dy round(n), dbias = sum of dy. CENTRE: m less mean(m) in dx. */
 BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
     BST_SHARED(float, scratch, CENTRE ? 128 : 64);
-    BST_SHARED(uint64_t, arrived, WAY == NORM_BULK ? STAGES : 1);
+    BST_SHARED(uint64_t, arrived, SOURCE == NORM_BULK ? STAGES : 1);
     BST_SHARED(float, sums, ROWS > 1 ? (DW || DB) * HIDDEN + 1 : 1);
     BST_DYNAMIC_SHARED(ring);
     int lane = ROWS > 1 ? (int)bst_thread() % THREADS : (int)bst_thread();

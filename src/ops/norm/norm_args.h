@@ -4,7 +4,7 @@
 
 #include "row_map.h"
 
-/* WAY: where a row is between its two uses. */
+/* SOURCE: where a row is between its two uses. */
 #define NORM_AGAIN 0 /* nowhere on the chip: it is read again, from the L2 where that still has it */
 #define NORM_HELD  1 /* in registers */
 #define NORM_BULK  2 /* backward: in registers, out of a ring of shared memory that bulk copies fill with whole rows */

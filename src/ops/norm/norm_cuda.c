@@ -10,7 +10,7 @@
 /* clang-format off */
 #define MACROS(X)                                                                                  \
     X(HIDDEN) X(X_TYPE) X(W_TYPE) X(Y_TYPE) X(CASTING) X(HAS_WEIGHT) X(ADD) X(VEC) X(THREADS) X(ROWS) \
-    X(WAY) X(FOLDED) X(DX) X(DW) X(STAGES) X(HAS_BIAS) X(DB) \
+    X(SOURCE) X(FOLDED) X(DX) X(DW) X(STAGES) X(HAS_BIAS) X(DB) \
     X(CENTRE) X(AFTER)
 /* clang-format on */
 #define PLACE(name) M_##name,
@@ -86,7 +86,7 @@ static void shape_forward(bst_launch *l) {
      * with 1, 75.5. 1024 threads have 64 registers each; 32 words of x and residual leave room for the rest. */
     int inputs = 1 + (l->values[M_ADD] != 0) + (l->values[M_AFTER] != 0);
     shape_rows(l, 2, 8, 1024);
-    l->values[M_WAY] = fits(l, inputs * x_access(l), 32) ? NORM_HELD : NORM_AGAIN;
+    l->values[M_SOURCE] = fits(l, inputs * x_access(l), 32) ? NORM_HELD : NORM_AGAIN;
 }
 
 /* Words of 32 bits that a thread needs to hold its share of so many rows, and of the sums; 512 threads have 128
@@ -110,7 +110,7 @@ static bool shape_bulk(bst_launch *l, const bst_chip *chip) {
     if (stages < 2) return false;
     if (stages > 4) stages = 4;
     shape_rows(l, 2, 128, 512);
-    l->values[M_WAY] = NORM_BULK;
+    l->values[M_SOURCE] = NORM_BULK;
     l->values[M_STAGES] = stages;
     l->shared = (unsigned)(stages * row);
     return true;
@@ -128,11 +128,11 @@ static int shape_backward(bst_launch *l, const bst_chip *chip) {
     const int most_words = 96;
     if (shape_bulk(l, chip)) return chip->processors;
     shape_rows(l, 2, 16, 512);
-    l->values[M_WAY] = NORM_HELD;
+    l->values[M_SOURCE] = NORM_HELD;
     l->values[M_STAGES] = l->values[M_VEC] == 8 && vectors_of_row(l) >= 16 && held_words(l, 2) < most_words ? 2 : 1;
     if (held_words(l, 1) > most_words) { /* dweight and dbias come from a kernel of their own */
         shape_rows(l, 8, 16, 512);
-        l->values[M_WAY] = NORM_AGAIN;
+        l->values[M_SOURCE] = NORM_AGAIN;
         l->values[M_STAGES] = 1;
         l->values[M_DW] = l->values[M_DB] = false;
     }
@@ -179,7 +179,7 @@ static bst_status wide_partials(const bst_exec *exec, int device, bst_launch l, 
     l.values[M_THREADS] = l.block = WIDE_THREADS;
     /* What this kernel does not depend on must not make new kernels of it. */
     l.values[M_ROWS] = l.values[M_DX] = 1;
-    l.values[M_WAY] = l.values[M_ADD] = 0;
+    l.values[M_SOURCE] = l.values[M_ADD] = 0;
     l.grid_x = (unsigned)((l.values[M_HIDDEN] + columns_of_block - 1) / columns_of_block);
     l.grid_y = (unsigned)parts;
     return bst__cuda_launch(exec, NORM_BACKWARD, device, &l, args, sizeof *args);

@@ -90,21 +90,15 @@ static bst_status read_codes(const reading *r, const char *list, const char *sca
     char text[NAME], scale_text[NAME], other_text[NAME];
     const char *op = r->op, *name = name_of(r, list, text), *scale_name = name_of(r, scale_list, scale_text);
     const char *other = name_of(r, "parameter", other_text);
-    int64_t blocks = optim_blocks(parameter->count, OPTIM_BLOCK), words = blocks * (OPTIM_BLOCK / 4);
-    bool flat = tensor->ndim == 2 && tensor->shape && tensor->shape[0] == blocks && tensor->shape[1] == OPTIM_BLOCK &&
-                (!tensor->strides || blocks < 1 ||
-                 (tensor->strides[1] == 1 && (blocks == 1 || tensor->strides[0] == OPTIM_BLOCK)));
-    if (!flat)
+    int64_t blocks = optim_blocks(parameter->count, OPTIM_BLOCK);
+    bst_view v, s;
+    BST_TRY(bst__view(op, name, 1u << BST_U8, tensor, &v));
+    if (v.dims != 2 || v.size[0] != blocks || v.size[1] != OPTIM_BLOCK || !bst__is_contiguous(&v))
         return bst__error(BST_INVALID, "%s: %s is of uint8; it must be contiguous, of shape [%lld, %d]", op, name,
                           (long long)blocks, OPTIM_BLOCK);
-    /* The same memory as words: the checks know no bytes. */
-    DLTensor same = *tensor;
-    same.ndim = 1, same.shape = &words, same.strides = NULL, same.dtype = (DLDataType){kDLInt, 32, 1};
-    bst_view v, s;
-    BST_TRY(bst__view(op, name, 1u << BST_I32, &same, &v));
     BST_TRY(bst__need_device(op, name, &v, parameter, other));
     BST_TRY(bst__need_apart(op, name, &v, other, parameter));
-    if ((uintptr_t)v.data % 16)
+    if (v.count && (uintptr_t)v.data % 16)
         return bst__error(BST_UNSUPPORTED, "%s: %s does not begin at a multiple of 16 bytes; copy it", op, name);
     BST_TRY(bst__view(op, scale_name, 1u << BST_F32, scales, &s));
     BST_TRY(bst__need_device(op, scale_name, &s, parameter, other));

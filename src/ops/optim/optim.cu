@@ -10,7 +10,7 @@
  *
  * Macros: TABLE tensors in the arguments; CHUNK elements of a block, THREADS of it; TYPE of parameters and gradients,
  * MOMENTS (codes of dtype.h); MASTER: whether the parameter lies in float32 beside; STOCHASTIC
- * rounding of what is bfloat16; MAXIMIZE; KEEP: gradients are written back as they were used. */
+ * rounding of what is bfloat16; MAXIMIZE; WRITE_GRADIENT: gradients are written back as they were used. */
 #include "pack.cuh"
 #include "reduce.cuh"
 
@@ -30,7 +30,7 @@ BST_DEVICE uint32_t tensor_of(const uint32_t *first, uint32_t tensors, uint32_t 
     return low;
 }
 
-/* Eight elements on their way through registers: one access of 16 bytes, or two; single ones where an array does not
+/* Eight elements in registers: one access of 16 bytes, or two; single ones where an array does not
  * begin at a multiple of that, and behind its last whole eight. */
 struct eight {
     bst_raw raw[2];
@@ -241,19 +241,19 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
             m_scale = m_scales[at / OPTIM_BLOCK];
             v_scale = v_scales[at / OPTIM_BLOCK];
         }
-        /* While these are on their way. */
+        /* While these loads are in flight. */
         const uint64_t eight_of = (uint64_t)(part + at) / OPTIM_EACH;
         uint32_t random[4] = {0, 0, 0, 0};
         const bool draw_now = MOMENTS == OPTIM_U8_CODE && !draw_p;
         if (draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         float p[8], g[8], m[8], v[8];
         unpack_eight(g, &g_raw, TYPE);
-        if (KEEP) {
+        if (WRITE_GRADIENT) {
             float used[8];
             BST_UNROLL
             for (int j = 0; j < 8; j++) used[j] = g[j] * c.factor;
-            const eight kept = pack_eight(used, TYPE);
-            write_eight(gradient, at, &kept, n, whole, TYPE);
+            const eight written = pack_eight(used, TYPE);
+            write_eight(gradient, at, &written, n, whole, TYPE);
         }
         if (MOMENTS == OPTIM_U8_CODE) {
             /* A beta goes into its scale, so that a term is one product each. */

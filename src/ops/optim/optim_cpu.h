@@ -6,7 +6,7 @@
 #include "ops/optim/optim_math.h"
 
 /* Elements of a unit of work, of which a thread takes some: whole blocks of moments of 8 bits, and a tile of what is
- * turned into float32. */
+ * converted to float32. */
 enum { OPTIM_UNIT = 2048 };
 
 typedef struct optim_cpu {

@@ -6,11 +6,11 @@
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum { TABLE, CHUNK, THREADS, TYPE, MOMENTS, MASTER, STOCHASTIC, MAXIMIZE, KEEP, MIN_BLOCKS };
+enum { TABLE, CHUNK, THREADS, TYPE, MOMENTS, MASTER, STOCHASTIC, MAXIMIZE, WRITE_GRADIENT, MIN_BLOCKS };
 static const bst_kernel adamw_kernel = {"optim.cu",
                                         "optim_adamw",
                                         {"TABLE", "CHUNK", "THREADS", "TYPE", "MOMENTS", "MASTER", "STOCHASTIC",
-                                         "MAXIMIZE", "KEEP", "MIN_BLOCKS", "ADAMW", NULL}};
+                                         "MAXIMIZE", "WRITE_GRADIENT", "MIN_BLOCKS", "ADAMW", NULL}};
 static const bst_kernel squares_kernel = {
     "optim.cu", "optim_squares", {"TABLE", "CHUNK", "THREADS", "TYPE", "SQUARES", NULL}};
 static const bst_kernel scale_kernel = {
@@ -131,7 +131,7 @@ static bst_status launch_alike(const bst_exec *exec, const optim_step *s, int64_
     l.values[MASTER] = like->tensor.master != NULL;
     l.values[STOCHASTIC] = s->stochastic && (like->moments == BST_BF16 || like->type == BST_BF16);
     l.values[MAXIMIZE] = s->maximize;
-    l.values[KEEP] = s->grad_scale != NULL;
+    l.values[WRITE_GRADIENT] = s->grad_scale != NULL;
     l.values[MIN_BLOCKS + 1] = 1;
     for (int64_t i = from; i <= s->count; i++) {
         const optim_item *item = &s->items[i];
