@@ -46,6 +46,11 @@ static void show(const fuzz_call *c, const fuzz_raw *raw) {
     }
 }
 
+static void tell_how_to_repeat(void) {
+    printf("    again: --seed %llu --first %llu --calls 1%s%s\n", (unsigned long long)options.seed,
+           (unsigned long long)at, options.only ? " --only " : "", options.only ? options.only : "");
+}
+
 static void __attribute__((format(printf, 3, 4))) fail(const fuzz_call *c, const fuzz_raw *raw, const char *format,
                                                        ...) {
     va_list arguments;
@@ -53,8 +58,8 @@ static void __attribute__((format(printf, 3, 4))) fail(const fuzz_call *c, const
     va_start(arguments, format);
     vprintf(format, arguments);
     va_end(arguments);
-    printf("\n    again: --seed %llu --first %llu --calls 1%s%s\n", (unsigned long long)options.seed,
-           (unsigned long long)at, options.only ? " --only " : "", options.only ? options.only : "");
+    printf("\n");
+    tell_how_to_repeat();
     show(c, raw);
     if (++failures == MOST_FAILURES) exit(EXIT_FAILURE);
 }
@@ -111,9 +116,13 @@ static void parallel_for(void *user, int64_t count, int64_t grain, void (*body)(
     }
 }
 
+static const bst_exec exec = {
+    .size = sizeof exec, .allocate = allocate, .release = release, .parallel_for = parallel_for};
+
+static void cut_by(uint64_t by) { cuts = by; }
+
 static bst_status run(const fuzz_call *c, const fuzz_raw *raw, uint64_t cut) {
-    bst_exec exec = {.size = sizeof exec, .allocate = allocate, .release = release, .parallel_for = parallel_for};
-    cuts = cut;
+    cut_by(cut);
     return bst__run(c->function, &exec, raw->given, raw->attributes);
 }
 
@@ -168,14 +177,12 @@ static bool judge_table(fuzz_call *c, const fuzz_raw *raw) {
     return status == BST_OK;
 }
 
-static double roundoff(bst_dtype type) { return type == BST_F32 ? 0x1p-24 : type == BST_F16 ? 0x1p-11 : 0x1p-8; }
-
 /* Several roundings to the coarsest type at hand, and float32's along sums. What is nearly too large for a type, or was
  * on the way, is left out; so is what denormals lose. */
 static void judge_numbers(const fuzz_call *c, const fuzz_raw *raw) {
     double coarsest = 0x1p-24;
     for (int i = 0; i < c->count; i++)
-        if (c->of[i].given && c->of[i].type <= BST_F16) coarsest = fmax(coarsest, roundoff(c->of[i].type));
+        if (c->of[i].given && c->of[i].type <= BST_F16) coarsest = fmax(coarsest, fuzz_roundoff(c->of[i].type));
     for (int i = 0; i < c->count; i++) {
         const fuzz_tensor *t = &c->of[i];
         if (!t->results || !t->size) continue;
@@ -259,10 +266,13 @@ static const bst_function *functions[MOST_FUNCTIONS];
 static int function_count;
 static int64_t tried[MOST_FUNCTIONS], accepted[MOST_FUNCTIONS];
 
-static bool is_described(const char *name) {
+/* The place of a function; those that take lists follow those that have a description. -1: there is none. */
+static int function_called(const char *name) {
     for (int i = 0; i < function_count; i++)
-        if (strcmp(functions[i]->name, name) == 0) return true;
-    return false;
+        if (strcmp(functions[i]->name, name) == 0) return i;
+    for (int i = 0; i < FUZZ_LISTS; i++)
+        if (strcmp(fuzz_list_names[i], name) == 0) return function_count + i;
+    return -1;
 }
 
 /* Every function has a reference or says that it has none, and the tables name nothing else. */
@@ -277,10 +287,11 @@ static void check_tables(void) {
         failures++;
     }
     for (const fuzz_reference *r = fuzz_references; r->name; r++)
-        if (!is_described(r->name))
+        if (function_called(r->name) < 0)
             failures++, printf("fuzz: there is no function %s, for which there is a reference\n", r->name);
     for (const char *const *n = fuzz_without_reference; *n; n++)
-        if (!is_described(*n)) failures++, printf("fuzz: there is no function %s, which is to have no reference\n", *n);
+        if (function_called(*n) < 0)
+            failures++, printf("fuzz: there is no function %s, which is to have no reference\n", *n);
 }
 
 static double now(void) {
@@ -292,13 +303,19 @@ static double now(void) {
 static void fuzz_one(void) {
     fuzz_call call;
     fuzz_seed(options.seed, at);
-    int which = (int)fuzz_below(function_count);
-    if (options.only)
-        for (which = 0; which < function_count && strcmp(functions[which]->name, options.only);) which++;
+    int which = (int)fuzz_below(function_count + FUZZ_LISTS);
+    if (options.only) which = function_called(options.only);
+    tried[which]++;
+    if (which >= function_count) {
+        int failed = fuzz_lists((fuzz_list)(which - function_count), &exec, cut_by);
+        accepted[which] += !failed;
+        failures += failed;
+        if (failed) tell_how_to_repeat();
+        return;
+    }
     fuzz_draw(&call, functions[which]);
     fuzz_place_in_memory(&call);
     fuzz_fill(&call);
-    tried[which]++;
     if (judge(&call)) {
         accepted[which]++;
         if (fuzz_chance(2)) judge_illegal(&call);
@@ -328,7 +345,7 @@ static void read_options(int count, char **words) {
             options.calls = strtoull(value, NULL, 10);
         else if (value && !strcmp(words[i], "--seconds"))
             options.seconds = strtod(value, NULL), options.calls = UINT64_MAX / 2;
-        else if (value && !strcmp(words[i], "--only") && is_described(value))
+        else if (value && !strcmp(words[i], "--only") && function_called(value) >= 0)
             options.only = value;
         else {
             printf("fuzz [--seed N] [--calls N] [--seconds N] [--first N] [--only FUNCTION]\n");
@@ -354,9 +371,9 @@ int main(int count, char **words) {
     }
     if (!options.only) check_acceptance();
     int64_t all = 0;
-    for (int i = 0; i < function_count; i++) all += accepted[i];
+    for (int i = 0; i < function_count + FUZZ_LISTS; i++) all += accepted[i];
     printf("fuzz: seed %llu, %llu calls of %d functions, %lld accepted, %d failures\n",
-           (unsigned long long)options.seed, (unsigned long long)(at - options.first), function_count, (long long)all,
-           failures);
+           (unsigned long long)options.seed, (unsigned long long)(at - options.first), function_count + FUZZ_LISTS,
+           (long long)all, failures);
     return failures ? EXIT_FAILURE : EXIT_SUCCESS;
 }

@@ -58,10 +58,17 @@ void fuzz_restore(fuzz_call *call, unsigned char garbage);
 const char *fuzz_changed(const fuzz_call *call, bool ran);
 
 /* values.c: numbers, and what no table says of them. */
+double fuzz_roundoff(bst_dtype type);
 double fuzz_load(const char *data, bst_dtype type);
 void fuzz_store(char *data, bst_dtype type, double value);
 void fuzz_fill(fuzz_call *call);
 void fuzz_read(fuzz_call *call); /* the results */
+
+/* lists.c: a call of one of the functions that take lists of tensors, drawn and judged; how many failures it printed.
+ * `cut` begins another way to cut work into pieces. */
+typedef enum fuzz_list { FUZZ_ADAMW, FUZZ_NORM, FUZZ_SCALE, FUZZ_LISTS } fuzz_list;
+extern const char *const fuzz_list_names[FUZZ_LISTS];
+int fuzz_lists(fuzz_list function, const bst_exec *exec, void (*cut)(uint64_t cuts));
 
 /* spoil.c: a call, as DLPack has it, with one rule broken. */
 typedef struct fuzz_raw {
@@ -70,6 +77,8 @@ typedef struct fuzz_raw {
     int64_t shape[BST_MOST_ARGUMENTS][FUZZ_MOST_DIMS], stride[BST_MOST_ARGUMENTS][FUZZ_MOST_DIMS];
     bst_attribute attributes[BST_MOST_ATTRIBUTES];
 } fuzz_raw;
+extern const DLDevice fuzz_device; /* where tensors are */
+DLDataType fuzz_dl_type(bst_dtype type);
 void fuzz_write_raw(const fuzz_call *call, fuzz_raw *raw);
 /* Breaks a rule and says which, and the name that the error must have; false where it found none to break. */
 bool fuzz_spoil(const fuzz_call *call, fuzz_raw *raw, char what[128], const char **name);

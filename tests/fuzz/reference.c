@@ -131,6 +131,9 @@ static void norm_forward(fuzz_call *c) {
         double inverse = inverse_root(row, columns, real(c, "eps"));
         /* Where the numbers of a row differ by less than they are large, what is left of them is wrong by that. */
         double blur = mean != 0 ? largest_one * inverse : 0;
+        /* And nothing is left where rounding takes more: of two that differ, the sums may be the same. */
+        double rounding = fuzz_roundoff(residual ? x->type : BST_F32) * fmax(largest_one, least(x));
+        if (mean != 0 && rounding * inverse > 0.25) inverse = INFINITY;
         want(rstd, r, inverse, inverse * (1 + blur * blur));
         for (int64_t i = 0; i < columns; i++) {
             double n = row[i] * inverse, w = factor_of(c, weight, i), beside = after ? after[r * columns + i] : 0;

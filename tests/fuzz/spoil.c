@@ -7,18 +7,20 @@
 
 #include "fuzz.h"
 
-static DLDataType dl_type(bst_dtype type) {
+#ifdef BST_EMULATE
+const DLDevice fuzz_device = {kDLCUDA, 0};
+static const DLDevice other_device = {kDLCPU, 0};
+#else
+const DLDevice fuzz_device = {kDLCPU, 0};
+static const DLDevice other_device = {kDLCUDA, 0};
+#endif
+
+DLDataType fuzz_dl_type(bst_dtype type) {
     static const DLDataType types[] = {[BST_F32] = {kDLFloat, 32, 1}, [BST_BF16] = {kDLBfloat, 16, 1},
                                        [BST_F16] = {kDLFloat, 16, 1}, [BST_I64] = {kDLInt, 64, 1},
                                        [BST_I32] = {kDLInt, 32, 1},   [BST_U8] = {kDLUInt, 8, 1}};
     return types[type];
 }
-
-#ifdef BST_EMULATE
-static const DLDevice device = {kDLCUDA, 0}, other_device = {kDLCPU, 0};
-#else
-static const DLDevice device = {kDLCPU, 0}, other_device = {kDLCUDA, 0};
-#endif
 
 void fuzz_write_raw(const fuzz_call *c, fuzz_raw *raw) {
     memset(raw, 0, sizeof *raw);
@@ -34,9 +36,9 @@ void fuzz_write_raw(const fuzz_call *c, fuzz_raw *raw) {
         /* Half of the offset in data, half in byte_offset; strides of what is contiguous are left out. */
         raw->tensor[i] = (DLTensor){.data = t->data - t->count % 64,
                                     .byte_offset = (uint64_t)(t->count % 64),
-                                    .device = device,
+                                    .device = fuzz_device,
                                     .ndim = t->dims,
-                                    .dtype = dl_type(t->type),
+                                    .dtype = fuzz_dl_type(t->type),
                                     .shape = raw->shape[i],
                                     .strides = contiguous ? NULL : raw->stride[i]};
         raw->given[i] = &raw->tensor[i];
@@ -68,7 +70,7 @@ static bool other_type(const fuzz_call *c, fuzz_raw *raw, int place) {
     bst_dtype type = (bst_dtype)fuzz_below(BST_DTYPES);
     if (type == c->of[place].type || ((a->types & 1u << type) && !a->type_of && !a->type_rule)) return false;
     if (bst__dtype_size(type) != bst__dtype_size(c->of[place].type)) return false; /* it may reach beyond the block */
-    raw->tensor[place].dtype = dl_type(type);
+    raw->tensor[place].dtype = fuzz_dl_type(type);
     return true;
 }
 
@@ -186,7 +188,7 @@ static bool elsewhere(const fuzz_call *c, fuzz_raw *raw, int place) {
     if (fuzz_chance(3)) return raw->tensor[place].device.device_type = kDLROCM, true;
     if (!place) return false; /* the others would be elsewhere then */
     raw->tensor[place].device = other_device;
-    if (fuzz_chance(2)) raw->tensor[place].device = (DLDevice){device.device_type, 1};
+    if (fuzz_chance(2)) raw->tensor[place].device = (DLDevice){fuzz_device.device_type, 1};
     (void)c;
     return true;
 }

@@ -33,6 +33,8 @@ static uint16_t to_half(double value) {
     return (uint16_t)(sign | (exponent + 14) << 10 | ((int)ldexp(size, 11 - exponent) & 1023));
 }
 
+double fuzz_roundoff(bst_dtype type) { return type == BST_F32 ? 0x1p-24 : type == BST_F16 ? 0x1p-11 : 0x1p-8; }
+
 double fuzz_load(const char *data, bst_dtype type) {
     uint16_t half;
     int32_t narrow;
