@@ -1,11 +1,12 @@
 """Format, style, and the rules of the house that a program can check. Exit code 1 where one is broken.
 
 - clang-format and ruff find nothing to change;
-- every row of src/ops.def has its room, its Python file, its two tests, its document and its rows in the bench, and no
-  room lacks a row;
+- every row of src/ops.def has its room, its Python file, its two tests (all chips in that of C), its document, its rows
+  in the bench and a word in CHANGELOG.md, and no room lacks a row;
 - no source file is longer than 600 lines, and no line than 120 columns;
 - every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
-- every operator function has a reference for the fuzzer, or is named among those without;
+- the header declares what the rooms describe and define, and nothing else;
+- every operator function has a reference for the fuzzer, or is named among those without; or, of lists, its own calls;
 - the operators in Python import nothing from above them;
 - the shared library's public prefix is the only one the header declares;
 - mypy finds no fault in the package;
@@ -91,7 +92,7 @@ def formatting() -> list[str]:
 def operators() -> list[str]:
     faults = []
     rows = re.findall(r"^BST_OP\((\w+)\)", (ROOT / "src/ops.def").read_text(), re.M)
-    calls = (ROOT / "tests/py/every_operator.py").read_text()
+    calls, changes = (ROOT / "tests/py/every_operator.py").read_text(), (ROOT / "CHANGELOG.md").read_text()
     for op in rows:
         python = PYTHON_NAMES.get(op, op)
         room = f"src/ops/{op}/{op}"
@@ -108,9 +109,14 @@ def operators() -> list[str]:
         faults += unmeasured(op) + unbuilt(op)
         if op not in NOT_DIFFERENTIABLE | NOT_IN_BENCH and f'    "{BENCH_NAMES.get(op, op)}": ' not in calls:
             faults.append(f"tests/py/every_operator.py has no call of the operator {op}")
-        parts = r"_\w+" if op in NOT_DIFFERENTIABLE else r"(_(\w+_)?forward)?"
-        if not re.search(rf"bst_{op}{parts}\(", (ROOT / "include/bastile.h").read_text()):
-            faults.append(f"include/bastile.h does not declare bst_{op}_forward, nor one of its parts, nor bst_{op}")
+        if (ROOT / f"{room}_args.h").exists() and "static_assert(sizeof(" not in (ROOT / f"{room}_args.h").read_text():
+            faults.append(f"{room}_args.h does not state the size of its structs")
+        if (ROOT / f"tests/c/test_{op}.c").exists() and "RUN(kernels_compile_for_every_chip)" not in "".join(
+            p.read_text() for p in (ROOT / "tests/c").glob(f"test_{op}*.c")
+        ):
+            faults.append(f"tests/c/test_{op}.c does not compile the kernels for every chip")
+        if not re.search(rf"\b({op}|{python})\b", changes):
+            faults.append(f"CHANGELOG.md says nothing of the operator {op}")
     for room in (ROOT / "src/ops").iterdir():
         if room.name not in rows:
             faults.append(f"{room.relative_to(ROOT)} has no row in src/ops.def")
@@ -121,14 +127,15 @@ def unmeasured(op: str) -> list[str]:
     """Where the bench has no row for an operator."""
     name = BENCH_NAMES.get(op, op)
     rows = {
-        "bench/cases.py": rf'^ *(return )?Case\("{name}"',
-        "bench/operators.py": rf'^    "{name}": ',
-        "peers/operators.py": rf'^    "{name}": ',
+        "python/bastile/bench/cases.py": rf'^ *(return )?Case\("{name}"',
+        "python/bastile/bench/operators.py": rf'^    "{name}": ',
+        "python/bastile/peers/operators.py": rf'^    "{name}": ',
+        "tests/py/test_bench.py": rf'^    "{name}": \(',
     }
     return [
-        f"python/bastile/{file} has no row {name}, of the operator {op}"
+        f"{file} has no row {name}, of the operator {op}"
         for file, row in rows.items()
-        if op not in NOT_IN_BENCH and not re.search(row, (ROOT / "python/bastile" / file).read_text(), re.M)
+        if op not in NOT_IN_BENCH and not re.search(row, (ROOT / file).read_text(), re.M)
     ]
 
 
@@ -154,13 +161,36 @@ def described() -> set[str]:
     return names
 
 
+def defined() -> set[str]:
+    """The functions of the C API that the rooms define."""
+    code = "\n".join(p.read_text() for room in (ROOT / "src/ops").iterdir() for p in sorted(room.glob("*.c")))
+    return set(re.findall(r"^bst_status bst_([a-z]\w*)\(const bst_exec ", code, re.M))
+
+
+def declared() -> list[str]:
+    """Functions that the rooms describe or define, and the header does not declare; and the other way round."""
+    header = (ROOT / "include/bastile.h").read_text()
+    known = set(re.findall(r"^BST_API bst_status bst_([a-z]\w*)\(const bst_exec ", header, re.M))
+    functions = described() | defined()
+    return [f"include/bastile.h does not declare bst_{name}" for name in sorted(functions - known)] + [
+        f"include/bastile.h declares bst_{name}, which no room has" for name in sorted(known - functions)
+    ]
+
+
 def references() -> list[str]:
     text = (ROOT / "tests/fuzz/reference.c").read_text()
     tables = text[text.index("fuzz_references[]") :]
     known, functions = set(re.findall(r'"(\w+)"', tables)), described()
-    return [f"{name} has no reference in tests/fuzz/reference.c" for name in sorted(functions - known)] + [
-        f"tests/fuzz/reference.c knows {name}, which src/ops does not describe" for name in sorted(known - functions)
-    ]
+    lists = (ROOT / "tests/fuzz/lists.c").read_text()
+    unfuzzed = [name for name in sorted(defined() - functions) if f'"{name}"' not in lists]
+    return (
+        [f"{name}, which has no description, is not drawn in tests/fuzz/lists.c" for name in unfuzzed]
+        + [f"{name} has no reference in tests/fuzz/reference.c" for name in sorted(functions - known)]
+        + [
+            f"tests/fuzz/reference.c knows {name}, which src/ops does not describe"
+            for name in sorted(known - functions)
+        ]
+    )
 
 
 def sources() -> list[str]:
@@ -187,10 +217,8 @@ def sources() -> list[str]:
                 if re.match(r"bastile\b", module) and f"{module}.".split(".")[1] not in BELOW_OPERATORS
             ]
     for header in ("include/bastile.h", "include/bastile/torch.h"):
-        declared = re.findall(r"^BST_(?:API|EXPORT) .*?(\w+)\(", (ROOT / header).read_text(), re.M)
-        faults += [
-            f"{header} declares {name}, which has not the prefix bst_" for name in declared if name[:4] != "bst_"
-        ]
+        names = re.findall(r"^BST_(?:API|EXPORT) .*?(\w+)\(", (ROOT / header).read_text(), re.M)
+        faults += [f"{header} declares {name}, which has not the prefix bst_" for name in names if name[:4] != "bst_"]
     return faults
 
 
@@ -215,7 +243,7 @@ def reference() -> list[str]:
 
 
 def main() -> int:
-    faults = formatting() + operators() + references() + sources() + reference()
+    faults = formatting() + operators() + declared() + references() + sources() + reference()
     for fault in faults:
         print(f"lint: {fault}")
     print(f"lint: {len(faults)} faults")
