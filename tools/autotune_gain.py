@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import bastile
+from bastile.bench.timing import between_events
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 
 #: Hidden size and vocabulary: the bench's models, and some of other shapes.
@@ -44,13 +45,7 @@ def head(rows: int, hidden: int, vocabulary: int) -> Callable[[], object]:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1000 / CALLS
+    return 1e6 / CALLS * between_events(lambda: [call() for _ in range(CALLS)])
 
 
 def measure(call: Callable[[], object]) -> dict[str, float]:

@@ -20,22 +20,10 @@ import torch
 import bastile
 from bastile.shapes import MODELS
 from bastile.sweep import trainer
-from bastile.sweep.trainer import clock, tokenizer
-
-__all__ = ["UNTIMED", "build", "clock", "tokenizer"]
+from bastile.sweep.model import build
 
 UNTIMED = 4  # steps in which kernels are chosen and memory finds its size
 _DEVICE = torch.device("cuda")
-
-
-def build(shape: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    options = dict(MODELS[shape])
-    config = AutoConfig.for_model(options.pop("model_type"), **options)
-    torch.manual_seed(0)
-    with _DEVICE:
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -51,7 +39,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.steps - UNTIMED,
     }
     trainer.prepare(plan["implementation"])
-    found = trainer.measure(lambda: build(options.shape), options.length, _DEVICE, plan)
+    found = trainer.measure(lambda: build(options.shape, torch.bfloat16, _DEVICE, 0), options.length, _DEVICE, plan)
     return {
         "implementation": options.implementation,
         "shape": options.shape,

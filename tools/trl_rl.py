@@ -21,15 +21,20 @@ import tempfile
 from typing import Any
 
 import torch
-from trl_lora import build, clock, tokenizer
 
 import bastile
 from bastile.profile.record import covered
 from bastile.shapes import MODELS
+from bastile.sweep import model as models
+from bastile.sweep.trainer import clock, tokenizer
 
 ROWS = 64
 UNTIMED = 6  # steps in which kernels are chosen, graphs are captured, and memory finds its size
 PROFILED = 2  # further steps, the last ones
+
+
+def build(options: argparse.Namespace) -> Any:
+    return models.build(options.shape, torch.bfloat16, torch.device("cuda"), 0)
 
 
 def texts(count: int, length: int, vocabulary: int, seed: int) -> list[str]:
@@ -89,7 +94,7 @@ def plain_trainer(options: argparse.Namespace, given: dict[str, Any]) -> Any:
     """Transformers' own, of tokens."""
     from transformers import Trainer, TrainingArguments
 
-    model = build(options.shape)
+    model = build(options)
     tokens = torch.randint(3, model.config.vocab_size, (ROWS, options.length)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     return Trainer(model, TrainingArguments(**given | {"gradient_checkpointing": False}), train_dataset=rows)
@@ -112,7 +117,7 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     }
     if options.trainer == "trainer":
         return plain_trainer(options, given)
-    model = build(options.shape)
+    model = build(options)
     vocabulary = model.config.vocab_size
     name = options.trainer.upper()
     more: dict[str, Any] = {}
@@ -124,7 +129,7 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     else:
         given["max_length"] = options.length
     if options.trainer == "dpo":
-        more["ref_model"] = build(options.shape)
+        more["ref_model"] = build(options)
     return getattr(trl, f"{name}Trainer")(
         model=model,
         args=getattr(trl, f"{name}Config")(**given),

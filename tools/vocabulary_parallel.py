@@ -16,21 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import distributed
 
+from bastile.bench.timing import between_events
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.linear_logprobs import linear_logprobs
 from bastile.ops.vocabulary_parallel import VocabularyShard
 
 TURNS = 10
 Run = Callable[[VocabularyShard | None], torch.Tensor]
-
-
-def timed(run: Callable[[], None]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
 
 
 def runs(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> dict[str, Run]:
@@ -60,7 +52,7 @@ def measure(tokens: int, vocabulary: int, width: int, rank: int) -> None:
             for parted in (False, True):
                 distributed.barrier()
                 hidden.grad = weight.grad = None
-                taken = timed(lambda run=run, parted=parted: run(shard if parted else None).backward())
+                taken = 1e3 * between_events(lambda run=run, parted=parted: run(shard if parted else None).backward())
                 if turn > 1:
                     times[parted].append(taken)
         mine = torch.tensor([statistics.median(times[False]), statistics.median(times[True])], device="cuda")

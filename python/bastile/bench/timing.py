@@ -89,7 +89,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
 # ---- device time -----------------------------------------------------------------------------------------------------
 
 
-def _between_events(work: Callable[[], object]) -> float:
+def between_events(work: Callable[[], object]) -> float:
     """Seconds from one event of CUDA's current stream to another, with what the work queues between them."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
@@ -138,7 +138,7 @@ class _Graph:
     def sample(self) -> float:
         self._rotation.restore()
         torch.cuda._sleep(int(_LAUNCH_SECONDS * _cycles_per_second()))
-        return _between_events(self._graph.replay) / self._calls
+        return between_events(self._graph.replay) / self._calls
 
 
 class _Queue:
@@ -166,7 +166,7 @@ class _Queue:
         self._rotation.restore()
         torch.cuda._sleep(int(sleep * _cycles_per_second()))
         kept: list[Any] = []
-        seconds = _between_events(lambda: kept.extend(self._queue()))
+        seconds = between_events(lambda: kept.extend(self._queue()))
         if self._queued > sleep and _BEHIND not in self.note:
             self.note = "; ".join(filter(None, (self.note, _BEHIND)))
         return seconds / self._calls
@@ -176,8 +176,8 @@ class _Queue:
 def _cycles_per_second() -> float:
     """How fast the kernel behind torch.cuda._sleep counts."""
     cycles = 20_000_000
-    _between_events(lambda: torch.cuda._sleep(cycles))  # warms up
-    return cycles / _between_events(lambda: torch.cuda._sleep(cycles))
+    between_events(lambda: torch.cuda._sleep(cycles))  # warms up
+    return cycles / between_events(lambda: torch.cuda._sleep(cycles))
 
 
 class _Wall:
@@ -305,5 +305,5 @@ def copy_speed(device: torch.device) -> float:
     def copy() -> None:
         target.copy_(source)
 
-    seconds = [_between_events(copy) if device.type == "cuda" else seconds_of(copy, device) for _ in range(9)]
+    seconds = [between_events(copy) if device.type == "cuda" else seconds_of(copy, device) for _ in range(9)]
     return 2 * size / median(seconds[2:])
