@@ -4,14 +4,12 @@
 
 #include "emu.h"
 
-void emu_copy_async16(void *to, const void *from, int valid, const char *where) {
+void emu_copy_async16(void *to, const void *from, const char *where) {
     emu_thread *t = emu.current;
     emu_need("bst_copy_async16", "shared", to, 16, 16, EMU_SHARED, where);
     emu_touch(to, 16);
-    if (valid) {
-        emu_need("bst_copy_async16", "global", from, 16, 16, EMU_GLOBAL, where);
-        emu_touch(from, 16);
-    }
+    emu_need("bst_copy_async16", "global", from, 16, 16, EMU_GLOBAL, where);
+    emu_touch(from, 16);
     if (t->copy_count == t->copy_room) {
         const unsigned room = t->copy_room ? 2 * t->copy_room : 16;
         emu_copy *more = realloc(t->copies, room * sizeof *more);
@@ -19,7 +17,7 @@ void emu_copy_async16(void *to, const void *from, int valid, const char *where) 
         t->copies = more;
         t->copy_room = room;
     }
-    t->copies[t->copy_count++] = (emu_copy){.to = to, .from = valid ? from : NULL, .group = t->copy_group};
+    t->copies[t->copy_count++] = (emu_copy){.to = to, .from = from, .group = t->copy_group};
     emu_garbage(to, 16);
     if (emu_random(16) == 0) emu_yield();
 }
@@ -33,10 +31,8 @@ void emu_copy_wait(unsigned newest) {
         const emu_copy *copy = &t->copies[i];
         if (copy->group + newest >= t->copy_group) { /* among the newest, or not committed */
             t->copies[kept++] = *copy;
-        } else if (copy->from != NULL) {
-            memcpy(copy->to, copy->from, 16);
         } else {
-            memset(copy->to, 0, 16);
+            memcpy(copy->to, copy->from, 16);
         }
     }
     t->copy_count = kept;

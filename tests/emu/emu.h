@@ -172,7 +172,7 @@ void emu_cluster_wait(const char *where);
 void emu_cluster_check(void);
 
 /* Copies that take their time (copy.c, bulk.c). */
-void emu_copy_async16(void *to, const void *from, int valid, const char *where);
+void emu_copy_async16(void *to, const void *from, const char *where);
 void emu_copy_commit(void);
 void emu_copy_wait(unsigned newest);
 void emu_barrier_init(void *barrier, unsigned arrivals, const char *where);

@@ -75,7 +75,6 @@ BST_DEVICE void bst_sync(void) { __syncthreads(); }
 BST_DEVICE void bst_sync_warp(void) { __syncwarp(); }
 BST_DEVICE float bst_shuffle_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
 BST_DEVICE uint32_t bst_shuffle_xor_u32(uint32_t v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
-BST_DEVICE float bst_shuffle(float v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 /* The lanes, as bits, that have the same number as this one. */
 BST_DEVICE uint32_t bst_match_any(uint32_t v) { return __match_any_sync(0xffffffffu, v); }
 /* The largest of a warp's numbers, by one instruction. */
@@ -248,7 +247,6 @@ BST_DEVICE float bst_product(float a, float b) { return __fmul_rn(a, b); }
 BST_DEVICE float bst_max(float a, float b) { return fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return fminf(a, b); }
 BST_DEVICE float bst_abs(float v) { return fabsf(v); }
-BST_DEVICE bool bst_isnan(float v) { return v != v; }
 
 /* ---- asynchronous copies of 16 bytes, global to shared ------------------------------------------------------------
  * "Data Movement and Conversion Instructions: Asynchronous copy: cp.async". A group is what one thread issued between
@@ -257,12 +255,6 @@ BST_DEVICE bool bst_isnan(float v) { return v != v; }
 BST_DEVICE void bst_copy_async16(void *shared, const void *global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
                  "l"(__cvta_generic_to_global(global))
-                 : "memory");
-}
-/* Writes zeros, and does not look at `global`, where not valid. */
-BST_DEVICE void bst_copy_async16_or_zero(void *shared, const void *global, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
-                 "l"(__cvta_generic_to_global(global)), "r"(valid ? 16 : 0)
                  : "memory");
 }
 BST_DEVICE void bst_copy_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -24,7 +24,7 @@ typedef struct emu_runtime {
     void (*sync)(const char *where);
     unsigned (*warp)(int kind, unsigned value, int operand, const char *where);
 
-    void (*copy_async16)(void *to, const void *from, int valid, const char *where);
+    void (*copy_async16)(void *to, const void *from, const char *where);
     void (*copy_commit)(void);
     void (*copy_wait)(unsigned newest);
 

@@ -73,7 +73,6 @@ BST_DEVICE uint32_t bst_f16x2(float low, float high) { return emu_f16_from_f32(l
 #define bst_sync_warp()              ((void)emu_current->warp(EMU_SYNC_WARP, 0, 0, EMU_HERE))
 #define bst_shuffle_xor_u32(v, mask) ((uint32_t)emu_current->warp(EMU_SHUFFLE_XOR, v, mask, EMU_HERE))
 #define bst_shuffle_xor(v, mask)     emu_from_bits(emu_current->warp(EMU_SHUFFLE_XOR, emu_bits(v), mask, EMU_HERE))
-#define bst_shuffle(v, lane)         emu_from_bits(emu_current->warp(EMU_SHUFFLE, emu_bits(v), lane, EMU_HERE))
 
 BST_DEVICE uint32_t emu_warp_max(uint32_t v, const char *where) {
     for (int mask = 16; mask > 0; mask >>= 1) {
@@ -138,7 +137,6 @@ BST_DEVICE float bst_product(float a, float b) { return a * b; }
 BST_DEVICE float bst_max(float a, float b) { return __builtin_fmaxf(a, b); }
 BST_DEVICE float bst_min(float a, float b) { return __builtin_fminf(a, b); }
 BST_DEVICE float bst_abs(float v) { return __builtin_fabsf(v); }
-BST_DEVICE bool bst_isnan(float v) { return v != v; }
 
 BST_DEVICE uint32_t bst_max_bf16x2(uint32_t a, uint32_t b) {
     return bst_bf16x2(bst_max(bst_f32_from_bf16(a & 0xffffu), bst_f32_from_bf16(b & 0xffffu)),
@@ -159,9 +157,8 @@ BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
 /* ---- asynchronous copies of 16 bytes -------------------------------------------------------------------------------
  */
 
-#define bst_copy_async16(shared, global)                emu_current->copy_async16(shared, global, 1, EMU_HERE)
-#define bst_copy_async16_or_zero(shared, global, valid) emu_current->copy_async16(shared, global, valid, EMU_HERE)
-#define bst_copy_async_commit()                         emu_current->copy_commit()
+#define bst_copy_async16(shared, global) emu_current->copy_async16(shared, global, EMU_HERE)
+#define bst_copy_async_commit()          emu_current->copy_commit()
 #define bst_copy_async_wait(newest)                                \
     do {                                                           \
         static_assert((newest) >= 0, "a constant, at least zero"); \
