@@ -85,7 +85,9 @@ def settings() -> tuple[Any, ...]:
     cuda = torch.backends.cuda
     return (
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        # Not get_float32_matmul_precision(), which raises once TrainingArguments(tf32=True) has set it the new way.
+        cuda.matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_reduced_precision_reduction,
         cuda.flash_sdp_enabled(),

@@ -64,8 +64,11 @@ class CudaRecorder:
         torch.cuda.synchronize(self.device)
         # What the steps before have left in the allocator is needed again here, not there.
         torch.cuda.empty_cache()
-        with torch.cuda.stream(self.stream):
-            yield
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            self.graphs = []  # who uses them holds them; a capture that failed leaves its memory to eager steps
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def record(
@@ -156,8 +159,10 @@ class RepeatingRecorder:
     @contextmanager
     def recording(self) -> Any:
         state = torch.get_rng_state()
-        yield
-        torch.set_rng_state(state)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
 
     def record(
         self, function: Callable[[], Sequence[torch.Tensor | None]]

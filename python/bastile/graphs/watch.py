@@ -1,8 +1,8 @@
 """What of a stack of layers a graph has taken for granted, looked at before each step.
 
 A graph reads parameters and buffers at the addresses at which they were, and does what the modules' code did then. So
-the same modules must hold the same tensors at the same addresses, with the same settings, and have no hooks, which
-would not be called."""
+the same modules, of the same classes, must hold the same tensors, which must see the same memory as before, with the
+same settings, and have no hooks, which would not be called."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
-_OWN = frozenset({*_HOOKS, *_TABLES, "_compiled_call_impl", "gradient_checkpointing"})
-#: Settings that change what a module computes: of numbers only floats, for whole ones are sizes and names.
-_SETTINGS = (bool, float, str)
-_pointer, _requires_grad = torch.Tensor.data_ptr, attrgetter("requires_grad")
+#: Attributes that are no settings of a module's: what torch keeps there, but for the mode, and marks of others.
+_OWN = {*vars(nn.Module()), "_compiled_call_impl", "gradient_checkpointing", "_is_hf_initialized"} - {"training"}
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype)
+_pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_requires_grad = attrgetter("requires_grad")
 
 
 def _is_setting(value: Any) -> bool:
@@ -28,11 +29,7 @@ def _is_setting(value: Any) -> bool:
         return all(map(_is_setting, value))
     if isinstance(value, dict):
         return all(map(_is_setting, value.values()))
-    return isinstance(value, (*_SETTINGS, int))
-
-
-def _is_worth_watching(value: Any) -> bool:
-    return isinstance(value, _SETTINGS) or (isinstance(value, (dict, list, tuple, set)) and _is_setting(value))
+    return isinstance(value, _SETTINGS)
 
 
 class Watch:
@@ -50,19 +47,21 @@ class Watch:
         self._tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         self._settings = []
         for scope in scopes:
-            names = [name for name, value in scope.items() if name not in _OWN and _is_worth_watching(value)]
+            names = [name for name, value in scope.items() if name not in _OWN and _is_setting(value)]
             if names:
                 self._settings.append((scope, itemgetter(*names)))
         self._held = self._holds()
         self._seen = copy.deepcopy(self._looks())
 
     def _holds(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+        return list(chain(map(type, self._modules), chain.from_iterable(map(dict.values, self._tables))))
 
     def _looks(self) -> list[Any]:
         return [
             list(map(len, self._sized)),
             list(map(_pointer, self._tensors)),
+            list(map(_size, self._tensors)),
+            list(map(_stride, self._tensors)),
             list(map(_requires_grad, self._tensors)),
             [get(scope) for scope, get in self._settings],
             [cls.forward for cls in self._classes],
