@@ -15,11 +15,12 @@ from torch import nn
 import bastile
 from bastile.graphs import conditions
 from bastile.graphs.recorder import RepeatingRecorder
-from conftest import tiny_batch
+from conftest import gradients, tiny_batch, tiny_model
 from oracle import EMULATED
 
 ON_CUDA = torch.cuda.is_available() and not EMULATED
 DEVICE = "cuda" if ON_CUDA else "cpu"
+KEPT = "someone still holds hidden states of a step before"
 
 
 def allow_graphs(monkeypatch: Any) -> None:
@@ -89,3 +90,34 @@ def assert_alike(model: nn.Module, replayed: int | None, **how: Any) -> Run:
     assert want.replayed == 0
     assert got.replayed == replayed or replayed is None, got.aside
     return got
+
+
+def model_with_graphs(steps: int = 2, **changes: Any) -> Any:
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model(**changes).to(DEVICE)
+    for step in range(steps):
+        model(**batch_of(model, step)).loss.backward()
+        model.zero_grad()
+    counted()
+    return model
+
+
+def loss_of(model: Any, step: int = 0) -> torch.Tensor:
+    return model(**batch_of(model, step)).loss
+
+
+def stock_gradients(model: Any, *steps: int) -> dict[str, torch.Tensor]:
+    bastile.apply(cuda_graphs=False)
+    model.zero_grad()
+    for step in steps:
+        loss_of(model, step).backward()
+    return gradients(model)
+
+
+def assert_stock_gradients(model: Any, *steps: int) -> None:
+    """That the model has the gradients of these steps without graphs, to the bit, whose sums are in this order."""
+    got = gradients(model)
+    want = stock_gradients(model, *steps)
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+    bastile.apply(cuda_graphs=True)

@@ -20,6 +20,7 @@ from bastile.graphs import step as steps
 from bastile.graphs.captured import Captured
 from conftest import tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted, train
+from processes import alone
 from test_gpt_oss import tiny_gpt_oss
 
 
@@ -264,11 +265,8 @@ def test_the_trainer(checkpointing: bool, tmp_path: Any) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found[1], found[3], strict=True))
 
 
-def test_gradients_reach_distributed_data_parallel(tmp_path: Any) -> None:
-    torch.distributed.init_process_group(
-        "nccl" if ON_CUDA else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+def test_gradients_reach_distributed_data_parallel() -> None:
+    with alone("nccl" if ON_CUDA else "gloo"):
         found = []
         for graphs in (False, True):
             bastile.apply(cuda_graphs=graphs)
@@ -283,8 +281,6 @@ def test_gradients_reach_distributed_data_parallel(tmp_path: Any) -> None:
             found.append([p.detach().clone() for p in model.parameters()])
         assert counted()[0] == 7
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_auto_measures_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,21 @@ from bastile.graphs import stack as stacks
 from bastile.graphs.arguments import Given
 from bastile.graphs.step import _Noting
 from conftest import gradients, tiny_model
-from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted
+from graphing import (
+    DEVICE,
+    KEPT,
+    ON_CUDA,
+    allow_graphs,
+    assert_alike,
+    assert_stock_gradients,
+    batch_of,
+    counted,
+    loss_of,
+    model_with_graphs,
+)
 from hooks import HOOKS
+from processes import alone
 
-KEPT = "someone still holds hidden states of a step before"
 LENT = "someone holds gradients of a step before, beside the parameters"
 OPEN = "a step before has not had its backward pass yet"
 
@@ -190,13 +201,56 @@ def test_a_forward_of_its_own() -> None:
     assert got.aside == {"a module of the layers that has a forward of its own": 3}
 
 
-def test_sharded_parameters(tmp_path: Any) -> None:
+def _compiles(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer._compiled_call_impl = layer._call_impl  # as Module.compile sets it
+
+
+def _checkpoints_otherwise(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, lambda layer, *args: layer(*args)
+
+
+class _Own(nn.Parameter):
+    pass
+
+
+def _has_a_class_of_its_own(model: Any) -> None:
+    projection = model.model.layers[1].mlp.up_proj
+    projection.weight = _Own(projection.weight.detach())
+
+
+def _stands_twice(model: Any) -> None:
+    model.config.use_cache = False  # it would be filled twice
+    model.model.layers[1] = model.model.layers[0]
+
+
+def _gives_what_is_trained(model: Any) -> None:
+    def train(module: Any, inputs: Any, tables: Any) -> Any:
+        return tuple(table.clone().requires_grad_() for table in tables)
+
+    model.model.rotary_emb.register_forward_hook(train)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_compiles, "layers that torch.compile has compiled"),
+        (_checkpoints_otherwise, "checkpointing by another function than PyTorch's, or with settings of its own"),
+        (_has_a_class_of_its_own, "trained parameters of a tensor class of their own"),
+        (_stands_twice, "no layers, or one that stands there twice"),
+        (_gives_what_is_trained, "an argument of the layers beside the hidden states requires a gradient"),
+    ],
+)
+def test_what_is_never_captured(change: Callable[[Any], None], reason: str) -> None:
+    got = assert_alike(tiny_model(), 2, steps=6, before=[*[nothing] * 3, change])
+    assert got.aside == {reason: 3}
+
+
+def test_sharded_parameters() -> None:
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group(
-        "nccl" if ON_CUDA else "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
+    with alone("nccl" if ON_CUDA else "gloo"):
         bastile.apply(cuda_graphs=True)
         model = tiny_model().to(DEVICE)
         for layer in model.model.layers:
@@ -206,8 +260,6 @@ def test_sharded_parameters(tmp_path: Any) -> None:
         for step in range(3):
             model(**batch_of(model, step)).loss.backward()
         assert counted() == (0, {"sharded parameters (FSDP or tensor parallelism)": 3})
-    finally:
-        torch.distributed.destroy_process_group()
     model = tiny_model().to(DEVICE)
     model.model.layers[0].mlp.up_proj.weight.ds_id = 0  # as ZeRO-3 marks what it has taken away
     loss_of(model).backward()
@@ -300,37 +352,6 @@ def test_another_stream_has_graphs_of_its_own() -> None:
 
 
 # ---- what others hold ------------------------------------------------------------------------------------------------
-
-
-def model_with_graphs(steps: int = 2, **changes: Any) -> Any:
-    bastile.apply(cuda_graphs=True)
-    model = tiny_model(**changes).to(DEVICE)
-    for step in range(steps):
-        model(**batch_of(model, step)).loss.backward()
-        model.zero_grad()
-    counted()
-    return model
-
-
-def loss_of(model: Any, step: int = 0) -> torch.Tensor:
-    return model(**batch_of(model, step)).loss
-
-
-def stock_gradients(model: Any, *steps: int) -> dict[str, torch.Tensor]:
-    bastile.apply(cuda_graphs=False)
-    model.zero_grad()
-    for step in steps:
-        loss_of(model, step).backward()
-    return gradients(model)
-
-
-def assert_stock_gradients(model: Any, *steps: int) -> None:
-    """That the model has the gradients of these steps without graphs, to the bit, whose sums are in this order."""
-    got = gradients(model)
-    want = stock_gradients(model, *steps)
-    assert got.keys() == want.keys()
-    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
-    bastile.apply(cuda_graphs=True)
 
 
 def test_two_forward_passes_before_their_backward_passes() -> None:
@@ -449,48 +470,6 @@ def test_hidden_states_that_a_model_returns() -> None:
     told = noting.ended({"last_hidden_state": last, "hidden_states": (between, last)}, stack)  # type: ignore[arg-type]
     assert told == "hidden states that the model returns"
     assert isinstance(noting.ended({"last_hidden_state": last}, stack), captured.Note)  # type: ignore[arg-type]
-
-
-# ---- backward passes -------------------------------------------------------------------------------------------------
-
-
-def test_a_second_backward_pass_raises() -> None:
-    model = model_with_graphs()
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward through captured decoder layers a second time"):
-        loss.backward()
-
-
-def test_a_backward_pass_after_the_next_step_raises() -> None:
-    """Before that step the graph of the first one, which is kept, keeps what the last layer returned."""
-    model = model_with_graphs()
-    loss = loss_of(model)
-    loss.backward(retain_graph=True)
-    loss_of(model, 1).backward()
-    assert counted() == (1, {KEPT: 1})
-    with pytest.raises(RuntimeError, match="after another step has begun"):
-        loss.backward()
-
-
-def test_gradients_are_not_differentiated_again() -> None:
-    model = model_with_graphs()
-    loss = loss_of(model)
-    with pytest.raises(RuntimeError, match="create_graph=True"):
-        torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight, create_graph=True)
-
-
-def test_some_gradients_alone() -> None:
-    """The backward pass stops at the layer that is asked for; the next step begins as usual."""
-    model = model_with_graphs(num_hidden_layers=3)
-    [got] = torch.autograd.grad(loss_of(model), [model.model.layers[2].mlp.up_proj.weight])
-    want = stock_gradients(model, 0)["model.layers.2.mlp.up_proj.weight"]
-    assert torch.equal(got, want)
-    del got
-    bastile.apply(cuda_graphs=True)
-    for _ in range(3):
-        loss_of(model).backward()
-    assert counted() == (3, {})
 
 
 # ---- and else --------------------------------------------------------------------------------------------------------

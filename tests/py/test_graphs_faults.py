@@ -18,22 +18,23 @@ import bastile
 from bastile.graphs import captured, recorder
 from bastile.graphs import stack as stacks
 from conftest import tiny_model
-from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted
+from graphing import (
+    DEVICE,
+    KEPT,
+    ON_CUDA,
+    allow_graphs,
+    assert_alike,
+    batch_of,
+    counted,
+    loss_of,
+    model_with_graphs,
+    stock_gradients,
+)
 
 
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_graphs(monkeypatch)
-
-
-def model_with_graphs() -> Any:
-    bastile.apply(cuda_graphs=True)
-    model = tiny_model().to(DEVICE)
-    for step in range(2):
-        model(**batch_of(model, step)).loss.backward()
-        model.zero_grad()
-    counted()
-    return model
 
 
 # ---- a capture that fails --------------------------------------------------------------------------------------------
@@ -144,6 +145,48 @@ def test_an_error_in_the_midst_of_a_replayed_step() -> None:
     model.zero_grad()
     model(**batch_of(model, 3)).loss.backward()
     assert all(torch.equal(p.grad, one) for p, one in zip(model.parameters(), got, strict=True))
+
+
+# ---- backward passes -------------------------------------------------------------------------------------------------
+
+
+def test_a_second_backward_pass_raises() -> None:
+    model = model_with_graphs()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="backward through captured decoder layers a second time"):
+        loss.backward()
+
+
+def test_a_backward_pass_after_the_next_step_raises() -> None:
+    """Before that step the graph of the first one, which is kept, keeps what the last layer returned."""
+    model = model_with_graphs()
+    loss = loss_of(model)
+    loss.backward(retain_graph=True)
+    loss_of(model, 1).backward()
+    assert counted() == (1, {KEPT: 1})
+    with pytest.raises(RuntimeError, match="after another step has begun"):
+        loss.backward()
+
+
+def test_gradients_are_not_differentiated_again() -> None:
+    model = model_with_graphs()
+    loss = loss_of(model)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, model.model.layers[0].mlp.up_proj.weight, create_graph=True)
+
+
+def test_some_gradients_alone() -> None:
+    """The backward pass stops at the layer that is asked for; the next step begins as usual."""
+    model = model_with_graphs(num_hidden_layers=3)
+    [got] = torch.autograd.grad(loss_of(model), [model.model.layers[2].mlp.up_proj.weight])
+    want = stock_gradients(model, 0)["model.layers.2.mlp.up_proj.weight"]
+    assert torch.equal(got, want)
+    del got
+    bastile.apply(cuda_graphs=True)
+    for _ in range(3):
+        loss_of(model).backward()
+    assert counted() == (3, {})
 
 
 # ---- copies ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import distributed, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
@@ -29,6 +29,7 @@ from bastile.models.logits import Logits
 from bastile.models.logits.said import counts
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
 from conftest import gradients, on_demand, tiny_batch, tiny_model
+from processes import alone, on_processes
 from test_logits import Largest, made, ran
 from test_patching import replica
 
@@ -449,10 +450,9 @@ def test_a_model_is_left_as_it_was() -> None:
 
 
 @pytest.fixture
-def one_process_group(tmp_path: Path) -> Iterator[None]:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+def one_process_group() -> Iterator[None]:
+    with alone():
+        yield
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -519,13 +519,11 @@ def test_fsdp2_in_whatever_units(unit: str, loss_inside: bool, one_process_group
     assert seen == pytest.approx(seen[:1] * 3, rel=1e-4 if unit != "mixed" else 2**-5)
 
 
-def two_processes(rank: int, rendezvous: str) -> None:
+def two_processes(rank: int) -> None:
     """A process of two, whose batches differ: what a step of each sharding leaves, stock and patched."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     for unit in ("root, resharded", "head", "norm and head"):
         left = []
@@ -546,8 +544,7 @@ def two_processes(rank: int, rendezvous: str) -> None:
         torch.testing.assert_close(left[1], left[0], rtol=1e-4, atol=1e-5)
         assert ran() == 1
         counts.clear()
-    distributed.destroy_process_group()
 
 
 def test_fsdp2_on_two_processes(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(two_processes, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+    on_processes(2, tmp_path, two_processes)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import bastile
 from bastile.cli.train import _OPTIMIZERS
 from bastile.optim import AdamW, clip_grad_norm_, clip_in_step
 from conftest import tiny_batch, tiny_model
+from processes import on_processes
 
 STEPS = 4
 
@@ -124,13 +124,11 @@ def single(steps: int, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def sharded(rank: int, rendezvous: str) -> None:
+def sharded(rank: int) -> None:
     """A process of two: FSDP2's shards, and data parallel, with each way to clip, against one process with torch's."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     batch = tiny_batch(tiny_model())
     want = single(2, batch)
     for how in ("shards", "shards, given", "shards, 8 bits", "replicas"):
@@ -164,11 +162,10 @@ def sharded(rank: int, rendezvous: str) -> None:
         state = optimizer.state[next(iter(model.parameters()))]
         assert type(state["step"]) is torch.Tensor
         assert float(state["step"]) == 2
-    distributed.destroy_process_group()
 
 
 def test_shards_and_replicas(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(sharded, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+    on_processes(2, tmp_path, sharded)
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------

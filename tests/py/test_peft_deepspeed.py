@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import pytest
 import torch
 
 import bastile
+from processes import on_processes
 from test_peft import LAYERS, base, batch, with_lora
 
 pytest.importorskip("deepspeed")
 
 
-def process(rank: int, port: int, stage: int) -> None:
+def process(rank: int, stage: int) -> None:
     """Two steps, stock and patched. ZeRO-2 shards gradients and what the optimiser keeps; ZeRO-3 weights too, each of
     which is whole only while its own layer runs, so that layers run one by one."""
-    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE="2")
     import deepspeed
 
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo")
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -47,12 +41,8 @@ def process(rank: int, port: int, stage: int) -> None:
     if stage == 3:
         assert "hooks" in str(bastile.report())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
-    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero(stage):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, stage), nprocs=2)
+def test_zero(stage, tmp_path):
+    on_processes(2, tmp_path, process, stage)

@@ -3,18 +3,18 @@ them is what stock makes, and the nodes run."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bastile
+from processes import on_processes
 from test_peft import LAYERS, base, batch, with_lora
 
 PROCESSES = 2
@@ -44,9 +44,7 @@ def step(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def process(rank: int, folder: str, checkpointing: bool) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=Path(folder, "meet").as_uri(), rank=rank, world_size=PROCESSES)
+def process(rank: int, checkpointing: bool) -> None:
     for wrap in (replicated, sharded):
         found: list[Any] = []
         for ours in (False, True):
@@ -67,9 +65,8 @@ def process(rank: int, folder: str, checkpointing: bool) -> None:
         for name, want in stock.items():
             error = (patched[name] - want).norm()
             assert error <= (1e-5 if name == "loss" else 1e-4) * want.norm(), f"{wrap.__name__}, {name}: {error}"
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_processes(checkpointing, tmp_path):
-    torch.multiprocessing.spawn(process, (str(tmp_path), checkpointing), nprocs=PROCESSES)
+    on_processes(PROCESSES, tmp_path, process, checkpointing)

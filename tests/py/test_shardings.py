@@ -3,17 +3,16 @@ DeepSpeed's ZeRO-2 and -3. The fused loss runs, norms, rotary and MLP too, with 
 
 from __future__ import annotations
 
-import os
-import socket
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 
 import bastile
 from bastile.models import small
+from processes import on_processes
 from test_tensor_parallel import PROCESSES, near, step
 
 #: What runs in a step of two layers: at least so often.
@@ -24,13 +23,6 @@ TYPES = {
 }
 #: Under ZeRO-3 each norm's weight is whole only in its own call: what takes in more than a norm steps aside.
 ZERO_3 = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "swiglu": 2, "rope": 2}
-
-
-def meet(rank: int, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_SIZE=str(PROCESSES))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES))
-    distributed.init_process_group("gloo", rank=rank, world_size=PROCESSES)
 
 
 def assert_ran(expected: dict[str, int]) -> None:
@@ -63,8 +55,7 @@ def sharded_by_accelerate(model: Any) -> Any:
     return fsdp2_prepare_model(SimpleNamespace(state=state, mixed_precision="no", is_main_process=True), model)
 
 
-def with_fsdp2(rank: int, port: int, way: Any, wants: dict[str, Any]) -> None:
-    meet(rank, port)
+def with_fsdp2(rank: int, way: Any, wants: dict[str, Any]) -> None:
     bastile.apply()
     for model_type, want in wants.items():
         model = way(small.small_model(model_type))
@@ -75,12 +66,10 @@ def with_fsdp2(rank: int, port: int, way: Any, wants: dict[str, Any]) -> None:
         assert gradients.keys() == want["gradients"].keys()
         for name, gradient in gradients.items():
             near(gradient.full_tensor(), want["gradients"][name])
-    distributed.destroy_process_group()
 
 
-def with_zero(rank: int, port: int, stage: int, wants: dict[str, Any]) -> None:
+def with_zero(rank: int, stage: int, wants: dict[str, Any]) -> None:
     """Each process has half of a step's weights (3), or of its gradients and moments (2)."""
-    meet(rank, port)
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
@@ -103,26 +92,22 @@ def with_zero(rank: int, port: int, stage: int, wants: dict[str, Any]) -> None:
                 near(safe_get_full_grad(parameter), want["gradients"][name])
             engine.step()
         assert_ran({name: 2 * times for name, times in (ZERO_3 if stage == 3 else TYPES[model_type]).items()})
-    distributed.destroy_process_group()
 
 
-def on_two_processes(function: Any, way: Any, types: list[str]) -> None:
+def on_two_processes(folder: Path, function: Any, way: Any, types: list[str]) -> None:
     wants = {}
     for model_type in types:
         loss, gradients, _ = step(small.small_model(model_type))
         wants[model_type] = {"loss": loss, "gradients": gradients}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(function, (port, way, wants), nprocs=PROCESSES)
+    on_processes(PROCESSES, folder, function, way, wants)
 
 
 @pytest.mark.parametrize("way", [fully_sharded, sharded_by_accelerate])
-def test_fsdp2(way: Any) -> None:
-    on_two_processes(with_fsdp2, way, list(TYPES))
+def test_fsdp2(way: Any, tmp_path: Path) -> None:
+    on_two_processes(tmp_path, with_fsdp2, way, list(TYPES))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero(stage: int) -> None:
+def test_zero(stage: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is needed: make test-trl")
-    on_two_processes(with_zero, stage, ["llama"])
+    on_two_processes(tmp_path, with_zero, stage, ["llama"])

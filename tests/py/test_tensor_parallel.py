@@ -1,6 +1,5 @@
 """Transformers' tensor parallelism on two processes: the fused loss runs, with one process's loss and gradients."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import distributed
 import bastile
 from bastile.models import small
 from bastile.models.support import Check
+from processes import on_processes
 
 PROCESSES = 2
 
@@ -35,10 +35,6 @@ def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) ->
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
 
-    # torch's launcher would say so.
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(PROCESSES), LOCAL_WORLD_SIZE=str(PROCESSES))
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
     bastile.apply()
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
     assert model.get_output_embeddings().weight.to_local().shape[0] < small.SIZES["vocab_size"]  # it is parted
@@ -63,7 +59,6 @@ def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) ->
         near(logits + 0, want["logits"])
     monkeypatch.undo()
     distributed.barrier()
-    distributed.destroy_process_group()
 
 
 def near(got: torch.Tensor, want: torch.Tensor) -> None:
@@ -78,4 +73,4 @@ def test_two_processes_train_as_one(model_type: str, tmp_path: Path, monkeypatch
     model.save_pretrained(tmp_path)
     loss, gradients, output = step(model)
     want = {"loss": loss, "gradients": gradients, "logits": output.logits.detach()}
-    torch.multiprocessing.spawn(one_of_two, (str(tmp_path), model_type, want), nprocs=PROCESSES)
+    on_processes(PROCESSES, tmp_path, one_of_two, str(tmp_path), model_type, want)

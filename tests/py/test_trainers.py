@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed
 
 import bastile
 from oracle import random_tensor
+from processes import alone
 
 CLASSES = 61
 DOCUMENT = Path(__file__).parents[2] / "docs" / "trainers.md"
@@ -114,29 +114,28 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         return log_p.gather(-1, target[..., None])[..., 0]
 
 
-def test_nemo_rl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     cls = ChunkedDistributedHiddenStatesToLogprobs
     a_module("nemo_rl.distributed.model_utils", monkeypatch, ChunkedDistributedHiddenStatesToLogprobs=cls)
     hidden = random_tensor((7, 2, 16), torch.float32, "cpu")  # positions first
     weight, targets = random_tensor((CLASSES, 16), torch.float32, "cpu"), torch.randint(CLASSES, (2, 7))
     stock = cls.apply(hidden, targets, weight, 0, CLASSES, 4, None)
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    bastile.report(reset=True)
-    bastile.apply()
-    leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    ours = cls.apply(leaves[0], targets, leaves[1], 0, CLASSES, 4, None, False)
-    torch.testing.assert_close(ours, stock)
-    log_p = torch.nn.functional.linear(*leaves).transpose(0, 1).log_softmax(-1)
-    wanted = torch.autograd.grad(log_p.gather(-1, targets[..., None]).sum(), leaves)
-    torch.testing.assert_close(torch.autograd.grad(ours.sum(), leaves), wanted, rtol=1e-5, atol=1e-5)
-    assert not cls.apply(leaves[0], targets, leaves[1], 0, CLASSES, 4, None, True).requires_grad
-    assert bastile.report().ran("linear_logprobs") == 2
-    cls.apply(hidden, targets, weight, 0, CLASSES - 1, 4, None)
-    [line] = [line for line in bastile.report() if line.operator == "linear_logprobs" and line.aside]
-    assert line.aside == {"its part of the vocabulary is padded": 1}
+    with alone():
+        bastile.report(reset=True)
+        bastile.apply()
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        ours = cls.apply(leaves[0], targets, leaves[1], 0, CLASSES, 4, None, False)
+        torch.testing.assert_close(ours, stock)
+        log_p = torch.nn.functional.linear(*leaves).transpose(0, 1).log_softmax(-1)
+        wanted = torch.autograd.grad(log_p.gather(-1, targets[..., None]).sum(), leaves)
+        torch.testing.assert_close(torch.autograd.grad(ours.sum(), leaves), wanted, rtol=1e-5, atol=1e-5)
+        assert not cls.apply(leaves[0], targets, leaves[1], 0, CLASSES, 4, None, True).requires_grad
+        assert bastile.report().ran("linear_logprobs") == 2
+        cls.apply(hidden, targets, weight, 0, CLASSES - 1, 4, None)
+        [line] = [line for line in bastile.report() if line.operator == "linear_logprobs" and line.aside]
+        assert line.aside == {"its part of the vocabulary is padded": 1}
     bastile.reset()
     assert "apply" not in vars(cls)
-    distributed.destroy_process_group()
 
 
 def test_torchtune(monkeypatch: pytest.MonkeyPatch) -> None:

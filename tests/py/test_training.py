@@ -15,6 +15,7 @@ from transformers import EvalPrediction, Qwen3ForCausalLM, Trainer, TrainingArgu
 import bastile
 from conftest import on_demand, tiny_batch, tiny_model
 from memory import Memory
+from processes import alone, on_processes
 
 STEPS = 200
 
@@ -182,10 +183,9 @@ def test_label_smoothing_by_the_trainer_gets_its_logits(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def one_process_group(tmp_path: Path) -> Any:
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+def one_process_group() -> Any:
+    with alone():
+        yield
 
 
 def test_data_parallel_reduces_every_gradient(one_process_group: Any) -> None:
@@ -246,12 +246,10 @@ def test_fully_sharded_training_gives_the_same_gradients(head_apart: bool, one_p
         torch.testing.assert_close(other.grad.full_tensor(), parameter.grad, msg=name, rtol=1e-4, atol=1e-5)
 
 
-def first_fsdp(rank: int, rendezvous: str) -> None:
+def first_fsdp(rank: int) -> None:
     """A process of two: what each sharding leaves of the weights after a step, patched and stock."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     for head_apart in (False, True):
         for original_parameters in (False, True):
             weights = []
@@ -273,13 +271,12 @@ def first_fsdp(rank: int, rendezvous: str) -> None:
                 with Fsdp.summon_full_params(sharded):
                     weights.append([output.loss.detach(), *(p.detach().clone() for p in sharded.parameters())])
             torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
-    distributed.destroy_process_group()
 
 
 def test_the_first_fsdp_shards_what_the_loss_reads(tmp_path: Path) -> None:
     """On two processes, for on one it does not shard. The head's weight is whole within the model's own forward; where
     it is a unit of its own, only within the head's."""
-    torch.multiprocessing.spawn(first_fsdp, (f"file://{tmp_path}/rendezvous",), nprocs=2)
+    on_processes(2, tmp_path, first_fsdp)
 
 
 def test_tensor_parallel_training_gives_the_same_gradients(one_process_group: Any) -> None:

@@ -5,8 +5,6 @@ The newest release is what requirements/test.txt names; `make test-trl` runs thi
 from __future__ import annotations
 
 import importlib
-import os
-import socket
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from oracle import Case, assert_no_worse, random_tensor
 
 trl = pytest.importorskip("trl")
 import trl_runs  # noqa: E402
+from processes import on_processes  # noqa: E402
 
 RELEASE = Version(trl.__version__)
 NEWEST = Version("1.16") <= RELEASE
@@ -423,14 +422,12 @@ def test_weights_of_zero_3_are_gathered_for_each_pass(monkeypatch: pytest.Monkey
     torch.testing.assert_close(left[1], left[0])
 
 
-def sharded(rank: int, rendezvous: str, path: str) -> None:
+def sharded(rank: int, path: str) -> None:
     """Two processes with half of each parameter (FSDP2), each with a batch of its own."""
-    from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from trl.trainer.utils import add_fused_lm_head
 
-    distributed.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     labels = torch.randint(5, trl_runs.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
     left = []
@@ -449,23 +446,19 @@ def sharded(rank: int, rendezvous: str, path: str) -> None:
         assert bastile.report().ran("linear_logprobs") == 2 * patched
         left.append([output.loss.detach(), *(p.grad.full_tensor() for p in model.parameters())])
     torch.testing.assert_close(left[1], left[0], rtol=1e-5, atol=1e-5)
-    distributed.destroy_process_group()
 
 
 @newest
 def test_fsdp2_on_two_processes(saved: Any, tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(sharded, (f"file://{tmp_path}/rendezvous", saved("qwen3")), nprocs=2)
+    on_processes(2, tmp_path, sharded, saved("qwen3"))
 
 
-def partitioned(rank: int, port: int, path: str) -> None:
+def partitioned(rank: int, path: str) -> None:
     """DeepSpeed's ZeRO-3: each process has half of each parameter, the head's weight too when its gradient is due."""
-    os.environ.update(DS_ACCELERATOR="cpu", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), LOCAL_SIZE="2")
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
     from trl.trainer.utils import add_fused_lm_head
 
-    deepspeed.init_distributed("gloo")
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -500,13 +493,9 @@ def partitioned(rank: int, port: int, path: str) -> None:
             left.append([output.loss.detach(), *(p.detach().clone() for p in model.parameters())])
     del asked
     torch.testing.assert_close(left[1], left[0], rtol=1e-5, atol=1e-5)
-    torch.distributed.destroy_process_group()
 
 
 @newest
-def test_zero_3_on_two_processes(saved: Any) -> None:
+def test_zero_3_on_two_processes(saved: Any, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(partitioned, (port, saved("qwen3")), nprocs=2)
+    on_processes(2, tmp_path, partitioned, saved("qwen3"))

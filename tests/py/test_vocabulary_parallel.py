@@ -16,23 +16,21 @@ from bastile.ops.fused_linear_cross_entropy import ValidCount, fused_linear_cros
 from bastile.ops.linear_logprobs import OUTPUTS, linear_logprobs
 from bastile.ops.vocabulary_parallel import VocabularyShard
 from oracle import EMULATED, Case, assert_no_worse, assert_same_bits, numbers, random_tensor
+from processes import on_processes
 
 PROCESSES = 3
 F = torch.nn.functional
 _folder = ""
 
 
-def processes(rank: int, folder: str, body: Callable[[int], None]) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=PROCESSES)
+def process(rank: int, body: Callable[[int], None]) -> None:
     numbers.seed(0)
     body(rank)
     distributed.barrier()
-    distributed.destroy_process_group()
 
 
 def run(body: Callable[[int], None], folder: Path) -> None:
-    torch.multiprocessing.spawn(processes, (str(folder), body), nprocs=PROCESSES)
+    on_processes(PROCESSES, folder, process, body)
 
 
 class Whole(torch.autograd.Function):

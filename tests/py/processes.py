@@ -1,0 +1,48 @@
+"""Process groups of tests. None can hang: none meets at a port, which another program may have, and whoever waits for
+another does so for a time."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+#: How long a collective waits for the others. PyTorch's own is half an hour.
+_PATIENCE = timedelta(minutes=5)
+#: Seconds after which a process of a test says where each of its threads is, and ends, whatever holds it. Python's lock
+#: may be what it waits for: the watch needs none. The test's own process is watched by pytest (pyproject.toml).
+_LIFE = 1500
+
+
+@contextmanager
+def alone(backend: str = "gloo") -> Iterator[None]:
+    """This process is a group, for what asks for one."""
+    store = distributed.HashStore()
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def on_processes(number: int, folder: Path, function: Callable[..., None], *args: Any) -> None:
+    """function(rank, *args) in each of so many processes, which are a group. folder: the test's, where they meet."""
+    torch.multiprocessing.spawn(_process, (number, Path(folder, "meet").as_uri(), function, args), nprocs=number)
+
+
+def _process(rank: int, number: int, meet: str, function: Callable[..., None], args: Any) -> None:
+    faulthandler.dump_traceback_later(_LIFE, exit=True)
+    torch.set_num_threads(1)
+    # As torch's launcher says it, for those who ask. DeepSpeed takes the group that is there.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number), LOCAL_WORLD_SIZE=str(number))
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_SIZE=str(number))
+    distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=number, timeout=_PATIENCE)
+    function(rank, *args)
+    distributed.destroy_process_group()
