@@ -436,6 +436,8 @@ def test_what_is_refused():
         AdamW([p], rounding="stochastic").step()
     with pytest.raises(ValueError, match="amsgrad is True"):
         AdamW([p]).add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "amsgrad": True})
+    with pytest.raises(ValueError, match="amsgrad is True"):
+        AdamW([p]).load_state_dict(torch.optim.AdamW([p], amsgrad=True).state_dict())
     double = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
     double.grad = torch.ones_like(double)
     with pytest.raises(TypeError, match=r"is torch\.float64 on cpu"):

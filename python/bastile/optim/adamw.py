@@ -120,10 +120,11 @@ class AdamW(torch.optim.AdamW):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        for name in ("amsgrad", "differentiable"):
-            if group[name]:
-                self.param_groups.pop()
-                raise ValueError(f"AdamW: {name} is {group[name]}; torch.optim.AdamW alone has it")
+        try:
+            _need_served(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         if self._options.in_backward:
             for p in group["params"]:
                 if p.requires_grad:
@@ -279,7 +280,9 @@ class AdamW(torch.optim.AdamW):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """torch's, of a torch.optim.AdamW's or of this one's, whatever its moments: they are turned into this one's
-        type."""
+        type. ValueError for one of amsgrad: its further moment would be left out in silence."""
+        for group in state_dict["param_groups"]:
+            _need_served(group)
 
         def keep(_: torch.optim.Optimizer, given: dict[str, Any]) -> None:
             self._given = given
@@ -290,6 +293,12 @@ class AdamW(torch.optim.AdamW):
         finally:
             hook.remove()
             self._given = None
+
+
+def _need_served(group: dict[str, Any]) -> None:
+    for name in ("amsgrad", "differentiable"):
+        if group.get(name):
+            raise ValueError(f"AdamW: {name} is {group[name]}; torch.optim.AdamW alone has it")
 
 
 def _beside(
