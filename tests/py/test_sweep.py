@@ -419,6 +419,15 @@ def test_tables_fit_a_terminal(tmp_path: Path) -> None:
     assert next(line.split() for line in lines if line.split()[:2] == ["512", "hf"]) == ["512", "hf", "OOM"]
 
 
+def test_host_and_device_of_profiled_steps(tmp_path: Path) -> None:
+    results = made_up(tmp_path, profile_floor=True)
+    assert report.host_table(results) is None, "on a CPU"
+    device = {"seconds": 0.0104, "launches": 1150.0, "idle": 0.163}
+    results.find("bastile", 256).update(host_seconds=0.0105, device=device)
+    row = [next(iter(column.cells)) for column in report.host_table(results).columns]
+    assert row == ["256", "bastile", "10.5", "10.4", "1,150", "16"]
+
+
 def test_plots_of_what_does_not_fit(tmp_path: Path) -> None:
     written = report.draw(made_up(tmp_path), tmp_path / "made.up-8b")
     assert [path.name for path in written] == [f"made.up-8b-{name}.png" for name in ("throughput", "latency", "memory")]

@@ -253,6 +253,8 @@ def _report(options: argparse.Namespace, results: Any, folder: Path) -> None:
     options.found = report.as_json(results)
     console = Console(width=None if sys.stdout.isatty() else 100)
     console.print(report.table(results))
+    if (host := report.host_table(results)) is not None:
+        console.print(host)
     for line in report.sentences(results):
         console.print(line, markup=False, highlight=False)
     for path in (results.path, *report.draw(results, folder / results.path.stem)):

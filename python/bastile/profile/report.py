@@ -33,6 +33,8 @@ def groups_table(runs: list[dict[str, Any]], device: str) -> Any:
     if stock["busy"] is not None:
         before, after = (f"{100 * (1 - run['busy']):.0f}%" for run in runs)
         shown.add_row("the GPU waits", "", before, "", after, "")
+        calls = [sum(kernel["calls"] for kernel in run["kernels"]) for run in runs]
+        shown.add_row("kernels and copies", f"{calls[0]:,.0f}", "", f"{calls[1]:,.0f}", "", ratio(calls[1], calls[0]))
     if stock["peak_memory"]:
         peaks = stock["peak_memory"], ours["peak_memory"]
         shown.add_row("peak memory", bytes_text(peaks[0]), "", bytes_text(peaks[1]), "", ratio(peaks[1], peaks[0]))

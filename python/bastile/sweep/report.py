@@ -75,6 +75,24 @@ def _cells(record: Record, hf: Record | None, whole: bool, curve: bool) -> list[
     ]
 
 
+def host_table(results: Results) -> Table | None:
+    """What the host and the device have of a step each; None where no device was profiled."""
+    profiled = [record for record in results.records if record.get("device")]
+    if not profiled:
+        return None
+    shown = Table(title="Host and device", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("tokens", "implementation", "host\nms", "kernels\nms", "kernels,\ncopies", "idle\n%"):
+        shown.add_column(name, justify="left" if name == "implementation" else "right", no_wrap=True)
+    for record in sorted(profiled, key=lambda record: record["length"]):
+        device = record["device"]
+        times = [
+            number(seconds and seconds * 1e3, ".1f") for seconds in (record.get("host_seconds"), device["seconds"])
+        ]
+        count = number(device.get("launches"), ",.0f")
+        shown.add_row(str(record["length"]), record["implementation"], *times, count, _idle(record))
+    return shown
+
+
 def _idle(record: Record) -> str:
     """The share of a step in which the device does nothing, in per cent; files of earlier versions have none."""
     return number((record.get("device") or {}).get("idle"), lambda share: f"{share * 100:.0f}")
