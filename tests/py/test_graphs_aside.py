@@ -247,6 +247,21 @@ def test_what_is_never_captured(change: Callable[[Any], None], reason: str) -> N
     assert got.aside == {reason: 3}
 
 
+def test_copies_of_data_parallel() -> None:
+    """They are made for each step, and hold other tensors in place of parameters."""
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model().to(DEVICE)
+    for module in model.model.layers.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                delattr(module, name)
+                setattr(module, name, parameter * 1)
+    counted()
+    for _ in range(3):
+        assert torch.isfinite(loss_of(model))
+    assert counted() == (0, {"layers without parameters of their own, as nn.DataParallel's copies are": 3})
+
+
 def test_sharded_parameters() -> None:
     from torch.distributed.fsdp import fully_shard
 

@@ -97,7 +97,9 @@ class Stack:
             self.device = device
             self.recorder = None if device is None else conditions.recorder_for(device)
         self.never = conditions.against_these_layers(layers)
-        if self.recorder is None:
+        if device is None:
+            self.never = "layers without parameters of their own, as nn.DataParallel's copies are"
+        elif self.recorder is None:
             self.never = f"tensors on {device}, which has no CUDA graphs"
         if self.never is None:
             self.watch = Watch(layers)
