@@ -8,7 +8,7 @@ ARG IMAGE=nvcr.io/nvidia/pytorch:25.12-py3
 FROM ${IMAGE}
 
 # What the commands need beside PyTorch. The image's own PyTorch stays: its constraints file holds it in place.
-RUN pip install --no-cache-dir "transformers>=5.0" "accelerate>=1.1" "rich>=13" "matplotlib>=3.8" "peft>=0.17" "datasets>=3"
+RUN pip install --no-cache-dir "transformers>=5.0" "accelerate>=1.1" "rich>=13" "matplotlib>=3.8" "peft>=0.18" "datasets>=3"
 
 COPY . /opt/bastile
 # Without dependencies: to pip, the image's 2.10.0a0 is older than the 2.10 that Bastile names.
