@@ -4,6 +4,7 @@ While torch.compile traces it, which knows no tensors without memory, the calls 
 are put off instead. The output's `logits` is None then, where nothing has read them."""
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -49,16 +50,17 @@ def sites(file: ModelFile) -> Iterator[Site]:
 
 def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     """read: the original's code, and its copy in which calls of the head can be put off; None: they cannot."""
-    eager = serving_forward(original)
-    if read is None:
-        return eager
-    code, node = read
-    in_graph = rewrite.rewritten(node, code, original, {rewrite.TRACED: traced})
-    names = parameter_names(original)
+    eager = in_graph = serving_forward(original)
+    if read is not None:
+        code, node = read
+        in_graph = rewrite.rewritten(node, code, original, {rewrite.TRACED: traced})
+    names, hands_on = parameter_names(original), _hands_on_what_it_does_not_know(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if hands_on and not getattr(self.config, "return_dict", True):
+            kwargs.setdefault("return_dict", True)  # to the backbone, whose output the original reads by name
+        if read is None or not torch.compiler.is_compiling():
             return eager(self, *args, **kwargs)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         # Evaluation keeps its logits, since metrics read them.
@@ -67,3 +69,9 @@ def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable
         return traced.without_logits(in_graph(self, *args, **kwargs))
 
     return forward
+
+
+def _hands_on_what_it_does_not_know(forward: Callable[..., Any]) -> bool:
+    """And `return_dict` is among that: what stands around this forward makes tuples of outputs."""
+    parameters = inspect.signature(forward).parameters
+    return "return_dict" not in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
