@@ -322,6 +322,28 @@ def test_under_autocast():
     assert_same_bits(found.detach(), linear_divergence(*halves).divergence)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("budget", [None, 1e-6])  # the second: two chunks of rows
+def test_a_float32_weight_under_autocast_has_a_gradient_that_is_not_rounded(budget, device):
+    """On a GPU; on a CPU, whose products of 16 bits are rounded, that of each chunk is. Either is no further from
+    float64 than a gradient that is rounded once more."""
+    set_logits_memory(budget)
+    tensors = leaves(device, tokens=80, vocabulary=40, width=16)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        found = linear_divergence(*tensors).divergence.sum()
+    (gradient,) = torch.autograd.grad(found, tensors[1], create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(gradient.sum(), tensors[1])
+    lower = [t.detach().bfloat16().requires_grad_(i < 2) for i, t in enumerate(tensors)]
+    (rounded,) = torch.autograd.grad(linear_divergence(*lower).divergence.sum(), lower[1])
+    wide = [t.detach().double().requires_grad_(i < 2) for i, t in enumerate(lower)]
+    (true,) = torch.autograd.grad(linear_divergence(*wide).divergence.sum(), wide[1])
+    assert gradient.dtype is torch.float32
+    assert (gradient - true).square().mean() <= (rounded - true).square().mean()
+    if device == "cuda" or EMULATED or budget:
+        assert (gradient != gradient.bfloat16()).sum() > gradient.numel() / 2
+
+
 def test_it_is_compiled():
     hidden, weight, *teacher = leaves("cpu")
     compiled = torch.compile(lambda *t: linear_divergence(*t, kind="jsd").divergence.sum(), fullgraph=True)
