@@ -358,7 +358,7 @@ typedef struct bst_linear_cross_entropy_tensors {
                                                      NULL, or written; backward not NULL, though with dlogits it is not
                                                      read */
     DLTensor *dlogits;                        /* [T, V] of hidden's type, rows at any stride, or NULL: see below */
-    DLTensor *dhidden, *dweight, *dbias;      /* as hidden, weight, bias; NULL where not wanted */
+    DLTensor *dhidden, *dweight, *dbias;      /* as hidden, weight (or float32), bias; NULL where not wanted */
 } bst_linear_cross_entropy_tensors;
 
 /* Logits of the inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at
@@ -372,8 +372,8 @@ typedef struct bst_linear_cross_entropy_tensors {
  *   - dhidden, dweight, dbias in the forward pass: made chunk by chunk for g = 1, for the caller to multiply by g
  *     (bst_scale). MEAN and SUM only, and not with dlogits.
  *   - none of these: backward makes the logits again, chunk by chunk.
- * dweight is rounded at each chunk, up to eight chunks; beyond, it is summed in float32. dbias is summed in float64 and
- * rounded once. */
+ * dweight is rounded at each chunk, up to eight chunks; beyond, and where it is float32 itself, it is summed in float32
+ * (on CPU each chunk's part is rounded to weight's type). dbias is summed in float64 and rounded once. */
 BST_API bst_status bst_linear_cross_entropy_forward(const bst_exec *exec,
                                                     const bst_linear_cross_entropy_tensors *tensors,
                                                     const bst_cross_entropy_options *options, int64_t chunk_bytes);

@@ -198,7 +198,7 @@ def test_qlora_follows_stock(here: Callable[..., str], text: Path, tmp_path: Pat
     found = losses(tmp_path / "out")
     assert found["stock"] == pytest.approx(found["bastile"], rel=200 * EPS if dtype == "float32" else 2**-7)
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
-    assert bastile.report().ran("lora_linear") - before == 3 * layers
+    assert bastile.report().ran("lora_linear") - before == 3 * 7 * layers
     assert "goes with --lora" in here(model, text, tmp_path / "alone", "--load-in-4bit", status=2)
 
 

@@ -393,7 +393,7 @@ def test_kept_logits_of_another_shape_are_refused(shape):
         torch.ones(shape),
     )
     with pytest.raises(RuntimeError, match="dlogits has shape"):
-        torch.ops.bastile.linear_cross_entropy_backward(*inputs, *options, True, True, False)
+        torch.ops.bastile.linear_cross_entropy_backward(*inputs, *options, False, True, True, False)
 
 
 @pytest.mark.parametrize("device", devices())
@@ -407,6 +407,32 @@ def test_autocast_casts_as_a_linear_layer_does(device):
     assert weight.grad.dtype == torch.float32
     want = fused_linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), target)
     assert_same_bits(loss, want)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_float32_weight_under_autocast_has_a_gradient_that_is_not_rounded(reduction, device, memory):
+    """On a GPU; on a CPU, whose products of 16 bits are rounded, that of each chunk is. Either is no further from
+    float64 than a gradient that is rounded once more."""
+    hidden, weight = (random_tensor((n, 16), torch.float32, device).requires_grad_() for n in (80, 40))
+    target = torch.arange(80, device=device) % 40
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = fused_linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+    (gradient,) = torch.autograd.grad(3 * loss, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(gradient.sum(), weight)
+    lower = [t.detach().bfloat16().requires_grad_() for t in (hidden, weight)]
+    (rounded,) = torch.autograd.grad(
+        3 * fused_linear_cross_entropy(*lower, target, reduction=reduction).sum(), lower[1]
+    )
+    wide = [t.detach().double().requires_grad_() for t in lower]
+    logits = wide[0] @ wide[1].T
+    loss = torch.nn.functional.cross_entropy(logits, target, reduction="mean" if reduction == "mean" else "sum")
+    (true,) = torch.autograd.grad(3 * loss, wide[1])
+    assert gradient.dtype is torch.float32
+    assert (gradient - true).square().mean() <= (rounded - true).square().mean()
+    if device == "cuda" or EMULATED or memory == "chunks":
+        assert (gradient != gradient.bfloat16()).sum() > gradient.numel() / 2
 
 
 @pytest.mark.usefixtures("memory")

@@ -50,6 +50,16 @@ def yardstick(hidden, weight, bias, target, outputs, exact=False, **options) -> 
     return LogProbs(log_p.gather(1, at)[:, 0].masked_fill(~counts, 0), **found)
 
 
+def trls(hidden, weight, bias, target, outputs, **options) -> LogProbs:
+    """Its function counts every row, and has no lse."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    log_probs, entropy, *_ = ChunkedLogProbFunction.apply(
+        hidden, weight, bias, target, options.get("temperature", 1.0), 512, None, 1.0, outputs
+    )
+    return LogProbs(log_probs, entropy)
+
+
 def inputs_of(tokens, vocabulary, width, dtype, device, *, bias=False, ignored=0.3, scale=1.0):
     target = random_tensor((tokens,), torch.float32, "cpu").mul(1e4).long().remainder(vocabulary)
     target[random_tensor((tokens,), torch.float32, "cpu") < torch.special.ndtri(torch.tensor(ignored))] = -100
@@ -62,7 +72,20 @@ def inputs_of(tokens, vocabulary, width, dtype, device, *, bias=False, ignored=0
     return inputs, target.to(device)
 
 
-def case(tokens, vocabulary, width, dtype, device, *, outputs=ALL, bias=False, ignored=0.3, scale=1.0, **options):
+def case(
+    tokens,
+    vocabulary,
+    width,
+    dtype,
+    device,
+    *,
+    outputs=ALL,
+    bias=False,
+    ignored=0.3,
+    scale=1.0,
+    stock=yardstick,
+    **options,
+):
     inputs, target = inputs_of(tokens, vocabulary, width, dtype, device, bias=bias, ignored=ignored, scale=scale)
 
     def version(function, **more):
@@ -77,7 +100,7 @@ def case(tokens, vocabulary, width, dtype, device, *, outputs=ALL, bias=False, i
 
     return Case(
         version(ours),
-        version(yardstick),
+        version(stock),
         version(yardstick, exact=True),
         inputs,
         {"target": target},
@@ -129,11 +152,14 @@ def test_each_output_alone(outputs, device):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs", [(), ALL], ids=str)
+@pytest.mark.parametrize(("outputs", "stock"), [((), yardstick), (ALL, yardstick), (("entropy",), trls)])
 @pytest.mark.skipif(EMULATED, reason="many numbers; the CPU's exponentials would stand for the chip's")
-def test_pooled_errors(outputs, dtype, device):
+def test_pooled_errors(outputs, stock, dtype, device):
     """None ignored: a product over fewer rows is another sum, MKL's to order."""
-    assert_no_worse_pooled(lambda: case(256, 1031, 64, dtype, device, outputs=outputs, ignored=0.0, scale=2.0))
+    if stock is trls:
+        pytest.importorskip("trl.kernels")
+    options = {"outputs": outputs, "stock": stock, "ignored": 0.0, "scale": 2.0}
+    assert_no_worse_pooled(lambda: case(256, 1031, 64, dtype, device, **options))
 
 
 @pytest.mark.parametrize("device", devices())

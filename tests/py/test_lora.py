@@ -33,6 +33,7 @@ MIXES = [
     (torch.float16, torch.float32, True),
     (torch.float32, torch.float32, True),
     (torch.bfloat16, torch.bfloat16, False),
+    (torch.float16, torch.float16, False),
 ]
 SCALE = 1.7
 

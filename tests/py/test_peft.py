@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -222,17 +223,78 @@ def a_hook(model: PeftModel) -> None:
             layer.register_forward_hook(lambda module, args, result: result * 1.5)
 
 
-@pytest.mark.parametrize("change", [without_adapters, merged, second_adapter, a_hook])
-def test_what_runs_as_stock(ran, change):
-    """Layers in such a state run PEFT's own code, bit for bit."""
+def reasons() -> set[str]:
+    """Why layers with adapters stepped aside."""
+    return {why for line in bastile.report() if line.operator == "lora_linear" for why in line.aside}
+
+
+def said(found: set[str], *words: str) -> bool:
+    return bool(found) and all(any(word in why for word in words) for why in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (without_adapters, "merged or disabled"),
+        (merged, "merged or disabled"),
+        (second_adapter, "several adapters are active"),
+        (a_hook, "hooks"),
+    ],
+)
+def test_what_runs_as_stock(ran, change, why):
+    """Layers in such a state run PEFT's own code, bit for bit, and the report says why."""
     model = with_lora(base())
     change(model)
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     x = random_tensor((3, SIZES["hidden_size"]), torch.float32, "cpu")
+    bastile.report(reset=True)
     ours = layer(x)
     assert not ran
+    assert said(reasons(), why)
     bastile.reset()
     assert_same_bits(ours, layer(x))
+
+
+def embeddings(**more: Any) -> PeftModel:
+    return with_lora(base(), target_modules=["embed_tokens", "q_proj"], **more)
+
+
+def copies() -> PeftModel:
+    """The head's copy is trained, and has no name in the report: the fused loss takes it."""
+    return with_lora(base(), target_modules=["q_proj"], modules_to_save=["model.norm", "lm_head"])
+
+
+def scaled() -> PeftModel:
+    modules = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    return get_peft_model(base(), IA3Config(**modules)).train()
+
+
+@pytest.mark.parametrize(
+    ("made", "served", "left"),
+    [
+        (embeddings, LAYERS, "peft.tuners.lora.layer.Embedding (1)"),
+        (copies, LAYERS, "peft.utils.other.ModulesToSaveWrapper (1)"),
+        (scaled, 0, f"peft.tuners.ia3.layer.Linear ({2 * LAYERS})"),
+    ],
+)
+def test_modules_of_peft_that_are_none_of_these_layers(ran, made, served, left):
+    """They run as stock, which a note says; the layers beside them are served and counted."""
+    bastile.report(reset=True)
+    model = made()
+    assert_as_stock(model)
+    found = bastile.report()
+    assert found.ran("lora_linear") == served
+    assert found.ran("fused_linear_cross_entropy") == 1
+    assert [note for note in found.notes if note.endswith(f"its own code: {left}")]
+    del model
+    gc.collect()
+    assert not any("peft." in note for note in bastile.report().notes)
+
+
+def test_every_layer_with_an_adapter_is_counted(ran):
+    bastile.report(reset=True)
+    step(with_lora(base()))
+    assert bastile.report().ran("lora_linear") == 7 * LAYERS
 
 
 def test_another_adapter_in_mid_run(ran):
@@ -252,15 +314,20 @@ def test_another_adapter_in_mid_run(ran):
 
 def test_dora_runs_as_stock(ran):
     model = with_lora(base(), use_dora=True)
+    bastile.report(reset=True)
     assert_as_stock(model)
     assert not ran
+    assert said(reasons(), "DoraLinearVariant")
 
 
 def test_mixed_batches_run_as_stock(ran):
     model = with_lora(base()).eval()
     model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     names = ["default", "other"]
+    bastile.report(reset=True)
     ours = model(**batch(), adapter_names=names).logits
+    assert not ran
+    assert said(reasons(), "not called with one tensor", "hooks")
     bastile.reset()
     torch.testing.assert_close(ours, model(**batch(), adapter_names=names).logits)
 

@@ -129,6 +129,7 @@ _CPU_OPTIMISER = {"bf16": Need(peers={"hf": 1.0})}  # in float32 the memory deci
 _CPU_LOSS = {t: Need(peers={"hf": 1.0}) for t in ("bf16", "fp32")}
 _CPU_EXPERTS = {t: Need(peers={"hf": 1.0, "hf-eager": 1.0}, memory_of=("hf", 1.0)) for t in ("bf16", "fp32")}
 _CPU_LEAN_LOSS = {t: Need(peers={"hf": 1.0}, memory_of=("hf", 0.25)) for t in ("bf16", "fp32")}
+_CPU_TRAINERS_LOSS = {t: Need(peers={"hf": 1.0, "trl": 1.0}, memory_of=("trl", 0.25)) for t in ("bf16", "fp32")}
 
 #: The shapes of a small model (Qwen3-0.6B, 512 tokens; the demo's head), for a CPU or a quick look at a GPU.
 SMALL = (
@@ -142,8 +143,8 @@ SMALL = (
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself
-    Case("linear_logprobs", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
-    Case("linear_divergence", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
+    Case("linear_logprobs", (1024, 256, 8192), needs=_CPU_TRAINERS_LOSS),
+    Case("linear_divergence", (1024, 256, 8192), needs=_CPU_TRAINERS_LOSS),
     Case("moe_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
     Case("swiglu_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
     Case("adamw", (28, 1 << 18), backward=False, needs=_CPU_OPTIMISER),

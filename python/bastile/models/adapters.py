@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from bastile.ops.dequantize_4bit import Nested, dequantize_4bit
 from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
 from bastile.ops.projections import projections
-from bastile.report import Tally
+from bastile.report import Tally, noting
 
 
 class NotServed(Exception):
@@ -273,6 +274,19 @@ def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., 
     return forward
 
 
+def _count(modules: Sequence[nn.Module]) -> None:
+    """Counts the layers with adapters that a node serves, each as if it had been called by itself."""
+    for module in () if torch.compiler.is_compiling() else modules:
+        if "lora_A" in module._modules:
+            kind: Any = type(module)
+            _tally(kind).count()
+
+
+@functools.lru_cache(maxsize=64)
+def _tally(kind: Any) -> Tally:
+    return Tally.of("lora_linear", f"{kind.__module__}.{kind.__qualname__}")
+
+
 def linears(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> Sequence[torch.Tensor]:
     """Each module's result; by one node where all of them are layers that it serves."""
     plain = [module.weight for module in modules if plain_linear(module)]
@@ -283,6 +297,7 @@ def linears(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> Sequence[torch.T
     except NotServed as why:
         _step_aside(modules, why)
         return [module(x) for module in modules]
+    _count(modules)
     results = adapted_linears(x, layers)
     return [y.to(_result_dtype(m, x)) for m, y in zip(modules, results, strict=True)]
 
@@ -296,14 +311,44 @@ def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, 
     except NotServed as why:
         _step_aside((gate, up, down), why)
         return glu_mlp(x, gate, up, down, activation)
+    _count((gate, up, down))
     return adapted_gated_mlp(x, first, second, third, activation).to(_result_dtype(down, x))
 
 
 def _step_aside(modules: Sequence[nn.Module], why: NotServed) -> None:
     """Told where adapters are among the layers; others are called as modules as a matter of course."""
-    for module in modules:
+    for module in () if torch.compiler.is_compiling() else modules:
         if hasattr(module, "lora_A"):
-            Tally.of("lora_linear", f"{type(module).__module__}.{type(module).__qualname__}").step_aside(
-                f"layers of one input were called one by one: {why}"
-            )
+            kind: Any = type(module)
+            _tally(kind).step_aside(f"layers of one input were called one by one: {why}")
             return
+
+
+# ---- what of PEFT's is no adapted layer ------------------------------------------------------------------------------
+
+#: Backbones that have run, for the report.
+_ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: What PEFT's modules are of, and where; ParamWrapper adds to weights, which Bastile then multiplies by.
+_OF_PEFT = (("peft.tuners.tuners_utils", "BaseTunerLayer"), ("peft.utils.other", "AuxiliaryTrainingWrapper"))
+_SERVED_OTHERWISE = ("ParamWrapper",)
+
+
+def has_run(backbone: nn.Module) -> None:
+    """Has the report look at this model's modules, if there is a PEFT that may have changed them."""
+    if "peft" in sys.modules:
+        _ran.add(backbone)
+
+
+@noting
+def note() -> str | None:
+    """Which modules of PEFT's ran its own code, but for those of a known form: these are counted."""
+    bases = tuple([getattr(sys.modules[name], cls) for name, cls in _OF_PEFT if hasattr(sys.modules.get(name), cls)])
+    found: Counter[str] = Counter()
+    for module in {each for backbone in list(_ran) for each in backbone.modules()} if bases else ():
+        kind: Any = type(module)
+        if issubclass(kind, bases) and _form(kind.forward) is None and kind.__name__ not in _SERVED_OTHERWISE:
+            found[f"{kind.__module__}.{kind.__qualname__}"] += 1
+    if not found:
+        return None
+    names = ", ".join(f"{name} ({number})" for name, number in sorted(found.items()))
+    return f"these modules of PEFT's are none that Bastile serves, and run its own code: {names}"

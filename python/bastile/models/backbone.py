@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bastile.guards import stock_of
+from bastile.models.adapters import has_run
 from bastile.models.rebind import parameter_names
 from bastile.models.sites import ModelFile, Site, calls
 from bastile.recompute import min_tokens, recomputing
@@ -40,6 +41,7 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
+        has_run(self)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if _tokens(given) < min_tokens() or _is_partitioned(self):
             tally.step_aside("few tokens, or weights that ZeRO-3 has", is_usual=True)

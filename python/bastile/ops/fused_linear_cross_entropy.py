@@ -66,22 +66,24 @@ class _LinearCrossEntropy(Function):
 
     `keep` all the logits' gradients and multiply in the backward pass (CUDA, within the memory budget); else make the
     gradients `now`, in the forward pass; else (per-token losses, and float16, whose range a loss scale may need) make
-    the logits `again` in the backward pass.
+    the logits `again` in the backward pass. rounded: as `float32_gradient` says.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, class_weight, num_items, options, with_grad):
+    def forward(ctx, hidden, weight, bias, target, class_weight, num_items, options, with_grad, rounded):
         reduced = options[1] != REDUCTION["none"]
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         chunk_bytes = chunk_bytes_now()
+        is_wide = rounded is not None
+        weight = rounded if is_wide else weight
         again = not reduced or hidden.dtype is torch.float16
         fits = logits_fit(hidden, weight, chunk_bytes)
         keep = any(want) and reduced and on_gpu(hidden) and fits
         now = [w and not again and not keep for w in want]
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
-            hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, keep, *now
+            hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, is_wide, keep, *now
         )
-        ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
+        ctx.options, ctx.want = (*options, chunk_bytes, is_wide), want
         ctx.now = any(now)
         # lse is an output for first_order_only, which needs a way back to hidden and weight where these are not kept;
         # the loss itself is its readers', who may change it in place.
@@ -96,7 +98,7 @@ class _LinearCrossEntropy(Function):
     @staticmethod
     def backward(ctx, grad_loss, _):
         if grad_loss is None:  # whoever read the loss has no gradient for it
-            return (None,) * 8
+            return (None,) * 9
         grad_loss = grad_loss.float()
         lse, *saved = ctx.saved_tensors
         if ctx.now:
@@ -105,12 +107,12 @@ class _LinearCrossEntropy(Function):
             hidden, weight, target, bias, class_weight, num_items, dlogits = saved
             gradients = _backward(
                 grad_loss.contiguous(), hidden, weight, target, bias, class_weight, num_items, lse, dlogits,
-                *ctx.options, ctx.chunk_bytes, *ctx.want,
+                *ctx.options, *ctx.want,
             )  # fmt: skip
             gradients = [g if w else None for g, w in zip(gradients, ctx.want, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = [first_order_only("fused_linear_cross_entropy", g, grad_loss, lse) for g in gradients]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def rows_to_compute(
@@ -162,6 +164,14 @@ def head_inputs(
     return flat, weight, bias, is_served
 
 
+def float32_gradient(own: torch.Tensor, cast: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Under autocast: a float32 weight itself, whose gradient is left in float32 and not rounded to autocast's type,
+    and what the products take of it. Else what they take, and None."""
+    cast = cast.contiguous()
+    is_wide = own is not cast and own.dtype is torch.float32 and cast.dtype is not torch.float32
+    return (own, cast.detach()) if is_wide else (cast, None)
+
+
 def _check_head(
     op: str, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
@@ -203,7 +213,8 @@ def fused_linear_cross_entropy(
 
     Args:
         hidden: [..., H], float32, bfloat16 or float16.
-        weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them).
+        weight: [V, H], the head's, of hidden's type (under autocast both are cast as a linear layer casts them; a
+            float32 weight's gradient is left in float32).
         target: [...] int64 (or uint8), shaped as hidden without its last dimension.
         bias: [V] of hidden's type.
         class_weight: [V], a factor of each class's loss.
@@ -250,7 +261,7 @@ def fused_linear_cross_entropy(
             hidden, weight, target, shard, class_weight, num_items, reduction, label_smoothing, lse_square_scale,
             bias=bias, ignore_index=ignore_index, softcap=softcap, logit_scale=logit_scale, valid_rows=valid_rows,
         )  # fmt: skip
-    labels = target.reshape(-1)
+    labels, own_weight = target.reshape(-1), weight
     flat, weight, bias, is_served = head_inputs("fused_linear_cross_entropy", hidden, weight, labels, bias)
     options = (ignore_index, code, label_smoothing, softcap or 0.0, logit_scale, lse_square_scale)
     if not is_served:
@@ -264,9 +275,10 @@ def fused_linear_cross_entropy(
         rows, kept = flat, labels
         if chosen is not None:
             rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
+        weight, rounded = float32_gradient(own_weight, weight)
         loss, _ = _LinearCrossEntropy.apply(
-            rows.contiguous(), weight.contiguous(), bias, kept, class_weight,
-            scalar_tensor(num_items, hidden.device), options, torch.is_grad_enabled(),
+            rows.contiguous(), weight, bias, kept, class_weight,
+            scalar_tensor(num_items, hidden.device), options, torch.is_grad_enabled(), rounded,
         )  # fmt: skip
         if chosen is not None:
             if reduction == "none":

@@ -13,11 +13,12 @@ from bastile.ops._common import Function, cast_as_linear, first_order_only, is_b
 from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.fused_linear_cross_entropy import (
     chunk_bytes_now,
+    float32_gradient,
     head_inputs,
     padded,
     rows_to_compute,
 )
-from bastile.ops.linear_logprobs import wants_float32_dweight
+from bastile.ops.linear_logprobs import LEFT_IN_FLOAT32, wants_float32_dweight
 
 __all__ = ["Divergence", "linear_divergence"]
 
@@ -55,11 +56,13 @@ def _gradient_fits(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int)
 class _LinearDivergence(Function):
     """The gradient of the student's logits is kept for the backward pass where it fits the memory budget (on CUDA, but
     for float16, whose range a loss scale may need), for an upstream gradient that is the same in all rows, as a sum or
-    a mean has it; else both logits are made again: see bst_linear_divergence_forward in bastile.h."""
+    a mean has it; else both logits are made again: see bst_linear_divergence_forward in bastile.h. rounded: as
+    `float32_gradient` says."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, teacher, mask, options, wants_entropy, with_grad):
+    def forward(ctx, hidden, weight, bias, teacher, mask, options, wants_entropy, with_grad, rounded):
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
+        wide, weight = (None, weight) if rounded is None else (weight, rounded)
         chunk_bytes = chunk_bytes_now()
         keep = (
             any(want)
@@ -73,7 +76,7 @@ class _LinearDivergence(Function):
             hidden, weight, bias, *teacher, mask, *ctx.options, False, wants_entropy, any(want), keep
         )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, *teacher, mask, sums)
+        ctx.save_for_backward(hidden, weight, bias, *teacher, mask, sums, wide)
         ctx.dlogits = dlogits if keep else None
         if not wants_entropy:
             return divergence, None
@@ -83,9 +86,10 @@ class _LinearDivergence(Function):
     @staticmethod
     def backward(ctx, grad, _):
         if grad is None or not any(ctx.want):
-            return (None,) * 8
-        hidden, weight, bias, *rest = ctx.saved_tensors
-        options = (*ctx.options, wants_float32_dweight(), *ctx.want)
+            return (None,) * 9
+        hidden, weight, bias, *rest, wide = ctx.saved_tensors
+        exact = int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
+        options = (*ctx.options, exact, *ctx.want)
         if ctx.dlogits is not None and grad.numel() and grad.stride(0) == 0 and not is_batched(grad):
             made = _backward_kept(hidden, weight, bias, grad[:1].float(), ctx.dlogits, *options)
         else:
@@ -93,8 +97,9 @@ class _LinearDivergence(Function):
             made = _backward(hidden, weight, bias, *rest, grad.float().contiguous(), *options)
         gradients = [g if w else None for g, w in zip(made, ctx.want, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            gradients = [first_order_only(_OP, g, grad, hidden, weight, bias) for g in gradients]
-        return (*gradients, None, None, None, None, None)
+            sources = (grad, hidden, weight if wide is None else wide, bias)
+            gradients = [first_order_only(_OP, g, *sources) for g in gradients]
+        return (*gradients, None, None, None, None, None, None)
 
 
 def _softmax_of(logits: torch.Tensor, temperature: float, logit_scale: float, softcap: float) -> torch.Tensor:
@@ -192,7 +197,8 @@ def linear_divergence(
 
     Args:
         hidden: [..., H], the student's, float32, bfloat16 or float16.
-        weight: [V, H], its head's, of hidden's type (under autocast both are cast as a linear layer casts them).
+        weight: [V, H], its head's, of hidden's type (under autocast both are cast as a linear layer casts them; the
+            gradient of a float32 weight is left in float32).
         teacher_hidden: [..., G], the teacher's, of any of these types and any width.
         teacher_weight: [V, G], its head's, of that type. The teacher is frozen: nothing of it may require a gradient.
         kind: "forward", "reverse" or "jsd".
@@ -231,6 +237,7 @@ def linear_divergence(
     shape = hidden.shape[:-1]
     counts = None if mask is None else (mask != 0).reshape(-1).to(torch.uint8)
     rows = hidden.reshape(-1) if hidden.dim() == 0 else hidden.reshape(-1, hidden.shape[-1])[:, :1].reshape(-1)
+    own_weight = weight
     flat, weight, bias, is_served = head_inputs(_OP, hidden, weight, rows if counts is None else counts, bias)
     tokens = flat.shape[0]
     teacher = [_rows_of("teacher_hidden", teacher_hidden, tokens), teacher_weight, teacher_bias]
@@ -251,10 +258,11 @@ def linear_divergence(
             assert counts is not None
             computed, among = gather(flat, chosen), counts.index_select(0, chosen)
             teacher[0], *given = [None if t is None else t.index_select(0, chosen) for t in (teacher[0], *given)]
+        weight, rounded = float32_gradient(own_weight, weight)
         contiguous = [None if t is None else t.contiguous() for t in (*teacher, *given)]
         made: Any = _LinearDivergence.apply(
-            computed.contiguous(), weight.contiguous(), bias, contiguous, among,
-            (KINDS[kind], beta, temperature, *maps), "entropy" in outputs, torch.is_grad_enabled(),
+            computed.contiguous(), weight, bias, contiguous, among,
+            (KINDS[kind], beta, temperature, *maps), "entropy" in outputs, torch.is_grad_enabled(), rounded,
         )  # fmt: skip
         if chosen is not None:
             made = [None if t is None else scatter(t, chosen, tokens) for t in made]

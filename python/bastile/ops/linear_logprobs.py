@@ -15,6 +15,7 @@ from bastile.ops.fused_linear_cross_entropy import (
     are_left_out,
     check_valid_rows,
     chunk_bytes_now,
+    float32_gradient,
     head_inputs,
     logits_fit,
     rows_to_compute,
@@ -39,7 +40,7 @@ _backward_kept = torch.ops.bastile.linear_logprobs_backward_kept.default
 #: What `outputs` may name, in the order of LogProbs.
 OUTPUTS = ("entropy", "lse", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-_LEFT_IN_FLOAT32 = 2  # an answer of the operator's to how dweight is summed, beside no and yes
+LEFT_IN_FLOAT32 = 2  # an answer of the operator's to how dweight is summed, beside no and yes
 
 _float32_dweight: bool | None = None
 
@@ -113,8 +114,7 @@ def statistics(
 class _LinearLogProbs(Function):
     """Logits that fit the memory budget are kept for the backward pass (on CUDA), where their gradient takes their
     place; else they are made again: see bst_linear_logprobs_forward in bastile.h. With a shard, what is computed is of
-    its part of the vocabulary, and is joined with the other processes'. rounded: weight in the type of hidden, where it
-    has another, which its gradient then has, too."""
+    its part of the vocabulary, and is joined with the other processes'. rounded: as `float32_gradient` says."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard, rounded):
@@ -147,7 +147,7 @@ class _LinearLogProbs(Function):
         hidden, weight, target, bias, pairs, entropy, own, wide = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
-        logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else _LEFT_IN_FLOAT32
+        logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
         rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
         if logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up
@@ -270,13 +270,7 @@ def linear_logprobs(
         rows, kept = flat, labels
         if chosen is not None:
             rows, kept = gather(flat, chosen), labels.index_select(0, chosen)
-        rounded: Any = None
-        weight = weight.contiguous()
-        if own_weight is not weight and own_weight.dtype is torch.float32 and rows.dtype is not torch.float32:
-            weight, rounded = (
-                own_weight,
-                weight.detach(),
-            )  # under autocast: the gradient need not be rounded to its type
+        weight, rounded = float32_gradient(own_weight, weight)
         found = _LinearLogProbs.apply(
             rows.contiguous(), weight, bias, kept, (ignore_index, *options),
             tuple([name in outputs for name in OUTPUTS]), torch.is_grad_enabled(), shard, rounded,

@@ -15,16 +15,21 @@ static const char forward_op[] = "linear_cross_entropy_forward", backward_op[] =
 
 /* Backward reads the gradient of the loss, lse and dlogits in the places of forward's outputs. */
 enum { HIDDEN, WEIGHT, TARGET, BIAS, CLASS_WEIGHT, NUM_ITEMS, LOSS, PAIRS, DLOGITS, DHIDDEN, DWEIGHT, DBIAS };
-enum { CHUNK_BYTES = BST_LOSS_COUNT };
+enum { CHUNK_BYTES = BST_LOSS_COUNT, FLOAT32_DWEIGHT, ATTRIBUTES };
 
 #define GRADIENT(name, of) BST_HEAD_GRADIENT(name, of, BST_AS_INPUTS(of))
+#define WIDE               BST_TYPE_RULE(dweight_type, "as weight has it, or float32")
 #define ARGUMENTS(loss, direction, lse_flags)                                                                    \
     [CLASS_WEIGHT] = BST_LOSS_FLOATS("class_weight", BST_IN | BST_OPTIONAL, "V"),                                \
     [NUM_ITEMS] = BST_LOSS_FLOATS("num_items", BST_IN | BST_OPTIONAL, "."),                                      \
     [LOSS] = BST_LOSS_FLOATS(loss, direction, "T", BST_REDUCED(BST_LOSS_REDUCTION)),                             \
     [PAIRS] = BST_LOSS_FLOATS("lse", lse_flags, "T2"),                                                           \
     [DLOGITS] = BST_HEAD_LOGITS("dlogits", (direction) | BST_OPTIONAL), [DHIDDEN] = GRADIENT("dhidden", HIDDEN), \
-    [DWEIGHT] = GRADIENT("dweight", WEIGHT), [DBIAS] = GRADIENT("dbias", BIAS)
+    [DWEIGHT] = BST_HEAD_GRADIENT("dweight", WEIGHT, WIDE), [DBIAS] = GRADIENT("dbias", BIAS)
+
+static bst_dtype dweight_type(const bst_view *v, const bst_attribute *attributes) {
+    return attributes[FLOAT32_DWEIGHT].i ? BST_F32 : v[WEIGHT].dtype;
+}
 
 static const bst_argument forward_arguments[] = {BST_HEAD,
                                                  BST_HEAD_TARGET,
@@ -38,6 +43,7 @@ static const char *const meanings[] = {BST_HEAD_MEANINGS, NULL};
 static const bst_attribute_rule rules[] = {
     BST_LOSS_ATTRIBUTES,
     [CHUNK_BYTES] = BST_CHUNK_BYTES,
+    [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
     {NULL},
 };
 
@@ -114,7 +120,8 @@ static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bs
     return run(exec, backward_op, v, attributes);
 }
 
-#define OPTIONS "ignore_index reduction label_smoothing softcap logit_scale lse_square_scale chunk_bytes"
+#define OPTIONS \
+    "ignore_index reduction label_smoothing softcap logit_scale lse_square_scale chunk_bytes float32_dweight"
 static const bst_function forward = {
     .name = forward_op,
     .meanings = meanings,
@@ -143,8 +150,9 @@ static bst_status call(const bst_function *function, const bst_exec *exec,
                        const bst_linear_cross_entropy_tensors *tensors, const bst_cross_entropy_options *options,
                        int64_t chunk_bytes) {
     bst_linear_cross_entropy_tensors t;
-    bst_attribute attributes[BST_LOSS_COUNT + 1] = {[CHUNK_BYTES].i = chunk_bytes};
+    bst_attribute attributes[ATTRIBUTES] = {[CHUNK_BYTES].i = chunk_bytes};
     BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
+    attributes[FLOAT32_DWEIGHT].i = t.dweight && t.dweight->dtype.code == kDLFloat && t.dweight->dtype.bits == 32;
     BST_TRY(bst__loss_attributes(function->name, options, attributes));
     const DLTensor *loss = function == &forward ? t.loss : t.grad_loss;
     const DLTensor *all[] = {t.hidden, t.weight, t.target,  t.bias,    t.class_weight, t.num_items,

@@ -64,7 +64,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
                                        .width = h->width,
                                        .row_bytes = padded(h) * logit_bytes(h) + h->beside,
                                        .budget = chunk_bytes,
-                                       .rounded = h->dweight.data && h->dweight.dtype != BST_F32 && !h->exact,
+                                       .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
                                        .processors = chip.processors});
     h->chunks = (h->rows + h->chunk_rows - 1) / h->chunk_rows;
     return BST_OK;

@@ -54,6 +54,10 @@ static const bst_argument forward_arguments[] = {
     {NULL},
 };
 
+static bst_dtype dweight_type(const bst_view *v, const bst_attribute *attributes) {
+    return attributes[FLOAT32_DWEIGHT].i == 2 ? BST_F32 : v[WEIGHT].dtype;
+}
+
 static const bst_argument backward_arguments[] = {
     BST_HEAD,
     OPTIONAL_INPUTS,
@@ -62,7 +66,8 @@ static const bst_argument backward_arguments[] = {
     [SCALE] = BST_LOSS_FLOATS("scale", BST_IN | BST_OPTIONAL, "."),
     [DLOGITS_WERE] = BST_HEAD_LOGITS("dlogits", BST_IN | BST_OPTIONAL),
     [DHIDDEN] = GRADIENT("dhidden", HIDDEN),
-    [DWEIGHT] = GRADIENT("dweight", WEIGHT),
+    [DWEIGHT] =
+        BST_HEAD_GRADIENT("dweight", WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
     [DBIAS] = GRADIENT("dbias", BIAS),
     {NULL},
 };
@@ -79,7 +84,7 @@ static const bst_attribute_rule rules[] = {
     [T_SCALE] = BST_LOGIT_SCALE("teacher_logit_scale"),
     [T_SOFTCAP] = BST_SOFTCAP("teacher_softcap"),
     [CHUNK_BYTES] = BST_CHUNK_BYTES,
-    [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
+    [FLOAT32_DWEIGHT] = {"float32_dweight", 'i', 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)"},
     {NULL},
 };
 
@@ -317,7 +322,7 @@ static bst_status call(const bst_function *function, const bst_exec *exec, const
     attributes[T_SCALE].d = o.teacher_logit_scale == 0 ? 1 : o.teacher_logit_scale;
     attributes[T_SOFTCAP].d = o.teacher_softcap;
     attributes[CHUNK_BYTES].i = o.chunk_bytes;
-    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight != 0;
+    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
     return bst__run(function, exec, all, attributes);
 }
 
