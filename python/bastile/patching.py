@@ -6,6 +6,7 @@ gives its modules methods of their own. A call of either states what is in force
 objects that were there. What others have kept of a replacement runs the original once it is out."""
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -345,7 +346,7 @@ def _what_nobody_knows() -> str | None:
         f"{name}.{where} {why} ({operator})"
         for name, entry in FILES.items()
         for operator in _wanted_in(entry.title)
-        if operator not in _OF_BACKBONES
+        if name in sys.modules and operator not in _OF_BACKBONES
         for where, why in entry.unknown.get(operator, {}).items()
         if not any(applied.site.where == where for applied in entry.applied.get(operator, ()))
     ]

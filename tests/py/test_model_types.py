@@ -260,9 +260,10 @@ AutoModelForCausalLM.register(OwnConfig, OwnForCausalLM)
 
 
 def test_a_type_of_a_users_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     """A subclass that keeps the forward, and an MLP that nobody knows: by the command, and in the report."""
+    request.addfinalizer(lambda: sys.modules.pop("own_of_a_user", None))
     (tmp_path / "own_of_a_user.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     assert main(["support", "own_of_a_user"]) == 2

@@ -53,13 +53,14 @@ def support(options: argparse.Namespace) -> int:
 
 def _import(name: str) -> None:
     """A module that registers model types, from the folder that the command runs in or from Python's path."""
-    sys.path.insert(0, os.getcwd())
+    here = os.getcwd()
+    sys.path.insert(0, here)
     try:
         importlib.import_module(name)
     except ImportError as error:
         raise UsageError(f"--import: {name} cannot be imported: {error}") from error
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove(here)
 
 
 def _all(told: dict[str, Any]) -> int:
