@@ -141,7 +141,8 @@ def _logits(pending: Pending, part: Part, with_grad: bool) -> Logits:
     if not with_grad:
         return Logits(pending, part)
     call = pending.call
-    weights = () if call.is_gathered else [t for t in (call.weight, call.bias) if t is not None]
+    of_head = (call.weight, call.bias) if call.adapter is None else call.adapter.tensors
+    weights = () if call.is_gathered else [t for t in of_head if t is not None]
     with torch.enable_grad():
         return _StandIn.apply(pending, part, part.rows, *weights)
 
