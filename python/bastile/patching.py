@@ -6,6 +6,7 @@ gives its modules methods of their own. A call of either states what is in force
 objects that were there. What others have kept of a replacement runs the original once it is out."""
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -22,6 +23,7 @@ from bastile.models.forms import forget_sources
 from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OPERATORS
 from bastile.own_methods import give, given_to, reaches, runs_stock
+from bastile.report import noting
 
 #: Whose classes are PEFT's and PyTorch's: no type needs a place for them.
 _OF_ANY_TYPE = frozenset({"lora_linear", "layer_norm"})
@@ -335,6 +337,20 @@ def _look(name: str, classes: Iterable[type]) -> None:
         plan = Plan.of(name, _wanted_in(ModelFile(name, None).title), classes)
         carry_out([plan], "apply")
         forget_sources()
+
+
+@noting
+def _what_nobody_knows() -> str | None:
+    """Of a user's own code, or a checkpoint's: of Transformers' types `bastile support` tells."""
+    told = [
+        f"{name}.{where} {why} ({operator})"
+        for name, entry in FILES.items()
+        for operator in _wanted_in(entry.title)
+        if name in sys.modules and operator not in _OF_BACKBONES
+        for where, why in entry.unknown.get(operator, {}).items()
+        if not any(applied.site.where == where for applied in entry.applied.get(operator, ()))
+    ]
+    return f"stays as it is: {'; '.join(told)}" if told else None
 
 
 _watch = loading.Watch(_look)

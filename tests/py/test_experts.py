@@ -22,6 +22,7 @@ from test_moe import routing
 #: A type for each form of experts beside GPT-OSS's, with the first release in which it has this code.
 FORMS = {
     "mixtral": "5.0",
+    "lfm2_moe": "5.0",  # whose activation is a function
     "aria_text": "5.23",  # weights as products read them
     "beam": "5.23",  # in float32
     "deepseek_v4": "5.17",  # clamped

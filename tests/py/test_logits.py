@@ -148,6 +148,15 @@ FUSED: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "transposed": lambda z, n: F.cross_entropy(z.transpose(1, 2), n.labels),
     "transposed and copied": lambda z, n: F.cross_entropy(z.transpose(1, 2).contiguous().float(), n.labels),
     "permuted": lambda z, n: F.cross_entropy(z.float().permute(0, 2, 1), n.labels, reduction="none"),
+    "time first": lambda z, n: F.cross_entropy(
+        z.transpose(0, 1).contiguous().view(-1, V), n.labels.transpose(0, 1).reshape(-1)
+    ),
+    "time first, flattened": lambda z, n: F.cross_entropy(
+        z.float().permute(1, 0, 2).reshape(-1, V)[2:], n.labels.t().reshape(-1)[2:]
+    ),
+    "streams first": lambda z, n: F.nll_loss(
+        z[:, None].transpose(0, 1).contiguous().view(-1, V).log_softmax(-1), targets(n)
+    ),
     "scaled": lambda z, n: F.cross_entropy(flat(z * 0.3), targets(n)),
     "divided": lambda z, n: F.cross_entropy(flat(2 * z / 1.7), targets(n)),
     "softcap": lambda z, n: F.cross_entropy(flat(capped(z / 2)), targets(n)),
@@ -201,6 +210,8 @@ READ: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "a view sees what is written": lambda z, n: (lambda view: (z.mul_(3), view + z[..., :1].sum())[1])(z.view(-1, V)),
     "nor one of another order": lambda z, n: (lambda other: (other.mul_(3), z.exp())[1])(z.mT.contiguous()),
     "nor a transposed one": lambda z, n: (lambda other: (other.mul_(3), z * 2)[1])(z.transpose(1, 2).contiguous()),
+    "nor one with time first": lambda z, n: (lambda other: (other.mul_(3), z * 2)[1])(z.transpose(0, 1).reshape(-1, V)),
+    "but one that is turned does": lambda z, n: (lambda other: (z.mul_(3), other + z[:1, :1])[1])(z.transpose(0, 1)),
     "a copy does not": lambda z, n: (lambda other: (z.mul_(3), other - z)[1])(z.clone()),
     "scaled by a tensor": lambda z, n: F.cross_entropy(flat(z * torch.tensor(0.3)), targets(n)),
     "clamped": lambda z, n: F.cross_entropy(flat(z.clamp(max=1.0)), targets(n)),

@@ -400,8 +400,8 @@ def test_a_trainer_that_reads_logits(bf16: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("config", [{"modules_to_save": ["lm_head"]}, {}, {"target_modules": ["q_proj", "lm_head"]}])
-def test_adapters(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    """A head that is trained as a whole beside them runs fused; one with an adapter of its own is called, and said."""
+def test_adapters(config: dict[str, Any]) -> None:
+    """A head that is trained as a whole beside them runs fused, and so does one with an adapter of its own."""
     torch.manual_seed(3)
     model = get_peft_model(
         tiny_model(), LoraConfig(**{"target_modules": ["q_proj"], **config}, r=2, init_lora_weights=False)
@@ -410,9 +410,8 @@ def test_adapters(config: dict[str, Any], caplog: pytest.LogCaptureFixture) -> N
     stock, want = stepped(model, **batch)
     bastile.apply()
     patched, got = stepped(model, **batch)
-    is_adapted = "lm_head" in config.get("target_modules", ())
-    assert on_demand(patched.logits) == (not is_adapted) == bool(ran())
-    assert ("the output head is a Linear, not a plain nn.Linear" in caplog.text) == is_adapted
+    assert on_demand(patched.logits)
+    assert ran() == 1
     assert_same(patched.loss, stock.loss, "loss")
     assert_same(patched.logits, stock.logits, "logits")
     assert got.keys() == want.keys()

@@ -157,6 +157,11 @@ OPTIONS: dict[str, _Option] = {
     "--trace": _Option("FILE", "a Chrome trace of both steps, for ui.perfetto.dev"),
     "--show": _Option("FILE", "tables and plots of a saved JSON; measure nothing"),
     "--check": _Option(None, "build each type small, and compare a step, stock and patched, in float32"),
+    "--import": _Option(
+        "MODULE",
+        "a Python module to import first, such as one that registers model types of your own; may be repeated",
+        more={"action": "append", "dest": "modules"},
+    ),
     "--json": _Option(None, "print the results as JSON on standard output, all else on standard error"),
     "--plots": _Option(None, "also draw bars, one PNG an operator (needs matplotlib)"),
 }

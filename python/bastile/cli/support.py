@@ -1,7 +1,9 @@
 """`bastile support`: what of the installed Transformers' models the operators serve, what stays stock, and why."""
 
 import argparse
+import importlib
 import os
+import sys
 from collections import Counter
 from typing import Any
 
@@ -16,7 +18,7 @@ def add_parser(subparsers: Any) -> None:
         description="What of a model type's code bastile knows. Without a type: how many types each operator serves.",
     )
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model types, such as qwen3")
-    add(parser, "--check", "--json")
+    add(parser, "--check", "--import", "--json")
     parser.set_defaults(command=support)
 
 
@@ -27,6 +29,8 @@ def support(options: argparse.Namespace) -> int:
 
     if not options.types and options.check:
         raise UsageError("--check needs model types to check")
+    for name in options.modules or ():
+        _import(name)
     options.found = {}
     if not options.types:
         return _all(options.found)
@@ -34,7 +38,7 @@ def support(options: argparse.Namespace) -> int:
         try:
             found = support_of(model_type)
         except ValueError as error:
-            raise UsageError(str(error)) from error
+            raise UsageError(f"{error}. A type of your own is known when its module is: --import MODULE") from error
         options.found[model_type] = {"places": found.places, "stock": found.stock}
         print(f"{model_type}:")
         for operator, places in found.places.items():
@@ -45,6 +49,18 @@ def support(options: argparse.Namespace) -> int:
     if options.check:
         return _check(options.types, options.found)
     return 0
+
+
+def _import(name: str) -> None:
+    """A module that registers model types, from the folder that the command runs in or from Python's path."""
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"--import: {name} cannot be imported: {error}") from error
+    finally:
+        sys.path.remove(here)
 
 
 def _all(told: dict[str, Any]) -> int:

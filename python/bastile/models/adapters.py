@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from bastile.guards import stock_of
 from bastile.models.forms import code_of
 from bastile.models.known import KNOWN
+from bastile.models.loading import is_torchs
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._common import PLAIN
 from bastile.ops._modules import has_hooks, plain_linear
@@ -50,7 +51,6 @@ def has_adapter(module: nn.Module) -> bool:
     return kind is not nn.Linear and hasattr(module, "lora_A") and _form(kind.forward) == "adapted linear"
 
 
-@torch.compiler.assume_constant_result  # else the compiler follows it into the reading of the source
 def _form(forward: Any) -> str | None:
     """What kind of layer a forward, or what Bastile has put in its place, is of: by its code."""
     return _form_of(forward)
@@ -250,6 +250,10 @@ def _result_dtype(module: Any, x: torch.Tensor) -> torch.dtype:
 
 def sites(file: ModelFile) -> Iterator[Site]:
     """PEFT's layers, each by itself; what serves several layers at once asks `linears` and `gated_mlp`."""
+    if not is_torchs(file.name):
+        # Else the compiler follows it into the reading of the source. Not as a decorator, which would import the
+        # compiler with `bastile.apply()`; the file of a model has imported it.
+        torch.compiler.assume_constant_result(_form)
     for found in file.forwards("adapted linear"):
         yield file.forward_site("lora_linear", found.owner, linear_forward)
 

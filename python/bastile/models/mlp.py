@@ -18,6 +18,9 @@ from bastile.ops.gated_mlp import gated_mlp_of_halves
 from bastile.ops.glu import glu
 from bastile.report import Tally
 
+#: Activations that are functions. No dictionary: torch.compile reads through none whose keys are functions.
+_FUNCTIONS = ((F.silu, "silu"), (F.relu, "relu"), (F.gelu, "gelu"))
+
 
 def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.forwards("mlp"):
@@ -88,11 +91,16 @@ def activations() -> dict[type, str]:
 
 
 def activation_of(module: Any, classes: dict[type, str]) -> str | None:
-    """The activation that this module computes, by the name that bastile.ops.glu has for it; None for any other.
-    classes: activations()."""
+    """The activation that this module or function computes, by the name that bastile.ops.glu has for it; None for any
+    other. classes: activations()."""
     if type(module) is nn.GELU and does_as_its_class(module):
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(module.approximate)
-    return classes.get(type(module)) if isinstance(module, nn.Module) and does_as_its_class(module) else None
+    if isinstance(module, nn.Module):
+        return classes.get(type(module)) if does_as_its_class(module) else None
+    for function, name in _FUNCTIONS:
+        if module is function:
+            return name
+    return None
 
 
 def activation_named(name: Any) -> str | None:

@@ -163,6 +163,8 @@ class ModelFile:
         where = _where(name, owner)
         self.reads[where] = code.attributes
         form = KNOWN.get(code.fingerprint)
+        if form is None and getattr(owner, "__module__", self.name) != self.name:
+            return None  # of another file, which says so itself
         if form is None:
             self.unknown[where] = f"has code that is not known, of the fingerprint {code.fingerprint}"
             return None

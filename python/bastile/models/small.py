@@ -62,8 +62,11 @@ SIZES: dict[str, Any] = {
     "shared_intermediate_size": 16,
     "swiglu_limit": 0.5,  # so that it is met
     "n_group": 1,
+    "n_groups": 2,
     "topk_group": 1,
     "num_nextn_predict_layers": 0,
+    "adapter_in_dim": 32,
+    "adapter_input_size": 32,
     "hidden_size_per_layer_input": 8,
     "vocab_size_per_layer_input": 97,
     "linear_num_key_heads": 2,
@@ -102,12 +105,42 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "glm4v_moe_text": _three_sections(1, 1, 0),
     "bamba": {"attn_layer_indices": [1]},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "falcon_h1": {"mamba_d_ssm": 64},
     "flint": {"mlp_only_layers": [0]},
-    "gemma4_text": {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.5, 0.0], "laurel_rank": 4},
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "global_head_dim": 8,
+    },
+    "gemma4_unified_text": {"global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "reformer": {  # which seeds its dropout by the clock
+        "is_decoder": True,
+        "attn_layers": ["local"] * 2,
+        "axial_pos_embds": False,
+        "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },
     "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},  # hybrid ones share a part
+    "zaya": {"num_experts_per_tok": 1},
 }
 
 
@@ -136,6 +169,7 @@ def _small(usual: Any) -> dict[str, Any]:
         inner = getattr(usual, name, None)
         if inner is not None:
             chosen[name] = {**inner.to_dict(), **_small(inner), **OVERRIDES.get(inner.model_type, {})}
+            chosen[name].pop("per_layer_config", None)  # of layers that are not there; it follows from the rest
     return chosen
 
 
@@ -151,7 +185,7 @@ def small_model(model_type: str, seed: int = 0, **more: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(seed)
-    auto = AutoModelForCausalLM if model_type in causal_types() else AutoModelForImageTextToText
+    auto = AutoModelForImageTextToText if model_type in vision_types() else AutoModelForCausalLM
     model: Any = auto.from_config(small_config(model_type, **more), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from bastile.guards import gathers
 from bastile.models.logits.pending import Step
-from bastile.models.logits.tensor import Logits, followed, in_place, with_step
+from bastile.models.logits.tensor import Logits, copied, followed, in_place, with_step
 
 _T = torch.Tensor
 
@@ -69,15 +69,12 @@ def _contiguous(logits: Logits, memory_format: Any = torch.contiguous_format) ->
     if memory_format is not torch.contiguous_format:
         return NotImplemented
     # What is not contiguous is copied, so that what is written there is not written to the rest.
-    return logits if logits.part.is_whole and logits.part.move is None else _copy(logits)
+    part = logits.part
+    return logits if part.is_whole and part.move is None and not part.is_turned else copied(logits)
 
 
 @followed(_T.clone, torch.clone)
 def _clone(logits: Logits, memory_format: Any = None) -> Any:
-    return _copy(logits)
-
-
-def _copy(logits: Logits) -> Any:
     return with_step(logits, Step("cast", lambda z: z, logits.dtype))
 
 

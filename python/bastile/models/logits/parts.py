@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 
-from bastile.models.logits.pending import Step
-from bastile.models.logits.tensor import Logits, Part, followed, with_part, with_step
+from bastile.models.logits.tensor import Logits, Part, copied, followed, with_part
 
 _T = torch.Tensor
 
 
-def _part(logits: Logits, of_rows: Any, of_values: Any, is_whole: bool) -> Logits:
+def _part(logits: Logits, of_rows: Any, of_values: Any, is_whole: bool, is_turned: bool = False) -> Logits:
     part = logits.part
     with torch.set_grad_enabled(logits.requires_grad):
-        new = Part(of_rows(part.rows), (*part.views, of_values), part.is_whole and is_whole)
+        new = Part(
+            of_rows(part.rows),
+            (*part.views, of_values),
+            part.is_whole and is_whole,
+            is_turned=part.is_turned or is_turned,
+        )
     return with_part(logits, new)
 
 
@@ -34,6 +38,10 @@ def _reshape(logits: Logits, *shape: Any, **named: Any) -> Any:
     vocabulary = logits.pending.vocabulary
     if math.prod(shape) != logits.numel() or shape[-1] != vocabulary or -1 in shape:
         return NotImplemented
+    if logits.part.is_turned:
+        if len(shape) != 2 or not logits.part.is_whole:  # a view or a copy, as its sizes have it
+            return NotImplemented
+        logits = copied(logits)
     rows = (*shape[:-1], logits.part.rows.shape[-1])
     return _part(logits, lambda t: t.reshape(rows), lambda z: z.reshape(shape), True)
 
@@ -88,7 +96,7 @@ def _dimensions(index: Any) -> int:
 
 def _of_rows(logits: Logits, rows: torch.Tensor) -> Logits:
     """New logits of other rows, by the same steps."""
-    return with_step(with_part(logits, Part(rows)), Step("cast", lambda z: z, logits.dtype))
+    return copied(with_part(logits, Part(rows)))
 
 
 def _along(function: Any, at: int, default: int | None, many: bool) -> None:
@@ -146,15 +154,34 @@ def _squeeze(logits: Logits, dim: Any = None) -> Any:
     return _part(logits, of, of, True)
 
 
-@followed(_T.transpose, torch.transpose, _T.permute, torch.permute)
-def _move(logits: Logits, *dims: Any, **named: Any) -> Any:
-    """[B, T, V] to [B, V, T], as torch's loss takes it."""
-    dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
-    part = logits.part
-    if named or logits.dim() != 3 or part.move is not None or len(dims) not in (2, 3):
+@followed(_T.transpose, torch.transpose)
+def _transpose(logits: Logits, *dims: Any, **named: Any) -> Any:
+    many = logits.dim()
+    if named or len(dims) != 2 or not all(isinstance(dim, int) and -many <= dim < many for dim in dims):
         return NotImplemented
-    dims = tuple(dim % 3 for dim in dims)
-    if (sorted(dims) if len(dims) == 2 else dims) not in ([1, 2], (0, 2, 1)):
+    first, second = dims[0] % many, dims[1] % many
+    return _turn(logits, [second if dim == first else first if dim == second else dim for dim in range(many)])
+
+
+@followed(_T.permute, torch.permute)
+def _permute(logits: Logits, *dims: Any, **named: Any) -> Any:
+    dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    many = logits.dim()
+    if named or not all(isinstance(dim, int) and -many <= dim < many for dim in dims):
+        return NotImplemented
+    return _turn(logits, [dim % many for dim in dims])
+
+
+def _turn(logits: Logits, order: list[int]) -> Any:
+    """The rows in another order, as models with time first have them; or [B, T, V] to [B, V, T], as torch's loss takes
+    it."""
+    part, many = logits.part, logits.dim()
+    if part.move is not None or sorted(order) != list(range(many)):
+        return NotImplemented
+    if order[-1] == many - 1:
+        long = [dim for dim in order if logits.shape[dim] > 1]
+        return _part(logits, lambda t: t.permute(order), lambda z: z.permute(order), True, long != sorted(long))
+    if order != [0, 2, 1] or part.is_turned:
         return NotImplemented
 
     def move(z: torch.Tensor) -> torch.Tensor:

@@ -46,12 +46,14 @@ class Part:
     """Which of the pending logits a tensor shows.
 
     rows [..., H]: the hidden states behind it. views: from all logits to it. is_whole: whether it shows all of them.
-    move: what puts the vocabulary of three dimensions second, at the end of views; None where it is last."""
+    move: what puts the vocabulary of three dimensions second, at the end of views; None where it is last. is_turned:
+    whether the rows stand in another order than in memory, so that contiguous ones are a copy."""
 
     rows: torch.Tensor
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
     is_whole: bool = True
     move: Callable[[torch.Tensor], torch.Tensor] | None = None
+    is_turned: bool = False
 
 
 class Logits(torch.Tensor):
@@ -139,7 +141,8 @@ def _logits(pending: Pending, part: Part, with_grad: bool) -> Logits:
     if not with_grad:
         return Logits(pending, part)
     call = pending.call
-    weights = () if call.is_gathered else [t for t in (call.weight, call.bias) if t is not None]
+    of_head = (call.weight, call.bias) if call.adapter is None else call.adapter.tensors
+    weights = () if call.is_gathered else [t for t in of_head if t is not None]
     with torch.enable_grad():
         return _StandIn.apply(pending, part, part.rows, *weights)
 
@@ -149,12 +152,17 @@ def put_off(call: Call) -> Logits:
     return _logits(Pending(call, call.hidden, [], call.dtype), Part(call.hidden), call.with_grad)
 
 
-def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None) -> Logits:
-    """New logits: these, and a step further."""
+def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None, keeps_order: bool = True) -> Logits:
+    """New logits: these, and a step further. keeps_order: of rows in memory."""
     old, rows, move = logits.pending, logits.part.rows, logits.part.move
     new = Pending(old.call, rows, [*old.steps, step], dtype or old.dtype)
-    part = Part(rows, () if move is None else (move,), move=move)
+    part = Part(rows, () if move is None else (move,), move=move, is_turned=keeps_order and logits.part.is_turned)
     return _like(logits, new, part, logits.requires_grad and torch.is_grad_enabled())
+
+
+def copied(logits: Logits) -> Any:
+    """New logits of the same values, contiguous but for a vocabulary that is not last."""
+    return with_step(logits, Step("cast", lambda z: z, logits.dtype), keeps_order=False)
 
 
 def in_place(logits: Logits, step: Step) -> Any:
