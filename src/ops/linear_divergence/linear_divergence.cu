@@ -272,7 +272,7 @@ BST_KERNEL(linear_divergence, linear_divergence_args, THREADS, 2) {
         s.loss = s.to_mean = 0.0f;
         walk(&a, at_once ? LOSE | DIFF : LOSE, &r, &t, &s);
         s.loss = bst_group_sum(s.loss, THREADS, losses);
-        if (KIND == DIVERGENCE_JSD) t.mean = bst_group_sum(s.to_mean, THREADS, means);
+        if (KIND == DIVERGENCE_JSD) t.mean = bst_divide(bst_group_sum(s.to_mean, THREADS, means), s.sum_p);
         put(a.divergence, row, s.loss);
         if (ENTROPY) put(a.entropy, row, t.log_p - DIVERGENCE_UNIT * bst_divide(s.products, s.sum_p));
         if (!SAVED) save(&a, row, &s, t.mean);

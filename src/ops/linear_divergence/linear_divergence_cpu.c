@@ -98,7 +98,7 @@ static inline divergence_class class_of(int kind, const divergence_row *t, float
         }                                           \
     } while (0)
 
-static double lose(const linear_divergence_rows *c, int64_t row, divergence_row *t) {
+static double lose(const linear_divergence_rows *c, int64_t row, float sum_p, divergence_row *t) {
     float zp[BST_TILE], zq[BST_TILE];
     double loss = 0, mean = 0;
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
@@ -106,7 +106,7 @@ static double lose(const linear_divergence_rows *c, int64_t row, divergence_row 
         load(c, row, column, n, zp, zq, NULL);
         OF_KIND(SUM_CLASSES);
     }
-    if (c->kind == DIVERGENCE_JSD) t->mean = (float)mean;
+    if (c->kind == DIVERGENCE_JSD) t->mean = (float)(mean / (double)sum_p);
     return loss;
 }
 
@@ -142,7 +142,7 @@ void BST_CPU(bst__linear_divergence_rows_cpu)(void *context, int64_t begin, int6
         }
         if (!c->saved) sum_up(c, row, sums);
         divergence_row t = divergence_row_of(sums[0], sums[1], sums[2], sums[3], sums[4], a->beta, a->rest);
-        if (a->divergence) a->divergence[row] = (float)lose(c, row, &t);
+        if (a->divergence) a->divergence[row] = (float)lose(c, row, sums[1], &t);
         if (!c->saved) sums[4] = t.mean;
         if (out) differentiate(c, row, &t, out);
     }

@@ -15,9 +15,8 @@
 
 #ifdef BST_DEVICE
 #include "logarithm.h"
-#define DIVERGENCE      BST_DEVICE
-#define DIVERGENCE_MAX  bst_max
-#define DIVERGENCE_MULT bst_product
+#define DIVERGENCE     BST_DEVICE
+#define DIVERGENCE_MAX bst_max
 #if defined(D_TYPE) && D_TYPE != BST_F32_CODE
 /* For gradients of 16 bits: powers of two of numbers in these units, and the hardware's reciprocal. (Its logarithm is
  * wrong by 2^-22, which makes jsd's error larger than TRL's function has.) */
@@ -38,15 +37,14 @@ DIVERGENCE float divergence_exp(float x) {
 #endif
 #else
 #include "core/logarithm.h"
-#define DIVERGENCE            static inline
-#define DIVERGENCE_UNIT       1.0f
-#define DIVERGENCE_MAX(a, b)  ((a) < (b) ? (b) : (a)) /* NaN stays */
-#define DIVERGENCE_MULT(a, b) ((a) * (b))
-#define divergence_exp        bst_exp
-#define divergence_power      bst_exp
-#define divergence_over       bst_divide
-#define bst_abs               fabsf
-#define BST_INFINITY          INFINITY
+#define DIVERGENCE           static inline
+#define DIVERGENCE_UNIT      1.0f
+#define DIVERGENCE_MAX(a, b) ((a) < (b) ? (b) : (a)) /* NaN stays */
+#define divergence_exp       bst_exp
+#define divergence_power     bst_exp
+#define divergence_over      bst_divide
+#define bst_abs              fabsf
+#define BST_INFINITY         INFINITY
 #endif
 
 /* As the options number them. */
@@ -64,7 +62,7 @@ typedef struct divergence_row {
     float top_p, log_p, over_p; /* the largest z, in DIVERGENCE_UNITs; log p = z - it - log_p; over_p = e^-log_p */
     float top_q, log_q, over_q;
     float shift;      /* d = zq - zp + shift */
-    float mean;       /* reverse: the mean of zp - zq under p; jsd: KL(p || m) */
+    float mean;       /* reverse: the mean of zp - zq under p; jsd: of log p - log m */
     float beta, rest; /* rest = 1 - beta */
 } divergence_row;
 
@@ -116,7 +114,7 @@ DIVERGENCE float divergence_log_mixture(const divergence_row *r, float d) {
     return bst_abs(d) <= 0.34f ? near : far;
 }
 
-/* A class: its term, what it adds to KL(p || m) (jsd alone), and the divergence's derivative by zp. `kind` is a
+/* A class: its term, what it adds to the sum that is the mean's over sum_p (jsd alone), and the divergence's derivative by zp. `kind` is a
  * constant. */
 typedef struct divergence_class {
     float term, to_mean, slope;
@@ -124,7 +122,7 @@ typedef struct divergence_class {
 
 DIVERGENCE divergence_class divergence_of(int kind, const divergence_row *r, const divergence_pair *z) {
     divergence_class c = {0, 0, 0};
-    float p = divergence_power(z->above_p) * r->over_p, q = divergence_power(z->above_q) * r->over_q;
+    float power = divergence_power(z->above_p), p = power * r->over_p, q = divergence_power(z->above_q) * r->over_q;
     float d = (z->zq - z->zp) + r->shift;
     if (kind == DIVERGENCE_FORWARD) {
         c.term = divergence_term(q, p, d, false);
@@ -137,8 +135,10 @@ DIVERGENCE divergence_class divergence_of(int kind, const divergence_row *r, con
         /* Beyond, p or q is no part of the mixture that float32 has. */
         d = d > 80.0f ? 80.0f : d < -80.0f ? -80.0f : d;
         float mixed = divergence_log_mixture(r, d), m = bst_fma(r->beta, q, r->rest * p);
-        c.to_mean = divergence_term(p, m, -mixed, true);
-        c.term = bst_fma(r->beta, divergence_term(q, m, d - mixed, true), r->rest * c.to_mean);
+        float of_p = divergence_term(p, m, -mixed, true);
+        c.term = bst_fma(r->beta, divergence_term(q, m, d - mixed, true), r->rest * of_p);
+        /* Of -mixed itself, not of of_p, and of e^(z - top), not of p: what a normaliser is off by cancels in the slope. */
+        c.to_mean = power * -mixed;
         c.slope = r->rest * p * (-mixed - r->mean);
     }
     return c;
