@@ -47,8 +47,8 @@ def _process(rank: int, number: int, meet: str, function: Callable[..., None], a
     distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=number, timeout=_PATIENCE)
     function(rank, *args)
     distributed.destroy_process_group()
-    # Not by way of Python's end: sharded models that are let go of as late as that were seen to take gloo's threads with
-    # them ("terminate called without an active exception"), in one run of three.
+    # Not by way of Python's end, where sharded models that go so late were seen to end gloo's threads in one run
+    # of three ("terminate called without an active exception").
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -114,8 +114,8 @@ DIVERGENCE float divergence_log_mixture(const divergence_row *r, float d) {
     return bst_abs(d) <= 0.34f ? near : far;
 }
 
-/* A class: its term, what it adds to the sum that is the mean's over sum_p (jsd alone), and the divergence's derivative by zp. `kind` is a
- * constant. */
+/* A class: its term, what it adds to the sum that is the mean's over sum_p (jsd alone), and the divergence's derivative
+ * by zp. `kind` is a constant. */
 typedef struct divergence_class {
     float term, to_mean, slope;
 } divergence_class;
@@ -137,7 +137,7 @@ DIVERGENCE divergence_class divergence_of(int kind, const divergence_row *r, con
         float mixed = divergence_log_mixture(r, d), m = bst_fma(r->beta, q, r->rest * p);
         float of_p = divergence_term(p, m, -mixed, true);
         c.term = bst_fma(r->beta, divergence_term(q, m, d - mixed, true), r->rest * of_p);
-        /* Of -mixed itself, not of of_p, and of e^(z - top), not of p: what a normaliser is off by cancels in the slope. */
+        /* Of -mixed itself and of e^(z - top), not of of_p and p: what rounds a normaliser cancels in the slope. */
         c.to_mean = power * -mixed;
         c.slope = r->rest * p * (-mixed - r->mean);
     }
