@@ -168,7 +168,8 @@ def test_small_divergences_keep_their_digits(kind, device):
     (gradient,) = torch.autograd.grad(found.sum(), weight)
     (exact_gradient,) = torch.autograd.grad(wanted.sum(), exact[0])
     error = (gradient.T.double() - exact_gradient).norm() / exact_gradient.norm()
-    assert error < 2.0**-21 / 2e-4, "two normalisers between 4 and 8, rounded to 2^-22 each, beside d, 2e-4"
+    # Two normalisers between 4 and 8, rounded to 2^-22 each, beside d, 2e-4. In the others they cancel.
+    assert error < (2.0**-21 / 2e-4 if kind == "forward" else 1e-6)
 
 
 @pytest.mark.parametrize("device", devices())
