@@ -321,7 +321,7 @@ static bool fits_schema(const operator_call *c) {
         bool is_tensor = !strncmp(at, "Tensor", 6), may_be_none = is_tensor && at[strcspn(at, " ") - 1] == '?';
         bool is_none = a->kind <= NUMBER && !a->number; /* what is left out at the end is no, too */
         if (is_tensor ? a->kind == TENSOR ? a->optional != may_be_none : !(may_be_none && is_none)
-                      : a->kind != (strncmp(at, "float", 5) ? NUMBER : REAL) && !(a->kind == NOTHING))
+                      : a->kind != (strncmp(at, "float", 5) ? NUMBER : REAL) && a->kind != NOTHING)
             return false;
         at += strcspn(at, " "); /* the name */
         at += strcspn(at, ",)");

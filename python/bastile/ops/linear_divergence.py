@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, cast_as_linear, first_order_only, is_batched, need_floats, served
+from bastile.ops._common import Function, cast_as_linear, first_order_only, is_batched, need_floats, on_gpu, served
 from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.fused_linear_cross_entropy import (
     chunk_bytes_now,
@@ -66,7 +66,7 @@ class _LinearDivergence(Function):
         chunk_bytes = chunk_bytes_now()
         keep = (
             any(want)
-            and hidden.is_cuda
+            and on_gpu(hidden)
             and hidden.dtype is not torch.float16
             and not torch.compiler.is_compiling()
             and _gradient_fits(hidden, weight, chunk_bytes)
