@@ -118,14 +118,14 @@ def load_in_4bit(name: str, dtype: str, device: torch.device) -> Any:
 
 
 #: The products that LoRA adapts: all of a decoder layer's.
-_LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def with_adapters(model: Any, rank: int, alpha: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=_LORA_TARGETS, task_type="CAUSAL_LM")
+        model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bastile.bench.timing import begin_peak, peak_bytes, synchronize
+from bastile.cli.model import LORA_TARGETS
 from bastile.peers.models import CannotRun
 
 #: What of TRL's settings makes it run each implementation; the others are there when its model is built.
@@ -22,7 +23,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "unsloth": {},
     "bastile": {},
 }
-_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def prepare(implementation: str) -> list[str]:
@@ -154,7 +154,7 @@ def _by_unsloth(build: Callable[[], Any], length: int, plan: dict[str, Any]) -> 
         model,
         r=plan["lora"],
         lora_alpha=plan["lora"],
-        target_modules=list(_LINEAR),
+        target_modules=LORA_TARGETS,
         lora_dropout=0,
         bias="none",
         use_gradient_checkpointing="unsloth" if plan["checkpointing"] else False,
