@@ -25,8 +25,8 @@ from bastile.models.table import OPERATORS
 from bastile.own_methods import give, given_to, reaches, runs_stock
 from bastile.report import noting
 
-#: Whose classes are PEFT's and PyTorch's: no type needs a place for them.
-_OF_ANY_TYPE = frozenset({"lora_linear", "layer_norm"})
+#: Whose classes are PEFT's, PyTorch's and trainers': no type needs a place for them.
+_OF_ANY_TYPE = frozenset({"lora_linear", "layer_norm", "adamw"})
 
 _lock = threading.RLock()
 _everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
@@ -69,6 +69,7 @@ def apply(
     moe_experts: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
+    adamw: bool = True,
     recompute: bool = True,
     cuda_graphs: graphs.Mode = "auto",
     model_types: Iterable[str] | None = None,
@@ -95,6 +96,8 @@ def apply(
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
         layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
+        adamw: where a Trainer of Transformers, or of TRL's, makes torch's AdamW, its default, bastile.optim.AdamW takes
+            its place, with the same state_dict, and clips as it reads the gradients (docs/optim.md).
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
         cuda_graphs: the decoder layers of a training step, forward and backward, as CUDA graphs from a shape's second
@@ -274,7 +277,7 @@ def get_patched_ops(model: nn.Module | None = None) -> list[str]:
 def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
     """The operators whose arguments are True, but for those that need one that is not."""
     for operator in OPERATORS:
-        value, auto = arguments[operator], ', or "auto",' if operator == "cuda_graphs" else ""
+        value, auto = arguments.get(operator, False), ', or "auto",' if operator == "cuda_graphs" else ""
         if not isinstance(value, bool) and not (auto and value == "auto"):
             raise TypeError(
                 f"{function}: {operator} is {value!r}; True or False{auto} is needed. Types of models are "
@@ -283,7 +286,7 @@ def _chosen(function: str, arguments: dict[str, Any]) -> list[str]:
     return [
         name
         for name, operator in OPERATORS.items()
-        if arguments[name] and all(arguments[needed] for needed in operator.needs)
+        if arguments.get(name, False) and all(arguments[needed] for needed in operator.needs)
     ]
 
 

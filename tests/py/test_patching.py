@@ -91,17 +91,17 @@ def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags
 @pytest.mark.parametrize("function", [bastile.apply, bastile.apply_to_model])
 def test_each_operator_is_an_argument(function: Any) -> None:
     parameters = inspect.signature(function).parameters
-    assert tuple(name for name in parameters if name not in ("model", "model_types")) == tuple(OPERATORS)
-    defaults = {operator: parameters[operator].default for operator in OPERATORS}
-    assert defaults == {**dict.fromkeys(OPERATORS, True), "cuda_graphs": "auto"}
+    operators = [name for name, row in OPERATORS.items() if row.of_a_model or function is bastile.apply]
+    assert [name for name in parameters if name not in ("model", "model_types")] == operators
+    defaults = {operator: parameters[operator].default for operator in operators}
+    assert defaults == {**dict.fromkeys(operators, True), "cuda_graphs": "auto"}
 
 
 def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
-    assert set(all_of("qwen3")) == {
-        f"{operator}_qwen3" for operator in OPERATORS if operator not in ("moe_experts", "lora_linear", "layer_norm")
-    }
+    others = ("moe_experts", "lora_linear", "layer_norm", "adamw")
+    assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in OPERATORS if operator not in others}
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])
 
@@ -325,7 +325,8 @@ def test_apply_to_model_states_what_is_in_force() -> None:
     assert bastile.apply_to_model(model, swiglu=False, recompute=False) == all_of("qwen3", "swiglu", "recompute")
     assert bastile.get_patched_ops(model) == all_of("qwen3", "swiglu", "recompute")
     assert "forward" not in vars(model.model.layers[0].mlp)
-    assert bastile.apply_to_model(model, **dict.fromkeys(OPERATORS, False)) == []
+    none = {name: False for name, row in OPERATORS.items() if row.of_a_model}
+    assert bastile.apply_to_model(model, **none) == []
     assert runs_stock(model)
 
 

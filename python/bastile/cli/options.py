@@ -104,12 +104,12 @@ OPTIONS: dict[str, _Option] = {
     "--weight-decay": _Option("X", "AdamW's (default: {shown})", more={"default": 0.0}),
     "--optimizer": _Option(
         None,
-        "AdamW of the Bastile run: torch's, or bastile.optim's, with stochastic rounding of bfloat16, or moments of 8 "
-        "bits; the stock run has torch's (default: {shown})",
+        "AdamW of the Bastile run: bastile.optim's, as bastile.apply() gives it to a Trainer, with stochastic rounding "
+        "of bfloat16, or with moments of 8 bits; or torch's, which the stock run has (default: {shown})",
         more={
             "action": "store",
-            "choices": ["torch", "bastile", "bastile-stochastic", "bastile-8bit"],
-            "default": "torch",
+            "choices": ["bastile", "bastile-stochastic", "bastile-8bit", "torch"],
+            "default": "bastile",
         },
     ),
     "--max-grad-norm": _Option("X", "clip gradients to this norm (default: {shown})", more={"default": 1.0}),

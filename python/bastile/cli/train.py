@@ -124,6 +124,8 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     if plan["checkpointing"]:
         checkpoint_activations(model)
     left_out = {operator: False for operator, is_used in plan["operators"].items() if not is_used}
+    if plan["optimizer"] == "torch":
+        left_out["adamw"] = False
     patched = bastile.apply(model_types=[model.config.model_type], **left_out) if plan["name"] == "bastile" else []
     if plan["lora"]:
         model = with_adapters(model, plan["lora"], plan["lora_alpha"])
@@ -188,17 +190,16 @@ def _arguments(plan: dict[str, Any]) -> TrainingArguments:
     )
 
 
-#: What --optimizer asks of bastile.optim.AdamW.
+#: What --optimizer asks of bastile.optim.AdamW. That of "bastile" is bastile.apply()'s own.
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "bastile": {},
     "bastile-stochastic": {"rounding": "stochastic"},
     "bastile-8bit": {"moments": "8bit"},
 }
 
 
 def _optimizer(plan: dict[str, Any], arguments: TrainingArguments) -> tuple[type, dict[str, Any]] | None:
-    """None: the trainer's own."""
-    if plan["name"] != "bastile" or plan["optimizer"] == "torch":
+    """None: the trainer's own, or what bastile.apply() makes of that."""
+    if plan["name"] != "bastile" or plan["optimizer"] not in _OPTIMIZERS:
         return None
     betas = (arguments.adam_beta1, arguments.adam_beta2)
     options = {"lr": arguments.learning_rate, "betas": betas, "eps": arguments.adam_epsilon, "seed": plan["seed"]}

@@ -11,7 +11,6 @@ import functools
 import weakref
 from collections.abc import Callable
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,10 +18,11 @@ from torch import nn
 
 from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import is_known
+from bastile.models.structure import modules_of, tables_of
 
 _NAME = "num_parameters"
 _FINGERPRINTS = frozenset({"a690284ceb48"})  # of its code, from Transformers 5.0 on
-_children, _own = attrgetter("_modules"), attrgetter("_parameters")
+_size = torch.Tensor.numel
 
 
 _is_in_force = False
@@ -57,11 +57,13 @@ def _kept(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         is_stock = only_trainable or not _is_in_force or torch.compiler.is_compiling()
-        if is_stock or not _names_as_torch(self):
+        modules = None if is_stock or not _names_as_torch(self) else modules_of(self)
+        if modules is None:
             return original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+        read = _read(self, modules)
         found = counts.get(self)
-        if found is None or not found.are_of(self):
-            found = counts[self] = _Counts(self)
+        if found is None or found.read != read:
+            found = counts[self] = _Counts(read)
         key = bool(exclude_embeddings)
         if key not in found.numbers:
             found.numbers[key] = original(self, exclude_embeddings=exclude_embeddings)
@@ -78,33 +80,26 @@ def _names_as_torch(model: nn.Module) -> bool:
 
 
 class _Counts:
-    """Of one model, and what they were made from. It keeps nothing alive."""
+    """Of one model."""
 
-    def __init__(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+    def __init__(self, read: list[Any]) -> None:
         self.numbers: dict[bool, int] = {}  # by whether they are without embeddings
-        self._modules = [weakref.ref(module) for module in modules]
-        self._read = _read(model, modules)
-
-    def are_of(self, model: nn.Module) -> bool:
-        modules = [module for ref in self._modules if (module := ref()) is not None]
-        return _read(model, modules) == self._read
+        self.read = read  # what they were made from
 
 
-def _read(model: Any, modules: list[nn.Module]) -> list[Any]:
+def _read(model: Any, modules: list[Any]) -> list[Any]:
     """All that num_parameters looks at, objects by identity: modules and their classes, parameters with
     their names within a module, sizes. Names of modules do not matter."""
-    children, own = list(map(_children, modules)), list(map(_own, modules))
+    own = tables_of(modules)
     some = list(filter(None, own))
-    every = [parameter for names in some for parameter in names.values()]
+    every = list(chain.from_iterable(map(dict.values, some)))
     there = [parameter for parameter in every if parameter is not None]
     in_4bit = getattr(model, "is_loaded_in_4bit", False)
     return [
-        list(map(type, modules)),  # fewer where one is gone
-        [id(child) for names in filter(None, children) for child in names.values()],
+        list(map(type, modules)),
         list(map(len, own)),
         list(chain.from_iterable(some)),
         list(map(id, every)),
-        [parameter.numel() for parameter in there],
+        list(map(_size, there)),
         [parameter.element_size() for parameter in there] if in_4bit else (),
     ]

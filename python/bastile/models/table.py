@@ -1,7 +1,8 @@
 """The operators that go into models.
 
-A new operator is a row here, its parameter in bastile.apply and bastile.apply_to_model, and a module with
-`sites(file)`, which finds its places. What a piece of a model computes is known by its code: models/known.py."""
+A new operator is a row here, its parameter in bastile.apply and, if one model can have it, bastile.apply_to_model, and
+a module with `sites(file)`, which finds its places. What a piece of a model computes is known by its code:
+models/known.py."""
 
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ class Operator:
     looks_like: str  # a pattern of names of classes and functions that may be its: for telling what stays stock
     reads: str = ""  # likewise, of an attribute that such code reads
     needs: tuple[str, ...] = ()  # the operators that it fuses: without them it is not put in
+    of_a_model: bool = True  # whether one model can have it alone, by bastile.apply_to_model
 
 
 # By the names that bastile.apply takes, in the order in which they are reported. Where two replace the same method of
@@ -41,6 +43,9 @@ OPERATORS: dict[str, Operator] = {
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
     "layer_norm": Operator("layer_norm", "LayerNorm", r"LayerNorm$"),
+    "adamw": Operator(
+        "optimizer", "the AdamW that a Trainer makes, with its clipping in one pass", r"^Trainer$", of_a_model=False
+    ),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
     "cuda_graphs": Operator("graphs", "decoder layers of a training step as CUDA graphs", r"Model$"),
 }

@@ -1,4 +1,4 @@
-"""Walks over a model's modules that a Trainer makes in every step, in a tenth of the time.
+"""Walks over a model's modules that a Trainer makes in every step, in a fraction of the time.
 
 `train()` sets a flag that is set already, and `zero_grad()` and the clipping of gradients ask for `parameters()`, whose
 names nobody reads; of a model with adapters, of thousands of modules, PyTorch's and Transformers' own code takes some
@@ -16,6 +16,7 @@ from torch import nn
 
 from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import is_known
+from bastile.models.structure import modules_of, parameters_of, walk
 
 #: Of PreTrainedModel.train's code, from Transformers 5.0 on: it is PyTorch's, and what is done where kernels of the Hub
 #: are in use.
@@ -46,50 +47,29 @@ def take_out_of(cls: Any) -> None:
         cls.train = stock_of(train)
 
 
-def _modules(model: nn.Module) -> list[dict[str, Any]] | None:
-    """The attributes of all modules, in the order of `modules()`; None where a class may see to that by itself."""
-    found: list[dict[str, Any]] = []
-    seen, rest = set(), [model]
-    while rest:
-        module = rest.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        kind: Any = type(module)
-        if not _is_plain(kind):
-            return None
-        own = vars(module)
-        found.append(own)
-        inner = own["_modules"]
-        if inner:
-            rest.extend([each for each in reversed(inner.values()) if each is not None])
-    return found
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_plain(kind: Any) -> bool:
-    return not issubclass(kind, torch.jit.ScriptModule) and all(
-        getattr(kind, name) is getattr(nn.Module, name)
-        for name in ("modules", "named_modules", "named_parameters", "_named_members", "children", "named_children")
-    )
-
-
 @functools.wraps(nn.Module.parameters)
 def _parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
     if not recurse or not _is_in_force or torch.compiler.is_compiling():
         return nn.Module.parameters(self, recurse)
-    modules = _modules(self)
-    return nn.Module.parameters(self) if modules is None else _each(modules)
+    return _each(self)
 
 
-def _each(modules: list[dict[str, Any]]) -> Iterator[nn.Parameter]:
-    """Each parameter once."""
-    seen = set()
-    for own in modules:
-        for parameter in own["_parameters"].values():
-            if parameter is not None and parameter not in seen:
-                seen.add(parameter)
-                yield parameter
+def _each(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Who asks for the first one alone, for its type or device, waits for no others."""
+    for module in walk(model):
+        if module is None:
+            break
+        first = next((p for p in module._parameters.values() if p is not None), None)
+        if first is not None:
+            yield first
+            break
+    else:
+        return
+    modules = modules_of(model)
+    every = nn.Module.parameters(model) if modules is None else iter(parameters_of(modules))
+    if module is not None:
+        next(every)
+    yield from every
 
 
 def _train(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,17 +85,17 @@ def _train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _changes_nothing(model: Any, mode: object, train: Any) -> bool:
     """train: what stands for PreTrainedModel's; a model may be a part of another."""
-    if not isinstance(mode, bool):
+    modules = modules_of(model) if isinstance(mode, bool) else None
+    if modules is None:
         return False
-    rest = [model]
-    while rest:
-        module = rest.pop()
-        own, method = vars(module), type(module).train
-        if own.get("training") is not mode or "train" in own:
-            return False
-        if method is not nn.Module.train and (method is not train or getattr(module, "use_kernels", True)):
-            return False
-        inner = own["_modules"]
-        if inner:
-            rest.extend([each for each in inner.values() if each is not None])
-    return True
+    scopes = list(map(vars, modules))
+    if not all([scope.get("training") is mode for scope in scopes]) or any(["train" in scope for scope in scopes]):
+        return False
+    kinds: set[Any] = set(map(type, modules))
+    methods = {kind: kind.train for kind in kinds}
+    others = {kind for kind, method in methods.items() if method is not nn.Module.train}
+    return all(
+        methods[type(module)] is train and not getattr(module, "use_kernels", True)
+        for module in (modules if others else ())
+        if type(module) in others
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -121,7 +121,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_dense(tensor) else tensor.contiguous()
 
 
-def clip_in_step(trainer: Any) -> None:
+def clip_in_step(trainer: Any, *, unless: Callable[[], bool] | None = None) -> None:
     """Clips within the optimiser's step in a Transformers or TRL trainer, or with an `accelerate.Accelerator`: what
     they call to clip gradients leaves them as they are, and their bastile.optim.AdamW clips as it reads them. The norm
     is reported as before. A callback that looks at gradients between the two sees them unclipped.
@@ -132,6 +132,7 @@ def clip_in_step(trainer: Any) -> None:
     Args:
         trainer: has an `accelerator`, or is one. Where that runs another optimiser, DeepSpeed or FSDP 1, and for other
             norms than 2, it clips as before.
+        unless: asked each time; where it is true gradients are clipped at once, in place.
     """
     accelerator = getattr(trainer, "accelerator", trainer)
     before = accelerator.clip_grad_norm_
@@ -142,7 +143,8 @@ def clip_in_step(trainer: Any) -> None:
         if optimizer is None or float(norm_type) != 2.0 or not optimizer.has_exactly(given):
             return before(given, max_norm, norm_type)
         accelerator.unscale_gradients()
-        return clip_grad_norm_(given, max_norm, optimizer=optimizer)
+        is_at_once = unless is not None and unless()
+        return clip_grad_norm_(given, max_norm, optimizer=None if is_at_once else optimizer)
 
     accelerator.clip_grad_norm_ = clip
 
