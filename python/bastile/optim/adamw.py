@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from bastile.optim.moments import fresh, kind_of, loaded, local
 __all__ = ["AdamW"]
 
 _ROUNDINGS = ("nearest", "stochastic")
+_is_contiguous, _device, _dtype = torch.Tensor.is_contiguous, attrgetter("device"), attrgetter("dtype")
 
 
 class _Options(NamedTuple):
@@ -173,13 +175,37 @@ class AdamW(torch.optim.AdamW):
     def _update(
         self,
         group: dict[str, Any],
-        parameters: Iterable[torch.Tensor],
+        parameters: list[torch.Tensor],
         first: int,
         grad_scale: torch.Tensor | None = None,
         found_inf: torch.Tensor | None = None,
         clip: torch.Tensor | None = None,
     ) -> None:
         """The parameters of a group that have a gradient: a call for those of each device and kind of state."""
+        calls = self._gathered_at_once(parameters) or self._gathered(parameters)
+        beta1, beta2 = group["betas"]
+        for (device, _), lists in calls.items():
+            lr = group["lr"]
+            if isinstance(lr, torch.Tensor):
+                lr = lr.reshape(()).to(torch.float32) if lr.device == device else float(lr)
+            adamw_(
+                lists,
+                lr=lr,
+                betas=(float(beta1), float(beta2)),
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                maximize=group["maximize"],
+                stochastic=self._options.stochastic,
+                seed=self._options.seed,
+                first_number=first,
+                grad_scale=_scalar(grad_scale, device),
+                found_inf=_scalar(found_inf, device),
+                clip=_scalar(clip, device),
+            )
+            torch.autograd.graph.increment_version(lists.parameter)
+
+    def _gathered(self, parameters: list[torch.Tensor]) -> dict[tuple[Any, int], AdamWLists]:
+        """By device and kind of state; state is made where there is none yet."""
         calls: dict[tuple[Any, int], AdamWLists] = {}
         states, kind, master = self.state, self._options.moments, self._options.master
         for p in parameters:
@@ -211,26 +237,28 @@ class AdamW(torch.optim.AdamW):
             if m.dtype == torch.uint8:
                 lists.exp_avg_scale.append(state["exp_avg_scale"])
                 lists.exp_avg_sq_scale.append(state["exp_avg_sq_scale"])
-        beta1, beta2 = group["betas"]
-        for (device, _), lists in calls.items():
-            lr = group["lr"]
-            if isinstance(lr, torch.Tensor):
-                lr = lr.reshape(()).to(torch.float32) if lr.device == device else float(lr)
-            adamw_(
-                lists,
-                lr=lr,
-                betas=(float(beta1), float(beta2)),
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                maximize=group["maximize"],
-                stochastic=self._options.stochastic,
-                seed=self._options.seed,
-                first_number=first,
-                grad_scale=_scalar(grad_scale, device),
-                found_inf=_scalar(found_inf, device),
-                clip=_scalar(clip, device),
-            )
-            torch.autograd.graph.increment_version(lists.parameter)
+        return calls
+
+    def _gathered_at_once(self, parameters: list[torch.Tensor]) -> dict[tuple[Any, int], AdamWLists] | None:
+        """The same without a loop in Python, in a third of the time; None where that does not do: no state yet, a
+        gradient that is not there, shards, several devices, other orders in memory."""
+        gradients: list[Any] = [p.grad for p in parameters]
+        states: list[Any] = list(map(self.state.get, parameters))
+        devices = set(map(_device, parameters))
+        if not (
+            set(map(type, gradients)) == {torch.Tensor}
+            and set(map(type, parameters)) == {torch.nn.Parameter}
+            and all(states)
+            and len(devices) == len({tuple(state) for state in states}) == 1
+            and all(map(_is_contiguous, gradients))
+            and all(map(_is_contiguous, parameters))
+        ):
+            return None
+        m = list(map(itemgetter("exp_avg"), states))
+        if set(map(type, m)) != {torch.Tensor} or len({dtype is torch.uint8 for dtype in map(_dtype, m)}) != 1:
+            return None
+        rest = [list(map(itemgetter(name), states)) if name in states[0] else [] for name in AdamWLists._fields[3:]]
+        return {(devices.pop(), len(states[0])): AdamWLists(list(parameters), gradients, m, *rest)}
 
     def _need(self, p: torch.Tensor, g: torch.Tensor) -> None:
         if g.layout is not torch.strided:

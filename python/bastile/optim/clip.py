@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from bastile.optim.adamw import AdamW
 
 __all__ = ["clip_grad_norm_", "clip_in_step"]
+
+_is_contiguous = torch.Tensor.is_contiguous
 
 
 @torch.no_grad()
@@ -42,17 +45,22 @@ def clip_grad_norm_(
         The norm before clipping, on the gradients' device.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    gradients = [p.grad for p in given if p.grad is not None]
+    gradients = [g for p in given if (g := p.grad) is not None]
     if optimizer is not None and float(norm_type) == 2.0 and optimizer.has_exactly(given):
-        norm, coefficient = total_norm(gradients, max_norm)
+        norm = _clip_next_step(optimizer, gradients, max_norm)
         need_finite(norm, norm_type, error_if_nonfinite)
-        optimizer.clip_next_step(coefficient)
         return norm
     if float(norm_type) != 2.0 or not _served(gradients):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     norm, coefficient = grad_norm(gradients, max_norm)
     need_finite(norm, norm_type, error_if_nonfinite)
     scale_(gradients, coefficient)
+    return norm
+
+
+def _clip_next_step(optimizer: AdamW, gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    norm, coefficient = total_norm(gradients, max_norm)
+    optimizer.clip_next_step(coefficient)
     return norm
 
 
@@ -65,11 +73,17 @@ def need_finite(norm: torch.Tensor, norm_type: float, wanted: bool) -> None:
         )
 
 
+#: What tells whether kernels serve a tensor, so that one of each kind stands for all.
+_kind_of = attrgetter("__class__", "dtype", "device", "layout")
+
+
 def _served(gradients: list[torch.Tensor]) -> bool:
+    kinds = dict(zip(map(_kind_of, gradients), gradients, strict=True))
     return (
-        bool(gradients)
-        and served(*gradients)
-        and all(type(g) in PLAIN and g.device == gradients[0].device and is_dense(g) for g in gradients)
+        len({g.device for g in kinds.values()}) == 1
+        and all(type(g) in PLAIN for g in kinds.values())
+        and served(*kinds.values())
+        and (all(map(_is_contiguous, gradients)) or all(map(is_dense, gradients)))
     )
 
 
@@ -143,8 +157,10 @@ def clip_in_step(trainer: Any, *, unless: Callable[[], bool] | None = None) -> N
         if optimizer is None or float(norm_type) != 2.0 or not optimizer.has_exactly(given):
             return before(given, max_norm, norm_type)
         accelerator.unscale_gradients()
-        is_at_once = unless is not None and unless()
-        return clip_grad_norm_(given, max_norm, optimizer=None if is_at_once else optimizer)
+        if unless is not None and unless():
+            return clip_grad_norm_(given, max_norm)
+        with torch.no_grad():
+            return _clip_next_step(optimizer, [g for p in given if (g := p.grad) is not None], max_norm)
 
     accelerator.clip_grad_norm_ = clip
 
