@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 import bastile
@@ -144,3 +145,41 @@ def test_compiled_models_call_it(walks):
         return x + len(list(model.parameters()))
 
     assert count(torch.zeros(())).item() == len(list(model.parameters()))
+
+
+def test_around_data_parallel(walks, monkeypatch: pytest.MonkeyPatch):
+    """Accelerate asks the wrapper. It needs no processes for this: only what it holds."""
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = models()["adapted"]
+    walks.clear()
+    found = list(wrapped.parameters())
+    assert walks == []
+    assert all(a is b for a, b in zip(found, nn.Module.parameters(wrapped), strict=True))
+    bastile.reset()
+    assert "parameters" not in vars(DistributedDataParallel)
+
+
+def test_what_moves_between_modules_is_seen(walks):
+    """Each walk is remembered: another order, another module in the same place, one that is gone."""
+    model = models()["plain"]
+    layers, first = model.model.layers, model.model.layers[0]
+
+    def assert_as_stock() -> None:
+        found, stock = list(model.parameters()), list(nn.Module.parameters(model))
+        assert len(found) == len(stock)
+        assert all(a is b for a, b in zip(found, stock, strict=True))
+
+    assert_as_stock()
+    layers[0], layers[1] = layers[1], layers[0]
+    assert_as_stock()
+    del layers[1]
+    assert_as_stock()
+    first.mlp.up_proj._modules["inner"] = nn.Linear(2, 2)
+    layers.append(first)
+    assert_as_stock()
+    moved = first.mlp.up_proj._modules.pop("inner")
+    first.mlp.down_proj._modules["inner"] = moved
+    assert_as_stock()
+    first.mlp.register_parameter("late", nn.Parameter(torch.zeros(1)))
+    assert_as_stock()

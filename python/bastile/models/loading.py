@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from bastile.models import parameter_count, walks
 
@@ -196,7 +197,7 @@ class Watch:
             base.post_init = own.__wrapped__  # type: ignore[union-attr]
         if base is not None:
             parameter_count.take_out_of(base)
-        for cls in (base, getattr(sys.modules.get(_AROUND), "PeftModel", None)):
+        for cls in (base, getattr(sys.modules.get(_AROUND), "PeftModel", None), DistributedDataParallel):
             if cls is not None:
                 walks.take_out_of(cls)
 
@@ -213,6 +214,7 @@ class Watch:
         base = sys.modules[_BASE].PreTrainedModel
         parameter_count.put_into(base)
         walks.put_into(base)
+        walks.put_into(DistributedDataParallel)
         original = base.post_init
         if getattr(original, _MARK, None) is original:
             return
