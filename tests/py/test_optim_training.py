@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import bastile
@@ -94,6 +95,31 @@ def test_another_optimiser_is_clipped_as_before(tmp_path: Path) -> None:
     _, watch = trained(tmp_path, in_step=True)
     assert watch.logged == want.logged
     assert watch.largest == want.largest
+
+
+def test_gradients_that_come_in_another_way_in_each_step() -> None:
+    """All at once, as autograd leaves them; then one that is turned, one that is not there, and state that was moved
+    away and back."""
+    torch.manual_seed(0)
+    start = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 6)]
+    ours, theirs = ([nn.Parameter(t.clone()) for t in start] for _ in range(2))
+    one, other = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for step in range(8):
+        for p, q in zip(ours, theirs, strict=True):
+            q.grad = torch.randn(q.shape)
+            p.grad = q.grad.clone()
+        if step in (3, 4):
+            ours[0].grad = ours[0].grad.t().contiguous().t()  # type: ignore[union-attr]
+        if step == 4:
+            ours[1].grad = theirs[1].grad = None
+        if step == 6:
+            for state in one.state.values():
+                for name, value in list(state.items()):
+                    state[name] = value.clone()
+        one.step()
+        other.step()
+        for p, q in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("kind", _OPTIMIZERS)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import DistributedType
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -199,6 +201,16 @@ def test_others_stay(how: dict[str, Any], reason: str | None, tmp_path: Path) ->
     assert len(told) == (reason is not None)
     assert all(reason in why for why in told if reason)
     assert not any(line.ran for line in lines)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "XLA"])
+def test_who_shards_keeps_torchs(kind: str, tmp_path: Path) -> None:
+    bastile.apply()
+    trainer = trainer_of(tmp_path)
+    trainer.accelerator = SimpleNamespace(distributed_type=DistributedType[kind])
+    trainer.create_optimizer()
+    assert type(trainer.optimizer) is torch.optim.AdamW
+    assert [kind in why for line in bastile.report() for why in line.aside] == [True]
 
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:
