@@ -9,11 +9,14 @@ import textwrap
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import bastile
+from bastile.integrations import hidden as hidden_module
 from oracle import random_tensor
 from processes import alone
 
@@ -100,6 +103,48 @@ def test_prime_rl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bastile.report().ran("linear_logprobs") == 1
     bastile.reset()
     assert "apply" not in vars(cls)
+
+
+class WhatWaits(TorchDispatchMode):
+    """Counts operations for whose result, or its size, the host waits on a GPU."""
+
+    WAIT = ("aten::_unique2", "aten::nonzero", "aten::_local_scalar_dense", "aten::masked_select", "aten::equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in self.WAIT:
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("cls", "module", "invert"),
+    [
+        (FusedLinearForPPOFunction, "verl.utils.experimental.torch_functional", False),
+        (_SequenceChunkedLogProbEntropyFn, "prime_rl.trainer.models.layers.lm_head", True),
+    ],
+)
+def test_the_host_waits_once_for_temperatures_and_for_nothing_else(
+    cls: Any, module: str, invert: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To learn which there are: in one list, by which everything else is done. That every target counts is known."""
+    calls = Mock(wraps=hidden_module.linear_logprobs)
+    monkeypatch.setattr(hidden_module, "linear_logprobs", calls)
+    a_module(module, monkeypatch, **{cls.__name__: cls})
+    hidden, weight = random_tensor((9, 16), torch.float32, "cpu"), random_tensor((CLASSES, 16), torch.float32, "cpu")
+    targets, temperatures = torch.randint(CLASSES, (9,)), torch.tensor([0.5, 1.0, 2.0]).repeat(3)
+    given = 1 / temperatures if invert else temperatures
+    stock = cls.apply(hidden, weight, targets, 1 / temperatures if invert else temperatures[:, None], 512)
+    bastile.apply()
+    with WhatWaits() as waits:
+        ours = cls.apply(hidden, weight, targets, given, 512)
+    bastile.reset()
+    torch.testing.assert_close(ours, stock)
+    assert waits.found == ["aten::_unique2"]
+    assert [call.kwargs["valid_rows"] for call in calls.mock_calls] == [3, 3, 3]
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):

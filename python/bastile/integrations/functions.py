@@ -18,8 +18,6 @@ Defaults = dict[str, Any]
 #: From a tally, the original, its parameters and their defaults to what takes its place.
 Build = Callable[[Tally, Any, Parameters, Defaults], Callable[..., Any]]
 
-#: An ignore_index that no target is: for targets that all count.
-NONE = -(1 << 31)
 _OPERATOR = "fused_linear_cross_entropy"  # by whose name bastile.apply puts all losses from hidden states in
 LOG_PROBS, DIVERGENCE = "linear_logprobs", "linear_divergence"  # what runs
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,10 +14,31 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.linear_divergence import Divergence, Kind, linear_divergence
-from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
+from bastile.ops.linear_logprobs import NO_TARGET, LogProbs, linear_logprobs
 
 _MOST_TEMPERATURES = 8
 _TOP1 = LogProbs._fields.index("is_top1")
+
+
+@dataclass(frozen=True)
+class Temperatures:
+    """A temperature a target, or one for all, as the host knows them: the different numbers, how many targets have
+    each, and the places of the targets, those of the first number first."""
+
+    numbers: list[float]
+    counts: list[int]
+    order: torch.Tensor
+
+    @classmethod
+    def of(cls, each: torch.Tensor) -> Temperatures:
+        """The host waits for the device, once."""
+        numbers, which, counts = each.detach().reshape(-1).cpu().unique(return_inverse=True, return_counts=True)
+        return cls(numbers.tolist(), counts.tolist(), which.argsort(stable=True))
+
+    def too_many(self) -> str | None:
+        """Why so many are left to others; None: they are few."""
+        few = len(self.numbers) <= _MOST_TEMPERATURES
+        return None if few else f"it is called with more than {_MOST_TEMPERATURES} temperatures"
 
 
 def log_probs_from_hidden(
@@ -25,10 +47,10 @@ def log_probs_from_hidden(
     target: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    temperature: float | torch.Tensor = 1.0,
+    temperature: float | torch.Tensor | Temperatures = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     outputs: Sequence[str] = (),
 ) -> LogProbs:
     """bastile.ops.linear_logprobs.linear_logprobs for trainers: for each target its log-probability, and no logits.
@@ -44,7 +66,7 @@ def log_probs_from_hidden(
             call of its own for its targets, and the host waits to learn of them.
         logit_scale: multiplies them, first of all.
         softcap: between the two; 0 or None: none.
-        ignore_index: target of rows that count for nothing.
+        ignore_index: target of rows that count for nothing; None: all count, and nobody waits to learn how many.
         outputs: as for linear_logprobs, such as ("entropy",).
 
     Returns:
@@ -55,6 +77,8 @@ def log_probs_from_hidden(
     """
     options = {"bias": bias, "logit_scale": logit_scale, "softcap": softcap, "ignore_index": ignore_index}
     if isinstance(temperature, torch.Tensor):
+        temperature = Temperatures.of(temperature)
+    if isinstance(temperature, Temperatures):
         return _by_temperature(hidden, weight, target, temperature, {**options, "outputs": outputs})
     weights = _Weights(weight, bias)
     with weights.ready():
@@ -67,33 +91,26 @@ def log_probs_from_hidden(
             temperature=temperature,
             logit_scale=logit_scale,
             softcap=softcap,
-            ignore_index=ignore_index,
+            ignore_index=NO_TARGET if ignore_index is None else ignore_index,
             outputs=outputs,
+            valid_rows=target.numel() if ignore_index is None else None,
         )
-
-
-def too_many(temperature: torch.Tensor) -> str | None:
-    """Why so many temperatures are left to others; None: they are few."""
-    numbers = temperature.unique().numel()
-    return f"it is called with more than {_MOST_TEMPERATURES} temperatures" if numbers > _MOST_TEMPERATURES else None
 
 
 def _by_temperature(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: torch.Tensor, options: dict[str, Any]
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, temperature: Temperatures, options: dict[str, Any]
 ) -> LogProbs:
-    numbers = temperature.detach().unique().tolist()
-    if len(numbers) == 1:
-        return log_probs_from_hidden(hidden, weight, target, temperature=numbers[0], **options)
-    each = temperature.reshape(-1)
-    if each.numel() != target.numel():
+    if len(temperature.numbers) == 1:
+        return log_probs_from_hidden(hidden, weight, target, temperature=temperature.numbers[0], **options)
+    if temperature.order.numel() != target.numel():
         raise ValueError(
-            f"log_probs_from_hidden: temperature has {each.numel()} elements; one, or one for each of {target.numel()} "
-            "targets, is needed"
+            f"log_probs_from_hidden: temperature has {temperature.order.numel()} elements; one, or one for each of "
+            f"{target.numel()} targets, is needed"
         )
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     sums: list[Any] = [None] * len(LogProbs._fields)
-    for number in numbers:
-        chosen = (each == number).nonzero()[:, 0]
+    places = temperature.order.to(hidden.device, non_blocking=True).split(temperature.counts)
+    for number, chosen in zip(temperature.numbers, places, strict=True):
         found = log_probs_from_hidden(gather(rows, chosen), weight, targets[chosen], temperature=number, **options)
         for i, t in enumerate(found):
             if t is not None:

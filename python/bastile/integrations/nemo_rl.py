@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bastile.integrations.functions import NONE, Defaults, Parameters, apply_site, given, why_not
+from bastile.integrations.functions import Defaults, Parameters, apply_site, given, why_not
 from bastile.models.sites import ModelFile, Site
-from bastile.ops.linear_logprobs import linear_logprobs
+from bastile.ops.linear_logprobs import NO_TARGET, linear_logprobs
 from bastile.ops.vocabulary_parallel import VocabularyShard
 from bastile.report import Tally
 
@@ -48,8 +48,8 @@ def _log_probs(tally: Tally, original: Any, parameters: Parameters, defaults: De
             found = linear_logprobs(
                 whole,
                 weight,
-                torch.where(there, target, NONE),
-                ignore_index=NONE,
+                torch.where(there, target, NO_TARGET),
+                ignore_index=NO_TARGET,
                 shard=shard,
                 valid_rows=target.numel(),
             )

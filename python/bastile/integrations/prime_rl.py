@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bastile.integrations.functions import NONE, Defaults, Parameters, apply_site, given, why_not
-from bastile.integrations.hidden import log_probs_from_hidden, too_many
+from bastile.integrations.functions import Defaults, Parameters, apply_site, given, why_not
+from bastile.integrations.hidden import Temperatures, log_probs_from_hidden
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -26,13 +26,17 @@ def _log_probs(tally: Tally, original: Any, parameters: Parameters, defaults: De
 
     def call(*args: Any, **kwargs: Any) -> Any:
         named = given(parameters, defaults, args, kwargs)
-        hidden, weight, inverse = (named[name] for name in ("hidden", "weight", "inv_temperature"))
-        reason = why_not(hidden, weight) or too_many(inverse)
+        hidden, weight, temperature = named["hidden"], named["weight"], None
+        reason = why_not(hidden, weight)
+        if reason is None:
+            temperature = Temperatures.of(1 / named["inv_temperature"])
+            reason = temperature.too_many()
         if reason is not None:
             tally.step_aside(reason)
             return original(*args, **kwargs)
+        assert temperature is not None
         found = log_probs_from_hidden(
-            hidden, weight, named["labels"], temperature=1 / inverse, ignore_index=NONE, outputs=("entropy",)
+            hidden, weight, named["labels"], temperature=temperature, ignore_index=None, outputs=("entropy",)
         )
         tally.count()
         return found.log_probs, found.entropy

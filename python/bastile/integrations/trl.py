@@ -25,7 +25,6 @@ import torch
 from bastile.guards import stock_of
 from bastile.integrations.functions import (
     DIVERGENCE,
-    NONE,
     Defaults,
     Parameters,
     apply_site,
@@ -37,6 +36,7 @@ from bastile.integrations.functions import (
 from bastile.integrations.hidden import divergence_from_hidden, log_probs_from_hidden
 from bastile.models.logits import Logits, log_probs_of
 from bastile.models.sites import ModelFile, Site
+from bastile.ops.linear_logprobs import NO_TARGET
 from bastile.report import Tally
 
 _log = logging.getLogger("bastile")
@@ -108,7 +108,7 @@ def _log_prob_function(tally: Tally, original: Any, parameters: Parameters, defa
             temperature=named["temperature"],
             logit_scale=named["logit_scale"],
             softcap=named.get("final_logit_softcapping"),
-            ignore_index=NONE,
+            ignore_index=None,
             outputs=tuple(name for name in _OUTPUTS if name in asked),
         )
         tally.count()
@@ -217,10 +217,10 @@ def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: De
 
 def _found(named: dict[str, Any], index: Any, outputs: tuple[str, ...]) -> Any:
     """LogProbs of logits; rows whose row_mask is zero are zero."""
-    temperature, mask = named.get("temperature", 1.0), named.get("row_mask")
+    temperature, mask, ignored = named.get("temperature", 1.0), named.get("row_mask"), None
     if isinstance(mask, torch.Tensor):
-        index = index.masked_fill(mask == 0, NONE)
-    return log_probs_of(named["logits"], index, temperature, NONE, outputs)
+        index, ignored = index.masked_fill(mask == 0, NO_TARGET), NO_TARGET
+    return log_probs_of(named["logits"], index, temperature, ignored, outputs)
 
 
 def _selected(named: dict[str, Any]) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from bastile.integrations.functions import NONE, Defaults, Parameters, apply_site, given, why_not
-from bastile.integrations.hidden import log_probs_from_hidden, too_many
+from bastile.integrations.functions import Defaults, Parameters, apply_site, given, why_not
+from bastile.integrations.hidden import Temperatures, log_probs_from_hidden
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -31,12 +31,13 @@ def _log_probs(tally: Tally, original: Any, parameters: Parameters, defaults: De
         hidden, weight, temperature = (named[name] for name in ("hidden_states", "vocab_weights", "temperature"))
         reason = why_not(hidden, weight)
         if reason is None and isinstance(temperature, torch.Tensor):
-            reason = too_many(temperature)
+            temperature = Temperatures.of(temperature)
+            reason = temperature.too_many()
         if reason is not None:
             tally.step_aside(reason)
             return original(*args, **kwargs)
         found = log_probs_from_hidden(
-            hidden, weight, named["input_ids"], temperature=temperature, ignore_index=NONE, outputs=("entropy",)
+            hidden, weight, named["input_ids"], temperature=temperature, ignore_index=None, outputs=("entropy",)
         )
         tally.count()
         assert found.entropy is not None

@@ -40,6 +40,9 @@ _backward_kept = torch.ops.bastile.linear_logprobs_backward_kept.default
 #: What `outputs` may name, in the order of LogProbs.
 OUTPUTS = ("entropy", "lse", "log_sum_sq_probs", "mean_logits", "is_top1")
 
+#: An ignore_index that no target is: for targets that all count, every one of which is checked.
+NO_TARGET = -(1 << 31)
+
 LEFT_IN_FLOAT32 = 2  # an answer of the operator's to how dweight is summed, beside no and yes
 
 _float32_dweight: bool | None = None

@@ -14,13 +14,12 @@ from bastile.ops._valid_rows import ValidCount
 from bastile.ops.adapted_head import adapted_linear_cross_entropy
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
-from bastile.ops.linear_logprobs import LogProbs, linear_logprobs
+from bastile.ops.linear_logprobs import NO_TARGET, LogProbs, linear_logprobs
 from bastile.ops.lora import adapted_linears
 from bastile.ops.vocabulary_parallel import VocabularyShard, is_parted
 
 _T = torch.Tensor
 _PIECE = 1024  # rows, for which a product takes as long as for many
-_NONE = -(1 << 31)  # an ignore_index that nobody gives: every other target is checked
 
 
 def fused(logits: Logits, found: Formula, target: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -135,7 +134,7 @@ def _gather(logits: Logits, dim: int, index: Any, **options: Any) -> Any:
 
 def _of_rows(logits: Logits, found: Formula, classes: torch.Tensor) -> torch.Tensor:
     """The loss of each row, none of which is ignored: nobody needs to count them."""
-    return fused(logits, found, classes, reduction="none", ignore_index=_NONE, valid_rows=classes.numel())
+    return fused(logits, found, classes, reduction="none", ignore_index=NO_TARGET, valid_rows=classes.numel())
 
 
 def _selected(logits: Logits, index: torch.Tensor) -> torch.Tensor:
@@ -222,11 +221,11 @@ def causal_loss(
 
 
 def log_probs_of(
-    logits: Logits, target: torch.Tensor, temperature: float, ignore_index: int, outputs: tuple[str, ...]
+    logits: Logits, target: torch.Tensor, temperature: float, ignore_index: int | None, outputs: tuple[str, ...]
 ) -> Any:
-    """LogProbs of logits / temperature that have not been made, with one target a row; outputs: of those that have
-    gradients. NotImplemented: where they have been made, or something was done to them that linear_logprobs does not
-    know."""
+    """LogProbs of logits / temperature that have not been made, with one target a row; ignore_index None: all count;
+    outputs: of those that have gradients. NotImplemented: where they have been made, or something was done to them that
+    linear_logprobs does not know."""
     pending = logits.pending
     if pending.made is not None or logits.part.move is not None or isinstance(target, Logits):
         return NotImplemented
@@ -254,8 +253,9 @@ def log_probs_of(
             temperature=temperature,
             logit_scale=found.scale,
             softcap=found.softcap,
-            ignore_index=ignore_index,
+            ignore_index=NO_TARGET if ignore_index is None else ignore_index,
             outputs=outputs,
+            valid_rows=target.numel() if ignore_index is None else None,
             shard=_shard(weight),
         )
         return torch.stack([made.log_probs, *(getattr(made, name) for name in outputs)])
