@@ -450,7 +450,7 @@ typedef struct bst_linear_divergence_tensors {
     DLTensor *sums;                      /* [T, 5] float32, or NULL: forward saves it for the backward pass */
     DLTensor *dlogits;                   /* [T, V] of hidden's type, or NULL: see below */
     const DLTensor *grad, *scale;        /* backward: [T] float32; one float32 */
-    DLTensor *dhidden, *dweight, *dbias; /* backward: as hidden, weight, bias; NULL where not wanted */
+    DLTensor *dhidden, *dweight, *dbias; /* as hidden, weight, bias; forward: float32; NULL where not wanted */
 } bst_linear_divergence_tensors;
 
 typedef struct bst_linear_divergence_options {
@@ -464,8 +464,8 @@ typedef struct bst_linear_divergence_options {
     int float32_dweight; /* as linear_logprobs' */
 } bst_linear_divergence_options;
 
-/* Where forward is given `dlogits` it leaves there the gradient of the student's logits for a `grad` of ones; backward,
- * given them, multiplies twice, and its results by `scale`. Given `grad` and the sums, it makes both logits again. */
+/* For a `grad` of ones forward leaves the student's logits' gradient in `dlogits`, for two products of backward's that
+ * `scale` multiplies, or makes dhidden, dweight and dbias itself; else backward makes both logits again. */
 BST_API bst_status bst_linear_divergence_forward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
                                                  const bst_linear_divergence_options *options);
 BST_API bst_status bst_linear_divergence_backward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,

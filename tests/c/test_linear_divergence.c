@@ -126,19 +126,21 @@ static void check_all(bst_divergence kind, given what) {
     if (what != HEAD) all.teacher_logits = what == LOGITS ? &sl : &sk;
     if (what == LARGEST) all.teacher_indices = &si;
     all.divergence = &td, all.entropy = &te, all.sums = &ts, all.grad = &tg, all.scale = &t1;
-    all.dhidden = &tdh, all.dweight = &tdw, all.dbias = &tdb;
-    /* Chunks of 64 rows (the least); all at once; all at once and kept. */
-    for (int way = 0; way < 3; way++) {
+    /* Chunks of 64 rows (the least); all at once; all at once and kept; in chunks, and in the forward pass. */
+    for (int way = 0; way < 4; way++) {
+        bool ahead = way == 3;
         bst_linear_divergence_options o = options;
         o.kind = kind;
-        o.chunk_bytes = way == 0;
+        o.chunk_bytes = way == 0 || ahead;
         o.float32_dweight = way == 0;
         all.dlogits = way == 2 ? &tk : NULL;
-        refer(kind, way == 2 ? NULL : grad, 1.5);
+        refer(kind, way >= 2 ? NULL : grad, ahead ? 1 : 1.5);
+        all.dhidden = ahead ? &tdh : NULL, all.dweight = ahead ? &tdw : NULL, all.dbias = ahead ? &tdb : NULL;
         CHECK_OK(bst_linear_divergence_forward(NULL, &all, &o));
         for (int i = 0; i < T; i++) CHECK_CLOSE(divergence[i], exact[i], 4e-6);
         for (int i = 0; i < T; i++) CHECK_CLOSE(entropy[i], exact_entropy[i], 4e-6);
-        CHECK_OK(bst_linear_divergence_backward(NULL, &all, &o));
+        all.dhidden = &tdh, all.dweight = &tdw, all.dbias = &tdb;
+        if (!ahead) CHECK_OK(bst_linear_divergence_backward(NULL, &all, &o));
         check_gradients();
     }
 }
@@ -218,10 +220,19 @@ TEST(errors_name_the_argument) {
                                               &o),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "grad is NULL; it is needed where dlogits is not given");
+    DLTensor tk = bst_tensor(kept, 2, logits_shape, kept_strides, bst_test_types[0]);
+    CHECK_EQ_I(bst_linear_divergence_forward(
+                   NULL,
+                   TENSORS_OF(.hidden = &th, .weight = &tw, .teacher_hidden = &sh, .teacher_weight = &sw,
+                              .divergence = &td, .dlogits = &tk, .dhidden = &tdh),
+                   &o),
+               BST_INVALID);
+    CHECK_STR(bst_last_error(), "dlogits and other gradients are both given");
     CHECK(divergence[0] == 42);
 }
 
-/* Qwen3's vocabulary and GPT-2's, which is odd: forward with the gradient kept, backward without, largest logits. */
+/* Qwen3's vocabulary and GPT-2's, which is odd: forward alone, with gradients made and with them kept, backward; the
+ * teacher's largest logits. */
 static void compile_calls(void) {
     static const int64_t vocabularies[] = {151936, 50257};
     for (size_t t = 0; t < 3; t++) {
@@ -246,8 +257,11 @@ static void compile_calls(void) {
             all.divergence = bst_device_tensor(&s[4], f, 1, hs), all.entropy = bst_device_tensor(&s[5], f, 1, hs);
             all.sums = bst_device_tensor(&s[6], f, 2, fs), all.grad = bst_device_tensor(&s[7], f, 1, hs);
             all.dhidden = bst_device_tensor(&s[8], type, 2, hs), all.dweight = bst_device_tensor(&s[9], type, 2, ws);
-            CHECK_OK(bst_linear_divergence_forward(&bst_fake_exec, &all, &o));
             CHECK_OK(bst_linear_divergence_backward(&bst_fake_exec, &all, &o));
+            all.dhidden = bst_device_tensor(&s[11], f, 2, hs), all.dweight = bst_device_tensor(&s[12], f, 2, ws);
+            CHECK_OK(bst_linear_divergence_forward(&bst_fake_exec, &all, &o));
+            all.dhidden = all.dweight = NULL;
+            CHECK_OK(bst_linear_divergence_forward(&bst_fake_exec, &all, &o));
             all.dlogits = bst_device_tensor(&s[10], type, 2, ls);
             CHECK_OK(bst_linear_divergence_forward(&bst_fake_exec, &all, &o));
         }

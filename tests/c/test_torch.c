@@ -131,7 +131,7 @@ static void check(bool fine, const char *function, const char *file, uint32_t li
     if (!fine) snprintf(thrown, sizeof thrown, "%s", message);
 }
 
-enum { MOST_SCHEMAS = 64 };
+enum { MOST_SCHEMAS = 64, MOST_VALUES = 32 };
 static char schemas[MOST_SCHEMAS][1024];
 static int schema_count;
 
@@ -197,7 +197,7 @@ typedef struct argument {
 typedef struct operator_call {
     const char *name;
     int results;
-    argument arguments[24];
+    argument arguments[MOST_VALUES];
 } operator_call;
 
 #define MEAN       N(-100), N(0), R(0.0), R(0.0), R(1.0), R(0.0)
@@ -266,9 +266,9 @@ static const operator_call operators[] = {
      {O(3), NONE, NONE, F(3, 4), F(5, 4), L(3), NONE, F(3, 2), NONE, W(3, 5), N(-100), SOFTMAX, N(1), N(1), N(1),
       N(1)}},
     {"linear_divergence_forward",
-     4,
+     7,
      {F(3, 4), F(5, 4), O(5), O(3, 2), O(5, 2), O(5), NONE, NONE, NONE, N(2), R(0.5), DIVERGENCE, N(0), N(1), N(1),
-      N(1)}},
+      N(0), N(1), N(1), N(1)}},
     {"linear_divergence_backward",
      3,
      {F(3, 4), F(5, 4), NONE, NONE, NONE, NONE, O(3, 2), OL(3, 2), NONE, O(3, 5), O(3), N(0), R(0.5), DIVERGENCE, N(1),
@@ -332,8 +332,8 @@ static bool fits_schema(const operator_call *c) {
 
 /* Calls it; whether it succeeded. Its results are deleted. */
 static bool run(const operator_call *c) {
-    bst_torch_value stack[24] = {0};
-    for (int i = 0; i < 24; i++) stack[i] = value_of(&c->arguments[i]);
+    bst_torch_value stack[MOST_VALUES] = {0};
+    for (int i = 0; i < MOST_VALUES; i++) stack[i] = value_of(&c->arguments[i]);
     thrown[0] = 0;
     calls = 0;
     bst__torch_kernel(c->name)(stack, 0, 0);

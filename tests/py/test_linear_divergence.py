@@ -288,18 +288,106 @@ def test_bits_repeat_and_graphs_may_be_run_again(kind, device):
             assert_same_bits(a, b)
 
 
-@pytest.mark.skipif(not CUDA, reason="gradients are kept on CUDA alone")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.fixture
+def early(monkeypatch):
+    """Gradients are kept, or made in the forward pass, as on CUDA alone; the backward operators that then run."""
+    ran = []
+
+    def spied(name):
+        op = getattr(module, name)
+
+        def spy(*args):
+            ran.append((name, *args[-3:]))
+            return op(*args)
+
+        monkeypatch.setattr(module, name, spy)
+
+    spied("_backward")
+    spied("_backward_kept")
+    monkeypatch.setattr(module, "on_gpu", lambda t: True)
+    return ran
+
+
+SUMMED = {
+    "a sum": lambda t: t.sum() * 0.3,
+    "of its own a row": lambda t: (t * torch.arange(len(t), device=t.device)).sum(),
+}
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_kept_gradients_are_those_made_again(kind, dtype):
-    hidden, weight, *teacher = leaves("cuda", dtype, tokens=64, vocabulary=1003, width=64)
-    results = []
+def test_early_gradients_are_as_exact_as_late_ones(kind, dtype, device, early):
+    """Kept, and made in the forward pass in chunks of rows; for one upstream gradient, and for one a row."""
     for budget in (None, 1e-6):
         set_logits_memory(budget)
-        found = linear_divergence(hidden, weight, *teacher, kind=kind).divergence
-        results.append(torch.autograd.grad(found.sum() * 2, (hidden, weight)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
+        for way in SUMMED.values():
+            given = case(70, 101, 16, dtype, device, kind, bias=True, softcap=3.0, temperature=0.7)
+            size = sum(range(70)) * given.terms["output 0"]
+            versions = [lambda *t, f=f, way=way: way(f(*t)) for f in (given.ours, given.stock, given.exact)]
+            terms = {"output 0": size, "dhidden": 70 * given.terms["dhidden"]}
+            assert_no_worse(Case(*versions, given.inputs, independent=70, terms=terms))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("left_out", [False, True])
+def test_what_is_made_early_is_not_made_again(left_out, device, early, monkeypatch):
+    """Of one upstream gradient nothing, where rows are left out too; of one a row hidden's gradient is not. Of a frozen
+    head nothing is, and no logits are kept."""
+    monkeypatch.setattr(_valid_rows, "MIN_TOKENS", {"cpu": 1, "cuda": 1})
+    hidden, weight, *teacher = leaves(device, tokens=80)
+    mask = torch.arange(80, device=device) % 4 == 0 if left_out else None
+    ran = {}
+    for budget in (None, 1e-6):
+        for name, way in SUMMED.items():
+            for frozen in (False, True):
+                head = weight.detach() if frozen else weight
+                wanted = (hidden,) if frozen else (hidden, weight)
+                results = []
+                for on_gpu in (True, False):
+                    monkeypatch.setattr(module, "on_gpu", lambda t, on_gpu=on_gpu: on_gpu)
+                    set_logits_memory(budget)
+                    early.clear()
+                    found = linear_divergence(hidden, head, *teacher, mask=mask).divergence
+                    results.append(torch.autograd.grad(way(found), wanted))
+                    ran[budget is None, name, frozen, on_gpu] = list(early)
+                for a, b in zip(*results, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    both, weight_alone, hidden_alone = (("_backward", *w, False) for w in ((True, True), (False, True), (True, False)))
+    for name in SUMMED:
+        assert {(ran[fits, name, False, False][0], ran[fits, name, True, False][0]) for fits in (True, False)} == {
+            (both, hidden_alone)
+        }
+        assert not ran[True, name, True, True]
+        assert not ran[False, name, True, True]
+    assert ran[True, "a sum", False, True] == [("_backward_kept", True, True, False)]
+    assert not ran[False, "a sum", False, True]
+    assert ran[True, "of its own a row", False, True] == [both]
+    assert ran[False, "of its own a row", False, True] == [weight_alone]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("budget", [None, 1e-6])
+def test_early_gradients_of_several_passes(budget, dtype, device, early):
+    """A graph that is run again, several upstream gradients at once, second derivatives."""
+    set_logits_memory(budget)
+    tensors = leaves(device, dtype, tokens=80)
+    found = linear_divergence(*tensors).divergence
+    results = [torch.autograd.grad(found.sum(), tensors[:2], retain_graph=True) for _ in range(2)]
+    if dtype is torch.float32:  # others differ by roundings of what is small beside its parts
+        upstream = torch.arange(1, 4.0, device=device)[:, None].expand(3, 80)
+        batched = torch.autograd.grad(found, tensors[:2], upstream, is_grads_batched=True, retain_graph=True)
+        for one, several in zip(results[0], batched, strict=True):
+            for i, g in enumerate(several):
+                torch.testing.assert_close(g, one * (i + 1), rtol=1e-5, atol=1e-5)
+    results.append(torch.autograd.grad(found.sum(), tensors[:2]))
+    for a, b, c in zip(*results, strict=True):
+        assert_same_bits(a, b)
+        assert_same_bits(a, c)
+    (gradient,) = torch.autograd.grad(linear_divergence(*tensors).divergence.sum(), tensors[1], create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        torch.autograd.grad(gradient.sum(), tensors[1])
 
 
 @pytest.mark.parametrize("device", devices())
@@ -325,10 +413,12 @@ def test_under_autocast():
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("budget", [None, 1e-6])  # the second: two chunks of rows
-def test_a_float32_weight_under_autocast_has_a_gradient_that_is_not_rounded(budget, device):
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_float32_weight_under_autocast_has_a_gradient_that_is_not_rounded(is_early, budget, device, monkeypatch):
     """On a GPU; on a CPU, whose products of 16 bits are rounded, that of each chunk is. Either is no further from
     float64 than a gradient that is rounded once more."""
     set_logits_memory(budget)
+    monkeypatch.setattr(module, "on_gpu", lambda t: is_early)
     tensors = leaves(device, tokens=80, vocabulary=40, width=16)
     with torch.autocast(device, dtype=torch.bfloat16):
         found = linear_divergence(*tensors).divergence.sum()

@@ -9,7 +9,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, cast_as_linear, first_order_only, is_batched, need_floats, on_gpu, served
+from bastile.ops._common import (
+    Function,
+    cast_as_linear,
+    first_order_only,
+    is_batched,
+    is_last_pass,
+    need_floats,
+    on_gpu,
+    served,
+)
 from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.fused_linear_cross_entropy import (
     chunk_bytes_now,
@@ -53,31 +62,48 @@ def _gradient_fits(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int)
     return kept + 8 * min(_LEAST_ROWS, rows) * row <= chunk_bytes
 
 
+def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For a backward pass: gradient · factor, of float32 and rounded once; in the gradient's own memory where it fits
+    and no other pass needs it."""
+    if is_batched(factor):
+        return (gradient * factor).to(dtype)
+    with torch.no_grad():
+        free = dtype is gradient.dtype and is_last_pass(factor)
+        return torch.mul(gradient, factor, out=gradient if free else torch.empty_like(gradient, dtype=dtype))
+
+
+def _is_same(grad: torch.Tensor) -> bool:
+    """Whether an upstream gradient [T] can be seen to be one number for all rows."""
+    if torch.compiler.is_compiling() or not grad.numel() or is_batched(grad):
+        return False
+    return grad.stride(0) == 0 or grad.numel() == 1
+
+
 class _LinearDivergence(Function):
-    """The gradient of the student's logits is kept for the backward pass where it fits the memory budget (on CUDA, but
-    for float16, whose range a loss scale may need), for an upstream gradient that is the same in all rows, as a sum or
-    a mean has it; else both logits are made again: see bst_linear_divergence_forward in bastile.h. rounded: as
-    `float32_gradient` says."""
+    """What is kept for the backward pass depends on what is wanted, and on what fits (on CUDA, but for float16, whose
+    range a loss scale may need): see bst_linear_divergence_forward in bastile.h.
+
+    `keep` the gradient of the student's logits, where the memory budget allows, and multiply in the backward pass; else
+    make the gradients `now`, in float32: hidden's is so for any upstream gradient, the others' for one that is the same
+    in all rows, as a sum or a mean has it. What that leaves is made in the backward pass, of both logits made again.
+    rounded: as `float32_gradient` says."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, teacher, mask, options, wants_entropy, with_grad, rounded):
         want = [with_grad and needed for needed in ctx.needs_input_grad[:3]]
         wide, weight = (None, weight) if rounded is None else (weight, rounded)
         chunk_bytes = chunk_bytes_now()
-        keep = (
-            any(want)
-            and on_gpu(hidden)
-            and hidden.dtype is not torch.float16
-            and not torch.compiler.is_compiling()
-            and _gradient_fits(hidden, weight, chunk_bytes)
-        )
+        early = on_gpu(hidden) and hidden.dtype is not torch.float16 and not torch.compiler.is_compiling()
+        keep = early and any(want[1:]) and _gradient_fits(hidden, weight, chunk_bytes)
+        now = [w and early and not keep for w in want]
         ctx.options, ctx.want = (*options, chunk_bytes), want
-        divergence, entropy, sums, dlogits = _forward(
-            hidden, weight, bias, *teacher, mask, *ctx.options, False, wants_entropy, any(want), keep
+        divergence, entropy, sums, dlogits, *made = _forward(
+            hidden, weight, bias, *teacher, mask, *ctx.options, False, wants_entropy, any(want), keep, *now
         )
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, *teacher, mask, sums, wide)
-        ctx.dlogits = dlogits if keep else None
+        dhidden, dweight, dbias = [g if n else None for g, n in zip(made, now, strict=True)]
+        ctx.save_for_backward(hidden, weight, bias, *teacher, mask, sums, wide, dhidden, dbias)
+        ctx.dlogits, ctx.dweight = dlogits if keep else None, dweight
         if not wants_entropy:
             return divergence, None
         ctx.mark_non_differentiable(entropy)
@@ -87,15 +113,27 @@ class _LinearDivergence(Function):
     def backward(ctx, grad, _):
         if grad is None or not any(ctx.want):
             return (None,) * 9
-        hidden, weight, bias, *rest, wide = ctx.saved_tensors
+        hidden, weight, bias, *rest, wide, dhidden, dbias = ctx.saved_tensors
+        by_row, same, dlogits, dweight = grad.float(), _is_same(grad), ctx.dlogits, ctx.dweight
+        if not same:
+            dlogits = dweight = None
+        if not same or is_last_pass(grad):  # the large ones go before others are made, and not with the graph
+            ctx.dlogits = ctx.dweight = None
+        gradients: list[Any] = [None, None, None]
+        if dhidden is not None:
+            gradients[0] = _times(dhidden, by_row[:, None], hidden.dtype)
+        if dweight is not None:
+            gradients[1] = _times(dweight, by_row[0], hidden.dtype if wide is None else wide.dtype)
+        if same and dbias is not None:
+            gradients[2] = _times(dbias, by_row[0], hidden.dtype)
+        left = [w and g is None for w, g in zip(ctx.want, gradients, strict=True)]
         exact = int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
-        options = (*ctx.options, exact, *ctx.want)
-        if ctx.dlogits is not None and grad.numel() and grad.stride(0) == 0 and not is_batched(grad):
-            made = _backward_kept(hidden, weight, bias, grad[:1].float(), ctx.dlogits, *options)
-        else:
-            ctx.dlogits = None
-            made = _backward(hidden, weight, bias, *rest, grad.float().contiguous(), *options)
-        gradients = [g if w else None for g, w in zip(made, ctx.want, strict=True)]
+        options, made = (*ctx.options, exact, *left), gradients
+        if any(left) and dlogits is not None:
+            made = _backward_kept(hidden, weight, bias, by_row[:1], dlogits, *options)
+        elif any(left):
+            made = _backward(hidden, weight, bias, *rest, by_row.contiguous(), *options)
+        gradients = [m if n else g for m, n, g in zip(made, left, gradients, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             sources = (grad, hidden, weight if wide is None else wide, bias)
             gradients = [first_order_only(_OP, g, *sources) for g in gradients]

@@ -55,6 +55,6 @@ void BST_CPU(bst__linear_cross_entropy_round_columns_cpu)(void *context, int64_t
     for (int64_t c = begin; c < end; c += BST_TILE) {
         int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
         for (int64_t i = 0; i < n; i++) tile[i] = (float)(a->scale * a->dbias[c + i]);
-        bst_store(bst_at(a->out, c, a->dtype), tile, a->dtype, n);
+        bst_store(bst_at(a->out, c, a->out_type), tile, a->out_type, n);
     }
 }

@@ -173,6 +173,20 @@ bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void
     return multiply(h, g);
 }
 
+/* dhidden of rows [first, first + rows); in float32, of inputs that are not, on a CPU by way of a rounded one. */
+static bst_status make_dhidden(const bst_head *h, int64_t first, int64_t rows, bst_gemm g) {
+    bool widens = h->dhidden.dtype != h->dtype && !on_cuda(h);
+    void *out = bst_at(h->dhidden.data, first * h->width, h->dhidden.dtype), *rounded = NULL;
+    size_t bytes = (size_t)(rows * h->width * bst__dtype_size(h->dtype));
+    if (widens) BST_TRY(bst__allocate(h->exec, h->op, h->device, bytes, &rounded));
+    g.out = widens ? rounded : out;
+    g.output_type = dl_type(widens ? h->dtype : h->dhidden.dtype);
+    bst_status status = multiply(h, g);
+    if (status == BST_OK && widens) status = widen(h, rounded, rows, h->width, out);
+    bst__release(h->exec, h->device, rounded);
+    return status;
+}
+
 /* Whether dweight is float32 where weight is not: the sum itself. */
 static bool is_wide(const bst_head *h) { return h->dweight.data && h->dweight.dtype != h->dtype; }
 
@@ -223,10 +237,7 @@ static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, 
     g.a = dz, g.lda = stride;
     g.b = h->weight.data, g.ldb = h->weight.stride[0];
     g.ldo = h->width;
-    if (h->dhidden.data) {
-        g.out = row_at(h, h->dhidden.data, first, h->width);
-        BST_TRY(multiply(h, g));
-    }
+    if (h->dhidden.data) BST_TRY(make_dhidden(h, first, rows, g));
     g.m = h->vocabulary, g.k = rows, g.a_transposed = 1;
     g.b = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.ldb = h->hidden.stride[0];
     g.out = h->part ? h->part : h->dweight_sum ? (void *)h->dweight_sum : h->dweight.data;
@@ -253,9 +264,12 @@ static bst_status end_sums(const bst_head *h) {
     if (!h->dbias_sum) return BST_OK;
     if (!on_cuda(h))
         return run_cpu(h, b->count, 1, BST_CPU_SELECT(bst__linear_cross_entropy_round_columns_cpu),
-                       (linear_cross_entropy_cpu){
-                           .dbias = h->dbias_sum, .out = b->data, .scale = h->alpha ? (double)*h->alpha : 1});
+                       (linear_cross_entropy_cpu){.dbias = h->dbias_sum,
+                                                  .out = b->data,
+                                                  .scale = h->alpha ? (double)*h->alpha : 1,
+                                                  .out_type = b->dtype});
     bst_launch l = launch_of(h, &bias_kernel, b->count, INT32_MAX);
+    l.values[0] = b->dtype;
     return LAUNCH(h, &l, (linear_cross_entropy_bias_args){h->dbias_sum, b->data, h->alpha, b->count});
 }
 

@@ -29,7 +29,7 @@ typedef struct bst_head {
     /* The caller sets these, before bst__head_begin. */
     const bst_exec *exec;
     const char *op;
-    bst_view bias, dhidden, dweight, dbias; /* data NULL where absent or not wanted; dweight may be float32 */
+    bst_view bias, dhidden, dweight, dbias; /* data NULL where absent or not wanted; the gradients may be float32 */
     bool wide;      /* logits are float32, whatever the inputs' type: see bst__head_gradient_place */
     int64_t beside; /* bytes that a row of a chunk takes beside its logits, for the budget */
     bool exact;     /* dweight is summed in float32 whenever there is more than one chunk, and not from the ninth on */
