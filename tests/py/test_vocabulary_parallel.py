@@ -287,7 +287,37 @@ def bad_calls(rank: int) -> None:
         gradient.sum().backward()
 
 
+def float32_weights_under_autocast(rank: int) -> None:
+    """The gradient of a float32 weight is float32, not rounded to autocast's type, and no further from float64 than one
+    that is: of a sum in one chunk and in several, of losses a row, of log-probabilities. On a CPU, whose products of 16
+    bits are rounded, several chunks alone show it."""
+    inputs, target = inputs_of(200, 40, 16, torch.float32)
+    lower = [t.bfloat16() for t in inputs.values()]
+    wide = [t.double().requires_grad_() for t in lower]
+    F.cross_entropy(F.linear(*wide), target, reduction="sum").backward()
+    ways = [
+        lambda *t: parted(fused_linear_cross_entropy, *t, reduction="sum"),
+        lambda *t: parted(fused_linear_cross_entropy, *t, reduction="none").sum(),
+        lambda *t: -parted(linear_logprobs, *t).log_probs.sum(),
+    ]
+    for budget in (None, 1e-6):
+        set_logits_memory(budget)
+        for way in ways:
+            weight = inputs["weight"].clone().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = way(inputs["hidden"], weight, target)
+            loss.backward()
+            rounded = lower[1].clone().requires_grad_()
+            way(lower[0], rounded, target).backward()
+            assert weight.grad.dtype is torch.float32
+            errors = [float((w.grad - wide[1].grad).square().mean()) for w in (weight, rounded)]
+            assert errors[0] <= errors[1]
+            if EMULATED or budget:
+                assert (weight.grad != weight.grad.bfloat16()).sum() > weight.numel() / 2
+
+
 BODIES = [
+    float32_weights_under_autocast,
     log_probs_against_float64,
     losses_against_float64,
     statistics_of_one_process,

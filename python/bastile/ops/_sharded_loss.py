@@ -7,18 +7,19 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from bastile.ops._common import Function, first_order_only, need_floats
+from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats
 from bastile.ops._valid_rows import ValidCount, gather
 from bastile.ops.cross_entropy import Reduction, scalar_tensor, scaled
 from bastile.ops.fused_linear_cross_entropy import (
     DEFAULT_LOGITS_BYTES,
     are_left_out,
     chunk_bytes_now,
+    float32_gradient,
     head_inputs,
     padded,
     rows_to_compute,
 )
-from bastile.ops.linear_logprobs import linear_logprobs, statistics
+from bastile.ops.linear_logprobs import LEFT_IN_FLOAT32, linear_logprobs, statistics
 from bastile.ops.vocabulary_parallel import VocabularyShard, local_of, local_upstream
 
 _OP = "fused_linear_cross_entropy"
@@ -27,23 +28,25 @@ _TILE = 128  # rows to which products round
 _CPU_BYTES = 256 << 20  # of a chunk's logits there, where no setting says how many
 
 
-def _chunk_rows(hidden: torch.Tensor, shard: VocabularyShard) -> int:
-    """Rows of a chunk whose logits fit the budget, of which all have about as many; 64 always fit. The same number in
-    all processes, whatever their own part is: each chunk is an exchange."""
+def _chunk_rows(tokens: int, hidden: torch.Tensor, shard: VocabularyShard) -> int:
+    """Rows of a chunk whose logits, of hidden's type, fit the budget, of which all have about as many; 64 always fit.
+    The same number in all processes, whatever their own part is: each chunk is an exchange."""
     part = -(-shard.vocabulary // distributed.get_world_size(shard.group))
     budget = chunk_bytes_now() or (DEFAULT_LOGITS_BYTES if hidden.is_cuda else _CPU_BYTES)
-    most, rows = max(64, budget // (padded(part) * hidden.element_size())), max(hidden.shape[0], 1)
+    most, rows = max(64, budget // (padded(part) * hidden.element_size())), max(tokens, 1)
     even = -(-rows // -(-rows // most))
     whole = -(-even // _TILE) * _TILE
     return whole if whole <= most else even
 
 
 class _SumInChunks(Function):
-    """-sum of factors · log p, [] float32. Its gradients are made with it, for an upstream gradient of one."""
+    """-sum of factors · log p, [] float32. Its gradients are made with it, for an upstream gradient of one. rounded: as
+    `float32_gradient` says."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, factors, options, shard, chunk):
-        want = ctx.needs_input_grad[:3]
+    def forward(ctx, hidden, weight, bias, target, factors, options, shard, chunk, rounded):
+        want, exact = ctx.needs_input_grad[:3], 0 if rounded is None else LEFT_IN_FLOAT32
+        weight = weight if rounded is None else rounded
         losses, pieces, exchanges, sums = [], [], [], [None, None]
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
@@ -52,7 +55,7 @@ class _SumInChunks(Function):
             by_log_p, _, by_lse = local_upstream((-factors[rows], None, None), made.own)
             dhidden, *others = _backward_kept(
                 by_log_p, None, by_lse, hidden[rows], weight, made.target, bias, made.found.pairs, None, made.logits,
-                *made.options, 0, 0, *want,
+                *made.options, 0, exact, *want,
             )  # fmt: skip
             if want[0]:  # while the next chunk is multiplied
                 pieces.append(dhidden)
@@ -73,7 +76,7 @@ class _SumInChunks(Function):
         gradients = [None if g is None else scaled(g, grad_loss) for g in saved]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             gradients = [first_order_only("fused_linear_cross_entropy", g, grad_loss, loss) for g in gradients]
-        return (*gradients, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None, None)
 
 
 def sharded_loss(
@@ -98,39 +101,41 @@ def sharded_loss(
         raise ValueError(
             f"{_OP}: label_smoothing is {label_smoothing} with a shard; 0 is needed, or a weight that is whole"
         )
-    factors = _factors(target, ignore_index, class_weight, shard)
+    factors, tokens = _factors(target, ignore_index, class_weight, shard), target.numel()
     weight, bias = local_of(weight), local_of(bias)
     divides = reduction == "mean" and num_items is None
     items = scalar_tensor(num_items, hidden.device)
     divisor = factors.sum() if divides else 1.0 if items is None else items.reshape(())
-    flat, weight, bias, is_served = head_inputs(_OP, hidden, weight, target.reshape(-1), bias)
-    chunk = _chunk_rows(flat, shard)
-    with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (flat, weight, bias))
+    need_floats(_OP, hidden=hidden, weight=weight, bias=bias)
+    (like,) = cast_as_linear(hidden.reshape(-1)[:0])  # of the type in which it is multiplied
+    chunk = _chunk_rows(tokens, like, shard)
     if (
-        with_grad
-        and is_served
-        and flat.shape[0]
+        torch.is_grad_enabled()
+        and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+        and tokens
         and reduction != "none"
         and not lse_square_scale
-        and flat.dtype is not torch.float16  # whose range a loss scale may need
+        and like.dtype is not torch.float16  # whose range a loss scale may need
         and not torch.compiler.is_compiling()
-        and not (flat.is_cuda and flat.shape[0] <= chunk)
+        and not (like.is_cuda and tokens <= chunk)
     ):
-        chosen = rows_to_compute(_OP, flat, target, ignore_index, valid_rows)
-        rows, labels, by_row = flat, target.reshape(-1), factors.reshape(-1)
-        if chosen is not None:
-            rows, labels, by_row = gather(flat, chosen), labels[chosen], by_row[chosen]
-        options = (ignore_index, 1.0, logit_scale, softcap or 0.0)
-        by_row = by_row / divisor
-        total, _ = _SumInChunks.apply(
-            rows.contiguous(), weight.contiguous(), bias, labels, by_row, options, shard, chunk
-        )
-        if isinstance(valid_rows, int) and flat.is_cuda and chosen is not None:
-            left_out = are_left_out(target.reshape(-1), ignore_index, chosen)
-            total = total.masked_fill(left_out, float("nan"))
-        return total
+        flat, cast, cast_bias, is_served = head_inputs(_OP, hidden, weight, target.reshape(-1), bias)
+        if is_served:
+            chosen = rows_to_compute(_OP, flat, target, ignore_index, valid_rows)
+            rows, labels, by_row = flat, target.reshape(-1), factors.reshape(-1)
+            if chosen is not None:
+                rows, labels, by_row = gather(flat, chosen), labels[chosen], by_row[chosen]
+            options = (ignore_index, 1.0, logit_scale, softcap or 0.0)
+            cast, rounded = float32_gradient(weight, cast)
+            total, _ = _SumInChunks.apply(
+                rows.contiguous(), cast, cast_bias, labels, by_row / divisor, options, shard, chunk, rounded
+            )
+            if isinstance(valid_rows, int) and flat.is_cuda and chosen is not None:
+                left_out = are_left_out(target.reshape(-1), ignore_index, chosen)
+                total = total.masked_fill(left_out, float("nan"))
+            return total
     found = linear_logprobs(
-        flat, weight, target.reshape(-1), bias=bias, ignore_index=ignore_index, softcap=softcap,
+        hidden, weight, target, bias=bias, ignore_index=ignore_index, softcap=softcap,
         logit_scale=logit_scale, outputs=("lse",) if lse_square_scale else (), valid_rows=valid_rows, shard=shard,
     )  # fmt: skip
     loss = (-found.log_probs).reshape(target.shape) * factors
