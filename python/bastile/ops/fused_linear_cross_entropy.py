@@ -30,7 +30,8 @@ def set_logits_memory(mebibytes: float | None) -> None:
 
     On CUDA, calls whose logits fit keep them, and make their gradients in the backward pass; others go chunk by chunk,
     of as many rows as fit (by default of 4096). On CPU no call keeps them: a chunk has as many rows as fit (by default
-    into 256 MiB, and an eighth of the rows, but at least 256). What is too little for 64 rows counts as enough for 64.
+    into 256 MiB, and an eighth of the rows, but at least 512; 256 in any case). What is too little for 64 rows counts
+    as enough for 64.
     It holds for calls made from now on, in every thread.
     """
     global _logits_bytes

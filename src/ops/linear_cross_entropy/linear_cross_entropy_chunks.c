@@ -32,9 +32,11 @@ int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *
     int64_t eighth = (c->rows + LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS - 1) / LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS;
     if (cpu && by_default) {
         /* Less than fits, where no sum of rounded chunks is made: dweight of 16 bits, which a CPU's product rounds at
-         * each, is as exact as one product over all rows where it is one. Not under 256 rows: each chunk reads and
-         * writes all of dweight, which at 64 costs a third of the products' time. */
-        if (most > eighth && !c->rounded) most = eighth;
+         * each, is as exact as one product over all rows where it is one. Not under 512 rows where they fit: the
+         * threads wait for each other some nine times a chunk, which beside other work takes as long as its products.
+         * Not under 256 at all: each chunk reads and writes all of dweight, which at 64 costs a third of these. */
+        int64_t fewer = eighth < 512 ? 512 : eighth;
+        if (most > fewer && !c->rounded) most = fewer;
         if (most < 256) most = 256;
     } else if (by_default && most < c->rows) {
         /* Not so many chunks that dweight would be summed in float32. */
