@@ -1,8 +1,8 @@
 """Seconds a step and peak memory of TRL's SFT with LoRA on one GPU: with bastile.apply(), stock, or beside others. One
 row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Bastile reports of itself.
 
-    python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing] [--load-in-4bit]
-        [--with stock|compile|liger|unsloth]
+    python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing [--offload-checkpoints]]
+        [--load-in-4bit] [--with stock|compile|liger|unsloth]
 
 Random weights of the named shape in bfloat16, r = 16 on all linear layers, random tokens, TRL's defaults but for what
 is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "warm_up": UNTIMED,
         "repeats": options.steps - UNTIMED,
     }
-    trainer.prepare(plan["implementation"])
+    trainer.prepare(plan["implementation"], options.offload_checkpoints)
     found = trainer.measure(lambda: build(options.shape, torch.bfloat16, _DEVICE, 0), options.length, _DEVICE, plan)
     return {
         "implementation": options.implementation,
@@ -46,6 +46,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "batch": options.batch,
         "length": options.length,
         "checkpointing": options.checkpointing,
+        "offload_checkpoints": options.offload_checkpoints,
         "load_in_4bit": options.load_in_4bit,
         "median_seconds": found["seconds"],
         "least_seconds": min(found["samples"]),
@@ -63,6 +64,7 @@ def main() -> None:
     ways = ["bastile", "stock", "compile", "liger", "unsloth"]
     parser.add_argument("--with", dest="implementation", choices=ways, default="bastile", help="the implementation")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--offload-checkpoints", action="store_true", help="with bastile")
     parser.add_argument("--load-in-4bit", action="store_true")
     options = parser.parse_args()
     if options.steps <= UNTIMED:

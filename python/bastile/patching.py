@@ -16,12 +16,13 @@ from typing import Any
 
 from torch import nn
 
-from bastile.graphs.stack import forget
+from bastile.graphs import stack
 from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
 from bastile.models import graphs, loading
 from bastile.models.forms import forget_sources
 from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OPERATORS
+from bastile.offload import mover
 from bastile.own_methods import give, given_to, reaches, runs_stock
 from bastile.report import noting
 
@@ -47,14 +48,15 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
         finally:
             _named.reset(token)
             forget_sources()
-            forget()
+            stack.forget()
+            mover.forget()
 
     return call
 
 
 #: Every model file has a backbone, and other packages import files that nobody asked for, as PEFT does Bloom's: one
 #: whose code is not known says nothing of the user's model, which may be imported later.
-_OF_BACKBONES = frozenset({"recompute", "cuda_graphs"})
+_OF_BACKBONES = frozenset({"recompute", "offload_checkpoints", "cuda_graphs"})
 _named: ContextVar[frozenset[str]] = ContextVar("bastile_named", default=frozenset())
 
 
@@ -71,6 +73,7 @@ def apply(
     layer_norm: bool = True,
     adamw: bool = True,
     recompute: bool = True,
+    offload_checkpoints: bool = False,
     cuda_graphs: graphs.Mode = "auto",
     model_types: Iterable[str] | None = None,
 ) -> list[str]:
@@ -100,6 +103,8 @@ def apply(
             its place, with the same state_dict, and clips as it reads the gradients (docs/optim.md).
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+        offload_checkpoints: with gradient checkpointing, keep the inputs of layers in the host's page-locked memory
+            from the forward to the backward pass (docs/memory.md); not done where it is not asked for.
         cuda_graphs: the decoder layers of a training step, forward and backward, as CUDA graphs from a shape's second
             appearance on (docs/graphs.md); "auto": where the device would wait for the host.
         model_types: such as ["qwen3"], or "qwen3", whose code is imported then; None: all.
@@ -159,6 +164,7 @@ def apply_to_model(
     lora_linear: bool = True,
     layer_norm: bool = True,
     recompute: bool = True,
+    offload_checkpoints: bool = False,
     cuda_graphs: graphs.Mode = "auto",
 ) -> list[str]:
     """Puts the chosen operators, those of `apply`, into this model only, and takes the others out of it that an earlier
@@ -180,6 +186,7 @@ def apply_to_model(
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
         recompute: as for `apply`.
+        offload_checkpoints: as for `apply`.
         cuda_graphs: as for `apply`.
 
     Returns:
@@ -249,7 +256,8 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
         for model_type in sorted(own):
             done += [name for name in _typed(model_type, own[model_type]) if name not in done]
         forget_sources()
-        forget()
+        stack.forget()
+        mover.forget()
         return done
 
 

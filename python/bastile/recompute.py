@@ -215,6 +215,10 @@ def _packing(offers: dict[int, _Offer]) -> Callable[[torch.Tensor], _Kept | _Dro
     return pack
 
 
+#: Of hooks that keep every tensor as it is.
+_keep = _packing({})
+
+
 def _unpack(packed: _Kept | _Dropped) -> torch.Tensor:
     if isinstance(packed, _Dropped):
         return packed.made_again()
@@ -261,6 +265,17 @@ def is_recomputing() -> bool:
     """Whether the saved-tensor hooks that are in force in this thread are those of `recomputing()`."""
     hooks = _top_hooks(False)
     return hooks is not None and hooks[0] is _thread.pack
+
+
+def hooks_below() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """What saved-tensor hooks of ours call for tensors that they leave alone: the hooks of `recomputing()` where these
+    are in force, such as keep each tensor where none are; None where those of others are, or none are allowed."""
+    if not _hooks_allowed():
+        return None
+    hooks = _top_hooks(False)
+    if hooks is None:
+        return _keep, _unpack
+    return hooks if hooks[0] is _thread.pack else None
 
 
 def offer(

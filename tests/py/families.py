@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 
 #: The field of Family that says where an operator goes. lora_linear, which goes into PEFT's classes, has none.
 PLACES = {
@@ -15,6 +15,7 @@ PLACES = {
     "add_rms_norm": "layer_class",
     "moe_experts": "experts_class",
     "recompute": "backbone_class",
+    "offload_checkpoints": "backbone_class",
     "cuda_graphs": "backbone_class",
 }
 
@@ -48,12 +49,17 @@ class Family:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Those of OPERATORS that have a place in this family."""
+        """The usual ones that have a place in this family."""
+        return tuple(name for name in self._placed if name in USUAL)
+
+    @property
+    def _placed(self) -> tuple[str, ...]:
         return tuple(name for name in OPERATORS if name in PLACES and getattr(self, PLACES[name]) is not None)
 
     def patches(self, operators: Iterable[str] | None = None) -> list[str]:
-        """The names of these operators' patches (None: of all) in this family, such as "rms_norm_qwen3"."""
-        return [f"{op}_{self.model_type}" for op in self.operators if operators is None or op in operators]
+        """The names of these operators' patches (None: of the usual ones) in this family, such as "rms_norm_qwen3"."""
+        wanted = USUAL if operators is None else operators
+        return [f"{op}_{self.model_type}" for op in self._placed if op in wanted]
 
 
 FAMILIES: dict[str, Family] = {

@@ -52,6 +52,12 @@ def test_it_is_said_with_what_it_costs(memory, reentrant):
     assert memory["allocated"] == 6 * GIB  # it was asked for around one layer, and never again
 
 
+def test_inputs_in_the_hosts_memory_would_be_there(memory, monkeypatch):
+    monkeypatch.setattr(checkpoints, "bytes_held", lambda: 9 * GIB)
+    (note,) = notes(True)
+    assert "some 28 of the 80 GiB" in note
+
+
 def test_where_memory_needs_it_nothing_is_said(memory):
     memory["available"] = 20 * GIB
     assert notes(True) == ()

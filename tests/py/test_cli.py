@@ -22,7 +22,7 @@ import bastile
 from bastile.cli import compare, data, files, main
 from bastile.cli.errors import UsageError
 from bastile.cli.report import compared
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 from command import save_model
 from families import FAMILIES
 
@@ -253,11 +253,11 @@ def test_operators_can_be_named_and_left_out(monkeypatch: pytest.MonkeyPatch) ->
     def chosen(*flags: str) -> set[str]:
         return {name for name, wanted in operators(parse([*FINETUNE, *flags])).items() if wanted}
 
-    assert chosen() == set(OPERATORS)
+    assert chosen() == set(USUAL)
     assert chosen("--rms-norm", "--cross-entropy") == {"rms_norm", "fused_linear_cross_entropy"}
-    assert chosen("--no-rope", "--no-cross-entropy") == set(OPERATORS) - {"rope", "fused_linear_cross_entropy"}
+    assert chosen("--no-rope", "--no-cross-entropy") == set(USUAL) - {"rope", "fused_linear_cross_entropy"}
     assert chosen("--rope", "--no-rms-norm") == {"rope"}
-    assert chosen("--rope", "--no-rope") == set(OPERATORS) - {"rope"}, "the last one counts"
+    assert chosen("--rope", "--no-rope") == set(USUAL) - {"rope"}, "the last one counts"
     fused = SimpleNamespace(**vars(OPERATORS["qk_norm_rope"]) | {"needs": ("rms_norm", "rope")})
     monkeypatch.setattr(options, "OPERATORS", {**OPERATORS, "qk_norm_rope": fused})
     assert chosen("--qk-norm-rope") == {"qk_norm_rope", "rms_norm", "rope"}

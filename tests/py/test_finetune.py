@@ -122,7 +122,10 @@ def losses(out: Path) -> dict[str, list[float]]:
     return {run["name"]: run["losses"] for run in json.loads((out / "result.json").read_text())["runs"]}
 
 
-@pytest.mark.parametrize("more", [[], ["--lora", 4, "--accumulate", 2, "--checkpointing"]], ids=["full", "lora"])
+_LORA = ["--lora", 4, "--accumulate", 2, "--checkpointing", "--offload-checkpoints"]
+
+
+@pytest.mark.parametrize("more", [[], _LORA], ids=["full", "lora"])
 def test_a_resumed_run_is_the_run_that_did_not_stop(
     finetune: Callable[..., str], model: Path, text: Path, tmp_path: Path, more: list
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_resumed_run_is_the_run_that_did_not_stop(
     assert [run["timed_steps"] for run in runs] == [7, 1]  # the resumed process made two steps, and timed the second
     if more:
         assert saved == "adapter_model.safetensors"
+        assert [any("offload_checkpoints" in name for name in run["patched"]) for run in runs] == [False, True]
         assert runs[1]["trainable_parameters"] < runs[1]["parameters"] / 3
 
 
@@ -199,6 +203,7 @@ def test_qlora_follows_stock(here: Callable[..., str], text: Path, tmp_path: Pat
     assert found["stock"] == pytest.approx(found["bastile"], rel=200 * EPS if dtype == "float32" else 2**-7)
     layers = AutoConfig.from_pretrained(model).num_hidden_layers
     assert bastile.report().ran("lora_linear") - before == 3 * 7 * layers
+    assert "goes with --checkpointing" in here(model, text, tmp_path / "kept", "--offload-checkpoints", status=2)
     assert "goes with --lora" in here(model, text, tmp_path / "alone", "--load-in-4bit", status=2)
 
 

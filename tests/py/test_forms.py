@@ -24,7 +24,7 @@ from bastile.models.forms import Source
 from bastile.models.known import FORMS, KNOWN
 from bastile.models.sites import file_of, sites
 from bastile.models.small import causal_types
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 from conftest import modeling, tiny_batch, tiny_model
 from families import FAMILIES
 
@@ -356,16 +356,16 @@ def test_apply_imports_no_model_file_and_serves_those_that_come_later() -> None:
 
 def test_names_are_those_of_operators_and_with_the_type_where_one_is_given() -> None:
     model = tiny_model("llama")
-    assert bastile.apply() == list(OPERATORS) == bastile.get_patched_ops()
+    assert bastile.apply() == list(USUAL) == bastile.get_patched_ops()
     assert bastile.get_patched_ops(model) == FAMILIES["llama"].patches()
-    llama = FAMILIES["llama"].patches([op for op in OPERATORS if op != "rope"])
+    llama = FAMILIES["llama"].patches([op for op in USUAL if op != "rope"])
     assert bastile.apply(rope=False, model_types="llama") == llama
-    assert bastile.get_patched_ops() == [*OPERATORS, *llama]
+    assert bastile.get_patched_ops() == [*USUAL, *llama]
     assert bastile.get_patched_ops(model) == llama
     assert bastile.reset(["swiglu", "rms_norm_llama"]) == ["swiglu", "rms_norm_llama"]
     left = [name for name in llama if name not in ("swiglu_llama", "rms_norm_llama")]
     assert bastile.get_patched_ops(model) == left
-    assert bastile.reset() == [*(op for op in OPERATORS if op != "swiglu"), *left]
+    assert bastile.reset() == [*(op for op in USUAL if op != "swiglu"), *left]
     assert bastile.get_patched_ops() == []
 
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMH
 
 import bastile
 from bastile.models.rebind import wrapped_cell
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 from bastile.ops.rms_norm import BastileRMSNorm
 from bastile.ops.swiglu import BastileSwiGLUMLP
 from conftest import DENSE, calls_of_a_step, modeling, on_demand, tiny_batch, tiny_model
@@ -62,8 +63,8 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
     return {operator: found[operator] for operator in row.operators}
 
 
-#: Both replace the backbone's forward, one within the other.
-ON_BACKBONES = {"recompute", "cuda_graphs"}
+#: They replace the backbone's forward, one within the other.
+ON_BACKBONES = {"recompute", "offload_checkpoints", "cuda_graphs"}
 
 
 def runs_stock(model: torch.nn.Module) -> bool:
@@ -94,14 +95,14 @@ def test_each_operator_is_an_argument(function: Any) -> None:
     operators = [name for name, row in OPERATORS.items() if row.of_a_model or function is bastile.apply]
     assert [name for name in parameters if name not in ("model", "model_types")] == operators
     defaults = {operator: parameters[operator].default for operator in operators}
-    assert defaults == {**dict.fromkeys(operators, True), "cuda_graphs": "auto"}
+    assert defaults == {operator: operator in USUAL for operator in operators} | {"cuda_graphs": "auto"}
 
 
 def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
     others = ("moe_experts", "lora_linear", "layer_norm", "adamw")
-    assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in OPERATORS if operator not in others}
+    assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in USUAL if operator not in others}
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])
 
@@ -169,16 +170,14 @@ def test_reset_of_some_leaves_the_others(family: str) -> None:
         bastile.reset(["rope_gpt9"])
 
 
-@pytest.mark.parametrize("first", sorted(ON_BACKBONES))
-def test_two_on_one_place_are_taken_out_apart(first: str) -> None:
+@pytest.mark.parametrize(("first", "second"), permutations(sorted(ON_BACKBONES), 2))
+def test_two_on_one_place_are_taken_out_apart(first: str, second: str) -> None:
     """In whatever order they came and go, each is in force until it is taken out, and the very object comes back."""
     before, calls = pieces(), dict.fromkeys(OPERATORS, False)
-    [second] = ON_BACKBONES - {first}
     for leaves, stays in ((first, second), (second, first)):
         bastile.apply(model_types="qwen3", **{**calls, first: True})
-        assert bastile.apply(model_types="qwen3", **{**calls, first: True, second: True}) == all_of(
-            "qwen3", *(set(OPERATORS) - ON_BACKBONES)
-        )
+        names = bastile.apply(model_types="qwen3", **{**calls, first: True, second: True})
+        assert names == FAMILIES["qwen3"].patches({first, second})
         assert bastile.reset([f"{leaves}_qwen3"]) == [f"{leaves}_qwen3"]
         assert bastile.get_patched_ops() == [f"{stays}_qwen3"]
         bastile.report(reset=True)

@@ -14,22 +14,25 @@ from test_sweep import TINY, records, workers  # noqa: F401  (a fixture)
 def test_steps_of_a_trainer(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """TRL's own, with adapters: the same tokens and weights for both. Unsloth is not here, or needs a GPU."""
     arguments = ["--lora", "4", "--trainer", "trl", "--checkpointing", "--lengths", "32", "--batch", "2"]
-    arguments += ["--against", "hf,unsloth", "--dtype", "bfloat16", "--out", str(tmp_path)]
+    arguments += ["--offload-checkpoints", "--against", "hf,unsloth", "--dtype", "bfloat16", "--out", str(tmp_path)]
     assert main([*TINY, *arguments]) == 0
-    assert "steps of TRL's SFT, gradient checkpointing, LoRA of rank 4" in " ".join(capfd.readouterr().out.split())
-    found = records(tmp_path, "tiny-lora4-trl-checkpointing")
+    printed = " ".join(capfd.readouterr().out.split())
+    assert "steps of TRL's SFT, gradient checkpointing (inputs in the host's memory), LoRA of rank 4" in printed
+    found = records(tmp_path, "tiny-lora4-trl-checkpointing-offloaded")
     assert found["unsloth", 32]["status"] == "cannot run"
     ours, stock = found["bastile", 32], found["hf", 32]
     assert len(ours["samples"]) == 2
     assert len(ours["losses"]) == 3
     assert ours["losses"] == pytest.approx(stock["losses"], rel=2**-7)
     assert any(name.startswith("lora_linear") for name in ours["patched"])
+    assert "offload_checkpoints" in ours["patched"]
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (["--checkpointing"], "--checkpointing goes with --trainer"),
+        (["--trainer", "trl", "--offload-checkpoints"], "--offload-checkpoints goes with --checkpointing"),
         (["--trainer", "trl", "--step"], "--whole-step does not go with --trainer"),
         (["--trainer", "trl", "--against", "liger-cute"], "leave liger-cute out"),
     ],

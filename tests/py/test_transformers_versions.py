@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import bastile
 from bastile import in_force
 from bastile.models import attention, experts, loading
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 from conftest import modeling, on_demand, tiny_batch, tiny_model
 from families import FAMILIES, PLACES, Family
 from test_gpt_oss import tiny_gpt_oss
@@ -70,7 +70,7 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
         ),
         *(
             (operator, row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"])
-            for operator in ("recompute", "cuda_graphs")
+            for operator in ("recompute", "offload_checkpoints", "cuda_graphs")
         ),
     ]
     # Some go into PEFT and PyTorch, or where their statements are: test_rewrite.py.
@@ -191,7 +191,7 @@ def test_what_one_type_lacks_leaves_only_what_needs_it_stock(family: str, monkey
     owner = getattr(modeling(family), row.norm_class)
     monkeypatch.setattr(owner, "forward", changed(owner.forward, {row.norm_eps: "epsilon"}))
     rest = [n for n in row.patches() if not n.startswith(("rms_norm", "add_rms_norm", "qk_norm_rope"))]
-    assert bastile.apply() == list(OPERATORS) == bastile.get_patched_ops()
+    assert bastile.apply() == list(USUAL) == bastile.get_patched_ops()
     assert bastile.get_patched_ops(model) == rest
     bastile.reset()
     assert bastile.apply(model_types=[family]) == rest == bastile.get_patched_ops()

@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
     add(length, "--epochs")
     add(parser, "--accumulate", "--schedule", "--lr-warmup", "--weight-decay", "--max-grad-norm", "--bf16")
     add(parser, "--optimizer")
-    add(parser, "--checkpointing", "--lora", "--lora-alpha", "--load-in-4bit")
+    add(parser, "--checkpointing", "--offload-checkpoints", "--lora", "--lora-alpha", "--load-in-4bit")
     add(parser, "--no-baseline", "--save-every", "--resume", "--save")
     add_operators(parser)
     parser.set_defaults(command=finetune)
@@ -44,6 +44,8 @@ def finetune(options: argparse.Namespace) -> int:
         raise UsageError("--bf16 keeps float32 weights; leave it out, or --dtype bfloat16")
     if options.bf16:
         options.dtype = "float32"
+    if options.offload_checkpoints and not options.checkpointing:
+        raise UsageError("--offload-checkpoints goes with --checkpointing")
     if options.lora_alpha is not None and not options.lora:
         raise UsageError("--lora-alpha goes with --lora")
     if options.load_in_4bit:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bastile.cli.errors import UsageError
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 from bastile.shapes import MODELS
 
 #: Types by their names in torch; each is known by its short name too.
@@ -83,6 +83,9 @@ OPTIONS: dict[str, _Option] = {
     "--epochs": _Option("X", "train this often on all data, in place of --steps"),
     "--accumulate": _Option("N", "batches whose gradients make one step (default: {shown})", more={"default": 1}),
     "--checkpointing": _Option(None, "recompute activations to save memory", ("--gradient-checkpointing",)),
+    "--offload-checkpoints": _Option(
+        None, "with --checkpointing: Bastile keeps the layers' inputs in the host's memory meanwhile"
+    ),
     "--seed": _Option("N", "of all that is drawn at random (default: {shown})", more={"type": int, "default": 0}),
     "--device": _Option("D", "{what} (default: {shown})"),
     "--dtype": _Option(
@@ -209,9 +212,9 @@ def add_operators(parser: argparse.ArgumentParser) -> None:
         "which of Bastile's operators to use: only those that are named (and what they fuse), or all but those named "
         "with --no-; none named: all",
     )
-    for operator, row in OPERATORS.items():
-        short = _SHORT.get(operator)
-        keywords = {"dest": f"use_{operator}", "action": argparse.BooleanOptionalAction, "help": row.summary}
+    for operator in USUAL:  # what is left out as a rule has an option of its own, which leaves no other out
+        short, summary = _SHORT.get(operator), OPERATORS[operator].summary
+        keywords = {"dest": f"use_{operator}", "action": argparse.BooleanOptionalAction, "help": summary}
         _declare(group, _flag(short or operator), [_flag(operator)] if short else [], **keywords)
 
 
@@ -221,7 +224,7 @@ def _flag(name: str) -> str:
 
 def operators(options: argparse.Namespace) -> dict[str, bool]:
     """As bastile.apply takes them. One that is named brings those that it fuses."""
-    asked = {operator: getattr(options, f"use_{operator}", None) for operator in OPERATORS}
+    asked = {operator: getattr(options, f"use_{operator}", None) for operator in USUAL}
     named = [operator for operator, wanted in asked.items() if wanted]
     if not named:
         return {operator: wanted is None for operator, wanted in asked.items()}
@@ -230,7 +233,7 @@ def operators(options: argparse.Namespace) -> dict[str, bool]:
             if asked[needed] is False:
                 raise UsageError(f"{_flag(operator)} fuses {needed}: it does not go with --no-{_flag(needed)[2:]}")
             named.append(needed)
-    return {operator: operator in named for operator in OPERATORS}
+    return {operator: operator in named for operator in asked}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ _PLAIN: dict[str, Any] = {
     "lora": None,
     "lora_alpha": None,
     "max_grad_norm": 1.0,
+    "offload_checkpoints": False,
     "optimizer": "torch",
     "save": None,
     "save_every": None,

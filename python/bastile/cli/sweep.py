@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     add(model, "--lengths")
     add(model, "--batch", shown="1; loss curves 4")
     add(model, "--lora", "--load-in-4bit")
-    add(model, "--trainer", "--checkpointing")
+    add(model, "--trainer", "--checkpointing", "--offload-checkpoints")
     add_where(model)
 
     how = parser.add_argument_group("how it is measured")
@@ -129,6 +129,7 @@ def _plan(options: argparse.Namespace) -> tuple[dict[str, Any], list[str], list[
             # Where there are none the settings are what they were before there could be.
             **({"lora": options.lora, "load_in_4bit": options.load_in_4bit} if options.lora else {}),
             **({"trainer": options.trainer, "checkpointing": options.checkpointing} if options.trainer else {}),
+            **({"offload_checkpoints": True} if options.offload_checkpoints else {}),
         },
         [name for name in IMPLEMENTATIONS if name in names or name == "bastile"],
         lengths,
@@ -148,6 +149,8 @@ def _check_adapters(options: argparse.Namespace, gpus: int) -> None:
 
 
 def _check_trainer(options: argparse.Namespace) -> None:
+    if options.offload_checkpoints and not options.checkpointing:
+        raise UsageError("--offload-checkpoints goes with --checkpointing")
     if not options.trainer:
         if options.checkpointing:
             raise UsageError("--checkpointing goes with --trainer")
@@ -209,6 +212,8 @@ def _file_name(settings: dict[str, Any]) -> str:
         parts.append(f"{'q' if settings['load_in_4bit'] else ''}lora{settings['lora']}")
     if settings.get("trainer"):
         parts += [settings["trainer"], *["checkpointing"] * settings["checkpointing"]]
+    if settings.get("offload_checkpoints"):
+        parts.append("offloaded")
     parts += {"step": ["step"], "none": ["no-optimizer"]}.get(settings["optimizer"], [])
     return "-".join(parts)
 

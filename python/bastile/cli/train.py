@@ -123,10 +123,12 @@ def train(plan: dict[str, Any], report: Report, wait: Wait = lambda: None) -> di
     model = _build_model(plan)
     if plan["checkpointing"]:
         checkpoint_activations(model)
-    left_out = {operator: False for operator, is_used in plan["operators"].items() if not is_used}
+    chosen = {operator: False for operator, is_used in plan["operators"].items() if not is_used}
     if plan["optimizer"] == "torch":
-        left_out["adamw"] = False
-    patched = bastile.apply(model_types=[model.config.model_type], **left_out) if plan["name"] == "bastile" else []
+        chosen["adamw"] = False
+    if plan["offload_checkpoints"]:
+        chosen["offload_checkpoints"] = True
+    patched = bastile.apply(model_types=[model.config.model_type], **chosen) if plan["name"] == "bastile" else []
     if plan["lora"]:
         model = with_adapters(model, plan["lora"], plan["lora_alpha"])
     optimizer = _optimizer(plan, arguments)

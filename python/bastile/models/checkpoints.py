@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch.compiler import is_compiling
 
+from bastile.offload.mover import bytes_held
 from bastile.ops._common import has_values
 from bastile.report import noting
 
@@ -81,7 +82,7 @@ def note() -> str | None:
     if _seen.kept is None or _seen.device is None or _seen.most < 2:
         return None
     peak, available = _room(_seen.device)
-    needed = peak + (_seen.most - 1) * _seen.kept
+    needed = peak + (_seen.most - 1) * _seen.kept + bytes_held()  # inputs of layers would be there, too
     if needed > _SHARE * available:
         return None
     return (

@@ -16,7 +16,7 @@ from torch import nn
 from bastile.guards import stock_of
 from bastile.models import loading
 from bastile.models.sites import file_of, sites
-from bastile.models.table import OPERATORS
+from bastile.models.table import OPERATORS, USUAL
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ def support(model_type: str) -> Support:
     stock: dict[str, dict[str, str]] = {}
     for name in names:
         file = file_of(name)
-        for site in sites(file, OPERATORS):
+        for site in sites(file, USUAL):
             places.setdefault(site.operator, []).append(site.where)
-        for operator in OPERATORS:
+        for operator in USUAL:
             for where, why in file.stock(operator).items():
                 if where not in places.get(operator, ()):
                     stock.setdefault(operator, {})[where] = why
-    return Support(model_type, {op: places[op] for op in OPERATORS if op in places}, stock)
+    return Support(model_type, {op: places[op] for op in USUAL if op in places}, stock)
 
 
 def serves(model_type: str) -> bool:

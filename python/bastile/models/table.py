@@ -15,6 +15,7 @@ class Operator:
     reads: str = ""  # likewise, of an attribute that such code reads
     needs: tuple[str, ...] = ()  # the operators that it fuses: without them it is not put in
     of_a_model: bool = True  # whether one model can have it alone, by bastile.apply_to_model
+    on_request: bool = False  # left out where it is not asked for: it gains something at the price of something else
 
 
 # By the names that bastile.apply takes, in the order in which they are reported. Where two replace the same method of
@@ -47,5 +48,11 @@ OPERATORS: dict[str, Operator] = {
         "optimizer", "the AdamW that a Trainer makes, with its clipping in one pass", r"^Trainer$", of_a_model=False
     ),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
+    "offload_checkpoints": Operator(
+        "offloading", "inputs of checkpointed layers kept in the host's memory", r"Model$", on_request=True
+    ),
     "cuda_graphs": Operator("graphs", "decoder layers of a training step as CUDA graphs", r"Model$"),
 }
+
+#: Those that bastile.apply puts in where nothing else is said.
+USUAL = tuple(name for name, operator in OPERATORS.items() if not operator.on_request)

@@ -31,6 +31,7 @@ def title(results: Results) -> str:
         what += {"step": ", whole steps", "none": ", no optimiser"}.get(settings["optimizer"], "")
         if settings.get("trainer"):
             what += ", steps of TRL's SFT" + ", gradient checkpointing" * settings["checkpointing"]
+            what += " (inputs in the host's memory)" * settings.get("offload_checkpoints", False)
     if settings.get("lora"):
         what += f", LoRA of rank {settings['lora']}" + ", base in NF4" * settings["load_in_4bit"]
     return f"{settings['model']}, {settings['dtype']}, {what}; {where}, {results.content['date'][:10]}"

@@ -25,12 +25,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepare(implementation: str) -> list[str]:
+def prepare(implementation: str, offload_checkpoints: bool = False) -> list[str]:
     """What comes before the model; what was put in."""
     if implementation == "bastile":
         import bastile
 
-        return bastile.apply()
+        return bastile.apply(offload_checkpoints=True) if offload_checkpoints else bastile.apply()
     if implementation == "unsloth":
         try:
             import unsloth  # noqa: F401  (it puts itself in)

@@ -94,7 +94,7 @@ def run(plan: dict[str, Any], ranks: Ranks, send: Send) -> None:
     with out_of_memory(lambda _: end("out of memory")):
         try:
             if plan.get("trainer"):
-                patched = prepare(plan["implementation"])
+                patched = prepare(plan["implementation"], plan.get("offload_checkpoints", False))
             else:
                 patched = chosen.patch(MODELS[plan["model"]]["model_type"])
         except CannotRun as error:
