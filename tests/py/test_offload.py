@@ -134,12 +134,11 @@ def test_when_what_is_copied_and_let_go(late: LateMover, reentrant: bool) -> Non
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs a GPU")
-@pytest.mark.parametrize("reentrant", [False, True], ids=["usual", "reentrant"])
-@pytest.mark.parametrize("lora", [None, 0.0], ids=["full", "lora"])
+@pytest.mark.parametrize(("lora", "reentrant"), [(None, False), (0.0, False), (0.0, True)])
 def test_on_cuda_by_its_own_copies(lora: float | None, reentrant: bool) -> None:
     """Inputs of 4 MiB, above which they are moved. What is freed and not yet written is NaN, and what attention adds up
     has an order."""
-    layers, input_bytes = 12, 2 * 1024 * 1024 * 2
+    layers, input_bytes = 8, 2 * 1024 * 1024 * 2
     large = {"hidden_size": 1024, "intermediate_size": 1536, "initializer_range": 0.02, "attn_implementation": "eager"}
     model = checkpointed(reentrant, lora, num_hidden_layers=layers, max_position_embeddings=1024, **large).to(
         "cuda", torch.bfloat16
@@ -149,13 +148,13 @@ def test_on_cuda_by_its_own_copies(lora: float | None, reentrant: bool) -> None:
     def work(is_on: bool) -> tuple[list[torch.Tensor], int]:
         apply(is_on, **OFF)
         found: list[torch.Tensor] = []
-        for step in range(4):
+        for step in range(3):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-            loss = model(input_ids=ids[step % 3], labels=ids[step % 3]).loss
-            if step == 1:  # two forward passes before their backward passes
+            loss = model(input_ids=ids[step], labels=ids[step]).loss
+            if step == 0:  # two forward passes before their backward passes
                 loss = loss + model(input_ids=ids[2], labels=ids[2]).loss
-            if step == 2 and not reentrant:
+            if step == 1 and not reentrant:
                 loss.backward(retain_graph=True)
             loss.backward()
             peak = torch.cuda.max_memory_allocated() - before
@@ -164,12 +163,11 @@ def test_on_cuda_by_its_own_copies(lora: float | None, reentrant: bool) -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        (want, without), (again, _), (got, with_it) = work(False), work(False), work(True)
+        (want, without), (got, with_it) = work(False), work(True)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_same(again, want)
     assert_same(got, want)
-    assert counted() == (5, {})
+    assert counted() == (4, {})
     if lora is not None:  # else the peak is where all gradients are there, and one input
         assert without - with_it >= (layers - 5) * input_bytes
 
