@@ -107,10 +107,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     "glm4v_moe_text": _three_sections(1, 1, 0),
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 211},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dots3_note_audio_encoder": {"adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_out_dim": 32},
     "falcon_h1": {"mamba_d_ssm": 64},
     "flint": {"mlp_only_layers": [0]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -123,9 +128,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "global_head_dim": 8,
     },
     "gemma4_unified_text": {"global_head_dim": 8},
+    "git_vision_model": {"image_size": 8, "patch_size": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "musicgen_decoder": {"num_codebooks": 2},
+    "musicgen_melody_decoder": {"num_codebooks": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -284,7 +292,12 @@ def small_model(model_type: str, seed: int = 0, **more: Any) -> nn.Module:
 
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if model_type in vision_types() else AutoModelForCausalLM
-    return prepared(auto.from_config(small_config(model_type, **more), dtype=torch.float32))
+    config = small_config(model_type, **more)
+    cls: Any = auto._model_mapping[type(config)]
+    parts = [part for part in vars(config).values() if type(part) is getattr(cls, "config_class", type(config))]
+    if parts:  # the class is of a part of what the type is
+        return prepared(cls._from_config(parts[0], dtype=torch.float32))
+    return prepared(auto.from_config(config, dtype=torch.float32))
 
 
 def prepared(model: Any) -> nn.Module:
@@ -313,6 +326,21 @@ def vision_types() -> list[str]:
     return sorted(set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(causal_types()))
 
 
+def _of_codebooks(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tokens of sound: each moment has several, in books of their own."""
+    count = model.config.num_codebooks
+    return {"input_ids": ids.repeat_interleave(count, 0), "labels": labels[..., None].expand(-1, -1, count)}
+
+
+def _picture(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    size = model.config.vision_config.image_size
+    return {"pixel_values": torch.randn(len(ids), 3, size, size).to(model.dtype)}
+
+
+#: What some types are given beside or instead.
+_GIVEN = {"git": _picture, "musicgen_decoder": _of_codebooks, "musicgen_melody_decoder": _of_codebooks}
+
+
 def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one batch and the gradients, which are then cleared; labels ignore a few tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -326,6 +354,8 @@ def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tenso
         given["num_items_in_batch"] = torch.tensor(17)  # code of someone's own may not
     if model.config.model_type in vision_types() and "token_type_ids" in takes:
         given["token_type_ids"] = torch.zeros_like(ids)  # all of them text: some releases want to be told
+    if model.config.model_type in _GIVEN:
+        given.update(_GIVEN[model.config.model_type](model, ids, labels))
     loss = model(**given).loss
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -113,9 +113,10 @@ def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
     wanted = _is_wanted(model, labels)
     head = output_head(model) if wanted else None
     if head is None:
-        before = _heads_served()
+        before, is_alone = _heads_served(), _forward() is _NO_FORWARD
         yield
-        if wanted and labels is not None and _heads_served() == before:  # nor has a model within it any
+        # Nor has a model within it any, or one around it, which may hand its labels on.
+        if wanted and labels is not None and is_alone and _heads_served() == before:
             note("stepped aside", type(model).__name__, "its output head is not to be found: get_output_embeddings()")
         return
     _now.served = _heads_served() + 1
