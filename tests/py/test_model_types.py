@@ -221,8 +221,13 @@ def test_a_wrong_variant_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_tells_and_checks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["support", "longcat_flash"]) == 0
     assert "stock: LongcatFlashExperts.forward has code that is not known" in capsys.readouterr().out
+    assert main(["support", "llava"]) == 0
+    told = capsys.readouterr().out
+    assert "recompute, cuda_graphs      stock: LlavaModel.forward does not itself take input_ids" in told
+    assert "of other types, by default clip_vision_model (vision_config), llama (text_config)" in told
     assert main(["support", "gemma2", "--check"]) == 0
     told = capsys.readouterr().out
+    assert "note:" not in told
     assert "rms_norm                    Gemma2RMSNorm.forward" in told
     assert "fused_linear_cross_entropy  Gemma2ForCausalLM.forward" in told
     assert "gemma2: the same: loss by" in told

@@ -62,20 +62,26 @@ def support(options: argparse.Namespace) -> int:
         print(f"{each.title}:")
         for operator, places in each.support.places.items():
             print(f"  {operator:28}{', '.join(dict.fromkeys(places))}")
+        stock: dict[tuple[str, str], list[str]] = {}
         for operator, pieces in each.support.stock.items():
-            for where, why in pieces.items():
-                print(f"  {operator:28}stock: {where} {why}")
+            for piece in pieces.items():
+                stock.setdefault(piece, []).append(operator)
+        for (where, why), operators in stock.items():
+            print(f"  {', '.join(operators):28}stock: {where} {why}")
         for note in each.notes:
             print(f"  note: {note}")
     return _check(asked, options.found) if options.check else 0
 
 
 def _asked(name: str, trust_remote_code: bool) -> _Asked:
-    from bastile.models.support import check, support
+    from bastile.models.support import check, parts_of_other_types, support
 
     if not _is_folder(name):
         try:
-            return _Asked(name, support(name), lambda: check(name))
+            found, others = support(name), parts_of_other_types(name)
+            parts = ", ".join(f"{of} ({part})" for part, of in others.items())
+            note = f"parts of it are of other types, by default {parts}; a saved model's folder tells of all its parts"
+            return _Asked(name, found, lambda: check(name), (note,) if others else ())
         except ValueError as error:
             raise UsageError(
                 f"{error}, and there is no such folder. A type of your own is known when its module is: --import MODULE"

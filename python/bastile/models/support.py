@@ -40,6 +40,20 @@ def support(model_type: str) -> Support:
     return _told(model_type, map(file_of, names))
 
 
+def parts_of_other_types(model_type: str) -> dict[str, str]:
+    """The parts of a type's models whose code is another type's, by their names in its config: those that they have
+    where a config says nothing of them, since one of images may have many a type's text."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(model_type)
+    except Exception:  # some cannot be made of nothing
+        return {}
+    own = set(loading.import_type(model_type))
+    found = {name: getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs}
+    return {name: of for name, of in found.items() if of and not own & set(loading.import_type(of))}
+
+
 def support_of(model: nn.Module) -> Support:
     """Of the code that this model has, from whichever files: of its text, its images, of checkpoints and users."""
     found = loading.classes_of(model)
