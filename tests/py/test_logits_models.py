@@ -269,32 +269,6 @@ def test_classes_that_are_defined_later_and_remote_code() -> None:
     assert ran() == 2
 
 
-@pytest.mark.parametrize(("head", "is_found"), [("lm_head", True), ("score", False)])
-def test_a_head_that_transformers_does_not_find(head: str, is_found: bool) -> None:
-    """Of code whose embedding has a name of its own. A head that nobody can name stays stock, and that is said."""
-
-    class OwnLMHeadModel(PreTrainedModel):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.tokens = nn.Embedding(V, 16)
-            setattr(self, head, nn.Linear(16, V))
-            self.post_init()
-
-        def forward(self, input_ids: Any, labels: Any) -> Any:
-            return F.cross_entropy(getattr(self, head)(self.tokens(input_ids)).flatten(0, 1), labels.flatten())
-
-    model = OwnLMHeadModel(AutoConfig.for_model("llama")).train()
-    ids = torch.randint(V, (2, 9))
-    want = model(ids, ids)
-    bastile.report(reset=True)
-    bastile.apply()
-    torch.testing.assert_close(model(ids, ids), want)
-    (line,) = bastile.report()
-    assert line.ran == int(is_found)
-    assert bool(line.aside) != is_found
-    assert is_found or "its output head is not to be found" in next(iter(line.aside))
-
-
 # ---- losses of the user's own ----------------------------------------------------------------------------------------
 
 

@@ -106,14 +106,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         _three_sections(2, 1, 1),
     ),
     "glm4v_moe_text": _three_sections(1, 1, 0),
+    **{name: {"image_size": 8, "patch_size": 4} for name in ("blip_vision_model", "git_vision_model")},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 211},
     "blt_local_decoder": {"hidden_size_global": 32},
     "blt_local_encoder": {"hidden_size_global": 32},
+    "chameleon": {"vocabulary_map": {"<image>": 95, "IMGIMGA": 93, "IMGIMGB": 94}},  # the loss is without the latter
+    "cosmos3_edge_text": _three_sections(2, 1, 1),
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
     "dots3_note_audio_encoder": {"adapter_out_dim": 32},
     "dots3_note_vision_encoder": {"adapter_out_dim": 32},
     "falcon_h1": {"mamba_d_ssm": 64},
@@ -128,7 +132,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "global_head_dim": 8,
     },
     "gemma4_unified_text": {"global_head_dim": 8},
-    "git_vision_model": {"image_size": 8, "patch_size": 4},
+    "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0, "qk_head_dim": 8},
+    "granite_docling_vision": {"out_hidden_size": 32},
+    "hunyuan_vl_text": _three_sections(1, 1, 1, 1),
+    "inkling2_vision": {"text_hidden_size": 32},
+    "mistral4": {"head_dim": 16},
+    "mistral_large4_text": {"kv_source_layers": [0, 1]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_three_sections(1, 1, 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
@@ -148,6 +159,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hidden_dropout_prob": 0.0,
         "local_attention_probs_dropout_prob": 0.0,
     },
+    "udop": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},  # hybrid ones share a part
     "zaya": {"num_experts_per_tok": 1},
@@ -337,8 +349,19 @@ def _picture(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, t
     return {"pixel_values": torch.randn(len(ids), 3, size, size).to(model.dtype)}
 
 
+def _boxes(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where on a page each word stands."""
+    return {"bbox": torch.rand(*ids.shape, 4).to(model.dtype)}
+
+
 #: What some types are given beside or instead.
-_GIVEN = {"git": _picture, "musicgen_decoder": _of_codebooks, "musicgen_melody_decoder": _of_codebooks}
+_GIVEN = {
+    "blip": _picture,
+    "git": _picture,
+    "udop": _boxes,
+    "musicgen_decoder": _of_codebooks,
+    "musicgen_melody_decoder": _of_codebooks,
+}
 
 
 def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -352,8 +375,9 @@ def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tenso
     takes = inspect.signature(model.forward).parameters
     if "num_items_in_batch" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
         given["num_items_in_batch"] = torch.tensor(17)  # code of someone's own may not
-    if model.config.model_type in vision_types() and "token_type_ids" in takes:
-        given["token_type_ids"] = torch.zeros_like(ids)  # all of them text: some releases want to be told
+    if model.config.model_type in vision_types():  # all of them text: some want to be told
+        names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+        given.update({name: torch.zeros_like(ids) for name in names})
     if model.config.model_type in _GIVEN:
         given.update(_GIVEN[model.config.model_type](model, ids, labels))
     loss = model(**given).loss
