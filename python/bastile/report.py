@@ -61,7 +61,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` returns: lines, and as text a table of them."""
+    """What `report` returns: lines, and as text a table of them: how often each operator ran in each place, and below
+    how often the original code ran there instead, and why."""
 
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()  # what else is worth knowing, a sentence each
@@ -76,7 +77,7 @@ class Report:
     def __str__(self) -> str:
         if not self.lines:
             return "Bastile: no operator has been called in a model yet"
-        told = []
+        told = [f"{'operator':28}{'calls':>8}  where"]
         for line in self.lines:
             told.append(f"{line.operator:28}{line.ran:>8}  {line.where}")
             told += [f"{'':28}{times:>8}  stepped aside: {reason}" for reason, times in line.aside.items()]

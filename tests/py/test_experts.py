@@ -158,14 +158,15 @@ def served(model: Any, reason: str | None = None) -> None:
     assert (line.ran, line.aside) == ((2, {}) if reason is None else (0, {reason: 2}))
 
 
-CHOSEN = "another implementation of experts was chosen, or they are spread over devices"
+SPREAD = "only a part of the experts is here: they are spread over devices"
 
 
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 def test_who_chose_an_implementation_gets_it(experts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """grouped_mm is what Transformers takes where nobody chose."""
     model = built("qwen3_moe", experts=experts)
-    served(model, None if experts == "grouped_mm" else CHOSEN)
+    why = f"the model's experts_implementation is '{experts}', not 'grouped_mm'"
+    served(model, None if experts == "grouped_mm" else why)
     if experts == "grouped_mm":  # one of one's own under that name
         own = implementations.grouped_mm_experts_forward
         monkeypatch.setitem(
@@ -191,7 +192,7 @@ def test_what_an_instance_says_otherwise() -> None:
         layer.mlp.experts._is_expert_parallel = False
         layer.mlp.experts.config = type(model.config)(**{**model.config.to_dict(), "num_local_experts": 8})
         layer.mlp.experts.config._experts_implementation = "grouped_mm"
-    served(model, CHOSEN)  # half of the experts are here
+    served(model, SPREAD)  # half of the experts are here
     model = built("mixtral")
     for layer in model.model.layers:
         layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.bfloat16()

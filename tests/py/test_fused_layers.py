@@ -184,7 +184,7 @@ def test_each_norm_has_its_own_epsilon(family: str, calls: dict[str, int]) -> No
 @pytest.mark.parametrize("family", sorted(DENSE))
 def test_every_implementation_of_attention(family: str, implementation: str, calls: dict[str, int]) -> None:
     model = tiny_model(family, attn_implementation=implementation)
-    if implementation == "flex_attention":  # uncompiled, it has no backward pass on a CPU
+    if implementation == "flex_attention":  # no backward pass on a CPU: test_model_contracts.py has one
         model.eval()
         with torch.no_grad():
             want = model(**tiny_batch(model)).logits

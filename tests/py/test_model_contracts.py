@@ -6,11 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn.attention import flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations import flex_attention as transformers_flex_attention
+from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 import bastile
 from bastile.models import small
 from bastile.models.support import Check
+from bastile.report import Report
+from conftest import inductor
 
 TYPES = ("llama", "qwen3", "gpt_oss", "gemma")
 types = pytest.mark.parametrize("model_type", TYPES)
@@ -119,6 +126,23 @@ def test_what_is_saved_is_loaded(model_type: str, tmp_path: Path) -> None:
     near(small.step(AutoModelForCausalLM.from_pretrained(tmp_path).train())[0], want_loss)
 
 
+#: Of two layers: in each two norms with sums, and one norm behind them.
+DENSE = {"rms_norm": 1, "rope": 2, "add_rms_norm": 4, "fused_linear_cross_entropy": 1}
+RAN = {
+    "llama": {**DENSE, "swiglu": 2},
+    "qwen3": {"rms_norm": 1, "swiglu": 2, "qk_norm_rope": 2, "add_rms_norm": 4, "fused_linear_cross_entropy": 1},
+    "gpt_oss": {**DENSE, "moe_experts": 2},
+    "gemma": {**DENSE, "swiglu": 2},
+    "qwen3_moe": {
+        "rms_norm": 1,
+        "qk_norm_rope": 2,
+        "add_rms_norm": 4,
+        "moe_experts": 2,
+        "fused_linear_cross_entropy": 1,
+    },
+}
+
+
 @types
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_each_implementation_of_attention(model_type: str, implementation: str) -> None:
@@ -126,22 +150,77 @@ def test_each_implementation_of_attention(model_type: str, implementation: str) 
         pytest.skip("Transformers has no sdpa for it: its attention has sinks")
     model = small.small_model(model_type, attn_implementation=implementation)
     assert model.config._attn_implementation == implementation
-    assert_as_stock(model)
+    assert_as_stock(model, RAN[model_type])
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+@inductor  # makes the masks
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma"])
+def test_flex_attention_in_training(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch refuses gradients of it on a CPU because inductor has no kernel for them there. The same function has
+    them uncompiled, and masks and options of Transformers reach it as they would reach the kernel. (GPT-OSS's sinks
+    Transformers refuses on a CPU.)"""
+    called: list[Any] = []
+
+    def uncompiled(q: Any, k: Any, v: Any, training: bool = False, **options: Any) -> Any:
+        called.append(type(options["block_mask"]))
+        return flex_attention.flex_attention(q, k, v, **options)
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(transformers_flex_attention, "compile_friendly_flex_attention", uncompiled)
+    assert_as_stock(small.small_model(model_type, attn_implementation="flex_attention"), RAN[model_type])
+    assert called == 4 * [flex_attention.BlockMask]  # two layers, patched and stock
+
+
+@types
+def test_an_attention_of_the_users_own(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered under a name, and its mask: called with what stock calls it with, and its result is what counts."""
+    told: list[Any] = []
+
+    def halved(module: Any, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> Any:
+        told.append((q.shape, k.shape, v.shape, mask.shape, sorted(options), options["scaling"], options["dropout"]))
+        output, weights = sdpa_attention_forward(module, q, k, v, mask, **options)
+        return output / 2, weights
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "halved", halved)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "halved", own_mask)
+    assert_as_stock(small.small_model(model_type, attn_implementation="halved"), RAN[model_type])
+    assert len(told) == 4
+    assert told[:2] == told[2:]
+
+
+def own_mask(*args: Any, **kwargs: Any) -> Any:
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+def own_experts(self: Any, *given: Any) -> torch.Tensor:
+    return batched_mm_experts_forward(self, *given) / 2
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm", "halved"])
 @pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_moe"])
-def test_each_implementation_of_experts(model_type: str, implementation: str) -> None:
+def test_each_implementation_of_experts(model_type: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm, which is Transformers' default, is what the operator takes the place of; all others are called, one
+    of the user's own too."""
+    monkeypatch.setitem(ExpertsInterface._global_mapping, "halved", own_experts)
     model = small.small_model(model_type, experts_implementation=implementation)
     assert model.config._experts_implementation == implementation
-    assert_as_stock(model)
+    is_ours = implementation == "grouped_mm"
+    told = assert_as_stock(model, {**RAN[model_type], "moe_experts": 2 * is_ours})
+    aside = [reason for line in told for reason in line.aside if line.operator == "moe_experts"]
+    why = f"the model's experts_implementation is '{implementation}', not 'grouped_mm'"
+    assert aside == ([] if is_ours else [why])
 
 
-def assert_as_stock(model: Any) -> None:
+def assert_as_stock(model: Any, ran: dict[str, int]) -> Report:
+    """A step, in which these operators ran so often."""
+    bastile.report(reset=True)
     loss, gradients = small.step(model)
-    assert bastile.report().ran("fused_linear_cross_entropy") == 1
+    told = bastile.report()
+    assert {operator: told.ran(operator) for operator in ran} == ran
     bastile.reset()
     want_loss, want = small.step(model)
     near(loss, want_loss)
+    assert gradients.keys() == want.keys()
     for name, gradient in want.items():
         near(gradients[name], gradient)
+    return told

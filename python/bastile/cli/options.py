@@ -159,7 +159,8 @@ OPTIONS: dict[str, _Option] = {
     "--fresh": _Option(None, "forget what an earlier sweep has left in --out"),
     "--trace": _Option("FILE", "a Chrome trace of both steps, for ui.perfetto.dev"),
     "--show": _Option("FILE", "tables and plots of a saved JSON; measure nothing"),
-    "--check": _Option(None, "build each type small, and compare a step, stock and patched, in float32"),
+    "--check": _Option(None, "build each type or saved model small, and compare a step, stock and patched, in float32"),
+    "--trust-remote-code": _Option(None, "run the Python files that a folder has of its own, as its config asks"),
     "--import": _Option(
         "MODULE",
         "a Python module to import first, such as one that registers model types of your own; may be repeated",

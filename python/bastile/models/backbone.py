@@ -31,7 +31,8 @@ def backbones(file: ModelFile) -> Iterator[type]:
         if {"input_ids", "inputs_embeds"}.issubset(names) and calls(inner, "layers"):
             yield cls
         elif cls.__name__.endswith("Model"):
-            file.unknown.setdefault(f"{cls.__name__}.forward", "does not take input_ids or inputs_embeds to layers")
+            # Whatever its code: what runs the layers need not be known.
+            file.unknown[f"{cls.__name__}.forward"] = "does not itself take input_ids or inputs_embeds through layers"
 
 
 def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,8 +44,10 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
             return original(self, *args, **kwargs)
         has_run(self)
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if _tokens(given) < min_tokens() or _is_partitioned(self):
-            tally.step_aside("few tokens, or weights that ZeRO-3 has", is_usual=True)
+        is_small = _tokens(given) < min_tokens()
+        if is_small or _is_partitioned(self):
+            why = "so few tokens that it would save little memory" if is_small else "its weights are ZeRO-3's"
+            tally.step_aside(why, is_usual=True)
             return original(self, *args, **kwargs)
         tally.count()
         with recomputing():

@@ -49,8 +49,11 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
             return "the gate has been replaced by another"
         if not found.is_kept_by(self) or table[_DEFAULT] is not default:
             return "the gate, or Transformers' grouped products, have been replaced by others"
+        chosen = getattr(getattr(self, "config", None), "_experts_implementation", None)
+        if chosen != _DEFAULT:
+            return f"the model's experts_implementation is {chosen!r}, not {_DEFAULT!r}"
         if not _are_whole(self):
-            return "another implementation of experts was chosen, or they are spread over devices"
+            return "only a part of the experts is here: they are spread over devices"
         if activation is None:
             return "its activation is none that Bastile computes"
         return None if _serves(hidden, indices, weights, self) else "types or shapes that the operator does not take"
@@ -107,13 +110,9 @@ def expert_counts(config: Any) -> set[int]:
 
 
 def _are_whole(experts: Any) -> bool:
-    """Whether this module has all experts of the configuration, and they are computed in Transformers' default way."""
+    """Whether this module has all experts of the configuration."""
     config: Any = getattr(experts, "config", None)
-    return bool(
-        getattr(config, "_experts_implementation", None) == _DEFAULT
-        and not getattr(experts, "_is_expert_parallel", False)
-        and experts.num_experts in expert_counts(config)
-    )
+    return bool(not getattr(experts, "_is_expert_parallel", False) and experts.num_experts in expert_counts(config))
 
 
 def _serves(hidden: Any, indices: Any, weights: Any, experts: Any) -> bool:

@@ -1,7 +1,9 @@
-"""Any language model type of Transformers, of text alone or of images too, built small: for checks that need a model
-and no weights."""
+"""Any language model type of Transformers, of text alone or of images too, and any config, built small: for checks that
+need a model and no weights."""
 
 import inspect
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -104,11 +106,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         _three_sections(2, 1, 1),
     ),
     "glm4v_moe_text": _three_sections(1, 1, 0),
+    **{name: {"image_size": 8, "patch_size": 4} for name in ("blip_vision_model", "git_vision_model")},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 211},
+    "blt_local_decoder": {"hidden_size_global": 32},
+    "blt_local_encoder": {"hidden_size_global": 32},
+    "chameleon": {"vocabulary_map": {"<image>": 95, "IMGIMGA": 93, "IMGIMGB": 94}},  # the loss is without the latter
+    "cosmos3_edge_text": _three_sections(2, 1, 1),
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "dots3_note_audio_encoder": {"adapter_out_dim": 32},
+    "dots3_note_vision_encoder": {"adapter_out_dim": 32},
     "falcon_h1": {"mamba_d_ssm": 64},
     "flint": {"mlp_only_layers": [0]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
@@ -121,9 +132,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "global_head_dim": 8,
     },
     "gemma4_unified_text": {"global_head_dim": 8},
+    "glm5_next_text": {"index_kpool": 2, "qk_rope_head_dim": 0, "qk_head_dim": 8},
+    "granite_docling_vision": {"out_hidden_size": 32},
+    "hunyuan_vl_text": _three_sections(1, 1, 1, 1),
+    "inkling2_vision": {"text_hidden_size": 32},
+    "mistral4": {"head_dim": 16},
+    "mistral_large4_text": {"kv_source_layers": [0, 1]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_three_sections(1, 1, 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "musicgen_decoder": {"num_codebooks": 2},
+    "musicgen_melody_decoder": {"num_codebooks": 2},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -138,6 +159,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "hidden_dropout_prob": 0.0,
         "local_attention_probs_dropout_prob": 0.0,
     },
+    "udop": {"decoder_start_token_id": 0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "hybrid"] * 2},  # hybrid ones share a part
     "zaya": {"num_experts_per_tok": 1},
@@ -150,6 +172,18 @@ def small_config(model_type: str, **more: Any) -> Any:
 
     usual = AutoConfig.for_model(model_type)
     return AutoConfig.for_model(model_type, **{**_small(usual), **OVERRIDES.get(model_type, {}), **more})
+
+
+def reduced(config: Any) -> Any:
+    """A config that says what this one says, with small numbers. What it is without (None, 0, an empty list) it stays
+    without, and flags and words stay as they are: the model has the parts that this one's has."""
+    values = {**config.to_dict(), **_reduced(config)}
+    # Not of layers that are not there, it follows from the rest; nor of the types in which weights are kept.
+    for name in ("per_layer_config", "quantization_config", "dtype", "torch_dtype"):
+        values.pop(name, None)
+    made = type(config).from_dict(values)
+    made._name_or_path = config._name_or_path  # where code of its own is found
+    return made
 
 
 def _small(usual: Any) -> dict[str, Any]:
@@ -173,9 +207,93 @@ def _small(usual: Any) -> dict[str, Any]:
     return chosen
 
 
+#: Of these no model gets more than it has.
+_COUNTS = re.compile(r"layers?$|experts|num_key_value_heads|topk|moe_k|per_tok")
+#: These follow from others where a config does not say them.
+_FOLLOW = ("head_dim", "num_key_value_heads")
+_PAIRS = SIZES["head_dim"] // 2  # of a head's elements that turn together
+
+
+def _reduced(config: Any) -> dict[str, Any]:
+    """As `_small`, of a config that somebody has written."""
+    from transformers import PreTrainedConfig
+
+    values, also = config.to_dict(), getattr(config, "attribute_map", {})
+    heads, of_keys, layers = (
+        values.get(also.get(name, name)) for name in ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    )
+    chosen: dict[str, Any] = {}
+    for name, size in {**_following(type(config)), **_small(config)}.items():
+        own = values.get(also.get(name, name))
+        if name in _FOLLOW and own is None and name in values:
+            chosen[name] = size
+        elif name == "use_cache" or not (_is_absent(own) or isinstance(own, (bool, str, dict))):
+            chosen[name] = min(own, size) if _COUNTS.search(name) and isinstance(own, int) else size
+    if heads and of_keys in (heads, None) and "num_key_value_heads" in chosen:  # each head has keys of its own
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]
+    for name, own in values.items():
+        if isinstance(own, list) and len(own) == layers:  # a word for each layer
+            chosen[name] = _first_kinds(own, chosen.get("num_hidden_layers", 2))
+        if name in ("rope_parameters", "rope_scaling") and isinstance(own, dict):
+            chosen[name] = _small_rope(own)
+        if name == "partial_rotary_factor" and own and own < 1:
+            chosen[name] = 0.5
+    for name, inner in vars(config).items():
+        if isinstance(inner, PreTrainedConfig):
+            chosen[name] = {**inner.to_dict(), **_reduced(inner)}
+            chosen[name].pop("per_layer_config", None)  # as above
+    return {**chosen, **_fitting({**values, **chosen}, OVERRIDES.get(config.model_type, {}))}
+
+
+def _following(config_class: Any) -> dict[str, Any]:
+    """What changes with the small numbers in the default config of a class: it follows from them."""
+    try:
+        usual = config_class()
+        small = config_class(**_small(usual)).to_dict()
+    except Exception:  # whatever code of someone's own may raise
+        return {}
+    return {
+        name: small[name]
+        for name, value in usual.to_dict().items()
+        if isinstance(value, (int, float, list)) and isinstance(small.get(name), type(value)) and small[name] != value
+    }
+
+
+def _is_absent(own: Any) -> bool:
+    return own is None or (not isinstance(own, bool) and own in (0, [], (), {}))
+
+
+def _fitting(own: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a type's overrides that its numbers need."""
+    chosen = {}
+    for name, value in overrides.items():
+        has = own.get(name)
+        if isinstance(value, dict) and isinstance(has, dict):
+            chosen[name] = {**has, **{n: v for n, v in value.items() if not isinstance(has.get(n), (bool, str))}}
+        elif not isinstance(has, (bool, str)) and (isinstance(value, str) or not _is_absent(has)):
+            chosen[name] = value
+    return chosen
+
+
+def _small_rope(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What says how positions turn a head, or how in each kind of layer, for small heads and few positions."""
+    chosen = {name: _small_rope(value) if isinstance(value, dict) else value for name, value in given.items()}
+    pairs = _PAIRS
+    if 0 < (given.get("partial_rotary_factor") or 1) < 1:
+        chosen["partial_rotary_factor"], pairs = 0.5, _PAIRS // 2
+    for name, value in given.items():
+        if name.endswith("_factor") and isinstance(value, (list, tuple)):  # one a pair
+            chosen[name] = list(value[:pairs])
+    if given.get("mrope_section"):
+        chosen["mrope_section"] = [pairs - pairs // 2, pairs // 4 or 1, pairs // 4]
+    if given.get("original_max_position_embeddings"):
+        chosen["original_max_position_embeddings"] = SIZES["max_position_embeddings"] // 2
+    return chosen
+
+
 def _first_kinds(kinds: Any, count: int) -> list[Any]:
     """So many of a list of kinds, and as many different ones as there are room for."""
-    different = list(dict.fromkeys(kinds))[:count]
+    different = list({repr(kind): kind for kind in kinds}.values())[:count]
     return (different + list(kinds))[:count]
 
 
@@ -186,7 +304,16 @@ def small_model(model_type: str, seed: int = 0, **more: Any) -> nn.Module:
 
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if model_type in vision_types() else AutoModelForCausalLM
-    model: Any = auto.from_config(small_config(model_type, **more), dtype=torch.float32)
+    config = small_config(model_type, **more)
+    cls: Any = auto._model_mapping[type(config)]
+    parts = [part for part in vars(config).values() if type(part) is getattr(cls, "config_class", type(config))]
+    if parts:  # the class is of a part of what the type is
+        return prepared(cls._from_config(parts[0], dtype=torch.float32))
+    return prepared(auto.from_config(config, dtype=torch.float32))
+
+
+def prepared(model: Any) -> nn.Module:
+    """A model with random weights of norms too, without dropout, in training."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -211,6 +338,32 @@ def vision_types() -> list[str]:
     return sorted(set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(causal_types()))
 
 
+def _of_codebooks(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Tokens of sound: each moment has several, in books of their own."""
+    count = model.config.num_codebooks
+    return {"input_ids": ids.repeat_interleave(count, 0), "labels": labels[..., None].expand(-1, -1, count)}
+
+
+def _picture(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    size = model.config.vision_config.image_size
+    return {"pixel_values": torch.randn(len(ids), 3, size, size).to(model.dtype)}
+
+
+def _boxes(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Where on a page each word stands."""
+    return {"bbox": torch.rand(*ids.shape, 4).to(model.dtype)}
+
+
+#: What some types are given beside or instead.
+_GIVEN = {
+    "blip": _picture,
+    "git": _picture,
+    "udop": _boxes,
+    "musicgen_decoder": _of_codebooks,
+    "musicgen_melody_decoder": _of_codebooks,
+}
+
+
 def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one batch and the gradients, which are then cleared; labels ignore a few tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -218,9 +371,15 @@ def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tenso
     labels = ids.clone()
     labels[:, 4] = -100
     torch.manual_seed(seed)
-    given = {"input_ids": ids, "labels": labels, "num_items_in_batch": torch.tensor(17)}
-    if model.config.model_type in vision_types() and "token_type_ids" in inspect.signature(model.forward).parameters:
-        given["token_type_ids"] = torch.zeros_like(ids)  # all of them text: some releases want to be told
+    given = {"input_ids": ids, "labels": labels}
+    takes = inspect.signature(model.forward).parameters
+    if "num_items_in_batch" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values()):
+        given["num_items_in_batch"] = torch.tensor(17)  # code of someone's own may not
+    if model.config.model_type in vision_types():  # all of them text: some want to be told
+        names = [name for name in ("token_type_ids", "mm_token_type_ids") if name in takes]
+        given.update({name: torch.zeros_like(ids) for name in names})
+    if model.config.model_type in _GIVEN:
+        given.update(_GIVEN[model.config.model_type](model, ids, labels))
     loss = model(**given).loss
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

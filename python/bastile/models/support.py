@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -15,8 +15,10 @@ from torch import nn
 
 from bastile.guards import stock_of
 from bastile.models import loading
-from bastile.models.sites import file_of, sites
-from bastile.models.table import OPERATORS, USUAL
+from bastile.models.sites import ModelFile, calls, file_of, sites
+from bastile.models.table import USUAL
+
+OF_BACKBONES = ("recompute", "cuda_graphs")  # which run all layers, and compute nothing of their own
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,54 @@ def support(model_type: str) -> Support:
     names = loading.import_type(model_type)
     if not names and model_type not in loading.known_types():
         raise ValueError(f"{model_type!r} is no model type of transformers {loading.transformers_version()}")
+    return _told(model_type, map(file_of, names))
+
+
+def parts_of_other_types(model_type: str) -> dict[str, str]:
+    """The parts of a type's models whose code is another type's, by their names in its config: those that they have
+    where a config says nothing of them, since one of images may have many a type's text."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(model_type)
+    except Exception:  # some cannot be made of nothing
+        return {}
+    own = set(loading.import_type(model_type))
+    found = {name: getattr(getattr(config, name, None), "model_type", "") for name in config.sub_configs}
+    return {name: of for name, of in found.items() if of and not own & set(loading.import_type(of))}
+
+
+def support_of(model: nn.Module) -> Support:
+    """Of the code that this model has, from whichever files: of its text, its images, of checkpoints and users."""
+    found = loading.classes_of(model)
+    files = [file_of(name, classes) for name, classes in sorted(found.items(), key=lambda item: item[0])]
+    config: Any = getattr(model, "config", None)
+    used = {cls for classes in found.values() for cls in classes}
+    return _told(str(getattr(config, "model_type", "")), files, used)
+
+
+def _told(model_type: str, files: Iterable[ModelFile], used: set[type] | None = None) -> Support:
+    """used: these classes alone, and the functions that they call."""
     places: dict[str, list[str]] = {}
     stock: dict[str, dict[str, str]] = {}
-    for name in names:
-        file = file_of(name)
+    for file in files:
         for site in sites(file, USUAL):
-            places.setdefault(site.operator, []).append(site.where)
+            if used is None or not used.isdisjoint(site.instances):
+                places.setdefault(site.operator, []).append(site.where)
         for operator in USUAL:
             for where, why in file.stock(operator).items():
-                if where not in places.get(operator, ()):
+                if where not in places.get(operator, ()) and (used is None or _is_used(where, file, used)):
                     stock.setdefault(operator, {})[where] = why
     return Support(model_type, {op: places[op] for op in USUAL if op in places}, stock)
+
+
+def _is_used(where: str, file: ModelFile, used: set[type]) -> bool:
+    """Whether a class, or what calls a function, is among those used."""
+    name, _, method = where.partition(".")
+    if method:
+        return any(cls.__name__ == name for cls in used)
+    callers = [cls for cls in file.own_classes() if calls(stock_of(vars(cls)["forward"]), name)]
+    return not callers or not used.isdisjoint(callers)
 
 
 def serves(model_type: str) -> bool:
@@ -86,10 +125,17 @@ class Check:
 
 def check(model_type: str) -> Check:
     """Builds the type small and compares a step with all operators with one without."""
+    from bastile.models import small
+
+    return check_model(small.small_model(model_type))
+
+
+def check_model(model: Any) -> Check:
+    """As `check`, of a small model in training, whose gradients are cleared."""
     import bastile
     from bastile.models import small
 
-    model = small.small_model(model_type)
+    model_type = model.config.model_type
     small.step(model)  # the first may change a model: BigBird takes another attention for short sequences
     pieces = _pieces_of(model)
     experts = {type(m).__name__ for m in model.modules() if _EXPERTS.search(type(m).__name__)}
@@ -106,7 +152,7 @@ def check(model_type: str) -> Check:
     finally:
         bastile.reset(model=model)
     told = bastile.report()
-    ran = {operator: told.ran(operator) for operator in OPERATORS if told.ran(operator)}
+    ran = {operator: told.ran(operator) for operator in USUAL if told.ran(operator)}
     aside = {line.operator: why for line in told for why in line.aside if line.operator not in ran}
     # Where a gradient is small against all others, it is their rounding that is seen.
     largest = max((float(g.abs().max()) for g in want.values()), default=0.0)

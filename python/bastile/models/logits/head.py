@@ -21,7 +21,9 @@ def output_head(model: Any) -> nn.Module | None:
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
-        return None
+        head = None
+    if head is None:  # of code of someone's own, whose embedding has a name that Transformers does not know
+        head = getattr(model, "lm_head", None)
     # PEFT's modules_to_save: the copy that is trained, in a wrapper that calls it.
     copies, active = getattr(head, "modules_to_save", None), getattr(head, "active_adapters", None)
     if isinstance(copies, nn.ModuleDict) and active and not getattr(head, "disable_adapters", False):

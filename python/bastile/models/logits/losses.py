@@ -212,6 +212,8 @@ def causal_loss(
     """Transformers' loss of a causal language model, of logits [..., T, V] and the tokens that each is to predict."""
     if logits.part.move is not None or targets.shape != logits.shape[:-1] or targets.device != logits.device:
         return NotImplemented
+    if logits.pending.is_written:  # a mask of classes, say
+        return NotImplemented
     if torch.is_tensor(num_items):
         num_items = num_items.to(logits.device)
     found = _formula(logits)

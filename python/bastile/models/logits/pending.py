@@ -149,6 +149,7 @@ class Pending:
     def __init__(self, call: Call, rows: torch.Tensor, steps: list[Step], dtype: torch.dtype) -> None:
         self.call, self.rows, self.steps, self.dtype = call, rows, steps, dtype
         self.made: torch.Tensor | None = None
+        self._version = 0  # of these
         self.made_in_pieces = 0  # rows
         self._shown: list[weakref.ref[torch.Tensor]] = []
 
@@ -176,7 +177,13 @@ class Pending:
         if self.made is None:
             with torch.set_grad_enabled(self.call.with_grad):
                 self.made = self.call.announce(self.compute(self.rows))
+            self._version = self.made._version
         return self.made
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the values are others than they were when they were made."""
+        return self.made is not None and self.made._version != self._version
 
     def may_make(self, rows: int) -> bool:
         """Whether so many rows are to be made by themselves: as long as all such pieces, but for one, are no more work

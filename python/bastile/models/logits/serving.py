@@ -70,6 +70,11 @@ def _forward() -> Forward:
     return getattr(_now, "forward", _NO_FORWARD)
 
 
+def _heads_served() -> int:
+    """Models with a head whose forward has run, in this thread."""
+    return getattr(_now, "served", 0)
+
+
 def _can_wait(head: nn.Linear, hidden: Any) -> bool:
     if torch.compiler.is_compiling() or not isinstance(hidden, torch.Tensor) or hidden.dim() == 0:
         return False
@@ -105,10 +110,16 @@ def _type(head: nn.Linear, hidden: torch.Tensor) -> torch.dtype:
 def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
     """A context for a model's forward that is called with these arguments."""
     labels = given.get("labels")
-    head = output_head(model) if _is_wanted(model, labels) else None
+    wanted = _is_wanted(model, labels)
+    head = output_head(model) if wanted else None
     if head is None:
+        before, is_alone = _heads_served(), _forward() is _NO_FORWARD
         yield
+        # Nor has a model within it any, or one around it, which may hand its labels on.
+        if wanted and labels is not None and is_alone and _heads_served() == before:
+            note("stepped aside", type(model).__name__, "its output head is not to be found: get_output_embeddings()")
         return
+    _now.served = _heads_served() + 1
     outer = _forward()
     forward = _now.forward = Forward(type(model).__name__, labels is not None, getattr(model, "unshard", None))
     undo = serve(head)
