@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import BaseTorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import bastile
@@ -294,76 +288,6 @@ class _Keeps(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.register_buffer("kept", x.detach().mean(), persistent=False)
         return torch.nn.functional.silu(x)
-
-
-# ---- states of the process, from the fourth of six steps on ----------------------------------------------------------
-
-
-class _Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-def _detect_anomaly() -> AbstractContextManager[Any]:
-    with warnings.catch_warnings():  # it says that it is slow
-        warnings.simplefilter("ignore")
-        return torch.autograd.detect_anomaly()
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """As TrainingArguments(tf32=True) sets it; PyTorch's older getters then raise."""
-    backends = torch.backends
-    before = backends.fp32_precision
-    backends.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        backends.fp32_precision = before
-
-
-@contextmanager
-def _hooked() -> Iterator[None]:
-    handle = register_module_forward_hook(lambda module, inputs, output: None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-STATES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str | None]] = {
-    "anomaly": (_detect_anomaly, 2, "anomaly mode, which looks at each operator's gradients"),
-    "offloaded": (torch.autograd.graph.save_on_cpu, 2, "hooks on saved tensors"),
-    "dispatch": (_Sees, 2, "a mode that sees each operator's calls"),
-    "functions": (BaseTorchFunctionMode, 2, "a mode that sees each operator's calls"),
-    "hooks": (_hooked, 2, "hooks on all modules"),
-    "tf32": (_tf32, 4, None),
-    "autocast": (lambda: torch.autocast(DEVICE, torch.bfloat16), 4, None),
-    "kernels": (lambda: sdpa_kernel(SDPBackend.MATH), 4, None),
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_states_of_the_process(state: str) -> None:
-    context, replayed, reason = STATES[state]
-    now: list[Any] = []
-
-    def around() -> AbstractContextManager[Any]:
-        return context() if now else nullcontext()
-
-    change = [lambda model: now.clear(), nothing, nothing, now.append]
-    # A mask of rows that are not a multiple of 16 bytes loses its alignment on its way to the host's memory and back.
-    batches = lambda model, step: batch_of(model, step, columns=16)  # noqa: E731
-    got = assert_alike(tiny_model(), replayed, steps=6, before=change, around=around, batches=batches)
-    assert reason is None or set(got.aside) == {reason}
-
-
-@pytest.mark.skipif(not ON_CUDA, reason="needs streams")
-def test_another_stream_has_graphs_of_its_own() -> None:
-    side = torch.cuda.Stream()
-    steps = iter(range(100))
-    around = lambda: torch.cuda.stream(side) if next(steps) % 6 > 2 else nullcontext()  # noqa: E731
-    assert_alike(tiny_model(), 4, steps=6, around=around)
 
 
 # ---- what others hold ------------------------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bastile.graphs import conditions
 from bastile.graphs.arguments import CannotCapture, Place, Signature, rebuilt, signature
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
@@ -48,6 +49,18 @@ class Note:
 
     calls: list[Call]
     others: list[Signature]  # the tensors that layers were given beside the hidden states
+    settings: tuple[Any, ...]  # of the forward pass, those that a backward pass looks at
+    backward: Autocast | None = None  # how it was set in the backward pass, once there was one
+
+    @property
+    def checkpoints(self) -> bool:
+        return any(call.checkpoints for call in self.calls)
+
+    def in_backward(self, device: str) -> Note | str:
+        """With what can be seen in the backward pass, now; or why such a step cannot be captured."""
+        if conditions.of_backward(self.checkpoints) != self.settings:
+            return "settings that change between the forward and the backward pass"
+        return replace(self, backward=Autocast(device))
 
 
 class Lent:
@@ -179,7 +192,7 @@ class Captured:
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
-        self._recorder, self._autocast = recorder, autocast
+        self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not any(run.call.checkpoints for run in self.runs)
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
@@ -247,7 +260,7 @@ class Captured:
     ) -> Callable[[], Sequence[Any]]:
         def backward() -> Sequence[Any]:
             (read, output), kept[run.index] = kept[run.index], None
-            with self._autocast.off():
+            with self._autocast.off() if self._note.backward is None else self._note.backward.as_noted():
                 wanted = [read] * run.call.hidden_requires_grad + [p for layer in run.layers for p in layer.stand_ins]
                 found = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
             return _apart(upstream, *(() if run.call.hidden_requires_grad else (None,)), *found)
@@ -278,6 +291,15 @@ class Captured:
     def begin(self) -> None:
         self._recorder.begin([*(lent.tensor for lent in self._lent), *self.gradients.tensors()])
 
+    def against_backward(self) -> str | None:
+        """Why the backward pass that begins is not what was captured."""
+        found, before = self._note.in_backward(self._autocast.device), self._note.backward
+        if isinstance(found, str):
+            return found
+        if Autocast(self._autocast.device).key() != (before is not None and before.key()):
+            return "autocast in the backward pass that is switched from step to step"
+        return None
+
     def fits(self, run: Run, hidden: torch.Tensor) -> bool:
         call = run.call
         if call.is_chained and hidden.data_ptr() != run.hidden_pointer:
@@ -294,8 +316,8 @@ class Autocast:
         self.is_on = torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device)
 
-    def key(self) -> tuple[Any, ...]:
-        return self.is_on, self.dtype
+    def key(self) -> Any:
+        return self.is_on and self.dtype
 
     def as_noted(self) -> torch.autocast:
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.is_on, cache_enabled=False)
@@ -345,9 +367,15 @@ def _standing_in(layer: Layer) -> Iterator[None]:
 class Passage:
     """One forward pass through captured layers, and the backward pass that belongs to it."""
 
-    def __init__(self, captured: Captured, gradients: Callable[[Run], Iterable[torch.Tensor | None]]) -> None:
-        """gradients: how those of parameters are handed out."""
-        self.captured, self.gradients = captured, gradients
+    def __init__(
+        self,
+        captured: Captured,
+        gradients: Callable[[Run], Iterable[torch.Tensor | None]],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """gradients: how those of parameters are handed out. give_up: called with the reason where such steps turn out
+        not to be what was captured."""
+        self.captured, self.gradients, self._give_up = captured, gradients, give_up
         self.is_over = False  # a later one has the memory
         self._reached = len(captured.runs)
 
@@ -373,6 +401,10 @@ class Passage:
                 "bastile: hidden states between captured decoder layers, or their gradients, have been kept, and the "
                 "backward pass is to write there; bastile.apply(cuda_graphs=False) runs the layers without graphs"
             )
+        if self._reached == len(self.captured.runs):
+            reason = self.captured.against_backward()
+            if reason is not None:
+                self._give_up(reason)
         self._reached = run.index
 
     def _is_kept(self, run: Run) -> bool:

@@ -84,16 +84,29 @@ def settings() -> tuple[Any, ...]:
     """What PyTorch's operators look at to choose their kernels."""
     cuda = torch.backends.cuda
     return (
-        torch.are_deterministic_algorithms_enabled(),
-        # Not get_float32_matmul_precision(), which raises once TrainingArguments(tf32=True) has set it the new way.
-        cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        *_of_both_passes(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(),
+    )
+
+
+def of_backward(checkpoints: bool) -> tuple[Any, ...]:
+    """Those of the settings that a backward pass looks at: attention's kernel follows from the forward pass's, unless
+    layers are checkpointed, and run a second time."""
+    return settings() if checkpoints else _of_both_passes()
+
+
+def _of_both_passes() -> tuple[Any, ...]:
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        # Not get_float32_matmul_precision(), which raises once TrainingArguments(tf32=True) has set it the new way.
+        matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
     )
 
 

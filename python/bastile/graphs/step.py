@@ -64,6 +64,8 @@ class Step:
             self.stack.note(self.noting.key, found)
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
+            else:
+                self.stack.look_at_backward(self.noting.key, found, self.noting.output)
         if self.passage is not None:
             self.stack.tally.count()
         if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
@@ -182,7 +184,7 @@ class Step:
             captured = self._captured(key, noted, args[0].device)
             if captured is None:
                 return None
-        passage = stack.begin(captured)
+        passage = stack.begin(key, captured)
         if isinstance(passage, str):
             return stack.tally.step_aside(passage)
         self.passage = passage
@@ -280,7 +282,8 @@ class _Noting:
             return "hidden states that the model returns"
         if stack.watch is None or not stack.watch.is_as_it_was():
             return "modules of the layers that keep something of a call"
-        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors])
+        settings = conditions.of_backward(any(call.checkpoints for call in self.calls))
+        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors], settings)
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:
