@@ -24,12 +24,16 @@ from bastile.graphs.arguments import CannotCapture, Place, Signature, rebuilt, s
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
 from bastile.ops._common import Function
+from bastile.ops._random import generator_of, set_state, state_of
 
 #: Layers in a run. More cost the host less, but what a run's graph writes is all there at once, and gradients are
 #: ready for others, such as DDP's reduction, when the run is done.
 MOST_LAYERS = 7
 #: Likewise where they are checkpointed: the host has twice the time, and memory is what is wanted.
 MOST_CHECKPOINTED = 3
+#: And draw random numbers, a second time in the backward pass: a graph draws from where the generator is when it is
+#: replayed, and the last of several layers, which comes first there, began somewhere else than the first.
+MOST_DRAWN_AGAIN = 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Note:
 
     calls: list[Call]
     others: list[Signature]  # the tensors that layers were given beside the hidden states
+    draws: bool  # random numbers
     settings: tuple[Any, ...]  # of the forward pass, those that a backward pass looks at
     backward: Autocast | None = None  # how it was set in the backward pass, once there was one
 
@@ -147,9 +152,10 @@ class Run:
     gradients: list[Lent | None]  # of the parameters, for the graph to write into
     backward: Replayed
 
-    def __init__(self, index: int, first: int, layers: list[Layer]) -> None:
+    def __init__(self, index: int, first: int, layers: list[Layer], draws: bool) -> None:
         self.index, self.first, self.layers = index, first, layers
         self.call = layers[0].call
+        self.draws_again = draws and self.call.checkpoints
         self.end = first + len(layers)
         self.parameters = [p for layer in layers for p in layer.parameters]
         self.hidden_gradient = None
@@ -171,18 +177,19 @@ class Run:
 def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
     runs: list[Run] = []
     layers: list[Layer] = []
+    most_checkpointed = MOST_DRAWN_AGAIN if note.draws else MOST_CHECKPOINTED
     for index, (module, call) in enumerate(zip(modules, note.calls, strict=False)):
         before = layers[-1].call if layers else None
         if before is not None and (
             not call.is_chained
             or call.structure is not before.structure
             or call.checkpoints is not before.checkpoints
-            or len(layers) == (MOST_CHECKPOINTED if call.checkpoints else MOST_LAYERS)
+            or len(layers) == (most_checkpointed if call.checkpoints else MOST_LAYERS)
         ):
-            runs.append(Run(len(runs), index - len(layers), layers))
+            runs.append(Run(len(runs), index - len(layers), layers, note.draws))
             layers = []
         layers.append(Layer(module, call))
-    return [*runs, Run(len(runs), len(note.calls) - len(layers), layers)]
+    return [*runs, Run(len(runs), len(note.calls) - len(layers), layers, note.draws)]
 
 
 class Captured:
@@ -416,6 +423,22 @@ class Passage:
         return len(behind) == 2 and behind[1].hidden_gradient is not None and behind[1].hidden_gradient.is_held()
 
 
+@contextmanager
+def _drawing_again(device: torch.device, state: Any) -> Iterator[None]:
+    """Within, random numbers are those that were drawn from this state on, if there is one; behind, the generator is
+    where it was."""
+    if state is None:
+        yield
+        return
+    generator = generator_of(device)
+    now = state_of(generator)
+    set_state(generator, state)
+    try:
+        yield
+    finally:
+        set_state(generator, now)
+
+
 class Replay(Function):
     """A run, of its hidden states and the parameters that want gradients."""
 
@@ -423,6 +446,7 @@ class Replay(Function):
     def forward(ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *parameters: torch.Tensor) -> Any:
         if hidden.data_ptr() != run.hidden_pointer:
             run.hidden.copy_(hidden)
+        ctx.random = state_of(generator_of(hidden.device)) if run.draws_again else None
         run.forward.replay()
         ctx.passage, ctx.run = passage, run
         return run.output.lend()
@@ -434,7 +458,8 @@ class Replay(Function):
         if gradient.data_ptr() != run.upstream_pointer or gradient.stride() != run.upstream.stride():
             run.upstream.copy_(gradient)
         del gradient
-        run.backward.replay()
+        with _drawing_again(run.upstream.device, ctx.random):
+            run.backward.replay()
         hidden = None if run.hidden_gradient is None else run.hidden_gradient.lend()
         if hidden is not None and not run.call.is_chained:
             hidden = (

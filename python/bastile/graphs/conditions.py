@@ -15,6 +15,7 @@ from bastile.graphs.recorder import CudaRecorder, Recorder
 from bastile.guards import function_of, stock_of
 from bastile.models.checkpoints import is_checkpointed
 from bastile.ops._common import PLAIN, in_transform
+from bastile.ops._random import generator_of
 from bastile.recompute import is_recomputing
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -110,11 +111,15 @@ def _of_both_passes() -> tuple[Any, ...]:
     )
 
 
+def keeps_random_state(layer: Any) -> bool:
+    """Whether the second run of a checkpointed layer draws the numbers of the first."""
+    return bool(layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True))
+
+
 def random_state(device: torch.device) -> Any:
     """Grows when random numbers are drawn."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0].get_offset()
-    return torch.get_rng_state().sum().item()
+    generator = generator_of(device)
+    return generator.get_offset() if device.type == "cuda" else generator.get_state().sum().item()
 
 
 def _recorder_for(device: torch.device) -> Recorder | None:

@@ -43,6 +43,8 @@ class Step:
         self.has_replayed = False
         self.noting: _Noting | None = None
         self.measuring: Pays | None = None
+        again = [layer for layer, on in zip(self.layers, self.checkpointing, strict=True) if on]
+        self._keeps_random = all(map(conditions.keeps_random_state, again))
         self._thread = threading.get_ident()
         self.run: Run | None = None  # which has been replayed, and whose layers are still being called
         self.hidden: Any = None  # what its first layer was given
@@ -60,7 +62,7 @@ class Step:
         if self.measuring is not None:
             self.measuring.end()
         if self.noting is not None:
-            found = self.noting.ended(result, self.stack)
+            found = self.noting.ended(result, self.stack, self._keeps_random)
             self.stack.note(self.noting.key, found)
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
@@ -207,6 +209,7 @@ class Step:
             signature(hidden),
             hidden.requires_grad,
             tuple(self.checkpointing),
+            self._keeps_random,
             self._autocast.key(),
             conditions.settings(),
             stream,
@@ -269,12 +272,13 @@ class _Noting:
         chained = hidden is self.output
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
-    def ended(self, result: Any, stack: Stack) -> Note | str:
+    def ended(self, result: Any, stack: Stack, keeps_random: bool = True) -> Note | str:
+        """keeps_random: whether checkpointed layers draw the same numbers again."""
         if self.given is None:
             return "layers that are not called"
         drawn = conditions.random_state(self.device) != self.random
-        if drawn and any(call.checkpoints for call in self.calls):
-            return "random numbers (dropout) in checkpointed layers"
+        if drawn and not keeps_random:
+            return "random numbers (dropout) in checkpointed layers that are not to draw the same ones again"
         if not all(type(output) is torch.Tensor for output in self.outputs):
             return "layers that return more than a tensor"
         leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if hasattr(result, "values") else result)}
@@ -283,7 +287,7 @@ class _Noting:
         if stack.watch is None or not stack.watch.is_as_it_was():
             return "modules of the layers that keep something of a call"
         settings = conditions.of_backward(any(call.checkpoints for call in self.calls))
-        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors], settings)
+        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors], drawn, settings)
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:
