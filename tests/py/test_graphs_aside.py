@@ -442,6 +442,37 @@ def test_what_a_model_does_between_its_layers_at_times(change: str, monkeypatch:
     assert seen[:1] == seen[1:]
 
 
+class _Writes(nn.ModuleList):
+    """Before its third layer, while it is asked to, something is written into the mask that all layers are given."""
+
+    now = False
+
+    def __getitem__(self, index: Any) -> Any:
+        found = list(self._modules.values())[index]
+        if self.now and isinstance(index, slice):
+            found[2:3] = [self.third]
+        return found
+
+    def third(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        mask = kwargs["attention_mask"]
+        mask.mul_(0.5).sub_(torch.arange(11, device=mask.device) * 0.25)
+        return self._modules["2"](hidden, **kwargs)
+
+
+@pytest.mark.parametrize("layers", [7, 2])
+@pytest.mark.parametrize("steps", ["one", "all"])
+def test_a_mask_that_is_written_to_between_layers(steps: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the fourth of six steps within a run, whose first layers then compute with the mask as it was, or before a
+    run begins; or in each step."""
+    monkeypatch.setattr(captured, "MOST_LAYERS", layers)
+    model = tiny_model(num_hidden_layers=5, attn_implementation="eager")
+    model.model.layers = _Writes(model.model.layers)
+    switch = lambda now: lambda model: setattr(model.model.layers, "now", now)  # noqa: E731
+    before = [switch(True)] if steps == "all" else [*[nothing] * 3, switch(True), switch(False)]
+    got = assert_alike(model, 0 if steps == "all" else 4, steps=6, before=before)
+    assert sum(got.aside.values()) == (6 if steps == "all" else 1)
+
+
 def test_the_cache_of_a_replayed_step_says_that_it_is_not_filled() -> None:
     model = model_with_graphs()
     output = model(**batch_of(model, 0))

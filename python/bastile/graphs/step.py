@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bastile.graphs import caches, conditions
-from bastile.graphs.arguments import CannotCapture, Given, signature
+from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
 from bastile.graphs.between import Between
 from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
@@ -28,6 +28,7 @@ _CROWDED = (
     "more kinds of steps than graphs are kept for; where they are lengths of batches, pad_to_multiple_of of the data "
     "collator makes few of many"
 )
+_WRITTEN = "arguments of the layers that are written to between them"
 _DIFFERS = "a layer got other arguments than when it was captured"
 
 
@@ -118,6 +119,8 @@ class Step:
     def _replayed(self, passage: Passage, index: int, args: Any, kwargs: Any) -> Any:
         """What the layer returns; None where it is called in another way than it was captured."""
         run = self.run
+        if self.given.have_changed():
+            return None
         if run is None:
             run = passage.captured.at.get(index)
             if run is None or not self._fits(run, passage.captured, args, kwargs):
@@ -131,12 +134,15 @@ class Step:
             output = self.output
             self.run = self.hidden = self.output = self.output_between = None
             return output
-        self.output_between = Between.of(partial(self._made, run.first, index, self.hidden, args[1:], kwargs))
+        self.output_between = Between.of(partial(self._made, passage, run, index, self.hidden, args[1:], kwargs))
         return self.output_between
 
-    def _made(self, first: int, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
-        """What these layers return, called themselves."""
-        for index in range(first, last + 1):
+    def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
+        """What the run's layers up to this one return, called themselves."""
+        if self.given.have_changed() and not passage.is_over:
+            # What they were given is where the run's graph has read it.
+            rest, kwargs = rebuilt(run.call.structure, [place.tensor.clone() for place in passage.captured.others])
+        for index in range(run.first, last + 1):
             hidden = self._itself(index, (hidden, *rest), kwargs)
         return hidden
 
@@ -279,6 +285,8 @@ class _Noting:
         drawn = conditions.random_state(self.device) != self.random
         if drawn and not keeps_random:
             return "random numbers (dropout) in checkpointed layers that are not to draw the same ones again"
+        if self.given.have_changed():
+            return _WRITTEN
         if not all(type(output) is torch.Tensor for output in self.outputs):
             return "layers that return more than a tensor"
         leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if hasattr(result, "values") else result)}
