@@ -466,9 +466,9 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
     Returns:
         One [..., N] for each layer, of x's type. Gradients flow to x and all weights, biases, A and B, each computed
         only where it is wanted; x's is summed within the products. Kept for them are the inputs and [..., r] numbers of
-        each adapter; of a dropout the state of torch's generator that it began with, so it loses the elements that
-        torch.nn.functional.dropout would lose, layer by layer. Other types or devices, mixed types and subclasses of
-        tensors run the original torch code.
+        each adapter; of a dropout the state of torch's generator that it began with, or the mask while a CUDA graph is
+        captured, so it loses the elements that torch.nn.functional.dropout would lose, layer by layer. Other types or
+        devices, mixed types and subclasses of tensors run the original torch code.
 
     Raises:
         RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
