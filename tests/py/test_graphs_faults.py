@@ -251,6 +251,18 @@ def test_nothing_is_held_without_graphs(end: Any, monkeypatch: pytest.MonkeyPatc
     assert not stacks._stacks
 
 
+def test_memory_is_tidied_behind_the_first_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, when all gradients are there, and no state of an optimiser."""
+    seen: list[bool] = []
+    kind = recorder.CudaRecorder if ON_CUDA else recorder.RepeatingRecorder
+    monkeypatch.setattr(kind, "tidy", lambda self: seen.append(all(p.grad is not None for p in model.parameters())))
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model().to(DEVICE)
+    for columns in (11, 7):
+        model(**batch_of(model, 0, columns=columns)).loss.backward()
+        assert seen == [True]
+
+
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is none, what a recorder calls, without effect."""

@@ -153,6 +153,19 @@ def test_a_backward_pass_that_becomes_another(context: Callable[[], AbstractCont
     assert not next(iter(stacks._stacks.values())).captured
 
 
+def test_someone_else_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole step, say: neither a capture within it nor the generator's state, which cannot be read then."""
+    model = model_with_graphs()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        patched.setattr("bastile.ops._random._is_captured", lambda device: False)
+        loss_of(model).backward()
+    assert counted() == (0, {"a CUDA graph that someone else captures": 1})
+    loss_of(model).backward()
+    assert counted() == (1, {})
+
+
 def test_a_step_that_was_noted_is_not_held() -> None:
     """Its loss, with all that hangs on it, goes when it is let go, without a search for circles."""
     bastile.apply(cuda_graphs=True)

@@ -28,6 +28,8 @@ _SHARDED = ("ds_id", "_hp_mapping", "_is_sharded", "_fsdp_flattened")
 
 def against_this_step() -> str | None:
     """What changes from step to step."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph that someone else captures"
     if in_transform():
         return "a transform of torch.func, forward-mode derivatives or tracing"
     if torch.is_anomaly_enabled():

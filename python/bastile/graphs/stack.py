@@ -64,6 +64,7 @@ class Stack:
         self.recorder: Recorder | None = None
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
+        self._is_tidy = False
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
@@ -178,6 +179,13 @@ class Stack:
         if output.requires_grad:
             output.register_hook(partial(_look, weakref.ref(self), key, note, output.device.type))
 
+    def tidy_behind_backward(self) -> None:
+        """The first backward pass has begun. When it ends, what activations had goes back to the driver: else the
+        states of the optimiser, which it makes next, lie in pieces of that, and the rest can never go back."""
+        if not self._is_tidy and self.recorder is not None:
+            self._is_tidy = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.recorder.tidy)
+
     def note(self, key: Any, what: Note | str) -> None:
         self.notes[key] = what
         self.notes.move_to_end(key)
@@ -196,6 +204,7 @@ def _look(stack: Callable[[], Stack | None], key: Any, note: Note, device: str, 
     found = stack()
     if found is not None and found.notes.get(key) is note:
         found.note(key, note.in_backward(device))
+        found.tidy_behind_backward()
 
 
 def _give_up(stack: Callable[[], Stack | None], key: Any, reason: str) -> None:
