@@ -56,6 +56,7 @@ def train(
     accumulate: int = 1,
     batches: Callable[[Any, int], dict[str, torch.Tensor]] = batch_of,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     before: Sequence[Callable[[nn.Module], Any]] = (),
     set_to_none: bool = True,
     **apply: Any,
@@ -73,7 +74,8 @@ def train(
         for micro in range(accumulate):
             with around():
                 loss = model(**batches(model, step * accumulate + micro)).loss
-            loss.backward()
+            with around_backward():
+                loss.backward()
             losses.append(loss.detach().clone())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import BaseTorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import bastile
@@ -296,76 +290,6 @@ class _Keeps(nn.Module):
         return torch.nn.functional.silu(x)
 
 
-# ---- states of the process, from the fourth of six steps on ----------------------------------------------------------
-
-
-class _Sees(TorchDispatchMode):
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return function(*args, **(kwargs or {}))
-
-
-def _detect_anomaly() -> AbstractContextManager[Any]:
-    with warnings.catch_warnings():  # it says that it is slow
-        warnings.simplefilter("ignore")
-        return torch.autograd.detect_anomaly()
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    """As TrainingArguments(tf32=True) sets it; PyTorch's older getters then raise."""
-    backends = torch.backends
-    before = backends.fp32_precision
-    backends.fp32_precision = "tf32"
-    try:
-        yield
-    finally:
-        backends.fp32_precision = before
-
-
-@contextmanager
-def _hooked() -> Iterator[None]:
-    handle = register_module_forward_hook(lambda module, inputs, output: None)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-STATES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str | None]] = {
-    "anomaly": (_detect_anomaly, 2, "anomaly mode, which looks at each operator's gradients"),
-    "offloaded": (torch.autograd.graph.save_on_cpu, 2, "hooks on saved tensors"),
-    "dispatch": (_Sees, 2, "a mode that sees each operator's calls"),
-    "functions": (BaseTorchFunctionMode, 2, "a mode that sees each operator's calls"),
-    "hooks": (_hooked, 2, "hooks on all modules"),
-    "tf32": (_tf32, 4, None),
-    "autocast": (lambda: torch.autocast(DEVICE, torch.bfloat16), 4, None),
-    "kernels": (lambda: sdpa_kernel(SDPBackend.MATH), 4, None),
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_states_of_the_process(state: str) -> None:
-    context, replayed, reason = STATES[state]
-    now: list[Any] = []
-
-    def around() -> AbstractContextManager[Any]:
-        return context() if now else nullcontext()
-
-    change = [lambda model: now.clear(), nothing, nothing, now.append]
-    # A mask of rows that are not a multiple of 16 bytes loses its alignment on its way to the host's memory and back.
-    batches = lambda model, step: batch_of(model, step, columns=16)  # noqa: E731
-    got = assert_alike(tiny_model(), replayed, steps=6, before=change, around=around, batches=batches)
-    assert reason is None or set(got.aside) == {reason}
-
-
-@pytest.mark.skipif(not ON_CUDA, reason="needs streams")
-def test_another_stream_has_graphs_of_its_own() -> None:
-    side = torch.cuda.Stream()
-    steps = iter(range(100))
-    around = lambda: torch.cuda.stream(side) if next(steps) % 6 > 2 else nullcontext()  # noqa: E731
-    assert_alike(tiny_model(), 4, steps=6, around=around)
-
-
 # ---- what others hold ------------------------------------------------------------------------------------------------
 
 
@@ -516,6 +440,37 @@ def test_what_a_model_does_between_its_layers_at_times(change: str, monkeypatch:
     got = assert_alike(model, 5 - (change != "read"), steps=6, before=before)
     assert sum(got.aside.values()) == (change != "read")
     assert seen[:1] == seen[1:]
+
+
+class _Writes(nn.ModuleList):
+    """Before its third layer, while it is asked to, something is written into the mask that all layers are given."""
+
+    now = False
+
+    def __getitem__(self, index: Any) -> Any:
+        found = list(self._modules.values())[index]
+        if self.now and isinstance(index, slice):
+            found[2:3] = [self.third]
+        return found
+
+    def third(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        mask = kwargs["attention_mask"]
+        mask.mul_(0.5).sub_(torch.arange(11, device=mask.device) * 0.25)
+        return self._modules["2"](hidden, **kwargs)
+
+
+@pytest.mark.parametrize("layers", [7, 2])
+@pytest.mark.parametrize("steps", ["one", "all"])
+def test_a_mask_that_is_written_to_between_layers(steps: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the fourth of six steps within a run, whose first layers then compute with the mask as it was, or before a
+    run begins; or in each step."""
+    monkeypatch.setattr(captured, "MOST_LAYERS", layers)
+    model = tiny_model(num_hidden_layers=5, attn_implementation="eager")
+    model.model.layers = _Writes(model.model.layers)
+    switch = lambda now: lambda model: setattr(model.model.layers, "now", now)  # noqa: E731
+    before = [switch(True)] if steps == "all" else [*[nothing] * 3, switch(True), switch(False)]
+    got = assert_alike(model, 0 if steps == "all" else 4, steps=6, before=before)
+    assert sum(got.aside.values()) == (6 if steps == "all" else 1)
 
 
 def test_the_cache_of_a_replayed_step_says_that_it_is_not_filled() -> None:

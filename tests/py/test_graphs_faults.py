@@ -251,15 +251,59 @@ def test_nothing_is_held_without_graphs(end: Any, monkeypatch: pytest.MonkeyPatc
     assert not stacks._stacks
 
 
+def test_memory_is_tidied_behind_the_first_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, when all gradients are there, and no state of an optimiser."""
+    seen: list[bool] = []
+    kind = recorder.CudaRecorder if ON_CUDA else recorder.RepeatingRecorder
+    monkeypatch.setattr(kind, "tidy", lambda self: seen.append(all(p.grad is not None for p in model.parameters())))
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model().to(DEVICE)
+    for columns in (11, 7):
+        model(**batch_of(model, 0, columns=columns)).loss.backward()
+        assert seen == [True]
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is none, what a recorder calls, without effect."""
+    if ON_CUDA:
+        return
+    stream = lambda *_: SimpleNamespace(wait_stream=lambda other: None)  # noqa: E731
+    others = {"Stream": stream, "current_stream": stream, "synchronize": stream, "empty_cache": stream}
+    for name, fake in {**others, "stream": lambda of: nullcontext(), "graph_pool_handle": object}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _NoGraph)
+    monkeypatch.setattr(recorder, "_streams", {})
+
+
+def test_streams_go_to_the_next_recorder(cuda: None) -> None:
+    """With the memory that cuBLAS has for them; two that live have one each."""
+    made = [recorder.CudaRecorder(torch.device(DEVICE, 0)) for _ in range(2)]
+    streams = [each.stream for each in made]
+    assert streams[0] is not streams[1]
+    made.pop(0)
+    again = recorder.CudaRecorder(torch.device(DEVICE, 0))
+    assert again.stream is streams[0]
+    assert recorder.CudaRecorder(torch.device(DEVICE, 0)).stream not in streams
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="needs memory of a GPU")
+def test_models_that_are_gone_leave_nothing() -> None:
+    left = []
+    for _ in range(4):
+        model = model_with_graphs()
+        loss_of(model).backward()
+        assert counted()[0] == 1
+        bastile.reset()
+        del model
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert left[1:] == left[1:2] * 3
+
+
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_recorder_holds_no_graphs(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorder_holds_no_graphs(fails: bool, cuda: None) -> None:
     """They are their users' alone: what is evicted, or was half captured when memory ran out, is free."""
-    if not ON_CUDA:
-        stream = lambda *_: SimpleNamespace(wait_stream=lambda other: None)  # noqa: E731
-        others = {"Stream": stream, "current_stream": stream, "synchronize": stream, "empty_cache": stream}
-        for name, fake in {**others, "stream": lambda of: nullcontext(), "graph_pool_handle": object}.items():
-            monkeypatch.setattr(torch.cuda, name, fake)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", _NoGraph)
     made = recorder.CudaRecorder(torch.device(DEVICE))
     first = made.pool
     with pytest.raises(RuntimeError) if fails else nullcontext(), made.recording():

@@ -265,6 +265,30 @@ def test_dropout_loses_the_elements_that_torch_loses(p, device):
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_masks_that_are_kept(checkpoints, device, monkeypatch):
+    """As while a CUDA graph is captured: the bits of masks drawn again, kept as tensors that a checkpoint drops
+    and makes again; and nothing is drawn in a backward pass."""
+    layers, down = make(device, p=0.3), make(device, count=1, width=24, p=0.3)[0]
+    x = random_tensor((64, 32), torch.float32, device).requires_grad_()
+    found = []
+    for keeps in (False, True):
+        monkeypatch.setattr("bastile.ops._random._is_captured", lambda device, keeps=keeps: keeps)
+        torch.manual_seed(5)
+        both = lambda x: (*adapted_linears(x, layers), adapted_gated_mlp(x, *layers[:2], down))  # noqa: E731
+        results = checkpoint(both, x, use_reentrant=False) if checkpoints else both(x)
+        with monkeypatch.context() as forbidden:
+            if keeps and not checkpoints:
+                saved = [t for t in results[0].grad_fn.saved_tensors if t is not None]
+                assert sum(t.dtype is torch.bool for t in saved) == 2
+                forbidden.setattr("bastile.ops._random.set_state", None)
+            grads = gradients(results, [*layers, down], x)
+        found.append([*results, *grads, torch.rand(3, device=device)])
+    for kept, again in zip(*found, strict=True):
+        assert_same_bits(kept, again)
+
+
+@pytest.mark.parametrize("device", devices())
 def test_dropout_is_distributed_as_torch_s(device):
     """Of identity matrices the adapter's part is the dropped input: the share of zeros is binomial, what stays is
     divided by 1 - p, and neither hangs on the place."""

@@ -3,6 +3,7 @@ and all else, which is part of what was captured."""
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from bastile.ops._common import has_values
 #: Goes through all of a model's calls, down to the loss, and is read there alone.
 _UNREAD = frozenset({"num_items_in_batch"})
 _CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+
+_version = attrgetter("_version")
 
 #: Of a tensor: shape, stride, type, device.
 Signature = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
@@ -33,6 +36,8 @@ class Given:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._counted: list[torch.Tensor] = []  # those that know how often they have been written to
+        self._versions: list[int] = []  # how often then
         self._places: dict[int, int] = {}
         self.cache: Any = None
         self._empty: caches.Empty | None = None
@@ -44,7 +49,14 @@ class Given:
                 raise CannotCapture("an argument of the layers beside the hidden states requires a gradient")
             found = self._places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
+            if not tensor.is_inference():
+                self._counted.append(tensor)
+                self._versions.append(tensor._version)
         return found
+
+    def have_changed(self) -> bool:
+        """Whether one of them has been written to."""
+        return list(map(_version, self._counted)) != self._versions
 
     def structure(self, value: Any) -> Any:
         """Of an argument, with places in place of tensors: what two calls must have in common."""

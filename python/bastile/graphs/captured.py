@@ -12,23 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bastile.graphs import conditions
 from bastile.graphs.arguments import CannotCapture, Place, Signature, rebuilt, signature
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
 from bastile.ops._common import Function
+from bastile.ops._random import generator_of, set_state, state_of
 
 #: Layers in a run. More cost the host less, but what a run's graph writes is all there at once, and gradients are
 #: ready for others, such as DDP's reduction, when the run is done.
 MOST_LAYERS = 7
 #: Likewise where they are checkpointed: the host has twice the time, and memory is what is wanted.
 MOST_CHECKPOINTED = 3
+#: And draw random numbers, a second time in the backward pass: a graph draws from where the generator is when it is
+#: replayed, and the last of several layers, which comes first there, began somewhere else than the first.
+MOST_DRAWN_AGAIN = 1
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,19 @@ class Note:
 
     calls: list[Call]
     others: list[Signature]  # the tensors that layers were given beside the hidden states
+    draws: bool  # random numbers
+    settings: tuple[Any, ...]  # of the forward pass, those that a backward pass looks at
+    backward: Autocast | None = None  # how it was set in the backward pass, once there was one
+
+    @property
+    def checkpoints(self) -> bool:
+        return any(call.checkpoints for call in self.calls)
+
+    def in_backward(self, device: str) -> Note | str:
+        """With what can be seen in the backward pass, now; or why such a step cannot be captured."""
+        if conditions.of_backward(self.checkpoints) != self.settings:
+            return "settings that change between the forward and the backward pass"
+        return replace(self, backward=Autocast(device))
 
 
 class Lent:
@@ -134,9 +152,10 @@ class Run:
     gradients: list[Lent | None]  # of the parameters, for the graph to write into
     backward: Replayed
 
-    def __init__(self, index: int, first: int, layers: list[Layer]) -> None:
+    def __init__(self, index: int, first: int, layers: list[Layer], draws: bool) -> None:
         self.index, self.first, self.layers = index, first, layers
         self.call = layers[0].call
+        self.draws_again = draws and self.call.checkpoints
         self.end = first + len(layers)
         self.parameters = [p for layer in layers for p in layer.parameters]
         self.hidden_gradient = None
@@ -158,18 +177,19 @@ class Run:
 def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
     runs: list[Run] = []
     layers: list[Layer] = []
+    most_checkpointed = MOST_DRAWN_AGAIN if note.draws else MOST_CHECKPOINTED
     for index, (module, call) in enumerate(zip(modules, note.calls, strict=False)):
         before = layers[-1].call if layers else None
         if before is not None and (
             not call.is_chained
             or call.structure is not before.structure
             or call.checkpoints is not before.checkpoints
-            or len(layers) == (MOST_CHECKPOINTED if call.checkpoints else MOST_LAYERS)
+            or len(layers) == (most_checkpointed if call.checkpoints else MOST_LAYERS)
         ):
-            runs.append(Run(len(runs), index - len(layers), layers))
+            runs.append(Run(len(runs), index - len(layers), layers, note.draws))
             layers = []
         layers.append(Layer(module, call))
-    return [*runs, Run(len(runs), len(note.calls) - len(layers), layers)]
+    return [*runs, Run(len(runs), len(note.calls) - len(layers), layers, note.draws)]
 
 
 class Captured:
@@ -179,7 +199,7 @@ class Captured:
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
-        self._recorder, self._autocast = recorder, autocast
+        self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not any(run.call.checkpoints for run in self.runs)
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
@@ -247,7 +267,7 @@ class Captured:
     ) -> Callable[[], Sequence[Any]]:
         def backward() -> Sequence[Any]:
             (read, output), kept[run.index] = kept[run.index], None
-            with self._autocast.off():
+            with self._autocast.off() if self._note.backward is None else self._note.backward.as_noted():
                 wanted = [read] * run.call.hidden_requires_grad + [p for layer in run.layers for p in layer.stand_ins]
                 found = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
             return _apart(upstream, *(() if run.call.hidden_requires_grad else (None,)), *found)
@@ -278,6 +298,15 @@ class Captured:
     def begin(self) -> None:
         self._recorder.begin([*(lent.tensor for lent in self._lent), *self.gradients.tensors()])
 
+    def against_backward(self) -> str | None:
+        """Why the backward pass that begins is not what was captured."""
+        found, before = self._note.in_backward(self._autocast.device), self._note.backward
+        if isinstance(found, str):
+            return found
+        if Autocast(self._autocast.device).key() != (before is not None and before.key()):
+            return "autocast in the backward pass that is switched from step to step"
+        return None
+
     def fits(self, run: Run, hidden: torch.Tensor) -> bool:
         call = run.call
         if call.is_chained and hidden.data_ptr() != run.hidden_pointer:
@@ -294,8 +323,8 @@ class Autocast:
         self.is_on = torch.is_autocast_enabled(device)
         self.dtype = torch.get_autocast_dtype(device)
 
-    def key(self) -> tuple[Any, ...]:
-        return self.is_on, self.dtype
+    def key(self) -> Any:
+        return self.is_on and self.dtype
 
     def as_noted(self) -> torch.autocast:
         return torch.autocast(self.device, dtype=self.dtype, enabled=self.is_on, cache_enabled=False)
@@ -345,9 +374,15 @@ def _standing_in(layer: Layer) -> Iterator[None]:
 class Passage:
     """One forward pass through captured layers, and the backward pass that belongs to it."""
 
-    def __init__(self, captured: Captured, gradients: Callable[[Run], Iterable[torch.Tensor | None]]) -> None:
-        """gradients: how those of parameters are handed out."""
-        self.captured, self.gradients = captured, gradients
+    def __init__(
+        self,
+        captured: Captured,
+        gradients: Callable[[Run], Iterable[torch.Tensor | None]],
+        give_up: Callable[[str], None],
+    ) -> None:
+        """gradients: how those of parameters are handed out. give_up: called with the reason where such steps turn out
+        not to be what was captured."""
+        self.captured, self.gradients, self._give_up = captured, gradients, give_up
         self.is_over = False  # a later one has the memory
         self._reached = len(captured.runs)
 
@@ -373,6 +408,10 @@ class Passage:
                 "bastile: hidden states between captured decoder layers, or their gradients, have been kept, and the "
                 "backward pass is to write there; bastile.apply(cuda_graphs=False) runs the layers without graphs"
             )
+        if self._reached == len(self.captured.runs):
+            reason = self.captured.against_backward()
+            if reason is not None:
+                self._give_up(reason)
         self._reached = run.index
 
     def _is_kept(self, run: Run) -> bool:
@@ -384,6 +423,22 @@ class Passage:
         return len(behind) == 2 and behind[1].hidden_gradient is not None and behind[1].hidden_gradient.is_held()
 
 
+@contextmanager
+def _drawing_again(device: torch.device, state: Any) -> Iterator[None]:
+    """Within, random numbers are those that were drawn from this state on, if there is one; behind, the generator is
+    where it was."""
+    if state is None:
+        yield
+        return
+    generator = generator_of(device)
+    now = state_of(generator)
+    set_state(generator, state)
+    try:
+        yield
+    finally:
+        set_state(generator, now)
+
+
 class Replay(Function):
     """A run, of its hidden states and the parameters that want gradients."""
 
@@ -391,6 +446,7 @@ class Replay(Function):
     def forward(ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *parameters: torch.Tensor) -> Any:
         if hidden.data_ptr() != run.hidden_pointer:
             run.hidden.copy_(hidden)
+        ctx.random = state_of(generator_of(hidden.device)) if run.draws_again else None
         run.forward.replay()
         ctx.passage, ctx.run = passage, run
         return run.output.lend()
@@ -402,7 +458,8 @@ class Replay(Function):
         if gradient.data_ptr() != run.upstream_pointer or gradient.stride() != run.upstream.stride():
             run.upstream.copy_(gradient)
         del gradient
-        run.backward.replay()
+        with _drawing_again(run.upstream.device, ctx.random):
+            run.backward.replay()
         hidden = None if run.hidden_gradient is None else run.hidden_gradient.lend()
         if hidden is not None and not run.call.is_chained:
             hidden = (

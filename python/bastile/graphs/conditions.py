@@ -15,6 +15,7 @@ from bastile.graphs.recorder import CudaRecorder, Recorder
 from bastile.guards import function_of, stock_of
 from bastile.models.checkpoints import is_checkpointed
 from bastile.ops._common import PLAIN, in_transform
+from bastile.ops._random import generator_of
 from bastile.recompute import is_recomputing
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -27,6 +28,8 @@ _SHARDED = ("ds_id", "_hp_mapping", "_is_sharded", "_fsdp_flattened")
 
 def against_this_step() -> str | None:
     """What changes from step to step."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph that someone else captures"
     if in_transform():
         return "a transform of torch.func, forward-mode derivatives or tracing"
     if torch.is_anomaly_enabled():
@@ -84,12 +87,7 @@ def settings() -> tuple[Any, ...]:
     """What PyTorch's operators look at to choose their kernels."""
     cuda = torch.backends.cuda
     return (
-        torch.are_deterministic_algorithms_enabled(),
-        # Not get_float32_matmul_precision(), which raises once TrainingArguments(tf32=True) has set it the new way.
-        cuda.matmul.fp32_precision,
-        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        *_of_both_passes(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),
@@ -97,11 +95,33 @@ def settings() -> tuple[Any, ...]:
     )
 
 
+def of_backward(checkpoints: bool) -> tuple[Any, ...]:
+    """Those of the settings that a backward pass looks at: attention's kernel follows from the forward pass's, unless
+    layers are checkpointed, and run a second time."""
+    return settings() if checkpoints else _of_both_passes()
+
+
+def _of_both_passes() -> tuple[Any, ...]:
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        # Not get_float32_matmul_precision(), which raises once TrainingArguments(tf32=True) has set it the new way.
+        matmul.fp32_precision,
+        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+    )
+
+
+def keeps_random_state(layer: Any) -> bool:
+    """Whether the second run of a checkpointed layer draws the numbers of the first."""
+    return bool(layer._gradient_checkpointing_func.keywords.get("preserve_rng_state", True))
+
+
 def random_state(device: torch.device) -> Any:
     """Grows when random numbers are drawn."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0].get_offset()
-    return torch.get_rng_state().sum().item()
+    generator = generator_of(device)
+    return generator.get_offset() if device.type == "cuda" else generator.get_state().sum().item()
 
 
 def _recorder_for(device: torch.device) -> Recorder | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ class Stack:
         self.recorder: Recorder | None = None
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
+        self._is_tidy = False
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
@@ -118,8 +120,8 @@ class Stack:
 
     # ---- a step -------------------------------------------------------------------------------------------------
 
-    def begin(self, captured: Captured) -> Passage | str:
-        """The memory of the pool becomes this step's; or why it cannot."""
+    def begin(self, key: Any, captured: Captured) -> Passage | str:
+        """The memory of the pool becomes this step's, of this kind; or why it cannot."""
         before = self._passage()
         if before is not None and not before.is_finished:
             return "a step before has not had its backward pass yet"
@@ -134,7 +136,8 @@ class Stack:
                 return "someone holds gradients of a step before, beside the parameters"
         if before is not None:
             before.is_over = True
-        passage = Passage(captured, self._gradients if captured.lends_gradients else Run.copied)
+        gradients = self._gradients if captured.lends_gradients else Run.copied
+        passage = Passage(captured, gradients, partial(_give_up, weakref.ref(self), key))
         self._passage, self._last = weakref.ref(passage), captured
         captured.begin()
         return passage
@@ -171,6 +174,18 @@ class Stack:
         while len(self.captured) > MOST_CAPTURED:
             del self._used[self.captured.popitem(last=False)[0]]
 
+    def look_at_backward(self, key: Any, note: Note, output: torch.Tensor) -> None:
+        """A step that ends with this output was noted. What shows when its backward pass begins is noted then."""
+        if output.requires_grad:
+            output.register_hook(partial(_look, weakref.ref(self), key, note, output.device.type))
+
+    def tidy_behind_backward(self) -> None:
+        """The first backward pass has begun. When it ends, what activations had goes back to the driver: else the
+        states of the optimiser, which it makes next, lie in pieces of that, and the rest can never go back."""
+        if not self._is_tidy and self.recorder is not None:
+            self._is_tidy = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.recorder.tidy)
+
     def note(self, key: Any, what: Note | str) -> None:
         self.notes[key] = what
         self.notes.move_to_end(key)
@@ -183,6 +198,21 @@ class Stack:
 def _device_of(layers: Sequence[Any]) -> torch.device | None:
     first = next(layers[0].parameters(), None) if layers else None
     return None if first is None else first.device
+
+
+def _look(stack: Callable[[], Stack | None], key: Any, note: Note, device: str, _: torch.Tensor) -> None:
+    found = stack()
+    if found is not None and found.notes.get(key) is note:
+        found.note(key, note.in_backward(device))
+        found.tidy_behind_backward()
+
+
+def _give_up(stack: Callable[[], Stack | None], key: Any, reason: str) -> None:
+    """Steps of this kind run without graphs from now on."""
+    found = stack()
+    if found is not None and found.captured.pop(key, None) is not None:
+        del found._used[key]
+        found.note(key, reason)
 
 
 def _is(one: Any, other: Any) -> bool:

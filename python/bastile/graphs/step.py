@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bastile.graphs import caches, conditions
-from bastile.graphs.arguments import CannotCapture, Given, signature
+from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
 from bastile.graphs.between import Between
 from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
@@ -28,6 +28,7 @@ _CROWDED = (
     "more kinds of steps than graphs are kept for; where they are lengths of batches, pad_to_multiple_of of the data "
     "collator makes few of many"
 )
+_WRITTEN = "arguments of the layers that are written to between them"
 _DIFFERS = "a layer got other arguments than when it was captured"
 
 
@@ -43,6 +44,8 @@ class Step:
         self.has_replayed = False
         self.noting: _Noting | None = None
         self.measuring: Pays | None = None
+        again = [layer for layer, on in zip(self.layers, self.checkpointing, strict=True) if on]
+        self._keeps_random = all(map(conditions.keeps_random_state, again))
         self._thread = threading.get_ident()
         self.run: Run | None = None  # which has been replayed, and whose layers are still being called
         self.hidden: Any = None  # what its first layer was given
@@ -60,10 +63,12 @@ class Step:
         if self.measuring is not None:
             self.measuring.end()
         if self.noting is not None:
-            found = self.noting.ended(result, self.stack)
+            found = self.noting.ended(result, self.stack, self._keeps_random)
             self.stack.note(self.noting.key, found)
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
+            else:
+                self.stack.look_at_backward(self.noting.key, found, self.noting.output)
         if self.passage is not None:
             self.stack.tally.count()
         if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
@@ -114,6 +119,8 @@ class Step:
     def _replayed(self, passage: Passage, index: int, args: Any, kwargs: Any) -> Any:
         """What the layer returns; None where it is called in another way than it was captured."""
         run = self.run
+        if self.given.have_changed():
+            return None
         if run is None:
             run = passage.captured.at.get(index)
             if run is None or not self._fits(run, passage.captured, args, kwargs):
@@ -127,12 +134,15 @@ class Step:
             output = self.output
             self.run = self.hidden = self.output = self.output_between = None
             return output
-        self.output_between = Between.of(partial(self._made, run.first, index, self.hidden, args[1:], kwargs))
+        self.output_between = Between.of(partial(self._made, passage, run, index, self.hidden, args[1:], kwargs))
         return self.output_between
 
-    def _made(self, first: int, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
-        """What these layers return, called themselves."""
-        for index in range(first, last + 1):
+    def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
+        """What the run's layers up to this one return, called themselves."""
+        if self.given.have_changed() and not passage.is_over:
+            # What they were given is where the run's graph has read it.
+            rest, kwargs = rebuilt(run.call.structure, [place.tensor.clone() for place in passage.captured.others])
+        for index in range(run.first, last + 1):
             hidden = self._itself(index, (hidden, *rest), kwargs)
         return hidden
 
@@ -182,7 +192,7 @@ class Step:
             captured = self._captured(key, noted, args[0].device)
             if captured is None:
                 return None
-        passage = stack.begin(captured)
+        passage = stack.begin(key, captured)
         if isinstance(passage, str):
             return stack.tally.step_aside(passage)
         self.passage = passage
@@ -205,6 +215,7 @@ class Step:
             signature(hidden),
             hidden.requires_grad,
             tuple(self.checkpointing),
+            self._keeps_random,
             self._autocast.key(),
             conditions.settings(),
             stream,
@@ -267,12 +278,15 @@ class _Noting:
         chained = hidden is self.output
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
-    def ended(self, result: Any, stack: Stack) -> Note | str:
+    def ended(self, result: Any, stack: Stack, keeps_random: bool = True) -> Note | str:
+        """keeps_random: whether checkpointed layers draw the same numbers again."""
         if self.given is None:
             return "layers that are not called"
         drawn = conditions.random_state(self.device) != self.random
-        if drawn and any(call.checkpoints for call in self.calls):
-            return "random numbers (dropout) in checkpointed layers"
+        if drawn and not keeps_random:
+            return "random numbers (dropout) in checkpointed layers that are not to draw the same ones again"
+        if self.given.have_changed():
+            return _WRITTEN
         if not all(type(output) is torch.Tensor for output in self.outputs):
             return "layers that return more than a tensor"
         leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if hasattr(result, "values") else result)}
@@ -280,7 +294,8 @@ class _Noting:
             return "hidden states that the model returns"
         if stack.watch is None or not stack.watch.is_as_it_was():
             return "modules of the layers that keep something of a call"
-        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors])
+        settings = conditions.of_backward(any(call.checkpoints for call in self.calls))
+        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors], drawn, settings)
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:

@@ -24,6 +24,7 @@ from bastile.ops._common import (
 )
 from bastile.ops._glu import unit_of
 from bastile.ops._late import Late, in_checkpoint, late
+from bastile.ops._random import Masks
 from bastile.ops.gated_mlp import unit_gradients
 
 __all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
@@ -112,7 +113,7 @@ class _Group:
         make = self.layers[i].dequantise
         return self.weights[i] if make is None else make(self.dtype)
 
-    def thin(self, rows: torch.Tensor, masks: _Masks) -> torch.Tensor | None:
+    def thin(self, rows: torch.Tensor, masks: Masks) -> torch.Tensor | None:
         """x A^T of all adapters."""
         if not self.adapted:
             return None
@@ -185,7 +186,7 @@ class _Group:
         return g
 
     def input_gradient(
-        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, masks: _Masks
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, masks: Masks
     ) -> torch.Tensor | None:
         """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first."""
         dx = None if g is None else self._adapters_input_gradient(gradients, g, masks)
@@ -196,7 +197,7 @@ class _Group:
         return dx
 
     def _adapters_input_gradient(
-        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, masks: _Masks
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, masks: Masks
     ) -> torch.Tensor | None:
         all_a = self.rounded[0]
         if not self.drops:
@@ -215,7 +216,7 @@ class _Group:
         g: torch.Tensor | None,
         rows: Any,
         thin: torch.Tensor | None,
-        masks: _Masks,
+        masks: Masks,
         wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         """Those of the tensors' gradients that are wanted, in the tensors' order: dW = dy^T x, dbias = the sum of dy,
@@ -241,7 +242,7 @@ class _Group:
         gradients: Sequence[torch.Tensor | None],
         g: torch.Tensor,
         rows: Any,
-        masks: _Masks,
+        masks: Masks,
         wanted: Sequence[bool],
         found: list[torch.Tensor | None],
     ) -> None:
@@ -274,45 +275,6 @@ def _product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
 
 
-class _Masks:
-    """The states of the random generator from which each adapter's dropout began, in place of the masks themselves."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.states: dict[int, Any] = {}
-        cuda = device.type == "cuda"
-        self.generator: Any = torch.cuda.default_generators[device.index] if cuda else torch.default_generator
-
-    def drop(self, i: int, tensor: torch.Tensor, p: float) -> torch.Tensor:
-        """The tensor as the dropout of layer i leaves it. The first call for i draws; later ones, of a tensor of the
-        same shape, lose the same elements and leave the generator where it is."""
-        if not p:
-            return tensor
-        if i not in self.states:
-            self.states[i] = self._state()
-            return dropout(tensor, p)
-        now = self._state()
-        self._set(self.states[i])
-        try:
-            return dropout(tensor, p)
-        finally:
-            self._set(now)
-
-    def _state(self) -> Any:
-        # Of CUDA's generator seed and offset say all, and both are the host's.
-        if self.generator.device.type == "cuda":
-            return self.generator.initial_seed(), self.generator.get_offset()
-        return self.generator.get_state()
-
-    def _set(self, state: Any) -> None:
-        if isinstance(state, tuple):
-            seed, offset = state
-            if self.generator.initial_seed() != seed:
-                self.generator.manual_seed(seed)
-            self.generator.set_offset(offset)
-        else:
-            self.generator.set_state(state)
-
-
 def _results(
     rest: Late | None, group: _Group, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None
 ) -> list[torch.Tensor]:
@@ -329,12 +291,12 @@ class _Linears(Function):
     @staticmethod
     def forward(ctx, x, layers, rest, *tensors):
         ctx.set_materialize_grads(False)
-        group, masks, rows = _Group(layers, tensors, x.dtype), _Masks(x.device), x.reshape(-1, x.shape[-1])
+        group, masks, rows = _Group(layers, tensors, x.dtype), Masks(x.device), x.reshape(-1, x.shape[-1])
         thin = group.thin(rows, masks)
         keeps_x = _reads_input(ctx.needs_input_grad[3:])
         # For first_order_only, where x is not kept: an output without elements.
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
-        ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors, *group.rounded)
+        ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors, *group.rounded, *masks.leave())
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype = x.shape, layers, masks, x.dtype
         results = _results(rest, group, x, rows, thin)
         return tuple(results) if way_back is None else (*results, way_back)
@@ -343,7 +305,7 @@ class _Linears(Function):
     def backward(ctx, *gradients):
         x, thin, way_back, *tensors = ctx.saved_tensors
         count = _TENSORS * len(ctx.layers)
-        tensors, rounded = tensors[:count], tensors[count:]
+        tensors, rounded = tensors[:count], ctx.masks.take(tensors[count:])
         gradients = gradients[: len(ctx.layers)]
         wanted = ctx.needs_input_grad
         with without_autocast(next(t.device.type for t in tensors if t is not None)):
@@ -371,7 +333,7 @@ class _GatedMLP(Function):
     @staticmethod
     def forward(ctx, x, layers, unit, rest, *tensors):
         first, second = _mlp_groups(layers, tensors, x.dtype)
-        masks = _Masks(x.device), _Masks(x.device)
+        masks = Masks(x.device), Masks(x.device)
         rows = x.reshape(-1, x.shape[-1])
         thin = first.thin(rows, masks[0])
         a, b = first.results(x, rows, thin)
@@ -385,8 +347,9 @@ class _GatedMLP(Function):
         keeps_x = _reads_input(ctx.needs_input_grad[4 : 4 + 2 * _TENSORS])
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
         ctx.save_for_backward(
-            x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors, *first.rounded, *second.rounded
-        )
+            x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors, *first.rounded, *second.rounded,
+            *masks[0].leave(), *masks[1].leave(),
+        )  # fmt: skip
         ctx.shape, ctx.layers, ctx.masks, ctx.dtype, ctx.unit = x.shape, layers, masks, x.dtype, unit
         if leaves_y:
             rest.leave(_finish, second, unit, a, b, masks[1])
@@ -402,7 +365,7 @@ class _GatedMLP(Function):
         return found[0], None, None, None, *found[1:]
 
 
-def _finish(group: _Group, unit: Any, a: torch.Tensor, b: torch.Tensor, masks: _Masks, out: torch.Tensor) -> None:
+def _finish(group: _Group, unit: Any, a: torch.Tensor, b: torch.Tensor, masks: Masks, out: torch.Tensor) -> None:
     rows = unit.forward(a, b).view(-1, a.shape[-1])
     group.fill(rows, group.thin(rows, masks), out)
 
@@ -421,6 +384,7 @@ def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
     x, thin, a, b, thin_y, way_back, *tensors = ctx.saved_tensors
     last = release_on_last_pass(ctx, dout)
     want_x, _, _, _, *wanted = ctx.needs_input_grad
+    tensors = ctx.masks[0].take(ctx.masks[1].take(tensors))
     first, second = _mlp_groups(ctx.layers, tensors, ctx.dtype)
     tensors = tensors[: 3 * _TENSORS]
     wanted_first, wanted_second = wanted[: 2 * _TENSORS], wanted[2 * _TENSORS :]
@@ -502,9 +466,9 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
     Returns:
         One [..., N] for each layer, of x's type. Gradients flow to x and all weights, biases, A and B, each computed
         only where it is wanted; x's is summed within the products. Kept for them are the inputs and [..., r] numbers of
-        each adapter; of a dropout the state of torch's generator that it began with, so it loses the elements that
-        torch.nn.functional.dropout would lose, layer by layer. Other types or devices, mixed types and subclasses of
-        tensors run the original torch code.
+        each adapter; of a dropout the state of torch's generator that it began with, or the mask while a CUDA graph is
+        captured, so it loses the elements that torch.nn.functional.dropout would lose, layer by layer. Other types or
+        devices, mixed types and subclasses of tensors run the original torch code.
 
     Raises:
         RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
@@ -522,7 +486,7 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
             rest.do(*results)
         return results
     group, rows = _Group(plain, tensors, x.dtype), x.reshape(-1, x.shape[-1])
-    return tuple(group.results(x, rows, group.thin(rows, _Masks(x.device))))
+    return tuple(group.results(x, rows, group.thin(rows, Masks(x.device))))
 
 
 def adapted_gated_mlp(
@@ -559,9 +523,9 @@ def adapted_gated_mlp(
         return out
     first, second = _mlp_groups(plain, tensors, x.dtype)
     rows = x.reshape(-1, x.shape[-1])
-    y = unit.forward(*first.results(x, rows, first.thin(rows, _Masks(x.device))))
+    y = unit.forward(*first.results(x, rows, first.thin(rows, Masks(x.device))))
     rows = y.view(-1, y.shape[-1])
-    return second.results(y, rows, second.thin(rows, _Masks(x.device)))[0]
+    return second.results(y, rows, second.thin(rows, Masks(x.device)))[0]
 
 
 def _original(x: torch.Tensor, layer: Adapted) -> torch.Tensor:
