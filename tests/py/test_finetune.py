@@ -273,6 +273,7 @@ def measured(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
             "load_in_4bit": False,
             "lora": None,
             "max_grad_norm": 1.0,
+            "offload_checkpoints": False,
             "optimizer": "torch",
             "save": None,
             "save_every": None,

@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bastile
+from bastile.graphs import conditions
+from bastile.graphs.recorder import RepeatingRecorder
 from bastile.offload import mover, passes
 from conftest import gradients, tiny_batch, tiny_model
-from graphing import ON_CUDA, allow_graphs
+from graphing import ON_CUDA
 from offloading import LateMover, apply, counted, offloaded
 from processes import alone
 
@@ -267,7 +269,7 @@ def test_layers_that_are_not_checkpointed_recompute_as_ever(late: LateMover) -> 
 
 
 def test_graphs_go_first(late: LateMover, monkeypatch: pytest.MonkeyPatch) -> None:
-    allow_graphs(monkeypatch)
+    monkeypatch.setattr(conditions, "recorder_for", lambda device: RepeatingRecorder())
     model = checkpointed()
 
     def work() -> list[torch.Tensor]:
