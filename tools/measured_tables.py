@@ -194,20 +194,32 @@ def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for step in sorted(run["steps"], key=lambda step: step.get("run", 1)):
         setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing"))
-        setting = (step.get("trainer", ""), *setting, step.get("load_in_4bit", False))
+        setting = (
+            step.get("trainer", ""),
+            *setting,
+            step.get("load_in_4bit", False),
+            step.get("offload_checkpoints", False),
+        )
         latest.setdefault(setting, {})[step["implementation"]] = step
-    table = [["milliseconds of a step, median and least (peak GiB)", "stock", "**Bastile**"]]
+    memory = "reserved_gib" if any("reserved_gib" in step for step in run["steps"]) else "peak_gib"
+    which = ", reserved" * (memory == "reserved_gib")
+    table = [[f"milliseconds of a step, median and least (peak GiB{which})", "stock", "**Bastile**", "its kernels"]]
     apart = False
-    for (trainer, shape, batch, length, checkpointing, in_4bit), steps in sorted(latest.items(), reverse=True):
+    for key in sorted(latest, key=str, reverse=True):
+        (trainer, shape, batch, length, checkpointing, in_4bit, offloads), steps = key, latest[key]
         more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
-        name = f"{trainer.upper()} {shape}, {batch} x {length}{more}".strip()
+        more += ", inputs in the host's memory" * offloads
+        name = f"{'Trainer' if trainer == 'trainer' else trainer.upper()} {shape}, {batch} x {length}{more}".strip()
         cells = {
-            one: f"{step['median_ms']:.0f}, {step['least_ms']:.0f} ({step['peak_gib']:.1f})"
+            one: f"{step['median_ms']:.0f}, {step['least_ms']:.0f}"
+            + (f" ({step[memory]:.1f})" if memory in step else "")
             for one, step in steps.items()
         }
         is_apart = len({step.get("run", 1) for step in steps.values()}) > 1
         apart |= is_apart
-        table.append([name, cells.get("stock", "–") + " *" * is_apart, f"**{cells['bastile']}**"])
+        kernels = steps["bastile"].get("kernels_ms")
+        of_kernels = "–" if kernels is None else f"{kernels:.0f}"
+        table.append([name, cells.get("stock", "–") + " *" * is_apart, f"**{cells['bastile']}**", of_kernels])
     return [
         f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}.",
         f"`{run['command']}`, [all figures]({link}).",
