@@ -6,8 +6,7 @@ row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Basti
 
 Random weights of the named shape in bfloat16, r = 16 on all linear layers, random tokens, TRL's defaults but for what
 is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
-peak memory allocated from then on, in which what CUDA graphs keep in their pool is not, and reserved; the losses. Needs
-trl, peft and datasets; bitsandbytes for four bits."""
+peak memory from then on; the losses. Needs trl, peft and datasets; bitsandbytes for four bits."""
 
 from __future__ import annotations
 
@@ -52,7 +51,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "median_seconds": found["seconds"],
         "least_seconds": min(found["samples"]),
         "peak_bytes": found["peak_bytes"],
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "losses": found["losses"],
     }
 

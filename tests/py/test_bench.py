@@ -465,3 +465,16 @@ def test_every_operator_is_captured_on_cuda(op: str, monkeypatch: pytest.MonkeyP
         assert row.get("way") == ("queue" if by_queue else "graph"), row
         # Of products as small as these the host is seldom ahead.
         assert row.get("note") is None or (by_queue and row["note"] == timing._BEHIND), row
+
+
+def test_a_peak_counts_what_graphs_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's does not: between replays the memory of a graph's pool is free in its books."""
+
+    def segment(pool: tuple[int, int], total: int, active: int, device: int = 0) -> dict[str, Any]:
+        return {"segment_pool_id": pool, "total_size": total, "active_size": active, "device": device}
+
+    segments = [segment((0, 0), 50, 30), segment((0, 2), 20, 5), segment((0, 2), 7, 0), segment((0, 4), 9, 0, device=1)]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 40)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert timing.cuda_peak(torch.device("cuda", 0)) == 40 + 15 + 7
+    assert timing.cuda_peak(torch.device("cuda", 1)) == 40 + 9

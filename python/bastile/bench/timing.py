@@ -260,6 +260,15 @@ def extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
     return None if before is None or peak is None else max(0, peak - before)
 
 
+def cuda_peak(device: torch.device) -> int:
+    """PyTorch's peak, and what CUDA graphs keep for their replays in pools of their own, which it counts as free."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pools = [
+        s for s in torch.cuda.memory_snapshot() if s.get("device", index) == index and s["segment_pool_id"] != (0, 0)
+    ]
+    return torch.cuda.max_memory_allocated(device) + sum(s["total_size"] - s["active_size"] for s in pools)
+
+
 def begin_peak(device: torch.device) -> int | None:
     """The bytes held now, from which on peak_bytes counts; None where the system cannot tell a new peak from an old
     one."""
@@ -281,7 +290,7 @@ def peak_bytes(device: torch.device) -> int | None:
     """The most bytes held at one time since begin_peak; on CPU the process's resident pages."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
+        return cuda_peak(device)
     try:
         return held("VmHWM")
     except OSError:

@@ -20,7 +20,7 @@ from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
 import bastile
 from bastile.bench.machine import describe_briefly
-from bastile.bench.timing import held
+from bastile.bench.timing import cuda_peak, held
 from bastile.cli.examples import Examples, batch
 from bastile.cli.model import build, checkpoint_activations, load_in_4bit, with_adapters
 from bastile.cli.processes import begin, out_of_memory
@@ -220,7 +220,7 @@ def _memory_now(device: torch.device) -> int:
 
 
 def _memory_peak(device: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _process_memory("VmHWM")
+    return cuda_peak(device) if device.type == "cuda" else _process_memory("VmHWM")
 
 
 def _process_memory(key: str) -> int:
