@@ -37,7 +37,8 @@ sys.path.append(str(ROOT / "python"))  # where no package is installed
 
 def row(model_type: str) -> tuple[str, bool | None]:
     """The type's row, and whether a step was the same; None where there was none."""
-    from bastile.models.support import OF_BACKBONES, check, support
+    from bastile.models.support import check, support
+    from bastile.models.table import OF_BACKBONES
 
     found = support(model_type)
     stock = [

@@ -21,7 +21,7 @@ from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
 from bastile.models import graphs, loading
 from bastile.models.forms import forget_sources
 from bastile.models.sites import ModelFile, Site, file_of, sites
-from bastile.models.table import OPERATORS
+from bastile.models.table import OF_BACKBONES, OPERATORS
 from bastile.offload import mover
 from bastile.own_methods import give, given_to, reaches, runs_stock
 from bastile.report import noting
@@ -33,6 +33,13 @@ _lock = threading.RLock()
 _everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
 _types: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}  # type -> its operators, and its modules' titles
 _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to_model has patched
+
+
+def _forget() -> None:
+    """What was made for the patches that were in force until now."""
+    forget_sources()
+    stack.forget()
+    mover.forget()
 
 
 def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -47,16 +54,11 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
             return function(*args, **kwargs)
         finally:
             _named.reset(token)
-            forget_sources()
-            stack.forget()
-            mover.forget()
+            _forget()
 
     return call
 
 
-#: Every model file has a backbone, and other packages import files that nobody asked for, as PEFT does Bloom's: one
-#: whose code is not known says nothing of the user's model, which may be imported later.
-_OF_BACKBONES = frozenset({"recompute", "offload_checkpoints", "cuda_graphs"})
 _named: ContextVar[frozenset[str]] = ContextVar("bastile_named", default=frozenset())
 
 
@@ -255,9 +257,7 @@ def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) ->
             own.setdefault(_model_type(core) or "", set()).update(_reset_model(core, wanted))
         for model_type in sorted(own):
             done += [name for name in _typed(model_type, own[model_type]) if name not in done]
-        forget_sources()
-        stack.forget()
-        mover.forget()
+        _forget()
         return done
 
 
@@ -336,7 +336,9 @@ def _serve_loaded(chosen: list[str]) -> None:
     plans = [Plan.of(name, chosen, more) for name, more in names.items()]
     for operator in (name for name in chosen if name in _named.get()):
         if not any(plan.serves(operator) for plan in plans):
-            reasons = reasons_for([plan.file for plan in plans], operator, unknown=operator not in _OF_BACKBONES)
+            # Every model file has a backbone, and other packages import files that nobody asked for, as PEFT does
+            # Bloom's: one whose code is not known says nothing of the user's model, which may be imported later.
+            reasons = reasons_for([plan.file for plan in plans], operator, unknown=operator not in OF_BACKBONES)
             if reasons:
                 raise _cannot("apply", operator, "any model that is imported", reasons)
     carry_out(plans, "apply")
@@ -357,7 +359,7 @@ def _what_nobody_knows() -> str | None:
         f"{name}.{where} {why} ({operator})"
         for name, entry in FILES.items()
         for operator in _wanted_in(entry.title)
-        if name in sys.modules and operator not in _OF_BACKBONES
+        if name in sys.modules and operator not in OF_BACKBONES
         for where, why in entry.unknown.get(operator, {}).items()
         if not any(applied.site.where == where for applied in entry.applied.get(operator, ()))
     ]

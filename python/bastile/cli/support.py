@@ -158,7 +158,7 @@ def _all(told: dict[str, Any]) -> int:
 
 
 def _check(asked: dict[str, _Asked], told: dict[str, Any]) -> int:
-    from bastile.models.support import OF_BACKBONES
+    from bastile.models.table import OF_BACKBONES
 
     failed = []
     for name, each in asked.items():

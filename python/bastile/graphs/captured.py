@@ -201,7 +201,7 @@ class Captured:
         self.others = [Place(each) for each in note.others]
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
-        self.lends_gradients = not any(run.call.checkpoints for run in self.runs)
+        self.lends_gradients = not note.checkpoints
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording():
             self._record()

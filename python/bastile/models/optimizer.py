@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import optimizer as torchs
 
 from bastile.models.sites import ModelFile, Site
-from bastile.ops._common import FLOATS
 from bastile.report import Tally
 
 TRAINER = "transformers.trainer"
@@ -59,11 +58,13 @@ def _why_not(trainer: Any, optimizer: torch.optim.Optimizer) -> str | None:
     kind = trainer.accelerator.distributed_type.name
     if kind not in _WHOLE:
         return f"{kind} has a say in the optimiser"
-    if any(group.get("amsgrad") or group.get("differentiable") for group in optimizer.param_groups):
-        return "amsgrad or differentiable, which torch's AdamW alone has"
+    from bastile.optim.adamw import TORCHS_ALONE, serves
+
+    if any(group.get(name) for group in optimizer.param_groups for name in TORCHS_ALONE):
+        return f"{' or '.join(TORCHS_ALONE)}, which torch's AdamW alone has"
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if type(p) is not nn.Parameter or p.dtype not in FLOATS or p.device.type not in ("cpu", "cuda"):
+            if type(p) is not nn.Parameter or not serves(p):
                 return f"a parameter is a {type(p).__name__} of {p.dtype} on {p.device.type}"
     return "it has hooks" if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else None
 

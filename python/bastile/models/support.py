@@ -18,8 +18,6 @@ from bastile.models import loading
 from bastile.models.sites import ModelFile, calls, file_of, sites
 from bastile.models.table import USUAL
 
-OF_BACKBONES = ("recompute", "cuda_graphs")  # which run all layers, and compute nothing of their own
-
 
 @dataclass(frozen=True)
 class Support:

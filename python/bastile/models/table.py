@@ -54,5 +54,7 @@ OPERATORS: dict[str, Operator] = {
     "cuda_graphs": Operator("graphs", "decoder layers of a training step as CUDA graphs", r"Model$"),
 }
 
+#: Those that run all layers, and compute nothing of their own.
+OF_BACKBONES = frozenset({"recompute", "offload_checkpoints", "cuda_graphs"})
 #: Those that bastile.apply puts in where nothing else is said.
 USUAL = tuple(name for name, operator in OPERATORS.items() if not operator.on_request)

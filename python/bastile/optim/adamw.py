@@ -265,7 +265,7 @@ class AdamW(torch.optim.AdamW):
             raise RuntimeError(
                 f"AdamW: the gradient of a parameter of shape {list(p.shape)} is {g.layout}; a dense one is needed"
             )
-        if p.dtype not in FLOATS or p.device.type not in ("cpu", "cuda"):
+        if not serves(p):
             raise TypeError(
                 f"AdamW: a parameter of shape {list(p.shape)} is {p.dtype} on {p.device.type}; float32, bfloat16 or "
                 "float16 on cpu or cuda is needed: torch.optim.AdamW takes others"
@@ -323,10 +323,19 @@ class AdamW(torch.optim.AdamW):
             self._given = None
 
 
+#: Options of torch's AdamW that this one does not have.
+TORCHS_ALONE = ("amsgrad", "differentiable")
+
+
 def _need_served(group: dict[str, Any]) -> None:
-    for name in ("amsgrad", "differentiable"):
+    for name in TORCHS_ALONE:
         if group.get(name):
             raise ValueError(f"AdamW: {name} is {group[name]}; torch.optim.AdamW alone has it")
+
+
+def serves(parameter: torch.Tensor) -> bool:
+    """Whether its type and device are those of a kernel."""
+    return parameter.dtype in FLOATS and parameter.device.type in ("cpu", "cuda")
 
 
 def _beside(

@@ -30,7 +30,7 @@ def prepare(implementation: str, offload_checkpoints: bool = False) -> list[str]
     if implementation == "bastile":
         import bastile
 
-        return bastile.apply(offload_checkpoints=True) if offload_checkpoints else bastile.apply()
+        return bastile.apply(offload_checkpoints=offload_checkpoints)
     if implementation == "unsloth":
         try:
             import unsloth  # noqa: F401  (it puts itself in)
