@@ -392,8 +392,8 @@ BST_API bst_status bst_linear_cross_entropy_backward(const bst_exec *exec,
  *   mean_logits       the mean of z
  *   is_top1           1 where t is the first of the largest, else 0
  * all float32 [T] but is_top1, int32 [T]; 0 where t = ignore_index. In float32 from logits of the inputs' type. A
- * target outside [0, V) that is not ignore_index: BST_INVALID on CPU; on CUDA log p is NaN, and the gradients of its
- * row zero. 1 <= V < 2^30. One struct serves both passes; what a pass does not name it does not look at. */
+ * target outside [0, V) that is not ignore_index: BST_INVALID on CPU; on CUDA log p is NaN, and the row's gradients
+ * zero. 1 <= V < 2^30. One struct serves both passes; what a pass does not name it does not look at. */
 typedef struct bst_linear_logprobs_tensors {
     size_t size;                              /* sizeof(bst_linear_logprobs_tensors) */
     const DLTensor *hidden, *weight, *target; /* [T, H]; [V, H] of hidden's type; [T] int64 */
@@ -405,7 +405,7 @@ typedef struct bst_linear_logprobs_tensors {
     DLTensor *lse, *log_sum_sq_probs, *mean_logits, *is_top1; /* forward */
     DLTensor *logits; /* [T, V] of hidden's type, rows at any stride: see below */
     const DLTensor *grad_log_probs, *grad_entropy, *grad_lse; /* backward: [T] float32, or NULL: zeros */
-    DLTensor *dhidden, *dweight, *dbias; /* backward: as hidden, weight, bias; NULL where not wanted */
+    DLTensor *dhidden, *dweight, *dbias, *jacobian; /* as hidden, weight, bias, or NULL; [T, H] float32: see below */
 } bst_linear_logprobs_tensors;
 
 typedef struct bst_linear_logprobs_options {
@@ -421,9 +421,9 @@ typedef struct bst_linear_logprobs_options {
     int float32_dweight;
 } bst_linear_logprobs_options;
 
-/* Logits are made a chunk of rows at a time, and forward multiplies once. Where it is given `logits` it leaves all of
- * them there; backward, given them, writes their gradient in their place, multiplies twice and has then used them up.
- * Without, it makes them again, chunk by chunk. */
+/* Logits are made by chunks of rows; forward multiplies once. Given `logits` it leaves all of them there; backward,
+ * given them, uses them up and multiplies twice, else makes them again. Given `jacobian` (chunk_bytes count it), and
+ * `pairs` but no logits, forward multiplies once more: row i is the gradient of log_probs[i] to hidden[i]. */
 BST_API bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
                                                const bst_linear_logprobs_options *options);
 BST_API bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,

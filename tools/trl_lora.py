@@ -6,7 +6,8 @@ row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Basti
 
 Random weights of the named shape in bfloat16, r = 16 on all linear layers, random tokens, TRL's defaults but for what
 is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
-peak memory from then on; the losses. Needs trl, peft and datasets; bitsandbytes for four bits."""
+the mean of as many behind them, for which it does not wait; peak memory from the fourth on; the losses. Needs trl,
+peft and datasets; bitsandbytes for four bits."""
 
 from __future__ import annotations
 
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "load_in_4bit": options.load_in_4bit,
         "median_seconds": found["seconds"],
         "least_seconds": min(found["samples"]),
+        "queued_seconds": found["queued_seconds"],
         "peak_bytes": found["peak_bytes"],
         "losses": found["losses"],
     }

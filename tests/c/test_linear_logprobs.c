@@ -112,6 +112,51 @@ TEST(values_and_gradients) {
     }
 }
 
+/* The jacobian, in chunks of 64 rows and all at once, is what backward's upstream gradient multiplies; rows that do not
+ * count are zero. */
+TEST(the_jacobian_is_backward_of_ones) {
+    inputs();
+    static float jacobian[T][H];
+    DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape),
+             tb = bst_f32(bias, 1, bias_shape), tt = bst_tensor(target, 1, rows_shape, NULL, bst_test_i64);
+    DLTensor tp = bst_f32(log_probs, 1, rows_shape), tpairs = bst_f32(pairs, 2, pairs_shape),
+             te = bst_f32(entropy, 1, rows_shape), tj = bst_f32(jacobian, 2, hidden_shape),
+             tdh = bst_f32(dhidden, 2, hidden_shape), tg = bst_f32(upstream[0], 1, rows_shape),
+             tk = bst_tensor(logits, 2, logits_shape, logits_strides, bst_test_types[0]);
+    for (int way = 0; way < 2; way++) {
+        bst_linear_logprobs_options o = options;
+        o.chunk_bytes = way == 0;
+        memset(jacobian, 0xff, sizeof jacobian);
+        CHECK_OK(bst_linear_logprobs_forward(
+            NULL,
+            LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .log_probs = &tp, .pairs = &tpairs,
+                        .entropy = &te, .jacobian = &tj),
+            &o));
+        CHECK_OK(bst_linear_logprobs_backward(NULL,
+                                              LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb,
+                                                          .pairs = &tpairs, .grad_log_probs = &tg, .dhidden = &tdh),
+                                              &o));
+        for (int i = 0; i < T; i++)
+            for (int j = 0; j < H; j++) {
+                CHECK_CLOSE(dhidden[i][j], upstream[0][i] * jacobian[i][j], 1e-5);
+                CHECK(target[i] >= 0 || jacobian[i][j] == 0);
+            }
+    }
+    CHECK_EQ_I(bst_linear_logprobs_forward(NULL,
+                                           LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb,
+                                                       .log_probs = &tp, .jacobian = &tj),
+                                           &options),
+               BST_INVALID);
+    CHECK_STR(bst_last_error(), "pairs is NULL; it is needed where jacobian is given");
+    CHECK_EQ_I(
+        bst_linear_logprobs_forward(NULL,
+                                    LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb,
+                                                .log_probs = &tp, .pairs = &tpairs, .logits = &tk, .jacobian = &tj),
+                                    &options),
+        BST_INVALID);
+    CHECK_STR(bst_last_error(), "logits and jacobian are both given; keep the one or make the other");
+}
+
 /* What is sure has a log-probability still, and a gradient: 40 above all others. */
 TEST(margins_keep_their_digits) {
     static float h[1][1] = {{40}}, w[V][1] = {{1}}, one = 1, dw[V][1];
@@ -194,6 +239,7 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("linear_logprobs", com
 
 int main(void) {
     RUN(values_and_gradients);
+    RUN(the_jacobian_is_backward_of_ones);
     RUN(margins_keep_their_digits);
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);

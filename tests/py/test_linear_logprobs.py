@@ -397,6 +397,76 @@ def test_kept_logits_give_the_bits_of_those_made_again(dtype):
         assert_same_bits(a, b)
 
 
+# ---- a frozen head ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Which of the backward operators ran."""
+    names = []
+    for name in ("_backward", "_backward_kept"):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, f=function, n=name: (names.append(n), f(*a))[1])
+    return names
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_frozen_head_s_gradients_are_as_exact(options, dtype, device, ran):
+    """Several chunks, an upstream gradient of each row's own, rows that do not count; nothing is made again."""
+    set_logits_memory(1e-6)
+    given = case(70, 101, 24, dtype, device, outputs=(), **options)
+    frozen = {name: t for name, t in given.inputs.items() if name != "hidden"}
+
+    def version(function):
+        def run(hidden, *rest):
+            return function(hidden, *[t.to(hidden.dtype) if t.is_floating_point() else t for t in rest])
+
+        return run
+
+    versions = [version(f) for f in (given.ours, given.stock, given.exact)]
+    inputs, others = {"hidden": given.inputs["hidden"]}, {**frozen, **given.constants}
+    assert_no_worse(Case(*versions, inputs, others, independent=given.independent, terms=given.terms))
+    assert ran == []
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_frozen_head_s_entropy_has_its_gradient(device, ran):
+    set_logits_memory(1e-6)
+    hidden, weight, target = leaves(device, tokens=80)
+    results = []
+    for head in (weight.detach(), weight):
+        found = linear_logprobs(hidden, head, target, outputs=ALL)
+        for total in (found.entropy.sum(), found.lse.sum() + (found.log_probs * 3).sum()):
+            results.append(torch.autograd.grad(total, hidden, retain_graph=True)[0])
+    assert ran == ["_backward"] * 4
+    assert_same_bits(results[0], results[2])
+    assert_same_bits(results[1], results[3])
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_head_s_graph_may_be_run_again(dtype, device, ran):
+    set_logits_memory(1e-6)
+    hidden, weight, target = leaves(device, dtype, tokens=80)
+    total = linear_logprobs(hidden, weight.detach(), target, outputs=ALL).log_probs.square().sum()
+    passes = [torch.autograd.grad(total, hidden, retain_graph=i < 2)[0] for i in range(3)]
+    assert_same_bits(passes[0], passes[1])
+    assert_same_bits(passes[0], passes[2])
+    assert ran == []
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(total, hidden)
+
+
+def test_half_precision_of_a_frozen_head_waits_for_its_scale(ran):
+    """Without the loss scale that comes with the upstream gradient, p would vanish in float16."""
+    set_logits_memory(1e-6)
+    hidden, weight, target = leaves("cpu", torch.float16, tokens=80)
+    (linear_logprobs(hidden, weight.detach(), target).log_probs.sum() * 1024).backward()
+    assert ran == ["_backward"]
+
+
 def test_under_autocast_and_on_other_tensors():
     hidden, weight, target = leaves("cpu")
     with torch.autocast("cpu", dtype=torch.bfloat16):

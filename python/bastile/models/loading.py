@@ -18,11 +18,12 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bastile.models import parameter_count, walks
+from bastile.models import parameter_count, running_loss, walks
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
-_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", "transformers.trainer", _TORCHS})
+_TRAINER = "transformers.trainer"
+_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", _TRAINER, _TORCHS})
 _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
@@ -186,6 +187,7 @@ class Watch:
             for name in (_BASE, _AROUND):
                 if name in sys.modules:
                     self._imported(name)
+            _put_into_trainer()
 
     def stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -200,6 +202,9 @@ class Watch:
         for cls in (base, getattr(sys.modules.get(_AROUND), "PeftModel", None), DistributedDataParallel):
             if cls is not None:
                 walks.take_out_of(cls)
+        trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
+        if trainer is not None:
+            running_loss.take_out_of(trainer)
 
     def _imported(self, name: str) -> None:
         if name == _BASE:
@@ -207,6 +212,8 @@ class Watch:
         elif name == _AROUND:
             walks.put_into(sys.modules[name].PeftModel)
         else:
+            if name == _TRAINER:
+                _put_into_trainer()
             self._guarded(name, ())
 
     def _watch_models(self) -> None:
@@ -239,3 +246,9 @@ class Watch:
             self._look(name, classes)
         except Exception:
             logging.getLogger("bastile").exception("%s stays stock: it could not be looked at", name)
+
+
+def _put_into_trainer() -> None:
+    trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)  # none yet, while its module is being imported
+    if trainer is not None:
+        running_loss.put_into(trainer)

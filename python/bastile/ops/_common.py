@@ -178,3 +178,13 @@ def first_order_only(op: str, gradient: torch.Tensor | None, *sources: torch.Ten
     if is_batched(gradient):
         raise _second_derivative(op)
     return _Tie.apply(op, gradient, *[s for s in sources if s is not None])
+
+
+def times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For a backward pass: gradient · factor, of float32 and rounded once; in the gradient's own memory where it fits
+    and no other pass needs it."""
+    if is_batched(factor):
+        return (gradient * factor).to(dtype)
+    with torch.no_grad():
+        free = dtype is gradient.dtype and is_last_pass(factor)
+        return torch.mul(gradient, factor, out=gradient if free else torch.empty_like(gradient, dtype=dtype))

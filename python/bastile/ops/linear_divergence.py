@@ -18,6 +18,7 @@ from bastile.ops._common import (
     need_floats,
     on_gpu,
     served,
+    times,
 )
 from bastile.ops._valid_rows import gather, scatter
 from bastile.ops.fused_linear_cross_entropy import (
@@ -60,16 +61,6 @@ def _gradient_fits(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int)
     if not chunk_bytes:
         return kept <= DEFAULT_KEPT_BYTES
     return kept + 8 * min(_LEAST_ROWS, rows) * row <= chunk_bytes
-
-
-def _times(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For a backward pass: gradient · factor, of float32 and rounded once; in the gradient's own memory where it fits
-    and no other pass needs it."""
-    if is_batched(factor):
-        return (gradient * factor).to(dtype)
-    with torch.no_grad():
-        free = dtype is gradient.dtype and is_last_pass(factor)
-        return torch.mul(gradient, factor, out=gradient if free else torch.empty_like(gradient, dtype=dtype))
 
 
 def _is_same(grad: torch.Tensor) -> bool:
@@ -121,11 +112,11 @@ class _LinearDivergence(Function):
             ctx.dlogits = ctx.dweight = None
         gradients: list[Any] = [None, None, None]
         if dhidden is not None:
-            gradients[0] = _times(dhidden, by_row[:, None], hidden.dtype)
+            gradients[0] = times(dhidden, by_row[:, None], hidden.dtype)
         if dweight is not None:
-            gradients[1] = _times(dweight, by_row[0], hidden.dtype if wide is None else wide.dtype)
+            gradients[1] = times(dweight, by_row[0], hidden.dtype if wide is None else wide.dtype)
         if same and dbias is not None:
-            gradients[2] = _times(dbias, by_row[0], hidden.dtype)
+            gradients[2] = times(dbias, by_row[0], hidden.dtype)
         left = [w and g is None for w, g in zip(ctx.want, gradients, strict=True)]
         exact = int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
         options, made = (*ctx.options, exact, *left), gradients

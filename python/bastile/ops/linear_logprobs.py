@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, first_order_only, is_last_pass, is_set, on_gpu
+from bastile.ops._common import Function, first_order_only, is_last_pass, is_set, on_gpu, times
 from bastile.ops._valid_rows import ValidCount, gather, scatter
 from bastile.ops.fused_linear_cross_entropy import (
     are_left_out,
@@ -79,11 +79,13 @@ class LogProbs(NamedTuple):
 
 class Computed(NamedTuple):
     """Statistics of rows, and what the operator's backward needs of the call beside its inputs: the targets, the logits
-    where they are kept, whether targets are this process' own where there is a shard, and the options."""
+    or the jacobian where they are kept, whether targets are this process' own where there is a shard, and the
+    options."""
 
     found: Statistics
     target: torch.Tensor
     logits: torch.Tensor | None
+    jacobian: torch.Tensor | None
     own: torch.Tensor | None
     options: tuple[Any, ...]
 
@@ -99,25 +101,29 @@ def statistics(
     save: bool,
     keep: bool,
     shard: VocabularyShard | None,
+    ahead: bool = False,
 ) -> Computed:
     """The operator's forward; with a shard joined with the other processes'."""
     own = None
     if shard is not None:
         targets = local_targets("linear_logprobs", target, options[0], shard, weight.shape[0])
         target, own, options, save = targets.local, targets.own, (IGNORED, *options[1:]), True
-    made = _forward(hidden, weight, target, bias, *options, chunk_bytes, save, *wanted, keep)
-    log_probs, pairs, *others, is_top1, logits = made
+    made = _forward(hidden, weight, target, bias, *options, chunk_bytes, save, *wanted, keep, ahead)
+    log_probs, pairs, *others, is_top1, logits, jacobian = made
     asked = [t if w else None for t, w in zip((*others, is_top1 != 0), wanted, strict=True)]
     found = Statistics(log_probs, pairs, *asked)
     if shard is not None:
         found = joined(found, targets, shard, hidden, weight.shape[0])
-    return Computed(found, target, logits if keep else None, own, options)
+    return Computed(found, target, logits if keep else None, jacobian if ahead else None, own, options)
 
 
 class _LinearLogProbs(Function):
     """Logits that fit the memory budget are kept for the backward pass (on CUDA), where their gradient takes their
-    place; else they are made again: see bst_linear_logprobs_forward in bastile.h. With a shard, what is computed is of
-    its part of the vocabulary, and is joined with the other processes'. rounded: as `float32_gradient` says."""
+    place; else they are made again: see bst_linear_logprobs_forward in bastile.h. Where hidden alone has a gradient, as
+    with a frozen head, they are not made again: each row's is made `ahead`, in the forward pass, and multiplied by the
+    upstream gradient of its log-probability (but for float16, whose range a loss scale may need). If entropy or lse
+    turn out to have gradients, that was for nothing. With a shard, what is computed is of its part of the vocabulary,
+    and is joined with the other processes'. rounded: as `float32_gradient` says."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard, rounded):
@@ -131,13 +137,20 @@ class _LinearLogProbs(Function):
             and not torch.compiler.is_compiling()
             and logits_fit(hidden, weight, chunk_bytes)
         )
-        part = statistics(hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), keep, shard)
-        found, target, logits, own, options = part
+        ahead = (
+            want == [True, False, False]
+            and not keep
+            and shard is None
+            and hidden.dtype is not torch.float16
+            and not torch.compiler.is_compiling()
+        )
+        part = statistics(hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), keep, shard, ahead)
+        found, target, logits, jacobian, own, options = part
         log_probs, pairs, *others, top1 = found
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in (*others[2:], top1) if t is not None])
-        ctx.save_for_backward(hidden, weight, target, bias, pairs, others[0], own, wide)
+        ctx.save_for_backward(hidden, weight, target, bias, pairs, others[0], own, wide, jacobian)
         ctx.logits, ctx.shard = logits, shard
         return log_probs, *others, top1
 
@@ -147,12 +160,14 @@ class _LinearLogProbs(Function):
         given = [g for g in upstream if g is not None]
         if not given or not any(ctx.want):
             return (None,) * 9
-        hidden, weight, target, bias, pairs, entropy, own, wide = ctx.saved_tensors
+        hidden, weight, target, bias, pairs, entropy, own, wide, jacobian = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
         logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
         rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
-        if logits is not None and is_last_pass(given[0]):
+        if jacobian is not None and len(given) == 1 and given[0] is upstream[0]:
+            made = times(jacobian, given[0][:, None], hidden.dtype), None, None
+        elif logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up
             made = _backward_kept(*upstream, hidden, weight, target, bias, pairs, entropy, logits, *rest)
         else:

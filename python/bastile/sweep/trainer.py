@@ -50,32 +50,44 @@ def tokenizer(size: int = 3) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
-def clock(times: list[float], device: torch.device, untimed: int) -> Any:
+def clock(times: list[float], device: torch.device, untimed: int, timed: int, queued: int = 0) -> Any:
     """What notes the seconds of each step, begun and ended when the device is idle, and begins the peak after the
-    untimed ones."""
+    untimed ones. Behind these and `timed` others nobody waits: of `queued` further steps, one after the other and
+    without a log, as most of a user's are, one number is noted, their mean."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            synchronize(device)
-            self.begun = time.perf_counter()
+        steps = 0
+        last = untimed + timed
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            synchronize(device)
-            times.append(time.perf_counter() - self.begun)
-            if len(times) == untimed:
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            if self.steps <= self.last:
+                synchronize(device)
+                self.begun = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.steps += 1
+            if self.steps > self.last:
+                control.should_log = False
+            if self.steps <= self.last or self.steps == self.last + queued:
+                synchronize(device)
+                seconds = time.perf_counter() - self.begun
+                times.append(seconds if self.steps <= self.last else seconds / queued)
+            if self.steps == untimed:
                 begin_peak(device)
 
     return Clock()
 
 
 def measure(build: Callable[[], Any], length: int, device: torch.device, plan: dict[str, Any]) -> dict[str, Any]:
-    """Medians of plan["repeats"] steps after plan["warm_up"] others. build: the model with random weights.
+    """Medians of plan["repeats"] steps after plan["warm_up"] others, and the mean of as many behind them for which
+    nobody waits. build: the model with random weights.
 
     plan: as the sweep's, with "implementation", "batch", "dtype", "checkpointing", and "lora" (a rank, or 0) with
     "load_in_4bit"."""
     implementation, untimed = plan["implementation"], plan["warm_up"]
-    steps = untimed + plan["repeats"]
+    timed = plan["repeats"]
+    steps = untimed + 2 * timed
     if implementation == "unsloth":  # which wants to load and change it by itself
         model = _by_unsloth(build, length, plan)
     else:
@@ -114,13 +126,14 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
             processing_class=tokenizer(),
             peft_config=_adapters(plan) if plan.get("lora") and implementation != "unsloth" else None,
         )
-        trainer.add_callback(clock(times, device, untimed))
+        trainer.add_callback(clock(times, device, untimed, timed, timed))
         trainer.train()
-    timed = times[untimed:]
+    *samples, queued = times[untimed:]
     return {
-        "seconds": median(timed),
-        "samples": timed,
-        "tokens_per_second": plan["batch"] * length / median(timed),
+        "seconds": median(samples),
+        "samples": samples,
+        "queued_seconds": queued,
+        "tokens_per_second": plan["batch"] * length / median(samples),
         "before_bytes": None,
         "peak_bytes": peak_bytes(device),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],

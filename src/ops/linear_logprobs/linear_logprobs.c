@@ -2,7 +2,9 @@
  *
  * A chunk is: logits by the head (linear_cross_entropy_head.h), one pass over them, by which forward reads what is
  * asked of each row, and backward replaces them by their gradient, all upstream gradients at once. Where forward saves
- * all logits, backward has its pass and two products; else it makes them again. Nothing waits for the device. */
+ * all logits, backward has its pass and two products; else it makes them again. Asked for the jacobian, forward has
+ * both passes over a chunk, and one product more: so a frozen head takes two, and keeps no logits. Nothing waits for
+ * the device. */
 #include <inttypes.h>
 
 #include "core/options.h"
@@ -17,7 +19,7 @@ static const char forward_op[] = "linear_logprobs_forward", backward_op[] = "lin
 
 enum { HIDDEN, WEIGHT, TARGET, BIAS, INPUTS };
 /* Forward's others. */
-enum { LOG_PROBS = INPUTS, PAIRS, ENTROPY, LSE, SQUARES, MEAN, TOP1, LOGITS };
+enum { LOG_PROBS = INPUTS, PAIRS, ENTROPY, LSE, SQUARES, MEAN, TOP1, LOGITS, JACOBIAN };
 /* Backward's. */
 enum {
     GRAD_LOG_PROBS = INPUTS,
@@ -46,6 +48,7 @@ static const bst_argument forward_arguments[] = {
     [MEAN] = PER_ROW("mean_logits", BST_OUT | BST_OPTIONAL),
     [TOP1] = {"is_top1", BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS},
     [LOGITS] = BST_HEAD_LOGITS("logits", BST_OUT | BST_OPTIONAL),
+    [JACOBIAN] = BST_LOSS_FLOATS("jacobian", BST_OUT | BST_OPTIONAL, "TH"),
     {NULL},
 };
 
@@ -119,6 +122,22 @@ static bst_status run_rows(const bst_head *h, void *context, int64_t first, int6
     return BST_OK;
 }
 
+/* Forward's pass, and behind it the one that leaves in the logits' place what the jacobian is multiplied from. */
+static bst_status run_rows_twice(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
+                                 int64_t stride) {
+    const linear_logprobs_rows *c = context;
+    linear_logprobs_rows back = {.device = c->device,
+                                 .dtype = c->dtype,
+                                 .vocabulary = c->vocabulary,
+                                 .target = c->target,
+                                 .z = c->z,
+                                 .pairs = c->pairs,
+                                 .backward = true,
+                                 .ones = true};
+    BST_TRY(run_rows(h, context, first, rows, logits, stride));
+    return run_rows(h, &back, first, rows, logits, stride);
+}
+
 static linear_logprobs_rows rows_of(const bst_head *h, const bst_view *v, const bst_attribute *attributes) {
     double t = attributes[TEMPERATURE].d;
     return (linear_logprobs_rows){.device = h->device,
@@ -130,14 +149,27 @@ static linear_logprobs_rows rows_of(const bst_head *h, const bst_view *v, const 
                                         .logit_scale = attributes[LOGIT_SCALE].d / t}};
 }
 
+static bst_status check_jacobian(const bst_view *v) {
+    if (!bst__given(&v[JACOBIAN])) return BST_OK;
+    if (!bst__given(&v[PAIRS]))
+        return bst__error(BST_INVALID, "%s: pairs is NULL; it is needed where jacobian is given", forward_op);
+    if (!bst__given(&v[LOGITS])) return BST_OK;
+    return bst__error(BST_INVALID, "%s: logits and jacobian are both given; keep the one or make the other",
+                      forward_op);
+}
+
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS]};
+    BST_TRY(check_jacobian(v));
+    bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS], .dhidden = v[JACOBIAN]};
+    bool makes = bst__given(&v[JACOBIAN]);
+    int64_t budget = attributes[CHUNK_BYTES].i, beside = makes ? v[JACOBIAN].count * (int64_t)sizeof(float) : 0;
+    if (budget) budget = budget > beside ? budget - beside : 1;
     BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
-    BST_TRY(bst__head_choose_chunks(&h, &v[LOGITS], "logits", attributes[CHUNK_BYTES].i));
+    BST_TRY(bst__head_choose_chunks(&h, &v[LOGITS], "logits", budget));
     linear_logprobs_rows c = rows_of(&h, v, attributes);
     c.log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, c.entropy = v[ENTROPY].data, c.lse = v[LSE].data;
     c.log_sum_sq_probs = v[SQUARES].data, c.mean_logits = v[MEAN].data, c.is_top1 = v[TOP1].data;
-    return bst__head_run(&h, false, run_rows, &c, false);
+    return bst__head_run(&h, false, makes ? run_rows_twice : run_rows, &c, makes);
 }
 
 static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
@@ -165,7 +197,7 @@ static const bst_function forward = {
     .check = check,
     .run = run_forward,
     BST_TORCH("linear_logprobs_forward: hidden weight target bias " OPTIONS
-              " -> log_probs pairs? entropy? lse? log_sum_sq_probs? mean_logits? is_top1? logits?"),
+              " -> log_probs pairs? entropy? lse? log_sum_sq_probs? mean_logits? is_top1? logits? jacobian?"),
 };
 
 static const bst_function backward = {
@@ -201,8 +233,8 @@ bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_lo
                                        const bst_linear_logprobs_options *options) {
     bst_linear_logprobs_tensors t;
     BST_TRY(bst__options(forward_op, "tensors", tensors, &t, sizeof t));
-    const DLTensor *all[] = {t.hidden,  t.weight, t.target,           t.bias,        t.log_probs, t.pairs,
-                             t.entropy, t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1,   t.logits};
+    const DLTensor *all[] = {t.hidden, t.weight,           t.target,      t.bias,    t.log_probs, t.pairs,   t.entropy,
+                             t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1, t.logits,    t.jacobian};
     return call(&forward, exec, options, all);
 }
 

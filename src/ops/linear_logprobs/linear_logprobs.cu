@@ -172,7 +172,8 @@ BST_DEVICE terms backward_terms(const linear_logprobs_args *a, int64_t row, floa
     const cross_entropy_rows_args *c = &a->row;
     row_facts f = facts_of(c, c->lse_pairs[2 * row], c->lse_pairs[2 * row + 1], x, true);
     float unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
-    float by_log_p = a->grad_log_probs ? a->grad_log_probs[row] : 0.0f, by_lse = a->grad_lse ? a->grad_lse[row] : 0.0f;
+    float by_log_p = a->grad_log_probs ? a->grad_log_probs[row] : a->without;
+    float by_lse = a->grad_lse ? a->grad_lse[row] : 0.0f;
     float by_entropy = ENTROPY ? a->grad_entropy[row] : 0.0f, entropy = ENTROPY ? a->entropy_was[row] : 0.0f;
     float slope = bst_divide(c->slope, f.total), at_target = by_lse, all = by_lse - by_log_p;
     if (ENTROPY) all -= by_entropy * (entropy - f.log_total);

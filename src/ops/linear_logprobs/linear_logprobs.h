@@ -19,8 +19,8 @@ typedef struct linear_logprobs_rows {
     /* Forward, [rows] each; NULL: not wanted. */
     float *log_probs, *entropy, *lse, *log_sum_sq_probs, *mean_logits;
     int32_t *is_top1;
-    /* Backward, [rows] each; NULL: zeros. */
-    bool backward;
+    /* Backward, [rows] each; NULL: zeros, or for log_probs `ones`. */
+    bool backward, ones;
     const float *grad_log_probs, *grad_entropy, *grad_lse, *entropy_was;
 } linear_logprobs_rows;
 

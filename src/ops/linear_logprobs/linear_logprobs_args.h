@@ -11,11 +11,12 @@ typedef struct linear_logprobs_args {
     int32_t *is_top1;
     /* [rows] each, backward; NULL: zeros. The entropy itself is read where it has a gradient. */
     const float *grad_log_probs, *grad_entropy, *grad_lse, *entropy_was;
+    float without; /* what stands for grad_log_probs where that is NULL */
 } linear_logprobs_args;
 
 #define LINEAR_LOGPROBS_THREADS 512 /* of a block, which has a row */
 #define LINEAR_LOGPROBS_BATCH   4   /* vectors that a thread loads before it uses the first */
 
-static_assert(sizeof(linear_logprobs_args) == 264, "host and device must agree");
+static_assert(sizeof(linear_logprobs_args) == 272, "host and device must agree");
 
 #endif

@@ -122,7 +122,7 @@ static void backward(const linear_logprobs_rows *c, int64_t row, void *in, int64
     float z[BST_TILE], slope[BST_TILE], top = c->pairs[2 * row];
     double others = (double)c->pairs[2 * row + 1];
     row_facts f = facts_of(top, others, hit);
-    double by_log_p = c->grad_log_probs ? (double)c->grad_log_probs[row] : 0;
+    double by_log_p = c->grad_log_probs ? (double)c->grad_log_probs[row] : c->ones;
     double by_entropy = c->grad_entropy ? (double)c->grad_entropy[row] : 0;
     double by_lse = c->grad_lse ? (double)c->grad_lse[row] : 0, entropy = by_entropy != 0 ? c->entropy_was[row] : 0;
     bool has_entropy = by_entropy != 0;

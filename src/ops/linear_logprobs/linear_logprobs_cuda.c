@@ -42,6 +42,7 @@ bst_status bst__linear_logprobs_rows_cuda(const bst_exec *exec, const char *op, 
                                  .grad_log_probs = c->grad_log_probs,
                                  .grad_entropy = c->grad_entropy,
                                  .grad_lse = c->grad_lse,
-                                 .entropy_was = c->entropy_was};
+                                 .entropy_was = c->entropy_was,
+                                 .without = c->ones ? 1.0f : 0.0f};
     return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
 }
