@@ -33,6 +33,8 @@ enum {
     DWEIGHT,
     DBIAS
 };
+#define JACOBIAN_ROWS 2048 /* of a chunk by default, on CUDA: no sum of dweight asks for more */
+
 enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
 
 #define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
@@ -158,13 +160,21 @@ static bst_status check_jacobian(const bst_view *v) {
                       forward_op);
 }
 
+/* Of a chunk's logits beside the jacobian; 0: the default. */
+static int64_t budget_beside(const bst_head *h, const bst_view *jacobian, int64_t budget) {
+    int64_t beside = jacobian->count * (int64_t)sizeof(float);
+    if (budget) return budget > beside ? budget - beside : 1;
+    if (h->device.device_type == kDLCPU) return 0;
+    return JACOBIAN_ROWS * bst__head_padded(h->vocabulary) * bst__dtype_size(h->dtype);
+}
+
 static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
     BST_TRY(check_jacobian(v));
     bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS], .dhidden = v[JACOBIAN]};
     bool makes = bst__given(&v[JACOBIAN]);
-    int64_t budget = attributes[CHUNK_BYTES].i, beside = makes ? v[JACOBIAN].count * (int64_t)sizeof(float) : 0;
-    if (budget) budget = budget > beside ? budget - beside : 1;
     BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
+    int64_t budget = attributes[CHUNK_BYTES].i;
+    if (makes) budget = budget_beside(&h, &v[JACOBIAN], budget);
     BST_TRY(bst__head_choose_chunks(&h, &v[LOGITS], "logits", budget));
     linear_logprobs_rows c = rows_of(&h, v, attributes);
     c.log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, c.entropy = v[ENTROPY].data, c.lse = v[LSE].data;
