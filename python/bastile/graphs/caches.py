@@ -39,6 +39,10 @@ def leave_unfilled(cache: Any) -> None:
     cache.layers = _Unfilled()
 
 
+def is_unfilled(cache: Any) -> bool:
+    return type(cache.layers) is _Unfilled
+
+
 class _Unfilled:
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(

@@ -13,6 +13,7 @@ from torch import nn
 
 from bastile.graphs import conditions
 from bastile.graphs.captured import Captured, Note, Passage, Run
+from bastile.graphs.lengths import Lengths
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.watch import Watch
@@ -65,6 +66,7 @@ class Stack:
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
         self._is_tidy = False
+        self.lengths = Lengths()
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ class Step:
             if noted is None:
                 self.noting = _Noting(key, args[0].device)
                 return None
-            captured = self._captured(key, noted, args[0].device)
+            captured = self._captured(key, noted, args[0])
             if captured is None:
                 return None
         passage = stack.begin(key, captured)
@@ -222,9 +222,9 @@ class Step:
             self.asked,
         )
 
-    def _captured(self, key: Any, noted: Note | str, device: torch.device) -> Captured | None:
+    def _captured(self, key: Any, noted: Note | str, hidden: torch.Tensor) -> Captured | None:
         """Graphs for a kind of step that has been noted, if it is time."""
-        stack = self.stack
+        stack, device, tokens = self.stack, hidden.device, hidden.shape[:-1].numel()
         if isinstance(noted, str):
             stack.tally.step_aside(noted)
             return None
@@ -236,6 +236,7 @@ class Step:
                 return None
             verdict = pays.verdict()
             if verdict is False:
+                stack.lengths.do_not_pay(tokens)
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
             if not verdict:
                 return None

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.graphs.stack import stack_of
-from bastile.graphs.step import Mode, begin
+from bastile.graphs.lengths import is_causal, lengthened, shortened
+from bastile.graphs.stack import Stack, stack_of
+from bastile.graphs.step import Mode, Step, begin
 from bastile.models.backbone import backbones
+from bastile.models.rebind import parameter_names
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -34,6 +36,8 @@ def set_everywhere(mode: Mode) -> None:
 
 
 def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    names = parameter_names(original)
+
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.training:
@@ -41,15 +45,37 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
         layers = self._modules.get("layers")
         if not isinstance(layers, nn.ModuleList) or kwargs.get("past_key_values") is not None:
             return original(self, *args, **kwargs)
-        step = begin(stack_of(self, tally), list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
+        stack = stack_of(self, tally)
+        step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
         if step is None:
             return original(self, *args, **kwargs)
-        with step.calls():
-            result = original(self, *args, **kwargs)
-        step.end(result)
-        return result
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        longer = _lengthened(stack, self, original, given) if len(args) <= len(names) else None
+        if longer is None:
+            return _run(step, original, self, *args, **kwargs)
+        given, length = longer
+        result = _run(step, original, self, **given)
+        if shortened(result, length):
+            return result
+        stack.lengths.never = True
+        return original(self, *args, **kwargs)
 
     return forward
+
+
+def _run(step: Step, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with step.calls():
+        result = original(*args, **kwargs)
+    step.end(result)
+    return result
+
+
+def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """The arguments of a padded batch and its length, where that pays and nobody notices."""
+    if not stack.lengths.is_known:
+        stack.lengths.is_known = True
+        stack.lengths.never = not is_causal(original, stack.layers)
+    return None if stack.lengths.never else lengthened(given, backbone.config, stack.lengths)
 
 
 def _asked(backbone: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:

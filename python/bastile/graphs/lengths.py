@@ -1,0 +1,133 @@
+"""Lengths of batches that vary, made few.
+
+Where each batch is as long as its longest sequence, hardly a length comes twice, and graphs of none pay; and for each
+new one libraries choose and build kernels anew, some 100 ms on an H200. So what goes through the layers is padded at its
+end, to one of four lengths between powers of two. In a causal model no token sees what comes behind it: the results of
+its own tokens are the same but for the order of sums, and those of the others are cut off before anyone sees them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+#: So many different lengths must have come before any is padded: more than graphs are kept for. Fewer have a graph
+#: each, and the very bits of steps without.
+VARIES = 9
+_LEAST_STEP = 16
+_TOKENS = ("input_ids", "inputs_embeds")
+_OF_EACH_TOKEN = (*_TOKENS, "attention_mask", "position_ids")
+_MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
+_ASKS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def padded(length: int) -> int:
+    """At most a quarter more, on average a tenth."""
+    step = max(_LEAST_STEP, 1 << (length - 1).bit_length() >> 3)
+    return -(-length // step) * step
+
+
+class Lengths:
+    """Of one backbone's batches."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._too_many: float = torch.inf  # so many tokens keep the device busy without graphs
+        self.is_known = False  # whether any may be padded has been looked at
+        self.never = False  # none may: tokens see what comes behind them, or the model returns what cannot be cut off
+
+    def do_not_pay(self, tokens: int) -> None:
+        """Graphs of so many tokens, nor of more."""
+        self._too_many = min(self._too_many, tokens)
+
+    def of(self, rows: int, length: int) -> int:
+        """To which such a batch is padded; its own length where it is not."""
+        if len(self._seen) < VARIES:
+            self._seen.add(length)
+        to = padded(length)
+        varies = len(self._seen) == VARIES and not self.never
+        return to if varies and rows * to < self._too_many else length
+
+
+def is_causal(forward: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
+    """Whether a backbone lets no token see what comes behind it, as far as its code and its layers say."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    names = {name for name in (() if code is None else code.co_names) if name.endswith("_mask")}
+    masks = {name for name in names if name.startswith("create_")}
+    attentions = [module for layer in layers for module in layer.modules() if hasattr(module, "is_causal")]
+    return bool(masks) and masks <= _MASKS and bool(attentions) and all(module.is_causal for module in attentions)
+
+
+def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[dict[str, Any], int] | None:
+    """A backbone's arguments for a padded batch, and the length that it had; None where it is left as it is."""
+    tokens = [given[name] for name in _TOKENS if given.get(name) is not None]
+    if len(tokens) != 1 or not isinstance(tokens[0], torch.Tensor) or tokens[0].dim() < 2:
+        return None
+    rows, length = tokens[0].shape[:2]
+    if not length or any(_is_asked(given.get(name), getattr(config, name, False)) for name in _ASKS):
+        return None
+    for name, value in given.items():
+        if name in _OF_EACH_TOKEN:
+            dims = 3 if name == "inputs_embeds" else 2
+            if value is not None and not (_is_plain(value, dims) and value.shape[1] == length):
+                return None
+        elif not _is_of_the_batch(value):
+            return None
+    to = lengths.of(rows, length)
+    if to == length:
+        return None
+    longer = {n: _longer(n, given[n], to - length) for n in _OF_EACH_TOKEN if given.get(n) is not None}
+    return {**given, **longer}, length
+
+
+def _is_asked(here: Any, everywhere: Any) -> bool:
+    return bool(everywhere if here is None else here)
+
+
+def _is_plain(value: Any, dims: int) -> bool:
+    return type(value) is torch.Tensor and value.dim() == dims
+
+
+def _is_of_the_batch(value: Any) -> bool:
+    """Whether an argument has nothing of single tokens."""
+    return value is None or isinstance(value, (bool, str)) or (isinstance(value, torch.Tensor) and not value.dim())
+
+
+def _longer(name: str, tensor: torch.Tensor, by: int) -> torch.Tensor:
+    """Tokens that are seen by nobody but by each other: so a mask of ones stays one, for which kernels need no mask."""
+    if name == "position_ids":
+        behind = torch.arange(1, by + 1, device=tensor.device, dtype=tensor.dtype)
+        return torch.cat((tensor, tensor[:, -1:] + behind), 1)
+    last = [0] * (2 * (tensor.dim() - 2))
+    return nn.functional.pad(tensor, [*last, 0, by], value=1 if name == "attention_mask" else 0)
+
+
+def shortened(result: Any, length: int) -> bool:
+    """Cuts off what a backbone returns of the padding. False, where it returns what this knows nothing of."""
+    found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
+    if "last_hidden_state" not in found or set(found) - {"last_hidden_state", "past_key_values"}:
+        return False
+    cache = found.get("past_key_values")
+    states = found["last_hidden_state"]
+    if cache is not None and not _is_cut(cache, states.shape[1] - length):
+        return False
+    result["last_hidden_state"] = states[:, :length]
+    return True
+
+
+def _is_cut(cache: Any, by: int) -> bool:
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    from bastile.graphs.caches import is_unfilled
+
+    if type(cache) is not DynamicCache:
+        return False
+    if is_unfilled(cache):
+        return True
+    if not all(type(layer) is DynamicLayer for layer in cache.layers):
+        return False
+    cache.crop(-by)
+    return True
