@@ -1,9 +1,9 @@
 """Lengths of batches that vary, made few.
 
 Where each batch is as long as its longest sequence, hardly a length comes twice, and graphs of none pay; and for each
-new one libraries choose and build kernels anew, some 100 ms on an H200. So what goes through the layers is padded at its
-end, to one of four lengths between powers of two. In a causal model no token sees what comes behind it: the results of
-its own tokens are the same but for the order of sums, and those of the others are cut off before anyone sees them."""
+new one libraries choose and build kernels anew, some 100 ms on an H200. So what goes through the layers is padded at
+its end, to one of four lengths between powers of two. In a causal model no token sees what comes behind it: the results
+of its own tokens are the same but for the order of sums, and the others' are cut off before anyone sees them."""
 
 from __future__ import annotations
 
