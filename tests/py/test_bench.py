@@ -40,6 +40,7 @@ TINY = {
     "swiglu_experts": (6, 32, 16, 4, 2),
     "adamw": (3, 40),
     "grad_norm": (3, 40),
+    "dropout": (6, 32),
 }
 on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
