@@ -361,9 +361,10 @@ def test_saving_loading_and_merging(ran, tmp_path):
     torch.testing.assert_close(model(**batch()).logits, want)
 
 
-def test_compiled_without_a_graph_break(ran):
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_compiled_without_a_graph_break(ran, p):
     """Each decoder layer: attention's three, the one behind it, the MLP."""
-    model = with_lora(base())
+    model = with_lora(base(), lora_dropout=p)
     want = step(model)
     for layer in model.base_model.model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")
