@@ -376,9 +376,10 @@ def test_two_passes_over_one_graph(device):
 
 
 @pytest.mark.parametrize("device", devices())
-def test_second_derivatives_are_refused(device):
-    layers, x = make(device), random_tensor((9, 32), torch.float32, device).requires_grad_()
-    gate, up, down = *layers, *make(device, count=1, width=24, outputs=32)
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_second_derivatives_are_refused(p, device):
+    layers, x = make(device, p=p), random_tensor((9, 32), torch.float32, device).requires_grad_()
+    gate, up, down = *layers, *make(device, count=1, width=24, outputs=32, p=p)
     for op, result in (
         ("adapted_linears", adapted_linears(x, layers)[0]),
         ("adapted_gated_mlp", adapted_gated_mlp(x, gate, up, down)),
