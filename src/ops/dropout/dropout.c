@@ -42,7 +42,8 @@ static const bst_kernel kernel = {
     "dropout",
     {"TYPE", "PER", "VEC", "EACH", "THREADS", "FLAT", "COLUMNS", "CHUNKS", "FOLDED", "ADD", NULL}};
 
-/* Two accesses in flight a thread, and short blocks, as dequantize_4bit has them, whose traffic is alike. */
+/* Two accesses in flight a thread, short blocks. On an H200 at 8192 x 4096 in bf16 and float32: 33.5 and 64.4 us; one
+ * access 34.6 and 64.4, four 34.2 and 66.2; 256 threads with two accesses 34.8 and 65.3, 512 36.0 and 66.9. */
 enum { MOST_THREADS = 128, FLAT_EACH = 2 };
 
 /* The tensors of a call, in the order of dropout_args.h; NULL: no addend. */

@@ -8,7 +8,8 @@
  * stride describes all rows of each tensor; ADD: there is an addend.
  *
  * Reads x and addend, writes y, which may take the place of either. Bytes: 2 * size an element (4 in bf16), 3 * size
- * with addend. The result is left in the caches: a product reads it next. */
+ * with addend. The result is left in the caches: a product reads it next. Measured on an H200, bf16: 33.5 us at 8192 x
+ * 4096 (a copy 33.1), 47.6 with addend. */
 #include "pack.cuh"
 #include "philox.h"
 
