@@ -10,16 +10,17 @@ static const float *factors(float out[FOURS * DROPOUT_FOUR], const dropout_cpu *
     const int64_t within = first % DROPOUT_FOUR, fours = (within + n + DROPOUT_FOUR - 1) / DROPOUT_FOUR;
     const uint64_t from = (uint64_t)(first / DROPOUT_FOUR), key = a->key;
     const uint32_t low = (uint32_t)a->offset, high = (uint32_t)(a->offset >> 32);
+    const uint32_t threshold = a->threshold;
+    const float scale = a->scale;
     uint32_t words[DROPOUT_FOUR][FOURS];
 #pragma omp simd
     for (int64_t i = 0; i < fours; i++) {
         const uint64_t counter = from + (uint64_t)i;
-        uint32_t bits[DROPOUT_FOUR];
-        bst_philox(bits, key, (uint32_t)counter, (uint32_t)(counter >> 32), low, high);
-        words[0][i] = bits[0], words[1][i] = bits[1], words[2][i] = bits[2], words[3][i] = bits[3];
+        const bst_words bits = bst_philox(key, (uint32_t)counter, (uint32_t)(counter >> 32), low, high);
+        words[0][i] = bits.a, words[1][i] = bits.b, words[2][i] = bits.c, words[3][i] = bits.d;
     }
     for (int64_t i = 0; i < fours; i++)
-        for (int w = 0; w < DROPOUT_FOUR; w++) out[i * DROPOUT_FOUR + w] = words[w][i] < a->threshold ? 0.0f : a->scale;
+        for (int w = 0; w < DROPOUT_FOUR; w++) out[i * DROPOUT_FOUR + w] = words[w][i] < threshold ? 0.0f : scale;
     return out + within;
 }
 
