@@ -165,8 +165,7 @@ typedef struct bst_exec {
  *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
 typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
 
-/* RMS as above; LAYER: n = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), and y is rounded once, at the end: LLAMA
- * is as NONE. */
+/* RMS as above; LAYER: n = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), LLAMA as NONE: y is rounded once. */
 typedef enum bst_norm_kind { BST_NORM_RMS = 0, BST_NORM_LAYER = 1 } bst_norm_kind;
 
 typedef struct bst_norm_options {
@@ -181,9 +180,8 @@ typedef struct bst_norm_options {
  * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's
  * type, or without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
  * rstd, float32, one a row, saved for the backward pass, or NULL. options NULL: RMS and LLAMA; its after, of x's shape
- * and y's type, is added to y before that is rounded, and its gradient is dy. eps is no option, as 0 is a number like
- * others here. Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba, Kiros and Hinton,
- * "Layer Normalization", 2016. */
+ * and y's type, is added to y before that is rounded, and its gradient is dy. eps is no option: 0 is a number too.
+ * Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba et al., "Layer Normalization", 2016. */
 BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                     const DLTensor *weight, const DLTensor *bias, double eps,
                                     const bst_norm_options *options, DLTensor *y, DLTensor *sum, DLTensor *mean,
@@ -192,14 +190,13 @@ BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, con
  * one; dsum as x, the gradient that reaches x (or the sum) from elsewhere, is added to dx before that is rounded; NULL:
  * none; weight as forward had it; mean (RMS: NULL) and rstd as forward wrote them. And where they go, each
  * NULL where not wanted: dx as x, with a residual the gradient of both terms; dweight and dbias as weight and bias,
- * summed in float32 in a fixed order. */
+ * summed in float32 in a fixed order. options as for forward. */
 typedef struct bst_norm_backward_tensors {
     size_t size; /* sizeof(bst_norm_backward_tensors) */
     const DLTensor *dy, *x, *dsum, *weight, *mean, *rstd;
     DLTensor *dx, *dweight, *dbias;
 } bst_norm_backward_tensors;
 
-/* options as for forward. */
 BST_API bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
                                      const bst_norm_options *options);
 
@@ -235,8 +232,7 @@ BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, cons
  * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                     const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y);
-/* The same of gate and up joined in one tensor h [..., 2I]. dh as h, which it may be, y [..., I], which may be dy;
- * either may be NULL. */
+/* The same of gate and up joined in h [..., 2I]. dh as h, which it may be, y [..., I], which may be dy; or NULL. */
 BST_API bst_status bst_glu_joined_forward(const bst_exec *exec, const DLTensor *h, const bst_glu_options *options,
                                           DLTensor *y);
 BST_API bst_status bst_glu_joined_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
@@ -290,13 +286,10 @@ typedef struct bst_rope_backward_tensors {
     DLTensor *dq_weight, *dk_weight; /* out, as the weights, summed in float32 in a fixed order */
 } bst_rope_backward_tensors;
 
-/* The gradients of the above: with dz1 = dy1 * cos1 + dy2 * sin2, dz2 = dy2 * cos2 - dy1 * sin1, the rotation
- * transposed,
+/* The gradients of the above: with dz1 = dy1 * cos1 + dy2 * sin2, dz2 = dy2 * cos2 - dy1 * sin1, rotated back,
  *   dx = dz                                                  without a norm; dq may be dq_out as q_out may be q
- *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n     with one (GEMMA: 1
- *   + weight)
- * and mean(x^2) computed anew. Each gradient may be NULL, but not all; where both of q's are, dq_out is not looked
- * at, and so for k. */
+ *   dx = rstd * (m - n * mean(m * n)),  m = dz * weight,  n = x * rstd,  dweight = sum of dz * n  (GEMMA: 1 + weight)
+ * and mean(x^2) computed anew. Each gradient may be NULL, but not all; where both of q's are, dq_out is not read. */
 BST_API bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tensors *tensors,
                                      const bst_rope_options *options);
 
@@ -504,14 +497,13 @@ BST_API bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, 
 /* Its gradients, where each row counts by its routing weight w, y being computed again from h. dy [N, I]: the gradient
  * of w y, divided by w. dh [N, 2I], zero beyond a limit; wy [N, I] = w y; dweights [T, K]: per row the sum of dy y,
  * plus dots [N] float32 where given; dbias [E, 2I]: dh summed over an expert's rows before it is rounded, in a fixed
- * order. Each may be NULL. dh may be h itself, and wy dy itself. */
+ * order. Each may be NULL. dh may be h itself, and wy dy itself. options as for forward. */
 typedef struct bst_moe_glu_backward_tensors {
     size_t size; /* sizeof(bst_moe_glu_backward_tensors) */
     const DLTensor *dy, *h, *bias, *ends, *order, *weights, *dots;
     DLTensor *dh, *wy, *dweights, *dbias;
 } bst_moe_glu_backward_tensors;
 
-/* options as for forward. */
 BST_API bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
                                         const bst_glu_options *options);
 
@@ -545,11 +537,20 @@ typedef struct bst_4bit_weight {
 /* weight [N, K], float32, bfloat16 or float16: code[number] * absmax[block] in float32, rounded once. */
 BST_API bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight);
 
+/* ---- dropout ----------------------------------------------------------------------------------------------------- */
+
+/* y = x * f, rounded, plus addend, or NULL, in float32; all [..., C] of one type, y with strides as the others, whose
+ * place it may take. f is 0 for an element whose random word is less than 2^32 p, to nearest, else 1 / (1 - p); where p
+ * is 1, always 0. Element e, counted row by row, has word e % 4 of Philox 4x32's four, of seven rounds, for the key
+ * seed[0] and the counter e / 4 + 2^64 seed[1]; seed [2], int64. The gradient of x is the same function of y's.
+ * Srivastava et al., "Dropout", 2014. */
+BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DLTensor *seed, const DLTensor *addend,
+                               double p, DLTensor *y);
+
 /* ---- optim ------------------------------------------------------------------------------------------------------- */
 
-/* Lists of `count` tensors, which go together by their place. Tensors of a list may be of different types and shapes;
- * all are on one device, lie without gaps, in any order of dimensions that a parameter's own have in common, and none
- * shares memory with another. */
+/* Lists of `count` tensors, which go together by their place; each may have its own type and shape. All are
+ * on one device, gapless, in any order of dimensions that a parameter's own have in common, and share no memory. */
 typedef struct bst_adamw_tensors {
     size_t size; /* sizeof(bst_adamw_tensors) */
     int64_t count;
@@ -578,8 +579,7 @@ typedef struct bst_adamw_options {
     int64_t first_number;
 } bst_adamw_options;
 
-/* One step of AdamW for all tensors, in one pass, computed in float32: with g the gradient, t the step, and the moments
- * m and v,
+/* One step of AdamW for all tensors, in one pass, in float32: g the gradient, t the step, m and v the moments,
  *   m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
  *   p = p - lr weight_decay p - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
  * 0 <= beta1, beta2 < 1; the others from 0 on. Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. */

@@ -2,7 +2,7 @@
 row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Bastile reports of itself.
 
     python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing [--offload-checkpoints]]
-        [--load-in-4bit] [--with stock|compile|liger|unsloth]
+        [--load-in-4bit] [--dropout 0.05] [--with stock|compile|liger|unsloth]
 
 Random weights of the named shape in bfloat16, r = 16 on all linear layers, random tokens, TRL's defaults but for what
 is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "dtype": "bfloat16",
         "seed": 0,
         "lora": 16,
+        "lora_dropout": options.dropout,
         "load_in_4bit": options.load_in_4bit,
         "checkpointing": options.checkpointing,
         "warm_up": UNTIMED,
@@ -49,6 +50,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "checkpointing": options.checkpointing,
         "offload_checkpoints": options.offload_checkpoints,
         "load_in_4bit": options.load_in_4bit,
+        "dropout": options.dropout,
         "median_seconds": found["seconds"],
         "least_seconds": min(found["samples"]),
         "queued_seconds": found["queued_seconds"],
@@ -68,6 +70,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--offload-checkpoints", action="store_true", help="with bastile")
     parser.add_argument("--load-in-4bit", action="store_true")
+    parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
     options = parser.parse_args()
     if options.steps <= UNTIMED:
         parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")

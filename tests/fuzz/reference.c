@@ -503,6 +503,34 @@ static void dequantize_4bit(fuzz_call *c) {
     }
 }
 
+/* ---- dropout ----------------------------------------------------------------------------------------------------- */
+
+/* Word e % 4 of Philox 4x32 with seven rounds. */
+static double random_word(uint64_t key, uint64_t offset, uint64_t e) {
+    uint64_t word[4] = {e / 4 & 0xffffffff, e / 4 >> 32, offset & 0xffffffff, offset >> 32};
+    uint64_t k[2] = {key & 0xffffffff, key >> 32};
+    for (int round = 0; round < 7; round++) {
+        uint64_t first = word[0] * 0xd2511f53u, second = word[2] * 0xcd9e8d57u;
+        uint64_t next[4] = {(second >> 32) ^ word[1] ^ k[0], second & 0xffffffff, (first >> 32) ^ word[3] ^ k[1],
+                            first & 0xffffffff};
+        memcpy(word, next, sizeof word);
+        k[0] = (k[0] + 0x9e3779b9u) & 0xffffffff, k[1] = (k[1] + 0xbb67ae85u) & 0xffffffff;
+    }
+    return (double)word[e % 4];
+}
+
+static void dropout(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    const double *seed = numbers(c, "seed"), *addend = numbers(c, "addend");
+    double p = c->attributes[fuzz_attribute(c->function, "p")].d, scale = p < 1 ? 1 / (1 - p) : 0;
+    fuzz_tensor *y = output(c, "y");
+    for (int64_t e = 0; e < x->count; e++) {
+        double word = random_word((uint64_t)(int64_t)seed[0], (uint64_t)(int64_t)seed[1], (uint64_t)e);
+        double kept = x->numbers[e] * (word < floor(p * 0x1p32 + 0.5) ? 0 : scale), more = addend ? addend[e] : 0;
+        want(y, e, kept + more, fabs(kept) + fabs(more));
+    }
+}
+
 /* ---- the tables -------------------------------------------------------------------------------------------------- */
 
 const fuzz_reference fuzz_references[] = {
@@ -524,6 +552,7 @@ const fuzz_reference fuzz_references[] = {
     {"moe_glu_forward", moe_glu_forward},
     {"moe_combine_forward", moe_combine_forward},
     {"dequantize_4bit", dequantize_4bit},
+    {"dropout", dropout},
     {NULL, NULL},
 };
 

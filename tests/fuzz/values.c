@@ -136,6 +136,8 @@ static void draw_integers(const fuzz_call *c, int place) {
         for (int64_t i = 0; i < t->count; i++) t->numbers[i] = (double)fuzz_below(256);
     } else if (strcmp(name, "order") == 0 || strcmp(name, "position") == 0) {
         permute(t->numbers, t->count);
+    } else if (strcmp(name, "seed") == 0) { /* as many bits as a double has */
+        for (int64_t i = 0; i < t->count; i++) t->numbers[i] = (double)(fuzz_bits() >> 11) - 0x1p52;
     } else if (strcmp(name, "ends") == 0) {
         int order = fuzz_place(c->function, "order", BST_IN);
         draw_ends(t->numbers, t->count, order < 0 ? first_dimension(c, "h") : c->of[order].count);

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from bastile.ops.cross_entropy import cross_entropy
+from bastile.ops.dropout import dropout
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.glu import glu
@@ -69,6 +70,7 @@ CALLS = {
     "moe_experts": lambda x: moe_experts(
         x, torch.tensor([[0, 1]] * T), random(T, 2), random(2, H, 16) / 4, None, random(2, 8, H) / 4, None
     ),
+    "dropout": lambda x: dropout(x, 0.5, seed=torch.tensor([1 << 40, -3])),
     "projections": lambda x: torch.cat(projections(x, random(3, H), random(5, H)), dim=-1),
 }
 

@@ -17,7 +17,7 @@ from bastile.ops.lora import Adapted
 from memory import Memory
 from oracle import Case, assert_no_worse, assert_no_worse_pooled, devices, random_tensor
 from test_lora import MIXES, POOLED, Layer, peft, under
-from test_peft import SIZES, assert_as_stock, base, batch, ran, step, with_lora  # noqa: F401  (a fixture)
+from test_peft import SIZES, assert_as_stock, base, batch, our_masks, ran, step, with_lora  # noqa: F401  (a fixture)
 
 CLASSES = 70
 EVERY = ["q_proj", "v_proj", "down_proj", "lm_head"]
@@ -162,5 +162,6 @@ def test_heads_that_are_more_run_as_stock(ran, way):  # noqa: F811
         with model.disable_adapter():
             want = model(**batch()).loss
     else:
-        want = model(**batch()).loss
+        with our_masks():
+            want = model(**batch()).loss
     torch.testing.assert_close(stock, want)

@@ -40,6 +40,7 @@ TINY = {
     "swiglu_experts": (6, 32, 16, 4, 2),
     "adamw": (3, 40),
     "grad_norm": (3, 40),
+    "dropout": (6, 32),
 }
 on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -92,6 +93,8 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
         ("cross_entropy", (4096, 32000), True): 122.5,
         ("adamw", (8, 4096 * 12288), False): 1317,
         ("grad_norm", (8, 4096 * 12288), False): 188.2,
+        ("dropout", (8192, 4096), False): 31.4,
+        ("dropout", (8192, 4096), True): 62.7,
     }
     seen = set()
     for case in LIMITS:

@@ -6,12 +6,14 @@ import copy
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,6 +25,7 @@ from transformers import (
 
 import bastile
 from bastile.models import adapters
+from bastile.ops.dropout import dropout
 from bastile.ops.lora import Adapted
 from oracle import assert_same_bits, random_tensor
 from test_lora import peft as restated
@@ -81,11 +84,26 @@ def step(model: nn.Module, autocast: bool = False, seed: int = 1, **more: Any) -
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@contextmanager
+def our_masks() -> Iterator[None]:
+    """Dropouts draw as the nodes draw, layer by layer, so that the masks are theirs."""
+
+    def drop(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return dropout(x, p) if training and p else x
+
+    before, F.dropout = F.dropout, drop
+    try:
+        yield
+    finally:
+        F.dropout = before
+
+
 def assert_as_stock(model: nn.Module, **more: Any) -> None:
-    """What apply() makes of this model, and what stock makes of it."""
+    """What apply() makes of this model, and what stock makes of it with the same masks."""
     ours = step(model, **more)
     bastile.reset()
-    stock = step(model, **more)
+    with our_masks():
+        stock = step(model, **more)
     assert ours.keys() == stock.keys()
     for name, want in stock.items():
         # What float32 leaves of the gradients of queries and keys, behind a softmax; a wrong mask would be off by 0.1.
@@ -95,23 +113,23 @@ def assert_as_stock(model: nn.Module, **more: Any) -> None:
 LAYERS = SIZES["num_hidden_layers"]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_the_layer_computes_what_the_operator_s_tests_compare_with(dropout):
-    model = with_lora(base(), lora_dropout=dropout)
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_the_layer_computes_what_the_operator_s_tests_compare_with(p):
+    model = with_lora(base(), lora_dropout=p)
     layer = model.base_model.model.model.layers[0].mlp.up_proj
     x = random_tensor((5, SIZES["hidden_size"]), torch.float32, "cpu")
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    given = Adapted(layer.base_layer.weight, None, a, b, layer.scaling["default"], dropout)
+    given = Adapted(layer.base_layer.weight, None, a, b, layer.scaling["default"], p)
     torch.manual_seed(3)
     want = layer(x)
     torch.manual_seed(3)
     assert_same_bits(restated(x, given), want)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_qwen3(ran, dropout):
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_qwen3(ran, p):
     """The three layers before the attention are one node, the one behind it and the MLP one each."""
-    assert_as_stock(with_lora(base(), lora_dropout=dropout))
+    assert_as_stock(with_lora(base(), lora_dropout=p))
     assert ran == {"adapted_linears": 2 * LAYERS, "adapted_gated_mlp": LAYERS}
 
 
@@ -137,12 +155,12 @@ def test_ranks_and_scales_of_their_own(ran):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_gradient_checkpointing(ran, dropout, reentrant):
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_gradient_checkpointing(ran, p, reentrant):
     model = base()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    assert_as_stock(with_lora(model, lora_dropout=dropout))
+    assert_as_stock(with_lora(model, lora_dropout=p))
     assert ran["adapted_gated_mlp"] == 2 * LAYERS
 
 
@@ -343,9 +361,10 @@ def test_saving_loading_and_merging(ran, tmp_path):
     torch.testing.assert_close(model(**batch()).logits, want)
 
 
-def test_compiled_without_a_graph_break(ran):
+@pytest.mark.parametrize("p", [0.0, 0.2])
+def test_compiled_without_a_graph_break(ran, p):
     """Each decoder layer: attention's three, the one behind it, the MLP."""
-    model = with_lora(base())
+    model = with_lora(base(), lora_dropout=p)
     want = step(model)
     for layer in model.base_model.model.model.layers:
         layer.compile(fullgraph=True, backend="aot_eager")

@@ -11,6 +11,7 @@ Shapes, by operator:
     linear_divergence            (rows, hidden size of both, vocabulary): a sum of forward divergences
     moe_experts, swiglu_experts  (tokens, hidden size, size between the products, experts, experts of a token)
     adamw, grad_norm             (tensors, elements of each)
+    dropout                      (rows, columns), with p = 0.05
 """
 
 from __future__ import annotations
@@ -114,6 +115,9 @@ LIMITS = (
     # As much as eight of Qwen3-8B's matrices; a step of all is to take 30 ms, the norm of its gradients 4 more.
     Case("adamw", (8, 4096 * 12288), backward=False, needs=_within(26.8, 30, peers={"hf": 30 / 42.2})),
     Case("grad_norm", (8, 4096 * 12288), backward=False, needs=_within(3.83, 4)),
+    # An adapter's input at Qwen3-8B, 4 x 2048.
+    Case("dropout", (8192, 4096), backward=False, needs=_bf16(limit=1.1, peers={"torch": 1 / 1.25})),
+    Case("dropout", (8192, 4096), needs=_bf16(limit=1.1, peers={"torch": 1 / 1.25})),
 )
 
 
@@ -149,6 +153,7 @@ SMALL = (
     Case("swiglu_experts", (256, 256, 256, 8, 2), needs=_CPU_EXPERTS),
     Case("adamw", (28, 1 << 18), backward=False, needs=_CPU_OPTIMISER),
     Case("grad_norm", (28, 1 << 18), backward=False),  # by the memory's speed, as torch's
+    Case("dropout", (512, 1024), needs={t: Need(peers={"torch": 1.0}) for t in ("bf16", "fp32")}),
 )
 
 # One row: the kernels take microseconds, so that what is left is the host's work.

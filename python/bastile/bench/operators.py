@@ -314,4 +314,11 @@ OPERATORS = {
         times=(1, 1),
         model="gradients read",
     ),
+    "dropout": Operator(
+        _rows("x", "upstream 0"),
+        arguments=("x",),
+        leaves=("x",),
+        times=(2, 4),
+        model="x read, y written; backward: dy read, dx written",
+    ),
 }

@@ -237,8 +237,6 @@ def _dropout(layer: nn.Module) -> float:
         return 0.0
     if type(layer) is not nn.Dropout or layer.p >= 1:
         raise NotServed(f"an adapter's dropout is a {type(layer).__name__}")
-    if layer.training and layer.p and torch.compiler.is_compiling():
-        raise NotServed("an adapter's dropout is compiled")
     return layer.p if layer.training else 0.0
 
 

@@ -18,13 +18,15 @@ from bastile.ops._common import (
     Function,
     cast_as_linear,
     first_order_only,
+    is_batched,
     release_on_last_pass,
     served,
     without_autocast,
 )
 from bastile.ops._glu import unit_of
 from bastile.ops._late import Late, in_checkpoint, late
-from bastile.ops._random import Masks
+from bastile.ops._random import seeds
+from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
 from bastile.ops.gated_mlp import unit_gradients
 
 __all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
@@ -69,27 +71,27 @@ class _Group:
 
     weights, biases: of the input's type. a, b: in types of their own; a call rounds them to the input's once, and the
     backward pass is given what was rounded. The thin results of all adapters, and the gradients of these, lie side by
-    side: [rows, rank]."""
+    side: [rows, rank]. seeds: of each layer's dropout, None where it has none."""
 
     def __init__(
         self,
         layers: Sequence[_Layer],
         tensors: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
+        seeds: Sequence[torch.Tensor | None],
         rounded: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        self.layers, self.dtype = layers, dtype
+        self.layers, self.dtype, self.seeds = layers, dtype, seeds
         self.weights, self.biases, self.a, self.b = (tensors[i::_TENSORS] for i in range(_TENSORS))
         self.columns: list[slice] = []  # each adapter's of the thin results
         self.adapted: list[int] = []
-        self.drops = False
+        self.drops = any([seed is not None for seed in seeds])
         at = 0
         for i, a in enumerate(self.a):
             begin = at
             if a is not None:
                 at += a.shape[0]
                 self.adapted.append(i)
-                self.drops = self.drops or layers[i].dropout > 0
             self.columns.append(slice(begin, at))
         self.rank = at
         self.rounded = self._rounded() if rounded is None else rounded
@@ -113,17 +115,24 @@ class _Group:
         make = self.layers[i].dequantise
         return self.weights[i] if make is None else make(self.dtype)
 
-    def thin(self, rows: torch.Tensor, masks: Masks) -> torch.Tensor | None:
+    def dropped(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        """The input as adapter i sees it."""
+        seed = self.seeds[i]
+        return rows if seed is None else drop(rows, seed, self.layers[i].dropout)
+
+    def thin(self, rows: torch.Tensor) -> torch.Tensor | None:
         """x A^T of all adapters."""
         if not self.adapted:
             return None
         all_a = self.rounded[0]
         if not self.drops:
             return rows.mm(all_a.t())
+        if is_compiling():  # it takes no part of a tensor for a result
+            return torch.cat([self.dropped(i, rows).mm(all_a[self.columns[i]].t()) for i in self.adapted], 1)
         thin = rows.new_empty(rows.shape[0], self.rank)
         for i in self.adapted:
             mine = self.columns[i]
-            torch.mm(masks.drop(i, rows, self.layers[i].dropout), all_a[mine].t(), out=thin[:, mine])
+            torch.mm(self.dropped(i, rows), all_a[mine].t(), out=thin[:, mine])
         return thin
 
     def results(self, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None) -> list[torch.Tensor]:
@@ -185,11 +194,9 @@ class _Group:
                 self._mine(g, i).addmm_(dy, b, beta=0, alpha=self.layers[i].scale)
         return g
 
-    def input_gradient(
-        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, masks: Masks
-    ) -> torch.Tensor | None:
+    def input_gradient(self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None) -> torch.Tensor | None:
         """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first."""
-        dx = None if g is None else self._adapters_input_gradient(gradients, g, masks)
+        dx = None if g is None else self._adapters_input_gradient(gradients, g)
         for i in range(len(self.layers) - 1, -1, -1):
             dy = gradients[i]
             if dy is not None:
@@ -197,7 +204,7 @@ class _Group:
         return dx
 
     def _adapters_input_gradient(
-        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, masks: Masks
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor
     ) -> torch.Tensor | None:
         all_a = self.rounded[0]
         if not self.drops:
@@ -205,9 +212,20 @@ class _Group:
         dx = None
         for i in self.adapted:
             if gradients[i] is not None:
-                mine = self.columns[i]
-                part = masks.drop(i, g[:, mine].mm(all_a[mine]), self.layers[i].dropout)
-                dx = part if dx is None else dx.add_(part)
+                dx = self._add_dropped(i, dx, self._mine(g, i).mm(all_a[self.columns[i]]))
+        return dx
+
+    def _add_dropped(self, i: int, dx: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        """dx, if there is one, and what adapter i's dropout leaves of this part, which is written over."""
+        seed, p = self.seeds[i], self.layers[i].dropout
+        if seed is None:
+            return part if dx is None else dx.add_(part)
+        if is_compiling() or is_batched(part):
+            return drop(part, seed, p) if dx is None else drop_and_add(part, seed, dx, p)
+        if dx is None:
+            drop_in_place(part, seed, p)
+            return part
+        drop_into(part, seed, dx, p)
         return dx
 
     def gradients(
@@ -216,7 +234,6 @@ class _Group:
         g: torch.Tensor | None,
         rows: Any,
         thin: torch.Tensor | None,
-        masks: Masks,
         wanted: Sequence[bool],
     ) -> list[torch.Tensor | None]:
         """Those of the tensors' gradients that are wanted, in the tensors' order: dW = dy^T x, dbias = the sum of dy,
@@ -234,7 +251,7 @@ class _Group:
             if want_b and b is not None and thin is not None:
                 found[i * _TENSORS + 3] = _product(b.dtype, dy.t(), self._mine(thin, i), self.layers[i].scale)
         if g is not None:
-            self._gradients_of_a(gradients, g, rows, masks, wanted, found)
+            self._gradients_of_a(gradients, g, rows, wanted, found)
         return found
 
     def _gradients_of_a(
@@ -242,7 +259,6 @@ class _Group:
         gradients: Sequence[torch.Tensor | None],
         g: torch.Tensor,
         rows: Any,
-        masks: Masks,
         wanted: Sequence[bool],
         found: list[torch.Tensor | None],
     ) -> None:
@@ -252,8 +268,7 @@ class _Group:
         types: Any = {i: self.a[i].dtype for i in places}  # type: ignore[union-attr]
         if self.drops:
             for i, place in places.items():
-                dropped = masks.drop(i, rows, self.layers[i].dropout)
-                found[place] = _product(types[i], g[:, self.columns[i]].t(), dropped)
+                found[place] = _product(types[i], self._mine(g, i).t(), self.dropped(i, rows))
             return
         shared = set(types.values())
         together = _product(shared.pop() if len(shared) == 1 else torch.float32, g.t(), rows)
@@ -286,39 +301,39 @@ def _results(
 
 
 class _Linears(Function):
-    """Keeps x where a weight or an A is trained, and the thin results where a B is."""
+    """Keeps x where a weight or an A is trained, the thin results where a B is, and the seeds of dropouts."""
 
     @staticmethod
-    def forward(ctx, x, layers, rest, *tensors):
+    def forward(ctx, x, layers, rest, seeds, *tensors):
         ctx.set_materialize_grads(False)
-        group, masks, rows = _Group(layers, tensors, x.dtype), Masks(x.device), x.reshape(-1, x.shape[-1])
-        thin = group.thin(rows, masks)
-        keeps_x = _reads_input(ctx.needs_input_grad[3:])
+        group, rows = _Group(layers, tensors, x.dtype, _of_layers(layers, seeds)), x.reshape(-1, x.shape[-1])
+        thin = group.thin(rows)
+        keeps_x = _reads_input(ctx.needs_input_grad[4:])
         # For first_order_only, where x is not kept: an output without elements.
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
-        ctx.save_for_backward(x if keeps_x else None, thin, way_back, *tensors, *group.rounded, *masks.leave())
-        ctx.shape, ctx.layers, ctx.masks, ctx.dtype = x.shape, layers, masks, x.dtype
+        ctx.save_for_backward(x if keeps_x else None, thin, way_back, seeds, *tensors, *group.rounded)
+        ctx.shape, ctx.layers, ctx.dtype = x.shape, layers, x.dtype
         results = _results(rest, group, x, rows, thin)
         return tuple(results) if way_back is None else (*results, way_back)
 
     @staticmethod
     def backward(ctx, *gradients):
-        x, thin, way_back, *tensors = ctx.saved_tensors
+        x, thin, way_back, seeds, *tensors = ctx.saved_tensors
         count = _TENSORS * len(ctx.layers)
-        tensors, rounded = tensors[:count], ctx.masks.take(tensors[count:])
+        tensors, rounded = tensors[:count], tensors[count:]
         gradients = gradients[: len(ctx.layers)]
-        wanted = ctx.needs_input_grad
+        want_x, _, _, _, *wanted = ctx.needs_input_grad
         with without_autocast(next(t.device.type for t in tensors if t is not None)):
-            group = _Group(ctx.layers, tensors, ctx.dtype, rounded)
+            group = _Group(ctx.layers, tensors, ctx.dtype, _of_layers(ctx.layers, seeds), rounded)
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
             g = group.thin_gradients(of_rows)
-            found = group.gradients(of_rows, g, rows, thin, ctx.masks, wanted[3:])
-            dx = group.input_gradient(of_rows, g, ctx.masks) if wanted[0] else None
+            found = group.gradients(of_rows, g, rows, thin, wanted)
+            dx = group.input_gradient(of_rows, g) if want_x else None
         found = [None if dx is None else dx.view(ctx.shape), *found]
         if torch.is_grad_enabled() and not is_compiling():
             found = [first_order_only("adapted_linears", d, x, way_back, *gradients, *tensors) for d in found]
-        return found[0], None, None, *found[1:]
+        return found[0], None, None, None, *found[1:]
 
 
 def _reads_input(wanted: Sequence[bool]) -> bool:
@@ -327,32 +342,30 @@ def _reads_input(wanted: Sequence[bool]) -> bool:
 
 
 class _GatedMLP(Function):
-    """Keeps x where it is read, gate's and up's results and the thin ones. The activation comes again out of the kernel
-    that makes its gradients."""
+    """Keeps x where it is read, gate's and up's results, the thin ones and the seeds of dropouts. The activation comes
+    again out of the kernel that makes its gradients."""
 
     @staticmethod
-    def forward(ctx, x, layers, unit, rest, *tensors):
-        first, second = _mlp_groups(layers, tensors, x.dtype)
-        masks = Masks(x.device), Masks(x.device)
+    def forward(ctx, x, layers, unit, rest, seeds, *tensors):
+        first, second = _mlp_groups(layers, tensors, x.dtype, seeds)
         rows = x.reshape(-1, x.shape[-1])
-        thin = first.thin(rows, masks[0])
+        thin = first.thin(rows)
         a, b = first.results(x, rows, thin)
         # In a checkpoint y and its thin results are left for later too, which the backward pass then makes from the y
         # that it makes anyway. Elsewhere keeping them costs less.
-        leaves_y = rest is not None and not second.drops and in_checkpoint()
+        leaves_y = rest is not None and in_checkpoint()
         y = thin_y = None
         if not leaves_y:
             y = unit.forward(a, b)
-            thin_y = second.thin(y.view(-1, y.shape[-1]), masks[1])
-        keeps_x = _reads_input(ctx.needs_input_grad[4 : 4 + 2 * _TENSORS])
+            thin_y = second.thin(y.view(-1, y.shape[-1]))
+        keeps_x = _reads_input(ctx.needs_input_grad[5 : 5 + 2 * _TENSORS])
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
         ctx.save_for_backward(
-            x if keeps_x else None, thin, a, b, thin_y, way_back, *tensors, *first.rounded, *second.rounded,
-            *masks[0].leave(), *masks[1].leave(),
-        )  # fmt: skip
-        ctx.shape, ctx.layers, ctx.masks, ctx.dtype, ctx.unit = x.shape, layers, masks, x.dtype, unit
+            x if keeps_x else None, thin, a, b, thin_y, way_back, seeds, *tensors, *first.rounded, *second.rounded
+        )
+        ctx.shape, ctx.layers, ctx.dtype, ctx.unit = x.shape, layers, x.dtype, unit
         if leaves_y:
-            rest.leave(_finish, second, unit, a, b, masks[1])
+            rest.leave(_finish, second, unit, a, b)
             (out,) = second.places(x)
         else:
             (out,) = _results(rest, second, y, y.view(-1, y.shape[-1]), thin_y)
@@ -362,30 +375,37 @@ class _GatedMLP(Function):
     def backward(ctx, dout, *_):
         with without_autocast(dout.device.type):
             found = _mlp_gradients(ctx, dout)
-        return found[0], None, None, None, *found[1:]
+        return found[0], None, None, None, None, *found[1:]
 
 
-def _finish(group: _Group, unit: Any, a: torch.Tensor, b: torch.Tensor, masks: Masks, out: torch.Tensor) -> None:
+def _finish(group: _Group, unit: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     rows = unit.forward(a, b).view(-1, a.shape[-1])
-    group.fill(rows, group.thin(rows, masks), out)
+    group.fill(rows, group.thin(rows), out)
 
 
-def _mlp_groups(layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.dtype) -> tuple[_Group, _Group]:
+def _mlp_groups(
+    layers: Sequence[_Layer], tensors: Sequence[Any], dtype: torch.dtype, seeds: torch.Tensor | None
+) -> tuple[_Group, _Group]:
     """Gate and up, and down. Behind the layers' tensors may stand what was rounded, first that of gate and up."""
     first, second, rounded = tensors[: 2 * _TENSORS], tensors[2 * _TENSORS : 3 * _TENSORS], tensors[3 * _TENSORS :]
-    if not rounded:
-        return _Group(layers[:2], first, dtype), _Group(layers[2:], second, dtype)
-    adapted = sum([a is not None for a in first[2::_TENSORS]])
-    count = adapted + 1 if adapted else 0
-    return _Group(layers[:2], first, dtype, rounded[:count]), _Group(layers[2:], second, dtype, rounded[count:])
+    of_layers = _of_layers(layers, seeds)
+    of_first: Any = None
+    of_second: Any = None
+    if rounded:
+        adapted = sum([a is not None for a in first[2::_TENSORS]])
+        count = adapted + 1 if adapted else 0
+        of_first, of_second = rounded[:count], rounded[count:]
+    return (
+        _Group(layers[:2], first, dtype, of_layers[:2], of_first),
+        _Group(layers[2:], second, dtype, of_layers[2:], of_second),
+    )
 
 
 def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
-    x, thin, a, b, thin_y, way_back, *tensors = ctx.saved_tensors
+    x, thin, a, b, thin_y, way_back, seeds, *tensors = ctx.saved_tensors
     last = release_on_last_pass(ctx, dout)
-    want_x, _, _, _, *wanted = ctx.needs_input_grad
-    tensors = ctx.masks[0].take(ctx.masks[1].take(tensors))
-    first, second = _mlp_groups(ctx.layers, tensors, ctx.dtype)
+    want_x, _, _, _, _, *wanted = ctx.needs_input_grad
+    first, second = _mlp_groups(ctx.layers, tensors, ctx.dtype, seeds)
     tensors = tensors[: 3 * _TENSORS]
     wanted_first, wanted_second = wanted[: 2 * _TENSORS], wanted[2 * _TENSORS :]
     drows = [dout.reshape(-1, dout.shape[-1])]
@@ -393,22 +413,36 @@ def _mlp_gradients(ctx: Any, dout: torch.Tensor) -> list[torch.Tensor | None]:
     a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
     wants_y = _reads_input(wanted_second) or (thin_y is None and any(wanted_second))
     wants = want_x or any(wanted_first[:_TENSORS]), want_x or any(wanted_first[_TENSORS:]), wants_y
-    dy: Any = second.input_gradient(drows, g, ctx.masks[1])
+    dy: Any = second.input_gradient(drows, g)
     da, db, y = unit_gradients(ctx.unit, dy, a, b, wants, last)
     del dy
     if thin_y is None and wants[2]:
-        thin_y = second.thin(y, ctx.masks[1])
-    found_second = second.gradients(drows, g, y, thin_y, ctx.masks[1], wanted_second)
+        thin_y = second.thin(y)
+    found_second = second.gradients(drows, g, y, thin_y, wanted_second)
     del y, g
     gradients = [da if wants[0] else None, db if wants[1] else None]
     g = first.thin_gradients(gradients)
     rows = None if x is None else x.reshape(-1, x.shape[-1])
-    found = first.gradients(gradients, g, rows, thin, ctx.masks[0], wanted_first)
-    dx = first.input_gradient(gradients, g, ctx.masks[0]) if want_x else None
+    found = first.gradients(gradients, g, rows, thin, wanted_first)
+    dx = first.input_gradient(gradients, g) if want_x else None
     found = [None if dx is None else dx.view(ctx.shape), *found, *found_second]
     if torch.is_grad_enabled() and not is_compiling():
         found = [first_order_only("adapted_gated_mlp", d, dout, x, way_back, *tensors) for d in found]
     return found
+
+
+def _drawn(x: torch.Tensor, layers: Sequence[_Layer]) -> torch.Tensor | None:
+    """The seeds of all dropouts of a call, in the layers' order, in one launch."""
+    count = sum([layer.dropout > 0 for layer in layers])
+    return seeds(x.device, count) if count else None
+
+
+def _of_layers(layers: Sequence[_Layer], seeds: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Each layer's seed of these."""
+    if seeds is None:
+        return [None] * len(layers)
+    left = iter(seeds.unbind(0))
+    return [next(left) if layer.dropout > 0 else None for layer in layers]
 
 
 def _prepared(
@@ -425,7 +459,8 @@ def _prepared(
     tensors: list[torch.Tensor | None] = []
     for i, layer in enumerate(layers):
         tensors += cast[2 * i], cast[2 * i + 1], layer.a, layer.b
-    return x, tuple([_Layer(layer.scale, layer.dropout, layer.dequantise, layer.outputs) for layer in layers]), tensors
+    plain_layers = [_Layer(each.scale, 0.0 if each.a is None else each.dropout, *each[-2:]) for each in layers]
+    return x, tuple(plain_layers), tensors
 
 
 def _is_differentiated(x: torch.Tensor, tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -466,9 +501,9 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
     Returns:
         One [..., N] for each layer, of x's type. Gradients flow to x and all weights, biases, A and B, each computed
         only where it is wanted; x's is summed within the products. Kept for them are the inputs and [..., r] numbers of
-        each adapter; of a dropout the state of torch's generator that it began with, or the mask while a CUDA graph is
-        captured, so it loses the elements that torch.nn.functional.dropout would lose, layer by layer. Other types or
-        devices, mixed types and subclasses of tensors run the original torch code.
+        each adapter, and of its dropout 16 bytes, a seed drawn from torch's generator, of which the mask is made in
+        each pass (see `bastile.ops.dropout`). Other types or devices, mixed types and subclasses of tensors run the
+        original torch code.
 
     Raises:
         RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
@@ -479,14 +514,15 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
     if prepared is None:
         return tuple([_original(x, layer) for layer in layers])
     x, plain, tensors = prepared
+    drawn = _drawn(x, plain)
     if _is_differentiated(x, tensors):
         rest = late()
-        results = _Linears.apply(x, plain, rest, *tensors)[: len(layers)]
+        results = _Linears.apply(x, plain, rest, drawn, *tensors)[: len(layers)]
         if rest is not None:
             rest.do(*results)
         return results
-    group, rows = _Group(plain, tensors, x.dtype), x.reshape(-1, x.shape[-1])
-    return tuple(group.results(x, rows, group.thin(rows, Masks(x.device))))
+    group, rows = _Group(plain, tensors, x.dtype, _of_layers(plain, drawn)), x.reshape(-1, x.shape[-1])
+    return tuple(group.results(x, rows, group.thin(rows)))
 
 
 def adapted_gated_mlp(
@@ -514,18 +550,19 @@ def adapted_gated_mlp(
     if prepared is None:
         return _original(unit.original(_original(x, gate), _original(x, up)), down)
     x, plain, tensors = prepared
+    drawn = _drawn(x, plain)
     if _is_differentiated(x, tensors):
         rest = late()
-        out = _GatedMLP.apply(x, plain, unit, rest, *tensors)
+        out = _GatedMLP.apply(x, plain, unit, rest, drawn, *tensors)
         out = out[0] if type(out) is tuple else out
         if rest is not None:
             rest.do(out)
         return out
-    first, second = _mlp_groups(plain, tensors, x.dtype)
+    first, second = _mlp_groups(plain, tensors, x.dtype, drawn)
     rows = x.reshape(-1, x.shape[-1])
-    y = unit.forward(*first.results(x, rows, first.thin(rows, Masks(x.device))))
+    y = unit.forward(*first.results(x, rows, first.thin(rows)))
     rows = y.view(-1, y.shape[-1])
-    return second.results(y, rows, second.thin(rows, Masks(x.device)))[0]
+    return second.results(y, rows, second.thin(rows))[0]
 
 
 def _original(x: torch.Tensor, layer: Adapted) -> torch.Tensor:

@@ -19,6 +19,7 @@ Function = Callable[..., Any]
 Builder = Callable[[], Function]
 
 EPS = 1e-6
+DROPOUT = 0.05
 
 
 def _get(module: str, name: str) -> Any:
@@ -112,6 +113,7 @@ _BASTILE: dict[str, Builder] = {
     "linear_divergence": _bastile_divergence,
     "moe_experts": lambda: _ours("moe_experts", module="moe"),
     "swiglu_experts": _bastile_swiglu_experts,
+    "dropout": lambda: partial(_ours("dropout"), p=DROPOUT),
 }
 
 
@@ -229,6 +231,7 @@ _TORCH: dict[str, Builder] = {
     "cross_entropy": _torch_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_torch_cross_entropy()),
     "linear_logprobs": lambda: _torch_logprobs(),
+    "dropout": lambda: partial(F.dropout, p=DROPOUT),
 }
 _TORCH |= _sequences({**_TORCH, "rope": _hf_rope})  # PyTorch has no rotary function
 

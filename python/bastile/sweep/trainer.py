@@ -143,7 +143,13 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
 def _adapters(plan: dict[str, Any]) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=plan["lora"], lora_alpha=plan["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
+    return LoraConfig(
+        r=plan["lora"],
+        lora_alpha=plan["lora"],
+        lora_dropout=plan.get("lora_dropout", 0.0),
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
 
 
 def _by_unsloth(build: Callable[[], Any], length: int, plan: dict[str, Any]) -> Any:
@@ -168,7 +174,7 @@ def _by_unsloth(build: Callable[[], Any], length: int, plan: dict[str, Any]) -> 
         r=plan["lora"],
         lora_alpha=plan["lora"],
         target_modules=LORA_TARGETS,
-        lora_dropout=0,
+        lora_dropout=plan.get("lora_dropout", 0.0),
         bias="none",
         use_gradient_checkpointing="unsloth" if plan["checkpointing"] else False,
     )

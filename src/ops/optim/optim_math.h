@@ -11,9 +11,11 @@
 #define BST_OPTIM_MATH_H
 
 #ifdef BST_DEVICE
+#include "philox.h"
 #define OPTIM_INLINE BST_DEVICE
 #else
 #include "core/cpu_kernel.h"
+#include "core/philox.h"
 #define OPTIM_INLINE      static inline
 #define bst_fma           bst_multiply_add
 #define bst_sqrt          sqrtf
@@ -94,23 +96,10 @@ OPTIM_INLINE uint32_t optim_exchanged(uint32_t random) {
     return (random & 0x00ff00ffu) << 8 | (random >> 8 & 0x00ff00ffu);
 }
 
-/* Philox 4x32, of the seven rounds that its authors found to pass all tests (Salmon et al., "Parallel Random Numbers:
- * As Easy as 1, 2, 3", 2011): 128 bits of a counter and a seed, for OPTIM_EACH elements of 16 bits. The counter: which
- * eight elements, of which kind, of which tensor, at which step. */
-OPTIM_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number,
-                               uint32_t step) {
-    uint32_t x0 = (uint32_t)eight, x1 = (uint32_t)(eight >> 32) | kind << 30, x2 = number, x3 = step;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
-    for (int round = 0; round < 7; round++) {
-        const uint64_t a = (uint64_t)0xd2511f53u * x0, b = (uint64_t)0xcd9e8d57u * x2;
-        x0 = (uint32_t)(b >> 32) ^ x1 ^ k0;
-        x1 = (uint32_t)b;
-        x2 = (uint32_t)(a >> 32) ^ x3 ^ k1;
-        x3 = (uint32_t)a;
-        k0 += 0x9e3779b9u;
-        k1 += 0xbb67ae85u;
-    }
-    out[0] = x0, out[1] = x1, out[2] = x2, out[3] = x3;
+/* 128 bits for OPTIM_EACH elements of 16. The counter: which eight elements, of which kind, of which tensor, at which
+ * step. */
+OPTIM_INLINE bst_words optim_philox(uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number, uint32_t step) {
+    return bst_philox(seed, (uint32_t)eight, (uint32_t)(eight >> 32) | kind << 30, number, step);
 }
 
 /* bfloat16, up with the probability that leaves the mean as it is: what is cut off, in 2^-16 of a unit, against 16
