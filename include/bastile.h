@@ -111,8 +111,7 @@ BST_EXPORT void bst_kernel_counts(int64_t *compiled, int64_t *cached);
 /* 1: on CUDA, the first matrix product of its kind measures which of cuBLASLt's algorithms is the fastest, waiting for
  * the device, and stores the choice on disk for this chip, driver and version; later ones take it. Anything but the
  * default is taken only if it was clearly faster; it may sum in another order. 0: choices are a pure function of shape
- * and chip. -1: as the environment says, BASTILE_AUTOTUNE=1 or not, which is also how the library begins. It holds for
- * calls that begin from now on. */
+ * and chip. -1: as the environment says, BASTILE_AUTOTUNE=1 or not, as at first. It holds for calls from now on. */
 BST_API bst_status bst_set_autotune(int on);
 /* Forgets all measured choices, on disk too, and returns how many there were. Other processes keep what they have read.
  * What lies in a folder that cannot be written to stays, and is not counted. */
@@ -235,8 +234,7 @@ BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, cons
  * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                     const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y);
-/* The same of gate and up joined in one tensor h [..., 2I]. dh as h, which it may be, y [..., I], which may be dy;
- * either may be NULL. */
+/* The same of gate and up joined in h [..., 2I]. dh as h, which it may be, y [..., I], or dy; either may be NULL. */
 BST_API bst_status bst_glu_joined_forward(const bst_exec *exec, const DLTensor *h, const bst_glu_options *options,
                                           DLTensor *y);
 BST_API bst_status bst_glu_joined_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
@@ -531,11 +529,10 @@ BST_API bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor
 
 /* A matrix of N rows and K columns whose elements, row by row, are numbers of 4 bits in blocks of `blocksize`: of two
  * in a byte the first has the upper half. packed: uint8, ceil(N K / 2) bytes of any shape; code [16] float32, what each
- * number stands for; absmax [blocks], what a block's are multiplied by: float32, or, where nested_code is given, uint8,
- * which stands for nested_code[absmax] * nested_absmax[block / nested_blocksize] + offset, product and sum each rounded
- * to float32; nested_code [256], nested_absmax [ceil(blocks / nested_blocksize)], offset one float32: all three or
- * none. All contiguous. Block sizes are powers of two up to 65536, blocksize from 8 on; 0: 64 and 256. Dettmers et al.,
- * "QLoRA", 2023: NF4 and FP4 with their codes. */
+ * number stands for; absmax [blocks], the blocks' factors: float32, or, where nested_code is given, uint8, which stands
+ * for nested_code[absmax] * nested_absmax[block / nested_blocksize] + offset, product and sum each rounded to float32;
+ * nested_code [256], nested_absmax [ceil(blocks / nested_blocksize)], offset one float32: all three or none. All are
+ * contiguous. Block sizes: powers of two to 65536, blocksize from 8; 0: 64 and 256. Dettmers et al., "QLoRA", 2023. */
 typedef struct bst_4bit_weight {
     size_t size; /* sizeof(bst_4bit_weight) */
     const DLTensor *packed, *absmax, *code, *nested_code, *nested_absmax, *offset;
@@ -544,12 +541,15 @@ typedef struct bst_4bit_weight {
 
 /* weight [N, K], float32, bfloat16 or float16: code[number] * absmax[block] in float32, rounded once. */
 BST_API bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight);
+/* `count` weights by their place, on one device, none in memory of another or what another is made of: on CUDA in one
+ * launch for each four neighbours of one type and with blocks of the same sizes, nested or not. */
+BST_API bst_status bst_dequantize_4bit_group(const bst_exec *exec, int64_t count,
+                                             const bst_4bit_weight *const *quantised, DLTensor *const *weights);
 
 /* ---- optim ------------------------------------------------------------------------------------------------------- */
 
-/* Lists of `count` tensors, which go together by their place. Tensors of a list may be of different types and shapes;
- * all are on one device, lie without gaps, in any order of dimensions that a parameter's own have in common, and none
- * shares memory with another. */
+/* Lists of `count` tensors, which go together by their place. Those of a list may be of different types and shapes; all
+ * are on one device, without gaps, in any order of dimensions that a parameter's own share, and apart in memory. */
 typedef struct bst_adamw_tensors {
     size_t size; /* sizeof(bst_adamw_tensors) */
     int64_t count;
