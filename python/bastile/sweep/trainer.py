@@ -84,7 +84,7 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
     nobody waits. build: the model with random weights.
 
     plan: as the sweep's, with "implementation", "batch", "dtype", "checkpointing", and "lora" (a rank, or 0) with
-    "load_in_4bit"."""
+    "load_in_4bit" and, where not all linear layers have adapters, "targets", the names of those that do."""
     implementation, untimed = plan["implementation"], plan["warm_up"]
     timed = plan["repeats"]
     steps = untimed + 2 * timed
@@ -143,7 +143,8 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
 def _adapters(plan: dict[str, Any]) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=plan["lora"], lora_alpha=plan["lora"], target_modules="all-linear", task_type="CAUSAL_LM")
+    targets = plan.get("targets", "all-linear")
+    return LoraConfig(r=plan["lora"], lora_alpha=plan["lora"], target_modules=targets, task_type="CAUSAL_LM")
 
 
 def _by_unsloth(build: Callable[[], Any], length: int, plan: dict[str, Any]) -> Any:
@@ -167,7 +168,7 @@ def _by_unsloth(build: Callable[[], Any], length: int, plan: dict[str, Any]) -> 
         model,
         r=plan["lora"],
         lora_alpha=plan["lora"],
-        target_modules=LORA_TARGETS,
+        target_modules=plan.get("targets", LORA_TARGETS),
         lora_dropout=0,
         bias="none",
         use_gradient_checkpointing="unsloth" if plan["checkpointing"] else False,
