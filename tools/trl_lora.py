@@ -4,10 +4,10 @@ row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Basti
     python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing [--offload-checkpoints]]
         [--load-in-4bit] [--attention-only] [--with stock|compile|liger|unsloth]
 
-Random weights of the named shape in bfloat16, r = 16 on all linear layers or those of attention, random tokens, TRL's defaults but for what
-is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
-the mean of as many behind them, for which it does not wait; peak memory from the fourth on; the losses. Needs trl,
-peft and datasets; bitsandbytes for four bits."""
+Random weights of the named shape in bfloat16, r = 16 on all linear layers or on attention's, random tokens, TRL's
+defaults but for what is named. Prints one JSON object: the median of the steps after the fourth, by a callback that
+waits for the device; the mean of as many behind them, for which it does not wait; peak memory from the fourth on; the
+losses. Needs trl, peft and datasets; bitsandbytes for four bits."""
 
 from __future__ import annotations
 

@@ -134,8 +134,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
 
 enum { WEIGHTS = 6 };
 
-/* Weights of different sizes, the last three of another type, the last two nested: three launches on CUDA, and an access
- * that is as wide as the least aligned of a launch allows. */
+/* Weights of different sizes, the last three of another type, the last two nested: three launches on CUDA, of accesses
+ * as wide as the least aligned weight allows. */
 typedef struct group {
     int64_t shape[WEIGHTS][2], bytes[WEIGHTS], blocks[WEIGHTS], outer[WEIGHTS], codes[2];
     DLTensor packed[WEIGHTS], absmax[WEIGHTS], code, nested_code, nested_absmax[WEIGHTS], offset, weight[WEIGHTS];
