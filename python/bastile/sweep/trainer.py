@@ -110,6 +110,7 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
                 output_dir=folder,
                 max_length=length,
                 per_device_train_batch_size=plan["batch"],
+                gradient_accumulation_steps=1,  # Unsloth's own default is two batches a step
                 max_steps=steps,
                 bf16=plan["dtype"] == "bfloat16",
                 gradient_checkpointing=plan["checkpointing"],
