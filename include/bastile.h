@@ -111,8 +111,7 @@ BST_EXPORT void bst_kernel_counts(int64_t *compiled, int64_t *cached);
 /* 1: on CUDA, the first matrix product of its kind measures which of cuBLASLt's algorithms is the fastest, waiting for
  * the device, and stores the choice on disk for this chip, driver and version; later ones take it. Anything but the
  * default is taken only if it was clearly faster; it may sum in another order. 0: choices are a pure function of shape
- * and chip. -1: as the environment says, BASTILE_AUTOTUNE=1 or not, which is also how the library begins. It holds for
- * calls that begin from now on. */
+ * and chip. -1: as the environment says, BASTILE_AUTOTUNE=1 or not, as at first. It holds for calls from now on. */
 BST_API bst_status bst_set_autotune(int on);
 /* Forgets all measured choices, on disk too, and returns how many there were. Other processes keep what they have read.
  * What lies in a folder that cannot be written to stays, and is not counted. */
@@ -523,11 +522,10 @@ BST_API bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor
 
 /* A matrix of N rows and K columns whose elements, row by row, are numbers of 4 bits in blocks of `blocksize`: of two
  * in a byte the first has the upper half. packed: uint8, ceil(N K / 2) bytes of any shape; code [16] float32, what each
- * number stands for; absmax [blocks], what a block's are multiplied by: float32, or, where nested_code is given, uint8,
- * which stands for nested_code[absmax] * nested_absmax[block / nested_blocksize] + offset, product and sum each rounded
- * to float32; nested_code [256], nested_absmax [ceil(blocks / nested_blocksize)], offset one float32: all three or
- * none. All contiguous. Block sizes are powers of two up to 65536, blocksize from 8 on; 0: 64 and 256. Dettmers et al.,
- * "QLoRA", 2023: NF4 and FP4 with their codes. */
+ * number stands for; absmax [blocks], the blocks' factors: float32, or, where nested_code is given, uint8, which stands
+ * for nested_code[absmax] * nested_absmax[block / nested_blocksize] + offset, product and sum each rounded to float32;
+ * nested_code [256], nested_absmax [ceil(blocks / nested_blocksize)], offset one float32: all three or none. All are
+ * contiguous. Block sizes: powers of two to 65536, blocksize from 8; 0: 64 and 256. Dettmers et al., "QLoRA", 2023. */
 typedef struct bst_4bit_weight {
     size_t size; /* sizeof(bst_4bit_weight) */
     const DLTensor *packed, *absmax, *code, *nested_code, *nested_absmax, *offset;
@@ -536,14 +534,16 @@ typedef struct bst_4bit_weight {
 
 /* weight [N, K], float32, bfloat16 or float16: code[number] * absmax[block] in float32, rounded once. */
 BST_API bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight);
+/* `count` weights by their place, on one device, apart in memory: on CUDA four that are alike in one launch. */
+BST_API bst_status bst_dequantize_4bit_group(const bst_exec *exec, int64_t count,
+                                             const bst_4bit_weight *const *quantised, DLTensor *const *weights);
 
 /* ---- dropout ----------------------------------------------------------------------------------------------------- */
 
 /* y = x * f, rounded, plus addend, or NULL, in float32; all [..., C] of one type, y with strides as the others, whose
- * place it may take. f is 0 for an element whose random word is less than 2^32 p, to nearest, else 1 / (1 - p); where p
- * is 1, always 0. Element e, counted row by row, has word e % 4 of Philox 4x32's four, of seven rounds, for the key
- * seed[0] and the counter e / 4 + 2^64 seed[1]; seed [2], int64. The gradient of x is the same function of y's.
- * Srivastava et al., "Dropout", 2014. */
+ * place it may take. f is 0 for an element whose random word is less than 2^32 p, to nearest, or p is 1, else 1 / (1 -
+ * p). Element e, row by row, has word e % 4 of Philox 4x32's, of seven rounds, for the key seed[0] and the counter e / 4
+ * + 2^64 seed[1]; seed [2], int64. Of y's gradient it makes that of x. Srivastava et al., "Dropout", 2014. */
 BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DLTensor *seed, const DLTensor *addend,
                                double p, DLTensor *y);
 

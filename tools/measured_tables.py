@@ -199,6 +199,7 @@ def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
             *setting,
             step.get("load_in_4bit", False),
             step.get("offload_checkpoints", False),
+            step.get("attention_only", False),
         )
         latest.setdefault(setting, {})[step["implementation"]] = step
     memory = "reserved_gib" if any("reserved_gib" in step for step in run["steps"]) else "peak_gib"
@@ -206,9 +207,9 @@ def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     table = [[f"milliseconds of a step, median and least (peak GiB{which})", "stock", "**Bastile**", "its kernels"]]
     apart = False
     for key in sorted(latest, key=str, reverse=True):
-        (trainer, shape, batch, length, checkpointing, in_4bit, offloads), steps = key, latest[key]
+        (trainer, shape, batch, length, checkpointing, in_4bit, offloads, attention), steps = key, latest[key]
         more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
-        more += ", inputs in the host's memory" * offloads
+        more += ", inputs in the host's memory" * offloads + ", adapters on attention" * attention
         name = f"{'Trainer' if trainer == 'trainer' else trainer.upper()} {shape}, {batch} x {length}{more}".strip()
         cells = {
             one: f"{step['median_ms']:.0f}, {step['least_ms']:.0f}"

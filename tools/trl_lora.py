@@ -2,12 +2,12 @@
 row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Bastile reports of itself.
 
     python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing [--offload-checkpoints]]
-        [--load-in-4bit] [--dropout 0.05] [--with stock|compile|liger|unsloth]
+        [--load-in-4bit] [--attention-only] [--dropout 0.05] [--with stock|compile|liger|unsloth]
 
-Random weights of the named shape in bfloat16, r = 16 on all linear layers, random tokens, TRL's defaults but for what
-is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device;
-the mean of as many behind them, for which it does not wait; peak memory from the fourth on; the losses. Needs trl,
-peft and datasets; bitsandbytes for four bits."""
+Random weights of the named shape in bfloat16, r = 16 on all linear layers or on attention's, random tokens, TRL's
+defaults but for what is named. Prints one JSON object: the median of the steps after the fourth, by a callback that
+waits for the device; the mean of as many behind them, for which it does not wait; peak memory from the fourth on; the
+losses. Needs trl, peft and datasets; bitsandbytes for four bits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from bastile.sweep import trainer
 from bastile.sweep.model import build
 
 UNTIMED = 4  # steps in which kernels are chosen and memory finds its size
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 _DEVICE = torch.device("cuda")
 
 
@@ -36,6 +37,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "lora": 16,
         "lora_dropout": options.dropout,
         "load_in_4bit": options.load_in_4bit,
+        **({"targets": ATTENTION} if options.attention_only else {}),
         "checkpointing": options.checkpointing,
         "warm_up": UNTIMED,
         "repeats": options.steps - UNTIMED,
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "offload_checkpoints": options.offload_checkpoints,
         "load_in_4bit": options.load_in_4bit,
         "dropout": options.dropout,
+        "attention_only": options.attention_only,
         "median_seconds": found["seconds"],
         "least_seconds": min(found["samples"]),
         "queued_seconds": found["queued_seconds"],
@@ -71,6 +74,7 @@ def main() -> None:
     parser.add_argument("--offload-checkpoints", action="store_true", help="with bastile")
     parser.add_argument("--load-in-4bit", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
+    parser.add_argument("--attention-only", action="store_true", help="no adapters but on queries, keys, values and o")
     options = parser.parse_args()
     if options.steps <= UNTIMED:
         parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")

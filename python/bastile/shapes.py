@@ -57,6 +57,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "tie_word_embeddings": False,
     },
+    # Qwen3-30B-A3B with a quarter of its layers: 16 GB of weights in place of 61.
+    "qwen3-30b-a3b-quarter": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
     # For a CPU: every part of a large one, a second to run.
     "tiny": {
         "model_type": "qwen3",

@@ -185,6 +185,11 @@ static DLTensor *adopt(bst_call *call, bst_torch_tensor handle) {
     return &call->tensor[slot];
 }
 
+static void no_list(bst_call *call, size_t length) {
+    if (call->status == BST_OK)
+        call->status = bst__error(BST_NO_MEMORY, "a list of length %zu could not be allocated", length);
+}
+
 DLTensor *const *bst__call_list(bst_call *call, bst_torch_value value, int64_t *count) {
     bst_torch_list handle = (bst_torch_list)(uintptr_t)value;
     bst_call_list *list = &call->list[call->lists++];
@@ -195,8 +200,7 @@ DLTensor *const *bst__call_list(bst_call *call, bst_torch_value value, int64_t *
                             .pointer = calloc(length + 1, sizeof *list->pointer),
                             .handle = calloc(length + 1, sizeof *list->handle)};
     bool memory = list->tensor && list->pointer && list->handle;
-    if (!memory && call->status == BST_OK)
-        call->status = bst__error(BST_NO_MEMORY, "a list of %zu tensors could not be allocated", length);
+    if (!memory) no_list(call, length);
     for (size_t i = 0; i < length; i++) {
         bst_torch_value item;
         if (bst__torch.torch_list_get_item(handle, i, &item)) {
@@ -218,6 +222,26 @@ DLTensor *const *bst__call_list(bst_call *call, bst_torch_value value, int64_t *
     return list->count ? list->pointer : NULL;
 }
 
+const int64_t *bst__call_integers(bst_call *call, bst_torch_value value, int64_t *count) {
+    bst_torch_list handle = (bst_torch_list)(uintptr_t)value;
+    bst_call_list *list = &call->list[call->lists++];
+    size_t length = 0;
+    if (bst__torch.torch_list_size(handle, &length)) fail(call, "reading a list");
+    *list = (bst_call_list){.integer = calloc(length + 1, sizeof *list->integer)};
+    if (!list->integer) no_list(call, length);
+    *count = 0;
+    for (size_t i = 0; list->integer && i < length; i++) {
+        bst_torch_value item;
+        if (bst__torch.torch_list_get_item(handle, i, &item)) {
+            fail(call, "reading a list");
+            break;
+        }
+        list->integer[(*count)++] = (int64_t)item;
+    }
+    bst__torch.torch_delete_list(handle);
+    return list->integer;
+}
+
 static void free_lists(bst_call *call) {
     for (int i = 0; i < call->lists; i++) {
         const bst_call_list *list = &call->list[i];
@@ -225,6 +249,7 @@ static void free_lists(bst_call *call) {
         free(list->tensor);
         free(list->pointer);
         free(list->handle);
+        free(list->integer);
     }
 }
 

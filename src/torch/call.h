@@ -12,11 +12,12 @@
 
 enum { BST_CALL_TENSORS = 24, BST_CALL_WORKSPACES = 12, BST_CALL_LISTS = 8 };
 
-/* A list of tensors, of any length. */
+/* A list of tensors or of integers, of any length. */
 typedef struct bst_call_list {
     int64_t count;
     DLTensor *tensor, **pointer; /* pointer[i] = &tensor[i], as functions take lists */
     bst_torch_tensor *handle;
+    int64_t *integer;
 } bst_call_list;
 
 typedef struct bst_call {
@@ -49,6 +50,8 @@ DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor);
 DLTensor *bst__call_rows(bst_call *call, DLTensor *tensor);
 /* A list of tensors, each as it is: pointers to them, NULL where there are none; its length in *count. */
 DLTensor *const *bst__call_list(bst_call *call, bst_torch_value value, int64_t *count);
+/* A list of integers, never NULL but where memory is short. */
+const int64_t *bst__call_integers(bst_call *call, bst_torch_value value, int64_t *count);
 double bst__call_double(bst_torch_value value);
 /* A new tensor, contiguous or with the given strides, on the call's device. NULL after a failure. */
 DLTensor *bst__call_empty(bst_call *call, int dims, const int64_t *sizes, const int64_t *strides, DLDataType dtype);

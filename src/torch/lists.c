@@ -1,8 +1,12 @@
-/* lists.c - see lists.h. The optimiser's operators: each takes its arguments from PyTorch's stack in the order of its
- * schema, calls its function of the C API, and ends the call. */
+/* lists.c - see lists.h. The optimiser's operators and the weights of a group: each takes its arguments from PyTorch's
+ * stack in the order of its schema, calls its function of the C API, and ends the call. */
 #include "torch/lists.h"
 
+#include <stdlib.h>
+
 #include "torch/call.h"
+
+/* ---- the optimiser ----------------------------------------------------------------------------------------------- */
 
 /* A list that may be empty in place of being absent. */
 #define LIST(member) tensors.member = bst__call_list(&call, *stack++, &count)
@@ -72,6 +76,75 @@ static void scale(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     bst__call_end(&call, stack, 0, NULL);
 }
 
+/* ---- weights of 4 bits ------------------------------------------------------------------------------------------- */
+
+static const char group_op[] = "dequantize_4bit_group";
+
+/* One of a group, as the C API takes it. */
+typedef struct quantised {
+    bst_4bit_weight parts;
+    DLTensor weight;
+    int64_t shape[2];
+} quantised;
+
+/* Of each weight packed, absmax and code, then, where `each` is 6, nested_code, nested_absmax and offset; the weights
+ * one below the other in `all`. */
+static bst_status run_group(bst_call *call, DLTensor *const *tensors, int64_t each, const int64_t *rows, int64_t count,
+                            const bst_4bit_weight *sizes, const DLTensor *all) {
+    quantised *q = calloc((size_t)count + 1, sizeof *q);
+    const bst_4bit_weight **parts = calloc((size_t)count + 1, sizeof *parts);
+    DLTensor **weights = calloc((size_t)count + 1, sizeof *weights);
+    bst_status status = BST_OK;
+    if (!q || !parts || !weights)
+        status =
+            bst__error(BST_NO_MEMORY, "%s: a table of %lld weights could not be allocated", group_op, (long long)count);
+    char *data = all->data;
+    for (int64_t i = 0; i < count && status == BST_OK; i++, tensors += each) {
+        q[i].parts = *sizes;
+        q[i].parts.packed = tensors[0], q[i].parts.absmax = tensors[1], q[i].parts.code = tensors[2];
+        if (each > 3) q[i].parts.nested_code = tensors[3], q[i].parts.nested_absmax = tensors[4];
+        if (each > 3) q[i].parts.offset = tensors[5];
+        q[i].shape[0] = rows[i], q[i].shape[1] = all->shape[1];
+        q[i].weight = *all;
+        q[i].weight.shape = q[i].shape;
+        q[i].weight.strides = NULL;
+        q[i].weight.data = data;
+        data += rows[i] * all->shape[1] * (all->dtype.bits / 8);
+        parts[i] = &q[i].parts, weights[i] = &q[i].weight;
+    }
+    if (status == BST_OK) status = bst_dequantize_4bit_group(&call->exec, count, parts, weights);
+    free(q);
+    free(parts);
+    free(weights);
+    return status;
+}
+
+static void dequantize_4bit_group(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
+    (void)inputs, (void)outputs;
+    bst_call call;
+    DLTensor *all = NULL;
+    int64_t tensors, count, size[2] = {0, (int64_t)stack[2]}, type = (int64_t)stack[5];
+    bst__call_begin(&call);
+    DLTensor *const *parts = bst__call_list(&call, stack[0], &tensors);
+    const int64_t *rows = bst__call_integers(&call, stack[1], &count);
+    const bst_4bit_weight sizes = {
+        .size = sizeof sizes, .blocksize = (int64_t)stack[3], .nested_blocksize = (int64_t)stack[4]};
+    if (call.status == BST_OK && (!count || (tensors != 3 * count && tensors != 6 * count)))
+        call.status =
+            bst__error(BST_INVALID, "%s: %lld tensors are given for %lld weights; three or six of each are needed",
+                       group_op, (long long)tensors, (long long)count);
+    if (call.status == BST_OK && (type < BST_F32 || type > BST_F16))
+        call.status = bst__error(BST_INVALID, "%s: type is %lld; 0 (float32), 1 (bfloat16) or 2 (float16) is needed",
+                                 group_op, (long long)type);
+    for (int64_t i = 0; i < count && call.status == BST_OK; i++)
+        if (rows[i] < 0 || __builtin_add_overflow(size[0], rows[i], &size[0]))
+            call.status = bst__error(BST_INVALID, "%s: rows[%lld] is %lld; a number from 0 is needed", group_op,
+                                     (long long)i, (long long)rows[i]);
+    if (call.status == BST_OK) all = bst__call_empty(&call, 2, size, NULL, bst__dl_type((bst_dtype)type));
+    if (call.status == BST_OK) call.status = run_group(&call, parts, tensors / count, rows, count, &sizes, all);
+    bst__call_end(&call, stack, 1, &all);
+}
+
 static const struct {
     const char *name, *schema;
     bst_torch_kernel kernel;
@@ -84,6 +157,10 @@ static const struct {
      adamw},
     {"optim_norm", "optim_norm(Tensor[] gradient, Tensor? grad_scale, float max_norm) -> (Tensor, Tensor)", norm},
     {"optim_scale", "optim_scale(Tensor(a!)[] gradient, Tensor coefficient) -> ()", scale},
+    {"dequantize_4bit_group",
+     "dequantize_4bit_group(Tensor[] parts, int[] rows, int columns, int blocksize, int nested_blocksize, int type) -> "
+     "Tensor",
+     dequantize_4bit_group},
 };
 
 bst_status bst__torch_bind_lists(bst_torch_library fragment, bst_torch_library cpu, bst_torch_library cuda) {

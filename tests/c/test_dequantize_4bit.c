@@ -130,6 +130,94 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK_STR(bst_last_error(), "dequantize_4bit: weight has shape [4]; 2 dimensions are needed");
 }
 
+/* ---- several ----------------------------------------------------------------------------------------------------- */
+
+enum { WEIGHTS = 6 };
+
+/* Weights of different sizes, the last three of another type, the last two nested: three launches on CUDA, of accesses
+ * as wide as the least aligned weight allows. */
+typedef struct group {
+    int64_t shape[WEIGHTS][2], bytes[WEIGHTS], blocks[WEIGHTS], outer[WEIGHTS], codes[2];
+    DLTensor packed[WEIGHTS], absmax[WEIGHTS], code, nested_code, nested_absmax[WEIGHTS], offset, weight[WEIGHTS];
+    bst_4bit_weight given[WEIGHTS];
+    const bst_4bit_weight *quantised[WEIGHTS];
+    DLTensor *weights[WEIGHTS];
+} group;
+
+static void make_group(group *g) {
+    static const int64_t rows[WEIGHTS] = {8, 3, 0, 5, 70, 2}, columns[WEIGHTS] = {64, 33, 64, 41, 33, 64};
+    int64_t at = 0;
+    *g = (group){.codes = {CODES, NESTED_CODES}, .offset = bst_f32(offset, 0, NULL)};
+    g->code = bst_f32(code, 1, &g->codes[0]);
+    g->nested_code = bst_f32(nested_code, 1, &g->codes[1]);
+    for (int i = 0; i < WEIGHTS; i++) {
+        bool nested = i >= 4, half = i >= 3;
+        int64_t count = rows[i] * columns[i];
+        g->shape[i][0] = rows[i], g->shape[i][1] = columns[i];
+        g->bytes[i] = (count + 1) / 2, g->blocks[i] = (count + 31) / 32, g->outer[i] = (g->blocks[i] + 3) / 4;
+        g->packed[i] = bst_tensor(packed + i, 1, &g->bytes[i], NULL, u8);
+        g->absmax[i] =
+            bst_tensor(nested ? (void *)absmax_bytes : absmax, 1, &g->blocks[i], NULL, nested ? u8 : bst_test_types[0]);
+        g->nested_absmax[i] = bst_f32(nested_absmax, 1, &g->outer[i]);
+        g->weight[i] = bst_tensor((char *)wide + at, 2, g->shape[i], NULL, bst_test_types[half]);
+        at += count * (half ? 2 : 4);
+        g->given[i] = (bst_4bit_weight){.size = sizeof g->given[i],
+                                        .packed = &g->packed[i],
+                                        .absmax = &g->absmax[i],
+                                        .code = &g->code,
+                                        .blocksize = 32,
+                                        .nested_blocksize = 4};
+        if (nested) g->given[i].nested_code = &g->nested_code, g->given[i].offset = &g->offset;
+        if (nested) g->given[i].nested_absmax = &g->nested_absmax[i];
+        g->quantised[i] = &g->given[i];
+        g->weights[i] = &g->weight[i];
+    }
+}
+
+TEST(a_group_has_the_bits_of_each) {
+    static float each[MOST + 16];
+    group g;
+    fill();
+    make_group(&g);
+    memset(wide, 0xff, sizeof wide);
+    for (int i = 0; i < WEIGHTS; i++) CHECK_OK(bst_dequantize_4bit(NULL, &g.given[i], &g.weight[i]));
+    memcpy(each, wide, sizeof each);
+    memset(wide, 0xff, sizeof wide);
+    CHECK_OK(bst_dequantize_4bit_group(NULL, WEIGHTS, g.quantised, g.weights));
+    CHECK(memcmp(each, wide, sizeof each) == 0);
+    CHECK_OK(bst_dequantize_4bit_group(NULL, 0, NULL, NULL));
+}
+
+TEST(errors_of_a_group_name_the_weight_and_write_nothing) {
+    group g;
+    fill();
+#define REFUSED_GROUP(text)                                                                    \
+    memset(wide, 0, sizeof wide);                                                              \
+    CHECK_EQ_I(bst_dequantize_4bit_group(NULL, WEIGHTS, g.quantised, g.weights), BST_INVALID); \
+    CHECK_STR(bst_last_error(), "dequantize_4bit_group: " text);                               \
+    for (int i = 0; i < 128; i++) CHECK(wide[i] == 0)
+    make_group(&g);
+    g.given[5].blocksize = 48;
+    REFUSED_GROUP("quantised[5]: blocksize is 48; a power of two");
+    make_group(&g);
+    g.quantised[1] = NULL;
+    REFUSED_GROUP("quantised[1]: packed is NULL");
+    make_group(&g);
+    g.weights[3] = NULL;
+    REFUSED_GROUP("quantised[3]: weight is NULL");
+    make_group(&g);
+    g.weight[3].data = wide;
+    REFUSED_GROUP("weights[3] and weight share memory");
+    make_group(&g);
+    g.packed[4].data = wide;
+    REFUSED_GROUP("weights[0] and packed share memory");
+    make_group(&g);
+    CHECK_EQ_I(bst_dequantize_4bit_group(NULL, -1, g.quantised, g.weights), BST_INVALID);
+    CHECK_STR(bst_last_error(), "dequantize_4bit_group: count is -1; the number of weights");
+    CHECK_EQ_I(bst_dequantize_4bit_group(NULL, 1, NULL, g.weights), BST_INVALID);
+    CHECK_STR(bst_last_error(), "dequantize_4bit_group: quantised is NULL; a list of 1");
+}
+
 /* What models have: blocks of 64 of NF4, nested or not, in each type; bytes at an odd address. */
 static void compile_calls(void) {
     for (int t = 0; t < 3; t++) {
@@ -146,6 +234,10 @@ static void compile_calls(void) {
             bst_4bit_weight q = {.size = sizeof q, .packed = given[0], .absmax = given[1], .code = given[2]};
             if (nested) q.nested_code = given[3], q.nested_absmax = given[4], q.offset = given[5];
             CHECK_OK(bst_dequantize_4bit(&bst_fake_exec, &q, weight));
+            DLTensor second = *weight;
+            second.data = (char *)second.data + count * 4;
+            CHECK_OK(bst_dequantize_4bit_group(&bst_fake_exec, 2, (const bst_4bit_weight *[]){&q, &q},
+                                               (DLTensor *[]){weight, &second}));
             given[0]->byte_offset = 1;
             if (t == 1) CHECK_OK(bst_dequantize_4bit(&bst_fake_exec, &q, weight));
         }
@@ -159,6 +251,8 @@ int main(void) {
     RUN(sizes_beyond_one_block);
     RUN(nothing_is_no_error);
     RUN(errors_name_the_argument_and_write_nothing);
+    RUN(a_group_has_the_bits_of_each);
+    RUN(errors_of_a_group_name_the_weight_and_write_nothing);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
 }

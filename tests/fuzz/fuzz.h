@@ -66,9 +66,11 @@ void fuzz_read(fuzz_call *call); /* the results */
 
 /* lists.c: a call of one of the functions that take lists of tensors, drawn and judged; how many failures it printed.
  * `cut` begins another way to cut work into pieces. */
-typedef enum fuzz_list { FUZZ_ADAMW, FUZZ_NORM, FUZZ_SCALE, FUZZ_LISTS } fuzz_list;
+typedef enum fuzz_list { FUZZ_ADAMW, FUZZ_NORM, FUZZ_SCALE, FUZZ_GROUP, FUZZ_LISTS } fuzz_list;
 extern const char *const fuzz_list_names[FUZZ_LISTS];
 int fuzz_lists(fuzz_list function, const bst_exec *exec, void (*cut)(uint64_t cuts));
+/* groups.c: the same of those whose members a description draws. */
+int fuzz_groups(const bst_exec *exec, void (*cut)(uint64_t cuts));
 
 /* spoil.c: a call, as DLPack has it, with one rule broken. */
 typedef struct fuzz_raw {

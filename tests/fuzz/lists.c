@@ -301,7 +301,7 @@ static void refer(list_call *c) {
 
 /* ---- judging ----------------------------------------------------------------------------------------------------- */
 
-const char *const fuzz_list_names[FUZZ_LISTS] = {"optim_adamw", "optim_norm", "optim_scale"};
+const char *const fuzz_list_names[FUZZ_LISTS] = {"optim_adamw", "optim_norm", "optim_scale", "dequantize_4bit_group"};
 static const list_call *judged;
 
 static void compare(member *m, const char *name, int64_t i, void *context) {
@@ -404,6 +404,7 @@ static int judge_illegal(list_call *c, const bst_exec *exec) {
 
 int fuzz_lists(fuzz_list function, const bst_exec *exec, void (*cut)(uint64_t)) {
     list_call call;
+    if (function == FUZZ_GROUP) return fuzz_groups(exec, cut);
     draw(&call, function);
     int failures = judge(&call, exec, cut);
     if (!failures && fuzz_chance(2)) failures = judge_illegal(&call, exec);

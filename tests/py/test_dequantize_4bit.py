@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bastile.ops.dequantize_4bit import Nested, dequantize_4bit
+from bastile.ops.dequantize_4bit import Nested, Quantised, dequantize_4bit, dequantize_4bit_group
 from oracle import DTYPES, assert_same_bits, devices, numbers, random_tensor
 
 
@@ -82,6 +82,47 @@ def test_bitsandbytes(blocksize, nested, kind, dtype, device):
     assert (made - weight).abs().max() < 0.35 * weight.abs().max()  # it is this weight
 
 
+# Queries, keys and values; more than a launch takes, one of them of odd elements, so that the next begins at no access;
+# one that has no rows.
+GROUPS = [((40, 128), (8, 128), (8, 128)), ((3, 33), (5, 33), (1, 33), (2, 33), (70, 33)), ((4, 64), (0, 64), (2, 64))]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [0, 2])
+@pytest.mark.parametrize("shapes", GROUPS)
+def test_a_group_has_the_bits_of_each(shapes, inner, dtype, device):
+    """And lies in one memory."""
+    given = [quantised(shape, 32, inner, device) for shape in shapes]
+    weights = [Quantised(*rest, shape, 32, nested) for (*rest, nested), shape in zip(given, shapes, strict=True)]
+    made = dequantize_4bit_group(weights, dtype)
+    for got, (packed, absmax, code, nested), shape in zip(made, given, shapes, strict=True):
+        assert_same_bits(got, exact(packed, absmax, code, shape, dtype, 32, nested))
+    starts = [t.storage_offset() for t in made]
+    assert starts == [sum(t.numel() for t in made[:i]) for i in range(len(made))]
+    assert len({t.untyped_storage().data_ptr() for t in made}) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shape": (2, 128)},
+        {"blocksize": 32, "absmax": torch.ones(8)},
+        {"nested": Nested(torch.ones(256), torch.ones(1), torch.ones(())), "absmax": torch.zeros(4, dtype=torch.uint8)},
+    ],
+)
+def test_weights_that_differ_are_made_one_by_one(other):
+    packed, absmax, code, _ = quantised((4, 64), 64, 0, "cpu")
+    one = Quantised(packed, absmax, code, (4, 64))
+    made = dequantize_4bit_group([one, one._replace(**other)], torch.float32)
+    assert_same_bits(made[0], exact(packed, absmax, code, (4, 64), torch.float32, 64, None))
+    assert made[0].untyped_storage().data_ptr() != made[1].untyped_storage().data_ptr()
+
+
+def test_none_are_none():
+    assert list(dequantize_4bit_group([], torch.float32)) == []
+
+
 def test_other_devices_and_transforms_run_the_original():
     packed, absmax, code, nested = quantised((4, 64), 64, 2, "cpu")
     want = dequantize_4bit(packed, absmax, code, (4, 64), torch.float32, nested=nested)
@@ -97,6 +138,12 @@ def test_compiled_without_a_graph_break():
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert_same_bits(compiled(packed), function(packed))
+
+    def group(packed):
+        weights = [Quantised(packed, absmax, code, shape, 64, nested) for shape in ((4, 64), (4, 64))]
+        return dequantize_4bit_group(weights, torch.bfloat16)[1]
+
+    assert_same_bits(torch.compile(group, fullgraph=True, backend="aot_eager")(packed), function(packed))
 
 
 @pytest.mark.parametrize(
@@ -117,3 +164,34 @@ def test_errors_name_the_argument(change, sentence):
     given = {"packed": packed, "absmax": absmax, "code": code, "shape": (4, 64), "dtype": torch.float32} | change
     with pytest.raises((RuntimeError, ValueError), match=f"dequantize_4bit: {sentence}"):
         dequantize_4bit(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"shape": (5, 64)}, r"quantised\[1\]: packed has shape \[128\]; 160 elements"),
+        ({"shape": (-4, 64)}, r"rows\[1\] is -4; a number from 0"),
+        ({"absmax": torch.ones(3)}, r"quantised\[1\]: absmax has shape \[3\]; 4 elements"),
+        ({"absmax": torch.ones(4, dtype=torch.uint8)}, r"quantised\[1\]: absmax is uint8; float32 is needed"),
+        ({"code": torch.ones(17)[1:].double()}, r"quantised\[1\]: code has elements of type float64"),
+    ],
+)
+def test_errors_of_a_group_name_the_weight(change, sentence):
+    packed, absmax, code, _ = quantised((4, 64), 64, 0, "cpu")
+    good = Quantised(packed, absmax, code, (4, 64))
+    with pytest.raises(RuntimeError, match=f"dequantize_4bit_group: {sentence}"):
+        dequantize_4bit_group([good, good._replace(**change)], torch.float32)
+
+
+def test_errors_of_a_group():
+    packed, absmax, code, _ = quantised((4, 64), 64, 0, "cpu")
+    good = Quantised(packed, absmax, code, (4, 64), 24)
+    with pytest.raises(ValueError, match=r"dequantize_4bit_group: dtype is torch\.float64"):
+        dequantize_4bit_group([good, good], torch.float64)
+    with pytest.raises(RuntimeError, match=r"dequantize_4bit_group: quantised\[0\]: blocksize is 24; a power of two"):
+        dequantize_4bit_group([good, good], torch.float32)
+    operator = torch.ops.bastile.dequantize_4bit_group
+    with pytest.raises(RuntimeError, match="dequantize_4bit_group: 5 tensors are given for 2 weights; three or six"):
+        operator([packed, absmax, code, packed, absmax], [4, 4], 64, 64, 1, 0)
+    with pytest.raises(RuntimeError, match="dequantize_4bit_group: type is 3; 0"):
+        operator([packed, absmax, code], [4], 64, 64, 1, 3)

@@ -69,18 +69,20 @@ def with_lora(model: nn.Module, **options: Any) -> PeftModel:
     return get_peft_model(model, LoraConfig(**options)).train()
 
 
-def batch(seed: int = 1) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, SIZES["vocab_size"], (2, 17), generator=torch.Generator().manual_seed(seed))
+def batch(seed: int = 1, rows: int = 2, length: int = 17) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, SIZES["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
-def step(model: nn.Module, autocast: bool = False, seed: int = 1, **more: Any) -> dict[str, torch.Tensor]:
-    """The loss and all gradients."""
+def step(
+    model: nn.Module, autocast: torch.dtype | None = None, of: Any = None, scale: float = 1.0, **more: Any
+) -> dict[str, torch.Tensor]:
+    """The loss and all gradients, these times a scale, which float16 needs. of: the batch."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(2)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        loss = model(**batch(seed), **more).loss
-    loss.backward()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        loss = model(**(of or batch()), **more).loss
+    (loss * scale).backward()
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -186,26 +188,40 @@ def test_200_steps_follow_stock_s_losses():
     torch.testing.assert_close(*curves, rtol=1e-5, atol=0)
 
 
-def test_autocast_is_no_further_from_float32_than_stock():
-    """PEFT's default: float32 adapters on a 16-bit base under autocast. Gradients of a whole model scatter: so the
-    ratio of the two errors is averaged (its logarithm) over models, batches and tensors, and may be above 1 by luck
-    alone."""
-    ratios = []
-    for seed in range(8):
-        model = with_lora(base(dtype=torch.bfloat16, seed=seed))
-        exact, stock = step(copy.deepcopy(model).float(), seed=seed), step(model, autocast=True, seed=seed)
-        bastile.apply()
-        try:
-            ours = step(model, autocast=True, seed=seed)
-        finally:
-            bastile.reset()
-        for name, want in exact.items():
-            assert ours[name].dtype == stock[name].dtype
-            if name != "loss":
-                error, allowed = ((found[name].float() - want).norm() for found in (ours, stock))
-                ratios.append((error / allowed).log())
-    logarithms = torch.stack(ratios)
-    assert logarithms.mean() <= 2.5 * logarithms.std() / len(ratios) ** 0.5
+# The base's type, the adapters', and autocast's: PEFT's default, adapters of 32 bits under autocast; a whole model of
+# 32 bits under autocast; adapters of the base's type without.
+MIXES = [
+    (base_type, adapters_type, half if autocast else None)
+    for half in (torch.bfloat16, torch.float16)
+    for base_type, adapters_type, autocast in (
+        (half, torch.float32, True),
+        (torch.float32, torch.float32, True),
+        (half, half, False),
+    )
+]
+
+
+@pytest.mark.parametrize(("base_type", "adapters_type", "autocast"), MIXES)
+def test_a_model_in_16_bits_is_no_further_from_float64_than_stock(ran, base_type, adapters_type, autocast):
+    """Gradients of a whole model scatter, all of one model together: so the ratio of the two errors is averaged (its
+    logarithm) over a model's tensors, and these means over models. Theirs may be above 1 by luck alone."""
+    scale, ratios = 1024.0 if torch.float16 in (base_type, autocast) else 1.0, []
+    models = [with_lora(base(dtype=base_type, seed=seed)) for seed in range(16)]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(adapters_type)
+    batches = [batch(seed, 8, 33) for seed in range(len(models))]
+    found = [step(model, autocast, of, scale) for model, of in zip(models, batches, strict=True)]
+    assert ran == {"adapted_linears": 2 * LAYERS * len(models), "adapted_gated_mlp": LAYERS * len(models)}
+    bastile.reset()
+    for model, of, ours in zip(models, batches, found, strict=True):
+        stock, exact = step(model, autocast, of, scale), step(copy.deepcopy(model).double(), None, of, scale)
+        assert all(ours[name].dtype == stock[name].dtype for name in exact)
+        errors = [[(one[n].double() - exact[n]).norm() for n in exact if n != "loss"] for one in (ours, stock)]
+        ratios.append((torch.stack(errors[0]) / torch.stack(errors[1])).log().mean())
+    means = torch.stack(ratios)
+    assert means.mean() <= 2.5 * means.std() / len(models) ** 0.5
 
 
 @pytest.mark.parametrize("late", [False, True])

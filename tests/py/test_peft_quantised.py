@@ -28,6 +28,8 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 WIDE = SIZES | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 #: Products with a quantised weight in a step: each there and back, but for three whose input nobody differentiates.
 PRODUCTS = 14 * LAYERS - 3
+#: Weights of one input are made at once: those of queries, keys and values, o, gate and up, down.
+LAUNCHES = 8 * LAYERS - 1
 
 
 def quantised(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
@@ -71,15 +73,21 @@ def eight_bits(**options: Any) -> nn.Module:
 
 @pytest.fixture
 def made(monkeypatch) -> Counter:
-    """How often our operator made a weight."""
+    """How often our operator was called, and how many weights it made."""
     counts: Counter = Counter()
-    stock = adapters.dequantize_4bit
+    one, group = adapters.dequantize_4bit, adapters.Group
 
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        counts["weights"] += 1
-        return stock(*args, **kwargs)
+    def counted_one(*args: Any, **kwargs: Any) -> torch.Tensor:
+        counts.update(calls=1, weights=1)
+        return one(*args, **kwargs)
 
-    monkeypatch.setattr(adapters, "dequantize_4bit", counted)
+    class Counted(group):
+        def __call__(self, dtype: torch.dtype) -> Any:
+            counts.update(calls=1, weights=len(self._weights))
+            return super().__call__(dtype)
+
+    monkeypatch.setattr(adapters, "dequantize_4bit", counted_one)
+    monkeypatch.setattr(adapters, "Group", Counted)
     return counts
 
 
@@ -89,7 +97,7 @@ def test_a_step(ran, made, kind, nested, dropout):  # noqa: F811
     model = four_bits(kind, nested, lora_dropout=dropout)
     assert_as_stock(model)
     assert ran == {"adapted_linears": 2 * LAYERS, "adapted_gated_mlp": LAYERS}
-    assert made["weights"] == PRODUCTS
+    assert made == {"weights": PRODUCTS, "calls": LAUNCHES}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -118,14 +118,19 @@ def _two_numbers(gradient: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, t
     return gradient[0].new_empty((), dtype=torch.float32), gradient[0].new_empty((), dtype=torch.float32)
 
 
+def _weights(parts: list[torch.Tensor], rows: list[Any], columns: Any, *sizes: int) -> torch.Tensor:
+    return parts[0].new_empty((sum(rows), columns), dtype=_TYPES[sizes[-1]])
+
+
 def register() -> None:
     for number, text in _descriptions():
         call, _, returned = text.partition(" ->")
         name, *words = call.split()
         torch.library.register_fake(f"bastile::{name}", _fake(number, _pairs(words), _pairs(returned.split())))
 
-    # It takes a list, of which no description speaks.
+    # These take lists, of which no description speaks.
     torch.library.register_fake("bastile::optim_norm", _two_numbers)
+    torch.library.register_fake("bastile::dequantize_4bit_group", _weights)
 
 
 register()

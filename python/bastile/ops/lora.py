@@ -7,7 +7,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +36,10 @@ class Adapted(NamedTuple):
     """A linear layer and its adapter.
 
     weight [N, K], bias [N] or None, a [r, K] and b [N, r] or both None, of float32, bfloat16 or float16. dequantise:
-    what makes the weight, of x's type, where it is kept in another form; weight is None then. dropout: the probability
-    with which the adapter's input loses each element (0: it has none). outputs: N, where nothing else tells it; without
-    it the weight is made once more to see."""
+    what makes the weight, of x's type, where it is kept in another form; weight is None then. Its function `together`,
+    if any, is given those of several layers in a list, and the type, and returns their weights, or None. dropout: the
+    probability with which the adapter's input loses each element (0: it has none). outputs: N, where nothing else tells
+    it; without it the weight is made once more to see."""
 
     weight: torch.Tensor | None
     bias: torch.Tensor | None = None
@@ -115,6 +116,14 @@ class _Group:
         make = self.layers[i].dequantise
         return self.weights[i] if make is None else make(self.dtype)
 
+    def weights_of(self, which: Sequence[int]) -> Iterator[Any]:
+        """These layers' weights, made at once where that is possible, else each when it is asked for."""
+        places = sorted(which)
+        makes = [self.layers[i].dequantise for i in places]
+        together = getattr(makes[0], "together", None) if len(makes) > 1 else None
+        found = None if together is None else together(makes, self.dtype)
+        return map(self.weight if found is None else dict(zip(places, found, strict=True)).__getitem__, which)
+
     def dropped(self, i: int, rows: torch.Tensor) -> torch.Tensor:
         """The input as adapter i sees it."""
         seed = self.seeds[i]
@@ -154,15 +163,21 @@ class _Group:
 
     def fill(self, rows: torch.Tensor, thin: torch.Tensor | None, *results: torch.Tensor) -> None:
         """The large products, into the places of the results."""
-        b = iter(self.rounded[1:])
+        b, weights = iter(self.rounded[1:]), self.weights_of(range(len(self.a)))
         for i, a in enumerate(self.a):
-            y = results[i]
-            self._fill(y.view(-1, y.shape[-1]), i, rows, thin, None if thin is None or a is None else next(b))
+            y, b_i = results[i], None if thin is None or a is None else next(b)
+            self._fill(y.view(-1, y.shape[-1]), i, rows, thin, b_i, next(weights).t())
 
     def _fill(
-        self, y: torch.Tensor, i: int, rows: torch.Tensor, thin: torch.Tensor | None, b: torch.Tensor | None
+        self,
+        y: torch.Tensor,
+        i: int,
+        rows: torch.Tensor,
+        thin: torch.Tensor | None,
+        b: torch.Tensor | None,
+        weight: Any,
     ) -> None:
-        bias, weight = self.biases[i], self.weight(i).t()
+        bias = self.biases[i]
         if thin is None or b is None:
             if bias is None:
                 torch.mm(rows, weight, out=y)
@@ -197,10 +212,11 @@ class _Group:
     def input_gradient(self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None) -> torch.Tensor | None:
         """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first."""
         dx = None if g is None else self._adapters_input_gradient(gradients, g)
-        for i in range(len(self.layers) - 1, -1, -1):
-            dy = gradients[i]
-            if dy is not None:
-                dx = dy.mm(self.weight(i)) if dx is None else dx.addmm_(dy, self.weight(i))
+        which = [i for i in range(len(self.layers) - 1, -1, -1) if gradients[i] is not None]
+        weights = self.weights_of(which)
+        for i in which:
+            dy: Any = gradients[i]
+            dx = dy.mm(next(weights)) if dx is None else dx.addmm_(dy, next(weights))
         return dx
 
     def _adapters_input_gradient(

@@ -84,7 +84,7 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
     nobody waits. build: the model with random weights.
 
     plan: as the sweep's, with "implementation", "batch", "dtype", "checkpointing", and "lora" (a rank, or 0) with
-    "load_in_4bit"."""
+    "load_in_4bit" and, where not all linear layers have adapters, "targets", the names of those that do."""
     implementation, untimed = plan["implementation"], plan["warm_up"]
     timed = plan["repeats"]
     steps = untimed + 2 * timed
@@ -110,6 +110,7 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
                 output_dir=folder,
                 max_length=length,
                 per_device_train_batch_size=plan["batch"],
+                gradient_accumulation_steps=1,  # Unsloth's own default is two batches a step
                 max_steps=steps,
                 bf16=plan["dtype"] == "bfloat16",
                 gradient_checkpointing=plan["checkpointing"],
@@ -147,7 +148,7 @@ def _adapters(plan: dict[str, Any]) -> Any:
         r=plan["lora"],
         lora_alpha=plan["lora"],
         lora_dropout=plan.get("lora_dropout", 0.0),
-        target_modules="all-linear",
+        target_modules=plan.get("targets", "all-linear"),
         task_type="CAUSAL_LM",
     )
 
@@ -173,7 +174,7 @@ def _by_unsloth(build: Callable[[], Any], length: int, plan: dict[str, Any]) -> 
         model,
         r=plan["lora"],
         lora_alpha=plan["lora"],
-        target_modules=LORA_TARGETS,
+        target_modules=plan.get("targets", LORA_TARGETS),
         lora_dropout=plan.get("lora_dropout", 0.0),
         bias="none",
         use_gradient_checkpointing="unsloth" if plan["checkpointing"] else False,

@@ -1,7 +1,10 @@
-/* dequantize_4bit.c - a weight out of codes of 4 bits: checks, then the configuration, then the kernel of the tensors'
+/* dequantize_4bit.c - weights out of codes of 4 bits, one or several: checks, configuration, then the kernel of their
  * device. */
 #include <assert.h>
 #include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "core/describe.h"
 #include "core/options.h"
@@ -86,10 +89,10 @@ static bst_status check(const char *op, const bst_view *v, const bst_attribute *
 
 /* ---- configuration ----------------------------------------------------------------------------------------------- */
 
-enum { K_TYPE, K_VEC, K_THREADS, K_EACH, K_SHIFT, K_NESTED, K_NESTED_SHIFT };
+enum { K_TABLE, K_TYPE, K_VEC, K_THREADS, K_EACH, K_SHIFT, K_NESTED, K_NESTED_SHIFT };
 static const bst_kernel kernel = {"dequantize_4bit.cu",
                                   "dequantize_4bit",
-                                  {"TYPE", "VEC", "THREADS", "EACH", "SHIFT", "NESTED", "NESTED_SHIFT", NULL}};
+                                  {"TABLE", "TYPE", "VEC", "THREADS", "EACH", "SHIFT", "NESTED", "NESTED_SHIFT", NULL}};
 
 /* Writes are four fifths of the traffic and nothing waits for them; short blocks begin while others wait for absmax. On
  * an H200, nested, bf16, 12288 x 4096 and 4096 x 4096: 35.1 and 12.3 us; one access a thread 37.5 and 13.3, four 35.6
@@ -98,56 +101,86 @@ enum { THREADS = 128, EACH = 2 };
 
 static int shift_of(int64_t power) { return __builtin_ctzll((unsigned long long)power); }
 
-static bst_status run_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const bst_view *weight = &v[WEIGHT];
-    bool nested = bst__given(&v[NESTED_CODE]);
-    uintptr_t address = (uintptr_t)weight->data;
-    int size = bst__dtype_size(weight->dtype), vec = 16 / size;
-    while (vec > 1 && (address % (unsigned)(vec * size) || (uintptr_t)v[PACKED].data % (unsigned)((vec + 1) / 2)))
+/* Whether two weights take the same kernel, but for the width of its accesses. */
+static bool alike(const dequantize_4bit_weight *a, const dequantize_4bit_weight *b) {
+    return a->dtype == b->dtype && a->blocksize == b->blocksize && !a->nested_code == !b->nested_code &&
+           (!a->nested_code || a->nested_blocksize == b->nested_blocksize);
+}
+
+/* The widest access in elements that a weight's memory allows. */
+static int vector_of(const dequantize_4bit_weight *w) {
+    int size = bst__dtype_size(w->dtype), vec = 16 / size;
+    while (vec > 1 &&
+           ((uintptr_t)w->weight % (unsigned)(vec * size) || (uintptr_t)w->packed % (unsigned)((vec + 1) / 2)))
         vec /= 2;
+    return vec;
+}
+
+/* `count` weights that are alike, as many as a table holds at most, in one launch. */
+static bst_status launch(const bst_exec *exec, int device, const dequantize_4bit_weight *w, int count) {
+    dequantize_4bit_item item[DEQUANTIZE_4BIT_TABLE];
+    int vec = 16, table = count == 1 ? 1 : DEQUANTIZE_4BIT_TABLE;
+    int64_t blocks = 0;
+    for (int i = 0; i < count; i++) vec = vector_of(&w[i]) < vec ? vector_of(&w[i]) : vec;
+    for (int i = 0; i < table; i++) {
+        item[i] = (dequantize_4bit_item){.first = INT64_MAX};
+        if (i >= count) continue;
+        item[i] = (dequantize_4bit_item){w[i].packed,      w[i].absmax,        w[i].code,
+                                         w[i].nested_code, w[i].nested_absmax, w[i].offset,
+                                         w[i].weight,      w[i].count,         blocks};
+        blocks += parts(w[i].count, (int64_t)THREADS * EACH * vec);
+    }
+    BST_TRY(bst__cuda_need_rows(op_name, blocks, 1));
     bst_launch l = {.kernel = &kernel,
-                    .values = {[K_TYPE] = weight->dtype,
+                    .values = {[K_TABLE] = table,
+                               [K_TYPE] = w->dtype,
                                [K_VEC] = vec,
                                [K_THREADS] = THREADS,
                                [K_EACH] = EACH,
-                               [K_SHIFT] = shift_of(attributes[BLOCKSIZE].i),
-                               [K_NESTED] = nested,
-                               [K_NESTED_SHIFT] = nested ? shift_of(attributes[NESTED_BLOCKSIZE].i) : 0},
+                               [K_SHIFT] = shift_of(w->blocksize),
+                               [K_NESTED] = w->nested_code != NULL,
+                               [K_NESTED_SHIFT] = w->nested_code ? shift_of(w->nested_blocksize) : 0},
+                    .grid_x = (unsigned)blocks,
                     .block = THREADS,
                     .overlap = true};
-    int64_t blocks = parts(weight->count, (int64_t)THREADS * EACH * vec);
-    BST_TRY(bst__cuda_need_rows(op_name, blocks, 1));
-    l.grid_x = (unsigned)blocks;
-    dequantize_4bit_args args = {.packed = v[PACKED].data,
-                                 .absmax = v[ABSMAX].data,
-                                 .code = v[CODE].data,
-                                 .nested_code = v[NESTED_CODE].data,
-                                 .nested_absmax = v[NESTED_ABSMAX].data,
-                                 .offset = v[OFFSET].data,
-                                 .weight = weight->data,
-                                 .count = weight->count};
-    return bst__cuda_launch(exec, op_name, weight->device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch(exec, op_name, device, &l, item, (size_t)table * sizeof *item);
 }
 
-/* ---- the function ------------------------------------------------------------------------------------------------ */
+/* ---- one weight -------------------------------------------------------------------------------------------------- */
+
+static dequantize_4bit_weight weight_of(const bst_view *v, const bst_attribute *attributes) {
+    return (dequantize_4bit_weight){.packed = v[PACKED].data,
+                                    .absmax = v[ABSMAX].data,
+                                    .code = v[CODE].data,
+                                    .nested_code = v[NESTED_CODE].data,
+                                    .nested_absmax = v[NESTED_ABSMAX].data,
+                                    .offset = v[OFFSET].data,
+                                    .weight = v[WEIGHT].data,
+                                    .dtype = v[WEIGHT].dtype,
+                                    .count = v[WEIGHT].count,
+                                    .blocksize = attributes[BLOCKSIZE].i,
+                                    .nested_blocksize = attributes[NESTED_BLOCKSIZE].i};
+}
+
+/* Weights of elements, all on `device`. */
+static bst_status make(const bst_exec *exec, DLDevice device, dequantize_4bit_weight *w, int64_t count) {
+    for (int64_t i = 0, together; i < count; i += together) {
+        together = 1;
+        if (device.device_type == kDLCUDA) {
+            while (together < DEQUANTIZE_4BIT_TABLE && i + together < count && alike(&w[i], &w[i + together]))
+                together++;
+            BST_TRY(launch(exec, device.device_id, &w[i], (int)together));
+        } else {
+            bst__parallel_for(exec, parts(w[i].count, w[i].blocksize), bst__grain(w[i].blocksize),
+                              BST_CPU_SELECT(bst__dequantize_4bit_cpu), &w[i]);
+        }
+    }
+    return BST_OK;
+}
 
 static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    if (!v[WEIGHT].count) return BST_OK;
-    if (v[WEIGHT].device.device_type == kDLCUDA) return run_cuda(exec, v, attributes);
-    dequantize_4bit_cpu call = {.packed = v[PACKED].data,
-                                .absmax = v[ABSMAX].data,
-                                .code = v[CODE].data,
-                                .nested_code = v[NESTED_CODE].data,
-                                .nested_absmax = v[NESTED_ABSMAX].data,
-                                .offset = v[OFFSET].data,
-                                .weight = v[WEIGHT].data,
-                                .dtype = v[WEIGHT].dtype,
-                                .count = v[WEIGHT].count,
-                                .blocksize = attributes[BLOCKSIZE].i,
-                                .nested_blocksize = attributes[NESTED_BLOCKSIZE].i};
-    bst__parallel_for(exec, v[ABSMAX].count, bst__grain(call.blocksize), BST_CPU_SELECT(bst__dequantize_4bit_cpu),
-                      &call);
-    return BST_OK;
+    dequantize_4bit_weight w = weight_of(v, attributes);
+    return make(exec, v[WEIGHT].device, &w, w.count > 0);
 }
 
 static const bst_function dequantize = {
@@ -160,22 +193,114 @@ static const bst_function dequantize = {
               "nested_blocksize type -> weight"),
 };
 
-bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight) {
+const bst_function *const bst__dequantize_4bit[] = {&dequantize, NULL};
+
+/* The tensors and attributes of a call as the description has them. `op`: what an error of the struct itself begins
+ * with. */
+static bst_status read(const char *op, const bst_4bit_weight *quantised, const DLTensor *weight,
+                       const DLTensor *tensors[WEIGHT + 1], bst_attribute attributes[TYPE + 1]) {
     bst_4bit_weight given;
     bst_view view;
-    BST_TRY(bst__options(op_name, "quantised", quantised, &given, sizeof given));
-    BST_TRY(bst__view(op_name, "weight", BST_FLOATS, weight, &view));
-    BST_TRY(bst__need_dims(op_name, "weight", &view, 2));
-    bst_attribute attributes[] = {[ROWS] = {.i = view.size[0]},
-                                  [COLUMNS] = {.i = view.size[1]},
-                                  [BLOCKSIZE] = {.i = given.blocksize ? given.blocksize : 64},
-                                  [NESTED_BLOCKSIZE] = {.i = given.nested_blocksize ? given.nested_blocksize : 256},
-                                  [TYPE] = {.i = view.dtype}};
-    const DLTensor *tensors[] = {
-        [PACKED] = given.packed, [NESTED_CODE] = given.nested_code, [NESTED_ABSMAX] = given.nested_absmax,
-        [OFFSET] = given.offset, [ABSMAX] = given.absmax,           [CODE] = given.code,
-        [WEIGHT] = weight};
+    BST_TRY(bst__options(op, "quantised", quantised, &given, sizeof given));
+    BST_TRY(bst__view(op, "weight", BST_FLOATS, weight, &view));
+    BST_TRY(bst__need_dims(op, "weight", &view, 2));
+    attributes[ROWS].i = view.size[0];
+    attributes[COLUMNS].i = view.size[1];
+    attributes[BLOCKSIZE].i = given.blocksize ? given.blocksize : 64;
+    attributes[NESTED_BLOCKSIZE].i = given.nested_blocksize ? given.nested_blocksize : 256;
+    attributes[TYPE].i = view.dtype;
+    tensors[PACKED] = given.packed;
+    tensors[NESTED_CODE] = given.nested_code;
+    tensors[NESTED_ABSMAX] = given.nested_absmax;
+    tensors[OFFSET] = given.offset;
+    tensors[ABSMAX] = given.absmax;
+    tensors[CODE] = given.code;
+    tensors[WEIGHT] = weight;
+    return BST_OK;
+}
+
+bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight) {
+    const DLTensor *tensors[WEIGHT + 1];
+    bst_attribute attributes[TYPE + 1];
+    BST_TRY(read(op_name, quantised, weight, tensors, attributes));
     return bst__run(&dequantize, exec, tensors, attributes);
 }
 
-const bst_function *const bst__dequantize_4bit[] = {&dequantize, NULL};
+/* ---- several weights --------------------------------------------------------------------------------------------- */
+
+static const char group_op[] = "dequantize_4bit_group";
+
+/* What one of them is made of, for it must not be written over by another. */
+typedef struct member {
+    bst_view views[WEIGHT + 1];
+} member;
+
+/* An error of the one weight's own checks, told as the group's. */
+static bst_status name_member(bst_status status, int64_t i) {
+    bst_message reason = bst__message();
+    const char *text = strstr(reason.text, ": ");
+    return bst__error(status, "%s: quantised[%lld]: %s", group_op, (long long)i, text ? text + 2 : reason.text);
+}
+
+static bst_status read_member(const bst_4bit_weight *quantised, const DLTensor *weight, int64_t i, member *m,
+                              dequantize_4bit_weight *out) {
+    const DLTensor *tensors[WEIGHT + 1];
+    bst_attribute attributes[TYPE + 1];
+    bst_symbols symbols;
+    bst_status status = read(op_name, quantised, weight, tensors, attributes);
+    if (status == BST_OK) status = bst__check_inputs(&dequantize, tensors, attributes, m->views, &symbols);
+    if (status == BST_OK)
+        status = bst__check_output(&dequantize, WEIGHT, tensors[WEIGHT], false, attributes, m->views, &symbols);
+    if (status != BST_OK) return name_member(status, i);
+    *out = weight_of(m->views, attributes);
+    return BST_OK;
+}
+
+/* Device and memory of member i and all before it. */
+static bst_status check_beside(const member *m, int64_t i) {
+    char name[48], other[48];
+    snprintf(name, sizeof name, "weights[%lld]", (long long)i);
+    BST_TRY(bst__need_device(group_op, name, &m[i].views[WEIGHT], &m->views[WEIGHT], "weights[0]"));
+    for (int64_t j = 0; j < i; j++) {
+        snprintf(other, sizeof other, "weights[%lld]", (long long)j);
+        for (int k = 0; k <= WEIGHT; k++) {
+            if (m[j].views[k].count)
+                BST_TRY(bst__need_apart(group_op, name, &m[i].views[WEIGHT], arguments[k].name, &m[j].views[k]));
+            if (m[i].views[k].count)
+                BST_TRY(bst__need_apart(group_op, other, &m[j].views[WEIGHT], arguments[k].name, &m[i].views[k]));
+        }
+    }
+    return BST_OK;
+}
+
+static bst_status make_group(const bst_exec *exec, int64_t count, const bst_4bit_weight *const *quantised,
+                             DLTensor *const *weights, member *m, dequantize_4bit_weight *w) {
+    int64_t with_elements = 0;
+    for (int64_t i = 0; i < count; i++) {
+        BST_TRY(read_member(quantised[i], weights[i], i, &m[i], &w[with_elements]));
+        BST_TRY(check_beside(m, i));
+        with_elements += w[with_elements].count > 0;
+    }
+    return make(exec, m->views[WEIGHT].device, w, with_elements);
+}
+
+bst_status bst_dequantize_4bit_group(const bst_exec *exec, int64_t count, const bst_4bit_weight *const *quantised,
+                                     DLTensor *const *weights) {
+    bst_exec own;
+    BST_TRY(bst__options(group_op, "exec", exec, &own, sizeof own));
+    if (count < 0 || count > INT32_MAX)
+        return bst__error(BST_INVALID, "%s: count is %lld; the number of weights, 0 to 2^31 - 1, is needed", group_op,
+                          (long long)count);
+    if (!count) return BST_OK;
+    if (!quantised || !weights)
+        return bst__error(BST_INVALID, "%s: %s is NULL; a list of %lld is needed", group_op,
+                          quantised ? "weights" : "quantised", (long long)count);
+    member *m = calloc((size_t)count, sizeof *m);
+    dequantize_4bit_weight *w = calloc((size_t)count, sizeof *w);
+    bst_status status = m && w ? make_group(&own, count, quantised, weights, m, w)
+                               : bst__error(BST_NO_MEMORY, "%s: a table of %lld weights could not be allocated",
+                                            group_op, (long long)count);
+    free(m);
+    free(w);
+    return status;
+}

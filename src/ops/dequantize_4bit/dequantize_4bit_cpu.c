@@ -4,7 +4,7 @@
 enum { CODES = 16 };
 
 /* Volatile: the compiler would make one operation, of one rounding, of product and sum. */
-static float scale_of(const dequantize_4bit_cpu *a, int64_t block) {
+static float scale_of(const dequantize_4bit_weight *a, int64_t block) {
     if (!a->nested_code) return ((const float *)a->absmax)[block];
     const float code = a->nested_code[((const uint8_t *)a->absmax)[block]];
     volatile float product = code * a->nested_absmax[block / a->nested_blocksize];
@@ -12,7 +12,7 @@ static float scale_of(const dequantize_4bit_cpu *a, int64_t block) {
 }
 
 void BST_CPU(bst__dequantize_4bit_cpu)(void *context, int64_t begin, int64_t end) {
-    const dequantize_4bit_cpu *a = context;
+    const dequantize_4bit_weight *a = context;
     for (int64_t block = begin; block < end; block++) {
         float values[CODES], scale = scale_of(a, block);
         uint16_t halves[CODES];
