@@ -534,7 +534,7 @@ typedef struct bst_4bit_weight {
 
 /* weight [N, K], float32, bfloat16 or float16: code[number] * absmax[block] in float32, rounded once. */
 BST_API bst_status bst_dequantize_4bit(const bst_exec *exec, const bst_4bit_weight *quantised, DLTensor *weight);
-/* `count` weights by their place, on one device, apart in memory: on CUDA four that are alike in one launch. */
+/* `count` weights by their place, on one device and apart in memory: on CUDA four alike in one launch. */
 BST_API bst_status bst_dequantize_4bit_group(const bst_exec *exec, int64_t count,
                                              const bst_4bit_weight *const *quantised, DLTensor *const *weights);
 
