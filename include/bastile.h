@@ -542,7 +542,7 @@ BST_API bst_status bst_dequantize_4bit_group(const bst_exec *exec, int64_t count
 
 /* y = x * f, rounded, plus addend, or NULL, in float32; all [..., C] of one type, y with strides as the others, whose
  * place it may take. f is 0 for an element whose random word is less than 2^32 p, to nearest, or p is 1, else 1 / (1 -
- * p). Element e, row by row, has word e % 4 of Philox 4x32's, of seven rounds, for the key seed[0] and the counter e / 4
+ * p). Element e, row by row, has word e % 4 of Philox 4x32, of seven rounds, of the key seed[0] and the counter e / 4
  * + 2^64 seed[1]; seed [2], int64. Of y's gradient it makes that of x. Srivastava et al., "Dropout", 2014. */
 BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DLTensor *seed, const DLTensor *addend,
                                double p, DLTensor *y);

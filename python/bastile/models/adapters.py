@@ -173,9 +173,9 @@ class _FourBits:
         return Quantised(self._packed, state.absmax, state.code, state.shape, **self._arguments)
 
 
-#: Bytes of the weights that are made at once. Queries', keys' and values' of an 8B model are 48 MiB; gate's and up's,
-#: 192, would take 3 us of 74 less together, and 96 MiB more where memory is at its peak.
-_MOST_TOGETHER = 64 << 20
+#: Bytes of the weights that are made at once: gate's and up's of an 8B model in 16 bits are 192 MiB, where its memory has
+#: room for them. A launch is a hundredth of what products with larger ones take.
+_MOST_TOGETHER = 256 << 20
 
 
 def _address(t: torch.Tensor) -> int:
