@@ -380,7 +380,7 @@ def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tenso
         given.update({name: torch.zeros_like(ids) for name in names})
     if model.config.model_type in _GIVEN:
         given.update(_GIVEN[model.config.model_type](model, ids, labels))
-    loss = model(**given).loss
+    loss = model(**{name: value.to(model.device) for name, value in given.items()}).loss
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
