@@ -3,6 +3,9 @@ ran in one training step of it, and what stays stock.
 
     python tools/model_types.py [TYPE ...]    only these types' rows are made anew
 
+Some types need what is in requirements/models.txt, which `make test-models` puts into build/models: with
+PYTHONPATH=build/models their rows are made too, and all others' alike.
+
 Exit code 1 where a step differs from stock Transformers' by more than the rounding of float32."""
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ NO_STEP = {
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.append(str(ROOT / "python"))  # where no package is installed
+sys.path.append(str(ROOT / "tests" / "py"))
 
 
 def row(model_type: str) -> tuple[str, bool | None]:
@@ -88,6 +92,7 @@ def _summary(title: str, lines: list[str]) -> str:
 
 def main() -> int:
     import torch
+    import torchvision_on_cpu  # noqa: F401, I001  (before Transformers)
     import transformers
 
     from bastile.models.small import causal_types, vision_types

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import torchvision_on_cpu  # noqa: F401, I001  (before Transformers)
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile

@@ -106,6 +106,9 @@ _CANNOT: dict[str, dict[str, str]] = {
     },
 }
 NEEDS = {"gemma3n": "timm", "fast_vlm": "timm", "perception_lm": "timm", "inkling_mm_model": "scipy"}
+every_type = pytest.mark.parametrize(
+    "model_type", [pytest.param(t, marks=[pytest.mark.needs_more] if t in NEEDS else []) for t in ALL_TYPES]
+)
 
 
 def able(model_type: str, what: str, run: Callable[[], Any]) -> Any:
@@ -134,7 +137,7 @@ def stepped(model_type: str) -> Any:
 
 
 @pytest.mark.every_type
-@pytest.mark.parametrize("model_type", ALL_TYPES)
+@every_type
 def test_a_step_of_every_type(model_type: str) -> None:
     stepped(model_type)
     done = support.check(model_type)
@@ -192,13 +195,13 @@ def test_ten_tokens(model_type: str) -> None:
 
 
 @pytest.mark.every_type
-@pytest.mark.parametrize("model_type", ALL_TYPES)
+@every_type
 def test_bfloat16_of_every_type(model_type: str) -> None:
     assert_bfloat16_is_as_close(model_type)
 
 
 @pytest.mark.every_type
-@pytest.mark.parametrize("model_type", ALL_TYPES)
+@every_type
 def test_ten_tokens_of_every_type(model_type: str) -> None:
     assert_generates_the_same(model_type)
 

@@ -145,6 +145,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "musicgen_decoder": {"num_codebooks": 2},
     "musicgen_melody_decoder": {"num_codebooks": 2},
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {"embed_dim": 32, "img_size": [16, 16], "depth": 1, "num_heads": 4, "ref_feat_shape": [1, 1]},
+        }
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
