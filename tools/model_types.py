@@ -84,7 +84,7 @@ def _summary(title: str, lines: list[str]) -> str:
     have = [line for line in built if line.split(" | ")[2] != "has none"]
     served = sum(line.split(" | ")[2] == "all" for line in have)
     return (
-        f"**Of {len(lines)} {title}, {len(built)} were built, all with the same loss and gradients.** Of the "
+        f"**Of {len(lines)} {title}, {len(built)} were built, all with the same loss, logits and gradients.** Of the "
         f"{len(have)} that have an RMS or layer norm, rotary embedding, a gated MLP or experts, {served} run Bastile's "
         f"for each that they have. What ran: {counts}."
     )
