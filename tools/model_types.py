@@ -10,6 +10,7 @@ Exit code 1 where a step differs from stock Transformers' by more than the round
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -92,7 +93,8 @@ def _summary(title: str, lines: list[str]) -> str:
 
 def main() -> int:
     import torch
-    import torchvision_on_cpu  # noqa: F401, I001  (before Transformers)
+
+    importlib.import_module("torchvision_on_cpu")  # before Transformers
     import transformers
 
     from bastile.models.small import causal_types, vision_types

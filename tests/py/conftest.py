@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-import torchvision_on_cpu  # noqa: F401, I001  (before Transformers)
+import torchvision_on_cpu  # noqa: F401
+
+# isort: split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile

@@ -109,11 +109,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         _three_sections(2, 1, 1),
     ),
     "glm4v_moe_text": _three_sections(1, 1, 0),
-    **dict.fromkeys(
-        [f"{name}_vision_model" for name in ("blip", "blip_2", "git", "instructblip", "instructblipvideo", "kosmos_2")],
-        {"image_size": 8, "patch_size": 4},
-    ),
-    **dict.fromkeys(("blip-2", "instructblip"), {"num_query_tokens": 2, "image_token_index": _PLACE}),
+    **{
+        f"{name}_vision_model": {"image_size": 8, "patch_size": 4}
+        for name in ("blip", "blip_2", "git", "instructblip", "instructblipvideo", "kosmos_2")
+    },
+    **{name: {"num_query_tokens": 2, "image_token_index": _PLACE} for name in ("blip-2", "instructblip")},
     "instructblipvideo": {"num_query_tokens": 2, "video_token_index": _PLACE},
     "idefics_vision": {"image_size": 8, "patch_size": 4},
     "kosmos-2": {"latent_query_num": 4},
