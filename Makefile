@@ -109,7 +109,7 @@ $(MODELS)/stamp: requirements/models.txt
 	$(PY) -m pip install -q --no-deps --target $(MODELS) -r $<
 	touch $@
 
-test-models: install $(MODELS)/stamp $(if $(VENV),$(VENV)/test.stamp)
+test-models: install $(if $(VENV),$(MODELS)/stamp $(VENV)/test.stamp)
 	PYTHONPATH=$(SITE) $(PY) -m pytest -n $(JOBS) -m every_type tests/py/test_model_types.py
 	PYTHONPATH=$(MODELS):$(SITE) $(PY) -m pytest -n $(JOBS) -m needs_more tests/py/test_model_types.py
 
