@@ -112,6 +112,13 @@ def written(z: torch.Tensor, write: Callable[[torch.Tensor], Any], show: torch.T
     return show * 1
 
 
+def stacked_without_grad(pieces: Any) -> None:
+    with torch.no_grad():
+        stacked = torch.stack(pieces)
+    assert not stacked.requires_grad
+    assert not stacked[0].requires_grad
+
+
 READ: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "squared": lambda z, n: z.square(),
     "one head's": lambda z, n: z.select(n.along, 1).exp(),
@@ -129,6 +136,7 @@ READ: dict[str, Callable[[torch.Tensor, Net], Any]] = {
     "a part written": lambda z, n: written(z[:, 1:], lambda one: one.zero_(), z.select(n.along, 0)),
     "all written": lambda z, n: written(z, lambda all_of_it: all_of_it.mul_(3), z.select(n.along, 0)),
     "detached and written": lambda z, n: written(z.detach().select(n.along, 0), lambda one: one.mul_(2), z),
+    "stacked without a gradient": lambda z, n: (stacked_without_grad(z.unbind(n.along)), z.exp())[1],
     "a loss and a head's values": lambda z, n: (loss_of(z.unbind(n.along), n), z.select(n.along, 0).square()),
     "values and a loss": lambda z, n: (z.exp(), loss_of(z.unbind(n.along), n)),
     "all in one loss": lambda z, n: F.cross_entropy(z.reshape(-1, V), torch.arange(z.numel() // V) % V),

@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from bastile.guards import gathers
 from bastile.models.logits import follow, parts  # noqa: F401  (they enter what is followed of each head's)
-from bastile.models.logits.tensor import FOLLOWED, Logits, OnDemand, Part, copied, followed, with_part
+from bastile.models.logits.pending import Pending
+from bastile.models.logits.tensor import FOLLOWED, Logits, OnDemand, Part, followed, logits_of
 
 _T = torch.Tensor
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -121,13 +122,20 @@ class _Tie(torch.autograd.Function):
 
 
 def _tied(heads: list[Logits]) -> list[Logits]:
-    """Copies of these, whose gradients come together."""
-    calls = [head.call for head in heads]
+    """Copies of these, whose gradients come together. None is all of its memory: who writes to it writes to a stack."""
+    calls, grad = [head.call for head in heads], torch.is_grad_enabled()
     rows = [head.part.rows for head in heads]
-    if torch.is_grad_enabled() and all(r.requires_grad for r in rows):
+    if grad and all(r.requires_grad for r in rows):
         tensors = [t for c in calls if not c.is_gathered for t in c.tensors]
         rows = list(_Tie.apply(tensors, *tensors, *rows))
-    return [copied(with_part(head, Part(r))) for head, r in zip(heads, rows, strict=True)]
+    return [
+        logits_of(
+            Pending(head.call, r, [*head.pending.steps], head.dtype),
+            Part(r, is_whole=False),
+            grad and head.requires_grad,
+        )
+        for head, r in zip(heads, rows, strict=True)
+    ]
 
 
 def _stacked(shown: Shown, with_grad: bool) -> Stacked:
@@ -139,9 +147,7 @@ def _stacked(shown: Shown, with_grad: bool) -> Stacked:
 
 def _new(heads: list[Logits], along: int) -> Stacked:
     stack = Stack(heads, along)
-    # Each a part of what the stack has: who writes to one writes to the stack.
-    of_each = tuple(with_part(head, Part(head.part.rows, is_whole=False)) for head in stack.heads)
-    return _stacked(Shown(stack, stack.shape, heads=of_each, along=along), stack.with_grad)
+    return _stacked(Shown(stack, stack.shape, heads=tuple(stack.heads), along=along), stack.with_grad)
 
 
 @followed(torch.stack)
@@ -244,10 +250,14 @@ def _getitem(stacked: Stacked, index: Any) -> Any:
     if rest[-1] != slice(None):
         return NotImplemented
     if isinstance(which, int):
-        return shown.heads[which][rest]
-    heads = tuple(head[rest] for head in shown.heads[which])
+        return _part(shown.heads[which], rest)
+    heads = tuple(_part(head, rest) for head in shown.heads[which])
     along = sum(isinstance(i, slice) for i in index[: shown.along])
     return _view(stacked, lambda z: z[index], heads, along) if heads else NotImplemented
+
+
+def _part(head: Logits, index: tuple[Any, ...]) -> Any:
+    return head if all(i == slice(None) for i in index) else head[index]
 
 
 @_follows(_T.select, torch.select)

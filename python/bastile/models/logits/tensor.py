@@ -162,7 +162,8 @@ class _StandIn(torch.autograd.Function):
         return None, None, *[next(found) if want else None for want in wanted]
 
 
-def _logits(pending: Pending, part: Part, with_grad: bool) -> Logits:
+def logits_of(pending: Pending, part: Part, with_grad: bool) -> Logits:
+    """Logits that show this part. with_grad: with a place in the graph."""
     if not with_grad:
         return Logits(pending, part)
     call = pending.call
@@ -173,7 +174,7 @@ def _logits(pending: Pending, part: Part, with_grad: bool) -> Logits:
 
 def put_off(call: Call) -> Logits:
     """The logits of a call."""
-    return _logits(Pending(call, call.hidden, [], call.dtype), Part(call.hidden), call.with_grad)
+    return logits_of(Pending(call, call.hidden, [], call.dtype), Part(call.hidden), call.with_grad)
 
 
 def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None, keeps_order: bool = True) -> Logits:
@@ -206,7 +207,7 @@ def with_part(logits: Logits, part: Part) -> Logits:
 
 def _like(logits: Any, pending: Pending, part: Part, with_grad: bool) -> Any:
     """What is followed may be an object of another class, which torch.compile reads through."""
-    return _logits(pending, part, with_grad) if isinstance(logits, Logits) else type(logits)(pending, part)
+    return logits_of(pending, part, with_grad) if isinstance(logits, Logits) else type(logits)(pending, part)
 
 
 def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
