@@ -33,6 +33,7 @@ SAMPLE: dict[str, set[str]] = {
     "gemma": {"rms_norm", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "gemma2": {"rms_norm", "rope", "add_rms_norm"},
     "gemma3_text": {"rms_norm", "qk_norm_rope", "add_rms_norm"},
+    "gemma3n_text": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "apertus": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "olmo2": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "cohere": {"layer_norm", "swiglu", "rope"},
@@ -54,6 +55,7 @@ SAMPLE: dict[str, set[str]] = {
     "ernie4_5": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "helium": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "lfm2": {"rms_norm", "swiglu", "qk_norm_rope"},
+    "musicgen": {"layer_norm", "fused_linear_cross_entropy"},
     "gpt2": {"layer_norm", "fused_linear_cross_entropy"},
     # Of images too.
     "llava": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},

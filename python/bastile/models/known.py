@@ -185,6 +185,12 @@ FORMS: tuple[Form, ...] = (
         _roles("gate_up down dropout activation"),
         ("9aa6d47f025e",),
     ),
+    Form(
+        "mlp",
+        "down(activation(cut(gate(x)) where sparsity > 0) * up(x))",
+        _roles("gate sparsity activation up down"),
+        ("adb6a2f33b95",),
+    ),
     # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
     # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)
     Form("rotary", "x cos + rotate_half(x) sin", (), ("1a10a7e371ea",), _rotary()),

@@ -1,5 +1,6 @@
 """The forward of a gated MLP: down(activation(gate(x)) * up(x)), gate and up apart or in one projection, with what a
-form has beside: a norm or a dropout before the last layer, factors, a dropout behind it."""
+form has beside: a norm or a dropout before the last layer, factors, a dropout behind it, a cut of the gate by a method
+of the class."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -34,7 +35,12 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
     up_first = "up_gate" in names
     between = names.get("norm") or names.get("dropout")  # the unit and the last layer
     scale_gate, scale_out, dropout_out = names.get("scale_gate"), names.get("scale_out"), names.get("dropout_out")
+    sparsity = names.get("sparsity")
+    (cut,) = found.methods.values() if sparsity is not None else (None,)
     classes = activations()
+
+    def is_cut(self: Any) -> bool:
+        return sparsity is not None and getattr(self, sparsity) > 0
 
     def unit(self: Any, x: Any, act: str) -> Any:
         if both is not None:
@@ -44,11 +50,13 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
             first, second = h.chunk(2, dim=-1)
             return glu(second, first, act)
         first = getattr(self, gate)(x)
+        if cut is not None and is_cut(self):
+            first = cut(self, first)
         return glu(first if scale_gate is None else first * getattr(self, scale_gate), getattr(self, up)(x), act)
 
     def output(self: Any, x: Any, act: str) -> Any:
         middle = None if between is None else getattr(self, between)
-        if both is None and scale_gate is None and (middle is None or _does_nothing(middle)):
+        if both is None and scale_gate is None and not is_cut(self) and (middle is None or _does_nothing(middle)):
             return gated_mlp(x, getattr(self, gate), getattr(self, up), getattr(self, down), act)
         if both is not None and (middle is None or _does_nothing(middle)):
             first, last = getattr(self, both), getattr(self, down)
