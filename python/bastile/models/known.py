@@ -55,7 +55,11 @@ FORMS: tuple[Form, ...] = (
         {"casting": "llama", "is_of_one_type": True},
     ),
     Form(
-        "norm", "(x * rstd * (1 + weight)).to(x.dtype)", _roles("weight eps"), ("0d3caabf3fba",), {"casting": "gemma"}
+        "norm",
+        "(x * rstd * (1 + weight)).to(x.dtype)",
+        _roles("weight eps"),
+        ("0d3caabf3fba", "69e2f4a34477"),
+        {"casting": "gemma"},
     ),
     Form(
         "norm",
@@ -78,7 +82,7 @@ FORMS: tuple[Form, ...] = (
         ("0dcc3719f45e",),
         {"casting": "none"},
     ),
-    Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2",), {"casting": "none"}),
+    Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2", "ed705b2a1837"), {"casting": "none"}),
     Form(
         "norm",
         "(x * rstd).to(x.dtype) * weight, refusing other widths",
@@ -190,6 +194,19 @@ FORMS: tuple[Form, ...] = (
         "down(activation(cut(gate(x)) where sparsity > 0) * up(x))",
         _roles("gate sparsity activation up down"),
         ("adb6a2f33b95",),
+    ),
+    Form(
+        "mlp",
+        "down(activation(min(gate(x), limit)) * clamp(up(x), limit))",
+        _roles("gate limit up down activation"),
+        ("36f68e0b613b",),
+    ),
+    Form(
+        "mlp",
+        "gate, up = gate_up(x).chunk(2), at most limit; down(gate * sigmoid(alpha * gate) * (up + 1))",
+        _roles("gate_up limit alpha down"),
+        ("1a353a3323c2",),
+        {"activation": "swiglu_oai"},
     ),
     # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
     # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)

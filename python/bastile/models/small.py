@@ -64,6 +64,7 @@ SIZES: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
     "swiglu_limit": 0.5,  # so that it is met
+    "swiglu_alpha": 1.3,
     "n_group": 1,
     "n_groups": 2,
     "topk_group": 1,
