@@ -34,7 +34,7 @@ SAMPLE: dict[str, set[str]] = {
     "gemma2": {"rms_norm", "rope", "add_rms_norm"},
     "gemma3_text": {"rms_norm", "qk_norm_rope", "add_rms_norm"},
     "gemma3n_text": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
-    "deepseek_v4": {"rms_norm", "swiglu", "moe_experts", "fused_linear_cross_entropy"},
+    "deepseek_v4": {"rms_norm", "swiglu", "rope", "moe_experts", "fused_linear_cross_entropy"},
     "minimax_m3_vl_text": {"rms_norm", "swiglu", "qk_norm_rope", "moe_experts", "fused_linear_cross_entropy"},
     "apertus": {"rms_norm", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "olmo2": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},

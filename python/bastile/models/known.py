@@ -27,7 +27,8 @@ def _roles(names: str) -> tuple[str, ...]:
 
 
 def _rotary(**variant: Any) -> dict[str, Any]:
-    """arguments: what it is given, in this order, "freqs" a complex table; heads: their axis where it is not told."""
+    """arguments: what it is given, in this order, "freqs" a complex table; heads: their axis where it is not told;
+    partial: whether the first elements of a head turn alone, or "last", the last."""
     usual = {"layout": "halves", "partial": False, "table": "whole", "casts": False, "is_backward": False}
     return {**usual, "arguments": "q k cos sin", "heads": 1, **variant}
 
@@ -289,6 +290,13 @@ FORMS: tuple[Form, ...] = (
         (),
         ("e72c60944106",),
         _rotary(layout="interleaved", table="half", arguments="x sin cos", heads=2),
+    ),
+    Form(
+        "rotary",
+        "of one tensor: neighbours of the head's last elements, of tables for half of these, in the input's type",
+        (),
+        ("1a79c67e87bc",),
+        _rotary(layout="interleaved", table="half", casts=True, partial="last", arguments="x cos sin"),
     ),
     Form(
         "rotary",
