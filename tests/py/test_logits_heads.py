@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +184,13 @@ TYPES = [name for name in ("musicgen", "musicgen_melody") if name in small.causa
 @pytest.mark.parametrize("how", ["training", "evaluation", "bfloat16"])
 def test_models_of_sound(model_type: str, how: str) -> None:
     """Labels of fewer moments than there are, some of them padding and some -100; the loss is the mean over books."""
-    model = small.small_model(model_type).train(how != "evaluation")
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    cls = next(c for name, c in vars(module).items() if name.endswith("ForCausalLM"))
+    config = cls.config_class(
+        vocab_size=97, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, num_codebooks=2,
+        pad_token_id=0, bos_token_id=1, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    model = small.prepared(cls(config)).train(how != "evaluation")
     dtype = torch.bfloat16 if how == "bfloat16" else torch.float32
     books = model.config.num_codebooks
     ids = torch.randint(3, 90, (2 * books, 11), generator=torch.Generator().manual_seed(3))

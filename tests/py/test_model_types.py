@@ -57,7 +57,6 @@ SAMPLE: dict[str, set[str]] = {
     "ernie4_5": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "helium": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "lfm2": {"rms_norm", "swiglu", "qk_norm_rope"},
-    "musicgen": {"layer_norm", "fused_linear_cross_entropy"},
     "gpt2": {"layer_norm", "fused_linear_cross_entropy"},
     # Of images too.
     "llava": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
