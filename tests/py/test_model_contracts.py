@@ -174,7 +174,7 @@ def test_flex_attention_in_training(model_type: str, monkeypatch: pytest.MonkeyP
 
 
 @on_a_gpu
-@pytest.mark.parametrize(("model_type", "whole"), [("llama", False), ("gpt_oss", False), ("qwen3", True)])
+@pytest.mark.parametrize(("model_type", "whole"), [("llama", False), ("gpt_oss", False), ("llama", True)])
 def test_flex_attentions_compiled_kernel_in_training(model_type: str, whole: bool) -> None:
     """Its own forward and backward kernels, behind our queries and keys and before our gradients: by itself, with sinks
     too, and where the model is compiled around it."""
