@@ -101,9 +101,17 @@ test-trl: install $(TRL)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	    PYTHONPATH=$(TRL)/$$release:$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py || exit; \
 	done
 
-# One training step of each causal language model type of Transformers, stock and patched.
-test-models: install $(if $(VENV),$(VENV)/test.stamp)
+# One training step of each language model type of Transformers, stock and patched. A few types need more packages, which
+# lie in a folder of their own: Transformers goes other ways where torchvision is there.
+MODELS := build/models
+$(MODELS)/stamp: requirements/models.txt
+	rm -rf $(MODELS)
+	$(PY) -m pip install -q --no-deps --target $(MODELS) -r $<
+	touch $@
+
+test-models: install $(if $(VENV),$(MODELS)/stamp $(VENV)/test.stamp)
 	PYTHONPATH=$(SITE) $(PY) -m pytest -n $(JOBS) -m every_type tests/py/test_model_types.py
+	PYTHONPATH=$(MODELS):$(SITE) $(PY) -m pytest -n $(JOBS) -m needs_more tests/py/test_model_types.py
 
 # The same Python tests of the operators, with the CUDA kernels run on the CPU under AddressSanitizer and UBSan.
 emulated-tests: $(if $(VENV),$(VENV)/test.stamp)

@@ -3,10 +3,14 @@ ran in one training step of it, and what stays stock.
 
     python tools/model_types.py [TYPE ...]    only these types' rows are made anew
 
+Some types need what is in requirements/models.txt, which `make test-models` puts into build/models: with
+PYTHONPATH=build/models their rows are made too, and all others' alike.
+
 Exit code 1 where a step differs from stock Transformers' by more than the rounding of float32."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import re
@@ -33,6 +37,7 @@ NO_STEP = {
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.append(str(ROOT / "python"))  # where no package is installed
+sys.path.append(str(ROOT / "tests" / "py"))
 
 
 def row(model_type: str) -> tuple[str, bool | None]:
@@ -80,7 +85,7 @@ def _summary(title: str, lines: list[str]) -> str:
     have = [line for line in built if line.split(" | ")[2] != "has none"]
     served = sum(line.split(" | ")[2] == "all" for line in have)
     return (
-        f"**Of {len(lines)} {title}, {len(built)} were built, all with the same loss and gradients.** Of the "
+        f"**Of {len(lines)} {title}, {len(built)} were built, all with the same loss, logits and gradients.** Of the "
         f"{len(have)} that have an RMS or layer norm, rotary embedding, a gated MLP or experts, {served} run Bastile's "
         f"for each that they have. What ran: {counts}."
     )
@@ -88,6 +93,8 @@ def _summary(title: str, lines: list[str]) -> str:
 
 def main() -> int:
     import torch
+
+    importlib.import_module("torchvision_on_cpu")  # before Transformers
     import transformers
 
     from bastile.models.small import causal_types, vision_types

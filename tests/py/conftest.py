@@ -18,11 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+
+import torchvision_on_cpu  # noqa: F401
+
+# isort: split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
 from bastile.models import adapters, attention, decoder, experts, mlp, norm, rotary
-from bastile.models.logits import Logits, losses
+from bastile.models.logits import losses
+from bastile.models.logits.tensor import OnDemand
 from families import FAMILIES
 from oracle import numbers
 
@@ -121,7 +126,7 @@ def result_or_error(call: Callable[[], Any]) -> Any:
 
 def on_demand(logits: torch.Tensor) -> bool:
     """Whether these are logits that nobody has made yet."""
-    return isinstance(logits, Logits) and logits.pending.made is None
+    return isinstance(logits, OnDemand) and not logits.is_made
 
 
 def assert_same_up_to_rounding(got: torch.Tensor, want: torch.Tensor, model: PreTrainedModel, what: str) -> None:

@@ -33,7 +33,11 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and not {V, (V + 7) // 8 * 8}.isdisjoint(tensor.shape):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and not tensor.is_meta
+                and not {V, (V + 7) // 8 * 8}.isdisjoint(tensor.shape)
+            ):
                 self.elements = max(self.elements, tensor.numel())
         return result
 

@@ -17,10 +17,12 @@ import bastile
 from bastile.models import small
 from bastile.models.support import Check
 from bastile.report import Report
-from conftest import inductor
+from conftest import gradients, inductor, tiny_batch
+from oracle import EMULATED
 
 TYPES = ("llama", "qwen3", "gpt_oss", "gemma")
 types = pytest.mark.parametrize("model_type", TYPES)
+on_a_gpu = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -169,6 +171,30 @@ def test_flex_attention_in_training(model_type: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(transformers_flex_attention, "compile_friendly_flex_attention", uncompiled)
     assert_as_stock(small.small_model(model_type, attn_implementation="flex_attention"), RAN[model_type])
     assert called == 4 * [flex_attention.BlockMask]  # two layers, patched and stock
+
+
+@on_a_gpu
+@pytest.mark.parametrize(("model_type", "whole"), [("llama", False), ("gpt_oss", False), ("llama", True)])
+def test_flex_attentions_compiled_kernel_in_training(model_type: str, whole: bool) -> None:
+    """Its own forward and backward kernels, behind our queries and keys and before our gradients: by itself, with sinks
+    too, and where the model is compiled around it."""
+    model = small.small_model(model_type, attn_implementation="flex_attention", hidden_size=64, head_dim=16).cuda()
+    batch = {name: value.cuda() for name, value in tiny_batch(model, 3, 130).items()}  # more than a block of the mask
+    results = []
+    for patched in (True, False):
+        bastile.report(reset=True)
+        loss = (torch.compile(model) if whole else model)(**batch, use_cache=False).loss
+        loss.backward()
+        results.append((loss.detach(), gradients(model)))
+        told = bastile.report()
+        ran = {operator: told.ran(operator) for operator in RAN[model_type]}
+        assert whole or ran == (RAN[model_type] if patched else dict.fromkeys(ran, 0))
+        bastile.reset()
+    (loss, got), (want_loss, want) = results
+    near(loss, want_loss)
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        near(got[name], gradient)
 
 
 @types

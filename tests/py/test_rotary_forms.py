@@ -59,6 +59,13 @@ FORMS: dict[str, tuple[str, str, Callable[[], tuple[Any, ...]], dict[str, int]]]
         lambda: (heads(B, S, H, D), *tables(D // 2)[::-1]),
         {},
     ),
+    "the last elements": ("deepseek_v4", "apply_rotary_pos_emb", lambda: (heads(), *tables(D // 4)), {}),
+    "the last elements, heads third": (
+        "deepseek_v4",
+        "apply_rotary_pos_emb",
+        lambda: (heads(B, S, H, D), *tables(D // 4)),
+        {"unsqueeze_dim": 2},
+    ),
     "backward": ("nanochat", "apply_rotary_pos_emb", lambda: (heads(), heads(B, 1, S, D), *twice(D)), {}),
     "one sequence": (
         "qwen2_vl",

@@ -170,14 +170,15 @@ def _check(asked: dict[str, _Asked], told: dict[str, Any]) -> int:
         told[name]["check"] = {
             "same": done.passed,
             "loss": done.loss,
+            "logits": done.logits,
             "gradients": worst,
             "ran": dict(done.ran),
             "aside": dict(done.aside),
         }
         ran = ", ".join(f"{operator} {count}" for operator, count in done.ran.items()) or "nothing"
         print(
-            f"{name}: {'the same' if done.passed else 'DIFFERS'}: loss by {done.loss:.1e}, gradients by "
-            f"{worst:.1e} at most ({parameter}); ran: {ran}"
+            f"{name}: {'the same' if done.passed else 'DIFFERS'}: loss by {done.loss:.1e}, logits by "
+            f"{done.logits:.1e}, gradients by {worst:.1e} at most ({parameter}); ran: {ran}"
         )
         for operator, why in done.aside.items():
             if operator not in OF_BACKBONES:  # which serve no model as small as this

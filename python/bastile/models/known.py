@@ -27,7 +27,8 @@ def _roles(names: str) -> tuple[str, ...]:
 
 
 def _rotary(**variant: Any) -> dict[str, Any]:
-    """arguments: what it is given, in this order, "freqs" a complex table; heads: their axis where it is not told."""
+    """arguments: what it is given, in this order, "freqs" a complex table; heads: their axis where it is not told;
+    partial: whether the first elements of a head turn alone, or "last", the last."""
     usual = {"layout": "halves", "partial": False, "table": "whole", "casts": False, "is_backward": False}
     return {**usual, "arguments": "q k cos sin", "heads": 1, **variant}
 
@@ -55,7 +56,11 @@ FORMS: tuple[Form, ...] = (
         {"casting": "llama", "is_of_one_type": True},
     ),
     Form(
-        "norm", "(x * rstd * (1 + weight)).to(x.dtype)", _roles("weight eps"), ("0d3caabf3fba",), {"casting": "gemma"}
+        "norm",
+        "(x * rstd * (1 + weight)).to(x.dtype)",
+        _roles("weight eps"),
+        ("0d3caabf3fba", "69e2f4a34477"),
+        {"casting": "gemma"},
     ),
     Form(
         "norm",
@@ -78,7 +83,7 @@ FORMS: tuple[Form, ...] = (
         ("0dcc3719f45e",),
         {"casting": "none"},
     ),
-    Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2",), {"casting": "none"}),
+    Form("norm", "(x * rstd).to(x.dtype)", _roles("eps"), ("12cb1bda92f2", "ed705b2a1837"), {"casting": "none"}),
     Form(
         "norm",
         "(x * rstd).to(x.dtype) * weight, refusing other widths",
@@ -185,6 +190,25 @@ FORMS: tuple[Form, ...] = (
         _roles("gate_up down dropout activation"),
         ("9aa6d47f025e",),
     ),
+    Form(
+        "mlp",
+        "down(activation(cut(gate(x)) where sparsity > 0) * up(x))",
+        _roles("gate sparsity activation up down"),
+        ("adb6a2f33b95",),
+    ),
+    Form(
+        "mlp",
+        "down(activation(min(gate(x), limit)) * clamp(up(x), limit))",
+        _roles("gate limit up down activation"),
+        ("36f68e0b613b",),
+    ),
+    Form(
+        "mlp",
+        "gate, up = gate_up(x).chunk(2), at most limit; down(gate * sigmoid(alpha * gate) * (up + 1))",
+        _roles("gate_up limit alpha down"),
+        ("1a353a3323c2",),
+        {"activation": "swiglu_oai"},
+    ),
     # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
     # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)
     Form("rotary", "x cos + rotate_half(x) sin", (), ("1a10a7e371ea",), _rotary()),
@@ -266,6 +290,13 @@ FORMS: tuple[Form, ...] = (
         (),
         ("e72c60944106",),
         _rotary(layout="interleaved", table="half", arguments="x sin cos", heads=2),
+    ),
+    Form(
+        "rotary",
+        "of one tensor: neighbours of the head's last elements, of tables for half of these, in the input's type",
+        (),
+        ("1a79c67e87bc",),
+        _rotary(layout="interleaved", table="half", casts=True, partial="last", arguments="x cos sin"),
     ),
     Form(
         "rotary",

@@ -1,5 +1,6 @@
 """The forward of a gated MLP: down(activation(gate(x)) * up(x)), gate and up apart or in one projection, with what a
-form has beside: a norm or a dropout before the last layer, factors, a dropout behind it."""
+form has beside: a norm or a dropout before the last layer, factors, a dropout behind it, a limit of gate and up, a cut
+of the gate by a method of the class."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -34,23 +35,37 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
     up_first = "up_gate" in names
     between = names.get("norm") or names.get("dropout")  # the unit and the last layer
     scale_gate, scale_out, dropout_out = names.get("scale_gate"), names.get("scale_out"), names.get("dropout_out")
+    sparsity = names.get("sparsity")
+    (cut,) = found.methods.values() if sparsity is not None else (None,)
+    limit, alpha, own_activation = names.get("limit"), names.get("alpha"), found.form.variant.get("activation", "silu")
     classes = activations()
 
+    def is_cut(self: Any) -> bool:
+        return sparsity is not None and getattr(self, sparsity) > 0
+
     def unit(self: Any, x: Any, act: str) -> Any:
+        options = {} if limit is None else {"limit": getattr(self, limit)}
+        if alpha is not None:
+            options["alpha"] = getattr(self, alpha)
         if both is not None:
             h = getattr(self, both)(x)
             if not up_first:
-                return glu(h, None, act)
+                return glu(h, None, act, **options)
             first, second = h.chunk(2, dim=-1)
-            return glu(second, first, act)
+            return glu(second, first, act, **options)
         first = getattr(self, gate)(x)
-        return glu(first if scale_gate is None else first * getattr(self, scale_gate), getattr(self, up)(x), act)
+        if cut is not None and is_cut(self):
+            first = cut(self, first)
+        return glu(
+            first if scale_gate is None else first * getattr(self, scale_gate), getattr(self, up)(x), act, **options
+        )
 
     def output(self: Any, x: Any, act: str) -> Any:
         middle = None if between is None else getattr(self, between)
-        if both is None and scale_gate is None and (middle is None or _does_nothing(middle)):
+        is_plain = limit is None and (middle is None or _does_nothing(middle))
+        if both is None and scale_gate is None and is_plain and not is_cut(self):
             return gated_mlp(x, getattr(self, gate), getattr(self, up), getattr(self, down), act)
-        if both is not None and (middle is None or _does_nothing(middle)):
+        if both is not None and is_plain:
             first, last = getattr(self, both), getattr(self, down)
             if plain_linear(first) and plain_linear(last):
                 return gated_mlp_of_halves(x, first.weight, last.weight, act, up_first=up_first)
@@ -62,7 +77,7 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
         if len(args) != 1 or kwargs:
             tally.step_aside("it was not called with one tensor by position")
             return original(self, *args, **kwargs)
-        act = "silu" if activation is None else activation_of(getattr(self, activation), classes)
+        act = own_activation if activation is None else activation_of(getattr(self, activation), classes)
         if act is None:
             tally.step_aside("its activation is none that Bastile computes")
             return original(self, *args)

@@ -78,12 +78,15 @@ def rotary_function(found: Found, tally: Tally, original: Callable[..., Any]) ->
             tally.step_aside("heads are not of four axes, or tables are not of their width")
             return original(*args, **kwargs)
         tally.count()
-        both = (q,) if k is None else (q, k)
+        still, q = _last(found, q, cos)
+        both: tuple[torch.Tensor, ...] = (q,) if k is None else (q, k)
         both = tuple(t.transpose(1, 2) for t in both) if heads != 1 else both
         first, second = both if len(both) == 2 else (both[0], both[0].new_empty(q.shape[0], 0, *both[0].shape[2:]))
         turned = rope(first, second, *tables(found, cos, sin), **read_as)[: len(both)]
         turned = tuple(t.transpose(1, 2) for t in turned) if heads != 1 else turned
         turned = tuple(t[0] for t in turned) if is_alone else turned
+        if still is not None:
+            return torch.cat((still[0] if is_alone else still, turned[0]), -1)
         return turned if k is not None else turned[0]
 
     return mark_as_ours(rotate)
@@ -96,8 +99,20 @@ def _cos_and_sin(given: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     return parts[..., 0], parts[..., 1]
 
 
+def _last(found: Found, x: torch.Tensor, cos: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """What of x stays and what turns, where that is the end of each head."""
+    if found.form.variant["partial"] != "last":
+        return None, x
+    many = x.shape[-1] - _width(found, cos)
+    return x[..., :many], x[..., many:]
+
+
+def _width(found: Found, cos: torch.Tensor) -> int:
+    """Of what turns."""
+    return cos.shape[-1] * (2 if found.form.variant["table"] == "half" else 1)
+
+
 def fits(found: Found, head_dim: int, cos: torch.Tensor) -> bool:
     """Whether the tables are as wide as the code needs them."""
-    if found.form.variant["partial"]:
-        return cos.shape[-1] <= head_dim
-    return cos.shape[-1] * (2 if found.form.variant["table"] == "half" else 1) == head_dim
+    width = _width(found, cos)
+    return width <= head_dim if found.form.variant["partial"] else width == head_dim

@@ -2,6 +2,7 @@
 need a model and no weights."""
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -63,6 +64,7 @@ SIZES: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
     "swiglu_limit": 0.5,  # so that it is met
+    "swiglu_alpha": 1.3,
     "n_group": 1,
     "n_groups": 2,
     "topk_group": 1,
@@ -99,6 +101,8 @@ def _three_sections(*sizes: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
 
 
+_PLACE = 95  # a token that stands where something of a picture is
+
 #: What some types need beside or instead.
 OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -106,7 +110,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         _three_sections(2, 1, 1),
     ),
     "glm4v_moe_text": _three_sections(1, 1, 0),
-    **{name: {"image_size": 8, "patch_size": 4} for name in ("blip_vision_model", "git_vision_model")},
+    **{
+        f"{name}_vision_model": {"image_size": 8, "patch_size": 4}
+        for name in ("blip", "blip_2", "git", "instructblip", "instructblipvideo", "kosmos_2")
+    },
+    **{name: {"num_query_tokens": 2, "image_token_index": _PLACE} for name in ("blip-2", "instructblip")},
+    "instructblipvideo": {"num_query_tokens": 2, "video_token_index": _PLACE},
+    "idefics_vision": {"image_size": 8, "patch_size": 4},
+    "kosmos-2": {"latent_query_num": 4},
+    "pix2struct": {"decoder_start_token_id": 0, "pad_token_id": 0},
+    "pix2struct_text_model": {"d_kv": 8, "num_heads": 4, "d_ff": 48},
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 211},
     "blt_local_decoder": {"hidden_size_global": 32},
@@ -143,8 +156,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "muse_spark_audio": {"num_hidden_layers": 4, "out_hidden_size": 32},
     "musicgen_decoder": {"num_codebooks": 2},
     "musicgen_melody_decoder": {"num_codebooks": 2},
+    "perception_lm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "vit_pe_core_tiny_patch16_384",
+            "model_args": {"embed_dim": 32, "img_size": [16, 16], "depth": 1, "num_heads": 4, "ref_feat_shape": [1, 1]},
+        }
+    },
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -344,9 +365,37 @@ def _of_codebooks(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[s
     return {"input_ids": ids.repeat_interleave(count, 0), "labels": labels[..., None].expand(-1, -1, count)}
 
 
-def _picture(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+def _picture(model: Any, ids: torch.Tensor, labels: torch.Tensor, *each: int) -> dict[str, torch.Tensor]:
+    """each: how many there are of one sequence, where that is a dimension."""
     size = model.config.vision_config.image_size
-    return {"pixel_values": torch.randn(len(ids), 3, size, size).to(model.dtype)}
+    return {"pixel_values": torch.randn(len(ids), *each, 3, size, size).to(model.dtype)}
+
+
+def _queries(*each: int) -> Any:
+    """A picture, or the pictures of a film, and the tokens that its queries take the places of."""
+
+    def given(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        more = {"qformer_input_ids": ids} if "qformer_input_ids" in inspect.signature(model.forward).parameters else {}
+        ids = ids.clone()
+        ids[:, : model.config.num_query_tokens * math.prod(each)] = _PLACE
+        return {**_picture(model, ids, labels, *each), "input_ids": ids, **more}
+
+    return given
+
+
+def _picture_in_places(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    places = (torch.arange(ids.shape[1]) < model.config.latent_query_num).long().expand_as(ids)
+    return {**_picture(model, ids, labels), "image_embeds_position_mask": places}
+
+
+def _seen_by_all(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**_picture(model, ids, labels, 1), "image_attention_mask": torch.ones_like(ids)[..., None]}
+
+
+def _patches(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a picture, each with its row and column."""
+    width = model.config.vision_config.patch_embed_hidden_size
+    return {"flattened_patches": torch.cat((torch.ones(2, 5, 2), torch.randn(2, 5, width)), -1).to(model.dtype)}
 
 
 def _boxes(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -357,7 +406,13 @@ def _boxes(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, tor
 #: What some types are given beside or instead.
 _GIVEN = {
     "blip": _picture,
+    "blip-2": _queries(),
     "git": _picture,
+    "idefics": _seen_by_all,
+    "instructblip": _queries(),
+    "instructblipvideo": _queries(4),
+    "kosmos-2": _picture_in_places,
+    "pix2struct": _patches,
     "udop": _boxes,
     "musicgen_decoder": _of_codebooks,
     "musicgen_melody_decoder": _of_codebooks,
@@ -366,6 +421,12 @@ _GIVEN = {
 
 def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one batch and the gradients, which are then cleared; labels ignore a few tokens."""
+    loss, found, _ = step_with_output(model, seed)
+    return loss, found
+
+
+def step_with_output(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
+    """As `step`, and what the model returned."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 90, (2, 11), generator=generator)
     labels = ids.clone()
@@ -380,8 +441,8 @@ def step(model: Any, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tenso
         given.update({name: torch.zeros_like(ids) for name in names})
     if model.config.model_type in _GIVEN:
         given.update(_GIVEN[model.config.model_type](model, ids, labels))
-    loss = model(**given).loss
-    loss.backward()
+    output = model(**{name: value.to(model.device) for name, value in given.items()})
+    output.loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return loss.detach(), found
+    return output.loss.detach(), found, output

@@ -16,19 +16,24 @@ from bastile.ops.vocabulary_parallel import is_parted
 _PARALLEL = "transformers.distributed.tensor_parallel"
 
 
-def output_head(model: Any) -> nn.Module | None:
-    """The module that makes the model's logits, as Transformers' models name it; None where there is none."""
+def output_heads(model: Any) -> list[nn.Module]:
+    """The modules that make the model's logits, as Transformers' models name them: one, none, or a list of several."""
     try:
         head = model.get_output_embeddings()
     except (AttributeError, NotImplementedError):
         head = None
     if head is None:  # of code of someone's own, whose embedding has a name that Transformers does not know
         head = getattr(model, "lm_head", None)
-    # PEFT's modules_to_save: the copy that is trained, in a wrapper that calls it.
+    heads = [_in_use(each) for each in (head if isinstance(head, nn.ModuleList) else [head])]
+    return [each for each in heads if isinstance(each, nn.Module)]
+
+
+def _in_use(head: Any) -> Any:
+    """PEFT's modules_to_save: the copy that is trained, in a wrapper that calls it."""
     copies, active = getattr(head, "modules_to_save", None), getattr(head, "active_adapters", None)
     if isinstance(copies, nn.ModuleDict) and active and not getattr(head, "disable_adapters", False):
-        head = copies[active[0]]
-    return head if isinstance(head, nn.Module) else None
+        return copies[active[0]]
+    return head
 
 
 def why_not(head: nn.Module) -> str | None:

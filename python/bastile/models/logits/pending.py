@@ -78,6 +78,12 @@ class Call:
         watched = (hidden,) if self.is_gathered else read
         self.versions = [(t, t._version) for t in watched if t is not None]
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Weight and bias, or those of its adapter too."""
+        found = (self.weight, self.bias) if self.adapter is None else self.adapter.tensors
+        return [t for t in found if t is not None]
+
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """What the head's call returns for these rows of hidden states."""
         with self._as_it_was():
@@ -149,6 +155,7 @@ class Pending:
     def __init__(self, call: Call, rows: torch.Tensor, steps: list[Step], dtype: torch.dtype) -> None:
         self.call, self.rows, self.steps, self.dtype = call, rows, steps, dtype
         self.made: torch.Tensor | None = None
+        self.stack: weakref.ref[Any] | None = None  # whose memory these are a part of: stacked.py
         self._version = 0  # of these
         self.made_in_pieces = 0  # rows
         self._shown: list[weakref.ref[torch.Tensor]] = []
@@ -175,10 +182,21 @@ class Pending:
 
     def make(self) -> torch.Tensor:
         if self.made is None:
-            with torch.set_grad_enabled(self.call.with_grad):
-                self.made = self.call.announce(self.compute(self.rows))
-            self._version = self.made._version
+            stack = None if self.stack is None else self.stack()
+            if stack is not None:
+                stack.make()  # gives these theirs
+            else:
+                self.take(self.made_alone())
+        assert self.made is not None
         return self.made
+
+    def made_alone(self) -> torch.Tensor:
+        with torch.set_grad_enabled(self.call.with_grad):
+            return self.call.announce(self.compute(self.rows))
+
+    def take(self, made: torch.Tensor) -> None:
+        """These are the values."""
+        self.made, self._version = made, made._version
 
     @property
     def is_written(self) -> bool:

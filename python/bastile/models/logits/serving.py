@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from bastile.models.adapters import NotServed
-from bastile.models.logits import follow, parts  # noqa: F401  (they enter what is followed)
-from bastile.models.logits.head import adapter_of, is_gathered, is_parallel, logits_type, output_head, why_not
+from bastile.models.logits import follow, parts, stacked  # noqa: F401  (they enter what is followed)
+from bastile.models.logits.head import adapter_of, is_gathered, is_parallel, logits_type, output_heads, why_not
 from bastile.models.logits.losses import causal_loss
 from bastile.models.logits.pending import Call, Forward
 from bastile.models.logits.said import note
@@ -111,8 +111,8 @@ def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
     """A context for a model's forward that is called with these arguments."""
     labels = given.get("labels")
     wanted = _is_wanted(model, labels)
-    head = output_head(model) if wanted else None
-    if head is None:
+    heads = output_heads(model) if wanted else []
+    if not heads:
         before, is_alone = _heads_served(), _forward() is _NO_FORWARD
         yield
         # Nor has a model within it any, or one around it, which may hand its labels on.
@@ -122,13 +122,14 @@ def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
     _now.served = _heads_served() + 1
     outer = _forward()
     forward = _now.forward = Forward(type(model).__name__, labels is not None, getattr(model, "unshard", None))
-    undo = serve(head)
-    undo_loss = _serve_loss(model, head.weight, given) if _CALL in head.__dict__ else lambda: None  # type: ignore[arg-type]
+    undo = [serve(head) for head in heads]
+    if len(heads) == 1 and _CALL in heads[0].__dict__:
+        undo.append(_serve_loss(model, heads[0].weight, given))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        undo_loss()
-        undo()
+        for take_out in undo:
+            take_out()
         _now.forward, forward.is_open = outer, False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -56,15 +56,54 @@ class Part:
     is_turned: bool = False
 
 
-class Logits(torch.Tensor):
+class OnDemand(torch.Tensor):
+    """A tensor without memory, whose values are made when they are read."""
+
+    #: What is done to it without making it.
+    table: ClassVar[dict[Any, Callable[..., Any]]]
+    #: One of the calls that it comes from.
+    call: Call
+
+    @property
+    def is_made(self) -> bool:
+        raise NotImplementedError
+
+    def read(self, all_of_them: bool = False) -> torch.Tensor:
+        """The values. all_of_them: those that share its memory, too, since they may be written to."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, (tuple, list)) and first:  # of tensors
+            first = first[0]
+        if isinstance(first, OnDemand) and not first.is_made:
+            follow = first.table.get(func)
+            result = NotImplemented if follow is None else follow(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _of_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """For those who call PyTorch below its Python functions."""
+        return _of_values(func, args, kwargs or {})
+
+
+class Logits(OnDemand):
     """Logits that are made when they are read; see bastile.models.logits."""
 
+    table = FOLLOWED
     pending: Pending
     part: Part
     _value: tuple[Any, torch.Tensor] | None
 
     def __init__(self, pending: Pending, part: Part) -> None:
-        self.pending, self.part, self._value = pending, part, None
+        self.pending, self.part, self.call, self._value = pending, part, pending.call, None
         pending.show(self)
 
     @staticmethod
@@ -73,6 +112,10 @@ class Logits(torch.Tensor):
         if part.move is not None:
             shape[1:] = reversed(shape[1:])
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=pending.dtype, device=part.rows.device)
+
+    @property
+    def is_made(self) -> bool:
+        return self.pending.made is not None
 
     def read(self, all_of_them: bool = False) -> torch.Tensor:
         """What they are, made now if they have not been; a part by itself, unless all are made or wanted."""
@@ -92,24 +135,6 @@ class Logits(torch.Tensor):
                     value = view(value)
                 self._value = made, value
             return self._value[1]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        follow = FOLLOWED.get(func)
-        if follow is not None and args and isinstance(args[0], Logits) and args[0].pending.made is None:
-            result = follow(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return _of_values(func, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """For those who call PyTorch below its Python functions."""
-        return _of_values(func, args, kwargs or {})
 
 
 class _StandIn(torch.autograd.Function):
@@ -137,19 +162,19 @@ class _StandIn(torch.autograd.Function):
         return None, None, *[next(found) if want else None for want in wanted]
 
 
-def _logits(pending: Pending, part: Part, with_grad: bool) -> Logits:
+def logits_of(pending: Pending, part: Part, with_grad: bool) -> Logits:
+    """Logits that show this part. with_grad: with a place in the graph."""
     if not with_grad:
         return Logits(pending, part)
     call = pending.call
-    of_head = (call.weight, call.bias) if call.adapter is None else call.adapter.tensors
-    weights = () if call.is_gathered else [t for t in of_head if t is not None]
+    weights = () if call.is_gathered else call.tensors
     with torch.enable_grad():
         return _StandIn.apply(pending, part, part.rows, *weights)
 
 
 def put_off(call: Call) -> Logits:
     """The logits of a call."""
-    return _logits(Pending(call, call.hidden, [], call.dtype), Part(call.hidden), call.with_grad)
+    return logits_of(Pending(call, call.hidden, [], call.dtype), Part(call.hidden), call.with_grad)
 
 
 def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None, keeps_order: bool = True) -> Logits:
@@ -182,7 +207,7 @@ def with_part(logits: Logits, part: Part) -> Logits:
 
 def _like(logits: Any, pending: Pending, part: Part, with_grad: bool) -> Any:
     """What is followed may be an object of another class, which torch.compile reads through."""
-    return _logits(pending, part, with_grad) if isinstance(logits, Logits) else type(logits)(pending, part)
+    return logits_of(pending, part, with_grad) if isinstance(logits, Logits) else type(logits)(pending, part)
 
 
 def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -193,16 +218,16 @@ def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
     writes = name in _WRITE or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
     if isinstance(func, torch._ops.OpOverload):
         writes = func._schema.is_mutable
-    values: dict[int, tuple[Logits, torch.Tensor]] = {}
+    values: dict[int, tuple[OnDemand, torch.Tensor]] = {}
 
-    def value(logits: Logits) -> torch.Tensor:
+    def value(logits: OnDemand) -> torch.Tensor:
         if id(logits) not in values:
-            if logits.pending.made is None:
+            if not logits.is_made:
                 _say(logits, name)
             values[id(logits)] = logits, logits.read(all_of_them=writes)
         return values[id(logits)][1]
 
-    args, kwargs = tree_map_only(Logits, value, (args, kwargs))
+    args, kwargs = tree_map_only(OnDemand, value, (args, kwargs))
     result = func(*args, **kwargs)
     for logits, made in values.values():
         if writes and result is made:
@@ -210,7 +235,7 @@ def _of_values(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _say(logits: Logits, name: str) -> None:
-    call = logits.pending.call
-    loses_the_loss = call.forward.is_open and logits.requires_grad
-    note("stepped aside" if loses_the_loss else "made", call.forward.model, f"{name} reads them")
+def _say(logits: OnDemand, name: str) -> None:
+    forward = logits.call.forward
+    loses_the_loss = forward.is_open and logits.requires_grad
+    note("stepped aside" if loses_the_loss else "made", forward.model, f"{name} reads them")

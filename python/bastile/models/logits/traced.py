@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from bastile.guards import untouched
 from bastile.models.logits import follow, losses, parts  # noqa: F401  (they enter what is followed)
-from bastile.models.logits.head import output_head
+from bastile.models.logits.head import output_heads
 from bastile.models.logits.pending import Compute, Forward, Pending
 from bastile.models.logits.tensor import FOLLOWED, Part
 from bastile.ops._common import served
@@ -145,7 +145,11 @@ for _name in (*_METHODS, *_WRITE):
 
 def head(model: Any, module: Any, hidden: Any) -> Any:
     """module(hidden), which is put off where the module is the model's head, and no more than a weight and a bias."""
-    if isinstance(hidden, torch.Tensor) and output_head(model) is module and _is_plain(module, hidden):
+    if (
+        isinstance(hidden, torch.Tensor)
+        and any(module is each for each in output_heads(model))
+        and _is_plain(module, hidden)
+    ):
         call: Any = TracedCall(module, hidden, type(model).__name__)
         return Traced(Pending(call, hidden, [], call.dtype), Part(hidden))
     return module(hidden)
