@@ -173,8 +173,8 @@ class _FourBits:
         return Quantised(self._packed, state.absmax, state.code, state.shape, **self._arguments)
 
 
-#: Bytes of the weights that are made at once: gate's and up's of an 8B model in 16 bits are 192 MiB, where its memory has
-#: room for them. A launch is a hundredth of what products with larger ones take.
+#: Bytes of the weights that are made at once: gate's and up's of an 8B model in 16 bits are 192 MiB, for which there is
+#: room where they are needed. A launch is a hundredth of what products with larger ones take.
 _MOST_TOGETHER = 256 << 20
 
 
