@@ -22,12 +22,11 @@ BST_DEVICE uint64_t seed_word(const void *seed, int word) {
 
 /* The factors of PER elements from e on. */
 BST_DEVICE void factors(float *out, const dropout_args *a, uint64_t key, uint64_t offset, int64_t e) {
+    uint32_t bits[DROPOUT_FOUR];
     BST_UNROLL
     for (int j = 0; j < PER; j += DROPOUT_FOUR) {
         const uint64_t counter = (uint64_t)(e + j) / DROPOUT_FOUR;
-        const bst_words four =
-            bst_philox(key, (uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)offset, (uint32_t)(offset >> 32));
-        const uint32_t bits[DROPOUT_FOUR] = {four.a, four.b, four.c, four.d};
+        bst_philox(bits, key, (uint32_t)counter, (uint32_t)(counter >> 32), (uint32_t)offset, (uint32_t)(offset >> 32));
         if (PER == 1) {
             const int word = (int)(e % DROPOUT_FOUR);
             const uint32_t mine = word < 2 ? (word ? bits[1] : bits[0]) : (word == 2 ? bits[2] : bits[3]);

@@ -16,7 +16,7 @@ static const float *factors(float out[FOURS * DROPOUT_FOUR], const dropout_cpu *
 #pragma omp simd
     for (int64_t i = 0; i < fours; i++) {
         const uint64_t counter = from + (uint64_t)i;
-        const bst_words bits = bst_philox(key, (uint32_t)counter, (uint32_t)(counter >> 32), low, high);
+        const bst_words bits = bst_philox_words(key, (uint32_t)counter, (uint32_t)(counter >> 32), low, high);
         words[0][i] = bits.a, words[1][i] = bits.b, words[2][i] = bits.c, words[3][i] = bits.d;
     }
     for (int64_t i = 0; i < fours; i++)

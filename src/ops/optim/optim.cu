@@ -204,12 +204,6 @@ BST_DEVICE eight read_moment(const void *base, int64_t at, int n, bool whole) {
     return e;
 }
 
-BST_DEVICE void draw(uint32_t random[4], const optim_adamw_head *head, uint64_t eight, uint32_t kind, uint32_t number,
-                     uint32_t step) {
-    const bst_words bits = optim_philox(head->seed, eight, kind, number, step);
-    random[0] = bits.a, random[1] = bits.b, random[2] = bits.c, random[3] = bits.d;
-}
-
 BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
     const uint32_t i = tensor_of(a.first, a.head.tensors, bst_block());
     const optim_tensor *t = &a.tensor[i];
@@ -251,7 +245,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         const uint64_t eight_of = (uint64_t)(part + at) / OPTIM_EACH;
         uint32_t random[4] = {0, 0, 0, 0};
         const bool draw_now = MOMENTS == OPTIM_U8_CODE && !draw_p;
-        if (draw_now) draw(random, &a.head, eight_of, OPTIM_OF_MOMENTS, number, step);
+        if (draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         float p[8], g[8], m[8], v[8];
         unpack_eight(g, &g_raw, TYPE);
         if (WRITE_GRADIENT) {
@@ -293,10 +287,10 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
             const eight full = pack_eight(p, 0);
             write_eight(master, at, &full, n, whole, 0);
         }
-        if (draw_p) draw(random, &a.head, eight_of, OPTIM_OF_PARAMETER, number, step);
+        if (draw_p) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_PARAMETER, number, step);
         const eight rounded = draw_p ? pack_stochastic(p, random) : pack_eight(p, TYPE);
         write_eight(parameter, at, &rounded, n, whole, TYPE);
-        if (draw_m && !draw_now) draw(random, &a.head, eight_of, OPTIM_OF_MOMENTS, number, step);
+        if (draw_m && !draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         write_moment(exp_avg, m_scales, at, m, n, whole, true, random);
         BST_UNROLL
         for (int j = 0; MOMENTS != OPTIM_U8_CODE && j < 4; j++) random[j] = optim_exchanged(random[j]);

@@ -28,8 +28,9 @@ static void draw(uint32_t *restrict random, const optim_step *s, const optim_ite
     const uint64_t seed = s->seed, first = (uint64_t)tile * EIGHTS;
 #pragma omp simd
     for (int i = 0; i < EIGHTS; i++) {
-        const bst_words bits = optim_philox(seed, first + (uint64_t)i, kind, number, step);
-        words[0][i] = bits.a, words[1][i] = bits.b, words[2][i] = bits.c, words[3][i] = bits.d;
+        uint32_t out[4];
+        optim_philox(out, seed, first + (uint64_t)i, kind, number, step);
+        words[0][i] = out[0], words[1][i] = out[1], words[2][i] = out[2], words[3][i] = out[3];
     }
     for (int i = 0; i < EIGHTS; i++)
         for (int w = 0; w < 4; w++) {

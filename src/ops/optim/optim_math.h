@@ -98,8 +98,9 @@ OPTIM_INLINE uint32_t optim_exchanged(uint32_t random) {
 
 /* 128 bits for OPTIM_EACH elements of 16. The counter: which eight elements, of which kind, of which tensor, at which
  * step. */
-OPTIM_INLINE bst_words optim_philox(uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number, uint32_t step) {
-    return bst_philox(seed, (uint32_t)eight, (uint32_t)(eight >> 32) | kind << 30, number, step);
+OPTIM_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number,
+                               uint32_t step) {
+    bst_philox(out, seed, (uint32_t)eight, (uint32_t)(eight >> 32) | kind << 30, number, step);
 }
 
 /* bfloat16, up with the probability that leaves the mean as it is: what is cut off, in 2^-16 of a unit, against 16
