@@ -3,11 +3,8 @@
 #ifndef BST_PHILOX_H
 #define BST_PHILOX_H
 
-#ifdef BST_DEVICE
-#define BST_PHILOX_INLINE BST_DEVICE
-#else
-#include <stdint.h>
-#define BST_PHILOX_INLINE static inline
+#ifndef BST_DEVICE
+#include "core/cpu_kernel.h"
 #endif
 
 /* By value, not in an array: compilers then make vectors of a loop that draws. */
@@ -17,7 +14,7 @@ typedef struct bst_words {
 
 /* Philox 4x32, of the seven rounds that its authors found to pass all tests (Salmon et al., "Parallel Random Numbers:
  * As Easy as 1, 2, 3", 2011): 128 bits of a key of 64 and the counter x0 to x3. */
-BST_PHILOX_INLINE bst_words bst_philox(uint64_t key, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+BST_INLINE bst_words bst_philox(uint64_t key, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 7; round++) {
         const uint64_t a = (uint64_t)0xd2511f53u * x0, b = (uint64_t)0xcd9e8d57u * x2;
