@@ -171,7 +171,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 flush=True,
             )
             if options.out:
-                Path(options.out).write_text(json.dumps({**vars(options), "rows": results}, indent=1) + "\n")
+                settings = {k: vars(options)[k] for k in ("trees", "shape", "device", "dtype", "processes", "rounds")}
+                Path(options.out).write_text(json.dumps({**settings, "rows": results}) + "\n")
     finally:
         for process in processes:
             process.end()
