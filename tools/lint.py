@@ -5,6 +5,7 @@
   in the bench and a word in CHANGELOG.md, and no room lacks a row;
 - no source file is longer than 600 lines, and no line than 120 columns;
 - every kernel file states its bytes in its head, and PTX stands in src/cuda/device alone;
+- the emulator has the words of ptx.cuh, and a kernel or another word uses each of them;
 - the header declares what the rooms describe and define, and nothing else;
 - every operator function has a reference for the fuzzer, or is named among those without; or, of lists, its own calls;
 - the operators in Python import nothing from above them;
@@ -38,6 +39,8 @@ BENCH_NAMES = {
 NOT_IN_BENCH = {"dequantize_4bit"}
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim"}
+#: What ptx.cuh needs for itself.
+PTX_ALONE = {"BST_ARCH", "BST_BARRIER_WAIT"}
 MOST_LINES = 600
 #: clang-format sees to it in code, ruff in Python; comments in C it leaves as they are.
 MOST_COLUMNS = 120
@@ -150,6 +153,25 @@ def unbuilt(op: str) -> list[str]:
     ]
 
 
+def words() -> list[str]:
+    """Words that ptx.cuh has for NVRTC alone, or for the emulator alone, or that nothing uses."""
+    paths = [ROOT / "src/cuda/device/ptx.cuh", ROOT / "tests/emu/device/ptx.cuh"]
+    texts = [path.read_text() for path in paths]
+    kinds = r"^#define (\w+)|^(?:BST_DEVICE|static inline) [^(=;]*?\b(\w+)\(|^BST_BARRIER_WAIT\((\w+),"
+    of = [{w for found in re.findall(kinds, t, re.M) for w in found if w[:4].lower() == "bst_"} for t in texts]
+    used = texts[0] + "".join(p.read_text() for p in tracked(".cu", ".cuh", ".h") if p not in paths)
+    every = (of[0] | of[1]) - PTX_ALONE
+    return [
+        f"{path.relative_to(ROOT)} lacks the word {word}"
+        for path, known in zip(paths, of, strict=True)
+        for word in sorted(every - known)
+    ] + [
+        f"src/cuda/device/ptx.cuh has the word {word}, which nothing uses"
+        for word in sorted(every)
+        if len(re.findall(rf"\b{word}\b", used)) < 2
+    ]
+
+
 def described() -> set[str]:
     """The names of the functions in src/ops, which stand there as text or under a name."""
     names = set()
@@ -243,7 +265,7 @@ def reference() -> list[str]:
 
 
 def main() -> int:
-    faults = formatting() + operators() + declared() + references() + sources() + reference()
+    faults = formatting() + operators() + words() + declared() + references() + sources() + reference()
     for fault in faults:
         print(f"lint: {fault}")
     print(f"lint: {len(faults)} faults")

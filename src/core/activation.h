@@ -1,6 +1,6 @@
 /* activation.h - the activations of gated units, as the public header and kernels number them. Kernels include it after
  * ptx.cuh: no other header here. A further one is a row here, a value of bst_activation in bastile.h, and its
- * arithmetic in bst_activate of core/gated_unit.h (CPU) and of cuda/device/gated_unit.cuh (CUDA). */
+ * arithmetic in bst_activate of core/gated_arithmetic.h. */
 #ifndef BST_ACTIVATION_H
 #define BST_ACTIVATION_H
 

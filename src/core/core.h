@@ -113,6 +113,9 @@ static inline bool bst__rows_packed(const bst_rows *r) { return r->inner == r->r
 /* The widest access in elements (a power of two, at most 16 bytes) that every row of this view allows. */
 int bst__row_vector(const bst_view *v, const bst_rows *r);
 
+static inline int64_t bst__lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t bst__divided_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
 /* ---- workspace and threads --------------------------------------------------------------------------------------- */
 
 /* Workspace on a device by the caller's allocator or the default one. bytes = 0 gives NULL. */

@@ -31,23 +31,46 @@
 /* Elements of a float32 tile: 8 KiB, so that a few tiles share a 32 KiB cache. */
 enum { BST_TILE = 2048 };
 
-static inline float bst_float_from_bits(uint32_t bits) {
+/* ---- the words of ptx.cuh that texts for CPU and CUDA alike are written in --------------------------------------- */
+
+#define BST_INLINE        static inline
+#define BST_INFINITY      INFINITY
+#define bst_abs           fabsf
+#define bst_divide(a, b)  ((a) / (b))
+#define bst_reciprocal(a) (1.0f / (a))
+#define bst_sqrt          sqrtf
+#define bst_sqrt_double   sqrt
+#define bst_sqrt_near     sqrtf
+static inline float bst_max(float a, float b) { return a > b ? a : b; }
+
+static inline float bst_from_bits(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline uint32_t bst_bits_from_float(float value) {
+static inline uint32_t bst_bits(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
 }
 
-static inline float bst_from_bf16(uint16_t half) { return bst_float_from_bits((uint32_t)half << 16); }
+/* a b + c, of an exact product where the machine has that at a product's cost. */
+static inline float bst_fma(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+/* ---- element types ----------------------------------------------------------------------------------------------- */
+
+static inline float bst_from_bf16(uint16_t half) { return bst_from_bits((uint32_t)half << 16); }
 
 /* To nearest, ties to even; NaN stays NaN. */
 static inline uint16_t bst_to_bf16(float value) {
-    uint32_t bits = bst_bits_from_float(value);
+    uint32_t bits = bst_bits(value);
     uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 | 0x40u) : rounded);
 }
@@ -56,17 +79,17 @@ static inline float bst_from_f16(uint16_t half) {
     /* Moves exponent and mantissa into place, then a multiplication by 2^112 mends the bias, subnormals included; Inf
      * and NaN (exponent 31) get the float's largest exponent. */
     uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
-    float value = bst_float_from_bits(magnitude) * 0x1p112f;
-    uint32_t bits = (half & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000u) : bst_bits_from_float(value);
-    return bst_float_from_bits(bits | (uint32_t)(half & 0x8000) << 16);
+    float value = bst_from_bits(magnitude) * 0x1p112f;
+    uint32_t bits = (half & 0x7c00) == 0x7c00 ? (magnitude | 0x7f800000u) : bst_bits(value);
+    return bst_from_bits(bits | (uint32_t)(half & 0x8000) << 16);
 }
 
 static inline uint16_t bst_to_f16(float value) {
-    uint32_t bits = bst_bits_from_float(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
+    uint32_t bits = bst_bits(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
     /* Normal results: rebias and round the 13 bits that fall away. Subnormal results: adding 0.5 lets the float unit
      * round at the right place. Anything from 65520 up is Inf. */
     uint32_t normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-    uint32_t small = bst_bits_from_float(bst_float_from_bits(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t small = bst_bits(bst_from_bits(magnitude) + 0.5f) - 0x3f000000u;
     uint32_t result = magnitude < 0x38800000u ? small : normal;
     result = magnitude >= 0x477ff000u ? 0x7c00u : result;
     result = magnitude > 0x7f800000u ? 0x7e00u : result;
@@ -110,14 +133,7 @@ static inline void bst_round_tile(float *tile, bst_dtype dtype, int64_t n) {
     }
 }
 
-/* a b + c, of an exact product where the machine has that at a product's cost. */
-static inline float bst_multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
-    return fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
+/* ---- sums and exponentials --------------------------------------------------------------------------------------- */
 
 /* The sum of n products: in float32 over short runs, so that none is added to a sum that has grown much larger. */
 static inline double bst_sum_of_products(const float *x, const float *y, int64_t n) {
@@ -131,6 +147,14 @@ static inline double bst_sum_of_products(const float *x, const float *y, int64_t
         sum += (double)run;
     }
     return sum;
+}
+
+/* Of n columns of rows of floats, `stride` apart, the sums, at most BST_TILE: in float64, in the rows' order. */
+static inline void bst_sum_rows(float *restrict out, const float *rows, int64_t count, int64_t stride, int64_t n) {
+    double sum[BST_TILE] = {0};
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t i = 0; i < n; i++) sum[i] += (double)rows[row * stride + i];
+    for (int64_t i = 0; i < n; i++) out[i] = (float)sum[i];
 }
 
 /* exp(x) / 2^k for an integer k within 0.51 of x / ln 2, wrong by 0.06 units in the last place before its last
@@ -156,10 +180,9 @@ static inline float bst_exp(float x) {
     float shifted = clamped * 1.44269504f + magic;
     float p = bst_exp_over_power(clamped, shifted - magic);
     /* 2^k in two factors, as k may be 128. */
-    uint32_t exponent = bst_bits_from_float(shifted) - bst_bits_from_float(magic);
+    uint32_t exponent = bst_bits(shifted) - bst_bits(magic);
     int32_t half = (int32_t)exponent >> 1, rest = (int32_t)exponent - half;
-    float result =
-        p * bst_float_from_bits((uint32_t)(half + 127) << 23) * bst_float_from_bits((uint32_t)(rest + 127) << 23);
+    float result = p * bst_from_bits((uint32_t)(half + 127) << 23) * bst_from_bits((uint32_t)(rest + 127) << 23);
     result = x > 88.72284f ? INFINITY : result;
     return x < -87.33655f ? 0.0f : result;
 }

@@ -162,6 +162,12 @@ static bool takes_a_place(const bst_function *f, int place, const bst_view *view
 
 /* ---- one argument ------------------------------------------------------------------------------------------------ */
 
+static bst_status read_rows(const bst_function *f, int place, bst_view *v) {
+    bst_layout layout = f->arguments[place].layout;
+    if (layout == BST_LAST || (layout == BST_CONTIGUOUS && !v->dims)) return BST_OK;
+    return bst__rows(f->name, f->arguments[place].name, v, &v->rows);
+}
+
 static bst_status check_one(const bst_function *f, int place, const DLTensor *tensor, const bst_attribute *attributes,
                             bst_view *views, bst_symbols *s) {
     const bst_argument *a = &f->arguments[place];
@@ -176,8 +182,7 @@ static bst_status check_one(const bst_function *f, int place, const DLTensor *te
     /* An output in an input's place lies as that one does. */
     bool contiguous = a->layout == BST_CONTIGUOUS && !takes_a_place(f, place, views);
     if (contiguous) BST_TRY(bst__need_contiguous(f->name, a->name, v));
-    if (a->layout == BST_ROWS || (a->layout == BST_CONTIGUOUS && v->dims))
-        BST_TRY(bst__rows(f->name, a->name, v, &v->rows));
+    BST_TRY(read_rows(f, place, v));
     if (a->layout == BST_LAST && v->count && v->dims && v->size[v->dims - 1] > 1 && v->stride[v->dims - 1] != 1)
         return bst__error(BST_UNSUPPORTED, "%s: the last dimension of %s is not contiguous; make it so", f->name,
                           a->name);
@@ -234,8 +239,12 @@ bst_status bst__check_output(const bst_function *f, int place, const DLTensor *t
     bst_view *v = &views[place];
     BST_TRY(check_presence(f, place, tensor, views));
     if (!tensor) return BST_OK;
+    if (fresh) { /* made by this table */
+        BST_TRY(bst__view(f->name, a->name, a->types, tensor, v));
+        return read_rows(f, place, v);
+    }
     BST_TRY(check_one(f, place, tensor, attributes, views, s));
-    if (fresh || !v->count) return BST_OK;
+    if (!v->count) return BST_OK;
     if (!bst__is_contiguous(v)) BST_TRY(bst__need_distinct(f->name, a->name, v));
     for (int i = 0; a->may_be >> i; i++) /* first, for this says more than that they share memory */
         if ((a->may_be >> i & 1) && v->data != views[i].data && bst__overlap(v, &views[i]))
@@ -263,5 +272,5 @@ bst_status bst__run(const bst_function *f, const bst_exec *exec, const DLTensor 
     for (int i = 0; f->arguments[i].name; i++)
         if (f->arguments[i].flags & BST_OUT)
             BST_TRY(bst__check_output(f, i, tensors[i], false, attributes, views, &symbols));
-    return f->run(&own, views, attributes);
+    return f->run(&own, f->name, views, attributes);
 }

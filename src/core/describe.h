@@ -78,6 +78,11 @@ typedef struct bst_attribute_rule {
 /* What a norm adds to the mean of squares. */
 #define BST_EPS {"eps", 'd', 0, FLT_MAX, "a finite number, 0 or above,"}
 
+/* What runs. Everything is checked; views that are not given have no data, no dimensions and no elements. `op`: the
+ * function's name. */
+typedef bst_status bst_run(const bst_exec *exec, const char *op, const bst_view *views,
+                           const bst_attribute *attributes);
+
 typedef struct bst_function {
     const char *name;                     /* what errors begin with */
     const char *const *meanings;          /* of symbols, for errors: "Sthe positions of q"; ends with NULL, or NULL */
@@ -85,8 +90,7 @@ typedef struct bst_function {
     const bst_attribute_rule *attributes; /* the same, or NULL */
     /* What no table can say of the inputs, asked after the table's checks of them; or NULL. */
     bst_status (*check)(const char *op, const bst_view *views, const bst_attribute *attributes);
-    /* Everything is checked. Views that are not given have no data, no dimensions and no elements. */
-    bst_status (*run)(const bst_exec *exec, const bst_view *views, const bst_attribute *attributes);
+    bst_run *run;
     /* The PyTorch operators that call it, as torch/bind.h reads them; ends with NULL. */
     const char *const *torch;
 } bst_function;

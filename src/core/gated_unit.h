@@ -1,21 +1,21 @@
-/* gated_unit.h - one element of a gated unit, y = act(gate) * up, and its gradients, for CPU kernels. `activation` and
- * `dtype` are constants in every loop, so that each branch folds away. src/cuda/device/gated_unit.cuh is the same for
- * CUDA. */
+/* gated_unit.h - gated units for CPU kernels: the sigmoid and both forms of GELU, and tiles of units. The rest of the
+ * arithmetic is that of CUDA too (gated_arithmetic.h). */
 #ifndef BST_GATED_UNIT_H
 #define BST_GATED_UNIT_H
 
 #include "core/activation.h"
 #include "core/cpu_kernel.h"
+#include "core/gated_arithmetic.h"
 
 /* 1 + exp(-x), where 1 hides what exp is short of near zero. exp(v) = 2^k p(f), k the integer nearest to v log2(e): for
  * float32 p is that of bst_exp; for types of 16 bits a polynomial of degree 4 in v log2(e) - k, wrong by at most
  * 2.6e-6, 1/90 of their rounding. For NaN any number: what it is used with is NaN too. */
-static inline float bst_one_plus_exp_minus(float x, bst_dtype dtype) {
+static inline float bst_one_plus_exp_minus(float x, int type) {
     const float least = -87.3f, most = 88.37f, log2_e = 1.44269504f, magic = 12582912.0f;
     float v = -x < least ? least : -x;
     v = v > most ? most : v;
     float shifted = v * log2_e + magic, k = shifted - magic, p;
-    if (dtype == BST_F32) {
+    if (type == BST_F32) {
         p = bst_exp_over_power(v, k);
     } else {
         float f = v * log2_e - k;
@@ -26,39 +26,31 @@ static inline float bst_one_plus_exp_minus(float x, bst_dtype dtype) {
         p = p * f + 0.999999285f;
     }
     /* `magic` left k in the low bits; there it is added to p's exponent. */
-    float e = bst_float_from_bits(bst_bits_from_float(p) + (bst_bits_from_float(shifted) << 23));
+    float e = bst_from_bits(bst_bits(p) + (bst_bits(shifted) << 23));
     return -x > most ? INFINITY : 1.0f + e;
 }
 
-/* Of a gate g: act(g) = factor * rest, or as `value`, rounded but once after its last sum; act'(g) = factor * slope. */
-typedef struct bst_gate {
-    float value, factor, rest, slope;
-} bst_gate;
-
-/* g sigmoid(v), where v is a function of g, and g_dv g times its derivative. Near the slope's zero a rounded product
- * shows, in float32. */
-static inline bst_gate bst_sigmoid_gate(float g, float v, float g_dv, bst_dtype dtype) {
-    float d = bst_one_plus_exp_minus(v, dtype), s = 1.0f / d;
-    float slope = dtype == BST_F32 ? bst_multiply_add(g_dv, 1.0f - s, 1.0f) : 1.0f + g_dv * (1.0f - s);
+/* Near the slope's zero a rounded product shows, in float32. */
+static inline bst_gate bst_sigmoid_gate(float g, float v, float g_dv, int type) {
+    float d = bst_one_plus_exp_minus(v, type), s = 1.0f / d;
+    float slope = type == BST_F32 ? bst_fma(g_dv, 1.0f - s, 1.0f) : 1.0f + g_dv * (1.0f - s);
     return (bst_gate){g / d, s, g, slope};
 }
 
-/* As torch.clamp: NaN stays NaN. */
-static inline float bst_clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
-
-static inline bst_gate bst_gelu_tanh(float g, bst_dtype dtype) {
+static inline bst_gate bst_gelu_tanh(float g, int type) {
     float h = bst_clamp(g, -BST_GELU_TANH_END, BST_GELU_TANH_END), square = h * h;
     float v = h * (BST_GELU_TANH_FIRST + BST_GELU_TANH_THIRD * square);
     float g_dv = h * (BST_GELU_TANH_FIRST + 3 * BST_GELU_TANH_THIRD * square);
-    if (dtype != BST_F32) return bst_sigmoid_gate(g, v, g_dv, dtype);
+    if (type != BST_F32) return bst_sigmoid_gate(g, v, g_dv, type);
     /* Both sides of the sigmoid from its smaller one, whose roundings weigh least. */
     float e = bst_exp(-fabsf(v)), least = e / (1.0f + e), most = 1.0f - least;
     float value = v < 0 ? g * least : g - h * least;
     return (bst_gate){value, 1.0f, value, (v < 0 ? least : most) + g_dv * (least * most)};
 }
 
-/* g F(g), F the normal distribution, from its smaller side. */
-static inline bst_gate bst_gelu(float g) {
+/* From the distribution's smaller side. */
+static inline bst_gate bst_gelu(float g, int type) {
+    (void)type;
     float h = bst_clamp(g, -BST_NORMAL_END, BST_NORMAL_END), e = bst_exp(-0.5f * h * h);
     float t = 1.0f / (1.0f + BST_NORMAL_SCALE * fabsf(h)), p = 0.0f;
 #define STEP(c) p = p * t + (c);
@@ -69,73 +61,12 @@ static inline bst_gate bst_gelu(float g) {
     return (bst_gate){value, 1.0f, value, (g < 0 ? least : 1.0f - least) + h * (BST_NORMAL_DENSITY * e)};
 }
 
-static inline bst_gate bst_activate(float g, int activation, bst_dtype dtype) {
-    float positive = g <= 0 ? 0.0f : g; /* NaN stays NaN */
-    switch (activation) {
-        case BST_GELU_TANH_CODE:
-            return bst_gelu_tanh(g, dtype);
-        case BST_GELU_CODE:
-            return bst_gelu(g);
-        case BST_RELU_CODE:
-            return (bst_gate){positive, 1.0f, positive, g <= 0 ? 0.0f : 1.0f};
-        case BST_RELU2_CODE:
-            return (bst_gate){positive * positive, 1.0f, positive * positive, 2 * positive};
-        default:
-            return bst_sigmoid_gate(g, g, g, dtype);
-    }
+static inline float bst_gated(float g, float u, int activation, int type) {
+    return u * bst_activate(g, activation, type).value;
 }
 
-/* Of swiglu_oai, what the sigmoid is of: finite, so that no slope of 0 is multiplied with an infinite one. */
-static inline float bst_oai_inner(float g, float alpha) { return bst_clamp(alpha * g, -BST_LARGEST, BST_LARGEST); }
-
-/* Of swiglu_oai too. Its up is one more. */
-static inline bst_gate bst_unit_gate(float g, int activation, float alpha, bst_dtype dtype) {
-    if (activation != BST_SWIGLU_OAI_CODE) return bst_activate(g, activation, dtype);
-    float v = bst_oai_inner(g, alpha);
-    return bst_sigmoid_gate(g, v, v, dtype);
-}
-static inline float bst_unit_up(float u, int activation) { return activation == BST_SWIGLU_OAI_CODE ? u + 1.0f : u; }
-
-static inline float bst_gated(float g, float u, int activation, bst_dtype dtype) {
-    return u * bst_activate(g, activation, dtype).value;
-}
-
-typedef struct bst_gated_gradients {
-    float dgate, dup, y; /* y: what bst_gated gives */
-} bst_gated_gradients;
-
-/* For float32, where each rounding shows, dup is of `value`, one quotient, which does not become subnormal, as dy s
- * may, where it need not. */
-static inline bst_gated_gradients bst_gradients_of(float dy, bst_gate a, float u, bst_dtype dtype) {
-    float scaled = dy * a.factor;
-    if (dtype == BST_F32) return (bst_gated_gradients){dy * u * a.factor * a.slope, dy * a.value, u * a.value};
-    return (bst_gated_gradients){u * (scaled * a.slope), a.rest * scaled, u * a.value};
-}
-
-static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, bst_dtype dtype) {
-    return bst_gradients_of(dy, bst_activate(g, activation, dtype), u, dtype);
-}
-
-/* Any unit, the gate at most `limit`, up between -limit and limit. */
-static inline float bst_gated_within(float g, float u, int activation, float alpha, float limit, bst_dtype dtype) {
-    float gate = bst_clamp(g, -INFINITY, limit), up = bst_unit_up(bst_clamp(u, -limit, limit), activation);
-    return up * bst_unit_gate(gate, activation, alpha, dtype).value;
-}
-
-/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. For float32 swiglu_oai's slope
- * is added to, not multiplied with: a rounding less, as its definition has it. */
-static inline bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
-                                                            float limit, bst_dtype dtype) {
-    float gate = bst_clamp(g, -INFINITY, limit), up = bst_unit_up(bst_clamp(u, -limit, limit), activation);
-    bst_gate a = bst_unit_gate(gate, activation, alpha, dtype);
-    bst_gated_gradients d = bst_gradients_of(dy, a, up, dtype);
-    if (activation == BST_SWIGLU_OAI_CODE && dtype == BST_F32)
-        d.dgate =
-            bst_multiply_add(dy * up * a.factor, bst_oai_inner(gate, alpha) * (1.0f - a.factor), dy * up * a.factor);
-    if (!(limit < INFINITY)) return d;
-    d.dgate = g <= limit ? d.dgate : 0.0f;
-    d.dup = u >= -limit && u <= limit ? d.dup : 0.0f;
-    return d;
+static inline bst_gated_gradients bst_gated_backward(float dy, float g, float u, int activation, int type) {
+    return bst_gradients_of(dy, bst_activate(g, activation, type), u, type);
 }
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
@@ -174,7 +105,7 @@ static inline void bst_store_pairs(const float pairs[2][BST_PAIRS], void *gate, 
 BST_LOOP void bst_unit_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], float *y, int activation, int64_t n) {
     const float alpha = unit->alpha, limit = unit->limit, *gate = pairs[0], *up = pairs[1];
 #pragma omp simd
-    for (int64_t i = 0; i < n; i++) y[i] = bst_gated_within(gate[i], up[i], activation, alpha, limit, BST_F32);
+    for (int64_t i = 0; i < n; i++) y[i] = bst_gated_within(gate[i], up[i], activation, alpha, true, limit, BST_F32);
 }
 
 BST_LOOP float bst_unit_backward_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *restrict dy,
@@ -183,8 +114,8 @@ BST_LOOP float bst_unit_backward_loop(const bst_unit *unit, float pairs[2][BST_P
     float dot = 0, *restrict gate = pairs[0], *restrict up = pairs[1];
 #pragma omp simd reduction(+ : dot)
     for (int64_t i = 0; i < n; i++) {
-        bst_gated_gradients d =
-            bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha, limit, BST_F32);
+        bst_gated_gradients d = bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha,
+                                                          limit < INFINITY, limit, BST_F32);
         dot += dy[i] * d.y;
         y[i] = weight * d.y;
         gate[i] = d.dgate;

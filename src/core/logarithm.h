@@ -3,22 +3,17 @@
 #ifndef BST_LOGARITHM_H
 #define BST_LOGARITHM_H
 
-#ifdef BST_DEVICE
-#define BST_LOGARITHM BST_DEVICE
-#else
+#ifndef BST_DEVICE
 #include "core/cpu_kernel.h"
-#define BST_LOGARITHM    static inline
-#define bst_fma          bst_multiply_add
-#define bst_divide(a, b) ((a) / (b))
-#define bst_bits         bst_bits_from_float
-#define bst_from_bits    bst_float_from_bits
 #endif
 
-#define BST_LN2      0.693147180559945f
-#define BST_LN2_REST (-1.90465430e-9f) /* what is missing in the float above */
+#define BST_LN2         0.693147180559945f
+#define BST_LN2_REST    (-1.90465430e-9f) /* what is missing in the float above */
+#define BST_LOG2_E      1.44269504088896f
+#define BST_LOG2_E_REST 1.92596299e-8f
 
 /* 2 atanh(s), for |s| up to 0.1716. */
-BST_LOGARITHM float bst_twice_atanh(float s) {
+BST_INLINE float bst_twice_atanh(float s) {
     float q = s * s;
     float series = bst_fma(q, bst_fma(q, bst_fma(q, 0.222222222f, 0.285714286f), 0.4f), 0.666666667f);
     return bst_fma(s * q, series, 2.0f * s);
@@ -26,7 +21,7 @@ BST_LOGARITHM float bst_twice_atanh(float s) {
 
 /* Of a positive, finite v that is not subnormal. With m from sqrt(1/2) to sqrt(2) it is
  * power ln 2 + 2 atanh((m - 1) / (m + 1)). */
-BST_LOGARITHM float bst_log_of_normal(float v) {
+BST_INLINE float bst_log_of_normal(float v) {
     int32_t power = (int32_t)(bst_bits(v) - 0x3f3504f3u) >> 23;
     float m = bst_from_bits(bst_bits(v) - ((uint32_t)power << 23));
     float small = bst_twice_atanh(bst_divide(m - 1.0f, m + 1.0f));

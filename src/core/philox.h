@@ -3,11 +3,8 @@
 #ifndef BST_PHILOX_H
 #define BST_PHILOX_H
 
-#ifdef BST_DEVICE
-#define BST_PHILOX_INLINE BST_DEVICE
-#else
-#include <stdint.h>
-#define BST_PHILOX_INLINE static inline
+#ifndef BST_DEVICE
+#include "core/cpu_kernel.h"
 #endif
 
 /* Philox 4x32, of the seven rounds that its authors found to pass all tests (Salmon et al., "Parallel Random Numbers:
@@ -24,7 +21,7 @@
         k1 += 0xbb67ae85u;                                                             \
     }
 
-BST_PHILOX_INLINE void bst_philox(uint32_t out[4], uint64_t key, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+BST_INLINE void bst_philox(uint32_t out[4], uint64_t key, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
     BST_PHILOX_ROUNDS(key, x0, x1, x2, x3)
     out[0] = x0, out[1] = x1, out[2] = x2, out[3] = x3;
 }

@@ -407,11 +407,10 @@ bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *
     BST_TRY(key_of(op, problem, &key));
     bst_collector collector;
     if (!problem->m || !problem->n || bst__compiling_only(&collector)) return BST_OK;
-    bst_device *device;
     bst_scope scope;
-    BST_TRY(bst__device(op, problem->device.device_id, &device));
-    BST_TRY(bst__enter(op, device, &scope));
-    bst_status status = problem->k ? multiply(exec, op, device, problem, &key) : multiply_nothing(exec, op, problem);
+    BST_TRY(bst__enter(op, problem->device.device_id, &scope));
+    bst_status status =
+        problem->k ? multiply(exec, op, scope.device, problem, &key) : multiply_nothing(exec, op, problem);
     bst__leave(scope);
     return status;
 }

@@ -155,9 +155,12 @@ static bst_status retain(const char *op, bst_device *device, CUcontext *out) {
     return result == CUDA_SUCCESS ? BST_OK : bst__driver_error(op, "cuDevicePrimaryCtxRetain", result);
 }
 
-bst_status bst__enter(const char *op, bst_device *device, bst_scope *scope) {
-    CUcontext wanted = atomic_load_explicit(&device->context, memory_order_acquire), current = NULL;
+bst_status bst__enter(const char *op, int index, bst_scope *scope) {
+    bst_device *device;
     scope->pushed = false;
+    BST_TRY(bst__device(op, index, &device));
+    scope->device = device;
+    CUcontext wanted = atomic_load_explicit(&device->context, memory_order_acquire), current = NULL;
     if (!wanted) BST_TRY(retain(op, device, &wanted));
     BST_DRIVER_TRY(op, cuCtxGetCurrent, &current);
     if (current == wanted) return BST_OK;

@@ -26,12 +26,13 @@ bst_status bst__device(const char *op, int index, bst_device **out);
 /* "norm_forward: cuLaunchKernel: CUDA_ERROR_... (text)". */
 bst_status bst__driver_error(const char *op, const char *call, CUresult result);
 
-/* A device's primary context made current on this thread. `pushed` says whether leaving has to restore another one. */
+/* A device whose primary context is current on this thread. `pushed`: leaving has to restore another one. */
 typedef struct bst_scope {
+    bst_device *device;
     bool pushed;
 } bst_scope;
 
-bst_status bst__enter(const char *op, bst_device *device, bst_scope *scope);
+bst_status bst__enter(const char *op, int index, bst_scope *scope);
 void bst__leave(bst_scope scope);
 
 /* Loading code and creating handles are not allowed while a stream of this thread is being captured, unless the thread

@@ -52,11 +52,9 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     if (!launch->grid_x) return BST_OK;
     bst_collector collector;
     if (bst__compiling_only(&collector)) return bst__jit_compile_only(op, &collector, device, launch);
-    bst_device *d;
     bst_scope scope;
-    BST_TRY(bst__device(op, device, &d));
-    BST_TRY(bst__enter(op, d, &scope));
-    bst_status status = submit(op, d, stream_of(exec), launch, arguments);
+    BST_TRY(bst__enter(op, device, &scope));
+    bst_status status = submit(op, scope.device, stream_of(exec), launch, arguments);
     bst__leave(scope);
     return status;
 }
@@ -69,10 +67,8 @@ static bst_status zero(const char *op, CUstream stream, void *memory, size_t byt
 bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes) {
     bst_collector collector;
     if (!bytes || bst__compiling_only(&collector)) return BST_OK;
-    bst_device *d;
     bst_scope scope;
-    BST_TRY(bst__device(op, device, &d));
-    BST_TRY(bst__enter(op, d, &scope));
+    BST_TRY(bst__enter(op, device, &scope));
     bst_status status = zero(op, stream_of(exec), memory, bytes);
     bst__leave(scope);
     return status;
@@ -93,10 +89,8 @@ bst_status bst__cuda_allocate(const bst_exec *exec, const char *op, int device, 
         *out = bst__no_memory(bytes);
         return BST_OK;
     }
-    bst_device *d;
     bst_scope scope;
-    BST_TRY(bst__device(op, device, &d));
-    BST_TRY(bst__enter(op, d, &scope));
+    BST_TRY(bst__enter(op, device, &scope));
     bst_status status = allocate(op, stream_of(exec), bytes, out);
     bst__leave(scope);
     return status;
@@ -104,12 +98,9 @@ bst_status bst__cuda_allocate(const bst_exec *exec, const char *op, int device, 
 
 void bst__cuda_release(const bst_exec *exec, int device, void *memory) {
     bst_collector collector;
-    bst_device *d;
     bst_scope scope;
     /* What cannot be entered cannot have been allocated from. */
-    if (!memory || bst__compiling_only(&collector) || bst__device("release", device, &d) != BST_OK ||
-        bst__enter("release", d, &scope) != BST_OK)
-        return;
+    if (!memory || bst__compiling_only(&collector) || bst__enter("release", device, &scope) != BST_OK) return;
     bst__driver()->cuMemFreeAsync((CUdeviceptr)(uintptr_t)memory, stream_of(exec));
     bst__leave(scope);
 }

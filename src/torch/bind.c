@@ -114,7 +114,7 @@ static void run(const binding *b, bst_torch_value *stack) {
     for (int i = 0; f->arguments[i].name && call.status == BST_OK; i++)
         if (f->arguments[i].flags & BST_OUT)
             call.status = bst__check_output(f, i, tensors[i], b->fresh & 1u << i, attributes, views, &symbols);
-    if (call.status == BST_OK) call.status = f->run(&call.exec, views, attributes);
+    if (call.status == BST_OK) call.status = f->run(&call.exec, f->name, views, attributes);
     bst__call_end(&call, stack, b->results, results);
 }
 

@@ -13,6 +13,8 @@
 
 /* Gives the operators of all rooms of ops.def to PyTorch: schema, kernels for CPU and CUDA. */
 bst_status bst__torch_bind_all(bst_torch_library fragment, bst_torch_library cpu, bst_torch_library cuda);
+/* Those that take lists of tensors, of which no description speaks (lists.c). */
+bst_status bst__torch_bind_lists(bst_torch_library fragment, bst_torch_library cpu, bst_torch_library cuda);
 /* The kernel of an operator that has been bound; NULL: there is none of this name. */
 bst_torch_kernel bst__torch_kernel(const char *name);
 

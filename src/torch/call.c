@@ -118,23 +118,18 @@ static bst_status gemm(void *user, const bst_gemm *g) {
     (void)user;
     if (g->input_type.code != g->output_type.code || g->input_type.bits != g->output_type.bits)
         return bst__error(BST_UNSUPPORTED, "gemm: PyTorch's CPU product writes the type it reads");
-    bst_torch_tensor a, b, out;
-    if (!wrap(g->a, g->m, g->k, g->lda, g->a_transposed, g->input_type, &a)) return torch_error("wrapping a matrix");
-    if (!wrap(g->b, g->k, g->n, g->ldb, g->b_transposed, g->input_type, &b)) {
-        bst__torch.aoti_torch_delete_tensor_object(a);
-        return torch_error("wrapping a matrix");
-    }
-    if (!wrap(g->out, g->m, g->n, g->ldo, false, g->output_type, &out)) {
-        bst__torch.aoti_torch_delete_tensor_object(a);
-        bst__torch.aoti_torch_delete_tensor_object(b);
-        return torch_error("wrapping a matrix");
-    }
+    bst_torch_tensor a = NULL, b = NULL, out = NULL;
+    bst_status status = BST_OK;
     float alpha = g->device_alpha ? *g->device_alpha : g->alpha;
-    int32_t failed = bst__torch.aoti_torch_cpu_addmm_out(out, out, a, b, g->beta, alpha);
-    bst_status status = failed ? torch_error("multiplying matrices") : BST_OK;
-    bst__torch.aoti_torch_delete_tensor_object(a);
-    bst__torch.aoti_torch_delete_tensor_object(b);
-    bst__torch.aoti_torch_delete_tensor_object(out);
+    if (!wrap(g->a, g->m, g->k, g->lda, g->a_transposed, g->input_type, &a) ||
+        !wrap(g->b, g->k, g->n, g->ldb, g->b_transposed, g->input_type, &b) ||
+        !wrap(g->out, g->m, g->n, g->ldo, false, g->output_type, &out))
+        status = torch_error("wrapping a matrix");
+    else if (bst__torch.aoti_torch_cpu_addmm_out(out, out, a, b, g->beta, alpha))
+        status = torch_error("multiplying matrices");
+    bst_torch_tensor wrapped[] = {a, b, out};
+    for (int i = 0; i < 3; i++)
+        if (wrapped[i]) bst__torch.aoti_torch_delete_tensor_object(wrapped[i]);
     return status;
 }
 
@@ -292,17 +287,27 @@ DLTensor *bst__call_optional(bst_call *call, bst_torch_value value) {
     return bst__call_tensor(call, inner);
 }
 
+/* Whether there is nothing to lay out: without looking any further, as is mostly so. */
+static bool is_packed(const DLTensor *t) {
+    int64_t packed = 1;
+    for (int i = t->ndim - 1; i >= 0; packed *= t->shape[i--])
+        if (t->shape[i] != 1 && t->strides[i] != packed) return false;
+    return true;
+}
+
 DLTensor *bst__call_rows(bst_call *call, DLTensor *tensor) {
     bst_view view;
     bst_rows rows;
-    if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
+    if (call->status != BST_OK || !tensor || is_packed(tensor) || bst__view("", "", ~0u, tensor, &view) != BST_OK)
+        return tensor;
     if (view.dims == 0 || bst__rows("", "", &view, &rows) == BST_OK) return tensor;
     return contiguous_copy(call, tensor, tensor->dtype);
 }
 
 DLTensor *bst__call_contiguous(bst_call *call, DLTensor *tensor) {
     bst_view view;
-    if (call->status != BST_OK || !tensor || bst__view("", "", ~0u, tensor, &view) != BST_OK) return tensor;
+    if (call->status != BST_OK || !tensor || is_packed(tensor) || bst__view("", "", ~0u, tensor, &view) != BST_OK)
+        return tensor;
     return bst__is_contiguous(&view) ? tensor : contiguous_copy(call, tensor, tensor->dtype);
 }
 

@@ -1,9 +1,8 @@
-/* lists.c - see lists.h. The optimiser's operators and the weights of a group: each takes its arguments from PyTorch's
- * stack in the order of its schema, calls its function of the C API, and ends the call. */
-#include "torch/lists.h"
-
+/* lists.c - PyTorch operators of lists of tensors, the optimiser's and the weights of a group: each takes its arguments
+ * from PyTorch's stack in the order of its schema, calls its function of the C API, and ends the call. */
 #include <stdlib.h>
 
+#include "torch/bind.h"
 #include "torch/call.h"
 
 /* ---- the optimiser ----------------------------------------------------------------------------------------------- */

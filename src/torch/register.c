@@ -7,7 +7,6 @@
 #include "cuda/compile_only.h"
 #include "torch/bind.h"
 #include "torch/call.h"
-#include "torch/lists.h"
 
 static bst_status look_up(void *library, const char *path) {
 #define LOOK_UP(type, name, arguments) *(void **)&bst__torch.name = dlsym(library, #name);

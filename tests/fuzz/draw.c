@@ -131,11 +131,14 @@ static void bind_leading(symbols *s) {
 }
 
 /* What tables leave to functions beside them: sizes that would hardly ever fit together by chance. */
-static void bind_related(const bst_function *f, symbols *s) {
-    if (fuzz_place(f, "cos", BST_IN) >= 0) { /* a table of rotations is no wider than a head, and even */
+static void bind_related(const fuzz_call *c, symbols *s) {
+    const bst_function *f = c->function;
+    int half_tables = fuzz_attribute(f, "half_tables");
+    if (fuzz_place(f, "cos", BST_IN) >= 0) { /* a table of rotations is no wider than a head, and even; or than half */
         int64_t dim = 2 + draw_size(s);
         bind(s, 'D', dim);
-        bind(s, 'R', 2 * (fuzz_chance(2) ? dim / 2 : 1 + fuzz_below(dim / 2)));
+        int64_t pairs = fuzz_chance(2) ? dim / 2 : 1 + fuzz_below(dim / 2);
+        bind(s, 'R', half_tables >= 0 && c->attributes[half_tables].i ? pairs : 2 * pairs);
     }
     if (fuzz_place(f, "order", BST_IN) >= 0 || fuzz_place(f, "position", BST_IN) >= 0) { /* pairs: tokens by choices */
         int64_t tokens = draw_size(s), choices = 1 + fuzz_below(4);
@@ -270,7 +273,7 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
     draw_attributes(c);
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) c->attributes[experts].i = c->experts;
-    bind_related(f, &s);
+    bind_related(c, &s);
     bind_quantised(c, &s);
     for (int i = 0; i < c->count; i++) {
         int place = order[i];

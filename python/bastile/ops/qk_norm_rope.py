@@ -19,7 +19,7 @@ _backward = torch.ops.bastile.qk_norm_rope_backward.default
 
 class _QKNormRope(Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, *options):
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, options):
         ctx.options = options
         q_out, k_out = _forward(q, k, q_weight, k_weight, cos, sin, *options)
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin)
@@ -44,7 +44,7 @@ class _QKNormRope(Function):
         results = [g if want else None for g, want in zip(gradients, wanted, strict=True)]
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             results = [first_order_only("qk_norm_rope", g, dq_out, dk_out, *saved[:4]) for g in results]
-        return *results, *[None] * 9
+        return *results, None, None, None
 
 
 def _kernels_serve(q, k, q_weight, k_weight, cos, sin) -> bool:
@@ -113,8 +113,8 @@ def qk_norm_rope(
         turned = (turn(norm(x, w, eps, casting), cos, sin, *turning) for x, w in ((q, q_weight), (k, k_weight)))
         q_out, k_out = (y.to(q.dtype) if keep_type else y for y in turned)
         return q_out, k_out
-    tables = dense(q_weight), dense(k_weight), dense(cos), dense(sin)
-    given = dense(q), dense(k), *tables, eps, code, *turning, tokens_first(q), tokens_first(k)
-    q_out, k_out = _QKNormRope.apply(*given)
-    offer(_forward, given, q_out, k_out)
+    tensors = dense(q), dense(k), dense(q_weight), dense(k_weight), dense(cos), dense(sin)
+    options = eps, code, *turning, tokens_first(q), tokens_first(k)
+    q_out, k_out = _QKNormRope.apply(*tensors, options)
+    offer(_forward, (*tensors, *options), q_out, k_out)
     return q_out, k_out

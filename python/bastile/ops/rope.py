@@ -16,7 +16,7 @@ _backward = torch.ops.bastile.rope_backward.default
 
 class _Rope(Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, *options):
+    def forward(ctx, q, k, cos, sin, options):
         ctx.save_for_backward(cos, sin)
         ctx.options = options
         ctx.dtype = FLOATS.index(q.dtype)
@@ -43,7 +43,7 @@ class _Rope(Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             dq = first_order_only("rope", dq, dq_out)
             dk = first_order_only("rope", dk, dk_out)
-        return dq, dk, *[None] * 5
+        return dq, dk, None, None, None
 
 
 def _kernels_serve(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
@@ -94,4 +94,4 @@ def rope(
     if not _kernels_serve(q, k, cos, sin):
         check_heads("rope", q, k, cos, sin, half_tables)
         return turn(q, cos, sin, *options), turn(k, cos, sin, *options)
-    return _Rope.apply(q, k, dense(cos), dense(sin), *options)
+    return _Rope.apply(q, k, dense(cos), dense(sin), options)

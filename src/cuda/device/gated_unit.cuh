@@ -1,6 +1,5 @@
-/* gated_unit.cuh - one element of a gated unit, y = act(gate) * up, and its gradients, as exact as results of `type`
- * can show. `activation` and `type` are codes of activation.h and dtype.h, constants at every call.
- * src/core/gated_unit.h is the same for CPU. */
+/* gated_unit.cuh - gated units for CUDA: the sigmoid and both forms of GELU, as exact as results of `type` can show.
+ * The rest of the arithmetic is that of the CPU too (gated_arithmetic.h). */
 #ifndef BST_GATED_UNIT_CUH
 #define BST_GATED_UNIT_CUH
 
@@ -9,7 +8,8 @@
 #include "activation.h"
 #include "dtype.h"
 
-#define BST_LOG2_E 1.44269504f
+#include "gated_arithmetic.h"
+#include "logarithm.h"
 
 /* exp(x) to less than one unit in the last place, for float32: exp2's approximation is off by two. As on CPU
  * (cpu_kernel.h): 2^k (1 + (f + f^2 p(f))), k the integer nearest to x log2(e) and f = x - k ln 2; never less than
@@ -37,19 +37,10 @@ BST_DEVICE float bst_quotient(float n, float d, int type) {
     return type == BST_F32_CODE ? bst_divide(n, d) : n * bst_reciprocal(d);
 }
 
-/* Of a gate g: act(g) = factor * rest, or as `value`, rounded but once after its last sum; act'(g) = factor * slope. */
-struct bst_gate {
-    float value, factor, rest, slope;
-};
-
-/* g sigmoid(v), where v is a function of g, and g_dv g times its derivative. */
 BST_DEVICE bst_gate bst_sigmoid_gate(float g, float v, float g_dv, int type) {
     float d = 1.0f + bst_exp_minus(v, type), s = bst_quotient(1.0f, d, type);
     return {bst_quotient(g, d, type), s, g, bst_fma(g_dv, 1.0f - s, 1.0f)};
 }
-
-/* As torch.clamp: NaN stays NaN. */
-BST_DEVICE float bst_clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
 
 BST_DEVICE bst_gate bst_gelu_tanh(float g, int type) {
     float h = bst_clamp(g, -BST_GELU_TANH_END, BST_GELU_TANH_END), square = h * h;
@@ -62,7 +53,7 @@ BST_DEVICE bst_gate bst_gelu_tanh(float g, int type) {
     return {value, 1.0f, value, bst_fma(g_dv, least * most, v < 0 ? least : most)};
 }
 
-/* g F(g), F the normal distribution, from its smaller side. */
+/* From the distribution's smaller side. */
 BST_DEVICE bst_gate bst_gelu(float g, int type) {
     float h = bst_clamp(g, -BST_NORMAL_END, BST_NORMAL_END), size = h < 0 ? -h : h;
     float square = h * h, e = bst_exp_minus(0.5f * square, type);
@@ -83,69 +74,6 @@ BST_DEVICE bst_gate bst_gelu(float g, int type) {
         slope = bst_fma(h, bst_fma(BST_NORMAL_DENSITY, e, q), 0.5f);
     }
     return {value, 1.0f, value, slope};
-}
-
-BST_DEVICE bst_gate bst_activate(float g, int activation, int type) {
-    float positive = g <= 0 ? 0.0f : g; /* NaN stays NaN */
-    switch (activation) {
-        case BST_GELU_TANH_CODE:
-            return bst_gelu_tanh(g, type);
-        case BST_GELU_CODE:
-            return bst_gelu(g, type);
-        case BST_RELU_CODE:
-            return {positive, 1.0f, positive, g <= 0 ? 0.0f : 1.0f};
-        case BST_RELU2_CODE:
-            return {positive * positive, 1.0f, positive * positive, 2 * positive};
-        default:
-            return bst_sigmoid_gate(g, g, g, type);
-    }
-}
-
-/* Of swiglu_oai, what the sigmoid is of: finite, so that no slope of 0 is multiplied with an infinite one. */
-BST_DEVICE float bst_oai_inner(float g, float alpha) { return bst_clamp(alpha * g, -BST_LARGEST, BST_LARGEST); }
-
-/* Of swiglu_oai too. Its up is one more. */
-BST_DEVICE bst_gate bst_unit_gate(float g, int activation, float alpha, int type) {
-    if (activation != BST_SWIGLU_OAI_CODE) return bst_activate(g, activation, type);
-    float v = bst_oai_inner(g, alpha);
-    return bst_sigmoid_gate(g, v, v, type);
-}
-BST_DEVICE float bst_unit_up(float u, int activation) { return activation == BST_SWIGLU_OAI_CODE ? u + 1.0f : u; }
-
-struct bst_gated_gradients {
-    float dgate, dup, y; /* y: what bst_gated_within gives */
-};
-
-/* For float32, where each rounding shows, dup is of `value`: a product with factor, rounded twice, would show. */
-BST_DEVICE bst_gated_gradients bst_gradients_of(float dy, bst_gate a, float u, int type) {
-    float scaled = dy * a.factor;
-    if (type == BST_F32_CODE) return {dy * u * a.factor * a.slope, dy * a.value, u * a.value};
-    return {u * (scaled * a.slope), a.rest * scaled, u * a.value};
-}
-
-/* Any unit; where `limited`, a constant, the gate is at most `limit`, and up between -limit and limit. */
-BST_DEVICE float bst_gated_within(float g, float u, int activation, float alpha, bool limited, float limit, int type) {
-    float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
-    return bst_unit_up(up, activation) * bst_unit_gate(gate, activation, alpha, type).value;
-}
-
-/* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. For float32 swiglu_oai's slope
- * is added to, not multiplied with: a rounding less, as its definition has it. */
-BST_DEVICE bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
-                                                         bool limited, float limit, int type) {
-    float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
-    bst_gate of_gate = bst_unit_gate(gate, activation, alpha, type);
-    up = bst_unit_up(up, activation);
-    bst_gated_gradients d = bst_gradients_of(dy, of_gate, up, type);
-    if (activation == BST_SWIGLU_OAI_CODE && type == BST_F32_CODE) {
-        float scaled = dy * up * of_gate.factor;
-        d.dgate = bst_fma(scaled, bst_oai_inner(gate, alpha) * (1.0f - of_gate.factor), scaled);
-    }
-    if (limited) {
-        d.dgate = g <= limit ? d.dgate : 0.0f;
-        d.dup = u >= -limit && u <= limit ? d.dup : 0.0f;
-    }
-    return d;
 }
 
 #endif

@@ -26,8 +26,7 @@ BST_DEVICE uint32_t bst_half_pair(float low, float high, int type) {
 }
 
 BST_DEVICE void bst_unpack(float *out, bst_raw raw, int type, int n) {
-    BST_UNROLL
-    for (int i = 0; i < n; i++) {
+    BST_EACH(i, n) {
         if (type == BST_F32_CODE)
             out[i] = bst_from_bits(raw.w[i & 3]);
         else
@@ -37,8 +36,7 @@ BST_DEVICE void bst_unpack(float *out, bst_raw raw, int type, int n) {
 
 BST_DEVICE bst_raw bst_pack(const float *in, int type, int n) {
     bst_raw raw = {{0, 0, 0, 0}};
-    BST_UNROLL
-    for (int i = 0; i < n; i++) {
+    BST_EACH(i, n) {
         if (type == BST_F32_CODE)
             raw.w[i & 3] = bst_bits(in[i]);
         else if (!(i & 1))

@@ -47,9 +47,12 @@ struct __align__(16) bst_raw {
     extern "C" __global__ void __launch_bounds__(threads, min_blocks) name(const __grid_constant__ argument_struct a)
 
 #define BST_DEVICE       static __device__ __forceinline__
+#define BST_INLINE       BST_DEVICE /* in texts that serve CPU and CUDA alike (core/cpu_kernel.h) */
 #define BST_UNROLL       _Pragma("unroll")
 #define BST_UNROLL_TWICE _Pragma("unroll 2")
 #define BST_ROLLED       _Pragma("unroll 1") /* stays a loop: fewer registers */
+/* For each i from 0 to below n, a constant: unrolled. */
+#define BST_EACH(i, n) BST_UNROLL for (int i = 0; i < (n); i++)
 
 /* Inside a function: an array that the threads of a block share, 16-byte aligned, with undefined contents. */
 #define BST_SHARED(type, name, count) __shared__ __align__(16) type name[count]

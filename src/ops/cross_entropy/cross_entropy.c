@@ -5,10 +5,8 @@
 #include "core/options.h"
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
-#include "ops/cross_entropy/cross_entropy_cpu.h"
 
-static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward",
-                  scale_op[] = "scale";
+static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward";
 
 /* ---- options and targets ----------------------------------------------------------------------------------------- */
 
@@ -179,21 +177,13 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
     return status;
 }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, forward_op, v, attributes);
-}
-
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, backward_op, v, attributes);
-}
-
 #define OPTIONS "ignore_index reduction label_smoothing softcap logit_scale lse_square_scale"
 static const bst_function forward = {
     .name = forward_op,
     .arguments = forward_arguments,
     .attributes = loss_rules,
     .check = check,
-    .run = run_forward,
+    .run = run,
     BST_TORCH("cross_entropy_forward: logits target class_weight num_items " OPTIONS " -> loss lse",
               "cross_entropy_forward_inplace: logits target class_weight num_items " OPTIONS " -> loss dlogits=logits"),
 };
@@ -203,7 +193,7 @@ static const bst_function backward = {
     .arguments = backward_arguments,
     .attributes = loss_rules,
     .check = check_backward,
-    .run = run_backward,
+    .run = run,
     BST_TORCH("cross_entropy_backward: grad_loss logits target class_weight num_items lse! " OPTIONS " -> dlogits"),
 };
 
@@ -236,11 +226,11 @@ bst_status bst_cross_entropy_backward(const bst_exec *exec, const DLTensor *grad
 
 enum { TENSOR, FACTOR, SCALED };
 
-static bst_status run_scale(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_scale(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
     const bst_view *t = &v[SCALED];
     if (!t->count) return BST_OK;
-    if (t->device.device_type == kDLCUDA) return bst__scale_cuda(exec, scale_op, t, v[FACTOR].data);
+    if (t->device.device_type == kDLCUDA) return bst__scale_cuda(exec, op, t, v[FACTOR].data);
     scale_cpu context = {*t, *(const float *)v[FACTOR].data};
     if (context.scale != 1) bst__parallel_for(exec, t->count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &context);
     return BST_OK;
@@ -261,7 +251,7 @@ static const bst_argument scale_arguments[] = {
 };
 
 static const bst_function scale = {
-    .name = scale_op,
+    .name = "scale",
     .arguments = scale_arguments,
     .run = run_scale,
     BST_TORCH("scale_: tensor scale -> tensor=tensor"),

@@ -60,8 +60,7 @@ BST_DEVICE bst_raw read_vector(const void *row, int column) {
 BST_DEVICE bst_raw without(bst_raw raw, int column, int target) {
     float x[VEC];
     bst_unpack(x, raw, TYPE, VEC);
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++)
+    BST_EACH(j, VEC)
         if (column + j == target) x[j] = -BST_INFINITY;
     return bst_pack(x, TYPE, VEC);
 }
@@ -73,23 +72,19 @@ BST_DEVICE partial row_total(const cross_entropy_rows_args *a, const void *row, 
     for (int first = (int)bst_thread(); first < s->vectors; first += BATCH * THREADS) {
         bst_raw raw[BATCH];
         float x[VEC], top = -BST_INFINITY;
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++)
+        BST_EACH(i, BATCH)
             if (first + i * THREADS < s->vectors) raw[i] = read_vector(row, s->head + (first + i * THREADS) * VEC);
         if (PATCHED && (unsigned)(with_target - first) < BATCH * THREADS && (with_target - first) % THREADS == 0) {
-            BST_UNROLL
-            for (int i = 0; i < BATCH; i++)
+            BST_EACH(i, BATCH)
                 if (first + i * THREADS == with_target) raw[i] = without(raw[i], s->head + with_target * VEC, target);
         }
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             if (first + i * THREADS >= s->vectors) continue;
             bst_unpack(x, raw[i], TYPE, VEC);
             top = top_of(top, x, VEC);
         }
         raise_to(a, &p, top);
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             if (first + i * THREADS >= s->vectors) continue;
             bst_unpack(x, raw[i], TYPE, VEC);
             add(a, &p, x, VEC, s->head + (first + i * THREADS) * VEC, target);
@@ -114,19 +109,16 @@ BST_DEVICE void row_gradient(const cross_entropy_rows_args *a, const row_terms *
         int first = batch * BATCH * THREADS + (int)bst_thread();
         bst_raw raw[BATCH];
         float x[VEC];
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++)
+        BST_EACH(i, BATCH)
             if (t && first + i * THREADS < s->vectors) raw[i] = read_vector(row, s->head + (first + i * THREADS) * VEC);
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             int column = s->head + (first + i * THREADS) * VEC;
             if (first + i * THREADS >= s->vectors) continue;
             if (t) {
                 bst_unpack(x, raw[i], TYPE, VEC);
                 differentiate(a, t, x, VEC, column, target);
             } else {
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) x[j] = 0.0f;
+                BST_EACH(j, VEC) x[j] = 0.0f;
             }
             bst_store_once(out, column, x, TYPE, VEC);
         }
@@ -163,7 +155,7 @@ BST_KERNEL(cross_entropy_rows, cross_entropy_rows_args, THREADS, BLOCKS) {
         total.reference = a.lse_pairs[2 * row];
         total.others = a.lse_pairs[2 * row + 1];
     } else {
-        total.reference = TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * LOG2E;
+        total.reference = TYPE == BST_F32_CODE ? a.lse[row] : a.lse[row] * BST_LOG2_E;
         total.others = 1.0f - far_power(above_reference(&a, shaped(&a, x), total.reference));
     }
     if (MODE == GRADIENT) bst_sync();
@@ -211,8 +203,7 @@ BST_KERNEL(cross_entropy_registers, cross_entropy_rows_args, THREADS, BLOCKS) {
     /* By the thread that reads it: the order of one thread is all it takes. */
     bool owner = (int)target / VEC % THREADS == thread;
     if (PATCHED && owner) leave_out(buffer, (int)target);
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++)
+    BST_EACH(i, EACH)
         if (thread + i * THREADS < VECTORS) h.raw[i] = bst_read(buffer + (thread + i * THREADS) * 16, 16);
     partial p = block_total(registers_sums(&a, &h, thread, VECTORS, 0, (int)target), scratch);
     row_terms terms = terms_of(&a, &divide, row, (int)target, p, x, owner || thread == 0);
@@ -221,8 +212,7 @@ BST_KERNEL(cross_entropy_registers, cross_entropy_rows_args, THREADS, BLOCKS) {
         if (a.loss_rows) a.loss_rows[row] = terms.loss;
         store_lse(&a, row, &terms);
     }
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
+    BST_EACH(i, EACH) {
         int column = (thread + i * THREADS) * VEC;
         if (thread + i * THREADS < VECTORS)
             bst_write(bst_at_out(out, column, TYPE), registers_gradient(&a, &terms, share, &h, i, column, (int)target),
@@ -289,8 +279,7 @@ BST_KERNEL(scale, scale_args, THREADS, 1) {
     int64_t thread = (int64_t)bst_block() * THREADS + bst_thread();
     for (int64_t i = thread; i < vectors; i += step) {
         bst_load(x, a.tensor, i * VEC, TYPE, VEC);
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) x[j] *= scale;
+        BST_EACH(j, VEC) x[j] *= scale;
         bst_store_once(a.tensor, i * VEC, x, TYPE, VEC);
     }
     if (thread >= a.count - vectors * VEC) return;

@@ -9,6 +9,7 @@
 #include <assert.h>
 #include <float.h>
 
+#include "core/cpu_kernel.h"
 #include "core/describe.h"
 #include "ops/cross_entropy/cross_entropy_args.h"
 
@@ -90,6 +91,14 @@ bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const b
 /* *loss = the sum of the whole problem's loss rows, in a fixed order. */
 bst_status bst__cross_entropy_reduce(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *whole,
                                      float *loss);
+
+typedef struct scale_cpu {
+    bst_view tensor;
+    float scale;
+} scale_cpu;
+
+BST_CPU_DECLARE(bst__cross_entropy_rows_cpu); /* over rows; the context is a bst_cross_entropy_rows_call */
+BST_CPU_DECLARE(bst__scale_cpu);              /* over elements; a scale_cpu */
 
 /* The parts that CUDA has of its own (cross_entropy_cuda.c). */
 /* What the kernels get of a call. */

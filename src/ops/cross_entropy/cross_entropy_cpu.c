@@ -2,7 +2,6 @@
  *
  * A row is read twice, a tile at a time: for the sum of exponentials, relative to a running maximum, and for the
  * gradient. The second read finds it in the cache. All arithmetic is float32; sums over tiles are float64. */
-#include "ops/cross_entropy/cross_entropy_cpu.h"
 #include "ops/cross_entropy/cross_entropy_tile.h"
 
 typedef bst_cross_entropy_rows_call rows_call;
@@ -84,7 +83,7 @@ static void write_gradient(const rows_call *c, const row_terms *t, const void *i
     float slope[BST_TILE];
     const bst_loss *o = c->options;
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column);
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
         if (!loaded || o->softcap > 0) {
             bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
             shape_tile(o, z, slope, n);
@@ -134,7 +133,7 @@ static void one_row(const rows_call *c, int64_t row) {
     /* The lowest finite number, not -inf, so that a row of -inf gets exponentials of 0. */
     row_sums s = {.top = -FLT_MAX};
     for (int64_t column = 0; forward && column < c->vocabulary; column += BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column);
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
         bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
         shape_tile(o, z, NULL, n);
         add_tile(c, &s, z, column, n, target);
@@ -181,7 +180,7 @@ void BST_CPU(bst__scale_cpu)(void *context, int64_t begin, int64_t end) {
     const scale_cpu *a = context;
     float x[BST_TILE];
     for (int64_t i = begin; i < end; i += BST_TILE) {
-        int64_t n = smaller(BST_TILE, end - i);
+        int64_t n = bst__lesser(BST_TILE, end - i);
         void *at = bst_at(a->tensor.data, i, a->tensor.dtype);
         bst_load(x, at, a->tensor.dtype, n);
         for (int64_t j = 0; j < n; j++) x[j] *= a->scale;

@@ -174,8 +174,7 @@ BST_DEVICE void begin_row(const cross_entropy_rows_args *a, const ring *r, unsig
                 bst_fence_async(); /* the slot's next contents are a bulk copy */
             }
         }
-        BST_UNROLL
-        for (int i = 0; i < EACH; i++)
+        BST_EACH(i, EACH)
             if ((int)lane + i * 32 < part.count)
                 b->h.raw[i] = bst_read(slot + (part.first + (int)lane + i * 32) * 16, 16);
     }
@@ -218,8 +217,7 @@ BST_DEVICE void write_part(const cross_entropy_rows_args *a, const ring *r, cons
         if (lane == 0) bst_bulk_wait_read(0);
         bst_sync_warp();
     }
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
+    BST_EACH(i, EACH) {
         int at = lane + i * 32;
         if (at >= part.count) continue;
         bst_raw v = {{0, 0, 0, 0}};

@@ -12,10 +12,6 @@
 #include "cross_entropy_args.h"
 #include "logarithm.h"
 
-#define LN2               BST_LN2
-#define LOG2E             1.44269504088896f
-#define LOG2E_REST        1.92596299e-8f
-
 #define LOSS              BST_CROSS_ENTROPY_LOSS
 #define LOSS_AND_GRADIENT BST_CROSS_ENTROPY_LOSS_AND_GRADIENT
 #define GRADIENT          BST_CROSS_ENTROPY_GRADIENT
@@ -28,7 +24,7 @@
 BST_DEVICE float shaped(const cross_entropy_rows_args *a, float x) {
     if (!SOFTCAP) return x;
     if (TYPE == BST_F32_CODE) return bst_tanh(x * a->inner);
-    return 1.0f - 2.0f * bst_reciprocal(1.0f + bst_exp2(x * a->inner * (2.0f * LOG2E)));
+    return 1.0f - 2.0f * bst_reciprocal(1.0f + bst_exp2(x * a->inner * (2.0f * BST_LOG2_E)));
 }
 
 /* References are in z's own units for float32, whose difference to z is then as exact as a subtraction, and in powers
@@ -38,14 +34,14 @@ BST_DEVICE float above_reference(const cross_entropy_rows_args *a, float u, floa
 }
 
 /* e^z / e^reference of what is above the reference. */
-BST_DEVICE float power(float above) { return bst_exp2(TYPE == BST_F32_CODE ? above * LOG2E : above); }
+BST_DEVICE float power(float above) { return bst_exp2(TYPE == BST_F32_CODE ? above * BST_LOG2_E : above); }
 
 /* The same of a number far from 0: for float32 with what the product with log2(e) rounds away, at 60 3e-6 of it. */
 BST_DEVICE float far_power(float above) {
     if (TYPE != BST_F32_CODE) return power(above);
     float finite = bst_max(above, -200.0f), e = power(above);
-    float rest = bst_fma(finite, LOG2E_REST, bst_fma(finite, LOG2E, -(finite * LOG2E)));
-    return bst_fma(e * LN2, rest, e);
+    float rest = bst_fma(finite, BST_LOG2_E_REST, bst_fma(finite, BST_LOG2_E, -(finite * BST_LOG2_E)));
+    return bst_fma(e * BST_LN2, rest, e);
 }
 
 /* Whether the target's logit is -inf in the row that sums are made of: so it is left out of them and of their reference
@@ -67,8 +63,7 @@ BST_DEVICE partial nothing(void) {
 }
 
 BST_DEVICE float top_of(float top, const float *x, int n) {
-    BST_UNROLL
-    for (int j = 0; j < n; j++) top = bst_max(top, NEGATIVE ? -x[j] : x[j]);
+    BST_EACH(j, n) top = bst_max(top, NEGATIVE ? -x[j] : x[j]);
     return top;
 }
 
@@ -91,8 +86,7 @@ BST_DEVICE float weight_of(const cross_entropy_rows_args *a, int column) {
 }
 
 BST_DEVICE void add(const cross_entropy_rows_args *a, partial *p, const float *x, int n, int column, int target) {
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         float above = above_reference(a, shaped(a, x[j]), p->reference), e = PATCHED ? power(above) : far_power(above);
         p->others += !PATCHED && column + j == target ? 0.0f : e;
         if (!SMOOTH) continue;
@@ -172,7 +166,7 @@ BST_DEVICE row_facts facts_of(const cross_entropy_rows_args *a, float reference,
     f.total = f.others + f.own;
     if (!told) return f;
     /* References, and what is relative to them, in z's own units are multiplied by one, in powers of two by ln 2. */
-    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
+    float unit = TYPE == BST_F32_CODE ? 1.0f : BST_LN2;
     bool confident = f.others < f.own;
     float less = confident ? log_above_one(bst_divide(f.others, f.own)) : 0.0f;
     f.log_total = confident ? bst_fma(f.above, unit, less) : log_of(f.total);
@@ -201,7 +195,7 @@ BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_
                               int target, partial sums, float x, bool told) {
     float upstream = a->upstream ? a->upstream[row * a->upstream_stride] : 1.0f;
     float weight = weight_of(a, target) * (SMOOTH ? 1.0f - a->smoothing : 1.0f);
-    float each = SMOOTH ? a->smoothing / VOCAB : 0.0f, unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
+    float each = SMOOTH ? a->smoothing / VOCAB : 0.0f, unit = TYPE == BST_F32_CODE ? 1.0f : BST_LN2;
     row_facts f = facts_of(a, sums.reference, sums.others, x, told || Z_LOSS);
     row_terms t;
     t.reference = f.reference;
@@ -231,26 +225,26 @@ BST_DEVICE row_terms terms_of(const cross_entropy_rows_args *a, const bst_cross_
     return t;
 }
 
+/* Puts the target's gradient in its place, and multiplies all with the softcap's slope at u. */
+BST_DEVICE void finish(float *x, const float *u, int n, int column, int target, float at_target) {
+    if ((unsigned)(target - column) < (unsigned)n) {
+        BST_EACH(j, n)
+            if (column + j == target) x[j] = at_target;
+    }
+    BST_EACH(j, SOFTCAP ? n : 0) x[j] *= (1.0f - u[j]) * (1.0f + u[j]);
+}
+
 /* Logits become their gradients. */
 BST_DEVICE void differentiate(const cross_entropy_rows_args *a, const row_terms *t, float *x, int n, int column,
                               int target) {
     float u[VEC];
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         u[j] = shaped(a, x[j]);
         float above = above_reference(a, u[j], t->reference);
         x[j] = t->share * (PATCHED ? power(above) : far_power(above));
         if (SMOOTH) x[j] = bst_fma(-t->smooth, weight_of(a, column + j), x[j]);
     }
-    if ((unsigned)(target - column) < (unsigned)n) {
-        BST_UNROLL
-        for (int j = 0; j < n; j++)
-            if (column + j == target) x[j] = t->at_target;
-    }
-    if (SOFTCAP) {
-        BST_UNROLL
-        for (int j = 0; j < n; j++) x[j] *= (1.0f - u[j]) * (1.0f + u[j]);
-    }
+    finish(x, u, n, column, target, t->at_target);
 }
 
 BST_DEVICE bool in_vocabulary(const cross_entropy_rows_args *a, int64_t target) {
@@ -294,19 +288,16 @@ BST_DEVICE float registers_top(const registers *h, int first, int count) {
     float x[VEC], top = -BST_INFINITY;
     if (COMPACT) {
         uint32_t pair = TYPE == BST_BF16_CODE ? 0xff80ff80u : 0xfc00fc00u; /* -inf, twice */
-        BST_UNROLL
-        for (int i = 0; i < EACH; i++) {
+        BST_EACH(i, EACH) {
             if (first + i * STEP >= count) continue;
-            BST_UNROLL
-            for (int j = 0; j < 4; j++) {
+            BST_EACH(j, 4) {
                 uint32_t w = h->raw[i].w[j];
                 pair = TYPE == BST_BF16_CODE ? bst_max_bf16x2(pair, w) : bst_max_f16x2(pair, w);
             }
         }
         top = bst_max(bst_half_to_float(pair & 0xffffu, TYPE), bst_half_to_float(pair >> 16, TYPE));
     } else {
-        BST_UNROLL
-        for (int i = 0; i < EACH; i++) {
+        BST_EACH(i, EACH) {
             if (first + i * STEP >= count) continue;
             bst_unpack(x, h->raw[i], TYPE, VEC);
             top = top_of(top, x, VEC);
@@ -328,13 +319,11 @@ BST_DEVICE partial registers_sums(const cross_entropy_rows_args *a, registers *h
     float x[VEC];
     raise_to(a, &p, registers_top(h, first, count));
     if (COMPACT) p.reference -= ONE;
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
+    BST_EACH(i, EACH) {
         if (first + i * STEP >= count) continue;
         bst_unpack(x, h->raw[i], TYPE, VEC);
         if (COMPACT) {
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++) {
+            BST_EACH(j, VEC) {
                 x[j] = power(above_reference(a, x[j], p.reference));
                 p.others += x[j];
             }
@@ -359,8 +348,7 @@ BST_DEVICE bst_raw registers_gradient(const cross_entropy_rows_args *a, const ro
     float x[VEC];
     bst_unpack(x, h->raw[i], COMPACT ? BST_F16_CODE : TYPE, VEC);
     if (COMPACT) {
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) x[j] *= share;
+        BST_EACH(j, VEC) x[j] *= share;
     } else {
         differentiate(a, t, x, VEC, column, PATCHED ? -1 : target);
     }

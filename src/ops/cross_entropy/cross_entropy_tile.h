@@ -6,8 +6,6 @@
 #include "core/cpu_kernel.h"
 #include "ops/cross_entropy/cross_entropy.h"
 
-static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
 /* tanh to about two units in the last place: an odd polynomial near 0, where 1 - 2 / (exp(2x) + 1) would cancel. */
 static inline float hyperbolic_tangent(float x) {
     float magnitude = fabsf(x), square = x * x;

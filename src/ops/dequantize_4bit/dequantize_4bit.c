@@ -178,7 +178,8 @@ static bst_status make(const bst_exec *exec, DLDevice device, dequantize_4bit_we
     return BST_OK;
 }
 
-static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)op;
     dequantize_4bit_weight w = weight_of(v, attributes);
     return make(exec, v[WEIGHT].device, &w, w.count > 0);
 }

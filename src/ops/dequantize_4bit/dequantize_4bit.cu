@@ -49,20 +49,17 @@ BST_KERNEL(dequantize_4bit, dequantize_4bit_args, THREADS, 1) {
     uint32_t bytes[EACH];
     float scale[EACH];
     /* What lies in front of the last vector has whole vectors; that one may be a part. */
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
+    BST_EACH(i, EACH) {
         const int64_t e = first + (int64_t)i * THREADS * VEC;
         if (e + VEC <= w->count) bytes[i] = bytes_at(w, e);
         if (e < w->count) scale[i] = scale_of(w, e >> SHIFT);
     }
     bst_sync();
-    BST_UNROLL
-    for (int i = 0; i < EACH; i++) {
+    BST_EACH(i, EACH) {
         const int64_t e = first + (int64_t)i * THREADS * VEC;
         if (e + VEC <= w->count) {
             float v[VEC];
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++) {
+            BST_EACH(j, VEC) {
                 const int half = VEC == 1 ? 1 - (int)(e & 1) : 1 - (j & 1);
                 v[j] = code[bytes[i] >> (j / 2 * 8 + half * 4) & 15u] * scale[i];
             }

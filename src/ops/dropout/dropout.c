@@ -23,8 +23,6 @@ static const bst_argument arguments[] = {
     {NULL},
 };
 
-static const char op_name[] = "dropout";
-
 static const bst_attribute_rule rules[] = {[P] = {"p", 'd', 0, 1, "a probability, 0 to 1,"}, {NULL}};
 
 /* ---- what is lost, and what the rest is multiplied with ---------------------------------------------------------- */
@@ -62,7 +60,8 @@ static int flat_vector(const bst_view *v) {
     return vec;
 }
 
-static bst_status run_cuda(const bst_exec *exec, const dropout_views of, const bst_view *seed, double p) {
+static bst_status run_cuda(const bst_exec *exec, const char *op, const dropout_views of, const bst_view *seed,
+                           double p) {
     const bst_view *x = of[DROPOUT_X];
     bool flat = all_packed(of), one_stride = true;
     dropout_args args = {.seed = seed->data, .count = x->count, .threshold = threshold_of(p), .scale = scale_of(p)};
@@ -93,9 +92,9 @@ static bst_status run_cuda(const bst_exec *exec, const dropout_views of, const b
                                [M_ADD] = of[DROPOUT_ADDEND] != NULL},
                     .block = (unsigned)threads,
                     .overlap = true};
-    BST_TRY(bst__cuda_need_rows(op_name, flat ? 1 : x->rows.rows, chunks));
+    BST_TRY(bst__cuda_need_rows(op, flat ? 1 : x->rows.rows, chunks));
     l.grid_x = (unsigned)(flat ? chunks : chunks * x->rows.rows);
-    return bst__cuda_launch(exec, op_name, x->device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch(exec, op, x->device.device_id, &l, &args, sizeof args);
 }
 
 /* ---- the function ------------------------------------------------------------------------------------------------ */
@@ -119,17 +118,17 @@ static void run_cpu(const bst_exec *exec, const dropout_views of, const bst_view
     bst__parallel_for(exec, x->count, bst__grain(4), BST_CPU_SELECT(bst__dropout_cpu), &call);
 }
 
-static bst_status run(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
     const dropout_views of = {
         [DROPOUT_X] = &v[X], [DROPOUT_ADDEND] = bst__given(&v[ADDEND]) ? &v[ADDEND] : NULL, [DROPOUT_Y] = &v[Y]};
     if (!v[X].count) return BST_OK;
-    if (v[X].device.device_type == kDLCUDA) return run_cuda(exec, of, &v[SEED], attributes[P].d);
+    if (v[X].device.device_type == kDLCUDA) return run_cuda(exec, op, of, &v[SEED], attributes[P].d);
     run_cpu(exec, of, &v[SEED], attributes[P].d);
     return BST_OK;
 }
 
 static const bst_function dropout = {
-    .name = op_name,
+    .name = "dropout",
     .arguments = arguments,
     .attributes = rules,
     .run = run,

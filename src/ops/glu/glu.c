@@ -100,9 +100,6 @@ static const bst_argument joined_backward_arguments[] = {
     {NULL},
 };
 
-static const char forward_op[] = "glu_forward", backward_op[] = "glu_backward",
-                  joined_forward_op[] = "glu_joined_forward", joined_backward_op[] = "glu_joined_backward";
-
 static bst_status check_apart(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)v;
     BST_TRY(bst__glu_need_numbers(op, attributes));
@@ -215,17 +212,19 @@ static bst_status run_unit(const bst_exec *exec, const char *op, bool is_backwar
 
 static const bst_view *wanted(const bst_view *v) { return v->data ? v : NULL; }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                              const bst_attribute *attributes) {
     const glu_views of = {[GLU_GATE] = &v[A], [GLU_UP] = &v[B], [GLU_Y] = &v[Y]};
     bst_unit unit = bst__glu_unit(attributes);
-    return v[A].count ? run_unit(exec, forward_op, false, of, &unit) : BST_OK;
+    return v[A].count ? run_unit(exec, op, false, of, &unit) : BST_OK;
 }
 
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
     const glu_views of = {&v[A], &v[B], wanted(&v[Y]), &v[DY], wanted(&v[DA]), wanted(&v[DB])};
     bst_unit unit = bst__glu_unit(attributes);
     if (!v[A].count || (!of[GLU_Y] && !of[GLU_DGATE] && !of[GLU_DUP])) return BST_OK;
-    return run_unit(exec, backward_op, true, of, &unit);
+    return run_unit(exec, op, true, of, &unit);
 }
 
 /* The halves of rows as views of their own; NULL where there are none. */
@@ -253,12 +252,14 @@ static bst_status run_joined(const bst_exec *exec, const char *op, const bst_vie
     return run_unit(exec, op, dy != NULL, of, &unit);
 }
 
-static bst_status run_joined_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run_joined(exec, joined_forward_op, &v[H], &v[H_Y], NULL, NULL, attributes);
+static bst_status run_joined_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                                     const bst_attribute *attributes) {
+    return run_joined(exec, op, &v[H], &v[H_Y], NULL, NULL, attributes);
 }
 
-static bst_status run_joined_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run_joined(exec, joined_backward_op, &v[H], wanted(&v[H_Y]), &v[H_DY], wanted(&v[DH]), attributes);
+static bst_status run_joined_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                                      const bst_attribute *attributes) {
+    return run_joined(exec, op, &v[H], wanted(&v[H_Y]), &v[H_DY], wanted(&v[DH]), attributes);
 }
 
 /* ---- the functions ----------------------------------------------------------------------------------------------- */
@@ -268,7 +269,7 @@ static bst_status run_joined_backward(const bst_exec *exec, const bst_view *v, c
 #define JOINED_OPTIONS "activation interleaved alpha limit "
 
 static const bst_function forward = {
-    .name = forward_op,
+    .name = "glu_forward",
     .arguments = forward_arguments,
     .attributes = bst__glu_rules,
     .check = check_apart,
@@ -277,7 +278,7 @@ static const bst_function forward = {
 };
 
 static const bst_function backward = {
-    .name = backward_op,
+    .name = "glu_backward",
     .arguments = backward_arguments,
     .attributes = bst__glu_rules,
     .check = check_apart,
@@ -289,7 +290,7 @@ static const bst_function backward = {
 };
 
 static const bst_function joined_forward = {
-    .name = joined_forward_op,
+    .name = "glu_joined_forward",
     .arguments = joined_forward_arguments,
     .attributes = bst__glu_rules,
     .check = check_joined,
@@ -298,7 +299,7 @@ static const bst_function joined_forward = {
 };
 
 static const bst_function joined_backward = {
-    .name = joined_backward_op,
+    .name = "glu_joined_backward",
     .arguments = joined_backward_arguments,
     .attributes = bst__glu_rules,
     .check = check_joined,
@@ -309,7 +310,7 @@ static const bst_function joined_backward = {
 bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, const bst_glu_options *options,
                            DLTensor *y) {
     bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(forward_op, options, attributes));
+    BST_TRY(bst__glu_options(forward.name, options, attributes));
     return bst__run(&forward, exec, (const DLTensor *[]){[A] = a, [B] = b, [Y] = y}, attributes);
 }
 
@@ -317,21 +318,21 @@ bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTe
                             const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y) {
     const DLTensor *tensors[] = {[A] = a, [B] = b, [Y] = y, [DY] = dy, [DA] = da, [DB] = db};
     bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(backward_op, options, attributes));
+    BST_TRY(bst__glu_options(backward.name, options, attributes));
     return bst__run(&backward, exec, tensors, attributes);
 }
 
 bst_status bst_glu_joined_forward(const bst_exec *exec, const DLTensor *h, const bst_glu_options *options,
                                   DLTensor *y) {
     bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(joined_forward_op, options, attributes));
+    BST_TRY(bst__glu_options(joined_forward.name, options, attributes));
     return bst__run(&joined_forward, exec, (const DLTensor *[]){[H] = h, [H_Y] = y}, attributes);
 }
 
 bst_status bst_glu_joined_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
                                    const bst_glu_options *options, DLTensor *dh, DLTensor *y) {
     bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(joined_backward_op, options, attributes));
+    BST_TRY(bst__glu_options(joined_backward.name, options, attributes));
     return bst__run(&joined_backward, exec, (const DLTensor *[]){[H] = h, [H_Y] = y, [H_DY] = dy, [DH] = dh},
                     attributes);
 }

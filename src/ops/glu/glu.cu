@@ -35,8 +35,7 @@ BST_DEVICE void load_unit(float *g, float *u, const glu_args *a, int64_t gate, i
     float h[2 * VEC];
     BST_UNROLL
     for (int j = 0; j < 2 * VEC; j += H_VEC) bst_load(h + j, a->at[GLU_GATE], gate + j, TYPE, H_VEC);
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) g[j] = h[2 * j], u[j] = h[2 * j + 1];
+    BST_EACH(j, VEC) g[j] = h[2 * j], u[j] = h[2 * j + 1];
 #else
     const bst_raw gate_raw = bst_raw_at(a->at[GLU_GATE], gate, TYPE, VEC);
     const bst_raw up_raw = want_up ? bst_raw_at(a->at[GLU_UP], up, TYPE, VEC) : gate_raw;
@@ -49,8 +48,7 @@ BST_DEVICE void load_unit(float *g, float *u, const glu_args *a, int64_t gate, i
 BST_DEVICE void store_unit(const float *g, const float *u, const glu_args *a, int64_t dgate, int64_t dup) {
 #if H_VEC
     float h[2 * VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) h[2 * j] = g[j], h[2 * j + 1] = u[j];
+    BST_EACH(j, VEC) h[2 * j] = g[j], h[2 * j + 1] = u[j];
     BST_UNROLL
     for (int j = 0; j < (DGATE ? 2 * VEC : 0); j += H_VEC)
         bst_store_once(a->at[GLU_DGATE], dgate + j, h + j, TYPE, H_VEC);
@@ -72,8 +70,7 @@ BST_KERNEL(glu_forward, glu_args, THREADS, 1) {
     if (column >= columns) return;
     float g[VEC], u[VEC];
     load_unit(g, u, &a, gate, up, true);
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) u[j] = bst_gated_within(g[j], u[j], UNIT, a.alpha, LIMITED, a.limit, TYPE);
+    BST_EACH(j, VEC) u[j] = bst_gated_within(g[j], u[j], UNIT, a.alpha, LIMITED, a.limit, TYPE);
     bst_store_once(a.at[GLU_Y], row * columns + column, u, TYPE, VEC);
 }
 #endif
@@ -95,8 +92,7 @@ BST_KERNEL(glu_backward, glu_args, THREADS, 1) {
     const bst_raw dy_raw = bst_raw_at(a.at[GLU_DY], dy, TYPE, VEC);
     load_unit(g, u, &a, gate, up, DGATE || WITH_Y || LIMITED); /* dup alone needs no up */
     bst_unpack(d, dy_raw, TYPE, VEC);
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) {
+    BST_EACH(j, VEC) {
         const bst_gated_gradients out =
             bst_gated_within_backward(d[j], g[j], u[j], UNIT, a.alpha, LIMITED, a.limit, TYPE);
         d[j] = out.y;

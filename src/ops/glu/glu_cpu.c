@@ -22,11 +22,11 @@ static void *element(const glu_cpu *a, int tensor, int64_t e) {
 /* `dtype` and `activation` are constants in what follows: each branch folds away. Types of 16 bits travel two to a
  * word, so that all vectors in a loop have as many lanes: the compiler then needs no shuffles. */
 static inline float low_half(uint32_t word, bst_dtype dtype) {
-    return dtype == BST_BF16 ? bst_float_from_bits(word << 16) : bst_from_f16((uint16_t)word);
+    return dtype == BST_BF16 ? bst_from_bits(word << 16) : bst_from_f16((uint16_t)word);
 }
 
 static inline float high_half(uint32_t word, bst_dtype dtype) {
-    return dtype == BST_BF16 ? bst_float_from_bits(word & 0xffff0000u) : bst_from_f16((uint16_t)(word >> 16));
+    return dtype == BST_BF16 ? bst_from_bits(word & 0xffff0000u) : bst_from_f16((uint16_t)(word >> 16));
 }
 
 static inline uint32_t half_of(float value, bst_dtype dtype) {
@@ -41,7 +41,7 @@ static inline uint32_t word_at(const void *from, int64_t i) {
 
 static inline void put_word(void *to, int64_t i, uint32_t word) { memcpy((char *)to + 4 * i, &word, sizeof word); }
 
-static inline void put_float(void *to, int64_t i, float value) { put_word(to, i, bst_bits_from_float(value)); }
+static inline void put_float(void *to, int64_t i, float value) { put_word(to, i, bst_bits(value)); }
 
 /* A part of one row. */
 typedef struct glu_part {
@@ -97,8 +97,7 @@ LOOP forward_run(const glu_part *part, bst_dtype dtype, int activation) {
 #pragma omp simd
         for (int64_t i = 0; i < n; i++)
             put_float(y, i,
-                      bst_gated(bst_float_from_bits(word_at(gate, i)), bst_float_from_bits(word_at(up, i)), activation,
-                                dtype));
+                      bst_gated(bst_from_bits(word_at(gate, i)), bst_from_bits(word_at(up, i)), activation, dtype));
         return;
     }
 #pragma omp simd
@@ -125,8 +124,8 @@ LOOP backward_run(const glu_part *part, bst_dtype dtype, int activation, bool wa
     if (dtype == BST_F32) {
 #pragma omp simd
         for (int64_t i = 0; i < n; i++) {
-            float g = bst_float_from_bits(word_at(gate, i)), u = bst_float_from_bits(word_at(up, i));
-            bst_gated_gradients d = bst_gated_backward(bst_float_from_bits(word_at(dy, i)), g, u, activation, dtype);
+            float g = bst_from_bits(word_at(gate, i)), u = bst_from_bits(word_at(up, i));
+            bst_gated_gradients d = bst_gated_backward(bst_from_bits(word_at(dy, i)), g, u, activation, dtype);
             put_float(dgate, i, d.dgate);
             put_float(dup, i, d.dup);
             if (want_y) put_float(y, i, d.y);

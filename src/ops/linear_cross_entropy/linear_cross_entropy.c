@@ -112,14 +112,6 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
     return status;
 }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, forward_op, v, attributes);
-}
-
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, backward_op, v, attributes);
-}
-
 #define OPTIONS \
     "ignore_index reduction label_smoothing softcap logit_scale lse_square_scale chunk_bytes float32_dweight"
 static const bst_function forward = {
@@ -128,7 +120,7 @@ static const bst_function forward = {
     .arguments = forward_arguments,
     .attributes = rules,
     .check = check,
-    .run = run_forward,
+    .run = run,
     BST_TORCH("linear_cross_entropy_forward: hidden weight target bias class_weight num_items " OPTIONS
               " -> loss lse dlogits? dhidden? dweight? dbias?"),
 };
@@ -139,7 +131,7 @@ static const bst_function backward = {
     .arguments = backward_arguments,
     .attributes = rules,
     .check = check,
-    .run = run_backward,
+    .run = run,
     BST_TORCH("linear_cross_entropy_backward: grad_loss hidden weight target bias class_weight num_items lse "
               "dlogits " OPTIONS " -> dhidden? dweight? dbias?"),
 };

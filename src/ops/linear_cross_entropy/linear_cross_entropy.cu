@@ -46,17 +46,14 @@ BST_KERNEL(linear_cross_entropy_columns, linear_cross_entropy_columns_args, BLOC
     int64_t column = ((int64_t)bst_block() * BLOCK + bst_thread()) * VEC;
     if (column >= a.columns) return;
     double sum[VEC];
-    BST_UNROLL
-    for (int i = 0; i < VEC; i++) sum[i] = 0;
+    BST_EACH(i, VEC) sum[i] = 0;
     for (int64_t row = bst_block_y(); row < a.rows; row += LINEAR_CROSS_ENTROPY_PARTS) {
         float v[VEC];
         bst_load(v, a.in, row * a.stride + column, TYPE, VEC);
-        BST_UNROLL
-        for (int i = 0; i < VEC; i++) sum[i] += (double)v[i];
+        BST_EACH(i, VEC) sum[i] += (double)v[i];
     }
     double *to = a.partial + bst_block_y() * a.columns + column;
-    BST_UNROLL
-    for (int i = 0; i < VEC; i++) to[i] = a.first ? sum[i] : to[i] + sum[i];
+    BST_EACH(i, VEC) to[i] = a.first ? sum[i] : to[i] + sum[i];
 }
 #endif
 

@@ -1,5 +1,5 @@
 /* linear_cross_entropy_cpu.c - what the fused loss needs beside matrix products and the rows' cross-entropy, on CPU. */
-#include "ops/linear_cross_entropy/linear_cross_entropy_cpu.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy.h"
 
 void BST_CPU(bst__linear_cross_entropy_spread_cpu)(void *context, int64_t begin, int64_t end) {
     const linear_cross_entropy_cpu *a = context;

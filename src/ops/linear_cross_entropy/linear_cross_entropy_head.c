@@ -7,7 +7,6 @@
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_args.h"
-#include "ops/linear_cross_entropy/linear_cross_entropy_cpu.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
 
 static bool on_cuda(const bst_head *h) { return h->device.device_type == kDLCUDA; }

@@ -13,7 +13,6 @@
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
 #include "ops/linear_divergence/linear_divergence.h"
-#include "ops/linear_divergence/linear_divergence_cpu.h"
 #include "ops/linear_divergence/linear_divergence_math.h"
 
 static const char forward_op[] = "linear_divergence_forward", backward_op[] = "linear_divergence_backward";
@@ -257,9 +256,10 @@ static int64_t budget_beside(const bst_view *v, int64_t chunk_bytes) {
     return left > 1 ? left : 1;
 }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                              const bst_attribute *attributes) {
     bst_head h = {.exec = exec,
-                  .op = forward_op,
+                  .op = op,
                   .bias = v[BIAS],
                   .dhidden = v[DHIDDEN_AHEAD],
                   .dweight = v[DWEIGHT_AHEAD],
@@ -269,17 +269,18 @@ static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst
     job j = {.saves = bst__given(&v[DLOGITS]), .makes = makes};
     linear_divergence_args *a = &j.whole.args;
     if (j.saves && makes)
-        return bst__error(
-            BST_INVALID, "%s: dlogits and other gradients are both given; keep the one or make the others", forward_op);
+        return bst__error(BST_INVALID,
+                          "%s: dlogits and other gradients are both given; keep the one or make the others", op);
     BST_TRY(begin(&h, &j, v, attributes, budget_beside(v, attributes[CHUNK_BYTES].i)));
     a->divergence = v[DIVERGENCE_AT].data, a->entropy = v[ENTROPY].data, a->sums = v[SUMS].data;
     if (j.saves) a->dlogits = v[DLOGITS].data, a->dlogits_stride = v[DLOGITS].stride[0];
     return run(&h, &j);
 }
 
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
     bst_head h = {.exec = exec,
-                  .op = backward_op,
+                  .op = op,
                   .bias = v[BIAS],
                   .dhidden = v[DHIDDEN],
                   .dweight = v[DWEIGHT],
@@ -326,10 +327,13 @@ static const bst_function backward = {
 
 const bst_function *const bst__linear_divergence[] = {&forward, &backward, NULL};
 
-static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_divergence_options *options,
-                       const DLTensor *const *all) {
+static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
+                       const bst_linear_divergence_options *options) {
+    bst_linear_divergence_tensors t;
     bst_linear_divergence_options o;
     bst_attribute attributes[ATTRIBUTES];
+    bool back = function == &backward;
+    BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
     BST_TRY(bst__options(function->name, "options", options, &o, sizeof o));
     attributes[KIND].i = o.kind;
     attributes[BETA].d = o.kind == BST_DIVERGENCE_JSD && o.beta == 0 ? 0.5 : o.beta;
@@ -340,27 +344,20 @@ static bst_status call(const bst_function *function, const bst_exec *exec, const
     attributes[T_SOFTCAP].d = o.teacher_softcap;
     attributes[CHUNK_BYTES].i = o.chunk_bytes;
     attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
+    const DLTensor *all[] = {t.hidden, t.weight, t.bias, t.teacher_hidden, t.teacher_weight, t.teacher_bias,
+                             t.teacher_logits, t.teacher_indices, t.mask,
+                             /* DIVERGENCE_AT, ENTROPY, SUMS, or SUMS_WERE, GRAD, SCALE */
+                             back ? t.sums : t.divergence, back ? t.grad : t.entropy, back ? t.scale : t.sums,
+                             t.dlogits, t.dhidden, t.dweight, t.dbias};
     return bst__run(function, exec, all, attributes);
 }
 
 bst_status bst_linear_divergence_forward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
                                          const bst_linear_divergence_options *options) {
-    bst_linear_divergence_tensors t;
-    BST_TRY(bst__options(forward_op, "tensors", tensors, &t, sizeof t));
-    const DLTensor *all[] = {t.hidden,         t.weight,       t.bias,           t.teacher_hidden,
-                             t.teacher_weight, t.teacher_bias, t.teacher_logits, t.teacher_indices,
-                             t.mask,           t.divergence,   t.entropy,        t.sums,
-                             t.dlogits,        t.dhidden,      t.dweight,        t.dbias};
-    return call(&forward, exec, options, all);
+    return call(&forward, exec, tensors, options);
 }
 
 bst_status bst_linear_divergence_backward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
                                           const bst_linear_divergence_options *options) {
-    bst_linear_divergence_tensors t;
-    BST_TRY(bst__options(backward_op, "tensors", tensors, &t, sizeof t));
-    const DLTensor *all[] = {t.hidden,         t.weight,       t.bias,           t.teacher_hidden,
-                             t.teacher_weight, t.teacher_bias, t.teacher_logits, t.teacher_indices,
-                             t.mask,           t.sums,         t.grad,           t.scale,
-                             t.dlogits,        t.dhidden,      t.dweight,        t.dbias};
-    return call(&backward, exec, options, all);
+    return call(&backward, exec, tensors, options);
 }

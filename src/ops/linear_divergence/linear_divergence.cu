@@ -85,8 +85,7 @@ BST_DEVICE void move_q(sums *s, float top) {
 /* n logits of each, for the sums. */
 BST_DEVICE void sum_up(const linear_divergence_args *a, const rows *r, sums *s, const float *x, const float *y, int n) {
     float u[VEC], v[VEC], top_p = s->top_p, top_q = s->top_q;
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         u[j] = shaped(&a->of_student, x[j], S_SOFTCAP);
         v[j] = shaped(&a->of_teacher, y[j], T_SOFTCAP);
         top_p = bst_max(top_p, u[j] * a->of_student.power);
@@ -94,8 +93,7 @@ BST_DEVICE void sum_up(const linear_divergence_args *a, const rows *r, sums *s, 
     }
     if (top_p > s->top_p) move_p(s, top_p);
     if (top_q > s->top_q) move_q(s, top_q);
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         float above = bst_fma(u[j], a->of_student.power, -s->top_p), e = divergence_power(above);
         float other = divergence_power(bst_fma(v[j], a->of_teacher.power, -s->top_q));
         s->sum_p += e;
@@ -110,8 +108,7 @@ BST_DEVICE void sum_up(const linear_divergence_args *a, const rows *r, sums *s, 
 /* n logits of each, for the loss or the gradient, which x becomes. */
 BST_DEVICE void compare(const linear_divergence_args *a, int what, const rows *r, const divergence_row *t, sums *s,
                         float *x, const float *y, int n) {
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         float u = shaped(&a->of_student, x[j], S_SOFTCAP), v = shaped(&a->of_teacher, y[j], T_SOFTCAP);
         divergence_pair z;
         z.above_p = bst_fma(u, a->of_student.power, -t->top_p);
@@ -158,15 +155,13 @@ BST_DEVICE void walk(const linear_divergence_args *a, int what, const rows *r, c
     for (int round = 0; round < ROUNDS; round++) {
         int first = (what & SUM ? round : ROUNDS - 1 - round) * BATCH * THREADS + (int)bst_thread();
         bst_raw of_student[BATCH], of_teacher[BATCH];
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             int column = (first + i * THREADS) * VEC;
             if (first + i * THREADS >= VECTORS) continue;
             of_student[i] = bst_raw_at(r->student, column, BST_F32_CODE, VEC);
             of_teacher[i] = bst_raw_once(r->teacher, column, T_TYPE, VEC);
         }
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             if (first + i * THREADS >= VECTORS) continue;
             float x[VEC], y[VEC];
             bst_unpack(x, of_student[i], BST_F32_CODE, VEC);
@@ -176,8 +171,7 @@ BST_DEVICE void walk(const linear_divergence_args *a, int what, const rows *r, c
         }
         if (!(what & DIFF)) continue;
         if (IN_PLACE) bst_sync(); /* all have read what is written over now */
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             int vector = first + i * THREADS;
             if (vector < VECTORS)
                 bst_write_once(bst_at_out(r->dlogits, (int64_t)vector * VEC, D_TYPE), of_student[i],
@@ -220,8 +214,7 @@ BST_DEVICE void save(const linear_divergence_args *a, int64_t row, const sums *s
 /* A row that the mask leaves out. */
 BST_DEVICE void leave_out(const linear_divergence_args *a, int64_t row, const rows *r, const sums *none) {
     float zeros[VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) zeros[j] = 0.0f;
+    BST_EACH(j, VEC) zeros[j] = 0.0f;
     put(a->divergence, row, 0.0f);
     put(a->entropy, row, 0.0f);
     if (!SAVED) save(a, row, none, 0.0f);

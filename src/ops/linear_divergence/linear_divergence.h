@@ -4,7 +4,7 @@
 
 #include <assert.h>
 
-#include "core/core.h"
+#include "core/cpu_kernel.h"
 #include "ops/linear_divergence/linear_divergence_args.h"
 
 /* One chunk of rows. Its pointers are at the chunk's first row. */
@@ -33,5 +33,7 @@ typedef struct linear_divergence_spread {
 bst_status bst__linear_divergence_rows_cuda(const bst_exec *exec, const char *op, const linear_divergence_rows *call);
 bst_status bst__linear_divergence_spread_cuda(const bst_exec *exec, const char *op,
                                               const linear_divergence_spread *call);
+BST_CPU_DECLARE(bst__linear_divergence_rows_cpu);   /* over rows; the context is a linear_divergence_rows */
+BST_CPU_DECLARE(bst__linear_divergence_spread_cpu); /* over rows; the context is a linear_divergence_spread */
 
 #endif

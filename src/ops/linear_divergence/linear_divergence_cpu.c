@@ -3,8 +3,8 @@
  * A row is read a tile at a time: once for its sums, once for the loss, once for the gradient, which is written in the
  * row's place or elsewhere. Arithmetic of a class is float32 (linear_divergence_math.h), sums are float64. The last
  * pass goes from the end on, as what it writes in place of float32 logits takes the upper half of their memory. */
-#include "ops/linear_divergence/linear_divergence_cpu.h"
 #include "ops/cross_entropy/cross_entropy_tile.h"
+#include "ops/linear_divergence/linear_divergence.h"
 #include "ops/linear_divergence/linear_divergence_math.h"
 
 /* z of a tile of logits and, where `slope` is not NULL, what tanh takes from its derivative. */
@@ -62,7 +62,7 @@ static void sum_up(const linear_divergence_rows *c, int64_t row, float *sums) {
     row_sums p = {.top = 2 * DIVERGENCE_NEVER}, q = p;
     float zp[BST_TILE], zq[BST_TILE], first = 0;
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column);
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
         load(c, row, column, n, zp, zq, NULL);
         if (column == 0) first = fabsf(zp[0] - zq[0]) < 1e4f ? zp[0] - zq[0] : 0;
         add_tile(&p, zp, c->kind == DIVERGENCE_REVERSE ? zq : NULL, first, n);
@@ -102,7 +102,7 @@ static double lose(const linear_divergence_rows *c, int64_t row, float sum_p, di
     float zp[BST_TILE], zq[BST_TILE];
     double loss = 0, mean = 0;
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column);
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
         load(c, row, column, n, zp, zq, NULL);
         OF_KIND(SUM_CLASSES);
     }
@@ -115,7 +115,7 @@ static void differentiate(const linear_divergence_rows *c, int64_t row, const di
     float factor = c->args.slope * (c->args.grad ? c->args.grad[row] : 1);
     int64_t last = (c->vocabulary - 1) / BST_TILE * BST_TILE;
     for (int64_t column = last; column >= 0; column -= BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column);
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
         load(c, row, column, n, zp, zq, slope);
         for (int64_t i = 0; i < n; i++) slope[i] *= factor;
         OF_KIND(DIFFERENTIATE);

@@ -15,21 +15,19 @@
 
 #ifdef BST_DEVICE
 #include "logarithm.h"
-#define DIVERGENCE     BST_DEVICE
-#define DIVERGENCE_MAX bst_max
 #if defined(D_TYPE) && D_TYPE != BST_F32_CODE
 /* For gradients of 16 bits: powers of two of numbers in these units, and the hardware's reciprocal. (Its logarithm is
  * wrong by 2^-22, which makes jsd's error larger than TRL's function has.) */
 #define DIVERGENCE_UNIT       BST_LN2
 #define divergence_power      bst_exp2
-#define divergence_exp(x)     bst_exp2((x) * 1.44269504f)
+#define divergence_exp(x)     bst_exp2((x) * BST_LOG2_E)
 #define divergence_over(a, b) ((a) * bst_reciprocal(b))
 #else
 #define DIVERGENCE_UNIT  1.0f
 /* e^x with what the product with log2(e) rounds away. */
-DIVERGENCE float divergence_exp(float x) {
-    float finite = x < -200.0f ? -200.0f : x, power = finite * 1.44269504f, e = bst_exp2(x * 1.44269504f);
-    float rest = bst_fma(finite, 1.92596299e-8f, bst_fma(finite, 1.44269504f, -power));
+BST_INLINE float divergence_exp(float x) {
+    float finite = x < -200.0f ? -200.0f : x, power = finite * BST_LOG2_E, e = bst_exp2(x * BST_LOG2_E);
+    float rest = bst_fma(finite, BST_LOG2_E_REST, bst_fma(finite, BST_LOG2_E, -power));
     return bst_fma(e * BST_LN2, rest, e);
 }
 #define divergence_power divergence_exp
@@ -37,14 +35,10 @@ DIVERGENCE float divergence_exp(float x) {
 #endif
 #else
 #include "core/logarithm.h"
-#define DIVERGENCE           static inline
-#define DIVERGENCE_UNIT      1.0f
-#define DIVERGENCE_MAX(a, b) ((a) < (b) ? (b) : (a)) /* NaN stays */
-#define divergence_exp       bst_exp
-#define divergence_power     bst_exp
-#define divergence_over      bst_divide
-#define bst_abs              fabsf
-#define BST_INFINITY         INFINITY
+#define DIVERGENCE_UNIT  1.0f
+#define divergence_exp   bst_exp
+#define divergence_power bst_exp
+#define divergence_over  bst_divide
 #endif
 
 /* As the options number them. */
@@ -67,7 +61,7 @@ typedef struct divergence_row {
 } divergence_row;
 
 /* Sums are of e^(z - top). */
-DIVERGENCE divergence_row divergence_row_of(float top_p, float sum_p, float top_q, float sum_q, float mean, float beta,
+BST_INLINE divergence_row divergence_row_of(float top_p, float sum_p, float top_q, float sum_q, float mean, float beta,
                                             float rest) {
     divergence_row r;
     r.top_p = top_p, r.log_p = bst_log_of_normal(sum_p), r.over_p = bst_divide(1.0f, sum_p);
@@ -85,7 +79,7 @@ typedef struct divergence_pair {
 
 /* B(a, b) with x = log(a / b); `bounded`, a constant: |x| is less than 1e29. The series is fitted to |x| <= 1, relative
  * error 4e-8. */
-DIVERGENCE float divergence_term(float a, float b, float x, bool bounded) {
+BST_INLINE float divergence_term(float a, float b, float x, bool bounded) {
     float s = 2.18467343e-5f;
     s = bst_fma(s, x, 1.78510737e-4f);
     s = bst_fma(s, x, 1.19137882e-3f);
@@ -101,7 +95,7 @@ DIVERGENCE float divergence_term(float a, float b, float x, bool bounded) {
 
 /* log(m / p) = log(1 + beta (e^d - 1)), for |d| up to 80. Where d is small, by a series of e^d - 1 that is fitted to
  * |d| <= 0.5, relative error 2e-8. */
-DIVERGENCE float divergence_log_mixture(const divergence_row *r, float d) {
+BST_INLINE float divergence_log_mixture(const divergence_row *r, float d) {
     float s = 1.98756272e-4f;
     s = bst_fma(s, d, 1.39819971e-3f);
     s = bst_fma(s, d, 8.33345218e-3f);
@@ -120,7 +114,7 @@ typedef struct divergence_class {
     float term, to_mean, slope;
 } divergence_class;
 
-DIVERGENCE divergence_class divergence_of(int kind, const divergence_row *r, const divergence_pair *z) {
+BST_INLINE divergence_class divergence_of(int kind, const divergence_row *r, const divergence_pair *z) {
     divergence_class c = {0, 0, 0};
     float power = divergence_power(z->above_p), p = power * r->over_p, q = divergence_power(z->above_q) * r->over_q;
     float d = (z->zq - z->zp) + r->shift;

@@ -11,7 +11,6 @@
 #include "cuda/cuda.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
 #include "ops/linear_logprobs/linear_logprobs.h"
-#include "ops/linear_logprobs/linear_logprobs_cpu.h"
 
 static const char forward_op[] = "linear_logprobs_forward", backward_op[] = "linear_logprobs_backward";
 
@@ -151,13 +150,12 @@ static linear_logprobs_rows rows_of(const bst_head *h, const bst_view *v, const 
                                         .logit_scale = attributes[LOGIT_SCALE].d / t}};
 }
 
-static bst_status check_jacobian(const bst_view *v) {
+static bst_status check_jacobian(const char *op, const bst_view *v) {
     if (!bst__given(&v[JACOBIAN])) return BST_OK;
     if (!bst__given(&v[PAIRS]))
-        return bst__error(BST_INVALID, "%s: pairs is NULL; it is needed where jacobian is given", forward_op);
+        return bst__error(BST_INVALID, "%s: pairs is NULL; it is needed where jacobian is given", op);
     if (!bst__given(&v[LOGITS])) return BST_OK;
-    return bst__error(BST_INVALID, "%s: logits and jacobian are both given; keep the one or make the other",
-                      forward_op);
+    return bst__error(BST_INVALID, "%s: logits and jacobian are both given; keep the one or make the other", op);
 }
 
 /* Of a chunk's logits beside the jacobian; 0: the default. */
@@ -168,9 +166,10 @@ static int64_t budget_beside(const bst_head *h, const bst_view *jacobian, int64_
     return JACOBIAN_ROWS * bst__head_padded(h->vocabulary) * bst__dtype_size(h->dtype);
 }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    BST_TRY(check_jacobian(v));
-    bst_head h = {.exec = exec, .op = forward_op, .bias = v[BIAS], .dhidden = v[JACOBIAN]};
+static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                              const bst_attribute *attributes) {
+    BST_TRY(check_jacobian(op, v));
+    bst_head h = {.exec = exec, .op = op, .bias = v[BIAS], .dhidden = v[JACOBIAN]};
     bool makes = bst__given(&v[JACOBIAN]);
     BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
     int64_t budget = attributes[CHUNK_BYTES].i;
@@ -182,9 +181,10 @@ static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst
     return bst__head_run(&h, false, makes ? run_rows_twice : run_rows, &c, makes);
 }
 
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
     bst_head h = {.exec = exec,
-                  .op = backward_op,
+                  .op = op,
                   .bias = v[BIAS],
                   .dhidden = v[DHIDDEN],
                   .dweight = v[DWEIGHT],
@@ -225,10 +225,12 @@ static const bst_function backward = {
 
 const bst_function *const bst__linear_logprobs[] = {&forward, &backward, NULL};
 
-static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_logprobs_options *options,
-                       const DLTensor *const *all) {
+static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
+                       const bst_linear_logprobs_options *options) {
+    bst_linear_logprobs_tensors t;
     bst_linear_logprobs_options o;
     bst_attribute attributes[ATTRIBUTES];
+    BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
     BST_TRY(bst__options(function->name, "options", options, &o, sizeof o));
     attributes[IGNORE_INDEX].i = o.ignore_index ? *o.ignore_index : -100;
     attributes[TEMPERATURE].d = o.temperature == 0 ? 1 : o.temperature;
@@ -236,23 +238,21 @@ static bst_status call(const bst_function *function, const bst_exec *exec, const
     attributes[SOFTCAP_AT].d = o.softcap;
     attributes[CHUNK_BYTES].i = o.chunk_bytes;
     attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
-    return bst__run(function, exec, all, attributes);
+    const DLTensor *forwards[] = {t.hidden,  t.weight, t.target,           t.bias,        t.log_probs, t.pairs,
+                                  t.entropy, t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1,   t.logits,
+                                  t.jacobian};
+    const DLTensor *backwards[] = {t.hidden,       t.weight,   t.target,  t.bias,    t.grad_log_probs,
+                                   t.grad_entropy, t.grad_lse, t.pairs,   t.entropy, t.logits,
+                                   t.logits,       t.dhidden,  t.dweight, t.dbias};
+    return bst__run(function, exec, function == &forward ? forwards : backwards, attributes);
 }
 
 bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
                                        const bst_linear_logprobs_options *options) {
-    bst_linear_logprobs_tensors t;
-    BST_TRY(bst__options(forward_op, "tensors", tensors, &t, sizeof t));
-    const DLTensor *all[] = {t.hidden, t.weight,           t.target,      t.bias,    t.log_probs, t.pairs,   t.entropy,
-                             t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1, t.logits,    t.jacobian};
-    return call(&forward, exec, options, all);
+    return call(&forward, exec, tensors, options);
 }
 
 bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
                                         const bst_linear_logprobs_options *options) {
-    bst_linear_logprobs_tensors t;
-    BST_TRY(bst__options(backward_op, "tensors", tensors, &t, sizeof t));
-    const DLTensor *all[] = {t.hidden, t.weight,  t.target, t.bias,   t.grad_log_probs, t.grad_entropy, t.grad_lse,
-                             t.pairs,  t.entropy, t.logits, t.logits, t.dhidden,        t.dweight,      t.dbias};
-    return call(&backward, exec, options, all);
+    return call(&backward, exec, tensors, options);
 }

@@ -52,14 +52,12 @@ BST_DEVICE void compare(sums *s, const float *x, int n, int column, int target, 
     float top = top_of(-BST_INFINITY, x, n), mine = NEGATIVE ? -own : own;
     if (top > mine) s->beaten = 1.0f;
     if (top != mine || column >= target) return;
-    BST_UNROLL
-    for (int j = 0; j < n; j++)
+    BST_EACH(j, n)
         if (x[j] == own && column + j < target) s->beaten = 1.0f;
 }
 
 BST_DEVICE void add_logits(const cross_entropy_rows_args *a, sums *s, const float *x, int n, int column, int target) {
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         float u = shaped(a, x[j]), above = above_reference(a, u, s->reference), e = far_power(above);
         if (column + j == target) e = 0.0f;
         s->others += e;
@@ -74,20 +72,17 @@ BST_DEVICE sums thread_sums(const cross_entropy_rows_args *a, const void *row, i
     for (int first = (int)bst_thread(); first < VECTORS; first += BATCH * THREADS) {
         bst_raw raw[BATCH];
         float x[VEC], top = -BST_INFINITY;
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++)
+        BST_EACH(i, BATCH)
             if (first + i * THREADS < VECTORS)
                 raw[i] = bst_raw_once(row, (int64_t)(first + i * THREADS) * VEC, TYPE, VEC);
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             if (first + i * THREADS >= VECTORS) continue;
             bst_unpack(x, raw[i], TYPE, VEC);
             top = top_of(top, x, VEC);
             if (TOP1) compare(&s, x, VEC, (first + i * THREADS) * VEC, target, own);
         }
         move_sums(&s, bst_max(s.reference, shaped(a, NEGATIVE ? -top : top) * a->base2));
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             if (first + i * THREADS >= VECTORS) continue;
             bst_unpack(x, raw[i], TYPE, VEC);
             add_logits(a, &s, x, VEC, (first + i * THREADS) * VEC, target);
@@ -143,7 +138,7 @@ BST_KERNEL(linear_logprobs_forward, linear_logprobs_args, THREADS, 2) {
         f = facts_of(c, s.reference, s.others, x, bst_thread() == 0);
     }
     if (bst_thread() != 0) return;
-    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2, mean = 0.0f, entropy = 0.0f, squares = 0.0f, lse = 0.0f;
+    float unit = TYPE == BST_F32_CODE ? 1.0f : BST_LN2, mean = 0.0f, entropy = 0.0f, squares = 0.0f, lse = 0.0f;
     if (counts) {
         lse = bst_fma(s.reference, unit, f.log_total);
         mean = s.logits * c->natural * (1.0f / VOCAB);
@@ -171,7 +166,7 @@ typedef struct terms {
 BST_DEVICE terms backward_terms(const linear_logprobs_args *a, int64_t row, float x) {
     const cross_entropy_rows_args *c = &a->row;
     row_facts f = facts_of(c, c->lse_pairs[2 * row], c->lse_pairs[2 * row + 1], x, true);
-    float unit = TYPE == BST_F32_CODE ? 1.0f : LN2;
+    float unit = TYPE == BST_F32_CODE ? 1.0f : BST_LN2;
     float by_log_p = a->grad_log_probs ? a->grad_log_probs[row] : a->without;
     float by_lse = a->grad_lse ? a->grad_lse[row] : 0.0f;
     float by_entropy = ENTROPY ? a->grad_entropy[row] : 0.0f, entropy = ENTROPY ? a->entropy_was[row] : 0.0f;
@@ -186,21 +181,12 @@ BST_DEVICE terms backward_terms(const linear_logprobs_args *a, int64_t row, floa
 BST_DEVICE void logits_gradient(const cross_entropy_rows_args *a, const terms *t, float *x, int n, int column,
                                 int target) {
     float u[VEC];
-    BST_UNROLL
-    for (int j = 0; j < n; j++) {
+    BST_EACH(j, n) {
         u[j] = shaped(a, x[j]);
         float above = above_reference(a, u[j], t->reference), e = far_power(above);
         x[j] = e * (ENTROPY ? bst_fma(t->slant, bst_max(above, LOWEST_POWER), t->share) : t->share);
     }
-    if ((unsigned)(target - column) < (unsigned)n) {
-        BST_UNROLL
-        for (int j = 0; j < n; j++)
-            if (column + j == target) x[j] = t->at_target;
-    }
-    if (SOFTCAP) {
-        BST_UNROLL
-        for (int j = 0; j < n; j++) x[j] *= (1.0f - u[j]) * (1.0f + u[j]);
-    }
+    finish(x, u, n, column, target, t->at_target);
 }
 
 BST_KERNEL(linear_logprobs_backward, linear_logprobs_args, THREADS, 2) {
@@ -219,16 +205,13 @@ BST_KERNEL(linear_logprobs_backward, linear_logprobs_args, THREADS, 2) {
     bst_sync(); /* every thread has the target's logit, which one of them will overwrite */
     for (int first = (int)bst_thread(); first < VECTORS; first += BATCH * THREADS) {
         bst_raw raw[BATCH];
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++)
+        BST_EACH(i, BATCH)
             if (counts && first + i * THREADS < VECTORS)
                 raw[i] = bst_raw_at(logits, (int64_t)(first + i * THREADS) * VEC, TYPE, VEC);
-        BST_UNROLL
-        for (int i = 0; i < BATCH; i++) {
+        BST_EACH(i, BATCH) {
             int column = (first + i * THREADS) * VEC;
             if (first + i * THREADS >= VECTORS) continue;
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++) x[j] = 0.0f;
+            BST_EACH(j, VEC) x[j] = 0.0f;
             if (counts) {
                 bst_unpack(x, raw[i], TYPE, VEC);
                 logits_gradient(c, &t, x, VEC, column, at);

@@ -2,6 +2,7 @@
 #ifndef BST_LINEAR_LOGPROBS_H
 #define BST_LINEAR_LOGPROBS_H
 
+#include "core/cpu_kernel.h"
 #include "ops/cross_entropy/cross_entropy.h"
 
 /* One chunk of rows. Its pointers are at the chunk's first row. */
@@ -25,5 +26,6 @@ typedef struct linear_logprobs_rows {
 } linear_logprobs_rows;
 
 bst_status bst__linear_logprobs_rows_cuda(const bst_exec *exec, const char *op, const linear_logprobs_rows *call);
+BST_CPU_DECLARE(bst__linear_logprobs_rows_cpu); /* over rows; the context is a linear_logprobs_rows */
 
 #endif

@@ -3,8 +3,8 @@
  * Forward reads a row once, a tile at a time, relative to a running maximum; backward reads and writes it once.
  * All arithmetic is float32; sums over tiles, and what is made of a row's sums, are float64. The exponentials' sum
  * leaves the target out: what a confident row has beside it would be lost in one that begins with 1. */
-#include "ops/linear_logprobs/linear_logprobs_cpu.h"
 #include "ops/cross_entropy/cross_entropy_tile.h"
+#include "ops/linear_logprobs/linear_logprobs.h"
 
 /* Below, e^x is 0 and x e^x too, which for -inf would be NaN. */
 #define LOWEST_POWER (-1e4f)
@@ -83,10 +83,10 @@ static void forward(const linear_logprobs_rows *c, int64_t row, const void *in, 
     float z[BST_TILE];
     row_sums s = {.top = -FLT_MAX};
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column), at = target - column;
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column), at = target - column;
         bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
         if (c->is_top1 && !s.beaten)
-            s.beaten = is_beaten(z, n, at < 0 ? 0 : smaller(at, n), raw, c->z.logit_scale < 0 ? -1.0f : 1.0f);
+            s.beaten = is_beaten(z, n, at < 0 ? 0 : bst__lesser(at, n), raw, c->z.logit_scale < 0 ? -1.0f : 1.0f);
         shape_tile(&c->z, z, NULL, n);
         add_tile(&s, z, n, at);
     }
@@ -132,7 +132,7 @@ static void backward(const linear_logprobs_rows *c, int64_t row, void *in, int64
     double p = f.own / f.total, log_p = has_entropy ? fmax(f.log_p, (double)LOWEST_POWER) : 0;
     float at_target = scale * (float)(by_log_p * (others / f.total) + p * (by_lse - by_entropy * (log_p + entropy)));
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = smaller(BST_TILE, c->vocabulary - column);
+        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
         bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
         shape_tile(&c->z, z, slope, n);
         if (has_entropy) {

@@ -4,7 +4,6 @@
 
 #include "core/options.h"
 #include "ops/moe/moe.h"
-#include "ops/moe/moe_cpu.h"
 
 #define F32 (1u << BST_F32)
 #define I32 (1u << BST_I32)
@@ -84,8 +83,6 @@ static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
 
 /* ---- sort -------------------------------------------------------------------------------------------------------- */
 
-static const char sort_op[] = "moe_sort";
-
 static bst_status check_sort(const char *op, const bst_view *v, const bst_attribute *attributes) {
     BST_TRY(bst__need_dims(op, "indices", &v[SORT_INDICES], 2));
     BST_TRY(need_countable(op, "indices", "elements", v[SORT_INDICES].count));
@@ -105,11 +102,11 @@ static void sort_cpu(const bst_view *v, int64_t experts) {
     }
 }
 
-static bst_status run_sort(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_sort(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
     const bst_view *indices = &v[SORT_INDICES];
-    if (!indices->count) return bst__zero(exec, sort_op, &v[SORT_ENDS]);
-    if (on_cuda(indices)) return bst__moe_sort_cuda(exec, sort_op, v, attributes);
-    BST_TRY(check_entries(sort_op, "indices", indices, attributes[EXPERTS].i, "the experts"));
+    if (!indices->count) return bst__zero(exec, op, &v[SORT_ENDS]);
+    if (on_cuda(indices)) return bst__moe_sort_cuda(exec, op, v, attributes);
+    BST_TRY(check_entries(op, "indices", indices, attributes[EXPERTS].i, "the experts"));
     sort_cpu(v, attributes[EXPERTS].i);
     return BST_OK;
 }
@@ -123,7 +120,7 @@ static const bst_argument sort_arguments[] = {
 };
 
 static const bst_function sort = {
-    .name = sort_op,
+    .name = "moe_sort",
     .arguments = sort_arguments,
     .attributes = (const bst_attribute_rule[]){[EXPERTS] = {"experts", 'i'}, {NULL}},
     .check = check_sort,
@@ -141,27 +138,18 @@ bst_status bst_moe_sort(const bst_exec *exec, const DLTensor *indices, DLTensor 
 
 /* ---- gather ------------------------------------------------------------------------------------------------------ */
 
-static const char gather_op[] = "moe_gather";
-
 static bst_status check_gather(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
     return need_pairs_of(op, "position", &v[GATHER_POSITION], "x", &v[GATHER_X]);
 }
 
-static bst_status run_gather(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_gather(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
     const bst_view *x = &v[GATHER_X], *position = &v[GATHER_POSITION], *rows = &v[GATHER_ROWS];
     if (!rows->count) return BST_OK;
-    BST_TRY(check_entries(gather_op, "position", position, position->count, "the rows"));
-    if (on_cuda(x)) return bst__moe_gather_cuda(exec, gather_op, v, attributes);
-    moe_cpu call = {.dtype = x->dtype,
-                    .columns = x->size[1],
-                    .choices = position->count / x->size[0],
-                    .position = position->data,
-                    .x = x->data,
-                    .x_stride = x->stride[0],
-                    .out = rows->data};
-    bst__parallel_for(exec, x->size[0], bst__grain(call.choices * x->size[1]), BST_CPU_SELECT(bst__moe_gather_cpu),
-                      &call);
+    BST_TRY(check_entries(op, "position", position, position->count, "the rows"));
+    if (on_cuda(x)) return bst__moe_gather_cuda(exec, op, v, attributes);
+    bst__parallel_for(exec, x->size[0], bst__grain(rows->count / x->size[0]), BST_CPU_SELECT(bst__moe_gather_cpu),
+                      &(moe_cpu){.v = v});
     return BST_OK;
 }
 
@@ -173,7 +161,7 @@ static const bst_argument gather_arguments[] = {
 };
 
 static const bst_function gather = {
-    .name = gather_op,
+    .name = "moe_gather",
     .arguments = gather_arguments,
     .check = check_gather,
     .run = run_gather,
@@ -188,24 +176,18 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
 
 /* Runs a backward pass on CPU, chunk by chunk, and sums the chunks' parts of dbias. */
-static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call, const bst_view *dbias,
-                             bst_body body) {
+static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call, bst_body body) {
     void *partial;
-    BST_TRY(bst__moe_partial_sums(exec, op, dbias, call->rows, MOE_CHUNK, &partial));
+    BST_TRY(bst__moe_partial_sums(exec, op, call->dbias, call->rows, MOE_CHUNK, &partial));
     call->partial = partial;
-    call->dbias = dbias->data;
     bst__parallel_for(exec, (call->rows + MOE_CHUNK - 1) / MOE_CHUNK, bst__grain(MOE_CHUNK * call->columns), body,
                       call);
-    if (partial) {
-        bst__parallel_for(exec, call->experts, 1, BST_CPU_SELECT(bst__moe_bias_sum_cpu), call);
-        bst__release(exec, dbias->device, partial);
-    }
+    if (partial) bst__parallel_for(exec, call->ends->count, 1, BST_CPU_SELECT(bst__moe_bias_sum_cpu), call);
+    bst__release(exec, call->ends->device, partial);
     return BST_OK;
 }
 
 /* ---- the gated unit ---------------------------------------------------------------------------------------------- */
-
-static const char glu_forward_op[] = "moe_glu_forward", glu_backward_op[] = "moe_glu_backward";
 
 #define GLU_INPUTS                                                          \
     [GLU_H] = IN("h", BST_FLOATS, "NC"), [GLU_ENDS] = IN("ends", I32, "E"), \
@@ -227,25 +209,14 @@ static bst_status check_glu_backward(const char *op, const bst_view *v, const bs
     return need_pairs(op, "weights", &v[GLU_WEIGHTS], v[GLU_H].size[0]);
 }
 
-/* What both directions on CPU have in common. */
-static moe_cpu glu_call(const bst_view *v, const bst_attribute *attributes) {
-    return (moe_cpu){.dtype = v[GLU_H].dtype,
-                     .rows = v[GLU_H].size[0],
-                     .columns = v[GLU_H].size[1],
-                     .experts = v[GLU_ENDS].count,
-                     .ends = v[GLU_ENDS].data,
-                     .h = v[GLU_H].data,
-                     .bias = v[GLU_BIAS].data,
-                     .unit = bst__glu_unit(attributes)};
-}
-
-static bst_status run_glu_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_glu_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                                  const bst_attribute *attributes) {
     if (!v[GLU_Y].count) return BST_OK;
-    BST_TRY(check_ends(glu_forward_op, &v[GLU_ENDS], v[GLU_H].size[0]));
-    if (on_cuda(&v[GLU_H])) return bst__moe_glu_forward_cuda(exec, glu_forward_op, v, attributes);
-    moe_cpu call = glu_call(v, attributes);
-    call.out = v[GLU_Y].data;
-    bst__parallel_for(exec, call.rows, bst__grain(call.columns), BST_CPU_SELECT(bst__moe_glu_forward_cpu), &call);
+    BST_TRY(check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
+    if (on_cuda(&v[GLU_H])) return bst__moe_glu_forward_cuda(exec, op, v, attributes);
+    moe_cpu call = {.v = v, .ends = &v[GLU_ENDS], .unit = bst__glu_unit(attributes)};
+    bst__parallel_for(exec, v[GLU_H].size[0], bst__grain(v[GLU_H].size[1]), BST_CPU_SELECT(bst__moe_glu_forward_cpu),
+                      &call);
     return BST_OK;
 }
 
@@ -256,7 +227,7 @@ static const bst_argument glu_forward_arguments[] = {
 };
 
 static const bst_function glu_forward = {
-    .name = glu_forward_op,
+    .name = "moe_glu_forward",
     .meanings = meanings,
     .arguments = glu_forward_arguments,
     .attributes = bst__glu_rules,
@@ -269,29 +240,22 @@ bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DL
                                const bst_glu_options *options, DLTensor *y) {
     const DLTensor *tensors[] = {[GLU_H] = h, [GLU_ENDS] = ends, [GLU_BIAS] = bias, [GLU_Y] = y};
     bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(glu_forward_op, options, attributes));
+    BST_TRY(bst__glu_options(glu_forward.name, options, attributes));
     return bst__run(&glu_forward, exec, tensors, attributes);
 }
 
-static bst_status run_glu_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const char *op = glu_backward_op;
+static bst_status run_glu_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                                   const bst_attribute *attributes) {
     if (!v[GLU_H].count) { /* sums of nothing */
-        if (bst__given(&v[GLU_DWEIGHTS])) BST_TRY(bst__zero(exec, op, &v[GLU_DWEIGHTS]));
-        return bst__given(&v[GLU_DBIAS]) ? bst__zero(exec, op, &v[GLU_DBIAS]) : BST_OK;
+        BST_TRY(bst__zero(exec, op, &v[GLU_DWEIGHTS]));
+        return bst__zero(exec, op, &v[GLU_DBIAS]);
     }
     BST_TRY(check_entries(op, "order", &v[GLU_ORDER], v[GLU_H].size[0], "the pairs"));
     BST_TRY(check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
     if (on_cuda(&v[GLU_H])) return bst__moe_glu_backward_cuda(exec, op, v, attributes);
-    moe_cpu call = glu_call(v, attributes);
-    call.w_dtype = v[GLU_WEIGHTS].dtype;
-    call.order = v[GLU_ORDER].data;
-    call.dy = v[GLU_DY].data;
-    call.weights = v[GLU_WEIGHTS].data;
-    call.dots_in = v[GLU_DOTS].data;
-    call.dh = v[GLU_DH].data;
-    call.wy = v[GLU_WY].data;
-    call.dweights = v[GLU_DWEIGHTS].data;
-    return chunks_cpu(exec, op, &call, &v[GLU_DBIAS], BST_CPU_SELECT(bst__moe_glu_backward_cpu));
+    moe_cpu call = {.v = v, .ends = &v[GLU_ENDS], .dbias = &v[GLU_DBIAS], .unit = bst__glu_unit(attributes)};
+    call.rows = v[GLU_H].size[0], call.columns = v[GLU_H].size[1];
+    return chunks_cpu(exec, op, &call, BST_CPU_SELECT(bst__moe_glu_backward_cpu));
 }
 
 /* A gradient, which has its input's shape and type. */
@@ -313,7 +277,7 @@ static const bst_argument glu_backward_arguments[] = {
 
 #define GLU_BACKWARD "dy h bias ends order weights dots activation interleaved alpha limit -> "
 static const bst_function glu_backward = {
-    .name = glu_backward_op,
+    .name = "moe_glu_backward",
     .meanings = meanings,
     .arguments = glu_backward_arguments,
     .attributes = bst__glu_rules,
@@ -326,19 +290,17 @@ static const bst_function glu_backward = {
 bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
                                 const bst_glu_options *options) {
     bst_moe_glu_backward_tensors t;
-    BST_TRY(bst__options(glu_backward_op, "tensors", tensors, &t, sizeof t));
+    BST_TRY(bst__options(glu_backward.name, "tensors", tensors, &t, sizeof t));
     const DLTensor *in_places[] = {
         [GLU_H] = t.h,         [GLU_ENDS] = t.ends,         [GLU_BIAS] = t.bias,  [GLU_DY] = t.dy,
         [GLU_ORDER] = t.order, [GLU_WEIGHTS] = t.weights,   [GLU_DOTS] = t.dots,  [GLU_WY] = t.wy,
         [GLU_DH] = t.dh,       [GLU_DWEIGHTS] = t.dweights, [GLU_DBIAS] = t.dbias};
     bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(glu_backward_op, options, attributes));
+    BST_TRY(bst__glu_options(glu_backward.name, options, attributes));
     return bst__run(&glu_backward, exec, in_places, attributes);
 }
 
 /* ---- the weighted sum -------------------------------------------------------------------------------------------- */
-
-static const char combine_forward_op[] = "moe_combine_forward", combine_backward_op[] = "moe_combine_backward";
 
 static bst_status check_combine_forward(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
@@ -352,27 +314,16 @@ static bst_status check_combine_forward(const char *op, const bst_view *v, const
     return bst__error(BST_INVALID, "%s: indices is NULL; a tensor is needed with bias", op);
 }
 
-static bst_status run_combine_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const char *op = combine_forward_op;
+static bst_status run_combine_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                                      const bst_attribute *attributes) {
     const bst_view *y = &v[SUM_Y], *position = &v[SUM_POSITION], *bias = &v[SUM_BIAS];
-    int64_t choices = position->size[1];
     if (!v[SUM_OUT].count) return BST_OK;
     if (!y->count) return bst__zero(exec, op, &v[SUM_OUT]);
     BST_TRY(check_entries(op, "position", position, y->size[0], "the rows of y"));
     if (bst__given(bias)) BST_TRY(check_entries(op, "indices", &v[SUM_INDICES], bias->size[0], "the experts"));
     if (on_cuda(y)) return bst__moe_combine_forward_cuda(exec, op, v, attributes);
-    moe_cpu call = {.dtype = y->dtype,
-                    .w_dtype = v[SUM_WEIGHTS].dtype,
-                    .columns = y->size[1],
-                    .choices = choices,
-                    .position = position->data,
-                    .indices = v[SUM_INDICES].data,
-                    .y = y->data,
-                    .bias = bias->data,
-                    .weights = v[SUM_WEIGHTS].data,
-                    .out = v[SUM_OUT].data};
-    bst__parallel_for(exec, position->size[0], bst__grain(choices * y->size[1]),
-                      BST_CPU_SELECT(bst__moe_combine_forward_cpu), &call);
+    bst__parallel_for(exec, position->size[0], bst__grain(position->size[1] * y->size[1]),
+                      BST_CPU_SELECT(bst__moe_combine_forward_cpu), &(moe_cpu){.v = v});
     return BST_OK;
 }
 
@@ -388,7 +339,7 @@ static const bst_argument combine_forward_arguments[] = {
 };
 
 static const bst_function combine_forward = {
-    .name = combine_forward_op,
+    .name = "moe_combine_forward",
     .arguments = combine_forward_arguments,
     .check = check_combine_forward,
     .run = run_combine_forward,
@@ -414,34 +365,21 @@ static bst_status check_combine_backward(const char *op, const bst_view *v, cons
     return need_pairs(op, "weights", &v[BACK_WEIGHTS], v[BACK_ORDER].count);
 }
 
-static bst_status run_combine_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    const char *op = combine_backward_op;
+static bst_status run_combine_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                                       const bst_attribute *attributes) {
     const bst_view *dout = &v[BACK_DOUT], *order = &v[BACK_ORDER], *ends = &v[BACK_ENDS], *bias = &v[BACK_BIAS],
                    *dots = &v[BACK_DOTS], *dbias = &v[BACK_DBIAS];
     if (!bst__given(bias) && (bst__given(dots) || bst__given(dbias)))
         return bst__error(BST_INVALID, "%s: dots or dbias is wanted, but bias is NULL", op);
     if (!v[BACK_ROWS].count) {
-        if (bst__given(dots)) BST_TRY(bst__zero(exec, op, dots));
-        return bst__given(dbias) ? bst__zero(exec, op, dbias) : BST_OK;
+        BST_TRY(bst__zero(exec, op, dots));
+        return bst__zero(exec, op, dbias);
     }
     BST_TRY(check_entries(op, "order", order, order->count, "the pairs"));
     BST_TRY(check_ends(op, ends, order->count));
     if (on_cuda(dout)) return bst__moe_combine_backward_cuda(exec, op, v, attributes);
-    moe_cpu call = {.dtype = dout->dtype,
-                    .w_dtype = v[BACK_WEIGHTS].dtype,
-                    .rows = order->count,
-                    .columns = dout->size[1],
-                    .choices = order->count / dout->size[0],
-                    .experts = ends->count,
-                    .order = order->data,
-                    .ends = ends->data,
-                    .x = dout->data,
-                    .x_stride = dout->stride[0],
-                    .bias = bias->data,
-                    .weights = v[BACK_WEIGHTS].data,
-                    .out = v[BACK_ROWS].data,
-                    .dots = dots->data};
-    return chunks_cpu(exec, op, &call, dbias, BST_CPU_SELECT(bst__moe_combine_backward_cpu));
+    moe_cpu call = {.v = v, .ends = ends, .dbias = dbias, .rows = order->count, .columns = dout->size[1]};
+    return chunks_cpu(exec, op, &call, BST_CPU_SELECT(bst__moe_combine_backward_cpu));
 }
 
 #define OF_DOUT(name, flags, shape) \
@@ -460,7 +398,7 @@ static const bst_argument combine_backward_arguments[] = {
 };
 
 static const bst_function combine_backward = {
-    .name = combine_backward_op,
+    .name = "moe_combine_backward",
     .meanings = meanings,
     .arguments = combine_backward_arguments,
     .check = check_combine_backward,

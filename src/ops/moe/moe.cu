@@ -31,19 +31,6 @@
 #define TILES    ((COLUMNS + PER_TILE - 1) / PER_TILE)
 #define WARPS    (THREADS / 32)
 
-/* The expert of a row: the first whose rows end behind it. */
-BST_DEVICE int expert_of(const int32_t *ends, int experts, int64_t row) {
-    int low = 0, high = experts;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        if (ends[middle] > row)
-            high = middle;
-        else
-            low = middle + 1;
-    }
-    return low;
-}
-
 BST_DEVICE int64_t earlier(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Whether an entry of an index tensor lies in [0, most). */
@@ -53,8 +40,7 @@ BST_DEVICE bool within(int64_t entry, int64_t most) { return (uint64_t)entry < (
 /* An access of NaNs. */
 BST_DEVICE bst_raw not_numbers(void) {
     float x[VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) x[j] = BST_NAN;
+    BST_EACH(j, VEC) x[j] = BST_NAN;
     return bst_pack(x, TYPE, VEC);
 }
 #endif
@@ -95,8 +81,7 @@ BST_DEVICE ranked rank_round(uint16_t *found, const moe_sort_args *a, int64_t fi
 /* Of an expert, makes of each warp's pairs those of the warps before it; all pairs of the round. */
 BST_DEVICE int add_up_warps(uint16_t *found, int width, int expert) {
     int sum = 0;
-    BST_UNROLL
-    for (int w = 0; w < WARPS; w++) {
+    BST_EACH(w, WARPS) {
         const int here = found[w * width + expert];
         found[w * width + expert] = (uint16_t)sum;
         sum += here;
@@ -142,13 +127,11 @@ BST_KERNEL(moe_sort_place, moe_sort_args, THREADS, 1) {
         int32_t before = 0, total = 0;
         for (int64_t b = part; b < bst_blocks(); b += AT_ONCE * of_blocks) {
             int32_t count[AT_ONCE];
-            BST_UNROLL
-            for (int k = 0; k < AT_ONCE; k++) {
+            BST_EACH(k, AT_ONCE) {
                 const int64_t block = b + k * of_blocks;
                 count[k] = block < bst_blocks() ? a.counts[block * width + expert] : 0;
             }
-            BST_UNROLL
-            for (int k = 0; k < AT_ONCE; k++) {
+            BST_EACH(k, AT_ONCE) {
                 if (b + k * of_blocks < bst_block()) before += count[k];
                 total += count[k];
             }
@@ -204,8 +187,7 @@ BST_KERNEL(moe_gather, moe_gather_args, THREADS, 1) {
     bst_wait_for_previous();
     if (token >= a.tokens) return;
     bst_raw raw = bst_raw_at(a.x, token * a.x_stride + column, TYPE, VEC);
-    BST_UNROLL
-    for (int i = 0; i < CHOICES; i++) {
+    BST_EACH(i, CHOICES) {
         int32_t row = a.position[token * CHOICES + i];
         if (within(row, a.pairs))
             bst_write_once(bst_at_out(a.rows, (int64_t)row * COLUMNS + column, TYPE), raw, VEC * bst_type_size(TYPE));
@@ -228,8 +210,7 @@ BST_DEVICE int64_t pair_at(int64_t row, int pair) { return row * COLUMNS + (HALV
 
 /* Its elements in accesses of `vec`: fewer where the memory begins between two pairs. */
 BST_DEVICE void read_pairs(bst_raw *raw, const void *from, int64_t at, int vec) {
-    BST_UNROLL
-    for (int p = 0; p < PARTS; p++) {
+    BST_EACH(p, PARTS) {
         if (vec == VEC) {
             raw[p] = bst_raw_at(from, at + p * UP, TYPE, VEC);
             continue;
@@ -246,17 +227,14 @@ BST_DEVICE int gate_of(int j) { return HALVES ? j : 2 * j; }
 BST_DEVICE int up_of(int j) { return HALVES ? VEC + j : 2 * j + 1; }
 
 BST_DEVICE void unpack_pairs(float *x, const bst_raw *raw) {
-    BST_UNROLL
-    for (int p = 0; p < PARTS; p++) bst_unpack(x + p * VEC, raw[p], TYPE, VEC);
+    BST_EACH(p, PARTS) bst_unpack(x + p * VEC, raw[p], TYPE, VEC);
 }
 
 /* This thread's biases, zeros where there are none. They may be aligned less than h. */
 BST_DEVICE void load_bias(float *b, const moe_glu_args *a, int expert, int pair) {
-    BST_UNROLL
-    for (int j = 0; j < 2 * PAIRS; j++) b[j] = 0;
+    BST_EACH(j, 2 * PAIRS) b[j] = 0;
     if (!BIAS) return;
-    BST_UNROLL
-    for (int p = 0; p < PARTS; p++) {
+    BST_EACH(p, PARTS) {
         BST_UNROLL
         for (int j = 0; j < VEC; j += BIAS_VEC)
             bst_load(b + p * VEC + j, a->bias, pair_at(expert, pair) + p * UP + j, TYPE, BIAS_VEC);
@@ -279,15 +257,12 @@ BST_KERNEL(moe_glu_forward, moe_glu_args, THREADS, 1) {
         load_bias(b, &a, expert, pair);
         for (; row < stop; row += AT_ONCE) {
             bst_raw raw[AT_ONCE][PARTS];
-            BST_UNROLL
-            for (int i = 0; i < AT_ONCE; i++)
+            BST_EACH(i, AT_ONCE)
                 if (row + i < stop) read_pairs(raw[i], a.h, pair_at(row + i, pair), H_VEC);
-            BST_UNROLL
-            for (int i = 0; i < AT_ONCE; i++) {
+            BST_EACH(i, AT_ONCE) {
                 if (row + i >= stop) continue;
                 unpack_pairs(h, raw[i]);
-                BST_UNROLL
-                for (int j = 0; j < PAIRS; j++)
+                BST_EACH(j, PAIRS)
                     y[j] = bst_gated_within(h[gate_of(j)] + b[gate_of(j)], h[up_of(j)] + b[up_of(j)], UNIT, a.alpha,
                                             LIMITED, a.limit, TYPE);
                 bst_store_once(a.y, (row + i) * ROW_OF_PAIRS + pair, y, TYPE, PAIRS);
@@ -316,8 +291,7 @@ BST_DEVICE float dot_of_row(const float *dots, int in_chunk) {
 /* What this block found for VEC of an expert's biases. (block, expert) grows along the rows, so block + expert is a
  * place of its own. */
 BST_DEVICE void store_partial(float *partial, int expert, int column, const float *sum) {
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) partial[((int64_t)bst_block() + expert) * COLUMNS + column + j] = sum[j];
+    BST_EACH(j, VEC) partial[((int64_t)bst_block() + expert) * COLUMNS + column + j] = sum[j];
 }
 
 /* The pair of each row of the block, and its weight; -1 and NaN where `order` has no pair. */
@@ -356,25 +330,21 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
             int64_t stop = BIAS || DBIAS ? earlier(last, a.ends[expert]) : last;
             float b[2 * PAIRS], sum[2 * PAIRS], h[2 * PAIRS], y[PAIRS], dy[PAIRS];
             if (live) load_bias(b, &a, expert, pair_of_row);
-            BST_UNROLL
-            for (int j = 0; j < 2 * PAIRS; j++) sum[j] = 0;
+            BST_EACH(j, 2 * PAIRS) sum[j] = 0;
             for (; row < stop; row += AT_ONCE) {
                 bst_raw h_raw[AT_ONCE][PARTS], dy_raw[AT_ONCE];
-                BST_UNROLL
-                for (int i = 0; i < AT_ONCE; i++) {
+                BST_EACH(i, AT_ONCE) {
                     if (row + i >= stop || !live) continue;
                     read_pairs(h_raw[i], a.h, pair_at(row + i, pair_of_row), H_VEC);
                     dy_raw[i] = bst_raw_at(a.dy, (row + i) * ROW_OF_PAIRS + pair_of_row, TYPE, PAIRS);
                 }
-                BST_UNROLL
-                for (int i = 0; i < AT_ONCE; i++) {
+                BST_EACH(i, AT_ONCE) {
                     if (row + i >= stop) continue;
                     float w = weight[row + i - first], dot = 0;
                     if (live) {
                         unpack_pairs(h, h_raw[i]);
                         bst_unpack(dy, dy_raw[i], TYPE, PAIRS);
-                        BST_UNROLL
-                        for (int j = 0; j < PAIRS; j++) {
+                        BST_EACH(j, PAIRS) {
                             int g = gate_of(j), u = up_of(j);
                             bst_gated_gradients d = bst_gated_within_backward(w * dy[j], h[g] + b[g], h[u] + b[u], UNIT,
                                                                               a.alpha, LIMITED, a.limit, TYPE);
@@ -385,8 +355,7 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
                             sum[g] += h[g];
                             sum[u] += h[u];
                         }
-                        BST_UNROLL
-                        for (int p = 0; DH && p < PARTS; p++) {
+                        BST_EACH(p, DH ? PARTS : 0) {
                             BST_UNROLL
                             for (int j = 0; j < VEC; j += H_VEC)
                                 bst_store_once(a.dh, pair_at(row + i, pair_of_row) + p * UP + j, h + p * VEC + j, TYPE,
@@ -398,8 +367,7 @@ BST_KERNEL(moe_glu_backward, moe_glu_args, THREADS, 1) {
                 }
             }
             if (DBIAS && live) {
-                BST_UNROLL
-                for (int p = 0; p < PARTS; p++)
+                BST_EACH(p, PARTS)
                     store_partial(a.partial, expert, (int)pair_at(0, pair_of_row) + p * UP, sum + p * VEC);
             }
             row = stop;
@@ -429,14 +397,12 @@ BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
     int column = (int)(at % VECTORS) * VEC;
     if (token >= a.tokens) return;
     float sum[VEC], y[VEC], b[VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) sum[j] = 0;
+    BST_EACH(j, VEC) sum[j] = 0;
     bst_wait_for_previous();
     for (int start = 0; start < CHOICES; start += AT_ONCE) {
         bst_raw y_raw[AT_ONCE], b_raw[AT_ONCE];
         int32_t row[AT_ONCE];
-        BST_UNROLL
-        for (int i = 0; i < AT_ONCE; i++) {
+        BST_EACH(i, AT_ONCE) {
             int64_t pair = token * CHOICES + start + i;
             row[i] = start + i < CHOICES ? a.position[pair] : -1;
             if (!within(row[i], a.tokens * CHOICES)) row[i] = -1;
@@ -445,20 +411,17 @@ BST_KERNEL(moe_combine_forward, moe_combine_args, THREADS, 1) {
             y_raw[i] = bst_raw_at(a.y, (int64_t)row[i] * COLUMNS + column, TYPE, VEC);
             if (BIAS) b_raw[i] = bst_raw_at(a.bias, a.indices[pair] * COLUMNS + column, TYPE, VEC);
         }
-        BST_UNROLL
-        for (int i = 0; i < AT_ONCE; i++) {
+        BST_EACH(i, AT_ONCE) {
             if (start + i >= CHOICES) continue;
             if (row[i] < 0) {
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) sum[j] = WEIGHTS ? BST_NAN : sum[j];
+                BST_EACH(j, VEC) sum[j] = WEIGHTS ? BST_NAN : sum[j];
                 continue;
             }
             float w = 1.0f;
             if (WEIGHTS) bst_load(&w, a.weights, token * CHOICES + start + i, W_TYPE, 1);
             bst_unpack(y, y_raw[i], TYPE, VEC);
             if (BIAS) bst_unpack(b, b_raw[i], TYPE, VEC);
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++) sum[j] = bst_fma(w, BIAS ? y[j] + b[j] : y[j], sum[j]);
+            BST_EACH(j, VEC) sum[j] = bst_fma(w, BIAS ? y[j] + b[j] : y[j], sum[j]);
         }
     }
     bst_store_once(a.out, token * COLUMNS + column, sum, TYPE, VEC);
@@ -485,27 +448,23 @@ BST_KERNEL(moe_combine_backward, moe_combine_backward_args, THREADS, 1) {
             int64_t stop = earlier(last, a.ends[expert]);
             float b[VEC], sum[VEC], x[VEC];
             if (DOTS && live) bst_load(b, a.bias, (int64_t)expert * COLUMNS + column, TYPE, VEC);
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++) sum[j] = 0;
+            BST_EACH(j, VEC) sum[j] = 0;
             for (; row < stop; row += AT_ONCE) {
                 bst_raw raw[AT_ONCE];
-                BST_UNROLL
-                for (int i = 0; i < AT_ONCE; i++) {
+                BST_EACH(i, AT_ONCE) {
                     if (row + i >= stop || !live) continue;
                     int32_t found = pair[row + i - first];
                     int64_t token = found / CHOICES;
                     raw[i] = found < 0 ? not_numbers() : bst_raw_at(a.dout, token * a.dout_stride + column, TYPE, VEC);
                 }
-                BST_UNROLL
-                for (int i = 0; i < AT_ONCE; i++) {
+                BST_EACH(i, AT_ONCE) {
                     if (row + i >= stop) continue;
                     float dot = 0;
                     if (live) {
                         bst_write_once(bst_at_out(a.rows, (row + i) * COLUMNS + column, TYPE), raw[i],
                                        VEC * bst_type_size(TYPE));
                         bst_unpack(x, raw[i], TYPE, VEC);
-                        BST_UNROLL
-                        for (int j = 0; j < VEC; j++) {
+                        BST_EACH(j, VEC) {
                             if (DOTS) dot = bst_fma(x[j], b[j], dot);
                             sum[j] = bst_fma(weight[row + i - first], x[j], sum[j]);
                         }

@@ -1,8 +1,9 @@
-/* moe.h - what moe.c and moe_cuda.c share: the places of arguments, and the launches, for views and attributes that
- * moe.c has checked and that are not empty. moe.c calls moe_cuda.c, never the other way. */
+/* moe.h - what the files of this room share: the places of arguments, and what moe.c calls for views and attributes
+ * that it has checked and that are not empty: the launches of moe_cuda.c, the CPU's kernels of moe_cpu.c. */
 #ifndef BST_MOE_H
 #define BST_MOE_H
 
+#include "core/cpu_kernel.h"
 #include "core/describe.h"
 #include "ops/glu/glu.h"
 #include "ops/moe/moe_args.h"
@@ -17,9 +18,7 @@ enum { BACK_DOUT, BACK_ORDER, BACK_ENDS, BACK_WEIGHTS, BACK_BIAS, BACK_ROWS, BAC
 /* The attribute of the sort. Those of the gated unit are glu's. */
 enum { EXPERTS };
 
-typedef bst_status bst_moe_launch(const bst_exec *exec, const char *op, const bst_view *v,
-                                  const bst_attribute *attributes);
-bst_moe_launch bst__moe_sort_cuda, bst__moe_gather_cuda, bst__moe_glu_forward_cuda, bst__moe_glu_backward_cuda,
+bst_run bst__moe_sort_cuda, bst__moe_gather_cuda, bst__moe_glu_forward_cuda, bst__moe_glu_backward_cuda,
     bst__moe_combine_forward_cuda, bst__moe_combine_backward_cuda;
 
 /* Workspace for the partial sums of `chunk` rows each; NULL where no gradient of biases is wanted. */
@@ -30,5 +29,26 @@ static inline bst_status bst__moe_partial_sums(const bst_exec *exec, const char 
     int64_t slots = (rows + chunk - 1) / chunk + dbias->size[0];
     return bst__allocate(exec, op, dbias->device, (size_t)(slots * dbias->size[1]) * sizeof(float), out);
 }
+
+/* Rows that add up to one partial sum of the biases' gradients on CPU: a fixed number, so that the order of a sum does
+ * not depend on the number of threads. */
+enum { MOE_CHUNK = 32 };
+
+/* A call on CPU. */
+typedef struct moe_cpu {
+    const bst_view *v;
+    bst_unit unit;
+    /* Of what goes over sorted rows, chunk by chunk: */
+    const bst_view *ends, *dbias;
+    int64_t rows, columns;
+    float *partial; /* [chunks + experts, columns]: that of chunk c and expert e is row c + e; NULL: not wanted */
+} moe_cpu;
+
+BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over tokens */
+BST_CPU_DECLARE(bst__moe_glu_forward_cpu);      /* over rows */
+BST_CPU_DECLARE(bst__moe_glu_backward_cpu);     /* over chunks */
+BST_CPU_DECLARE(bst__moe_combine_forward_cpu);  /* over tokens */
+BST_CPU_DECLARE(bst__moe_combine_backward_cpu); /* over chunks */
+BST_CPU_DECLARE(bst__moe_bias_sum_cpu);         /* over experts */
 
 #endif

@@ -8,6 +8,19 @@
 #define BST_MOE_MOST_EXPERTS 1023
 #define MOE_MOST_ROWS        32
 
+/* The expert of a row: the first whose rows end behind it. */
+BST_INLINE int expert_of(const int32_t *ends, int experts, int64_t row) {
+    int low = 0, high = experts;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (ends[middle] > row)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
 typedef struct moe_sort_args {
     const int64_t *indices; /* [pairs] */
     int32_t *counts;        /* [blocks, experts + 1]; the last: pairs of no expert */

@@ -44,10 +44,11 @@ static bst_status check_mean(const char *op, const bst_view *mean, const bst_att
     return bst__error(BST_INVALID, "%s: mean is NULL; a tensor is needed where kind is 1 (layer)", op);
 }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    BST_TRY(check_mean(NORM_FORWARD, &v[NEW_MEAN], attributes, false));
+static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                              const bst_attribute *attributes) {
+    BST_TRY(check_mean(op, &v[NEW_MEAN], attributes, false));
     if (!v[X].rows.rows) return BST_OK;
-    if (v[X].device.device_type == kDLCUDA) return bst__norm_forward_cuda(exec, v, attributes);
+    if (v[X].device.device_type == kDLCUDA) return bst__norm_forward_cuda(exec, op, v, attributes);
     norm_cpu work = {.v = v, .attributes = attributes};
     bst__parallel_for(exec, v[X].rows.rows, bst__grain(v[X].rows.columns), BST_CPU_SELECT(bst__norm_forward_cpu),
                       &work);
@@ -55,7 +56,7 @@ static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst
 }
 
 static const bst_function forward = {
-    .name = NORM_FORWARD,
+    .name = "norm_forward",
     .arguments =
         (const bst_argument[]){
             [X] = INPUT,
@@ -83,7 +84,7 @@ bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTen
                             const DLTensor *bias, double eps, const bst_norm_options *options, DLTensor *y,
                             DLTensor *sum, DLTensor *mean, DLTensor *rstd) {
     bst_norm_options own;
-    BST_TRY(bst__options(NORM_FORWARD, "options", options, &own, sizeof own));
+    BST_TRY(bst__options(forward.name, "options", options, &own, sizeof own));
     const DLTensor *tensors[] = {[X] = x,       [WEIGHT] = weight,   [RESIDUAL] = residual,
                                  [BIAS] = bias, [AFTER] = own.after, [Y] = y,
                                  [SUM] = sum,   [NEW_MEAN] = mean,   [NEW_RSTD] = rstd};
@@ -97,13 +98,14 @@ bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTen
  * does not depend on the number of threads. */
 enum { CHUNKS = 32 };
 
-static bst_status backward_cpu(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status backward_cpu(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
     int64_t rows = v[X].rows.rows, columns = v[X].rows.columns;
     norm_cpu work = {.v = v, .attributes = attributes, .chunks = rows < CHUNKS ? rows : CHUNKS};
     bool want_dw = v[DWEIGHT].data, want_db = v[DBIAS].data;
     size_t each = (size_t)(work.chunks * columns);
     void *partial;
-    BST_TRY(bst__allocate(exec, NORM_BACKWARD, v[X].device, each * (want_dw + want_db) * sizeof(float), &partial));
+    BST_TRY(bst__allocate(exec, op, v[X].device, each * (want_dw + want_db) * sizeof(float), &partial));
     if (want_dw) work.dweight = partial;
     if (want_db) work.dbias = (float *)partial + (want_dw ? each : 0);
     bst__parallel_for(exec, work.chunks, bst__grain(columns * (rows / work.chunks)),
@@ -118,14 +120,15 @@ static bst_status backward_cpu(const bst_exec *exec, const bst_view *v, const bs
     return BST_OK;
 }
 
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
     if (!bst__given(&v[DX]) && !bst__given(&v[DWEIGHT]) && !bst__given(&v[DBIAS])) return BST_OK;
     if (!v[X].rows.rows) {
-        BST_TRY(bst__zero(exec, NORM_BACKWARD, &v[DWEIGHT]));
-        return bst__zero(exec, NORM_BACKWARD, &v[DBIAS]);
+        BST_TRY(bst__zero(exec, op, &v[DWEIGHT]));
+        return bst__zero(exec, op, &v[DBIAS]);
     }
     bool cpu = v[X].device.device_type == kDLCPU;
-    return cpu ? backward_cpu(exec, v, attributes) : bst__norm_backward_cuda(exec, v, attributes);
+    return cpu ? backward_cpu(exec, op, v, attributes) : bst__norm_backward_cuda(exec, op, v, attributes);
 }
 
 static bst_status check_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
@@ -133,7 +136,7 @@ static bst_status check_backward(const char *op, const bst_view *v, const bst_at
 }
 
 static const bst_function backward = {
-    .name = NORM_BACKWARD,
+    .name = "norm_backward",
     .arguments =
         (const bst_argument[]){[X] = INPUT,
                                [WEIGHT] = OF_COLUMN,
@@ -159,8 +162,8 @@ bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tenso
                              const bst_norm_options *options) {
     bst_norm_backward_tensors t;
     bst_norm_options own;
-    BST_TRY(bst__options(NORM_BACKWARD, "tensors", tensors, &t, sizeof t));
-    BST_TRY(bst__options(NORM_BACKWARD, "options", options, &own, sizeof own));
+    BST_TRY(bst__options(backward.name, "tensors", tensors, &t, sizeof t));
+    BST_TRY(bst__options(backward.name, "options", options, &own, sizeof own));
     const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight,   [MEAN] = t.mean,
                                    [RSTD] = t.rstd, [DY] = t.dy,           [DSUM] = t.dsum,
                                    [DX] = t.dx,     [DWEIGHT] = t.dweight, [DBIAS] = t.dbias};

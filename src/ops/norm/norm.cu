@@ -1,6 +1,6 @@
 /* norm.cu - RMSNorm and LayerNorm, forward and backward.
  *
- * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (bst_casting); HAS_WEIGHT;
+ * Macros: HIDDEN; X_TYPE, W_TYPE, Y_TYPE (codes of dtype.h; y's type is dy's); CASTING (norm_args.h); HAS_WEIGHT;
  * CENTRE: the mean is subtracted; ADD: forward: one more than the code of the type of a residual that is added to x
  * first, and what is normalised is the sum as it is written, rounded; backward: x is that sum, and dsum, the gradient
  * that reaches it from elsewhere, is added to dx; VEC elements of an access; THREADS of a row, ROWS of a block (THREADS
@@ -27,9 +27,7 @@
 #define PER_THREAD ((VECTORS + THREADS - 1) / THREADS)
 #define COVERED    (PER_THREAD * THREADS == VECTORS)
 #define BLOCK      (THREADS * ROWS)
-#define LLAMA      0
-#define GEMMA      1
-#define ROUND_N    (CASTING == LLAMA && !CENTRE) /* before the product with the weight */
+#define ROUND_N    (CASTING == NORM_LLAMA && !CENTRE) /* before the product with the weight */
 #define HELD       (SOURCE != NORM_AGAIN)
 /* Loops over vectors in registers have no rolled form. Of those that are read at each use, two are in flight in the
  * backward pass: the compiler would take so many in float32 that registers spill. */
@@ -48,10 +46,9 @@ BST_DEVICE bool inside(int column) { return COVERED || column < HIDDEN; }
 /* What rows are multiplied by, from the weight as it lies in memory. */
 BST_DEVICE void unpack_weight(float *w, bst_raw raw) {
     if (HAS_WEIGHT) bst_unpack(w, raw, W_TYPE, VEC);
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) {
+    BST_EACH(j, VEC) {
         if (!HAS_WEIGHT) w[j] = 1.0f;
-        if (HAS_WEIGHT && CASTING == GEMMA) w[j] += 1.0f;
+        if (HAS_WEIGHT && CASTING == NORM_GEMMA) w[j] += 1.0f;
     }
 }
 
@@ -63,8 +60,7 @@ BST_DEVICE bst_raw raw_weight(const void *weight, int column) {
 /* A vector of x, less the mean. */
 BST_DEVICE void unpack_x(float *x, bst_raw raw, float mean) {
     bst_unpack(x, raw, X_TYPE, VEC);
-    BST_UNROLL
-    for (int j = 0; CENTRE && j < VEC; j++) x[j] -= mean;
+    BST_EACH(j, CENTRE ? VEC : 0) x[j] -= mean;
 }
 
 #ifdef FORWARD
@@ -85,16 +81,13 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
     const void *in[INPUTS];
     bst_raw held[INPUTS][HELD ? PER_THREAD : 1];
     float v[VEC], w[VEC], squares = 0, total = 0, mean = 0;
-    BST_UNROLL
-    for (int k = 0; k < INPUTS; k++)
+    BST_EACH(k, INPUTS)
         if (GIVEN(k)) in[k] = bst_at(a.in[k], live ? bst_row_start(&a.map[k], row, FOLDED) : 0, type_of(k));
     bst_wait_for_previous();
     if (HELD) {
-        BST_UNROLL
-        for (int i = 0; i < PER_THREAD; i++) {
+        BST_EACH(i, PER_THREAD) {
             if (!live || !inside(column_of(i, lane))) continue;
-            BST_UNROLL
-            for (int k = 0; k < INPUTS; k++)
+            BST_EACH(k, INPUTS)
                 if (GIVEN(k)) held[k][HELD ? i : 0] = bst_raw_at(in[k], column_of(i, lane), type_of(k), VEC);
         }
     }
@@ -105,15 +98,13 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         bst_unpack(v, PACKED(NORM_X, i, column), X_TYPE, VEC);
 #if ADD
         bst_unpack(w, PACKED(NORM_RESIDUAL, i, column), R_TYPE, VEC);
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) v[j] += w[j];
+        BST_EACH(j, VEC) v[j] += w[j];
         bst_raw sum = bst_pack(v, X_TYPE, VEC);
         bst_write(bst_at_out(a.sum, row * HIDDEN + column, X_TYPE), sum, VEC * bst_type_size(X_TYPE));
         bst_unpack(v, sum, X_TYPE, VEC);
         held[NORM_X][HELD ? i : 0] = sum;
 #endif
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) {
+        BST_EACH(j, VEC) {
             if (CENTRE)
                 total += v[j];
             else
@@ -127,8 +118,7 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         for (int i = 0; i < PER_THREAD; i++) {
             if (!live || !inside(column_of(i, lane))) continue;
             unpack_x(v, PACKED(NORM_X, i, column_of(i, lane)), mean);
-            BST_UNROLL
-            for (int j = 0; j < VEC; j++) squares = bst_fma(v[j], v[j], squares);
+            BST_EACH(j, VEC) squares = bst_fma(v[j], v[j], squares);
         }
     }
     squares = bst_group_sum(squares, THREADS, scratch);
@@ -142,17 +132,13 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
         if (!inside(column)) continue;
         unpack_x(v, PACKED(NORM_X, i, column), mean);
         unpack_weight(w, raw_weight(a.weight, column));
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) v[j] *= rstd;
+        BST_EACH(j, VEC) v[j] *= rstd;
         if (ROUND_N) bst_round_all(v, X_TYPE, VEC);
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) v[j] *= w[j];
+        BST_EACH(j, VEC) v[j] *= w[j];
         if (HAS_BIAS) bst_load(w, a.bias, column, W_TYPE, VEC);
-        BST_UNROLL
-        for (int j = 0; HAS_BIAS && j < VEC; j++) v[j] += w[j];
+        BST_EACH(j, HAS_BIAS ? VEC : 0) v[j] += w[j];
         if (AFTER) bst_unpack(w, PACKED(NORM_AFTER, i, column), Y_TYPE, VEC);
-        BST_UNROLL
-        for (int j = 0; AFTER && j < VEC; j++) v[j] += w[j];
+        BST_EACH(j, AFTER ? VEC : 0) v[j] += w[j];
         bst_store(a.y, row * HIDDEN + column, v, Y_TYPE, VEC);
     }
 }
@@ -161,11 +147,9 @@ BST_KERNEL(norm_forward, norm_forward_args, BLOCK, 1) {
 #if defined BACKWARD || defined WIDE
 /* Adds a row's share of dweight to its sum: dy n, n = x rstd as forward rounded it. Overwrites x. */
 BST_DEVICE void add_to_dweight(float *sum, float *x, const float *dy, float rstd) {
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) x[j] *= rstd;
+    BST_EACH(j, VEC) x[j] *= rstd;
     if (ROUND_N) bst_round_all(x, X_TYPE, VEC);
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) sum[j] = bst_fma(dy[j], x[j], sum[j]);
+    BST_EACH(j, VEC) sum[j] = bst_fma(dy[j], x[j], sum[j]);
 }
 #endif
 
@@ -188,8 +172,7 @@ typedef struct row_state {
 BST_DEVICE row_state row_at(const norm_backward_args *a, int64_t row) {
     row_state r = {{a->in[0], a->in[1]}, 0, 0, row < a->rows};
     if (!r.live) return r;
-    BST_UNROLL
-    for (int k = 0; k < INPUTS; k++) r.in[k] = row_start(a, k, row);
+    BST_EACH(k, INPUTS) r.in[k] = row_start(a, k, row);
     r.rstd = a->rstd[row];
     if (CENTRE) r.mean = a->mean[row];
     return r;
@@ -218,8 +201,7 @@ typedef struct source {
 BST_DEVICE void prefetch(const norm_backward_args *a, const source *s, int stage, int64_t row) {
     if (row >= a->rows) return;
     bst_barrier_expect(&s->arrived[stage], INPUTS * ROW_BYTES);
-    BST_UNROLL
-    for (int k = 0; k < INPUTS; k++)
+    BST_EACH(k, INPUTS)
         bst_bulk_read(s->ring + (stage * INPUTS + k) * ROW_BYTES, row_start(a, k, row), ROW_BYTES, &s->arrived[stage]);
 }
 
@@ -237,8 +219,7 @@ BST_DEVICE void rows_open(source *s, unsigned char *ring, uint64_t *arrived) {
 BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
     if (lane == 0)
         for (int i = 0; i < STAGES - 1; i++) prefetch(a, s, i, row + i * step);
-    BST_UNROLL
-    for (int i = 0; i < PER_THREAD; i++)
+    BST_EACH(i, PER_THREAD)
         if (inside(column_of(i, lane))) s->weight[i] = raw_weight(a->weight, column_of(i, lane));
     s->now.live = true;
     s->next_rstd = row < a->rows ? a->rstd[row] : 0.0f;
@@ -254,12 +235,9 @@ BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, i
     if (lane == 0) prefetch(a, s, bst_stage_before(&s->stage, STAGES), row + (STAGES - 1) * step);
     bst_barrier_wait(&s->arrived[s->stage.index], s->stage.parity);
     const unsigned char *here = s->ring + s->stage.index * INPUTS * ROW_BYTES;
-    BST_UNROLL
-    for (int i = 0; i < PER_THREAD; i++) {
+    BST_EACH(i, PER_THREAD) {
         if (!inside(column_of(i, lane))) continue;
-        BST_UNROLL
-        for (int k = 0; k < INPUTS; k++)
-            s->held[k][i] = bst_read(here + k * ROW_BYTES + column_of(i, lane) * 16 / VEC, 16);
+        BST_EACH(k, INPUTS) s->held[k][i] = bst_read(here + k * ROW_BYTES + column_of(i, lane) * 16 / VEC, 16);
     }
 }
 
@@ -279,12 +257,10 @@ typedef struct source {
 BST_DEVICE row_state load_row(bst_raw (*to)[HELD ? PER_THREAD : 1], const norm_backward_args *a, int64_t row,
                               int lane) {
     row_state r = row_at(a, row);
-    BST_UNROLL
-    for (int i = 0; i < (HELD ? PER_THREAD : 0); i++) {
+    BST_EACH(i, HELD ? PER_THREAD : 0) {
         int column = column_of(i, lane);
         if (!r.live || !inside(column)) continue;
-        BST_UNROLL
-        for (int k = 0; k < INPUTS; k++) to[k][HELD ? i : 0] = bst_raw_once(r.in[k], column, type_of(k), VEC);
+        BST_EACH(k, INPUTS) to[k][HELD ? i : 0] = bst_raw_once(r.in[k], column, type_of(k), VEC);
     }
     return r;
 }
@@ -299,10 +275,8 @@ BST_DEVICE void rows_start(source *s, const norm_backward_args *a, int64_t row, 
 BST_DEVICE void rows_next(source *s, const norm_backward_args *a, int64_t row, int64_t step, int lane) {
 #if AHEAD
     s->now = s->next;
-    BST_UNROLL
-    for (int i = 0; i < PER_THREAD; i++) {
-        BST_UNROLL
-        for (int k = 0; k < INPUTS; k++) s->held[k][i] = s->ahead[k][i];
+    BST_EACH(i, PER_THREAD) {
+        BST_EACH(k, INPUTS) s->held[k][i] = s->ahead[k][i];
     }
     s->next = load_row(s->ahead, a, row + step, lane);
 #else
@@ -325,13 +299,11 @@ BST_DEVICE void rows_done(source *s) {}
 BST_DEVICE void store_partial(float *out, float *sums, float of_thread[][VEC], int group, int lane) {
     for (int g = 0; g < ROWS; g++) {
         if (g == group) {
-            BST_UNROLL
-            for (int i = 0; i < PER_THREAD; i++) {
+            BST_EACH(i, PER_THREAD) {
                 int column = column_of(i, lane);
                 if (!inside(column)) continue;
                 float *to = (ROWS > 1 ? sums : out) + column;
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) to[j] = g ? to[j] + of_thread[i][j] : of_thread[i][j];
+                BST_EACH(j, VEC) to[j] = g ? to[j] + of_thread[i][j] : of_thread[i][j];
             }
         }
         if (ROWS > 1) bst_sync();
@@ -351,15 +323,11 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
     int group = ROWS > 1 ? (int)bst_thread() / THREADS : 0;
     float dw[DW ? PER_THREAD : 1][VEC], db[DB ? PER_THREAD : 1][VEC];
     source s;
-    BST_UNROLL
-    for (int i = 0; i < (DW ? PER_THREAD : 1); i++) {
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) dw[i][j] = 0;
+    BST_EACH(i, (DW ? PER_THREAD : 1)) {
+        BST_EACH(j, VEC) dw[i][j] = 0;
     }
-    BST_UNROLL
-    for (int i = 0; i < (DB ? PER_THREAD : 1); i++) {
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) db[i][j] = 0;
+    BST_EACH(i, (DB ? PER_THREAD : 1)) {
+        BST_EACH(j, VEC) db[i][j] = 0;
     }
     rows_open(&s, ring, arrived);
     bst_wait_for_previous();
@@ -378,8 +346,7 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
                 unpack_x(xv, vector(&s, NORM_X, i, column), s.now.mean);
                 bst_unpack(dv, vector(&s, NORM_DY, i, column), Y_TYPE, VEC);
                 unpack_weight(w, weight_of(&s, a.weight, i, column));
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) {
+                BST_EACH(j, VEC) {
                     projection = bst_fma(dv[j] * w[j], xv[j], projection);
                     if (CENTRE) shift = bst_fma(dv[j], w[j], shift);
                 }
@@ -397,19 +364,16 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
             if (DX) {
                 float dx[VEC];
                 unpack_weight(w, weight_of(&s, a.weight, i, column));
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope - shift);
+                BST_EACH(j, VEC) dx[j] = rstd * (dv[j] * w[j] - xv[j] * slope - shift);
 #if ADD
                 float dsum[VEC];
                 bst_unpack(dsum, vector(&s, NORM_DSUM, i, column), X_TYPE, VEC);
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) dx[j] += dsum[j];
+                BST_EACH(j, VEC) dx[j] += dsum[j];
 #endif
                 bst_store_once(a.dx, row * HIDDEN + column, dx, X_TYPE, VEC);
             }
             if (DW) add_to_dweight(dw[DW ? i : 0], xv, dv, rstd);
-            BST_UNROLL
-            for (int j = 0; DB && j < VEC; j++) db[DB ? i : 0][j] += dv[j];
+            BST_EACH(j, DB ? VEC : 0) db[DB ? i : 0][j] += dv[j];
         }
         rows_done(&s);
     }
@@ -427,19 +391,16 @@ BST_KERNEL(norm_dweight_wide, norm_backward_args, THREADS, 1) {
     int column = ((int)bst_block() * THREADS + (int)bst_thread()) * VEC;
     if (column >= HIDDEN) return;
     float dw[VEC], db[VEC], xv[VEC], dv[VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) dw[j] = db[j] = 0;
+    BST_EACH(j, VEC) dw[j] = db[j] = 0;
     for (int64_t row = bst_block_y(); row < a.rows; row += bst_blocks_y()) {
         bst_raw x = bst_raw_at(a.in[NORM_X], bst_row_start(&a.map[NORM_X], row, FOLDED) + column, X_TYPE, VEC);
         unpack_x(xv, x, CENTRE ? a.mean[row] : 0.0f);
         bst_load(dv, a.in[NORM_DY], bst_row_start(&a.map[NORM_DY], row, FOLDED) + column, Y_TYPE, VEC);
         if (DW) add_to_dweight(dw, xv, dv, a.rstd[row]);
-        BST_UNROLL
-        for (int j = 0; DB && j < VEC; j++) db[j] += dv[j];
+        BST_EACH(j, DB ? VEC : 0) db[j] += dv[j];
     }
     float *out = a.partial + (int64_t)bst_block_y() * (DW + DB) * HIDDEN + column;
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) {
+    BST_EACH(j, VEC) {
         if (DW) out[j] = dw[j];
         if (DB) out[DW * HIDDEN + j] = db[j];
     }

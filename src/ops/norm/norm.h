@@ -11,13 +11,8 @@ enum { X, WEIGHT, BOTH, RESIDUAL = BOTH, BIAS, AFTER, SUM, Y, NEW_MEAN, NEW_RSTD
 enum { RSTD = BOTH, MEAN, DY, DSUM, DX, DWEIGHT, DBIAS };
 enum { CASTING, KIND, EPS };
 
-/* What the sentences of errors begin with. */
-#define NORM_FORWARD  "norm_forward"
-#define NORM_BACKWARD "norm_backward"
-
 /* Both need at least one row; backward: at least one of dx, dweight and dbias. */
-bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
-bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
+bst_run bst__norm_forward_cuda, bst__norm_backward_cuda;
 
 typedef struct norm_cpu {
     const bst_view *v;

@@ -4,6 +4,10 @@
 
 #include "row_map.h"
 
+/* CASTING, as bst_casting has them. */
+#define NORM_LLAMA 0
+#define NORM_GEMMA 1
+
 /* SOURCE: where a row is between its two uses. */
 #define NORM_AGAIN 0 /* nowhere on the chip: it is read again, from the L2 where that still has it */
 #define NORM_HELD  1 /* in registers */

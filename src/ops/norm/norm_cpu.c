@@ -151,16 +151,11 @@ void BST_CPU(bst__norm_backward_cpu)(void *context, int64_t begin, int64_t end) 
 void BST_CPU(bst__norm_sums_cpu)(void *context, int64_t begin, int64_t end) {
     const norm_cpu *a = context;
     const bst_view *out = a->total;
-    double sum[BST_TILE];
-    float rounded[BST_TILE];
+    int64_t columns = a->v[X].rows.columns;
+    float sum[BST_TILE];
     for (int64_t c = begin; c < end; c += BST_TILE) {
         int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
-        memset(sum, 0, sizeof sum);
-        for (int64_t chunk = 0; chunk < a->chunks; chunk++) {
-            const float *part = a->partial + chunk * a->v[X].rows.columns + c;
-            for (int64_t i = 0; i < n; i++) sum[i] += (double)part[i];
-        }
-        for (int64_t i = 0; i < n; i++) rounded[i] = (float)sum[i];
-        bst_store(bst_at(out->data, c, out->dtype), rounded, out->dtype, n);
+        bst_sum_rows(sum, a->partial + c, a->chunks, columns, n);
+        bst_store(bst_at(out->data, c, out->dtype), sum, out->dtype, n);
     }
 }

@@ -6,6 +6,8 @@
 #include "ops/norm/norm.h"
 #include "ops/norm/norm_args.h"
 
+static_assert(NORM_LLAMA == BST_CASTING_LLAMA && NORM_GEMMA == BST_CASTING_GEMMA, "bastile.h and kernels must agree");
+
 /* One list of macros serves all kernels of the file. */
 /* clang-format off */
 #define MACROS(X)                                                                                  \
@@ -148,7 +150,8 @@ static unsigned blocks_of(const bst_launch *l, int64_t rows, int64_t most) {
 
 /* ---- launches ---------------------------------------------------------------------------------------------------- */
 
-bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+bst_status bst__norm_forward_cuda(const bst_exec *exec, const char *op, const bst_view *v,
+                                  const bst_attribute *attributes) {
     const bst_view *x = &v[X], *residual = &v[RESIDUAL], *after = &v[AFTER];
     bst_launch l =
         launch_of(&forward_kernel, v, (int[]){X, RESIDUAL, WEIGHT, BIAS, AFTER, Y, SUM, -1}, v[Y].dtype, attributes);
@@ -168,12 +171,12 @@ bst_status bst__norm_forward_cuda(const bst_exec *exec, const bst_view *v, const
         .eps = (float)attributes[EPS].d,
         .bias = v[BIAS].data,
         .mean = v[NEW_MEAN].data};
-    return bst__cuda_launch(exec, NORM_FORWARD, x->device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch(exec, op, x->device.device_id, &l, &args, sizeof args);
 }
 
 /* dweight and dbias of rows that are too wide for registers: `parts` partial rows. */
-static bst_status wide_partials(const bst_exec *exec, int device, bst_launch l, const norm_backward_args *args,
-                                int64_t parts) {
+static bst_status wide_partials(const bst_exec *exec, const char *op, int device, bst_launch l,
+                                const norm_backward_args *args, int64_t parts) {
     int64_t columns_of_block = WIDE_THREADS * l.values[M_VEC];
     l.kernel = &wide_kernel;
     l.values[M_THREADS] = l.block = WIDE_THREADS;
@@ -182,16 +185,17 @@ static bst_status wide_partials(const bst_exec *exec, int device, bst_launch l, 
     l.values[M_SOURCE] = l.values[M_ADD] = 0;
     l.grid_x = (unsigned)((l.values[M_HIDDEN] + columns_of_block - 1) / columns_of_block);
     l.grid_y = (unsigned)parts;
-    return bst__cuda_launch(exec, NORM_BACKWARD, device, &l, args, sizeof *args);
+    return bst__cuda_launch(exec, op, device, &l, args, sizeof *args);
 }
 
-bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
+bst_status bst__norm_backward_cuda(const bst_exec *exec, const char *op, const bst_view *v,
+                                   const bst_attribute *attributes) {
     const bst_view *x = &v[X], *dy = &v[DY], *dsum = &v[DSUM];
     int device = x->device.device_id;
     int64_t rows = x->rows.rows, columns = x->rows.columns;
     bool want_dx = v[DX].data, want_dw = v[DWEIGHT].data, want_db = v[DBIAS].data, add = want_dx && dsum->data;
     bst_chip chip;
-    BST_TRY(bst__cuda_chip(NORM_BACKWARD, device, &chip));
+    BST_TRY(bst__cuda_chip(op, device, &chip));
     bst_launch l =
         launch_of(&backward_kernel, v, (int[]){X, WEIGHT, DY, DX, add ? DSUM : -1, -1}, dy->dtype, attributes);
     l.values[M_ADD] = add;
@@ -204,9 +208,7 @@ bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, cons
     bool wide = sums > l.values[M_DW] + l.values[M_DB];
     int64_t parts = !wide ? (int64_t)l.grid_x : rows < WIDE_SPLIT ? rows : WIDE_SPLIT;
     void *partial = NULL;
-    if (sums)
-        BST_TRY(
-            bst__allocate(exec, NORM_BACKWARD, x->device, (size_t)(parts * sums * columns) * sizeof(float), &partial));
+    if (sums) BST_TRY(bst__allocate(exec, op, x->device, (size_t)(parts * sums * columns) * sizeof(float), &partial));
     norm_backward_args args = {
         .in = {x->data, dy->data, dsum->data},
         .map = {bst__row_map(&x->rows), bst__row_map(&dy->rows), bst__row_map(&dsum->rows)},
@@ -218,12 +220,12 @@ bst_status bst__norm_backward_cuda(const bst_exec *exec, const bst_view *v, cons
         .mean = v[MEAN].data,
     };
     bst_status status = BST_OK;
-    if (want_dx || !wide) status = bst__cuda_launch(exec, NORM_BACKWARD, device, &l, &args, sizeof args);
+    if (want_dx || !wide) status = bst__cuda_launch(exec, op, device, &l, &args, sizeof args);
     l.values[M_DW] = want_dw;
     l.values[M_DB] = want_db;
-    if (status == BST_OK && wide) status = wide_partials(exec, device, l, &args, parts);
+    if (status == BST_OK && wide) status = wide_partials(exec, op, device, l, &args, parts);
     if (status == BST_OK && sums)
-        status = bst__column_sums(exec, NORM_BACKWARD, device, partial, parts, sums * columns, columns, v[WEIGHT].dtype,
+        status = bst__column_sums(exec, op, device, partial, parts, sums * columns, columns, v[WEIGHT].dtype,
                                   (void *[]){v[want_dw ? DWEIGHT : DBIAS].data, v[DBIAS].data});
     bst__release(exec, x->device, partial);
     return status;

@@ -43,8 +43,7 @@ BST_DEVICE eight read_eight(const void *base, int64_t at, int n, bool whole, int
         if (type == BST_F32_CODE) e.raw[1] = bst_raw_at(base, at + 4, type, 4);
         return e;
     }
-    BST_UNROLL
-    for (int j = 0; j < 8; j++) {
+    BST_EACH(j, 8) {
         const uint32_t one = j < n ? bst_raw_at(base, at + j, type, 1).w[0] : 0;
         if (type == BST_F32_CODE)
             e.raw[j / 4].w[j & 3] = one;
@@ -66,8 +65,7 @@ BST_DEVICE void write_eight(void *base, int64_t at, const eight *e, int n, bool 
         if (type == BST_F32_CODE) bst_write_once(bst_at_out(base, at + each, type), e->raw[1], 16);
         return;
     }
-    BST_UNROLL
-    for (int j = 0; j < 8; j++) {
+    BST_EACH(j, 8) {
         bst_raw one = {{0, 0, 0, 0}};
         one.w[0] = type == BST_F32_CODE ? e->raw[j / 4].w[j & 3] : e->raw[0].w[j / 2] >> (j & 1 ? 16 : 0) & 0xffffu;
         if (j < n) bst_write(bst_at_out(base, at + j, type), one, bst_type_size(type));
@@ -126,8 +124,7 @@ BST_DEVICE eight pack_stochastic(const float v[8], const uint32_t random[4]) {
 BST_DEVICE float block_scale(const float v[8], bool first) {
     uint32_t most = 0;
     float largest = 0;
-    BST_UNROLL
-    for (int j = 0; j < 8; j++) {
+    BST_EACH(j, 8) {
         if (first) largest = bst_max(largest, bst_abs(v[j]));
         const uint32_t bits = bst_bits(v[j]);
         most = bits > most ? bits : most;
@@ -148,20 +145,17 @@ BST_DEVICE float shifted_random(const uint32_t random[4], int j, bool exchanged)
 BST_DEVICE void write_codes(void *base, float *scales, int64_t at, float v[8], int n, bool first,
                             const uint32_t random[4]) {
     if (n < OPTIM_EACH) {
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) v[j] = j < n ? v[j] : 0.0f;
+        BST_EACH(j, 8) v[j] = j < n ? v[j] : 0.0f;
     }
     const float scale = block_scale(v, first), inverse = optim_inverse(scale);
     if (n <= 0) return;
     uint32_t code[8];
-    BST_UNROLL
-    for (int j = 0; j < 8; j++) {
+    BST_EACH(j, 8) {
         const float uniform = optim_uniform(shifted_random(random, j, !first));
         code[j] = first ? optim_encode_first(v[j], inverse, uniform) : optim_encode_second(v[j], inverse, uniform);
     }
     if (n < OPTIM_EACH) {
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) code[j] = j < n ? code[j] : 0;
+        BST_EACH(j, 8) code[j] = j < n ? code[j] : 0;
     }
     bst_raw codes = {{0, 0, 0, 0}};
     BST_UNROLL
@@ -188,8 +182,7 @@ BST_DEVICE void moment_of(float out[8], const eight *raw, float scale, bool firs
         return;
     }
     const uint32_t top = first ? 0x80808080u : 0, words[2] = {raw->raw[0].w[0] ^ top, raw->raw[0].w[1] ^ top};
-    BST_UNROLL
-    for (int j = 0; j < 8; j++)
+    BST_EACH(j, 8)
         out[j] = first ? optim_decode_first(shifted_byte(words, j), scale)
                        : optim_decode_second(shifted_byte(words, j), scale);
 }
@@ -250,8 +243,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         unpack_eight(g, &g_raw, TYPE);
         if (WRITE_GRADIENT) {
             float used[8];
-            BST_UNROLL
-            for (int j = 0; j < 8; j++) used[j] = g[j] * c.factor;
+            BST_EACH(j, 8) used[j] = g[j] * c.factor;
             const eight written = pack_eight(used, TYPE);
             write_eight(gradient, at, &written, n, whole, TYPE);
         }
@@ -259,8 +251,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
             /* A beta goes into its scale, so that a term is one product each. */
             moment_of(m, &m_raw, m_scale * (1 - a.head.beta1_rest), true);
             moment_of(v, &v_raw, v_scale * (1 - a.head.beta2_rest), false);
-            BST_UNROLL
-            for (int j = 0; j < 8; j++) {
+            BST_EACH(j, 8) {
                 const float part = root_rest * g[j];
                 m[j] = bst_fma(first_rest, g[j], m[j]);
                 v[j] = bst_fma(part, part, v[j]);
@@ -268,16 +259,14 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         } else {
             moment_of(m, &m_raw, 0, true);
             moment_of(v, &v_raw, 0, false);
-            BST_UNROLL
-            for (int j = 0; j < 8; j++) {
+            BST_EACH(j, 8) {
                 const float used = (MAXIMIZE ? -g[j] : g[j]) * c.factor;
                 m[j] = optim_exp_avg(m[j], used, a.head.beta1_rest);
                 v[j] = optim_exp_avg_sq(v[j], used, a.head.beta2_rest);
             }
         }
         unpack_eight(p, &p_raw, MASTER ? 0 : TYPE);
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) {
+        BST_EACH(j, 8) {
             const bool exact = MASTER || TYPE == BST_F32_CODE;
             const float root = optim_root(v[j], exact);
             p[j] = optim_parameter(p[j], m[j], root, &c, exact);
@@ -292,8 +281,7 @@ BST_KERNEL(optim_adamw, optim_adamw_args, THREADS, MIN_BLOCKS) {
         write_eight(parameter, at, &rounded, n, whole, TYPE);
         if (draw_m && !draw_now) optim_philox(random, a.head.seed, eight_of, OPTIM_OF_MOMENTS, number, step);
         write_moment(exp_avg, m_scales, at, m, n, whole, true, random);
-        BST_UNROLL
-        for (int j = 0; MOMENTS != OPTIM_U8_CODE && j < 4; j++) random[j] = optim_exchanged(random[j]);
+        BST_EACH(j, MOMENTS == OPTIM_U8_CODE ? 0 : 4) random[j] = optim_exchanged(random[j]);
         write_moment(exp_avg_sq, v_scales, at, v, n, whole, false, random);
     }
 }
@@ -319,15 +307,11 @@ BST_KERNEL(optim_squares, optim_gradients_args, THREADS, 1) {
         BST_ROLLED
         for (; base < end; base += 4 * THREADS * OPTIM_EACH) {
             eight e[4];
-            BST_UNROLL
-            for (int k = 0; k < 4; k++)
-                e[k] = read_eight(t->data, base + (k * THREADS + bst_thread()) * OPTIM_EACH, 8, true, TYPE);
-            BST_UNROLL
-            for (int k = 0; k < 4; k++) {
+            BST_EACH(k, 4) e[k] = read_eight(t->data, base + (k * THREADS + bst_thread()) * OPTIM_EACH, 8, true, TYPE);
+            BST_EACH(k, 4) {
                 float g[8];
                 unpack_eight(g, &e[k], TYPE);
-                BST_UNROLL
-                for (int j = 0; j < 8; j++) sum[j] = bst_fma(g[j], g[j], sum[j]);
+                BST_EACH(j, 8) sum[j] = bst_fma(g[j], g[j], sum[j]);
             }
         }
     }
@@ -339,8 +323,7 @@ BST_KERNEL(optim_squares, optim_gradients_args, THREADS, 1) {
         const eight e = read_eight(t->data, at, n, aligned && n == OPTIM_EACH, TYPE);
         float g[8];
         unpack_eight(g, &e, TYPE);
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) sum[j] = bst_fma(g[j], g[j], sum[j]);
+        BST_EACH(j, 8) sum[j] = bst_fma(g[j], g[j], sum[j]);
     }
     const float all = ((sum[0] + sum[1]) + (sum[2] + sum[3])) + ((sum[4] + sum[5]) + (sum[6] + sum[7]));
     const float total = bst_group_sum(all, THREADS, scratch);
@@ -388,8 +371,7 @@ BST_KERNEL(optim_scale, optim_gradients_args, THREADS, 1) {
         eight e = read_eight(t->data, at, n, whole, TYPE);
         float g[8];
         unpack_eight(g, &e, TYPE);
-        BST_UNROLL
-        for (int j = 0; j < 8; j++) g[j] *= coefficient;
+        BST_EACH(j, 8) g[j] *= coefficient;
         e = pack_eight(g, TYPE);
         write_eight(t->data, at, &e, n, whole, TYPE);
     }

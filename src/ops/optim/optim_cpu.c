@@ -51,7 +51,7 @@ static float *opened(float *restrict tile, void *from, bst_dtype type, int64_t n
     return tile;
 }
 
-static float shifted(uint32_t bits) { return bst_float_from_bits(OPTIM_BYTE_BITS | bits); }
+static float shifted(uint32_t bits) { return bst_from_bits(OPTIM_BYTE_BITS | bits); }
 
 static float *open_moment(float *restrict tile, void *from, float scale, int moments, bool is_first, int64_t n) {
     const uint8_t *codes = from;
@@ -71,10 +71,10 @@ static void store_codes(uint8_t *restrict codes, float *scale, float *restrict i
     for (int64_t i = n; i < TILE; i++) in[i] = 0;
     for (int64_t i = 0; !is_first && i < TILE; i++) in[i] = optim_root(in[i], true);
     for (int64_t i = 0; i < TILE; i++) {
-        uint32_t bits = bst_bits_from_float(in[i]) & 0x7fffffffu;
+        uint32_t bits = bst_bits(in[i]) & 0x7fffffffu;
         most = bits > most ? bits : most;
     }
-    const float largest = bst_float_from_bits(most), inverse = optim_inverse(largest);
+    const float largest = bst_from_bits(most), inverse = optim_inverse(largest);
     *scale = is_first ? largest : largest * largest;
     if (is_first) {
         for (int64_t i = 0; i < TILE; i++)

@@ -12,21 +12,9 @@
 
 #ifdef BST_DEVICE
 #include "philox.h"
-#define OPTIM_INLINE BST_DEVICE
 #else
 #include "core/cpu_kernel.h"
 #include "core/philox.h"
-#define OPTIM_INLINE      static inline
-#define bst_fma           bst_multiply_add
-#define bst_sqrt          sqrtf
-#define bst_sqrt_near     sqrtf
-#define bst_sqrt_double   sqrt
-#define bst_divide(a, b)  ((a) / (b))
-#define bst_reciprocal(a) (1.0f / (a))
-#define bst_bits          bst_bits_from_float
-#define bst_from_bits     bst_float_from_bits
-#define bst_abs           fabsf
-static inline float bst_max(float a, float b) { return a > b ? a : b; }
 #endif
 
 /* ---- coefficients of a tensor ------------------------------------------------------------------------------------ */
@@ -41,7 +29,7 @@ typedef struct optim_coefficients {
     float step;      /* t, for the random numbers */
 } optim_coefficients;
 
-OPTIM_INLINE double optim_power(double base, int64_t exponent) {
+BST_INLINE double optim_power(double base, int64_t exponent) {
     double power = 1;
     for (; exponent > 0; exponent /= 2, base *= base)
         if (exponent & 1) power *= base;
@@ -49,9 +37,9 @@ OPTIM_INLINE double optim_power(double base, int64_t exponent) {
 }
 
 /* One step more, unless a gradient was not finite. */
-OPTIM_INLINE optim_coefficients optim_begin_tensor(float *step, double lr, double beta1, double beta2, double eps,
-                                                   double weight_decay, const float *device_lr, const float *grad_scale,
-                                                   const float *found_inf, const float *clip) {
+BST_INLINE optim_coefficients optim_begin_tensor(float *step, double lr, double beta1, double beta2, double eps,
+                                                 double weight_decay, const float *device_lr, const float *grad_scale,
+                                                 const float *found_inf, const float *clip) {
     optim_coefficients c;
     c.skip = found_inf ? *found_inf : 0.0f;
     c.step = *step + 1.0f;
@@ -69,17 +57,17 @@ OPTIM_INLINE optim_coefficients optim_begin_tensor(float *step, double lr, doubl
 
 /* ---- one element ------------------------------------------------------------------------------------------------- */
 
-OPTIM_INLINE float optim_exp_avg(float m, float g, float beta1_rest) { return bst_fma(beta1_rest, g - m, m); }
-OPTIM_INLINE float optim_exp_avg_sq(float v, float g, float beta2_rest) {
+BST_INLINE float optim_exp_avg(float m, float g, float beta1_rest) { return bst_fma(beta1_rest, g - m, m); }
+BST_INLINE float optim_exp_avg_sq(float v, float g, float beta2_rest) {
     return bst_fma(beta2_rest, bst_fma(g, g, -v), v);
 }
 
 /* `exact` (a constant), of both: correctly rounded root and quotient; else each by one instruction, within 2^-22 of
  * itself, for what is rounded to 16 bits. */
-OPTIM_INLINE float optim_root(float v, bool exact) { return exact ? bst_sqrt(v) : bst_sqrt_near(v); }
+BST_INLINE float optim_root(float v, bool exact) { return exact ? bst_sqrt(v) : bst_sqrt_near(v); }
 
 /* root: the second moment's. */
-OPTIM_INLINE float optim_parameter(float p, float m, float root, const optim_coefficients *c, bool exact) {
+BST_INLINE float optim_parameter(float p, float m, float root, const optim_coefficients *c, bool exact) {
     if (exact) return p - bst_fma(c->step_size, bst_divide(m, root + c->eps), c->decay * p);
     /* The root of a subnormal is 0 here: with an eps of 0 the smallest other one stands for it. */
     const float denominator = bst_max(root + c->eps, 1.0842022e-19f);
@@ -92,20 +80,20 @@ OPTIM_INLINE float optim_parameter(float p, float m, float root, const optim_coe
  * their bytes exchanged, so that what counts most in one counts least in the other. */
 enum { OPTIM_OF_PARAMETER, OPTIM_OF_MOMENTS };
 
-OPTIM_INLINE uint32_t optim_exchanged(uint32_t random) {
+BST_INLINE uint32_t optim_exchanged(uint32_t random) {
     return (random & 0x00ff00ffu) << 8 | (random >> 8 & 0x00ff00ffu);
 }
 
 /* 128 bits for OPTIM_EACH elements of 16. The counter: which eight elements, of which kind, of which tensor, at which
  * step. */
-OPTIM_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number,
-                               uint32_t step) {
+BST_INLINE void optim_philox(uint32_t out[4], uint64_t seed, uint64_t eight, uint32_t kind, uint32_t number,
+                             uint32_t step) {
     bst_philox(out, seed, (uint32_t)eight, (uint32_t)(eight >> 32) | kind << 30, number, step);
 }
 
 /* bfloat16, up with the probability that leaves the mean as it is: what is cut off, in 2^-16 of a unit, against 16
  * random bits. Inf, of which nothing is cut off, stays, and NaN. */
-OPTIM_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
+BST_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
     return value != value ? 0x7fffu : (bst_bits(value) + random16) >> 16;
 }
 
@@ -124,28 +112,26 @@ OPTIM_INLINE uint32_t optim_bf16_stochastic(float value, uint32_t random16) {
 #define OPTIM_BYTE_BITS 0x4b000000u /* of 2^23 */
 
 /* shifted: 2^23 + code, that of the first one with its topmost bit exchanged. */
-OPTIM_INLINE float optim_decode_first(float shifted, float scale) {
+BST_INLINE float optim_decode_first(float shifted, float scale) {
     const float c = shifted - 8388736.0f; /* 2^23 + 128 */
     return scale * (1.0f / (127 * 127)) * (c * bst_abs(c));
 }
-OPTIM_INLINE float optim_decode_second(float shifted, float scale) {
+BST_INLINE float optim_decode_second(float shifted, float scale) {
     const float c = shifted - 8388608.0f, square = c * c; /* 2^23 */
     return scale * (1.0f / (255.0f * 255 * 255 * 255)) * (square * square);
 }
 
 /* What values are multiplied with. Of a scale that is next to nothing, or no number: 0. */
-OPTIM_INLINE float optim_inverse(float scale) {
-    return scale >= 1e-37f && scale < 8e37f ? bst_reciprocal(scale) : 0.0f;
-}
+BST_INLINE float optim_inverse(float scale) { return scale >= 1e-37f && scale < 8e37f ? bst_reciprocal(scale) : 0.0f; }
 
 /* 2^23 + 16 random bits as a number between 0 and 1. */
-OPTIM_INLINE float optim_uniform(float shifted) { return bst_fma(shifted, 0x1p-16f, -0x1.fffffep+6f); }
+BST_INLINE float optim_uniform(float shifted) { return bst_fma(shifted, 0x1p-16f, -0x1.fffffep+6f); }
 
 /* The code, in the low byte of what is returned: that of the level below, or the next one where the share of the step
  * is larger than the random number. The level below may be one too low or too high next to a level; its share of the
  * step then is 1 or 0. */
 #define OPTIM_SHIFT 12582912.0f /* 1.5 2^23: what is added to it becomes an integer, to nearest */
-OPTIM_INLINE uint32_t optim_encode_first(float value, float inverse, float uniform) {
+BST_INLINE uint32_t optim_encode_first(float value, float inverse, float uniform) {
     const float x = value * inverse, size = bst_sqrt_near(bst_abs(x));
     const float root = bst_from_bits(bst_bits(size) | (bst_bits(x) & 0x80000000u));
     const float shifted = bst_fma(root, 126.999f, -0.5f) + OPTIM_SHIFT, low = shifted - OPTIM_SHIFT, high = low + 1;
@@ -154,7 +140,7 @@ OPTIM_INLINE uint32_t optim_encode_first(float value, float inverse, float unifo
     return bst_bits(shifted) + (bst_bits(bst_fma(uniform, step, -above)) >> 31);
 }
 /* Of the moment's root, and the inverse of the largest one. */
-OPTIM_INLINE uint32_t optim_encode_second(float root, float inverse, float uniform) {
+BST_INLINE uint32_t optim_encode_second(float root, float inverse, float uniform) {
     const float x = root * inverse, fourth = bst_max(bst_sqrt_near(x), 1.001f / 254.999f);
     const float shifted = bst_fma(fourth, 254.999f, -0.5f) + OPTIM_SHIFT, low = shifted - OPTIM_SHIFT;
     /* high^4 - low^4 = (high^2 + low^2) (high + low) */

@@ -136,52 +136,12 @@ static const bst_argument backward_arguments[] = {
     {NULL},
 };
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
-static bst_status run_turned_back(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes);
-
-static const bst_function forward = {
-    .name = ROPE_FORWARD,
-    .meanings = meanings,
-    .arguments = forward_arguments,
-    .attributes = rules,
-    .check = check_weights,
-    .run = run_forward,
-    BST_TORCH("rope_forward: q k! cos sin layout half_tables keep_type q_tokens_first k_tokens_first -> q_out k_out",
-              "qk_norm_rope_forward: q k! q_weight! k_weight! cos sin eps casting layout half_tables keep_type "
-              "q_tokens_first k_tokens_first -> q_out k_out"),
-};
-
-static const bst_function turned_back = {
-    .name = ROPE_BACKWARD,
-    .meanings = meanings,
-    .arguments = turned_back_arguments,
-    .attributes = rules,
-    .check = check_turned,
-    .run = run_turned_back,
-    BST_TORCH(
-        "rope_backward: dq_out dk_out cos sin layout half_tables keep_type q_tokens_first k_tokens_first dtype -> "
-        "dq dk"),
-};
-
-static const bst_function backward = {
-    .name = ROPE_BACKWARD,
-    .meanings = meanings,
-    .arguments = backward_arguments,
-    .attributes = rules,
-    .check = check_normed,
-    .run = run_backward,
-    BST_TORCH("qk_norm_rope_backward: dq_out dk_out q k! q_weight! k_weight! cos sin eps casting layout half_tables "
-              "keep_type q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?"),
-};
-
-const bst_function *const bst__rope[] = {&forward, &turned_back, &backward, NULL};
-
 /* ---- what runs --------------------------------------------------------------------------------------------------- */
 
 /* The call, but for what each function has of its own. */
-static rope_call call_of(const bst_view *v, const bst_attribute *attributes) {
-    return (rope_call){.of = {{.x = v[Q]}, {.x = v[K]}},
+static rope_call call_of(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    return (rope_call){.op = op,
+                       .of = {{.x = v[Q]}, {.x = v[K]}},
                        .cos = v[COS],
                        .sin = v[SIN],
                        .tokens = v[Q].size[0] * v[Q].size[2],
@@ -219,17 +179,19 @@ static bst_status need_apart(const char *op, const bst_view *v, int out) {
     return BST_OK;
 }
 
-static bst_status run_forward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    rope_call c = call_of(v, attributes);
+static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                              const bst_attribute *attributes) {
+    rope_call c = call_of(op, v, attributes);
     take_weights(&c, v);
-    if (c.normed || c.layout == BST_ROPE_INTERLEAVED_TO_HALVES) BST_TRY(need_apart(ROPE_FORWARD, v, Q_OUT));
+    if (c.normed || c.layout == BST_ROPE_INTERLEAVED_TO_HALVES) BST_TRY(need_apart(op, v, Q_OUT));
     for (int i = 0; i < 2; i++) c.of[i].y = v[Q_OUT + i];
     return run_tokens(exec, &c);
 }
 
-static bst_status run_turned_back(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    rope_call c = call_of(v, attributes);
-    if (c.layout == BST_ROPE_INTERLEAVED_TO_HALVES) BST_TRY(need_apart(ROPE_BACKWARD, v, DQ_TURNED));
+static bst_status run_turned_back(const bst_exec *exec, const char *op, const bst_view *v,
+                                  const bst_attribute *attributes) {
+    rope_call c = call_of(op, v, attributes);
+    if (c.layout == BST_ROPE_INTERLEAVED_TO_HALVES) BST_TRY(need_apart(op, v, DQ_TURNED));
     c.transposed = true;
     for (int i = 0; i < 2; i++) c.of[i].y = v[DQ_TURNED + i];
     return run_tokens(exec, &c);
@@ -241,7 +203,7 @@ static bst_status backward_cpu(const bst_exec *exec, rope_call *c) {
     void *partial = NULL;
     if (c->of[0].dweight.data || c->of[1].dweight.data) {
         size_t bytes = (size_t)(c->chunks * 2 * dim) * sizeof(float);
-        BST_TRY(bst__allocate(exec, ROPE_BACKWARD, c->cos.device, bytes, &partial));
+        BST_TRY(bst__allocate(exec, c->op, c->cos.device, bytes, &partial));
     }
     c->partial = partial;
     bst__parallel_for(exec, c->chunks, bst__grain(work * (c->tokens / c->chunks)),
@@ -251,8 +213,9 @@ static bst_status backward_cpu(const bst_exec *exec, rope_call *c) {
     return BST_OK;
 }
 
-static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bst_attribute *attributes) {
-    rope_call c = call_of(v, attributes);
+static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
+    rope_call c = call_of(op, v, attributes);
     bool work = false;
     take_weights(&c, v);
     c.transposed = true;
@@ -262,14 +225,13 @@ static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bs
         h->dweight = v[DQ_WEIGHT + i];
         if (!bst__given(&h->dx) && !bst__given(&h->dweight)) continue; /* what comes in is not looked at */
         if (!bst__given(&v[DQ_OUT + i]))
-            return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", ROPE_BACKWARD,
-                              i ? "dk_out" : "dq_out");
+            return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", op, i ? "dk_out" : "dq_out");
         h->y = v[DQ_OUT + i];
     }
     for (int i = 0; i < 2; i++) {
         rope_heads *h = &c.of[i];
         if (h->dweight.data && !h->x.count) {
-            BST_TRY(bst__zero(exec, ROPE_BACKWARD, &h->dweight));
+            BST_TRY(bst__zero(exec, op, &h->dweight));
             h->dweight = (bst_view){0};
         }
         work |= h->x.count && (h->dx.data || h->dweight.data);
@@ -278,6 +240,43 @@ static bst_status run_backward(const bst_exec *exec, const bst_view *v, const bs
     if (v[Q].device.device_type == kDLCUDA) return bst__rope_norm_backward_cuda(exec, &c, y_type(v, attributes));
     return backward_cpu(exec, &c);
 }
+
+static const bst_function forward = {
+    .name = "rope_forward",
+    .meanings = meanings,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .check = check_weights,
+    .run = run_forward,
+    BST_TORCH("rope_forward: q k! cos sin layout half_tables keep_type q_tokens_first k_tokens_first -> q_out k_out",
+              "qk_norm_rope_forward: q k! q_weight! k_weight! cos sin eps casting layout half_tables keep_type "
+              "q_tokens_first k_tokens_first -> q_out k_out"),
+};
+
+static const bst_function turned_back = {
+    .name = "rope_backward",
+    .meanings = meanings,
+    .arguments = turned_back_arguments,
+    .attributes = rules,
+    .check = check_turned,
+    .run = run_turned_back,
+    BST_TORCH(
+        "rope_backward: dq_out dk_out cos sin layout half_tables keep_type q_tokens_first k_tokens_first dtype -> "
+        "dq dk"),
+};
+
+static const bst_function backward = {
+    .name = "rope_backward",
+    .meanings = meanings,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .check = check_normed,
+    .run = run_backward,
+    BST_TORCH("qk_norm_rope_backward: dq_out dk_out q k! q_weight! k_weight! cos sin eps casting layout half_tables "
+              "keep_type q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?"),
+};
+
+const bst_function *const bst__rope[] = {&forward, &turned_back, &backward, NULL};
 
 /* ---- the C API --------------------------------------------------------------------------------------------------- */
 
@@ -300,7 +299,7 @@ bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTen
         [Q] = q,         [K] = k,        [COS] = cos, [SIN] = sin, [Q_WEIGHT] = q_weight, [K_WEIGHT] = k_weight,
         [Q_OUT] = q_out, [K_OUT] = k_out};
     bst_attribute attributes[ATTRIBUTES] = {0};
-    BST_TRY(read_options(ROPE_FORWARD, options, attributes));
+    BST_TRY(read_options(forward.name, options, attributes));
     return bst__run(&forward, exec, tensors, attributes);
 }
 
@@ -308,16 +307,16 @@ bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tenso
                              const bst_rope_options *options) {
     bst_attribute attributes[ATTRIBUTES] = {0};
     bst_rope_backward_tensors t;
-    BST_TRY(bst__options(ROPE_BACKWARD, "tensors", tensors, &t, sizeof t));
-    BST_TRY(read_options(ROPE_BACKWARD, options, attributes));
+    BST_TRY(bst__options(backward.name, "tensors", tensors, &t, sizeof t));
+    BST_TRY(read_options(backward.name, options, attributes));
     if (t.q_weight || t.k_weight || t.q || t.k || t.dq_weight || t.dk_weight) {
         if (!t.k && (t.dk || t.dk_weight))
-            return bst__error(BST_INVALID, "%s: a gradient of k is wanted, but k is NULL", ROPE_BACKWARD);
+            return bst__error(BST_INVALID, "%s: a gradient of k is wanted, but k is NULL", backward.name);
         if (!t.q_weight)
             return bst__error(BST_INVALID,
                               "%s: q_weight is NULL; without a norm neither q nor k nor the gradient of a "
                               "weight is given",
-                              ROPE_BACKWARD);
+                              backward.name);
         const DLTensor *all[PLACES] = {[Q] = t.q,
                                        [K] = t.k,
                                        [COS] = t.cos,
@@ -338,7 +337,7 @@ bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tenso
         [DQ_TURNED] = k_alone ? t.dk : t.dq, [DK_TURNED] = k_alone ? NULL : t.dk};
     bst_view view; /* dq says itself of which type it is */
     if (all[DQ_TURNED]) {
-        BST_TRY(bst__view(ROPE_BACKWARD, k_alone ? "dk" : "dq", BST_FLOATS, all[DQ_TURNED], &view));
+        BST_TRY(bst__view(backward.name, k_alone ? "dk" : "dq", BST_FLOATS, all[DQ_TURNED], &view));
         attributes[DTYPE].i = view.dtype;
     }
     return bst__run(&turned_back, exec, all, attributes);

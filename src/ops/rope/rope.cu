@@ -52,8 +52,7 @@ BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
         bst_load_table(s_right, a.sin, s, right);
         /* What the partner of each element is multiplied by: the first of a pair has -sin1, the second sin2; in the
          * transpose they change places and signs. With whole pairs in each piece, the partner is a neighbour. */
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) {
+        BST_EACH(j, VEC) {
             const bool whole = WHOLE_PAIRS;
             const int partner = whole ? j ^ 1 : j;
             const float across_left = BACKWARD ? (whole ? s_left[partner] : s_right[j]) : s_left[j];
@@ -65,8 +64,7 @@ BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
     }
     for (int first = 0; first < HEADS; first += SLOTS * EACH) {
         bst_raw raw_left[EACH], raw_right[EACH];
-        BST_UNROLL
-        for (int i = 0; i < EACH; i++) {
+        BST_EACH(i, EACH) {
             const int mine = first + i * SLOTS + slot, head = EVEN || mine < HEADS ? mine : 0;
             const bool is_q = head < Q_HEADS;
             const void *in = is_q ? a.q : a.k;
@@ -75,8 +73,7 @@ BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
             raw_left[i] = bst_raw_at(in, at + from.left, IN_TYPE, VEC);
             if (has_right) raw_right[i] = bst_raw_at(in, at + from.right, IN_TYPE, VEC);
         }
-        BST_UNROLL
-        for (int i = 0; i < EACH; i++) {
+        BST_EACH(i, EACH) {
             const int head = first + i * SLOTS + slot;
             if (PIECES == 1) raw_right[i] = bst_partner(raw_left[i], VEC * bst_type_size(IN_TYPE));
             float x[VEC], y[VEC];
@@ -90,8 +87,7 @@ BST_KERNEL(rope, rope_args, (WORKERS + 31) / 32 * 32, 1) {
                     turn(&y[j], &y[j + 1], c_right[j], m_right[j], c_right[j + 1], m_right[j + 1]);
                 }
             } else if (turning) {
-                BST_UNROLL
-                for (int j = 0; j < VEC; j++) turn(&x[j], &y[j], c_left[j], m_left[j], c_right[j], m_right[j]);
+                BST_EACH(j, VEC) turn(&x[j], &y[j], c_left[j], m_left[j], c_right[j], m_right[j]);
             }
             if (BACKWARD) bst_scatter(x, y, p);
             if (!live || !(EVEN || head < HEADS)) continue;

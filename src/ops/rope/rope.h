@@ -4,10 +4,6 @@
 
 #include "core/cpu_kernel.h"
 
-/* What the sentences of errors begin with. */
-#define ROPE_FORWARD  "rope_forward"
-#define ROPE_BACKWARD "rope_backward"
-
 /* The widest head: a block of 1024 threads then has one for each pair, and a tile of the CPU's holds one. */
 enum { ROPE_MOST_DIM = 2048 };
 
@@ -22,6 +18,7 @@ typedef struct rope_heads {
 } rope_heads;
 
 typedef struct rope_call {
+    const char *op;
     rope_heads of[2];  /* q and k */
     bst_view cos, sin; /* [B, S, R], or half as wide */
     int64_t tokens, positions, rotary;

@@ -172,16 +172,10 @@ void BST_CPU(bst__rope_norm_backward_cpu)(void *context, int64_t begin, int64_t 
 void BST_CPU(bst__rope_norm_dweight_cpu)(void *context, int64_t begin, int64_t end) {
     const rope_call *a = context;
     int64_t dim = a->of[0].x.size[3];
-    double sum[BST_TILE];
-    float rounded[BST_TILE];
+    float sum[BST_TILE];
     for (int64_t which = begin; which < end; which++) {
         if (!a->of[which].dweight.data) continue;
-        memset(sum, 0, sizeof sum);
-        for (int64_t chunk = 0; chunk < a->chunks; chunk++) {
-            const float *part = a->partial + (chunk * 2 + which) * dim;
-            for (int64_t i = 0; i < dim; i++) sum[i] += (double)part[i];
-        }
-        for (int64_t i = 0; i < dim; i++) rounded[i] = (float)sum[i];
-        store(a, &a->of[which].dweight, 0, rounded, near_in(a));
+        bst_sum_rows(sum, a->partial + which * dim, a->chunks, 2 * dim, dim);
+        store(a, &a->of[which].dweight, 0, sum, near_in(a));
     }
 }

@@ -11,9 +11,6 @@ static_assert(ROPE_HALVES == BST_ROPE_HALVES && ROPE_INTERLEAVED == BST_ROPE_INT
                   ROPE_INTERLEAVED_TO_HALVES == BST_ROPE_INTERLEAVED_TO_HALVES,
               "kernels know the layouts by their numbers");
 
-static int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 /* ---- how the elements of a head are shared out, see rope_pieces.cuh ---------------------------------------------- */
 
 /* The kernels' macros. These both have; what each has beside begins at OWN. */
@@ -58,12 +55,12 @@ static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type) {
                                  y_type, c->cos.dtype, c->layout,  c->half_tables,     vec,
                                  pieces};
     for (int i = 0; i < OWN; i++) l->values[i] = values[i];
-    return rotary / pieces / vec + divided_up(dim - rotary, 2 * vec);
+    return rotary / pieces / vec + bst__divided_up(dim - rotary, 2 * vec);
 }
 
-static bst_status check_tokens(const char *op, const rope_call *c, int64_t most, const char *with) {
+static bst_status check_tokens(const rope_call *c, int64_t most, const char *with) {
     if (c->tokens <= most) return BST_OK;
-    return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; %sat most %" PRId64 " are supported", op,
+    return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; %sat most %" PRId64 " are supported", c->op,
                       c->tokens, with, most);
 }
 
@@ -91,7 +88,7 @@ enum { HEADS_EACH = 4, BLOCK = 256 };
 static int64_t tokens_of_a_block(int64_t threads, int64_t pieces) {
     int64_t best = 1, fewest = INT64_MAX, most = 0, resident = pieces == 1 ? 1024 : 512;
     for (int64_t n = 1; n == 1 || n * threads <= BLOCK; n++) {
-        int64_t block = divided_up(n * threads, 32) * 32, idle = (block - n * threads) * BLOCK / n;
+        int64_t block = bst__divided_up(n * threads, 32) * 32, idle = (block - n * threads) * BLOCK / n;
         int64_t held = resident / block * n * threads;
         if (idle > fewest || (idle == fewest && held < most)) continue;
         best = n, fewest = idle, most = held;
@@ -101,23 +98,22 @@ static int64_t tokens_of_a_block(int64_t threads, int64_t pieces) {
 
 bst_status bst__rope_cuda(const bst_exec *exec, const rope_call *c) {
     const rope_heads *q = &c->of[0], *k = &c->of[1];
-    const char *op = c->transposed ? ROPE_BACKWARD : ROPE_FORWARD;
     bst_launch l = {.kernel = &kernel};
-    BST_TRY(check_tokens(op, c, UINT32_MAX, ""));
+    BST_TRY(check_tokens(c, UINT32_MAX, ""));
     int64_t lanes = share_out(&l, c, q->y.dtype), heads = l.values[Q_HEADS] + l.values[K_HEADS];
-    int64_t slots = lesser(divided_up(heads, HEADS_EACH), lanes < BLOCK ? BLOCK / lanes : 1);
+    int64_t slots = bst__lesser(bst__divided_up(heads, HEADS_EACH), lanes < BLOCK ? BLOCK / lanes : 1);
     int64_t tokens = tokens_of_a_block(lanes * slots, l.values[PIECES]);
     l.values[BACKWARD] = c->transposed;
     l.values[SLOTS] = slots;
     l.values[EACH] = HEADS_EACH;
     l.values[TOKENS] = tokens;
-    l.grid_x = (unsigned)divided_up(c->tokens, tokens);
-    l.block = (unsigned)(divided_up(lanes * slots * tokens, 32) * 32);
+    l.grid_x = (unsigned)bst__divided_up(c->tokens, tokens);
+    l.block = (unsigned)(bst__divided_up(lanes * slots * tokens, 32) * 32);
     rope_args args = {q->x.data,        k->x.data,        c->cos.data,         c->sin.data,
                       q->y.data,        k->y.data,        map_of(&q->x),       map_of(&k->x),
                       map_of(&q->y),    map_of(&k->y),    c->cos.stride[0],    c->cos.stride[1],
                       c->sin.stride[0], c->sin.stride[1], (uint32_t)c->tokens, (uint32_t)c->positions};
-    return bst__cuda_launch(exec, op, q->x.device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch(exec, c->op, q->x.device.device_id, &l, &args, sizeof args);
 }
 
 /* ---- with a norm: what forward and backward have in common ------------------------------------------------------- */
@@ -142,8 +138,8 @@ static int64_t share_out_normed(bst_launch *l, const rope_call *c, bst_dtype y_t
     return threads / group;
 }
 
-static bst_status check_slots(const char *op, const rope_call *c, int64_t slots) {
-    return check_tokens(op, c, INT32_MAX / slots, "with this many heads, ");
+static bst_status check_slots(const rope_call *c, int64_t slots) {
+    return check_tokens(c, INT32_MAX / slots, "with this many heads, ");
 }
 
 /* ---- with a norm: forward ---------------------------------------------------------------------------------------- */
@@ -154,7 +150,8 @@ static bst_status check_slots(const char *op, const rope_call *c, int64_t slots)
  * taken, if that leaves fewer. 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time
  * at 512 to 16384 tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
 static int64_t heads_of_a_group(int64_t q, int64_t k) {
-    int64_t of_eight = 8 * (divided_up(q, 8) + divided_up(k, 8)), of_four = 4 * (divided_up(q, 4) + divided_up(k, 4));
+    int64_t of_eight = 8 * (bst__divided_up(q, 8) + bst__divided_up(k, 8)),
+            of_four = 4 * (bst__divided_up(q, 4) + bst__divided_up(k, 4));
     return 4 * (of_eight - q - k) >= of_eight && of_four < of_eight ? 4 : 8;
 }
 
@@ -162,17 +159,17 @@ bst_status bst__rope_norm_forward_cuda(const bst_exec *exec, const rope_call *c)
     bst_launch l = {.kernel = &forward_kernel};
     int64_t groups = share_out_normed(&l, c, c->of[0].y.dtype, FORWARD_THREADS);
     int64_t q_heads = l.values[Q_HEADS], k_heads = l.values[K_HEADS], each = heads_of_a_group(q_heads, k_heads);
-    int64_t slots = divided_up(q_heads, each) + divided_up(k_heads, each);
-    BST_TRY(check_slots(ROPE_FORWARD, c, slots));
+    int64_t slots = bst__divided_up(q_heads, each) + bst__divided_up(k_heads, each);
+    BST_TRY(check_slots(c, slots));
     l.values[SLOT_HEADS] = each;
-    l.grid_x = (unsigned)divided_up(c->tokens * slots, groups);
+    l.grid_x = (unsigned)bst__divided_up(c->tokens * slots, groups);
     rope_norm_forward_args args = {.tables = tables_of(c), .eps = c->eps};
     rope_norm_forward_heads *const to[] = {&args.q, &args.k};
     for (int i = 0; i < 2; i++) {
         const rope_heads *h = &c->of[i];
         *to[i] = (rope_norm_forward_heads){h->x.data, h->weight.data, h->y.data, map_of(&h->x), map_of(&h->y)};
     }
-    return bst__cuda_launch(exec, ROPE_FORWARD, c->of[0].x.device.device_id, &l, &args, sizeof args);
+    return bst__cuda_launch(exec, c->op, c->of[0].x.device.device_id, &l, &args, sizeof args);
 }
 
 /* ---- with a norm: backward --------------------------------------------------------------------------------------- */
@@ -181,7 +178,7 @@ bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c
     bst_chip chip;
     bst_launch l = {.kernel = &backward_kernel};
     DLDevice device = c->of[0].x.device;
-    BST_TRY(bst__cuda_chip(ROPE_BACKWARD, device.device_id, &chip));
+    BST_TRY(bst__cuda_chip(c->op, device.device_id, &chip));
     int64_t groups = share_out_normed(&l, c, y_type, BACKWARD_THREADS), slots = 0, threads = l.values[THREADS];
     int64_t vec = l.values[VEC], pieces = l.values[PIECES], each = ROPE_BACKWARD_EACH(pieces);
     bool want_dweight = false;
@@ -191,12 +188,12 @@ bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c
         const rope_heads *h = &c->of[i];
         int wants = (h->dx.data ? ROPE_DX : 0) | (h->dweight.data ? ROPE_DWEIGHT : 0);
         l.values[WANTS] |= wants << i * ROPE_OF_K;
-        slots += wants ? divided_up(h->x.size[1], each) : 0;
+        slots += wants ? bst__divided_up(h->x.size[1], each) : 0;
         want_dweight |= h->dweight.data != NULL;
         *to[i] = (rope_norm_backward_heads){h->x.data,     h->weight.data, h->y.data,     h->dx.data,
                                             map_of(&h->x), map_of(&h->y),  map_of(&h->dx)};
     }
-    BST_TRY(check_slots(ROPE_BACKWARD, c, slots));
+    BST_TRY(check_slots(c, slots));
     /* The pieces of both inputs, of 16 bytes, for each of a thread's heads; at the end a row of sums for each group. */
     bool ring = vec * bst__dtype_size(c->of[0].x.dtype) == 16 && vec * bst__dtype_size(y_type) == 16;
     int64_t sums = want_dweight ? groups * l.values[DIM] * 4 : 0, copies = ring ? threads * each * 2 * pieces * 16 : 0;
@@ -205,24 +202,23 @@ bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c
      * of 168 where some threads of a head have less to do than others. */
     bool even = l.values[ROTARY] == l.values[DIM] && l.values[DIM] == 2 * vec * l.values[GROUP];
     int64_t fit = l.shared ? chip.shared_memory / (int64_t)l.shared : INT64_MAX;
-    int64_t blocks = lesser((pieces == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads, fit);
+    int64_t blocks = bst__lesser((pieces == 1 ? 640 : vec < 8 || even ? 512 : 384) / threads, fit);
     if (blocks < 1) blocks = 1;
     l.values[BLOCKS] = blocks;
     /* The grid: as many as the chip holds, but a group for each slot at least, and none without work. */
-    int64_t least = divided_up(slots, groups);
+    int64_t least = bst__divided_up(slots, groups);
     blocks *= chip.processors;
-    l.grid_x = (unsigned)lesser(divided_up(c->tokens * slots, groups), blocks < least ? least : blocks);
+    l.grid_x = (unsigned)bst__lesser(bst__divided_up(c->tokens * slots, groups), blocks < least ? least : blocks);
     void *partial = NULL;
     if (want_dweight) {
         size_t bytes = (size_t)l.grid_x * 2 * (size_t)l.values[DIM] * sizeof(float);
-        BST_TRY(bst__allocate(exec, ROPE_BACKWARD, device, bytes, &partial));
+        BST_TRY(bst__allocate(exec, c->op, device, bytes, &partial));
     }
     args.partial = partial;
-    bst_status status = bst__cuda_launch(exec, ROPE_BACKWARD, device.device_id, &l, &args, sizeof args);
+    bst_status status = bst__cuda_launch(exec, c->op, device.device_id, &l, &args, sizeof args);
     if (status == BST_OK && want_dweight)
-        status =
-            bst__column_sums(exec, ROPE_BACKWARD, device.device_id, partial, l.grid_x, 2 * l.values[DIM], l.values[DIM],
-                             c->of[0].weight.dtype, (void *[]){c->of[0].dweight.data, c->of[1].dweight.data});
+        status = bst__column_sums(exec, c->op, device.device_id, partial, l.grid_x, 2 * l.values[DIM], l.values[DIM],
+                                  c->of[0].weight.dtype, (void *[]){c->of[0].dweight.data, c->of[1].dweight.data});
     bst__release(exec, device, partial);
     return status;
 }

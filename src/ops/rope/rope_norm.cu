@@ -60,8 +60,7 @@ BST_DEVICE slot_heads slot_at(int slot) {
 
 /* The pieces of a weight, or of a table; zeros where this thread has none. */
 BST_DEVICE void load_pieces(float *out, const void *base, int64_t start, bool of_table, bst_pieces p) {
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++) out[j] = 0;
+    BST_EACH(j, HELD) out[j] = 0;
     if (of_table) {
         if (p.has_left) bst_load_table(out, base, start, p.left);
         if (p.has_right) bst_load_table(out + VEC, base, start, p.right);
@@ -81,14 +80,12 @@ BST_DEVICE void load_partners(float *out, const void *base, int64_t start, bool 
         return;
     }
     load_pieces(own, base, start, of_table, p);
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++) out[j] = own[PARTNER(j) % HELD];
+    BST_EACH(j, HELD) out[j] = own[PARTNER(j) % HELD];
 }
 
 /* The factor that a weight is. */
 BST_DEVICE void as_factor(float *w) {
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++)
+    BST_EACH(j, HELD)
         if (GEMMA) w[j] += 1.0f;
 }
 
@@ -103,22 +100,19 @@ BST_DEVICE int64_t sin_of(const rope_tables *t, int64_t batch, int64_t position)
 /* The partners of v, a head's pieces as `raw` holds them times `factor`. Every lane of the warp takes part. */
 BST_DEVICE void partners_of(float *out, const float *v, const bst_raw *raw, int type, float factor) {
     if (PIECES == 1) bst_unpack(out, bst_partner(raw[0], VEC * bst_type_size(type)), type, VEC);
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++) out[j] = PIECES == 1 ? out[j] * factor : v[PARTNER(j) % HELD];
+    BST_EACH(j, HELD) out[j] = PIECES == 1 ? out[j] * factor : v[PARTNER(j) % HELD];
 }
 
 /* v[j] becomes own[j] v[j] + across[j] other[j], its partner. What does not turn has no partner, and so nothing of an
  * infinite one. */
 BST_DEVICE void turn(float *v, const float *other, const float *own, const float *across, bst_pieces p) {
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++) v[j] = bst_fma(PASSING && !p.turning ? 0.0f : other[j], across[j], v[j] * own[j]);
+    BST_EACH(j, HELD) v[j] = bst_fma(PASSING && !p.turning ? 0.0f : other[j], across[j], v[j] * own[j]);
 }
 
 /* Of a head, of which this thread holds x. Every thread of the block takes part. */
 BST_DEVICE float rstd_of(const float *x, float eps, float *scratch) {
     float squares = 0;
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++) squares = bst_fma(x[j], x[j], squares);
+    BST_EACH(j, HELD) squares = bst_fma(x[j], x[j], squares);
     const float mean = bst_group_sum(squares, GROUP, scratch) * (1.0f / DIM) + eps;
     const bool narrow = IN_TYPE != BST_F32_CODE && W_TYPE != BST_F32_CODE && OUT_TYPE != BST_F32_CODE;
     return narrow ? bst_rsqrt_near(mean) : bst_rsqrt(mean);
@@ -137,8 +131,7 @@ BST_DEVICE void read_pieces(bst_raw *out, const void *base, int64_t start, int t
 }
 
 BST_DEVICE void unpack_pieces(float *out, const bst_raw *raw, int type) {
-    BST_UNROLL
-    for (int i = 0; i < PIECES; i++) bst_unpack(out + i * VEC, raw[i], type, VEC);
+    BST_EACH(i, PIECES) bst_unpack(out + i * VEC, raw[i], type, VEC);
 }
 
 #ifdef FORWARD
@@ -159,8 +152,7 @@ BST_KERNEL(rope_norm_forward, rope_norm_forward_args, THREADS, 1) {
     bst_raw raw[SLOT_HEADS][PIECES];
     float own[HELD], across[HELD];
     bst_wait_for_previous();
-    BST_UNROLL
-    for (int i = 0; i < SLOT_HEADS; i++) {
+    BST_EACH(i, SLOT_HEADS) {
         const int head = EVEN || i < s.count ? i : 0;
         read_pieces(raw[i], h.x, x + head * h.x_map.head, IN_TYPE, true, bst_nearby(p));
     }
@@ -170,26 +162,22 @@ BST_KERNEL(rope_norm_forward, rope_norm_forward_args, THREADS, 1) {
         load_partners(w_across, h.weight, 0, false, p);
         as_factor(w);
         as_factor(w_across);
-        BST_UNROLL
-        for (int j = 0; j < HELD; j++) own[j] = 1, sine[j] = 0; /* of what does not turn */
+        BST_EACH(j, HELD) own[j] = 1, sine[j] = 0; /* of what does not turn */
         if (p.turning) {
             load_pieces(own, a.tables.cos, cos_of(&a.tables, batch, position), true, p);
             load_pieces(sine, a.tables.sin, sin_of(&a.tables, batch, position), true, p);
         }
-        BST_UNROLL
-        for (int j = 0; j < HELD; j++) {
+        BST_EACH(j, HELD) {
             own[j] *= w[j];
             across[j] = w_across[j] * (FIRST(j) ? -sine[j] : sine[j]);
         }
     }
-    BST_UNROLL
-    for (int i = 0; i < SLOT_HEADS; i++) {
+    BST_EACH(i, SLOT_HEADS) {
         float v[HELD], other[HELD];
         unpack_pieces(v, raw[i], IN_TYPE);
         bst_gather(v, v + VEC, p);
         const float rstd = rstd_of(v, a.eps, scratch + i % 2 * 32);
-        BST_UNROLL
-        for (int j = 0; j < HELD; j++) v[j] *= rstd;
+        BST_EACH(j, HELD) v[j] *= rstd;
         partners_of(other, v, raw[i], IN_TYPE, rstd);
         turn(v, other, own, across, p);
         if (live && (EVEN || i < s.count)) store_pieces(h.y, y + i * h.y_map.head, v, OUT_TYPE, p);
@@ -243,8 +231,7 @@ BST_DEVICE void store_partial(float *out, float *sums, float *dw, bst_pieces p) 
     float *mine = sums + (int)bst_thread() / GROUP * DIM;
     bst_scatter(dw, dw + VEC, p);
     bst_sync(); /* of `sums`, others may still read what came before */
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) {
+    BST_EACH(j, VEC) {
         if (p.has_left) mine[p.near_left + j] = dw[j];
         if (p.has_right) mine[p.near_right + j] = dw[VEC + j];
     }
@@ -272,8 +259,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
     const int64_t x_head = s.of_q ? a.q.x_map.head : a.k.x_map.head;
     const int64_t dy_head = s.of_q ? a.q.dy_map.head : a.k.dy_map.head;
     float dw[HELD];
-    BST_UNROLL
-    for (int j = 0; j < HELD; j++) dw[j] = 0;
+    BST_EACH(j, HELD) dw[j] = 0;
     bst_wait_for_previous();
     bst_let_next_start(); /* the sum of the partial rows: it waits for this kernel's end on the multiprocessor */
     /* The groups beyond the last whole token stay idle, but take part in every sum and barrier. */
@@ -293,14 +279,12 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
         const bst_token_place at_token = bst_place_of_token(token, a.tables.tokens, a.tables.positions);
         const int64_t batch = at_token.batch, position = at_token.position;
         float c[HELD], back[HELD];
-        BST_UNROLL
-        for (int j = 0; j < HELD; j++) c[j] = 1, back[j] = 0; /* of what does not turn */
+        BST_EACH(j, HELD) c[j] = 1, back[j] = 0; /* of what does not turn */
         if (live && p.turning) {
             load_pieces(c, a.tables.cos, cos_of(&a.tables, batch, position), true, p);
             load_partners(back, a.tables.sin, sin_of(&a.tables, batch, position), true, p);
         }
-        BST_UNROLL
-        for (int j = 0; j < HELD; j++) back[j] = FIRST(j) ? back[j] : -back[j];
+        BST_EACH(j, HELD) back[j] = FIRST(j) ? back[j] : -back[j];
         BST_ROLLED
         for (int i = 0; i < SLOT_HEADS; i++) {
             const bool wanted = live && i < s.count;
@@ -309,8 +293,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
             float n[HELD], m[HELD], w[HELD], other[HELD];
 #if RING
             bst_copy_async_wait(SLOT_HEADS - 1);
-            BST_UNROLL
-            for (int piece = 0; piece < PIECES; piece++) {
+            BST_EACH(piece, PIECES) {
                 const bool mine = wanted && (piece ? p.has_right : p.has_left);
                 raw_x[piece] = mine ? bst_read(place(memory, i, 0, piece), 16) : none;
                 raw_dy[piece] = mine ? bst_read(place(memory, i, 1, piece), 16) : none;
@@ -333,8 +316,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
             unpack_pieces(n, raw_x, IN_TYPE);
             bst_gather(n, n + VEC, p);
             float projection = 0;
-            BST_UNROLL
-            for (int j = 0; j < HELD; j++) {
+            BST_EACH(j, HELD) {
                 n[j] *= rstd;
                 if (WANTS & (ROPE_DWEIGHT | ROPE_DWEIGHT << ROPE_OF_K)) dw[j] = bst_fma(m[j], n[j], dw[j]);
                 m[j] *= w[j];
@@ -342,8 +324,7 @@ BST_KERNEL(rope_norm_backward, rope_norm_backward_args, THREADS, BLOCKS) {
             }
             if (!(WANTS & (ROPE_DX | ROPE_DX << ROPE_OF_K))) continue;
             projection = bst_group_sum(projection, GROUP, scratch + 32) * (1.0f / DIM);
-            BST_UNROLL
-            for (int j = 0; j < HELD; j++) m[j] = rstd * bst_fma(-projection, n[j], m[j]);
+            BST_EACH(j, HELD) m[j] = rstd * bst_fma(-projection, n[j], m[j]);
             if (!dx_wanted || !wanted) continue;
             bst_scatter(m, m + VEC, p);
             const rope_norm_backward_heads *q = &a.q, *k = &a.k;

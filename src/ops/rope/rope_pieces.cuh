@@ -90,20 +90,16 @@ BST_DEVICE bst_pieces bst_nearby(bst_pieces p) {
 BST_DEVICE void bst_gather(float *left, float *right, bst_pieces p) {
     if (!GATHERED || !p.turning) return;
     float both[2 * VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) both[j] = left[j], both[VEC + j] = right[j];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) left[j] = both[2 * j], right[j] = both[2 * j + 1];
+    BST_EACH(j, VEC) both[j] = left[j], both[VEC + j] = right[j];
+    BST_EACH(j, VEC) left[j] = both[2 * j], right[j] = both[2 * j + 1];
 }
 
 /* And back. */
 BST_DEVICE void bst_scatter(float *left, float *right, bst_pieces p) {
     if (!GATHERED || !p.turning) return;
     float both[2 * VEC];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) both[2 * j] = left[j], both[2 * j + 1] = right[j];
-    BST_UNROLL
-    for (int j = 0; j < VEC; j++) left[j] = both[j], right[j] = both[VEC + j];
+    BST_EACH(j, VEC) both[2 * j] = left[j], both[2 * j + 1] = right[j];
+    BST_EACH(j, VEC) left[j] = both[j], right[j] = both[VEC + j];
 }
 
 /* What a table that begins at `start` has for the piece at `column`. */
@@ -115,16 +111,14 @@ BST_DEVICE void bst_load_table(float *out, const void *base, int64_t start, int 
     } else {
         float pairs[VEC];
         bst_load(pairs, base, start + column / 2, TABLE_TYPE, (VEC + 1) / 2);
-        BST_UNROLL
-        for (int j = 0; j < VEC; j++) out[j] = pairs[j / 2];
+        BST_EACH(j, VEC) out[j] = pairs[j / 2];
     }
 }
 
 /* PIECES 1: the partner's piece, of `bytes`. Every lane of the warp takes part. */
 BST_DEVICE bst_raw bst_partner(bst_raw own, int bytes) {
     bst_raw other = {{0, 0, 0, 0}};
-    BST_UNROLL
-    for (int i = 0; i < 4; i++)
+    BST_EACH(i, 4)
         if (4 * i < bytes) other.w[i] = bst_shuffle_xor_u32(own.w[i], LANES / 2);
     return other;
 }

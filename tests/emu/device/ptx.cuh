@@ -38,9 +38,11 @@ struct alignas(16) bst_raw {
     extern "C" void name(const argument_struct &a)
 
 #define BST_DEVICE static inline
+#define BST_INLINE BST_DEVICE
 #define BST_UNROLL
 #define BST_UNROLL_TWICE
 #define BST_ROLLED
+#define BST_EACH(i, n) for (int i = 0; i < (n); i++)
 
 #define BST_SHARED(type, name, count) \
     static char name##_site_;         \
