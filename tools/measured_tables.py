@@ -189,10 +189,12 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
 
 
 def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
-    """Of tools/trl_lora.py and trl_rl.py: of each setting the latest run of each implementation."""
+    """Of tools/trl_lora.py and trl_rl.py: of each setting the latest run of each implementation that nothing disturbed."""
     versions = run["versions"]
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for step in sorted(run["steps"], key=lambda step: step.get("run", 1)):
+        if "disturbed" in step:  # by other work on the machine, as the file says
+            continue
         setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing"))
         setting = (
             step.get("trainer", ""),
