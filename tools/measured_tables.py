@@ -189,7 +189,7 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
 
 
 def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
-    """Of tools/trl_lora.py and trl_rl.py: of each setting the latest run of each implementation that nothing disturbed."""
+    """Of tools/trl_lora.py and trl_rl.py: of each setting each implementation's latest run that nothing disturbed."""
     versions = run["versions"]
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for step in sorted(run["steps"], key=lambda step: step.get("run", 1)):
