@@ -139,6 +139,21 @@ def test_what_could_be_noticed_is_left_alone(name: str) -> None:
     assert not stack.lengths._seen
 
 
+@pytest.mark.parametrize("most", ["max_position_embeddings", "original_max_position_embeddings"])
+def test_no_batch_gets_longer_than_positions_go(most: str) -> None:
+    """Tables of positions end there, and scaled rotary embeddings change."""
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model().to(DEVICE)
+    setattr(model.config, most, 31)
+    assert module._most_positions(model.config) == 31
+    seen = set()
+    model.model.norm.register_forward_hook(lambda _, args, out: seen.add(out.shape[1]))
+    for step, length in enumerate(LENGTHS):
+        model(**batch(model, step, length)).loss.backward()
+    assert max(seen) == 31
+    assert 16 in seen
+
+
 def test_tokens_that_see_others_behind_them() -> None:
     bastile.apply(cuda_graphs=True)
     model = tiny_model().to(DEVICE)

@@ -77,10 +77,21 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
         elif not _is_of_the_batch(value):
             return None
     to = lengths.of(rows, length)
-    if to == length:
+    if to == length or to > _most_positions(config):
         return None
     longer = {n: _longer(n, given[n], to - length) for n in _OF_EACH_TOKEN if given.get(n) is not None}
     return {**given, **longer}, length
+
+
+def _most_positions(config: Any) -> float:
+    """Behind these a table of positions ends, or rotary embeddings look at how long the batch is."""
+    scaling = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    own = [getattr(config, name, None) for name in ("max_position_embeddings", "original_max_position_embeddings")]
+    own += [one.get("original_max_position_embeddings") for one in scaling if isinstance(one, dict)]
+    for one in scaling:  # of a model with several kinds of layers, a dictionary of each
+        values = one.values() if isinstance(one, dict) else ()
+        own += [each.get("original_max_position_embeddings") for each in values if isinstance(each, dict)]
+    return min((most for most in own if isinstance(most, int)), default=0)
 
 
 def _is_asked(here: Any, everywhere: Any) -> bool:
