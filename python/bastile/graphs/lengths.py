@@ -36,8 +36,9 @@ class Lengths:
     def __init__(self) -> None:
         self._seen: set[int] = set()
         self._too_many: float = torch.inf  # so many tokens keep the device busy without graphs
-        self.is_known = False  # whether any may be padded has been looked at
-        self.never = False  # none may: tokens see what comes behind them, or the model returns what cannot be cut off
+        #: Whether none may be padded, for tokens see what comes behind them, or the model returns what cannot be cut
+        #: off. None: that has not been looked at.
+        self.never: bool | None = None
 
     def do_not_pay(self, tokens: int) -> None:
         """Graphs of so many tokens, nor of more."""

@@ -21,7 +21,7 @@ from bastile.models import rewrite
 from bastile.models.adapters import linears
 from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of
-from bastile.models.rebind import parameter_names
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.rotary import fits, is_usual, layout, tables
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops.qk_norm_rope import qk_norm_rope
@@ -134,7 +134,7 @@ def attention_forward(
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = as_keywords(names, args, kwargs)
         norm = _same_norm(norms, getattr(self, q_name), getattr(self, k_name))
         turn = getattr(scope, rotary.name)
         if norm is None or not (turn is rotary.function or is_ours(turn)):

@@ -10,7 +10,7 @@ from torch import nn
 
 from bastile.guards import stock_of
 from bastile.models.adapters import has_run
-from bastile.models.rebind import parameter_names
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site, calls
 from bastile.recompute import min_tokens, recomputing
 from bastile.report import Tally
@@ -43,7 +43,7 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         has_run(self)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = as_keywords(names, args, kwargs)
         is_small = _tokens(given) < min_tokens()
         if is_small or _is_partitioned(self):
             why = "so few tokens that it would save little memory" if is_small else "its weights are ZeRO-3's"

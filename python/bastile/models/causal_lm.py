@@ -17,7 +17,7 @@ from bastile.integrations import nemo_rl, prime_rl, trl, verl
 from bastile.models import rewrite
 from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward, traced
-from bastile.models.rebind import parameter_names
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -62,7 +62,7 @@ def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable
             kwargs.setdefault("return_dict", True)  # to the backbone, whose output the original reads by name
         if read is None or not torch.compiler.is_compiling():
             return eager(self, *args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = as_keywords(names, args, kwargs)
         # Evaluation keeps its logits, since metrics read them.
         if not self.training or given.get("labels") is None or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)

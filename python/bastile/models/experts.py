@@ -13,7 +13,7 @@ import torch
 
 from bastile.models import scored_inputs
 from bastile.models.mlp import activation_of, activations
-from bastile.models.rebind import parameter_names
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served, without_autocast
 from bastile.ops.moe import MOST_EXPERTS, moe_experts
@@ -60,7 +60,7 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = as_keywords(names, args, kwargs)
         hidden, indices, weights = [given.pop(name, None) for name in names[:3]]
         if given or len(args) > len(names):
             tally.step_aside("it was not called with states, indices and weights alone")

@@ -14,7 +14,7 @@ from bastile.graphs.lengths import is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
 from bastile.models.backbone import backbones
-from bastile.models.rebind import parameter_names
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -49,7 +49,7 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
         if step is None:
             return original(self, *args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = as_keywords(names, args, kwargs)
         longer = _lengthened(stack, self, original, given) if len(args) <= len(names) else None
         if longer is None:
             return _run(step, original, self, *args, **kwargs)
@@ -72,8 +72,7 @@ def _run(step: Step, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given: dict[str, Any]) -> Any:
     """The arguments of a padded batch and its length, where that pays and nobody notices."""
-    if not stack.lengths.is_known:
-        stack.lengths.is_known = True
+    if stack.lengths.never is None:
         stack.lengths.never = not is_causal(original, stack.layers)
     return None if stack.lengths.never else lengthened(given, backbone.config, stack.lengths)
 

@@ -16,14 +16,12 @@ from contextlib import suppress
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-from bastile.models import parameter_count, running_loss, walks
+from bastile.models import between_steps
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
-_TRAINER = "transformers.trainer"
-_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", _TRAINER, _TORCHS})
+_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", "transformers.trainer", _TORCHS})
 _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
@@ -35,7 +33,7 @@ _LOSSES = frozenset(
         "verl.utils.experimental.torch_functional",
     }
 )
-_BASE, _AROUND = "transformers.modeling_utils", "peft.peft_model"  # of all models, and what adapters put around one
+_BASE = "transformers.modeling_utils"  # of all models
 #: Packages whose modules are no code of models.
 _NOT_MODELS = frozenset(
     {"torch", "transformers", "bastile", "peft", "accelerate", "deepspeed", "trl", "verl", "nemo_rl", "builtins"}
@@ -156,7 +154,7 @@ class _Finder:
         self.imported = imported
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if not is_model_file(name) and name not in (_BASE, _AROUND):
+        if not is_model_file(name) and name not in between_steps.MODULES:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -184,10 +182,10 @@ class Watch:
     def start(self) -> None:
         if self._finder not in sys.meta_path:
             sys.meta_path.insert(0, self._finder)
-            for name in (_BASE, _AROUND):
-                if name in sys.modules:
-                    self._imported(name)
-            _put_into_trainer()
+            for name in between_steps.MODULES:
+                between_steps.put_into(name)
+            if _BASE in sys.modules:
+                self._watch_models()
 
     def stop(self) -> None:
         if self._finder in sys.meta_path:
@@ -197,31 +195,19 @@ class Watch:
         own = getattr(base, "post_init", None)
         if getattr(own, _MARK, None) is own and own is not None:
             base.post_init = own.__wrapped__  # type: ignore[union-attr]
-        if base is not None:
-            parameter_count.take_out_of(base)
-        for cls in (base, getattr(sys.modules.get(_AROUND), "PeftModel", None), DistributedDataParallel):
-            if cls is not None:
-                walks.take_out_of(cls)
-        trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)
-        if trainer is not None:
-            running_loss.take_out_of(trainer)
+        between_steps.take_out()
 
     def _imported(self, name: str) -> None:
+        if name in between_steps.MODULES:
+            between_steps.put_into(name)
         if name == _BASE:
             self._watch_models()
-        elif name == _AROUND:
-            walks.put_into(sys.modules[name].PeftModel)
-        else:
-            if name == _TRAINER:
-                _put_into_trainer()
+        elif is_model_file(name):
             self._guarded(name, ())
 
     def _watch_models(self) -> None:
         """Every model calls post_init when it has been built."""
         base = sys.modules[_BASE].PreTrainedModel
-        parameter_count.put_into(base)
-        walks.put_into(base)
-        walks.put_into(DistributedDataParallel)
         original = base.post_init
         if getattr(original, _MARK, None) is original:
             return
@@ -246,9 +232,3 @@ class Watch:
             self._look(name, classes)
         except Exception:
             logging.getLogger("bastile").exception("%s stays stock: it could not be looked at", name)
-
-
-def _put_into_trainer() -> None:
-    trainer = getattr(sys.modules.get(_TRAINER), "Trainer", None)  # none yet, while its module is being imported
-    if trainer is not None:
-        running_loss.put_into(trainer)

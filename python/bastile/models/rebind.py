@@ -12,6 +12,11 @@ def parameter_names(function: Any) -> tuple[str, ...]:
     return tuple(p.name for p in inspect.signature(function).parameters.values() if p.kind in kinds)[1:]
 
 
+def as_keywords(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments, those that were given by position by their names."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
 def with_global(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
     """The same code, in which the global `name` is `value` and every other global is what it is now.
 

@@ -24,7 +24,7 @@ from bastile.models.logits.losses import causal_loss
 from bastile.models.logits.pending import Call, Forward
 from bastile.models.logits.said import note
 from bastile.models.logits.tensor import Logits, put_off
-from bastile.models.rebind import parameter_names
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile, version
 from bastile.ops.vocabulary_parallel import local_of
@@ -214,7 +214,7 @@ def serving_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         skip = None if says_itself else kwargs.pop("skip_logits", None)
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = as_keywords(names, args, kwargs)
         with served_model(self, given):
             output = original(self, *args, **kwargs)
         if skip and hasattr(output, "logits") and getattr(output, "loss", None) is not None:
