@@ -46,16 +46,8 @@ extern "C" {
 #endif
 
 /* BST_API: a compiler warns where the result, a status mostly, is not looked at. */
-#if defined(_WIN32)
-#define BST_EXPORT __declspec(dllexport)
-#else
 #define BST_EXPORT __attribute__((visibility("default")))
-#endif
-#if defined(__GNUC__)
-#define BST_API BST_EXPORT __attribute__((warn_unused_result))
-#else
-#define BST_API BST_EXPORT
-#endif
+#define BST_API    BST_EXPORT __attribute__((warn_unused_result))
 
 /* The version of this header. It stands here alone: Meson, pkg-config and Python read it. Before 1.0 a new minor
  * version may change the interface, and then changes the name that programs are linked with, libbastile.so.0.1; from
@@ -208,8 +200,7 @@ typedef enum bst_activation {
     BST_GELU = 2,      /* g / 2 (1 + erf(g / sqrt(2))) */
     BST_RELU = 3,      /* max(g, 0) */
     BST_RELU2 = 4,     /* max(g, 0)^2 */
-    /* g / (1 + exp(-alpha g)), and up is one more. GPT-OSS, whose limit is 7. */
-    BST_SWIGLU_OAI = 5
+    BST_SWIGLU_OAI = 5 /* g / (1 + exp(-alpha g)), and up is one more: GPT-OSS, whose limit is 7 */
 } bst_activation;
 
 typedef struct bst_glu_options {
@@ -546,6 +537,15 @@ BST_API bst_status bst_dequantize_4bit_group(const bst_exec *exec, int64_t count
  * + 2^64 seed[1]; seed [2], int64. Of y's gradient it makes that of x. Srivastava et al., "Dropout", 2014. */
 BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DLTensor *seed, const DLTensor *addend,
                                double p, DLTensor *y);
+
+/* ---- low_rank ---------------------------------------------------------------------------------------------------- */
+
+/* What the gradient dy [T, N] of y = scale thin b^T (thin [T, R], b [N, R]: an adapter's second product) leaves, read
+ * once on CUDA in 16 bits for R of 8, 16, 24, 32 and N of a multiple of 8, each in rows that begin at multiples of 16
+ * bytes: g [T, R] = scale dy b, its rows with gaps or without, and db [N, R] = scale dy^T thin, float32. The others are
+ * of one type; b is contiguous. Summed in float32 in a fixed order. Hu et al., "LoRA", 2021. */
+BST_API bst_status bst_low_rank_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *thin,
+                                         const DLTensor *b, double scale, DLTensor *g, DLTensor *db);
 
 /* ---- optim ------------------------------------------------------------------------------------------------------- */
 

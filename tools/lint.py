@@ -38,7 +38,7 @@ BENCH_NAMES = {
 #: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py).
 NOT_IN_BENCH = {"dequantize_4bit"}
 #: Operators without a backward function, and so without one that is called forward.
-NOT_DIFFERENTIABLE = {"optim"}
+NOT_DIFFERENTIABLE = {"optim", "low_rank"}
 #: What ptx.cuh needs for itself.
 PTX_ALONE = {"BST_ARCH", "BST_BARRIER_WAIT"}
 MOST_LINES = 600

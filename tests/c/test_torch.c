@@ -283,6 +283,8 @@ static const operator_call operators[] = {
     {"dropout_add", 1, {F(3, 4), L(2), F(3, 4), R(0.5)}},
     {"dropout_inplace", 0, {W(3, 4), L(2), R(0.5)}},
     {"dropout_add_inplace", 0, {F(3, 4), L(2), W(3, 4), R(0.5)}},
+    {"low_rank_backward", 2, {F(3, 4), F(3, 2), F(4, 2), R(0.5)}},
+    {"low_rank_backward_into", 1, {F(3, 4), F(3, 2), F(4, 2), W(3, 2), R(0.5)}},
     {"moe_sort", 3, {L(3, 2), N(1)}},
     {"moe_gather", 1, {F(3, 4), I(0, 6)}},
     {"moe_glu_forward", 1, {F(6, 8), O(1, 8), I(6, 1), N(5), N(1), R(1.7), R(7)}},

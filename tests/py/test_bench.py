@@ -41,6 +41,7 @@ TINY = {
     "adamw": (3, 40),
     "grad_norm": (3, 40),
     "dropout": (6, 32),
+    "low_rank": (6, 32, 8),
 }
 on_one_thread = pytest.fixture(scope="module", autouse=True)(one_thread)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -95,6 +96,9 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
         ("grad_norm", (8, 4096 * 12288), False): 188.2,
         ("dropout", (8192, 4096), False): 31.4,
         ("dropout", (8192, 4096), True): 62.7,
+        ("low_rank", (8192, 12288, 16), False): 47.0,
+        ("low_rank", (8192, 4096, 16), False): 15.7,
+        ("low_rank", (8192, 1024, 16), False): 3.92,
     }
     seen = set()
     for case in LIMITS:

@@ -12,6 +12,7 @@ Shapes, by operator:
     moe_experts, swiglu_experts  (tokens, hidden size, size between the products, experts, experts of a token)
     adamw, grad_norm             (tensors, elements of each)
     dropout                      (rows, columns), with p = 0.05
+    low_rank                     (rows, columns, rank)
 """
 
 from __future__ import annotations
@@ -118,6 +119,10 @@ LIMITS = (
     # An adapter's input at Qwen3-8B, 4 x 2048.
     Case("dropout", (8192, 4096), backward=False, needs=_bf16(limit=1.1, peers={"torch": 1 / 1.25})),
     Case("dropout", (8192, 4096), needs=_bf16(limit=1.1, peers={"torch": 1 / 1.25})),
+    # Gradients of its gate's or up's adapter, of queries' and of keys'.
+    Case("low_rank", (8192, 12288, 16), backward=False, needs=_bf16(limit=1.4, peers={"torch": 0.65})),
+    Case("low_rank", (8192, 4096, 16), backward=False, needs=_bf16(limit=1.8, peers={"torch": 0.7})),
+    Case("low_rank", (8192, 1024, 16), backward=False, needs=_bf16(peers={"torch": 0.8})),
 )
 
 

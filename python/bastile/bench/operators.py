@@ -75,6 +75,11 @@ def _add_norm_inputs(case: Case, random: Random) -> Tensors:
     return {**_norm_inputs(case, random), **_rows("residual", "upstream 1")(case, random)}
 
 
+def _low_rank_inputs(case: Case, random: Random) -> Tensors:
+    rows, columns, rank = case.shape
+    return {"dy": random(rows, columns), "thin": random(rows, rank), "b": random(columns, rank)}
+
+
 # ---- rope ------------------------------------------------------------------------------------------------------------
 
 
@@ -320,5 +325,13 @@ OPERATORS = {
         leaves=("x",),
         times=(2, 4),
         model="x read, y written; backward: dy read, dx written",
+    ),
+    "low_rank": Operator(
+        _low_rank_inputs,
+        arguments=("dy", "thin", "b"),
+        leaves=(),
+        times=(1, 1),
+        model="dy read",
+        size=lambda case: math.prod(case.shape[:2]),
     ),
 }

@@ -114,6 +114,7 @@ _BASTILE: dict[str, Builder] = {
     "moe_experts": lambda: _ours("moe_experts", module="moe"),
     "swiglu_experts": _bastile_swiglu_experts,
     "dropout": lambda: partial(_ours("dropout"), p=DROPOUT),
+    "low_rank": lambda: _get("bastile.ops.low_rank", "low_rank_backward"),
 }
 
 
@@ -225,6 +226,12 @@ def _torch_cross_entropy() -> Function:
     return lambda logits, target: F.cross_entropy(logits, target).float()
 
 
+def _two_products(dy: torch.Tensor, thin: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if dy.is_cuda and dy.dtype is not torch.float32:
+        return dy @ b, torch.mm(dy.t(), thin, out_dtype=torch.float32)
+    return dy @ b, (dy.t() @ thin).float()
+
+
 _TORCH: dict[str, Builder] = {
     "rms_norm": lambda: lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     "swiglu": lambda: lambda a, b: F.silu(a) * b,
@@ -232,6 +239,7 @@ _TORCH: dict[str, Builder] = {
     "fused_linear_cross_entropy": lambda: _of_logits(_torch_cross_entropy()),
     "linear_logprobs": lambda: _torch_logprobs(),
     "dropout": lambda: partial(F.dropout, p=DROPOUT),
+    "low_rank": lambda: _two_products,
 }
 _TORCH |= _sequences({**_TORCH, "rope": _hf_rope})  # PyTorch has no rotary function
 

@@ -264,6 +264,41 @@ BST_DEVICE void bst_copy_async_commit(void) { asm volatile("cp.async.commit_grou
 /* Waits until at most the `newest` (a constant) latest groups of this thread are in flight. */
 #define bst_copy_async_wait(newest) asm volatile("cp.async.wait_group %0;" ::"n"(newest) : "memory")
 
+/* ---- products of small matrices: every lane of the warp takes part ------------------------------------------------
+ * "Warp Level Matrix Instructions: ldmatrix, mma". Of 16-bit elements, two in a word, the lower first. */
+
+/* Four matrices of 8 x 8 in shared memory, whose row i of matrix m begins where lane 8 m + i says, 16-byte aligned.
+ * Lane l gets elements 2 (l % 4) and the next of row l / 4 of each; transposed: of column l / 4. */
+BST_DEVICE void bst_load_matrices(uint32_t v[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+BST_DEVICE void bst_load_matrices_transposed(uint32_t v[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+
+/* d += a b, a of 16 x 16, b of 16 x 8, d of 16 x 8 in float32; bf16 or (is_f16, a constant) f16. Lane l has of a, as
+ * 8 x 8 matrices, upper left, lower left, upper right, lower right: of each row l / 4, elements 2 (l % 4) and the next;
+ * of b, upper and lower: of each column l / 4, those rows; of d, upper and lower: of each row l / 4, those columns. */
+BST_DEVICE void bst_multiply_add(float d[4], const uint32_t a[4], const uint32_t b[2], bool is_f16) {
+    if (is_f16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    }
+}
+
 /* ---- programmatic dependent launch ---------------------------------------------------------------------------------
  * "Parallel Synchronization and Communication Instructions: griddepcontrol". A kernel launched with `overlap` touches
  * no global memory before bst_wait_for_previous. */

@@ -167,6 +167,48 @@ BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
         emu_current->copy_wait(newest);                            \
     } while (0)
 
+/* ---- products of small matrices ---------------------------------------------------------------------------------- */
+
+/* What lane `from` gave. */
+#define emu_lane(v, from) ((uint32_t)emu_current->warp(EMU_SHUFFLE, v, from, where))
+
+BST_DEVICE void emu_load_matrices(uint32_t v[4], const void *row, bool transposed, const char *where) {
+    const int lane = (int)bst_lane();
+    const uintptr_t own = (uintptr_t)row; /* lanes' rows lie within one block's shared memory */
+    emu_current->access("bst_load_matrices", row, 16, EMU_SHARED, where);
+    for (int m = 0; m < 4; m++) {
+        uint16_t pair[2];
+        for (int i = 0; i < 2; i++) {
+            const int of_row = transposed ? 2 * (lane % 4) + i : lane / 4,
+                      column = transposed ? lane / 4 : 2 * (lane % 4) + i;
+            const int64_t apart = (int32_t)(emu_lane((uint32_t)own, 8 * m + of_row) - (uint32_t)own);
+            __builtin_memcpy(&pair[i], (const void *)(own + apart + 2 * column), 2);
+        }
+        v[m] = (uint32_t)pair[1] << 16 | pair[0];
+    }
+}
+#define bst_load_matrices(v, row)            emu_load_matrices(v, row, false, EMU_HERE)
+#define bst_load_matrices_transposed(v, row) emu_load_matrices(v, row, true, EMU_HERE)
+
+BST_DEVICE float emu_half(uint32_t word, int upper, bool is_f16) {
+    const uint32_t bits = upper ? word >> 16 : word & 0xffffu;
+    return is_f16 ? bst_f32_from_f16(bits) : bst_f32_from_bf16(bits);
+}
+BST_DEVICE void emu_multiply_add(float d[4], const uint32_t a[4], const uint32_t b[2], bool is_f16, const char *where) {
+    const int lane = (int)bst_lane();
+    float rows[2][16], columns[2][16];
+    for (int i = 0; i < 16; i++) { /* element i of the rows and columns that meet in this lane's d */
+        const int of = i % 8 / 2, right = i / 8;
+        for (int half = 0; half < 2; half++) {
+            rows[half][i] = emu_half(emu_lane(a[2 * right + half], lane / 4 * 4 + of), i % 2, is_f16);
+            columns[half][i] = emu_half(emu_lane(b[right], (lane % 4 * 2 + half) * 4 + of), i % 2, is_f16);
+        }
+    }
+    for (int j = 0; j < 4; j++)
+        for (int i = 0; i < 16; i++) d[j] += rows[j / 2][i] * columns[j % 2][i];
+}
+#define bst_multiply_add(d, a, b, is_f16) emu_multiply_add(d, a, b, is_f16, EMU_HERE)
+
 /* ---- between launches and blocks --------------------------------------------------------------------------------- */
 
 #define bst_wait_for_previous() emu_current->waited_for_previous()

@@ -1,0 +1,21 @@
+/* low_rank.h - what low_rank.c hands to low_rank_cpu.c. */
+#ifndef BST_LOW_RANK_H
+#define BST_LOW_RANK_H
+
+#include "core/cpu_kernel.h"
+
+/* out [m, R] = scale x y, y [k, R] in float32 in a workspace: x is dy, or dy transposed, of 16 bits. */
+typedef struct low_rank_cpu {
+    bst_dtype dtype, out_type; /* of dy, and of out: the same, or float32 */
+    const void *dy;
+    const float *y;
+    void *out;
+    int64_t dy_stride, out_stride;
+    int64_t k, rank;
+    float scale;
+} low_rank_cpu;
+
+BST_CPU_DECLARE(bst__low_rank_cpu);            /* over rows of dy */
+BST_CPU_DECLARE(bst__low_rank_transposed_cpu); /* over columns of dy */
+
+#endif

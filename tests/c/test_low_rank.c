@@ -1,0 +1,178 @@
+/* test_low_rank.c - the backward pass of an adapter's second product through the C API: against float64 in each type,
+ * for what the kernel serves and what two products do, in rows with gaps; errors; its kernels on every chip. */
+#include <math.h>
+
+#include "chips.h"
+#include "core/cpu_kernel.h"
+
+enum { MOST = 1 << 18 };
+static float dys[MOST], thins[MOST], bs[MOST], gs[MOST], dbs[MOST], again[MOST];
+
+typedef struct matrix {
+    float *data;
+    int64_t shape[2], strides[2], at;
+    int type;
+} matrix;
+
+static DLTensor tensor_of(matrix *m) {
+    return bst_tensor((char *)m->data + m->at * (m->type ? 2 : 4), 2, m->shape, m->strides, bst_test_types[m->type]);
+}
+
+static double number(const matrix *m, int64_t row, int64_t column) {
+    int64_t i = m->at + row * m->strides[0] + column;
+    if (!m->type) return (double)m->data[i];
+    uint16_t half = ((const uint16_t *)m->data)[i];
+    return (double)(m->type == 1 ? bst_from_bf16(half) : bst_from_f16(half));
+}
+
+static matrix filled(float *data, int64_t rows, int64_t columns, int64_t gap, int64_t at, int type, unsigned seed) {
+    matrix m = {data, {rows, columns}, {columns + gap, 1}, at, type};
+    if (!seed) {
+        memset(data, 0xff, MOST * sizeof(float));
+        return m;
+    }
+    bst_fill(data, MOST, seed, 2);
+    if (type) /* in place, from the front on */
+        for (int64_t i = 0; i < MOST; i++) {
+            float x = data[i];
+            bst_store((uint16_t *)data + i, &x, (bst_dtype)type, 1);
+        }
+    return m;
+}
+
+/* A sum of n products in float32 is off by n roundings of their sizes at most, and what is rounded once more by half a
+ * unit of it. */
+static void compare(const char *what, const matrix *got, const matrix *x, bool transposed, const matrix *y,
+                    double scale) {
+    const double unit = got->type == 0 ? 0x1p-24 : got->type == 1 ? 0x1p-8 : 0x1p-11;
+    const int64_t n = y->shape[0];
+    int64_t wrong = 0;
+    for (int64_t r = 0; r < got->shape[0]; r++)
+        for (int64_t c = 0; c < got->shape[1]; c++) {
+            double sum = 0, size = 0;
+            for (int64_t i = 0; i < n; i++) {
+                double product = number(x, transposed ? i : r, transposed ? r : i) * number(y, i, c) * scale;
+                sum += product, size += fabs(product);
+            }
+            double most = (double)(n + 2) * 0x1p-23 * size + unit * fabs(sum) + 0x1p-25;
+            wrong += !(fabs(number(got, r, c) - sum) <= most);
+        }
+    if (wrong)
+        FAILED("%s [%d, %d] of type %d, over %d: %d wrong", what, (int)got->shape[0], (int)got->shape[1], got->type,
+               (int)n, (int)wrong);
+}
+
+static void check(int64_t rows, int64_t columns, int64_t rank, int type, int64_t gap, int64_t at) {
+    matrix dy = filled(dys, rows, columns, gap, at, type, 3), thin = filled(thins, rows, rank, gap, at, type, 4);
+    matrix b = filled(bs, columns, rank, 0, at, type, 5), g = filled(gs, rows, rank, gap, at, type, 0);
+    matrix db = filled(dbs, columns, rank, 0, at, 0, 0);
+    DLTensor t[] = {tensor_of(&dy), tensor_of(&thin), tensor_of(&b), tensor_of(&g), tensor_of(&db)};
+    CHECK_OK(bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 0.75, &t[3], &t[4]));
+    compare("g", &g, &dy, false, &b, 0.75);
+    compare("db", &db, &dy, true, &thin, 0.75);
+    int64_t beside = 0, size = type ? 2 : 4;
+    for (int64_t i = 0; i < at + rows * g.strides[0]; i++)
+        if (i < at || (i - at) % g.strides[0] >= rank)
+            beside += memcmp((char *)gs + i * size, "\xff\xff\xff\xff", 2) != 0;
+    CHECK_EQ_I(beside, 0);
+    memcpy(again, gs, sizeof gs);
+    CHECK_OK(bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 0.75, &t[3], &t[4]));
+    CHECK(!memcmp(again, gs, sizeof gs));
+}
+
+/* Less than a tile and more than one of rows and columns; all ranks that the kernel has; more columns than a block has
+ * at rank 32; parts of rows. */
+TEST(what_the_kernel_serves) {
+    for (int type = 1; type < 3; type++) {
+        check(37, 40, 16, type, 0, 0);
+        check(130, 136, 8, type, 0, 0);
+        check(150, 264, 24, type, 8, 8);
+        check(300, 528, 32, type, 16, 0);
+        check(1, 8, 16, type, 0, 0);
+    }
+}
+
+/* float32; ranks and columns that are no multiple of eight; rows and addresses that are not aligned; many ranks. */
+TEST(what_two_products_do) {
+    for (int type = 0; type < 3; type++) {
+        check(37, 40, 5, type, 0, 0);
+        check(37, 39, 16, type, 0, 0);
+        check(20, 40, 16, type, 3, 0);
+        check(20, 40, 16, type, 0, 1);
+        check(70, 72, 40, type, 8, 0);
+        check(1, 1, 1, type, 0, 0);
+    }
+    check(130, 136, 16, 0, 8, 0);
+}
+
+/* No rows: db is zero; no columns: g is. */
+TEST(nothing_sums_up_to_zero) {
+    for (int type = 0; type < 3; type++) {
+        check(0, 40, 16, type, 0, 0);
+        check(37, 0, 16, type, 8, 0);
+        check(37, 40, 0, type, 0, 0);
+    }
+}
+
+TEST(infinities) {
+    matrix dy = filled(dys, 16, 16, 0, 0, 1, 3), thin = filled(thins, 16, 16, 0, 0, 1, 4);
+    matrix b = filled(bs, 16, 16, 0, 0, 1, 5), g = filled(gs, 16, 16, 0, 0, 1, 0), db = filled(dbs, 16, 16, 0, 0, 0, 0);
+    DLTensor t[] = {tensor_of(&dy), tensor_of(&thin), tensor_of(&b), tensor_of(&g), tensor_of(&db)};
+    float x = INFINITY;
+    bst_store((uint16_t *)dys + 3 * 16 + 5, &x, BST_BF16, 1);
+    CHECK_OK(bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[3], &t[4]));
+    for (int64_t r = 0; r < 16; r++)
+        for (int64_t c = 0; c < 16; c++) {
+            CHECK(isfinite(number(&g, r, c)) == (r != 3));
+            CHECK(isfinite(number(&db, r, c)) == (r != 5));
+        }
+}
+
+TEST(errors_name_the_argument_and_write_nothing) {
+    matrix dy = filled(dys, 6, 8, 0, 0, 1, 3), thin = filled(thins, 6, 4, 0, 0, 1, 4), b = filled(bs, 8, 4, 0, 0, 1, 5);
+    matrix g = filled(gs, 6, 4, 0, 0, 1, 0), db = filled(dbs, 8, 4, 0, 0, 0, 0),
+           narrow = filled(again, 6, 3, 0, 0, 1, 0);
+    DLTensor t[] = {tensor_of(&dy), tensor_of(&thin), tensor_of(&b), tensor_of(&g), tensor_of(&db)};
+    DLTensor n = tensor_of(&narrow);
+#define REFUSED(status, call, text)                          \
+    CHECK_EQ_I(call, status);                                \
+    CHECK_STR(bst_last_error(), "low_rank_backward: " text); \
+    for (int i = 0; i < 64; i++) CHECK(((uint16_t *)gs)[i] == 0xffff && ((uint16_t *)dbs)[i] == 0xffff)
+    REFUSED(BST_INVALID, bst_low_rank_backward(NULL, NULL, &t[1], &t[2], 1, &t[3], &t[4]), "dy is NULL");
+    REFUSED(BST_INVALID, bst_low_rank_backward(NULL, &t[0], &n, &t[2], 1, &t[3], &t[4]), "b has shape [8, 4]");
+    REFUSED(BST_INVALID, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &n, &t[4]), "g has shape [6, 3]");
+    REFUSED(BST_UNSUPPORTED, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[3], &t[2]), "db has elements");
+    REFUSED(BST_INVALID, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[1], &t[4]), "g and thin share memory");
+}
+
+/* What models have: each rank, wide and narrow layers, many rows and few; and what two products do. */
+static void compile_calls(void) {
+    const int64_t widths[] = {1024, 4096, 12288, 40, 152064}, ranks[] = {8, 16, 24, 32, 64};
+    for (int type = 1; type < 3; type++)
+        for (int w = 0; w < 5; w++)
+            for (int r = 0; r < 5; r++)
+                for (int64_t rows = 100; rows <= 10000; rows *= 100) {
+                    bst_shape s[5];
+                    DLTensor *t[5];
+                    const int64_t sizes[5][2] = {{rows, widths[w]},
+                                                 {rows, ranks[r]},
+                                                 {widths[w], ranks[r]},
+                                                 {rows, ranks[r]},
+                                                 {widths[w], ranks[r]}};
+                    for (int i = 0; i < 5; i++)
+                        t[i] = bst_device_tensor(&s[i], bst_test_types[i < 4 ? type : 0], 2, sizes[i]);
+                    CHECK_OK(bst_low_rank_backward(&bst_fake_exec, t[0], t[1], t[2], 2, t[3], t[4]));
+                }
+}
+
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("low_rank", compile_calls); }
+
+int main(void) {
+    RUN(what_the_kernel_serves);
+    RUN(what_two_products_do);
+    RUN(nothing_sums_up_to_zero);
+    RUN(infinities);
+    RUN(errors_name_the_argument_and_write_nothing);
+    RUN(kernels_compile_for_every_chip);
+    return bst_test_report();
+}
