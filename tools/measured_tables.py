@@ -22,6 +22,8 @@ from bastile.peers.operators import PEERS
 from bastile.sweep.results import Record, Results, loss_difference
 
 ROOT = Path(__file__).resolve().parent.parent
+#: What a trainer's steps are compared with.
+TRAINED = ("stock", "compile", "liger", "unsloth")
 #: The columns of a sweep's table.
 MODELS = ("hf", "liger", "compile", "compile-layers", "bastile-compile", "bastile")
 BLOCK = re.compile(r"(<!-- measured: (?P<file>\S+)(?P<words>[^>]*?) -->\n).*?(<!-- /measured -->)", re.DOTALL)
@@ -188,12 +190,13 @@ def losses(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     return lines
 
 
-def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
-    """Of tools/trl_lora.py and trl_rl.py: of each setting each implementation's latest run that nothing disturbed."""
+def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
+    """Of tools/trl_lora.py and trl_rl.py: of each setting each implementation's latest run that nothing disturbed.
+    words: the shapes to show; none: all."""
     versions = run["versions"]
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for step in sorted(run["steps"], key=lambda step: step.get("run", 1)):
-        if "disturbed" in step:  # by other work on the machine, as the file says
+        if "disturbed" in step or (words and step["shape"] not in words):  # by other work, as the file says
             continue
         setting = tuple(step[name] for name in ("shape", "batch", "length", "checkpointing"))
         setting = (
@@ -206,7 +209,9 @@ def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         latest.setdefault(setting, {})[step["implementation"]] = step
     memory = "reserved_gib" if any("reserved_gib" in step for step in run["steps"]) else "peak_gib"
     which = ", reserved" * (memory == "reserved_gib")
-    table = [[f"milliseconds of a step, median and least (peak GiB{which})", "stock", "**Bastile**", "its kernels"]]
+    peers = [name for name in TRAINED if any(name in steps for steps in latest.values())]
+    titles = ["stock" if name == "stock" else IMPLEMENTATIONS[name].title for name in peers]
+    table = [[f"milliseconds of a step, median and least (peak GiB{which})", *titles, "**Bastile**", "its kernels"]]
     apart = False
     for key in sorted(latest, key=str, reverse=True):
         (trainer, shape, batch, length, checkpointing, in_4bit, offloads, attention), steps = key, latest[key]
@@ -218,11 +223,12 @@ def trainers(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
             + (f" ({step[memory]:.1f})" if memory in step else "")
             for one, step in steps.items()
         }
-        is_apart = len({step.get("run", 1) for step in steps.values()}) > 1
-        apart |= is_apart
+        runs = {one: step.get("run", 1) for one, step in steps.items()}
+        apart |= len(set(runs.values())) > 1
         kernels = steps["bastile"].get("kernels_ms")
         of_kernels = "–" if kernels is None else f"{kernels:.0f}"
-        table.append([name, cells.get("stock", "–") + " *" * is_apart, f"**{cells['bastile']}**", of_kernels])
+        theirs = [cells.get(one, "–") + " *" * (one in runs and runs[one] != runs["bastile"]) for one in peers]
+        table.append([name, *theirs, f"**{cells['bastile']}**", of_kernels])
     return [
         f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}.",
         f"`{run['command']}`, [all figures]({link}).",
