@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.host_copies import on_host, remember
+
 #: So many different lengths must have come before any is padded: more than graphs are kept for. Fewer have a graph
 #: each, and the very bits of steps without.
 VARIES = 9
@@ -81,6 +83,10 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
     if to == length or to > _most_positions(config):
         return None
     longer = {n: _longer(n, given[n], to - length) for n in _OF_EACH_TOKEN if given.get(n) is not None}
+    for name, tensor in longer.items():
+        host = on_host(given[name])
+        if host is not None:
+            remember(tensor, _longer(name, host, to - length))
     return {**given, **longer}, length
 
 

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bastile.models import parameter_count, running_loss, walks
+from bastile.models import parameter_count, running_loss, waits, walks
 
 _PIECES: dict[str, tuple[str, tuple[Any, ...]]] = {
     "peft.peft_model": ("PeftModel", (walks,)),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", (walks,)),
     "transformers.modeling_utils": ("PreTrainedModel", (parameter_count, walks)),
-    "transformers.trainer": ("Trainer", (running_loss,)),
+    "transformers.trainer": ("Trainer", (running_loss, waits)),
 }
 #: Which have such a class.
 MODULES = frozenset(_PIECES)

@@ -14,6 +14,7 @@ from bastile.graphs.lengths import is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
 from bastile.models.backbone import backbones
+from bastile.models.masks import with_positions
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
@@ -37,6 +38,7 @@ def set_everywhere(mode: Mode) -> None:
 
 def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)
+    original = with_positions(original)
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,105 @@
+"""What a Trainer does around its steps, without the host waiting for the GPU: it gets batches (bastile.models.batches),
+asks what is in them (bastile.models.masks) and what is to be logged (bastile.models.logged).
+
+Accelerate's optimiser asks twice a step whether a package is installed, 0.1 ms a time: the answer is remembered."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from bastile.guards import stand_in_for, stock_of
+from bastile.models import batches, logged, masks
+
+_OPTIMIZER, _ASKS = "accelerate.optimizer", "is_lomo_available"
+
+_is_in_force = False
+_running = 0  # trainings, one within another or beside it
+_logging: list[type] = []  # classes of trainers whose numbers are read later
+
+
+def put_into(trainer: type) -> None:
+    """Into the methods of Trainer that train, and that get the batches of a step."""
+    global _is_in_force
+    _is_in_force = True
+    for name, replacement in _REPLACED.items():
+        there = vars(trainer).get(name)
+        if there is not None and stock_of(there) is there:
+            setattr(trainer, name, replacement(there))
+
+
+def take_out_of(trainer: type) -> None:
+    """What others have put around it since stays, and comes to the original."""
+    global _is_in_force
+    _is_in_force = False
+    _end()
+    for name in _REPLACED:
+        there = vars(trainer).get(name)
+        if there is not None and stock_of(there) is not there:
+            setattr(trainer, name, stock_of(there))
+
+
+def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _running
+        if not _is_in_force:
+            return original(self, *args, **kwargs)
+        _running += 1
+        batches.put_in()
+        masks.put_in()
+        _ask_once()
+        _logging.extend(logged.put_into(type(self)))
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _running -= 1
+            if not _running:
+                _end()
+
+    stand_in_for(original, train)
+    return train
+
+
+def _gets_batches(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _running or not _is_in_force:
+            return original(self, *args, **kwargs)
+        with batches.not_waited_for():
+            return original(self, *args, **kwargs)
+
+    stand_in_for(original, get_batch_samples)
+    return get_batch_samples
+
+
+def _ask_once() -> None:
+    module = sys.modules.get(_OPTIMIZER)
+    there = getattr(module, _ASKS, None)
+    if callable(there) and stock_of(there) is there and not hasattr(there, "cache_info"):
+        answer = there()
+
+        def remembered() -> Any:
+            return answer
+
+        stand_in_for(there, remembered)
+        setattr(module, _ASKS, remembered)
+
+
+def _end() -> None:
+    module = sys.modules.get(_OPTIMIZER)
+    there = getattr(module, _ASKS, None)
+    if there is not None and stock_of(there) is not there:
+        setattr(module, _ASKS, stock_of(there))
+    batches.take_out()
+    masks.take_out()
+    logged.take_out_of(_logging)
+    _logging.clear()
+
+
+_REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "train": _trains,
+    "get_batch_samples": _gets_batches,
+}
