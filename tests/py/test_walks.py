@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import bastile
 from conftest import tiny_batch, tiny_model
 
-STOCK = {name: vars(PreTrainedModel).get(name) for name in ("train", "parameters")}
+STOCK = {name: vars(PreTrainedModel).get(name) for name in ("train", "parameters", "zero_grad")}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield seen
     bastile.reset()
     assert {name: vars(PreTrainedModel).get(name) for name in STOCK} == STOCK
-    assert "parameters" not in vars(PeftModel)
+    assert not {"parameters", "zero_grad"} & vars(PeftModel).keys()
 
 
 def models() -> dict[str, Any]:
@@ -68,6 +68,21 @@ def test_gradients_go(walks):
         model.zero_grad()
         assert all(p.grad is None for p in model.parameters())
         assert walks == []
+        model(**tiny_batch(model)).loss.backward()
+        model.zero_grad(set_to_none=False)
+        assert {float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None} == {0.0}
+        walks.clear()
+
+
+def test_gradients_of_parameters_of_its_own_go(walks):
+    """Where a model names other parameters than its modules have."""
+    model = tiny_model()
+    model(**tiny_batch(model)).loss.backward()
+    some = list(model.parameters())[:2]
+    model.parameters = lambda recurse=True: iter(some)
+    model.zero_grad()
+    del model.parameters
+    assert [p.grad is None for p in model.parameters()] == [True] * 2 + [False] * (len(list(model.parameters())) - 2)
 
 
 def flags(model: nn.Module) -> list[bool]:

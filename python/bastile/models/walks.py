@@ -2,8 +2,8 @@
 
 `train()` sets a flag that is set already, and `zero_grad()` and the clipping of gradients ask for `parameters()`, whose
 names nobody reads; of a model with adapters, of thousands of modules, PyTorch's and Transformers' own code takes some
-30 ms for it, while a GPU waits. Here `train()` sees whether anything would change, and `parameters()` makes no names. A
-model of which a class has such methods of its own runs PyTorch's code."""
+30 ms for it, while a GPU waits. Here `train()` sees whether anything would change, `parameters()` makes no names, and
+`zero_grad()` has no generator beneath it. A model of which a class has such methods of its own runs PyTorch's code."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def put_into(cls: Any) -> None:
     """Into PreTrainedModel, or PEFT's model around one, where its methods are PyTorch's or known."""
     global _is_in_force
     _is_in_force = True
-    if cls.parameters is nn.Module.parameters:
-        cls.parameters = _parameters
+    for name, replacement in _REPLACED.items():
+        if getattr(cls, name) is getattr(nn.Module, name):
+            setattr(cls, name, replacement)
     train = vars(cls).get("train")
     if train is not None and stock_of(train) is train and is_known(train, _FINGERPRINTS):
         cls.train = _train(train)
@@ -40,8 +41,9 @@ def take_out_of(cls: Any) -> None:
     """What others have put around it since stays, and comes to the original."""
     global _is_in_force
     _is_in_force = False
-    if vars(cls).get("parameters") is _parameters:
-        del cls.parameters
+    for name, replacement in _REPLACED.items():
+        if vars(cls).get(name) is replacement:
+            delattr(cls, name)
     train = vars(cls).get("train")
     if stock_of(train) is not train:
         cls.train = stock_of(train)
@@ -52,6 +54,21 @@ def _parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
     if not recurse or not _is_in_force or torch.compiler.is_compiling():
         return nn.Module.parameters(self, recurse)
     return _each(self)
+
+
+@functools.wraps(nn.Module.zero_grad)
+def _zero_grad(self: Any, set_to_none: bool = True) -> None:
+    is_usual = set_to_none and _is_in_force and type(self).parameters is _parameters and "parameters" not in vars(self)
+    modules = modules_of(self) if is_usual and not torch.compiler.is_compiling() else None
+    if modules is None or getattr(self, "_is_replica", False):  # of which torch warns
+        return nn.Module.zero_grad(self, set_to_none)
+    for parameter in parameters_of(modules):
+        if parameter.grad is not None:
+            parameter.grad = None
+    return None
+
+
+_REPLACED: dict[str, Any] = {"parameters": _parameters, "zero_grad": _zero_grad}
 
 
 def _each(model: nn.Module) -> Iterator[nn.Parameter]:

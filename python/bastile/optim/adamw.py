@@ -279,9 +279,12 @@ class AdamW(torch.optim.AdamW):
 
     def has_exactly(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether the parameters with a gradient are this optimiser's."""
-        given = {id(p) for p in parameters if p.grad is not None}
-        own = {id(p) for group in self.param_groups for p in group["params"] if p.grad is not None}
-        return given == own and not self._options.in_backward
+        if self._options.in_backward:
+            return False
+        given, own = list(parameters), [p for group in self.param_groups for p in group["params"]]
+        if set(map(id, given)) == set(map(id, own)):  # seen sooner than each one's gradient
+            return True
+        return {id(p) for p in given if p.grad is not None} == {id(p) for p in own if p.grad is not None}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._clip = None
