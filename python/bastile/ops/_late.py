@@ -7,6 +7,7 @@ that memory."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,34 @@ class Late:
             work, *arguments = self._work
             with torch.no_grad():
                 work(*arguments, *results)
+
+
+class Place:
+    """Memory for a result that comes when it is made, if it is: what nodes save of it is a token without elements."""
+
+    __slots__ = ("token",)
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.token = like.new_empty(0)
+
+    def take(self, *shape: int) -> torch.Tensor:
+        storage = self.token.untyped_storage()
+        storage.resize_(math.prod(shape) * self.token.element_size())
+        return _seen_as(self.token, shape)
+
+
+def taken(token: torch.Tensor, *shape: int) -> torch.Tensor | None:
+    """The result for whose place this token stands, if it was made."""
+    return _seen_as(token, shape) if token.untyped_storage().size() else None
+
+
+def _seen_as(token: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return token.new_empty(0).set_(token.untyped_storage(), 0, shape)  # type: ignore[call-overload]
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is under way in this thread: nodes that are made there are a checkpoint's second run."""
+    return torch._C._current_graph_task_id() >= 0
 
 
 def in_checkpoint() -> bool:

@@ -1,0 +1,334 @@
+"""Layers of one input with their adapters, within a node: the products of the forward and of the backward pass. See
+bastile.ops.lora."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.compiler import is_compiling
+
+from bastile.ops._common import is_batched
+from bastile.ops._late import Late
+from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
+
+TENSORS = 4  # of a layer, in the order of Adapted: weight, bias, a, b
+
+
+class Layer(NamedTuple):
+    """What is no tensor in a layer, so that autograd need not know of it."""
+
+    scale: float
+    dropout: float
+    dequantise: Callable[[torch.dtype], torch.Tensor] | None
+    outputs: int | None
+
+
+class Group:
+    """Layers of one input, within a node: the forward and the backward pass of all of them.
+
+    weights, biases: of the input's type. a, b: in types of their own; a call rounds them to the input's once, and the
+    backward pass is given what was rounded. The thin results of all adapters, and the gradients of these, lie side by
+    side: [rows, rank]. seeds: of each layer's dropout, None where it has none."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        tensors: Sequence[torch.Tensor | None],
+        dtype: torch.dtype,
+        seeds: Sequence[torch.Tensor | None],
+        rounded: Sequence[torch.Tensor] | None = None,
+    ) -> None:
+        self.layers, self.dtype, self.seeds = layers, dtype, seeds
+        self.weights, self.biases, self.a, self.b = (tensors[i::TENSORS] for i in range(TENSORS))
+        self.columns: list[slice] = []  # each adapter's of the thin results
+        self.adapted: list[int] = []
+        self.drops = any([seed is not None for seed in seeds])
+        at = 0
+        for i, a in enumerate(self.a):
+            begin = at
+            if a is not None:
+                at += a.shape[0]
+                self.adapted.append(i)
+            self.columns.append(slice(begin, at))
+        self.rank = at
+        self._held: Sequence[Any] | None = None
+        self.rounded = self._rounded() if rounded is None else rounded
+
+    def _rounded(self) -> list[torch.Tensor]:
+        """All A's, [rank, K], and each B, of the input's type."""
+        if not self.adapted:
+            return []
+        a: Any = [self.a[i] for i in self.adapted]
+        b: Any = [self.b[i] for i in self.adapted]
+        dtype = self.dtype
+        if is_compiling() or all([each.dtype is dtype for each in b]):
+            return [(a[0] if len(a) == 1 else torch.cat(a)).to(dtype), *[each.to(dtype) for each in b]]
+        # All of them in one launch.
+        all_a = a[0].new_empty(self.rank, a[0].shape[1], dtype=dtype)
+        rounded = [each.new_empty(each.shape, dtype=dtype) for each in b]
+        torch._foreach_copy_([*[all_a[self.columns[i]] for i in self.adapted], *rounded], [*a, *b])
+        return [all_a, *rounded]
+
+    def weight(self, i: int) -> Any:
+        make = self.layers[i].dequantise
+        return self.weights[i] if make is None else make(self.dtype)
+
+    def hold(self) -> None:
+        """Makes the weights that are kept in another form for all products to come."""
+        self._held = list(self.weights_of(range(len(self.layers))))
+
+    def weights_of(self, which: Sequence[int]) -> Iterator[Any]:
+        """These layers' weights, made at once where that is possible, else each when it is asked for."""
+        if self._held is not None:
+            return map(self._held.__getitem__, which)
+        places = sorted(which)
+        makes = [self.layers[i].dequantise for i in places]
+        together = getattr(makes[0], "together", None) if len(makes) > 1 else None
+        found = None if together is None else together(makes, self.dtype)
+        return map(self.weight if found is None else dict(zip(places, found, strict=True)).__getitem__, which)
+
+    def dropped(self, i: int, rows: torch.Tensor) -> torch.Tensor:
+        """The input as adapter i sees it."""
+        seed = self.seeds[i]
+        return rows if seed is None else drop(rows, seed, self.layers[i].dropout)
+
+    def thin(self, rows: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor | None:
+        """x A^T of all adapters. into: its memory, where there is no dropout."""
+        if not self.adapted:
+            return None
+        all_a = self.rounded[0]
+        if not self.drops:
+            return _mm(rows, all_a.t(), into)
+        if is_compiling():  # it takes no part of a tensor for a result
+            return torch.cat([self.dropped(i, rows).mm(all_a[self.columns[i]].t()) for i in self.adapted], 1)
+        thin = rows.new_empty(rows.shape[0], self.rank)
+        for i in self.adapted:
+            mine = self.columns[i]
+            torch.mm(self.dropped(i, rows), all_a[mine].t(), out=thin[:, mine])
+        return thin
+
+    def results(self, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None) -> list[torch.Tensor]:
+        """Each [..., N]."""
+        results = self.places(x)
+        self.fill(rows, thin, *results)
+        return results
+
+    def places(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Memory for the results. Of their shape from the start: autograd lets nobody change a view in place that a
+        node made."""
+        return [x.new_empty(*x.shape[:-1], outputs) for outputs in self.outputs()]
+
+    def outputs(self) -> list[int]:
+        return [self._outputs(i) for i in range(len(self.layers))]
+
+    def _outputs(self, i: int) -> int:
+        for each in (self.weights[i], self.b[i], self.biases[i]):
+            if each is not None:
+                return each.shape[0]
+        return self.layers[i].outputs or self.weight(i).shape[0]
+
+    def fill(self, rows: torch.Tensor, thin: torch.Tensor | None, *results: torch.Tensor) -> None:
+        """The large products, into the places of the results."""
+        b, weights = iter(self.rounded[1:]), self.weights_of(range(len(self.a)))
+        for i, a in enumerate(self.a):
+            y, b_i = results[i], None if thin is None or a is None else next(b)
+            self._fill(y.view(-1, y.shape[-1]), i, rows, thin, b_i, next(weights).t())
+
+    def _fill(
+        self,
+        y: torch.Tensor,
+        i: int,
+        rows: torch.Tensor,
+        thin: torch.Tensor | None,
+        b: torch.Tensor | None,
+        weight: Any,
+    ) -> None:
+        bias = self.biases[i]
+        if thin is None or b is None:
+            if bias is None:
+                torch.mm(rows, weight, out=y)
+            else:
+                torch.addmm(bias, rows, weight, out=y)
+            return
+        mine, scale = self._mine(thin, i), self.layers[i].scale
+        if bias is None:
+            y.addmm_(mine, b.t(), beta=0, alpha=scale)
+        else:
+            torch.addmm(bias, mine, b.t(), alpha=scale, out=y)
+        y.addmm_(rows, weight)
+
+    def _mine(self, thin: torch.Tensor, i: int) -> torch.Tensor:
+        """A layer's columns of all thin numbers."""
+        return thin if len(self.adapted) == 1 else thin[:, self.columns[i]]
+
+    def thin_gradients(
+        self, gradients: Sequence[torch.Tensor | None], into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """s dy B of all adapters; 0 for those whose result nobody differentiated. into: its memory."""
+        known = [dy for i, dy in enumerate(gradients) if dy is not None and self.a[i] is not None]
+        if not known:
+            return None
+        g = known[0].new_empty(known[0].shape[0], self.rank) if into is None else into
+        for i, b in zip(self.adapted, self.rounded[1:], strict=True):
+            dy = gradients[i]
+            if dy is None:
+                g[:, self.columns[i]] = 0
+            else:
+                self._mine(g, i).addmm_(dy, b, beta=0, alpha=self.layers[i].scale)
+        return g
+
+    def input_gradient(
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, into: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first. into:
+        its memory."""
+        dx = None if g is None else self._adapters_input_gradient(gradients, g, into)
+        which = [i for i in range(len(self.layers) - 1, -1, -1) if gradients[i] is not None]
+        weights = self.weights_of(which)
+        for i in which:
+            dy: Any = gradients[i]
+            dx = _mm(dy, next(weights), into) if dx is None else dx.addmm_(dy, next(weights))
+        return dx
+
+    def _adapters_input_gradient(
+        self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor, into: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        all_a = self.rounded[0]
+        if not self.drops:
+            return _mm(g, all_a, into)
+        dx = None
+        for i in self.adapted:
+            if gradients[i] is not None:
+                dx = self._add_dropped(i, dx, self._mine(g, i).mm(all_a[self.columns[i]]))
+        return dx
+
+    def _add_dropped(self, i: int, dx: torch.Tensor | None, part: torch.Tensor) -> torch.Tensor:
+        """dx, if there is one, and what adapter i's dropout leaves of this part, which is written over."""
+        seed, p = self.seeds[i], self.layers[i].dropout
+        if seed is None:
+            return part if dx is None else dx.add_(part)
+        if is_compiling() or is_batched(part):
+            return drop(part, seed, p) if dx is None else drop_and_add(part, seed, dx, p)
+        if dx is None:
+            drop_in_place(part, seed, p)
+            return part
+        drop_into(part, seed, dx, p)
+        return dx
+
+    def gradients(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        g: torch.Tensor | None,
+        rows: Any,
+        thin: torch.Tensor | None,
+        wanted: Sequence[bool],
+    ) -> list[torch.Tensor | None]:
+        """Those of the tensors' gradients that are wanted, in the tensors' order: dW = dy^T x, dbias = the sum of dy,
+        dA = g^T x, dB = s dy^T (x A^T)."""
+        found: list[torch.Tensor | None] = [None] * len(wanted)
+        self.base_gradients(found, gradients, rows, wanted)
+        self.add_gradients_of_b(found, gradients, thin, wanted)
+        self.add_gradients_of_a(found, gradients, g, rows, wanted)
+        return found
+
+    def base_gradients(
+        self,
+        found: list[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        rows: Any,
+        wanted: Sequence[bool],
+    ) -> None:
+        """Weights' and biases'."""
+        for i, dy in enumerate(gradients):
+            if dy is not None and wanted[i * TENSORS]:
+                found[i * TENSORS] = dy.t().mm(rows)
+            if dy is not None and wanted[i * TENSORS + 1]:
+                found[i * TENSORS + 1] = dy.sum(0)
+
+    def add_gradients_of_b(
+        self,
+        found: list[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        thin: torch.Tensor | None,
+        wanted: Sequence[bool],
+    ) -> None:
+        """Added to what is found of other rows."""
+        for i, dy in enumerate(gradients):
+            b, place = self.b[i], i * TENSORS + 3
+            if dy is not None and wanted[place] and b is not None and thin is not None:
+                scale = self.layers[i].scale
+                found[place] = _add(found[place], b.dtype, dy.t(), self._mine(thin, i), scale)
+
+    def add_gradients_of_a(
+        self,
+        found: list[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        g: torch.Tensor | None,
+        rows: Any,
+        wanted: Sequence[bool],
+    ) -> None:
+        """Added to what is found of other rows."""
+        places = {i: i * TENSORS + 2 for i in self.adapted if wanted[i * TENSORS + 2] and gradients[i] is not None}
+        if not places or g is None:
+            return
+        types: Any = {i: self.a[i].dtype for i in places}  # type: ignore[union-attr]
+        if self.drops:
+            for i, place in places.items():
+                found[place] = _add(found[place], types[i], self._mine(g, i).t(), self.dropped(i, rows))
+            return
+        shared = set(types.values())
+        together = product(shared.pop() if len(shared) == 1 else torch.float32, g.t(), rows)
+        for i, place in places.items():
+            mine = together[self.columns[i]].to(types[i])
+            known = found[place]
+            found[place] = mine if known is None else known.add_(mine)
+
+
+def _mm(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
+    return a.mm(b) if into is None else torch.mm(a, b, out=into)
+
+
+def _add(
+    known: torch.Tensor | None, dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    made = product(dtype, a, b, scale)
+    return made if known is None else known.add_(made)
+
+
+def product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """scale a b in this type, with no rounding to the factors' type between, where PyTorch can leave that out."""
+    if a.dtype is dtype:
+        product = a.mm(b)
+    elif dtype is torch.float32 and a.is_cuda and not is_compiling() and _HAS_OUT_DTYPE:
+        product = torch.mm(a, b, out_dtype=dtype)
+    else:
+        product = a.mm(b).to(dtype)
+    return product if scale == 1 else product.mul_(scale)
+
+
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
+
+
+def reads_input(wanted: Sequence[bool]) -> bool:
+    """Whether one of a group's gradients that are wanted is made of the group's input: a weight's or an A's."""
+    return any(wanted[0::TENSORS]) or any(wanted[2::TENSORS])
+
+
+def results_or_places(
+    rest: Late | None, group: Group, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """A node's results, or where they will be."""
+    if rest is None:
+        return group.results(x, rows, thin)
+    rest.leave(group.fill, rows, thin)
+    return group.places(x)
+
+
+def of_layers(layers: Sequence[Layer], seeds: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """Each layer's seed of these."""
+    if seeds is None:
+        return [None] * len(layers)
+    left = iter(seeds.unbind(0))
+    return [next(left) if layer.dropout > 0 else None for layer in layers]

@@ -1,0 +1,212 @@
+"""The gated MLP of layers with adapters, as one node. See bastile.ops.lora.adapted_gated_mlp.
+
+In a layer that is checkpointed the node keeps its input, and gate's and up's results are made where they are read: in
+the backward pass, some rows at a time. Then no more of them exists at once than of a part, which is what most of such a
+layer's memory is taken by, and no product is made more often."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+
+from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input, results_or_places
+from bastile.ops._common import (
+    Function,
+    first_order_only,
+    has_values,
+    is_batched,
+    release_on_last_pass,
+    without_autocast,
+)
+from bastile.ops._late import Place, in_backward, in_checkpoint, taken
+from bastile.ops.gated_mlp import unit_gradients
+
+#: Rows are worked off in at most so many parts: more would save little beside weights and dx.
+_MOST_PARTS = 4
+#: Multiplications and additions of a part's large product, 0.15 ms of an H200: what its launches cost is little then.
+_LEAST_WORK = 100e9
+_ROWS = 128  # a part is a multiple of: products have tiles of as many
+
+
+class GatedMLP(Function):
+    """Keeps x where it is read, gate's and up's results, the thin ones and the seeds of dropouts. The activation comes
+    again out of the kernel that makes its gradients. In parts, which is within checkpoints: x, and gate's and up's
+    results only where the checkpoint's second run went on to what is behind this node."""
+
+    @staticmethod
+    def forward(ctx, x, layers, unit, rest, seeds, *tensors):
+        first, second = groups(layers, tensors, x.dtype, seeds)
+        rows = x.reshape(-1, x.shape[-1])
+        thin = first.thin(rows)
+        wanted = ctx.needs_input_grad[5:]
+        # In a checkpoint y and its thin results are left for later too, which the backward pass then makes from the y
+        # that it makes anyway. Elsewhere keeping them costs less.
+        is_left = rest is not None and in_checkpoint()
+        ctx.parts = _parts(rows, first, second, wanted) if is_left else None
+        y = thin_y = None
+        if ctx.parts is not None:
+            kept: Any = Place(x), Place(x)
+            a, b = kept[0].token, kept[1].token
+        else:
+            kept = a, b = first.results(x, rows, thin)
+        if not is_left:
+            y = unit.forward(a, b)
+            thin_y = second.thin(y.view(-1, y.shape[-1]))
+        keeps_x = ctx.parts is not None or reads_input(wanted[: 2 * TENSORS])
+        way_back = None if keeps_x or is_compiling() else x.new_empty(0)
+        ctx.save_for_backward(
+            x if keeps_x else None, thin, a, b, thin_y, way_back, seeds, *tensors, *first.rounded, *second.rounded
+        )
+        ctx.shape, ctx.layers, ctx.dtype, ctx.unit = x.shape, layers, x.dtype, unit
+        if not is_left:
+            (out,) = results_or_places(rest, second, y, y.view(-1, y.shape[-1]), thin_y)
+        else:
+            if ctx.parts is not None:
+                rest.leave(_finish, first, second, unit, rows, thin, kept)
+            else:
+                rest.leave(_finish_unit, second, unit, a, b)
+            (out,) = second.places(x)
+        return out if way_back is None else (out, way_back)
+
+    @staticmethod
+    def backward(ctx, dout, *_):
+        saved = ctx.saved_tensors
+        with torch.no_grad(), without_autocast(dout.device.type):
+            found = _gradients(ctx, dout, saved)
+        if torch.is_grad_enabled() and not is_compiling():
+            x, way_back, tensors = saved[0], saved[5], saved[7 : 7 + 3 * TENSORS]
+            found = [first_order_only("adapted_gated_mlp", d, dout, x, way_back, *tensors) for d in found]
+        return found[0], None, None, None, None, *found[1:]
+
+
+def _finish_unit(group: Group, unit: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    rows = unit.forward(a, b).view(-1, a.shape[-1])
+    group.fill(rows, group.thin(rows), out)
+
+
+def _finish(
+    first: Group,
+    second: Group,
+    unit: Any,
+    rows: torch.Tensor,
+    thin: torch.Tensor | None,
+    kept: Sequence[Place],
+    out: torch.Tensor,
+) -> None:
+    if in_backward():  # a checkpoint's second run that goes on: what was made stays for the node
+        shapes = [(rows.shape[0], outputs) for outputs in first.outputs()]
+        results = [place.take(*shape) for place, shape in zip(kept, shapes, strict=True)]
+        first.fill(rows, thin, *results)
+    else:
+        results = first.results(rows, rows, thin)
+    y = unit.forward(*results)
+    del results
+    second.fill(y, second.thin(y), out.view(-1, out.shape[-1]))
+
+
+def groups(
+    layers: Sequence[Layer], tensors: Sequence[Any], dtype: torch.dtype, seeds: torch.Tensor | None
+) -> tuple[Group, Group]:
+    """Gate and up, and down. Behind the layers' tensors may stand what was rounded, first that of gate and up."""
+    first, second, rounded = tensors[: 2 * TENSORS], tensors[2 * TENSORS : 3 * TENSORS], tensors[3 * TENSORS :]
+    of_each = of_layers(layers, seeds)
+    of_first: Any = None
+    of_second: Any = None
+    if rounded:
+        adapted = sum([a is not None for a in first[2::TENSORS]])
+        count = adapted + 1 if adapted else 0
+        of_first, of_second = rounded[:count], rounded[count:]
+    return (
+        Group(layers[:2], first, dtype, of_each[:2], of_first),
+        Group(layers[2:], second, dtype, of_each[2:], of_second),
+    )
+
+
+def _parts(rows: torch.Tensor, first: Group, second: Group, wanted: Sequence[bool]) -> list[slice] | None:
+    """The rows that the backward pass takes at a time; None: all of them, whose gate's and up's results are kept."""
+    adapters = [t for t in (*first.a, *first.b, *second.a, *second.b) if t is not None]
+    if (
+        first.drops  # a mask is a function of an element's number among all
+        or second.drops
+        or any([trained for i, trained in enumerate(wanted) if i % TENSORS < 2])  # weights, of one product each
+        or not all([t.dtype is torch.float32 for t in adapters])  # whose gradients are sums of the parts'
+        or not has_values(rows)
+    ):
+        return None
+    count, width = rows.shape
+    inner = first.outputs()[0]
+    parts = min(_MOST_PARTS, int(2 * count * width * inner // _LEAST_WORK))
+    if parts < 2:
+        return None
+    made = sum([layer.dequantise is not None for layer in (*first.layers, *second.layers)])
+    if made * width * inner >= 3 * count * inner * (parts - 1) // parts:  # these wait from part to part
+        return None
+    size = -(-count // (parts * _ROWS)) * _ROWS
+    return [slice(at, min(at + size, count)) for at in range(0, count, size)]
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch.Tensor | None]:
+    x, thin, a, b, thin_y, _, seeds, *tensors = saved
+    last = release_on_last_pass(ctx, dout)
+    want_x, _, _, _, _, *wanted = ctx.needs_input_grad
+    first, second = groups(ctx.layers, tensors, ctx.dtype, seeds)
+    rows = None if x is None else x.reshape(-1, x.shape[-1])
+    drows = dout.reshape(-1, dout.shape[-1])
+    count, parts = drows.shape[0], None
+    if ctx.parts is None:
+        a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
+    else:
+        a, b = (taken(t, count, outputs) for t, outputs in zip((a, b), first.outputs(), strict=True))
+    is_made_here = a is None
+    if is_made_here:
+        last = not is_batched(dout)  # nobody else has what is made here
+        parts = ctx.parts if last else None
+        first.hold()
+        second.hold()
+
+    wanted_first, wanted_second = wanted[: 2 * TENSORS], wanted[2 * TENSORS :]
+    wants_y = reads_input(wanted_second) or (thin_y is None and any(wanted_second))
+    wants = want_x or any(wanted_first[:TENSORS]), want_x or any(wanted_first[TENSORS:]), wants_y
+    of_first: list[torch.Tensor | None] = [None] * len(wanted_first)
+    of_second: list[torch.Tensor | None] = [None] * len(wanted_second)
+    g_second = second.thin_gradients([drows])
+    g_first = dx = None
+    if parts is not None:
+        g_first, dx = rows.new_empty(count, first.rank), rows.new_empty(rows.shape) if want_x else None
+        thin_y = rows.new_empty(count, second.rank)
+
+    def take(part: slice | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What is made of these rows' gate, up and dy; of all rows: their g, thin y and dx."""
+
+        def of(t: Any) -> Any:
+            return t if t is None or part is None else t[part]
+
+        def place(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else of(t)
+
+        dy: Any = second.input_gradient([of(drows)], of(g_second))
+        results = first.results(of(rows), of(rows), of(thin)) if is_made_here else (a, b)
+        da, db, y = unit_gradients(ctx.unit, dy, *results, wants, last)
+        del dy, results
+        mine = second.thin(y, place(thin_y)) if wants[2] and (thin_y is None or part is not None) else of(thin_y)
+        second.base_gradients(of_second, [of(drows)], y, wanted_second)
+        second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second)
+        del y
+        gradients = [da if wants[0] else None, db if wants[1] else None]
+        g = first.thin_gradients(gradients, place(g_first))
+        first.base_gradients(of_first, gradients, rows, wanted_first)
+        first.add_gradients_of_b(of_first, gradients, of(thin), wanted_first)
+        return g, mine, first.input_gradient(gradients, g, place(dx)) if want_x else None
+
+    if parts is None:
+        g_first, thin_y, dx = take(None)
+    else:
+        for part in parts:
+            take(part)
+    second.add_gradients_of_b(of_second, [drows], thin_y, wanted_second)
+
+    first.add_gradients_of_a(of_first, [drows] * 2, g_first, rows, wanted_first)
+    return [None if dx is None else dx.view(ctx.shape), *of_first, *of_second]

@@ -1,0 +1,133 @@
+"""The gated MLP with adapters in a checkpoint: gate's and up's results are made in the backward pass, some rows at a
+time. Sizes are small here, so what would not pay for a part is set to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bastile.ops import _adapted_mlp
+from bastile.ops.lora import Adapted, adapted_gated_mlp
+from memory import Peak
+from oracle import Case, assert_no_worse, assert_no_worse_pooled, assert_same_bits, devices, random_tensor
+from test_lora import SCALE, Layer, make, peft_mlp, total_of, trained, under
+
+WIDTH, INNER = 32, 96
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_adapted_mlp, "_LEAST_WORK", 1)
+    monkeypatch.setattr(_adapted_mlp, "_ROWS", 4)
+
+
+def checkpointed(x: torch.Tensor, *layers: Adapted) -> torch.Tensor:
+    return checkpoint(adapted_gated_mlp, x, *layers, use_reentrant=False)
+
+
+def case_of(dtype: torch.dtype, rows: int, device: str) -> Case:
+    """Adapters on frozen weights, of float32 under autocast: x, A's and B's have gradients."""
+    sizes = [Layer(WIDTH, INNER, 4, False), Layer(WIDTH, INNER, 3, False), Layer(INNER, WIDTH, 5, False)]
+    inputs, constants = {"x": random_tensor((rows, WIDTH), dtype, device)}, {}
+    for i, size in enumerate(sizes):
+        weight, *adapter = size.inputs(f"{i} ", dtype, torch.float32, device).items()
+        inputs |= dict(adapter)
+        constants |= dict([weight])
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(x: torch.Tensor, *tensors: torch.Tensor) -> Any:
+            pairs, weights = tensors[:6], tensors[6:]
+            given = zip(weights, pairs[::2], pairs[1::2], strict=True)
+            return function(x, *[Adapted(weight, None, a, b, SCALE) for weight, a, b in given])
+
+        return run
+
+    cast = None if dtype is torch.float32 else dtype
+    ours, stock = (under(cast, device, of(each)) for each in (checkpointed, peft_mlp))
+    return Case(ours, stock, of(peft_mlp), inputs, constants, independent=rows)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [64, 61, 2])  # four parts, of which the last may be a smaller one; less than a part
+def test_parts_match_float64_as_well_as_peft(rows, dtype, device):
+    assert_no_worse(case_of(dtype, rows, device))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_pooled_errors_of_parts(device):
+    assert_no_worse_pooled(lambda: case_of(torch.bfloat16, 256, device))
+
+
+def layers_of(device: str, p: float = 0.0) -> list[Adapted]:
+    return [*make(device, width=WIDTH, outputs=INNER, p=p), *make(device, count=1, width=INNER, outputs=WIDTH, p=p)]
+
+
+def test_what_is_there_at_once_and_how_often_weights_are_made():
+    """Of gate's and up's results, dy and the weights, which one by one are larger than all else: a fourth of each of
+    the former at a time, and each weight once a run and once for the backward pass."""
+    layers, rows = layers_of("cpu"), 4096
+    made: list[int] = []
+
+    def quantised(layer: Adapted) -> Adapted:
+        weight: Any = layer.weight
+
+        def dequantise(dtype: torch.dtype) -> torch.Tensor:
+            made.append(1)
+            return weight.clone()
+
+        return layer._replace(weight=None, dequantise=dequantise, outputs=weight.shape[0])
+
+    given = [quantised(layer) for layer in layers]
+    x = random_tensor((rows, WIDTH), torch.float32, "cpu").requires_grad_()
+    out = checkpointed(x, *given)
+    assert len(made) == 3
+    with Peak() as peak:
+        gradients = torch.autograd.grad(out.sum(), [x, *trained(layers)], torch.ones(()))
+    assert len(made) == 6
+    one, dx = rows * INNER * 4, rows * WIDTH * 4
+    assert peak.most < 3 * one // 4 + 2 * dx  # thin numbers and weights are less than another dx
+    del gradients
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_what_comes_behind_in_the_same_checkpoint(p, device):
+    """Then the second run goes on, and the backward pass reads what that makes. With dropout there are no parts."""
+    layers, x = layers_of(device, p), random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return adapted_gated_mlp(x, *layers).sin() * 2
+
+    found = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        y = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        with Peak() as calls:
+            found.append([y.detach(), *torch.autograd.grad(total_of([y]), [x, *trained(layers)])])
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
+    assert calls.calls.count("bastile.swiglu_forward.default") == 1
+
+
+@pytest.mark.parametrize("device", devices())
+def test_other_passes_over_such_a_graph(device):
+    """Two in turn, several at once, and a second derivative, which is refused."""
+    layers, x = layers_of(device), random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
+    wanted, out = [x, *trained(layers)], checkpointed(x, *layers)
+    first = torch.autograd.grad(out.sum(), wanted, retain_graph=True)
+    for one, other in zip(first, torch.autograd.grad(out.sum(), wanted, retain_graph=True), strict=True):
+        assert_same_bits(one, other)
+    (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="adapted_gated_mlp cannot be differentiated twice"):
+        dx.sum().backward()
+    out = checkpointed(x, *layers)
+    upstream = random_tensor((2, *out.shape), torch.float32, device)
+    each = [torch.autograd.grad(out, wanted, one, retain_graph=True) for one in upstream]
+    at_once = torch.autograd.grad(out, wanted, upstream, is_grads_batched=True)
+    for one, other in zip(at_once, zip(*each, strict=True), strict=True):
+        torch.testing.assert_close(one, torch.stack(other))
