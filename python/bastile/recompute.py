@@ -15,13 +15,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
+
+from bastile.ops._late import in_checkpoint
 
 #: Each tensor that autograd keeps costs the host a few microseconds here, which a GPU with little to do would wait
 #: for, and the kernels that make it again half a per cent of a step. Below so many tokens memory is not short either:
@@ -278,22 +280,65 @@ def hooks_below() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.
     return hooks if hooks[0] is _thread.pack else None
 
 
+class Again(NamedTuple):
+    """How a tensor is had again, bit by bit: the first result of forward of these inputs, where each None in `others`
+    is the next of the tensors."""
+
+    forward: Callable[..., Any]
+    tensors: tuple[torch.Tensor, ...]
+    others: tuple[Any, ...]
+    version: int  # of the tensor
+
+    def without_tensors(self) -> Again:
+        return self._replace(tensors=())
+
+    def made(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        left = iter(tensors)
+        outputs = self.forward(*[next(left) if other is None else other for other in self.others])
+        return outputs[0] if isinstance(outputs, tuple) else outputs
+
+
+_AGAIN = "_bastile_again"  # of a tensor, what is noted of it
+
+
+def _note(forward: Callable[..., Any], inputs: tuple[Any, ...], output: torch.Tensor | None) -> None:
+    if output is None or any([each is None for each in inputs]):
+        return
+    tensors = tuple([each.detach() for each in inputs if isinstance(each, torch.Tensor)])
+    others = tuple([None if isinstance(each, torch.Tensor) else each for each in inputs])
+    setattr(output, _AGAIN, Again(forward, tensors, others, output._version))
+
+
+def again(tensor: torch.Tensor) -> Again | None:
+    """How this tensor is had again, where an operator has offered it within a checkpoint."""
+    found = vars(tensor).get(_AGAIN)
+    return found if found is not None and found.version == tensor._version else None
+
+
 def offer(
-    forward: Callable[..., Any], inputs: tuple[Any, ...], *outputs: torch.Tensor | None, is_inner: bool = False
+    forward: Callable[..., Any],
+    inputs: tuple[Any, ...],
+    *outputs: torch.Tensor | None,
+    is_inner: bool = False,
+    inputs_stay: bool = False,
 ) -> None:
     """For operators, after a call: `outputs` can be had again as the first results of forward(*inputs), bit by bit and
     in the same memory layout (None: not this one).
 
     An operator offers only what follows from the tensors that it keeps for its own backward pass. `forward` gets the
     inputs detached and runs without autograd. An output that requires no gradient is passed over: then the operator
-    keeps nothing. is_inner: within a node's forward, where nothing requires one, of what that node keeps."""
+    keeps nothing. is_inner: within a node's forward, where nothing requires one, of what that node keeps. inputs_stay:
+    whether they are there for as long as the outputs anyway: within a checkpoint a node may ask for them then, by
+    `again`."""
     if is_compiling():
         return
-    pack, offers = _thread.pack, _thread.offers
-    if pack is None or offers is None:
-        return
     hooks = _top_hooks(False)
-    if hooks is None or hooks[0] is not pack:
+    if hooks is None:
+        return
+    pack, offers = _thread.pack, _thread.offers
+    if pack is None or offers is None or hooks[0] is not pack:
+        if inputs_stay and in_checkpoint():
+            _note(forward, inputs, outputs[0])
         return
     call = None
     for position, output in enumerate(outputs):

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from bastile.ops import _adapted_mlp
-from bastile.ops.lora import Adapted, adapted_gated_mlp
+from bastile.ops import _adapted_mlp, lora
+from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
+from bastile.ops.rms_norm import add_rms_norm
 from memory import Peak
 from oracle import Case, assert_no_worse, assert_no_worse_pooled, assert_same_bits, devices, random_tensor
 from test_lora import SCALE, Layer, make, peft_mlp, total_of, trained, under
@@ -131,3 +132,26 @@ def test_other_passes_over_such_a_graph(device):
     at_once = torch.autograd.grad(out, wanted, upstream, is_grads_batched=True)
     for one, other in zip(at_once, zip(*each, strict=True), strict=True):
         torch.testing.assert_close(one, torch.stack(other))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_norm_s_result_is_made_again(device, monkeypatch):
+    """A layer's first norm, and the layers that read it: what they keep of it is what it is made of, which is there."""
+    layers, width = make(device, width=WIDTH, outputs=INNER), random_tensor((WIDTH,), torch.float32, device)
+    x = random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y, total = add_rms_norm(x, None, width)
+        first, second = adapted_linears(y, layers)
+        return (first * second).sum() + total.sum()
+
+    found, norms = [], []
+    for least in (1 << 40, 0):
+        monkeypatch.setattr(lora, "_MADE_AGAIN", least)
+        out = checkpoint(block, x, use_reentrant=False)
+        with Peak() as calls:
+            found.append(torch.autograd.grad(out, [x, *trained(layers)]))
+        norms.append(calls.calls.count("bastile.rms_norm_forward.default"))
+    for kept, made in zip(*found, strict=True):
+        assert_same_bits(kept, made)
+    assert norms == [1, 2]

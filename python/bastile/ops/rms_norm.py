@@ -217,7 +217,7 @@ def add_rms_norm(
     else:
         y, total = _AddRMSNorm.apply(x, residual, weight, eps, code)
     if residual is None or (not is_compiling() and _is_aligned(x) and _is_aligned(residual)):
-        offer(_forward, (total, weight, eps, code), y)
+        offer(_forward, (total, weight, eps, code), y, inputs_stay=True)
     return y, total
 
 
