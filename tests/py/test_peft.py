@@ -331,6 +331,23 @@ def test_every_layer_with_an_adapter_is_counted(ran):
     assert bastile.report().ran("lora_linear") == 7 * LAYERS
 
 
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_one_model_alone(when, ran):
+    """Patched before it has adapters or behind that: its layers have forwards of ours then, and are one node still.
+    What PEFT puts in later, and is called by itself, is its own."""
+    bastile.reset()
+    bastile.report(reset=True)
+    core = base()
+    if when == "before":
+        bastile.apply_to_model(core)
+    model = with_lora(core)
+    if when == "behind":
+        bastile.apply_to_model(core)
+    step(model)
+    assert ran == {"adapted_linears": (1 if when == "before" else 2) * LAYERS, "adapted_gated_mlp": LAYERS}
+    assert not reasons()
+
+
 def test_another_adapter_in_mid_run(ran):
     model = with_lora(base())
     model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))

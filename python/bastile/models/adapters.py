@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from bastile.guards import stock_of
+from bastile.guards import function_of, is_ours, mark_as_ours, stock_of
 from bastile.models.forms import code_of
 from bastile.models.known import KNOWN
 from bastile.models.loading import is_torchs
@@ -229,7 +229,8 @@ def _dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
-    if "forward" in vars(module) or has_hooks(module):
+    own = vars(module).get("forward")  # ours where one model alone is patched
+    if (own is not None and not is_ours(function_of(own))) or has_hooks(module):
         raise NotServed("a layer with an adapter has hooks or a forward of its own")
     inner = module._modules  # Module's own lookup is slow
     base = _base(inner["base_layer"], x)
@@ -299,7 +300,7 @@ def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., 
         (y,) = adapted_linears(x, (layer,))
         return y.to(_result_dtype(self, x))
 
-    return forward
+    return mark_as_ours(forward)
 
 
 def _count(modules: Sequence[nn.Module]) -> None:
