@@ -24,6 +24,7 @@ from bastile import warmup
 from bastile._library import compiling_ahead, kernel_counts
 from bastile.models.recording import Call, Like, skip_repeated_layers
 from bastile.models.small import small_model
+from bastile.sweep.model import quantise
 from command import command
 from conftest import DENSE, tiny_batch, tiny_model
 from families import FAMILIES
@@ -81,6 +82,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "layer norms": ("starcoder2", {}),
     "images too": ("qwen2_vl", {}),
     "checkpoints": ("qwen3", {"checkpointed": True, "adapters": ["gate_proj", "up_proj", "down_proj"]}),
+    "a base of 4 bits": (
+        "qwen3",
+        {"adapters": "all-linear", "four_bits": True, "dtype": torch.bfloat16, "autocast": torch.bfloat16},
+    ),
     "log-probabilities": ("qwen3", {"dtype": torch.bfloat16, "log_probs": True}),
     "an optimiser": ("llama", {"dtype": torch.bfloat16, "optimizer": bastile.optim.AdamW}),
 }
@@ -101,6 +106,7 @@ def steps_that_compile(
     checkpointed: bool = False,
     optimizer: Any = None,
     log_probs: bool = False,
+    four_bits: bool = False,
     **changes: Any,
 ) -> tuple[int, list[str]]:
     """How many kernels the warm-up made ready, and after what, of all that a user does then, there were more. In a
@@ -118,6 +124,8 @@ def steps_that_compile(
     if family in FAMILIES:
         assert len(patched) - len(taken_out) == len(FAMILIES[family].operators) - len(without)
     core = model
+    if four_bits:
+        quantise(model)
     if adapters is not None:
         model = get_peft_model(model, LoraConfig(target_modules=adapters, r=4))
     if checkpointing:
@@ -480,9 +488,11 @@ def test_the_command_compiles_or_says_why_not() -> None:
 
 @pytest.mark.skipif(find_spec("nvidia") is None, reason="needs NVRTC")
 def test_the_command_compiles_for_a_chip_that_is_not_there() -> None:
-    """Of a model with adapters."""
+    """Of a model with adapters on a base of four bits."""
     options = ["--shape", "tiny", "--chip", "sm_89", "--lora", "4", "--batch", "2", "--sequence", "32"]
-    assert "of qwen3" in command("warmup", *options)
+    printed = command("warmup", *options, *(["--load-in-4bit"] if find_spec("bitsandbytes") else []))
+    assert "of qwen3" in printed
+    assert ("dequantize_4bit_group" in printed) == (find_spec("bitsandbytes") is not None)
 
 
 def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -494,6 +504,7 @@ def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.Capture
         (["--model", str(tmp_path)], "no config and tokenizer found there"),
         (["--shape", "tiny", "--batch", "2"], "--batch and --sequence go together"),
         (["--lora", "2"], "--lora needs --model or --shape"),
+        (["--shape", "tiny", "--load-in-4bit"], "--load-in-4bit goes with --lora"),
         (["--shape", "tiny", "--chip", "sm_7"], "chip is 'sm_7'; one of sm_80"),
         (["--model", str(tmp_path / "other")], "is of the type resnet, in which bastile knows no code"),
     ):

@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
     add(parser, "--device", what="cuda or cuda:N", shown="cuda")
     add(parser, "--chip", what=", ".join(CHIPS))
     add(parser, "--batch", "--sequence", shown="several")
-    add(parser, "--lora", "--threads", "--json")
+    add(parser, "--lora", "--load-in-4bit", "--threads", "--json")
     parser.set_defaults(command=warmup)
 
 
@@ -44,6 +44,8 @@ def warmup(options: argparse.Namespace) -> int:
         raise UsageError("--batch and --sequence go together")
     if options.lora and options.model is None and options.shape is None:
         raise UsageError("--lora needs --model or --shape")
+    if options.load_in_4bit and not options.lora:
+        raise UsageError("--load-in-4bit goes with --lora: weights of 4 bits are not trained")
     # Where no device is there at all, naming one is no mistake: the command then says so and has nothing to do.
     device = device_for(options.device) if torch.cuda.is_available() else None
     _, given = model.of_model_or_shape(options)
@@ -52,7 +54,13 @@ def warmup(options: argparse.Namespace) -> int:
     try:
         if options.lora:
             need_packages("peft")
-            given = model.with_adapters(model.build(given, options.dtype, "meta"), options.lora, 2 * options.lora)
+            made = model.build(given, options.dtype, "meta")
+            if options.load_in_4bit:
+                need_packages("bitsandbytes", purpose="--load-in-4bit")
+                from bastile.sweep.model import quantise
+
+                quantise(made)
+            given = model.with_adapters(made, options.lora, 2 * options.lora)
         done = warmup_all_kernels(given, dtype, device, threads=options.threads, shapes=shapes, chip=options.chip)
     except ValueError as error:  # a type whose code is not known, or has no such layers; an unknown chip
         raise UsageError(str(error)) from error

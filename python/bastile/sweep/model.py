@@ -42,7 +42,7 @@ def add_adapters(model: Any, rank: int, load_in_4bit: bool, seed: int) -> None:
 
 def quantise(model: nn.Module) -> None:
     """Each linear layer but the head in NF4 with double quantisation, as a loaded QLoRA base has them, on its device
-    and computing in its type."""
+    and computing in its type. On "meta": on the CPU, of memory that nobody fills."""
     import bitsandbytes as bnb
 
     for module in list(model.modules()):
@@ -58,13 +58,37 @@ def quantise(model: nn.Module) -> None:
                 quant_type="nf4",
                 device="meta",  # else it draws random weights, on the CPU: a minute for 8B
             )
-            made.weight = bnb.nn.Params4bit(weight.data.cpu(), requires_grad=False, quant_type="nf4", module=made)
+            options: dict[str, Any] = {"requires_grad": False, "quant_type": "nf4", "module": made}
+            if weight.is_meta:
+                options |= {"quant_state": _state_without_values(weight), "bnb_quantized": True}
+                made.weight = bnb.nn.Params4bit(torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8), **options)
+            else:
+                made.weight = bnb.nn.Params4bit(weight.data.cpu(), **options)
             if bias:
                 made.bias = layer.bias
-            setattr(module, name, made.to(weight.device))
+            setattr(module, name, made if weight.is_meta else made.to(weight.device))
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # which PEFT asks for
     if weight.is_cuda:
         torch.cuda.empty_cache()
+
+
+def _state_without_values(weight: torch.Tensor) -> Any:
+    """What bitsandbytes keeps beside a weight in NF4, doubly quantised, of its default blocks."""
+    from bitsandbytes.functional import QuantState
+
+    block, outer = 64, 256
+    blocks = -(-weight.numel() // block)
+    inner = QuantState(torch.empty(-(-blocks // outer)), code=torch.empty(256), blocksize=outer, dtype=torch.float32)
+    return QuantState(
+        torch.empty(blocks, dtype=torch.uint8),
+        shape=weight.shape,
+        code=torch.empty(16),
+        blocksize=block,
+        quant_type="nf4",
+        dtype=weight.dtype,
+        offset=torch.empty(()),
+        state2=inner,
+    )
 
 
 def fill(module: nn.Module, seed: int) -> None:
