@@ -253,13 +253,14 @@ class Group:
         gradients: Sequence[torch.Tensor | None],
         thin: torch.Tensor | None,
         wanted: Sequence[bool],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Added to what is found of other rows."""
+        """Added to what is found of other rows. dtype: theirs; None: B's own."""
         for i, dy in enumerate(gradients):
             b, place = self.b[i], i * TENSORS + 3
             if dy is not None and wanted[place] and b is not None and thin is not None:
                 scale = self.layers[i].scale
-                found[place] = _add(found[place], b.dtype, dy.t(), self._mine(thin, i), scale)
+                found[place] = _add(found[place], dtype or b.dtype, dy.t(), self._mine(thin, i), scale)
 
     def add_gradients_of_a(
         self,
@@ -268,12 +269,13 @@ class Group:
         g: torch.Tensor | None,
         rows: Any,
         wanted: Sequence[bool],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """Added to what is found of other rows."""
+        """Added to what is found of other rows. dtype: theirs; None: A's own."""
         places = {i: i * TENSORS + 2 for i in self.adapted if wanted[i * TENSORS + 2] and gradients[i] is not None}
         if not places or g is None:
             return
-        types: Any = {i: self.a[i].dtype for i in places}  # type: ignore[union-attr]
+        types: Any = {i: dtype or self.a[i].dtype for i in places}  # type: ignore[union-attr]
         if self.drops:
             for i, place in places.items():
                 found[place] = _add(found[place], types[i], self._mine(g, i).t(), self.dropped(i, rows))

@@ -127,12 +127,10 @@ def groups(
 
 def _parts(rows: torch.Tensor, first: Group, second: Group, wanted: Sequence[bool]) -> list[slice] | None:
     """The rows that the backward pass takes at a time; None: all of them, whose gate's and up's results are kept."""
-    adapters = [t for t in (*first.a, *first.b, *second.a, *second.b) if t is not None]
     if (
         first.drops  # a mask is a function of an element's number among all
         or second.drops
         or any([trained for i, trained in enumerate(wanted) if i % TENSORS < 2])  # weights, of one product each
-        or not all([t.dtype is torch.float32 for t in adapters])  # whose gradients are sums of the parts'
         or not has_values(rows)
     ):
         return None
@@ -173,8 +171,9 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
     of_first: list[torch.Tensor | None] = [None] * len(wanted_first)
     of_second: list[torch.Tensor | None] = [None] * len(wanted_second)
     g_second = second.thin_gradients([drows])
-    g_first = dx = None
+    g_first = dx = sums = None
     if parts is not None:
+        sums = torch.float32  # of the parts' gradients of adapters, which are rounded once
         g_first, dx = rows.new_empty(count, first.rank), rows.new_empty(rows.shape) if want_x else None
         thin_y = rows.new_empty(count, second.rank)
 
@@ -193,12 +192,12 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
         del dy, results
         mine = second.thin(y, place(thin_y)) if wants[2] and (thin_y is None or part is not None) else of(thin_y)
         second.base_gradients(of_second, [of(drows)], y, wanted_second)
-        second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second)
+        second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)
         del y
         gradients = [da if wants[0] else None, db if wants[1] else None]
         g = first.thin_gradients(gradients, place(g_first))
         first.base_gradients(of_first, gradients, rows, wanted_first)
-        first.add_gradients_of_b(of_first, gradients, of(thin), wanted_first)
+        first.add_gradients_of_b(of_first, gradients, of(thin), wanted_first, sums)
         return g, mine, first.input_gradient(gradients, g, place(dx)) if want_x else None
 
     if parts is None:
@@ -206,7 +205,8 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
     else:
         for part in parts:
             take(part)
+        for found, given in ((of_first, tensors[: 2 * TENSORS]), (of_second, tensors[2 * TENSORS :])):
+            found[:] = [None if t is None else t.to(its.dtype) for t, its in zip(found, given, strict=False)]
     second.add_gradients_of_b(of_second, [drows], thin_y, wanted_second)
-
     first.add_gradients_of_a(of_first, [drows] * 2, g_first, rows, wanted_first)
     return [None if dx is None else dx.view(ctx.shape), *of_first, *of_second]
