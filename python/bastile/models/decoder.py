@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from bastile.models import rewrite
 from bastile.models.checkpoints import is_checkpointed, runs_again, watched
 from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of, torch_norms
 from bastile.models.sites import ModelFile, Site
+from bastile.ops._rounding import together
 from bastile.ops.norm import add_layer_norm, layer_norm
 from bastile.ops.rms_norm import add_rms_norm, rms_norm_add
 from bastile.report import Tally
@@ -78,11 +80,14 @@ def layer_forward(
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return at_once(self, *args, **kwargs)
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and runs_again(x) and is_checkpointed(self):
-            with watched(x):
+            with watched(x), together(self):
                 return at_once(self, *args, **kwargs)
-        return at_once(self, *args, **kwargs)
+        with together(self):
+            return at_once(self, *args, **kwargs)
 
     return forward
 

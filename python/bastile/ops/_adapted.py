@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from bastile.ops._common import is_batched
 from bastile.ops._late import Late
+from bastile.ops._rounding import rounded
 from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
 
 TENSORS = 4  # of a layer, in the order of Adapted: weight, bias, a, b
@@ -65,11 +66,7 @@ class Group:
         dtype = self.dtype
         if is_compiling() or all([each.dtype is dtype for each in b]):
             return [(a[0] if len(a) == 1 else torch.cat(a)).to(dtype), *[each.to(dtype) for each in b]]
-        # All of them in one launch.
-        all_a = a[0].new_empty(self.rank, a[0].shape[1], dtype=dtype)
-        rounded = [each.new_empty(each.shape, dtype=dtype) for each in b]
-        torch._foreach_copy_([*[all_a[self.columns[i]] for i in self.adapted], *rounded], [*a, *b])
-        return [all_a, *rounded]
+        return rounded(a, b, dtype)
 
     def weight(self, i: int) -> Any:
         make = self.layers[i].dequantise

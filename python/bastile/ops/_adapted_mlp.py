@@ -151,7 +151,7 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
     last = release_on_last_pass(ctx, dout)
     want_x, _, _, _, _, *wanted = ctx.needs_input_grad
     first, second = groups(ctx.layers, tensors, ctx.dtype, seeds)
-    rows = None if x is None else x.reshape(-1, x.shape[-1])
+    rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
     drows = dout.reshape(-1, dout.shape[-1])
     count, parts = drows.shape[0], None
     if ctx.parts is None:
@@ -187,9 +187,9 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
             return None if part is None else of(t)
 
         dy: Any = second.input_gradient([of(drows)], of(g_second))
-        results = first.results(of(rows), of(rows), of(thin)) if is_made_here else (a, b)
-        da, db, y = unit_gradients(ctx.unit, dy, *results, wants, last)
-        del dy, results
+        gate, up = first.results(of(rows), of(rows), of(thin)) if is_made_here else (a, b)
+        da, db, y = unit_gradients(ctx.unit, dy, gate, up, wants, last)
+        del dy, gate, up
         mine = second.thin(y, place(thin_y)) if wants[2] and (thin_y is None or part is not None) else of(thin_y)
         second.base_gradients(of_second, [of(drows)], y, wanted_second)
         second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)

@@ -81,7 +81,7 @@ class _Linears(Function):
         kept = tensors[count + ctx.rounded :]
         tensors, rounded = tensors[:count], tensors[count : count + ctx.rounded]
         gradients = gradients[: len(ctx.layers)]
-        want_x, *wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[_BEFORE:]
+        want_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_BEFORE:]
         with without_autocast(next(t.device.type for t in tensors if t is not None)):
             group = Group(ctx.layers, tensors, ctx.dtype, of_layers(ctx.layers, seeds), rounded)
             x = kept[0] if ctx.again is None else ctx.again.made(kept)
