@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import dropout, linear, silu
 from torch.utils.checkpoint import checkpoint
 
-from bastile.ops import lora
+from bastile.ops import _adapted, lora
 from bastile.ops._random import seeds
 from bastile.ops.dropout import dropout as dropout_of_seed
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
+from memory import Memory
 from oracle import (
     DTYPES,
     Case,
@@ -40,6 +41,7 @@ MIXES = [
     (torch.float16, torch.float16, False),
 ]
 SCALE = 1.7
+ONE_PASS = "bastile.low_rank_backward_into.default"
 
 
 class Layer:
@@ -200,6 +202,20 @@ def test_pooled_errors(mix, device):
 @pytest.mark.parametrize(("device", "mix"), POOLED, ids=str)
 def test_pooled_errors_of_the_mlp(mix, device):
     assert_no_worse_pooled(lambda: mlp_case((128, 192), (16, 16, 16), (256, 128), mix, device))
+
+
+@pytest.mark.parametrize(("device", "mix"), [each for each in POOLED if each[1][0] is not torch.float32], ids=str)
+def test_pooled_errors_of_one_pass_through_b(mix, device, monkeypatch):
+    """As on a GPU: B's gradient and that of the thin results by one operator, where it serves the rank."""
+    monkeypatch.setattr(_adapted, "on_gpu", lambda t: True)
+    layers = [Layer(128, 96, 16, bias=False), Layer(128, 64, 8, bias=True), Layer(128, 64, 5, bias=False)]
+    with Memory() as memory:
+        case = group_case(layers, (8, 128), mix, device)
+        results = case.ours(*[t.requires_grad_() for t in case.inputs.values()])
+        torch.autograd.grad(sum([(y * y).sum() for y in results]), list(case.inputs.values()))
+    assert memory.calls.count(ONE_PASS) == 2
+    assert_no_worse_pooled(lambda: group_case(layers, (256, 128), mix, device))
+    assert_no_worse_pooled(lambda: mlp_case((128, 192), (16, 24, 32), (256, 128), mix, device))
 
 
 def tensors_of(layer: Adapted) -> list[torch.Tensor]:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from bastile.ops._common import is_batched
+from bastile.ops import low_rank
+from bastile.ops._common import is_batched, on_gpu
 from bastile.ops._late import Late
 from bastile.ops._rounding import rounded
 from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
@@ -160,21 +161,53 @@ class Group:
         """A layer's columns of all thin numbers."""
         return thin if len(self.adapted) == 1 else thin[:, self.columns[i]]
 
-    def thin_gradients(
-        self, gradients: Sequence[torch.Tensor | None], into: torch.Tensor | None = None
+    def through_b(
+        self,
+        found: list[torch.Tensor | None],
+        gradients: Sequence[torch.Tensor | None],
+        thin: torch.Tensor | None,
+        wanted: Sequence[bool],
+        into: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """s dy B of all adapters; 0 for those whose result nobody differentiated. into: its memory."""
+        """g = s dy B of all adapters; 0 for those whose result nobody differentiated. What B's gradients, s dy^T of the
+        thin results, are added to is found of other rows; where there are none yet, they are not made. into: g's
+        memory. dtype: that of B's gradients; None: B's own."""
         known = [dy for i, dy in enumerate(gradients) if dy is not None and self.a[i] is not None]
         if not known:
             return None
         g = known[0].new_empty(known[0].shape[0], self.rank) if into is None else into
         for i, b in zip(self.adapted, self.rounded[1:], strict=True):
-            dy = gradients[i]
+            dy, mine, scale = gradients[i], self._mine(g, i), self.layers[i].scale
             if dy is None:
-                g[:, self.columns[i]] = 0
+                mine.zero_()
+            elif thin is not None and wanted[i * TENSORS + 3] and _is_one_pass(dy, b):
+                db = low_rank.backward_into(dy, self._mine(thin, i), b, mine, scale)
+                self._add_to_b(found, i, db, dtype)
             else:
-                self._mine(g, i).addmm_(dy, b, beta=0, alpha=self.layers[i].scale)
+                mine.addmm_(dy, b, beta=0, alpha=scale)
+                self.add_gradient_of_b(found, i, dy, thin, wanted, dtype)
         return g
+
+    def add_gradient_of_b(
+        self,
+        found: list[torch.Tensor | None],
+        i: int,
+        dy: torch.Tensor,
+        thin: torch.Tensor | None,
+        wanted: Sequence[bool],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        b: Any = self.b[i]
+        if wanted[i * TENSORS + 3] and thin is not None:
+            made = product(dtype or b.dtype, dy.t(), self._mine(thin, i), self.layers[i].scale)
+            self._add_to_b(found, i, made, dtype)
+
+    def _add_to_b(
+        self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None
+    ) -> None:
+        b: Any = self.b[i]
+        found[i * TENSORS + 3] = _sum(found[i * TENSORS + 3], made.to(dtype or b.dtype))
 
     def input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, into: torch.Tensor | None = None
@@ -214,22 +247,6 @@ class Group:
         drop_into(part, seed, dx, p)
         return dx
 
-    def gradients(
-        self,
-        gradients: Sequence[torch.Tensor | None],
-        g: torch.Tensor | None,
-        rows: Any,
-        thin: torch.Tensor | None,
-        wanted: Sequence[bool],
-    ) -> list[torch.Tensor | None]:
-        """Those of the tensors' gradients that are wanted, in the tensors' order: dW = dy^T x, dbias = the sum of dy,
-        dA = g^T x, dB = s dy^T (x A^T)."""
-        found: list[torch.Tensor | None] = [None] * len(wanted)
-        self.base_gradients(found, gradients, rows, wanted)
-        self.add_gradients_of_b(found, gradients, thin, wanted)
-        self.add_gradients_of_a(found, gradients, g, rows, wanted)
-        return found
-
     def base_gradients(
         self,
         found: list[torch.Tensor | None],
@@ -243,21 +260,6 @@ class Group:
                 found[i * TENSORS] = dy.t().mm(rows)
             if dy is not None and wanted[i * TENSORS + 1]:
                 found[i * TENSORS + 1] = dy.sum(0)
-
-    def add_gradients_of_b(
-        self,
-        found: list[torch.Tensor | None],
-        gradients: Sequence[torch.Tensor | None],
-        thin: torch.Tensor | None,
-        wanted: Sequence[bool],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Added to what is found of other rows. dtype: theirs; None: B's own."""
-        for i, dy in enumerate(gradients):
-            b, place = self.b[i], i * TENSORS + 3
-            if dy is not None and wanted[place] and b is not None and thin is not None:
-                scale = self.layers[i].scale
-                found[place] = _add(found[place], dtype or b.dtype, dy.t(), self._mine(thin, i), scale)
 
     def add_gradients_of_a(
         self,
@@ -275,25 +277,37 @@ class Group:
         types: Any = {i: dtype or self.a[i].dtype for i in places}  # type: ignore[union-attr]
         if self.drops:
             for i, place in places.items():
-                found[place] = _add(found[place], types[i], self._mine(g, i).t(), self.dropped(i, rows))
+                found[place] = _sum(found[place], product(types[i], self._mine(g, i).t(), self.dropped(i, rows)))
             return
         shared = set(types.values())
         together = product(shared.pop() if len(shared) == 1 else torch.float32, g.t(), rows)
         for i, place in places.items():
-            mine = together[self.columns[i]].to(types[i])
-            known = found[place]
-            found[place] = mine if known is None else known.add_(mine)
+            found[place] = _sum(found[place], together[self.columns[i]].to(types[i]))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     return a.mm(b) if into is None else torch.mm(a, b, out=into)
 
 
-def _add(
-    known: torch.Tensor | None, dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0
-) -> torch.Tensor:
-    made = product(dtype, a, b, scale)
-    return made if known is None else known.add_(made)
+def _sum(known: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+    return more if known is None else known.add_(more)
+
+
+def _is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an operator of ours takes less time than two products do."""
+    return (
+        on_gpu(dy)
+        and dy.dtype is not torch.float32
+        and b.shape[1] in _RANKS
+        and dy.shape[1] % 8 == 0
+        and dy.stride(1) == 1
+        and dy.stride(0) % 8 == 0
+        and not is_compiling()
+        and not is_batched(dy)
+    )
+
+
+_RANKS = (8, 16, 24, 32)
 
 
 def product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

@@ -170,7 +170,8 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
     wants = want_x or any(wanted_first[:TENSORS]), want_x or any(wanted_first[TENSORS:]), wants_y
     of_first: list[torch.Tensor | None] = [None] * len(wanted_first)
     of_second: list[torch.Tensor | None] = [None] * len(wanted_second)
-    g_second = second.thin_gradients([drows])
+    made_late = thin_y is None  # in a checkpoint
+    g_second = second.through_b(of_second, [drows], thin_y, wanted_second)
     g_first = dx = sums = None
     if parts is not None:
         sums = torch.float32  # of the parts' gradients of adapters, which are rounded once
@@ -195,9 +196,8 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
         second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)
         del y
         gradients = [da if wants[0] else None, db if wants[1] else None]
-        g = first.thin_gradients(gradients, place(g_first))
+        g = first.through_b(of_first, gradients, of(thin), wanted_first, place(g_first), sums)
         first.base_gradients(of_first, gradients, rows, wanted_first)
-        first.add_gradients_of_b(of_first, gradients, of(thin), wanted_first, sums)
         return g, mine, first.input_gradient(gradients, g, place(dx)) if want_x else None
 
     if parts is None:
@@ -207,6 +207,7 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
             take(part)
         for found, given in ((of_first, tensors[: 2 * TENSORS]), (of_second, tensors[2 * TENSORS :])):
             found[:] = [None if t is None else t.to(its.dtype) for t, its in zip(found, given, strict=False)]
-    second.add_gradients_of_b(of_second, [drows], thin_y, wanted_second)
+    if made_late and second.adapted:
+        second.add_gradient_of_b(of_second, 0, drows, thin_y, wanted_second)
     first.add_gradients_of_a(of_first, [drows] * 2, g_first, rows, wanted_first)
     return [None if dx is None else dx.view(ctx.shape), *of_first, *of_second]

@@ -87,8 +87,10 @@ class _Linears(Function):
             x = kept[0] if ctx.again is None else ctx.again.made(kept)
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
-            g = group.thin_gradients(of_rows)
-            found = group.gradients(of_rows, g, rows, thin, wanted)
+            found: list[torch.Tensor | None] = [None] * len(wanted)
+            g = group.through_b(found, of_rows, thin, wanted)
+            group.base_gradients(found, of_rows, rows, wanted)
+            group.add_gradients_of_a(found, of_rows, g, rows, wanted)
             dx = group.input_gradient(of_rows, g) if want_x else None
         found = [None if dx is None else dx.view(ctx.shape), *found]
         if torch.is_grad_enabled() and not is_compiling():
