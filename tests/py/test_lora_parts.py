@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bastile.ops import _adapted_mlp, lora
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
 from bastile.ops.rms_norm import add_rms_norm
-from memory import Peak
+from memory import Memory, Peak
 from oracle import Case, assert_no_worse, assert_no_worse_pooled, assert_same_bits, devices, random_tensor
 from test_lora import MIXES, POOLED, SCALE, Layer, make, peft_mlp, total_of, trained, under
 
@@ -103,21 +103,24 @@ def test_what_is_there_at_once_and_how_often_weights_are_made():
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_what_comes_behind_in_the_same_checkpoint(p, device):
-    """Then the second run goes on, and the backward pass reads what that makes. With dropout there are no parts."""
+    """Then the second run goes on, and the backward pass reads what that makes."""
     layers, x = layers_of(device, p), random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return adapted_gated_mlp(x, *layers).sin() * 2
 
-    found = []
+    found, products = [], []
     for again in (False, True):
         torch.manual_seed(3)
         y = checkpoint(block, x, use_reentrant=False) if again else block(x)
-        with Peak() as calls:
+        with Memory() as memory:
             found.append([y.detach(), *torch.autograd.grad(total_of([y]), [x, *trained(layers)])])
+        products.append(len([call for call in memory.calls if call.startswith(("aten.mm", "aten.addmm"))]))
     for ours, theirs in zip(*found, strict=True):
         assert_same_bits(ours, theirs)
-    assert calls.calls.count("bastile.swiglu_forward.default") == 1
+    assert memory.calls.count("bastile.swiglu_forward.default") == 1
+    # The forward pass's: two a layer, and the thin ones, with dropout three and else two. y's thin one is not kept.
+    assert products[1] - products[0] == 2 * 3 + (3 if p else 2) + 1
 
 
 @pytest.mark.parametrize("device", devices())
@@ -160,3 +163,15 @@ def test_a_norm_s_result_is_made_again(device, monkeypatch):
     for kept, made in zip(*found, strict=True):
         assert_same_bits(kept, made)
     assert norms == [1, 2]
+
+
+@pytest.mark.parametrize("device", devices())
+def test_with_dropout_there_are_no_parts(device):
+    """A mask is a function of an element's number among all."""
+    layers, x = layers_of(device, 0.3), random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
+    found = []
+    for function in (adapted_gated_mlp, checkpointed):
+        torch.manual_seed(3)
+        found.append(torch.autograd.grad(total_of([function(x, *layers)]), [x, *trained(layers)]))
+    for ours, theirs in zip(*found, strict=True):
+        assert_same_bits(ours, theirs)
