@@ -32,7 +32,9 @@ enum {
     DWEIGHT,
     DBIAS
 };
-#define JACOBIAN_ROWS 2048 /* of a chunk by default, on CUDA: no sum of dweight asks for more */
+/* Rows of a chunk with the jacobian by default, on CUDA. No sum of dweight asks for many; but the product that makes the
+ * jacobian, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. */
+enum { FEWEST_JACOBIAN_ROWS = 1024, MOST_JACOBIAN_ROWS = 2048, JACOBIAN_ELEMENTS = 1 << 22 };
 
 enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
 
@@ -163,7 +165,9 @@ static int64_t budget_beside(const bst_head *h, const bst_view *jacobian, int64_
     int64_t beside = jacobian->count * (int64_t)sizeof(float);
     if (budget) return budget > beside ? budget - beside : 1;
     if (h->device.device_type == kDLCPU) return 0;
-    return JACOBIAN_ROWS * bst__head_padded(h->vocabulary) * bst__dtype_size(h->dtype);
+    int64_t rows = JACOBIAN_ELEMENTS / (jacobian->size[1] > 0 ? jacobian->size[1] : 1);
+    rows = rows < FEWEST_JACOBIAN_ROWS ? FEWEST_JACOBIAN_ROWS : rows > MOST_JACOBIAN_ROWS ? MOST_JACOBIAN_ROWS : rows;
+    return rows * bst__head_padded(h->vocabulary) * bst__dtype_size(h->dtype);
 }
 
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
