@@ -52,6 +52,10 @@ def test_a_layer_that_ran_before_takes_one_launch(device):
         for t in (*nodes[0][0], *nodes[3][1]):  # an optimiser's step
             with torch.no_grad():
                 t.mul_(1.5)
+    stand_ins = [tuple([[nn.Parameter(t.detach()) for t in each] for each in node]) for node in nodes]
+    found, made = asked(stand_ins, layer=layer)
+    assert_right(found, nodes)
+    assert made == 1
     turned = [nodes[0], *nodes[:0:-1]]
     found, made = asked(turned, layer=layer)
     assert_right(found, turned)
