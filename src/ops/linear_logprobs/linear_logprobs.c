@@ -32,8 +32,8 @@ enum {
     DWEIGHT,
     DBIAS
 };
-/* Rows of a chunk with the jacobian by default, on CUDA. No sum of dweight asks for many; but the product that makes the
- * jacobian, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. */
+/* Rows of a chunk with the jacobian by default, on CUDA. No sum of dweight asks for many; but the product that makes
+ * the jacobian, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. */
 enum { FEWEST_JACOBIAN_ROWS = 1024, MOST_JACOBIAN_ROWS = 2048, JACOBIAN_ELEMENTS = 1 << 22 };
 
 enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
