@@ -18,6 +18,8 @@ import bastile
 from bastile.graphs import stack as stacks
 from bastile.graphs import step as steps
 from bastile.graphs.captured import Captured
+from bastile.ops import _adapted_mlp
+from bastile.ops import lora as of_lora
 from conftest import tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted, train
 from processes import alone
@@ -82,6 +84,16 @@ def test_reentrant_checkpointing_without_gradients_of_its_inputs() -> None:
 def test_adapters_of_a_frozen_model(reentrant: bool | None) -> None:
     model = lora(tiny_model(num_hidden_layers=3))
     assert_alike(model if reentrant is None else checkpointed(model, reentrant), 7, accumulate=2)
+
+
+def test_adapters_of_checkpointed_layers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What large models do: the MLP's backward pass in parts, adapters of another type than the layers', rounded for a
+    whole layer at once, and the first norm's result made again."""
+    monkeypatch.setattr(_adapted_mlp, "_LEAST_WORK", 1)
+    monkeypatch.setattr(_adapted_mlp, "_ROWS", 4)
+    monkeypatch.setattr(of_lora, "_MADE_AGAIN", 0)
+    model = checkpointed(lora(tiny_model(num_hidden_layers=3)), False)
+    assert_alike(model, 7, accumulate=2, around=lambda: torch.autocast(DEVICE, torch.bfloat16))
 
 
 def test_the_lower_layers_are_frozen() -> None:
