@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from bastile.offload.mover import bytes_held
 from bastile.ops._common import has_values
+from bastile.ops._late import in_backward
 from bastile.report import noting
 
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
@@ -33,7 +34,7 @@ _seen = _Seen()
 
 def runs_again(x: torch.Tensor) -> bool:
     """Whether a layer of this input is being run a second time, on a GPU."""
-    return not is_compiling() and _graph_task() >= 0 and x.is_cuda and has_values(x)
+    return not is_compiling() and in_backward() and x.is_cuda and has_values(x)
 
 
 def is_checkpointed(layer: object) -> bool:
