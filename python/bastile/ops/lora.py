@@ -201,7 +201,8 @@ def adapted_gated_mlp(
 
     Returns:
         [..., H]. As adapted_linears; kept are x, [..., 2I] numbers, which the last backward pass over a graph writes
-        over, and the adapters' thin results.
+        over, and the adapters' thin results. In a layer that is checkpointed (`use_reentrant=False`), with frozen
+        weights and without dropout, the 2I numbers are made in the backward pass, for a part of a large x at a time.
 
     Raises:
         RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
