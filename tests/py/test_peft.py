@@ -27,6 +27,7 @@ import bastile
 from bastile.models import adapters
 from bastile.ops.dropout import dropout
 from bastile.ops.lora import Adapted
+from memory import Memory
 from oracle import assert_same_bits, random_tensor
 from test_lora import peft as restated
 
@@ -329,6 +330,16 @@ def test_every_layer_with_an_adapter_is_counted(ran):
     bastile.report(reset=True)
     step(with_lora(base()))
     assert bastile.report().ran("lora_linear") == 7 * LAYERS
+
+
+def test_adapters_of_a_layer_are_rounded_in_one_launch(ran):
+    """From the second pass on: the first one shows which they are."""
+    model = with_lora(base())
+    for step_number in range(2):
+        with torch.autocast("cpu", torch.bfloat16), Memory() as memory:
+            model(**batch()).loss.backward()
+        if step_number:
+            assert memory.calls.count("aten._foreach_copy_.default") == LAYERS
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])

@@ -8,6 +8,7 @@ as behind OLMo 2's attention, takes in that addition."""
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from bastile.models.checkpoints import is_checkpointed, runs_again, watched
 from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of, torch_norms
 from bastile.models.sites import ModelFile, Site
-from bastile.ops._rounding import together
+from bastile.ops import _rounding
 from bastile.ops.norm import add_layer_norm, layer_norm
 from bastile.ops.rms_norm import add_rms_norm, rms_norm_add
 from bastile.report import Tally
@@ -84,12 +85,19 @@ def layer_forward(
             return at_once(self, *args, **kwargs)
         x = args[0] if args else None
         if isinstance(x, torch.Tensor) and runs_again(x) and is_checkpointed(self):
-            with watched(x), together(self):
+            with watched(x), _running(self):
                 return at_once(self, *args, **kwargs)
-        with together(self):
+        with _running(self):
             return at_once(self, *args, **kwargs)
 
     return forward
+
+
+_nothing = nullcontext()
+
+
+def _running(layer: Any) -> AbstractContextManager[None]:
+    return _rounding.together(layer) if _rounding.in_use else _nothing
 
 
 def _are_alike(x: Any, residual: Any) -> bool:

@@ -99,6 +99,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+#: Whether there have been adapters to round in this process: else nobody need say which layer runs.
+in_use = False
 _remembered: weakref.WeakKeyDictionary[nn.Module, list[_Remembered]] = weakref.WeakKeyDictionary()
 
 
@@ -121,6 +123,8 @@ class together:
 
 def rounded(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """All A's of one input, [ranks, K], and each B, in this type."""
+    global in_use
+    in_use = True
     asked = _Asked(a, b, dtype)
     return _made([asked])[0] if _thread.run is None else _thread.run.rounded(asked)
 
