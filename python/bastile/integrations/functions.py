@@ -33,6 +33,15 @@ def apply_site(file: ModelFile, cls: Any, known: tuple[Parameters, ...], build: 
     return _site(file, cls.__name__, _apply_of(cls), "apply", vars(cls)["forward"].__func__, known, build, runs)
 
 
+def static_site(
+    file: ModelFile, cls: Any, name: str, known: tuple[Parameters, ...], build: Build, runs: str = LOG_PROBS
+) -> Site:
+    """The place of a static method."""
+    return _site(
+        file, f"{cls.__name__}.{name}", _static_of(cls, name), "function", getattr(cls, name), known, build, runs
+    )
+
+
 def _site(
     file: ModelFile,
     name: str,
@@ -43,7 +52,7 @@ def _site(
     build: Build,
     runs: str = LOG_PROBS,
 ) -> Site:
-    parameters = dict(inspect.signature(stock).parameters)
+    parameters = dict(inspect.signature(stock_of(stock)).parameters)
     parameters.pop("ctx", None)
     names = tuple(parameters)
     defaults = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
@@ -110,3 +119,23 @@ class _Apply:
 @functools.cache
 def _apply_of(cls: Any) -> _Apply:
     return _Apply(cls)
+
+
+class _Static:
+    """A static method of a class, as something that can be exchanged and given back."""
+
+    def __init__(self, cls: Any, name: str) -> None:
+        self.cls, self.name, self.stock = cls, name, vars(cls)[name]
+
+    @property
+    def function(self) -> Any:
+        return getattr(self.cls, self.name)
+
+    @function.setter
+    def function(self, function: Any) -> None:
+        setattr(self.cls, self.name, self.stock if function is self.stock.__func__ else staticmethod(function))
+
+
+@functools.cache
+def _static_of(cls: Any, name: str) -> _Static:
+    return _Static(cls, name)

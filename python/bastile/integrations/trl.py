@@ -9,6 +9,8 @@ What TRL calls changed with its releases; each is known by its parameters, where
     selective_log_softmax,              every release, of logits: served where these are logits on demand, as models
     entropy_from_logits,                return them after bastile.apply(); logits that are there are TRL's business
     selective_log_softmax_and_entropy
+    generalized_jsd_loss                of GKD's and GOLD's trainers: of the student's logits on demand and the
+                                        teacher's, which are there
 
 What has other parameters runs TRL's own code, and is named: in a warning, and in bastile.report()."""
 
@@ -31,11 +33,13 @@ from bastile.integrations.functions import (
     function_site,
     given,
     release_of,
+    static_site,
     why_not,
 )
 from bastile.integrations.hidden import divergence_from_hidden, log_probs_from_hidden
-from bastile.models.logits import Logits, log_probs_of
+from bastile.models.logits import Logits, divergence_of, log_probs_of
 from bastile.models.sites import ModelFile, Site
+from bastile.ops.linear_divergence import Kind
 from bastile.ops.linear_logprobs import NO_TARGET
 from bastile.report import Tally
 
@@ -60,6 +64,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
             yield apply_site(file, item, _FUNCTIONS, _log_prob_function)
         elif name == _DISTILLATION and getattr(item, "__module__", None) == file.name:
             yield apply_site(file, item, _DIVERGENCES, _divergence_function, DIVERGENCE)
+        elif isinstance(item, type) and _JSD in vars(item) and item.__module__ == file.name:
+            yield static_site(file, item, _JSD, _JSD_LOSSES, functools.partial(_of_logits, way=_jsd), DIVERGENCE)
         elif name in _LOSSES and (stock := stock_of(item)).__module__ == file.name:
             known, build = _LOSSES[name]
             for holder in _holders(name, stock):
@@ -205,7 +211,8 @@ def _of_logits(tally: Tally, original: Any, parameters: Parameters, defaults: De
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         named = given(parameters, defaults, args, kwargs)
-        if isinstance(named.get("logits"), Logits) and not torch.compiler.is_compiling():
+        named.setdefault("logits", named.get("student_logits"))
+        if isinstance(named["logits"], Logits) and not torch.compiler.is_compiling():
             result = way(named)
             if result is not NotImplemented:
                 tally.count()
@@ -240,6 +247,38 @@ def _selected_and_entropy(named: dict[str, Any]) -> Any:
         return found
     return found.log_probs, found.entropy if named["entropy_requires_grad"] else found.entropy.detach()
 
+
+def _jsd(named: dict[str, Any]) -> Any:
+    """GKD's and GOLD's loss. A beta of 0 is KL(teacher || student), of 1 KL(student || teacher)."""
+    labels, beta, items = named["labels"], named["beta"], named.get("num_items_in_batch")
+    if named.get("logits_are_probs"):
+        return NotImplemented
+    mask = None if labels is None else labels != -100
+    if named["reduction"] not in ("batchmean", "mean", "sum") and items is None:
+        return NotImplemented  # a number for each class
+    kind: Kind = "forward" if beta == 0 else "reverse" if beta == 1 else "jsd"
+    logits = named["logits"]
+    found = divergence_of(logits, named["teacher_logits"], mask, kind, beta, named["temperature"])
+    if found is NotImplemented:
+        return found
+    rows: Any = found.numel() if mask is None else mask.sum()
+    if items is not None:
+        divisor = items.to(found.device) if isinstance(items, torch.Tensor) else items
+    elif named["reduction"] == "batchmean":
+        divisor = max(found.shape[0], 1) if mask is None else rows.clamp_min(1)
+    else:
+        divisor = rows * logits.shape[-1] if named["reduction"] == "mean" else 1
+    return found.sum() / divisor
+
+
+_JSD = "generalized_jsd_loss"
+_OF_JSD = ("student_logits", "teacher_logits", "labels", "beta", "temperature", "reduction")
+#: Its parameters: GKD's, GOLD's, and GKD's before a batch's number of targets was handed on.
+_JSD_LOSSES = (
+    (*_OF_JSD, "num_items_in_batch"),
+    (*_OF_JSD, "logits_are_probs", "num_items_in_batch"),
+    _OF_JSD,
+)
 
 _OF_SFT = ("hidden_states", "lm_head_weight", "chunk_size", "labels", "shift_labels", "num_items_in_batch")
 _BOTH = ("logits", "index", "entropy_requires_grad", "temperature", "row_mask")

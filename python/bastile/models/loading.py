@@ -26,6 +26,8 @@ _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
         "prime_rl.trainer.models.layers.lm_head",
+        "trl.experimental.gkd.gkd_trainer",
+        "trl.experimental.gold.gold_trainer",
         "trl.kernels.chunked_divergence",
         "trl.kernels.chunked_logprob",
         "trl.trainer.sft_trainer",

@@ -11,8 +11,17 @@
 Nothing here knows a family of models: what the model does to its logits is seen as it does it."""
 
 from bastile.models.logits.head import output_heads, why_not
-from bastile.models.logits.losses import log_probs_of
+from bastile.models.logits.losses import divergence_of, log_probs_of
 from bastile.models.logits.serving import serve, served_model, serving_forward
 from bastile.models.logits.tensor import Logits
 
-__all__ = ["Logits", "log_probs_of", "output_heads", "serve", "served_model", "serving_forward", "why_not"]
+__all__ = [
+    "Logits",
+    "divergence_of",
+    "log_probs_of",
+    "output_heads",
+    "serve",
+    "served_model",
+    "serving_forward",
+    "why_not",
+]

@@ -14,6 +14,7 @@ from bastile.ops._valid_rows import ValidCount
 from bastile.ops.adapted_head import adapted_linear_cross_entropy
 from bastile.ops.cross_entropy import REDUCTION
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.ops.linear_divergence import Kind, linear_divergence
 from bastile.ops.linear_logprobs import NO_TARGET, LogProbs, linear_logprobs
 from bastile.ops.lora import adapted_linears
 from bastile.ops.vocabulary_parallel import VocabularyShard, is_parted
@@ -222,26 +223,31 @@ def causal_loss(
     return fused(logits, found, targets, ignore_index=ignore_index, num_items=num_items, valid_rows=count)
 
 
+def _as_hidden(logits: Logits, what: str) -> Formula | None:
+    """What was done to logits that have not been made, of which `what` is to be made from the hidden states; None: it
+    is made of logits."""
+    pending = logits.pending
+    if pending.made is not None or logits.part.move is not None:
+        return None
+    if pending.call.adapter is not None:
+        note("stepped aside", pending.call.forward.model, f"{what} of a head with an adapter are made of logits")
+        return None
+    found = _formula(logits)
+    return None if found is None or found.is_log_softmax else found
+
+
 def log_probs_of(
     logits: Logits, target: torch.Tensor, temperature: float, ignore_index: int | None, outputs: tuple[str, ...]
 ) -> Any:
     """LogProbs of logits / temperature that have not been made, with one target a row; ignore_index None: all count;
     outputs: of those that have gradients. NotImplemented: where they have been made, or something was done to them that
     linear_logprobs does not know."""
-    pending = logits.pending
-    if pending.made is not None or logits.part.move is not None or isinstance(target, Logits):
+    if isinstance(target, Logits) or target.shape != logits.shape[:-1]:
         return NotImplemented
-    if target.shape != logits.shape[:-1] or target.dtype is not torch.int64 or target.device != logits.device:
+    if target.dtype is not torch.int64 or target.device != logits.device:
         return NotImplemented
-    if pending.call.adapter is not None:
-        note(
-            "stepped aside",
-            pending.call.forward.model,
-            "log-probabilities of a head with an adapter are made of logits",
-        )
-        return NotImplemented
-    found = _formula(logits)
-    if found is None or found.is_log_softmax or not temperature > 0:
+    found = _as_hidden(logits, "log-probabilities")
+    if found is None or not temperature > 0:
         return NotImplemented
 
     def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -266,3 +272,33 @@ def log_probs_of(
     made = _computed(logits, compute, found.added is None).to(_type_of_loss(logits))
     log_probs, *others = [t.clone() for t in made.unbind()]
     return LogProbs(log_probs, **dict(zip(outputs, others, strict=True)))
+
+
+def divergence_of(
+    logits: Logits, teacher: torch.Tensor, mask: torch.Tensor | None, kind: Kind, beta: float, temperature: float
+) -> Any:
+    """The divergence [...] of logits that have not been made from a teacher's, which are there; rows where mask is
+    False: 0. NotImplemented as for log_probs_of."""
+    if isinstance(teacher, Logits) or teacher.shape != logits.shape or teacher.device != logits.device:
+        return NotImplemented
+    found = _as_hidden(logits, "divergences")
+    if found is None or not 1e-6 <= temperature <= 1e6:
+        return NotImplemented
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if found.added is not None:
+            bias = found.added if bias is None else bias + found.added
+        return linear_divergence(
+            rows,
+            weight,
+            kind=kind,
+            beta=beta,
+            temperature=temperature,
+            bias=bias,
+            logit_scale=found.scale,
+            softcap=found.softcap,
+            teacher_logits=teacher.detach(),
+            mask=mask,
+        ).divergence
+
+    return _computed(logits, compute).to(_type_of_loss(logits))
