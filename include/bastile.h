@@ -386,7 +386,7 @@ typedef struct bst_linear_logprobs_tensors {
                         the sum of exponentials relative to it but for the target's; may be left out, as what follows */
     DLTensor *entropy; /* forward writes it, backward reads it where grad_entropy is given */
     DLTensor *lse, *log_sum_sq_probs, *mean_logits, *is_top1; /* forward */
-    DLTensor *logits; /* [T, V] of hidden's type, rows at any stride: see below */
+    DLTensor *logits; /* [K, V] of hidden's type, 1 <= K <= T, rows at any stride: see below */
     const DLTensor *grad_log_probs, *grad_entropy, *grad_lse; /* backward: [T] float32, or NULL: zeros */
     DLTensor *dhidden, *dweight, *dbias, *jacobian; /* as hidden, weight, bias, or NULL; [T, H] float32: see below */
 } bst_linear_logprobs_tensors;
@@ -404,9 +404,9 @@ typedef struct bst_linear_logprobs_options {
     int float32_dweight;
 } bst_linear_logprobs_options;
 
-/* Logits are made by chunks of rows; forward multiplies once. Given `logits` it leaves all of them there; backward,
- * given them, uses them up and multiplies twice, else makes them again. Given `jacobian` (chunk_bytes count it), and
- * `pairs` but no logits, forward multiplies once more: row i is the gradient of log_probs[i] to hidden[i]. */
+/* Logits are made by chunks of rows; forward multiplies once. Given `logits`, chunks have K rows at most, and it leaves
+ * the last K there; backward, given them, uses them up, and makes the others again: three products, but for K rows two.
+ * Given `jacobian` (chunk_bytes count it) and `pairs`, forward multiplies twice: row i is log_probs[i]'s gradient. */
 BST_API bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
                                                const bst_linear_logprobs_options *options);
 BST_API bst_status bst_linear_logprobs_backward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,

@@ -36,6 +36,7 @@ typedef struct bst_chip {
     int shared_memory; /* bytes a block may use */
     int64_t l2;        /* bytes */
     int arguments;     /* bytes that a kernel's arguments may take: of the driver */
+    bool warpgroups;   /* the words of warpgroup.cuh: Hopper, but not the emulator's */
 } bst_chip;
 
 /* The chip behind a device index; opens the driver at the first call. While kernels are only compiled, the chip that is
@@ -55,6 +56,10 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
 
 /* Queues a matrix product on exec's stream. */
 bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *problem);
+/* How boxes of a matrix of 16-bit numbers are copied (tensor_map.h): where the chip has warpgroups. Its address and its
+ * stride, in elements, must be multiples of 16 bytes. While kernels are only compiled: nothing. */
+struct bst_tensor_map;
+bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, struct bst_tensor_map *out);
 /* Queues a fill with zeros. */
 bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes);
 /* The default workspace: stream-ordered allocation. */

@@ -118,6 +118,7 @@ static bst_status describe(const char *op, int index, bst_device *device) {
         BST_DRIVER_TRY(op, cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, device->handle);
     chip->arch = major * 10 + minor;
     chip->l2 = l2;
+    chip->warpgroups = chip->arch == 90;
     chip->arguments = version < WIDE_ARGUMENTS ? 4096 : 32764;
     if (chip->arch >= 80) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: device cuda:%d is of compute capability %d.%d; 8.0 or later is needed", op,

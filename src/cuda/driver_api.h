@@ -6,6 +6,7 @@
 #define BST_DRIVER_API_H
 
 #include <stddef.h>
+#include <stdint.h>
 
 typedef int CUresult;
 typedef int CUdevice;
@@ -43,6 +44,16 @@ enum {
 enum {
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
+};
+
+/* CUtensorMapDataType, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill */
+enum {
+    CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
+    CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9,
+    CU_TENSOR_MAP_INTERLEAVE_NONE = 0,
+    CU_TENSOR_MAP_SWIZZLE_128B = 3,
+    CU_TENSOR_MAP_L2_PROMOTION_L2_256B = 3,
+    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0,
 };
 
 /* CUstreamCaptureMode */
@@ -110,6 +121,9 @@ typedef struct CUlaunchConfig {
       (CUdeviceptr memory, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))         \
     X(cuMemAllocAsync, "cuMemAllocAsync", (CUdeviceptr * memory, size_t bytes, CUstream stream))                     \
     X(cuMemFreeAsync, "cuMemFreeAsync", (CUdeviceptr memory, CUstream stream))                                       \
+    X(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                                              \
+      (void *map, int type, unsigned dims, void *address, const uint64_t *sizes, const uint64_t *strides,            \
+       const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill))            \
     X(cuStreamIsCapturing, "cuStreamIsCapturing", (CUstream stream, int *status))                                    \
     X(cuEventCreate, "cuEventCreate", (CUevent * event, unsigned flags))                                             \
     X(cuEventDestroy, "cuEventDestroy_v2", (CUevent event))                                                          \

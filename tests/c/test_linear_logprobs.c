@@ -87,16 +87,18 @@ TEST(values_and_gradients) {
              tdb = bst_f32(dbias, 1, bias_shape);
     DLTensor tg[] = {bst_f32(upstream[0], 1, rows_shape), bst_f32(upstream[1], 1, rows_shape),
                      bst_f32(upstream[2], 1, rows_shape)};
-    /* Chunks of 64 rows (the least); all at once; all at once and kept. */
-    for (int way = 0; way < 3; way++) {
+    /* Chunks of 64 rows (the least); all at once; all at once and kept; chunks of 40, of which the last is kept. */
+    for (int way = 0; way < 4; way++) {
         bst_linear_logprobs_options o = options;
         o.chunk_bytes = way == 0;
         o.float32_dweight = way == 0;
+        int64_t kept_shape[] = {way == 3 ? 40 : T, V};
+        tk.shape = kept_shape;
         CHECK_OK(bst_linear_logprobs_forward(
             NULL,
             LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .log_probs = &tp, .pairs = &tpairs,
                         .entropy = &te, .lse = &tl, .log_sum_sq_probs = &ts, .mean_logits = &tm, .is_top1 = &t1,
-                        .logits = way == 2 ? &tk : NULL),
+                        .logits = way >= 2 ? &tk : NULL),
             &o));
         const float *made[] = {log_probs, entropy, lse, squares, mean};
         for (int k = 0; k < 5; k++)
@@ -106,7 +108,7 @@ TEST(values_and_gradients) {
             NULL,
             LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .bias = &tb, .pairs = &tpairs, .entropy = &te,
                         .grad_log_probs = &tg[0], .grad_entropy = &tg[1], .grad_lse = &tg[2],
-                        .logits = way == 2 ? &tk : NULL, .dhidden = &tdh, .dweight = &tdw, .dbias = &tdb),
+                        .logits = way >= 2 ? &tk : NULL, .dhidden = &tdh, .dweight = &tdw, .dbias = &tdb),
             &o));
         check_gradients();
     }
@@ -203,6 +205,16 @@ TEST(errors_name_the_argument) {
                                             &options),
                BST_INVALID);
     CHECK_STR(bst_last_error(), "entropy is NULL; it is needed where grad_entropy is given");
+    for (int64_t rows = 0; rows <= T + 1; rows += T + 1) {
+        int64_t shape[] = {rows, V};
+        DLTensor tk = bst_tensor(logits, 2, shape, logits_strides, bst_test_types[0]);
+        CHECK_EQ_I(bst_linear_logprobs_forward(
+                       NULL, LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .log_probs = &tp, .logits = &tk),
+                       &options),
+                   BST_INVALID);
+        CHECK_STR(bst_last_error(), rows ? "logits has 151 rows; no more than the 150 of hidden are needed"
+                                         : "logits has no rows; 1 to 150 are needed");
+    }
     CHECK(log_probs[0] == 42);
 }
 
@@ -229,6 +241,8 @@ static void compile_calls(void) {
                 all.is_top1 = bst_device_tensor(&s[12], i32, 1, hs);
                 all.grad_entropy = bst_device_tensor(&s[13], f, 1, hs);
             }
+            CHECK_OK(bst_linear_logprobs_forward(&bst_fake_exec, &all, &o)); /* on Hopper without logits */
+            hs[0] = ps[0] = 512;
             CHECK_OK(bst_linear_logprobs_forward(&bst_fake_exec, &all, &o));
             CHECK_OK(bst_linear_logprobs_backward(&bst_fake_exec, &all, &o));
         }

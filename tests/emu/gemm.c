@@ -83,3 +83,9 @@ bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *
     free(b);
     return BST_OK;
 }
+
+/* No chip of the emulator has warpgroups. */
+bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, struct bst_tensor_map *out) {
+    (void)device, (void)matrix, (void)out;
+    return bst__error(BST_UNSUPPORTED, "%s: the emulator has no tensor maps", op);
+}

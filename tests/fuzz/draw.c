@@ -163,6 +163,15 @@ static void bind_related(const fuzz_call *c, symbols *s) {
     }
 }
 
+/* Logits are kept of no more rows than there are. */
+static void bind_kept(fuzz_call *c, symbols *s) {
+    int kept = fuzz_attribute(c->function, "kept_rows");
+    if (kept < 0) return;
+    int64_t rows = draw_size(s);
+    bind(s, 'T', rows);
+    c->attributes[kept].i = rows && !fuzz_chance(2) ? 1 + fuzz_below(rows) : rows;
+}
+
 /* A matrix of codes: two to a byte, and so many to a block; the latter to blocks of their own. */
 static void bind_quantised(fuzz_call *c, symbols *s) {
     const bst_function *f = c->function;
@@ -275,6 +284,7 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
     if (experts >= 0) c->attributes[experts].i = c->experts;
     bind_related(c, &s);
     bind_quantised(c, &s);
+    bind_kept(c, &s);
     for (int i = 0; i < c->count; i++) {
         int place = order[i];
         fuzz_tensor *t = &c->of[place];

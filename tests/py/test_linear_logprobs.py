@@ -384,22 +384,6 @@ def test_ignored_rows_are_left_out_of_the_products(device, monkeypatch):
     assert not gradient[17:].any()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="logits are kept on CUDA alone")
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kept_logits_give_the_bits_of_those_made_again(dtype):
-    hidden, weight, target = leaves("cuda", dtype, tokens=64, vocabulary=1000, width=64)
-    results = []
-    for budget in (None, 64 * 1000 * 4 / 2**20 - 0.01):
-        set_logits_memory(budget)
-        found = linear_logprobs(hidden, weight, target, outputs=ALL)
-        results.append(torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), (hidden, weight)))
-    for a, b in zip(*results, strict=True):
-        assert_same_bits(a, b)
-
-
-# ---- a frozen head ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ran(monkeypatch):
     """Which of the backward operators ran."""
@@ -408,6 +392,41 @@ def ran(monkeypatch):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, f=function, n=name: (names.append(n), f(*a))[1])
     return names
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="logits are kept on CUDA alone")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kept_logits_give_the_bits_of_those_made_again(dtype, ran):
+    hidden, weight, target = leaves("cuda", dtype, tokens=64, vocabulary=1000, width=64)
+    found = linear_logprobs(hidden, weight, target, outputs=ALL)
+    total = found.log_probs.sum() + found.entropy.sum()
+    again = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    for a, b in zip(again, torch.autograd.grad(total, (hidden, weight)), strict=True):
+        assert_same_bits(a, b)
+    assert ran == ["_backward", "_backward_kept"]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [70, 128, 150])
+def test_a_chunk_of_what_does_not_fit_is_kept(tokens, dtype, device, monkeypatch):
+    """The last 64 rows' logits, which is all that the budget holds; the others are made again in their place."""
+    set_logits_memory(1e-6)
+    module.set_float32_dweight(True)
+    hidden, weight, target = leaves(device, dtype, tokens=tokens, vocabulary=40, width=16)
+    kept, backward = [], module._backward_kept
+    monkeypatch.setattr(module, "on_gpu", lambda t: True)
+    monkeypatch.setattr(module, "_backward_kept", lambda *a: kept.append(a[9].shape[0]) or backward(*a))
+    found = linear_logprobs(hidden, weight, target, outputs=ALL)
+    total = (found.log_probs * torch.arange(tokens, device=hidden.device)).sum() + found.entropy.sum()
+    again = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    for a, b in zip(again, torch.autograd.grad(total, (hidden, weight)), strict=True):
+        bound = 8 * torch.finfo(dtype).eps * a.float().abs().max()
+        assert (a.float() - b.float()).abs().max() <= bound  # sums in another order, rounded once
+    assert kept == [64]
+
+
+# ---- a frozen head ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", devices())

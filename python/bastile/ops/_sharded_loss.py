@@ -12,11 +12,13 @@ from bastile.ops._valid_rows import ValidCount, gather
 from bastile.ops.cross_entropy import Reduction, scalar_tensor, scaled
 from bastile.ops.fused_linear_cross_entropy import (
     DEFAULT_LOGITS_BYTES,
+    LEAST_ROWS,
     are_left_out,
     chunk_bytes_now,
+    even_rows,
     float32_gradient,
     head_inputs,
-    padded,
+    rows_that_fit,
     rows_to_compute,
 )
 from bastile.ops.linear_logprobs import LEFT_IN_FLOAT32, linear_logprobs, statistics
@@ -24,7 +26,6 @@ from bastile.ops.vocabulary_parallel import VocabularyShard, local_of, local_ups
 
 _OP = "fused_linear_cross_entropy"
 _backward_kept = torch.ops.bastile.linear_logprobs_backward_kept.default
-_TILE = 128  # rows to which products round
 _CPU_BYTES = 256 << 20  # of a chunk's logits there, where no setting says how many
 
 
@@ -33,10 +34,7 @@ def _chunk_rows(tokens: int, hidden: torch.Tensor, shard: VocabularyShard) -> in
     The same number in all processes, whatever their own part is: each chunk is an exchange."""
     part = -(-shard.vocabulary // distributed.get_world_size(shard.group))
     budget = chunk_bytes_now() or (DEFAULT_LOGITS_BYTES if hidden.is_cuda else _CPU_BYTES)
-    most, rows = max(64, budget // (padded(part) * hidden.element_size())), max(tokens, 1)
-    even = -(-rows // -(-rows // most))
-    whole = -(-even // _TILE) * _TILE
-    return whole if whole <= most else even
+    return even_rows(max(tokens, 1), max(LEAST_ROWS, rows_that_fit(hidden, part, budget)))
 
 
 class _SumInChunks(Function):
@@ -50,12 +48,13 @@ class _SumInChunks(Function):
         losses, pieces, exchanges, sums = [], [], [], [None, None]
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
-            made = statistics(hidden[rows], weight, bias, target[rows], options, (False,) * 5, 0, True, True, shard)
+            part = hidden[rows]
+            made = statistics(part, weight, bias, target[rows], options, (False,) * 5, 0, True, part.shape[0], shard)
             losses.append(made.found.log_probs * factors[rows])
             by_log_p, _, by_lse = local_upstream((-factors[rows], None, None), made.own)
             dhidden, *others = _backward_kept(
-                by_log_p, None, by_lse, hidden[rows], weight, made.target, bias, made.found.pairs, None, made.logits,
-                *made.options, 0, exact, *want,
+                by_log_p, None, by_lse, part, weight, made.target, bias, made.found.pairs, None, made.logits,
+                *made.options, 0, part.shape[0], exact, *want,
             )  # fmt: skip
             if want[0]:  # while the next chunk is multiplied
                 pieces.append(dhidden)

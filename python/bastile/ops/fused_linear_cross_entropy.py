@@ -22,6 +22,9 @@ _backward = torch.ops.bastile.linear_cross_entropy_backward.default
 #: of 4096 rows, which cost no time, or as large as a setting allows.
 DEFAULT_LOGITS_BYTES = 1664 << 20
 
+#: Rows of a chunk by default, the fewest that a setting may ask for, and what products round rows to.
+CHUNK_ROWS, LEAST_ROWS, TILE = 4096, 64, 128
+
 _logits_bytes: int | None = None
 
 
@@ -57,9 +60,32 @@ def padded(vocabulary: int) -> int:
     return (vocabulary + 7) // 8 * 8
 
 
+def rows_that_fit(hidden: torch.Tensor, vocabulary: int, budget: int) -> int:
+    """How many rows of logits, of hidden's type, fit so many bytes."""
+    return budget // (padded(vocabulary) * hidden.element_size())
+
+
+def even_rows(rows: int, most: int) -> int:
+    """Rows of a chunk: at most `most`, in no more chunks than that needs, and whole tiles where they can be."""
+    even = -(-rows // -(-rows // most))
+    whole = -(-even // TILE) * TILE
+    return whole if whole <= most else even
+
+
 def logits_fit(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> bool:
     """Whether the logits of hidden [T, H] fit a budget on CUDA; 0: the default."""
-    return hidden.shape[0] * padded(weight.shape[0]) * hidden.element_size() <= (chunk_bytes or DEFAULT_LOGITS_BYTES)
+    return hidden.shape[0] <= rows_that_fit(hidden, weight.shape[0], chunk_bytes or DEFAULT_LOGITS_BYTES)
+
+
+def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> int:
+    """Of how many of the last rows of hidden [T, H] the logits are kept for a backward pass on CUDA: all that fit the
+    budget, else a chunk, which then takes no memory that the chunks do not take."""
+    rows, most = hidden.shape[0], rows_that_fit(hidden, weight.shape[0], chunk_bytes or DEFAULT_LOGITS_BYTES)
+    if rows <= most:
+        return rows
+    if not chunk_bytes:
+        most = min(most, max(CHUNK_ROWS, -(-rows // 8)))
+    return min(rows, max(most // TILE * TILE or most, LEAST_ROWS))
 
 
 class _LinearCrossEntropy(Function):

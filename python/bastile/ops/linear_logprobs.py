@@ -17,7 +17,7 @@ from bastile.ops.fused_linear_cross_entropy import (
     chunk_bytes_now,
     float32_gradient,
     head_inputs,
-    logits_fit,
+    kept_rows,
     rows_to_compute,
 )
 from bastile.ops.vocabulary_parallel import (
@@ -99,31 +99,33 @@ def statistics(
     wanted: Sequence[bool],
     chunk_bytes: int,
     save: bool,
-    keep: bool,
+    kept: int,
     shard: VocabularyShard | None,
-    ahead: bool = False,
+    with_jacobian: bool = False,
 ) -> Computed:
-    """The operator's forward; with a shard joined with the other processes'."""
+    """The operator's forward; with a shard joined with the other processes'. kept: of how many rows, the last ones, the
+    logits are."""
     own = None
     if shard is not None:
         targets = local_targets("linear_logprobs", target, options[0], shard, weight.shape[0])
         target, own, options, save = targets.local, targets.own, (IGNORED, *options[1:]), True
-    made = _forward(hidden, weight, target, bias, *options, chunk_bytes, save, *wanted, keep, ahead)
+    made = _forward(hidden, weight, target, bias, *options, chunk_bytes, kept, save, *wanted, kept > 0, with_jacobian)
     log_probs, pairs, *others, is_top1, logits, jacobian = made
     asked = [t if w else None for t, w in zip((*others, is_top1 != 0), wanted, strict=True)]
     found = Statistics(log_probs, pairs, *asked)
     if shard is not None:
         found = joined(found, targets, shard, hidden, weight.shape[0])
-    return Computed(found, target, logits if keep else None, jacobian if ahead else None, own, options)
+    return Computed(found, target, logits if kept else None, jacobian if with_jacobian else None, own, options)
 
 
 class _LinearLogProbs(Function):
-    """Logits that fit the memory budget are kept for the backward pass (on CUDA), where their gradient takes their
-    place; else they are made again: see bst_linear_logprobs_forward in bastile.h. Where hidden alone has a gradient, as
-    with a frozen head, they are not made again: each row's is made `ahead`, in the forward pass, and multiplied by the
-    upstream gradient of its log-probability (but for float16, whose range a loss scale may need). If entropy or lse
-    turn out to have gradients, that was for nothing. With a shard, what is computed is of its part of the vocabulary,
-    and is joined with the other processes'. rounded: as `float32_gradient` says."""
+    """On CUDA the logits of as many rows as the memory budget holds, the last ones, are kept for the backward pass,
+    where their gradient takes their place; others are made again: see bst_linear_logprobs_forward in bastile.h.
+    Where hidden alone has a gradient, as with a frozen head, and not all fit, none are: each row's `jacobian`, the
+    gradient of its log-probability, is made in the forward pass, and multiplied by the upstream one (but for float16,
+    whose range a loss scale may need). If entropy or lse turn out to have gradients, that was for nothing. With a
+    shard, what is computed is of its part of the vocabulary, and is joined with the other processes'. rounded: as
+    `float32_gradient` says."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard, rounded):
@@ -131,27 +133,28 @@ class _LinearLogProbs(Function):
         wide, weight = (None, weight) if rounded is None else (weight, rounded)
         chunk_bytes = chunk_bytes_now()
         # A compiled program plans its memory, and has no place for logits that are written over.
-        keep = (
-            any(want)
-            and on_gpu(hidden)
-            and not torch.compiler.is_compiling()
-            and logits_fit(hidden, weight, chunk_bytes)
-        )
-        ahead = (
-            want == [True, False, False]
-            and not keep
+        kept, eager = 0, any(want) and not torch.compiler.is_compiling()
+        if eager and on_gpu(hidden):
+            kept = kept_rows(hidden, weight, chunk_bytes)
+        with_jacobian = (
+            eager
+            and want == [True, False, False]
+            and kept < hidden.shape[0]
             and shard is None
             and hidden.dtype is not torch.float16
-            and not torch.compiler.is_compiling()
         )
-        part = statistics(hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), keep, shard, ahead)
+        if with_jacobian:
+            kept = 0
+        part = statistics(
+            hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), kept, shard, with_jacobian
+        )
         found, target, logits, jacobian, own, options = part
         log_probs, pairs, *others, top1 = found
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in (*others[2:], top1) if t is not None])
         ctx.save_for_backward(hidden, weight, target, bias, pairs, others[0], own, wide, jacobian)
-        ctx.logits, ctx.shard = logits, shard
+        ctx.logits, ctx.kept, ctx.shard = logits, kept, shard
         return log_probs, *others, top1
 
     @staticmethod
@@ -164,14 +167,16 @@ class _LinearLogProbs(Function):
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
         logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
-        rest = (*ctx.options, ctx.chunk_bytes, exact, *ctx.want)
+        options, rest = (*ctx.options, ctx.chunk_bytes), (exact, *ctx.want)
         if jacobian is not None and len(given) == 1 and given[0] is upstream[0]:
             made = times(jacobian, given[0][:, None], hidden.dtype), None, None
         elif logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up
-            made = _backward_kept(*upstream, hidden, weight, target, bias, pairs, entropy, logits, *rest)
+            made = _backward_kept(
+                *upstream, hidden, weight, target, bias, pairs, entropy, logits, *options, ctx.kept, *rest
+            )
         else:
-            made = _backward(*upstream, hidden, weight, target, bias, pairs, entropy, *rest)
+            made = _backward(*upstream, hidden, weight, target, bias, pairs, entropy, *options, 0, *rest)
         gradients = [g if w else None for g, w in zip(made, ctx.want, strict=True)]
         if ctx.shard is not None and ctx.want[0]:
             gradients[0] = summed(gradients[0], ctx.shard)

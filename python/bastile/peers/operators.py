@@ -91,8 +91,9 @@ def _bastile_swiglu_experts() -> Function:
 
 
 def _bastile_logprobs() -> Function:
-    linear_logprobs = _ours("linear_logprobs")
-    return lambda hidden, weight, target: linear_logprobs(hidden, weight, target).log_probs
+    """As its trainers call it: every target counts."""
+    run = _ours("linear_logprobs")
+    return lambda hidden, weight, target: run(hidden, weight, target, valid_rows=target.numel()).log_probs
 
 
 def _bastile_divergence() -> Function:

@@ -52,20 +52,27 @@ bst_head_place bst__head_gradient_place(const bst_head *h, void *logits, int64_t
 
 bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const char *name, int64_t chunk_bytes) {
     bst_chip chip = {0};
-    if (bst__given(whole)) {
-        h->chunks = 1, h->chunk_rows = h->rows;
-        return matrix(h->op, name, whole, &h->whole);
-    }
     if (!h->rows) return BST_OK;
+    int64_t kept = bst__given(whole) ? whole->size[0] : 0, rest = h->rows - kept;
+    if (bst__given(whole)) {
+        if (kept < 1)
+            return bst__error(BST_INVALID, "%s: %s has no rows; 1 to %" PRId64 " are needed", h->op, name, h->rows);
+        BST_TRY(matrix(h->op, name, whole, &h->whole));
+        h->chunk_rows = kept;
+        chunk_bytes = kept * (padded(h) * logit_bytes(h) + h->beside);
+    }
+    h->chunks = kept > 0;
+    if (!rest) return BST_OK;
     if (on_cuda(h)) BST_TRY(bst__cuda_chip(h->op, h->device.device_id, &chip));
     h->chunk_rows = bst__linear_cross_entropy_chunk_rows(
-        &(linear_cross_entropy_chunks){.rows = h->rows,
+        &(linear_cross_entropy_chunks){.rows = rest,
                                        .width = h->width,
                                        .row_bytes = padded(h) * logit_bytes(h) + h->beside,
                                        .budget = chunk_bytes,
                                        .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
                                        .processors = chip.processors});
-    h->chunks = (h->rows + h->chunk_rows - 1) / h->chunk_rows;
+    if (kept && h->chunk_rows > kept) h->chunk_rows = kept;
+    h->chunks += (rest + h->chunk_rows - 1) / h->chunk_rows;
     return BST_OK;
 }
 
@@ -230,8 +237,9 @@ static bst_status add_dbias(const bst_head *h, const void *dz, int64_t rows, int
     return LAUNCH(h, &l, (linear_cross_entropy_columns_args){dz, h->dbias_sum, rows, columns, stride, first});
 }
 
-/* The gradients of rows [first, first + rows) from dz. */
-static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, const void *dz, int64_t stride) {
+/* The gradients of rows [first, first + rows) from dz. begins: these are the first of the sums. */
+static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, const void *dz, int64_t stride,
+                                bool begins) {
     bst_gemm g = {.m = rows, .n = h->width, .k = h->vocabulary, .device_alpha = h->alpha};
     g.a = dz, g.lda = stride;
     g.b = h->weight.data, g.ldb = h->weight.stride[0];
@@ -241,12 +249,12 @@ static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, 
     g.b = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.ldb = h->hidden.stride[0];
     g.out = h->part ? h->part : h->dweight_sum ? (void *)h->dweight_sum : h->dweight.data;
     g.output_type = dl_type(h->dweight_sum && !h->part ? BST_F32 : h->dtype);
-    g.beta = first == 0 || h->part ? 0 : 1;
+    g.beta = begins || h->part ? 0 : 1;
     if (h->dweight.data) BST_TRY(multiply(h, g));
     if (h->part)
         BST_TRY(run_cpu(h, h->dweight.count, 1, BST_CPU_SELECT(bst__linear_cross_entropy_add_cpu),
                         (linear_cross_entropy_cpu){.in = h->part, .dweight = h->dweight_sum}));
-    return h->dbias_sum ? add_dbias(h, dz, rows, stride, first == 0) : BST_OK;
+    return h->dbias_sum ? add_dbias(h, dz, rows, stride, begins) : BST_OK;
 }
 
 static bst_status end_sums(const bst_head *h) {
@@ -285,16 +293,32 @@ static bst_status allocate_logits(const bst_head *h, void **memory) {
     return BST_OK;
 }
 
-static bst_status run_chunks(const bst_head *h, void *logits, int64_t stride, bool made, bst_head_rows rows_body,
-                             void *context, bool gradients) {
-    bst_head_place dz = made ? (bst_head_place){logits, stride} : bst__head_gradient_place(h, logits, stride);
-    for (int64_t first = 0; first < h->rows; first += h->chunk_rows) {
-        int64_t left = h->rows - first, rows = left < h->chunk_rows ? left : h->chunk_rows;
-        if (!made) BST_TRY(bst__head_logits(h, first, rows, logits, stride));
-        if (rows_body) BST_TRY(rows_body(h, context, first, rows, logits, stride));
-        if (gradients) BST_TRY(add_gradients(h, first, rows, dz.at, dz.stride));
+/* What is done in bst__head_run, and where. */
+typedef struct pass {
+    void *logits;
+    int64_t stride;
+    bst_head_rows body;
+    void *context;
+    bool gradients;
+} pass;
+
+static bst_status run_chunk(const bst_head *h, const pass *p, int64_t first, int64_t rows, bool made, bool begins) {
+    bst_head_place dz =
+        made ? (bst_head_place){p->logits, p->stride} : bst__head_gradient_place(h, p->logits, p->stride);
+    if (!made) BST_TRY(bst__head_logits(h, first, rows, p->logits, p->stride));
+    if (p->body) BST_TRY(p->body(h, p->context, first, rows, p->logits, p->stride));
+    return p->gradients ? add_gradients(h, first, rows, dz.at, dz.stride, begins) : BST_OK;
+}
+
+static bst_status run_chunks(const bst_head *h, const pass *p, bool made) {
+    int64_t kept = h->whole.data ? h->whole.size[0] : 0, rest = h->rows - kept;
+    if (made) BST_TRY(run_chunk(h, p, rest, kept, true, true));
+    for (int64_t first = 0; first < rest; first += h->chunk_rows) {
+        int64_t left = rest - first, rows = left < h->chunk_rows ? left : h->chunk_rows;
+        BST_TRY(run_chunk(h, p, first, rows, false, first == 0 && !made));
     }
-    return gradients ? end_sums(h) : BST_OK;
+    if (kept && !made) BST_TRY(run_chunk(h, p, rest, kept, false, rest == 0));
+    return p->gradients ? end_sums(h) : BST_OK;
 }
 
 bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *context, bool gradients) {
@@ -307,8 +331,10 @@ bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *conte
     bst_status status = gradients ? begin_sums(h) : BST_OK;
     if (status == BST_OK && !whole) status = allocate_logits(h, &memory);
     if (status == BST_OK)
-        status = run_chunks(h, whole ? h->whole.data : memory, whole ? h->whole.stride[0] : padded(h), made, rows,
-                            context, gradients);
+        status = run_chunks(
+            h,
+            &(pass){whole ? h->whole.data : memory, whole ? h->whole.stride[0] : padded(h), rows, context, gradients},
+            made);
     bst__release(h->exec, h->device, memory);
     free_sums(h);
     return status;

@@ -39,7 +39,9 @@ typedef struct bst_head {
     const float *alpha;
     /* bst__head_begin and bst__head_choose_chunks set these. */
     bst_view hidden, weight;
-    bst_view whole; /* all logits, in memory of the caller's; data NULL: a chunk of workspace */
+    /* The logits of the last rows, or of all, in memory of the caller's, where chunks before them are worked off too;
+     * data NULL: a chunk of workspace. */
+    bst_view whole;
     DLDevice device;
     bst_dtype dtype;
     int64_t rows, vocabulary, width, chunk_rows, chunks;
@@ -56,8 +58,8 @@ typedef struct bst_head {
 bst_status bst__head_check_weight(const char *op, const bst_view *weight);
 /* Takes hidden [T, H] and weight [V, H]. BST_UNSUPPORTED where rows overlap. */
 bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *weight);
-/* Takes `whole` [T, V], all logits in one chunk, where it is given (`name` is what messages call it); else chunks that
- * `chunk_bytes` hold (0: the default). */
+/* Takes `whole` [K, V], the logits of the last K rows, 1 <= K <= T, where it is given (`name` is what messages call
+ * it): chunks of K rows at most; else chunks that `chunk_bytes` hold (0: the default). */
 bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const char *name, int64_t chunk_bytes);
 
 /* Logits of the rows [first, first + rows), by themselves: for a second head, none of whose gradients are wanted. */
@@ -77,8 +79,8 @@ bst_head_place bst__head_gradient_place(const bst_head *h, void *logits, int64_t
 /* What is done to the rows [first, first + rows), whose logits are at `logits`, `stride` elements apart. */
 typedef bst_status (*bst_head_rows)(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
                                     int64_t stride);
-/* Does it chunk by chunk. made: the whole logits are there already. rows NULL: nothing is done to them. gradients: what
- * is in the gradient's place then is dz, and the wanted gradients are made of it. */
+/* Does it chunk by chunk, those of `whole` last. made: these are there already, and come first. rows NULL: nothing is
+ * done to them. gradients: what is in the gradient's place then is dz, and the wanted gradients are made of it. */
 bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *context, bool gradients);
 
 #endif

@@ -1,8 +1,8 @@
 /* linear_logprobs.c - log-probabilities of targets under the output head, a chunk of rows at a time.
  *
  * A chunk is: logits by the head (linear_cross_entropy_head.h), one pass over them, by which forward reads what is
- * asked of each row, and backward replaces them by their gradient, all upstream gradients at once. Where forward saves
- * all logits, backward has its pass and two products; else it makes them again. Asked for the jacobian, forward has
+ * asked of each row, and backward replaces them by their gradient, all upstream gradients at once. Of rows whose logits
+ * forward saves, backward has its pass and two products; else it makes them again. Asked for the jacobian, forward has
  * both passes over a chunk, and one product more: so a frozen head takes two, and keeps no logits. Nothing waits for
  * the device. */
 #include <inttypes.h>
@@ -36,9 +36,12 @@ enum {
  * the jacobian, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. */
 enum { FEWEST_JACOBIAN_ROWS = 1024, MOST_JACOBIAN_ROWS = 2048, JACOBIAN_ELEMENTS = 1 << 22 };
 
-enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
+enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, KEPT_ROWS, FLOAT32_DWEIGHT, ATTRIBUTES };
 
 #define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
+/* Of the last kept_rows rows. */
+#define KEPT_LOGITS(name, flags) \
+    BST_HEAD_ARGUMENT(name, flags, BST_FLOATS, "kV", BST_ROWS, BST_AS_HIDDEN, BST_PADDED(8))
 
 static const bst_argument forward_arguments[] = {
     BST_HEAD,
@@ -50,7 +53,7 @@ static const bst_argument forward_arguments[] = {
     [SQUARES] = PER_ROW("log_sum_sq_probs", BST_OUT | BST_OPTIONAL),
     [MEAN] = PER_ROW("mean_logits", BST_OUT | BST_OPTIONAL),
     [TOP1] = {"is_top1", BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS},
-    [LOGITS] = BST_HEAD_LOGITS("logits", BST_OUT | BST_OPTIONAL),
+    [LOGITS] = KEPT_LOGITS("logits", BST_OUT | BST_OPTIONAL),
     [JACOBIAN] = BST_LOSS_FLOATS("jacobian", BST_OUT | BST_OPTIONAL, "TH"),
     {NULL},
 };
@@ -72,7 +75,7 @@ static const bst_argument backward_arguments[] = {
     [GRAD_LSE] = PER_ROW("grad_lse", BST_IN | BST_OPTIONAL),
     [PAIRS_WERE] = BST_LOSS_FLOATS("pairs", BST_IN, "T2"),
     [ENTROPY_WAS] = PER_ROW("entropy", BST_IN | BST_OPTIONAL),
-    [LOGITS_WERE] = BST_HEAD_LOGITS("logits", BST_IN | BST_OPTIONAL),
+    [LOGITS_WERE] = KEPT_LOGITS("logits", BST_IN | BST_OPTIONAL),
     /* An output for the sake of the checks: the logits' own place. */
     [DLOGITS] = {"dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(LOGITS_WERE),
                  BST_TYPE_OF(LOGITS_WERE, "its own"), BST_WITH(LOGITS_WERE), BST_MAY_BE(1u << LOGITS_WERE),
@@ -92,25 +95,30 @@ static const bst_attribute_rule rules[] = {
     [LOGIT_SCALE] = BST_LOGIT_SCALE("logit_scale"),
     [SOFTCAP_AT] = BST_SOFTCAP("softcap"),
     [CHUNK_BYTES] = BST_CHUNK_BYTES,
+    [KEPT_ROWS] = {"kept_rows", 'i', 0, (double)INT64_MAX, "0 or a positive number"},
     [FLOAT32_DWEIGHT] = {"float32_dweight", 'i', 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)"},
     {NULL},
 };
 
 static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
     const bst_view *w = &v[WEIGHT];
+    int64_t rows = v[HIDDEN].size[0], kept = attributes[KEPT_ROWS].i;
     BST_TRY(bst__head_check_weight(op, w));
+    if (kept > rows)
+        return bst__error(BST_INVALID,
+                          "%s: logits has %" PRId64 " rows; no more than the %" PRId64 " of hidden are needed", op,
+                          kept, rows);
     if (op == backward_op && bst__given(&v[GRAD_ENTROPY]) && !bst__given(&v[ENTROPY_WAS]))
         return bst__error(BST_INVALID, "%s: entropy is NULL; it is needed where grad_entropy is given", op);
-    return bst__cross_entropy_check_targets(op, w->device, v[TARGET].data, v[HIDDEN].size[0], w->size[0],
+    return bst__cross_entropy_check_targets(op, w->device, v[TARGET].data, rows, w->size[0],
                                             attributes[IGNORE_INDEX].i);
 }
 
 /* ---- the passes -------------------------------------------------------------------------------------------------- */
 
-static bst_status run_rows(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
-                           int64_t stride) {
-    linear_logprobs_rows c = *(const linear_logprobs_rows *)context;
-    c.logits = logits, c.stride = stride, c.rows = rows;
+linear_logprobs_rows bst__linear_logprobs_part(const linear_logprobs_rows *call, int64_t first, int64_t rows) {
+    linear_logprobs_rows c = *call;
+    c.rows = rows;
     c.target += first;
     if (c.pairs) c.pairs += 2 * first;
     float **made[] = {&c.log_probs, &c.entropy, &c.lse, &c.log_sum_sq_probs, &c.mean_logits};
@@ -120,6 +128,13 @@ static bst_status run_rows(const bst_head *h, void *context, int64_t first, int6
     const float **read[] = {&c.grad_log_probs, &c.grad_entropy, &c.grad_lse, &c.entropy_was};
     for (size_t i = 0; i < sizeof read / sizeof *read; i++)
         if (*read[i]) *read[i] += first;
+    return c;
+}
+
+static bst_status run_rows(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
+                           int64_t stride) {
+    linear_logprobs_rows c = bst__linear_logprobs_part(context, first, rows);
+    c.logits = logits, c.stride = stride;
     if (c.device.device_type == kDLCUDA) return bst__linear_logprobs_rows_cuda(h->exec, h->op, &c);
     bst__parallel_for(h->exec, rows, bst__grain(c.vocabulary), BST_CPU_SELECT(bst__linear_logprobs_rows_cpu), &c);
     return BST_OK;
@@ -174,14 +189,25 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
                               const bst_attribute *attributes) {
     BST_TRY(check_jacobian(op, v));
     bst_head h = {.exec = exec, .op = op, .bias = v[BIAS], .dhidden = v[JACOBIAN]};
-    bool makes = bst__given(&v[JACOBIAN]);
-    BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
-    int64_t budget = attributes[CHUNK_BYTES].i;
+    bst_view hidden = v[HIDDEN];
+    bool makes = bst__given(&v[JACOBIAN]), done = false;
+    BST_TRY(bst__head_begin(&h, &hidden, &v[WEIGHT]));
+    int64_t budget = attributes[CHUNK_BYTES].i, without = h.rows - v[LOGITS].size[0];
     if (makes) budget = budget_beside(&h, &v[JACOBIAN], budget);
-    BST_TRY(bst__head_choose_chunks(&h, &v[LOGITS], "logits", budget));
     linear_logprobs_rows c = rows_of(&h, v, attributes);
     c.log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, c.entropy = v[ENTROPY].data, c.lse = v[LSE].data;
     c.log_sum_sq_probs = v[SQUARES].data, c.mean_logits = v[MEAN].data, c.is_top1 = v[TOP1].data;
+    if (h.device.device_type == kDLCUDA && !makes && !bst__given(&v[BIAS])) {
+        linear_logprobs_rows first = bst__linear_logprobs_part(&c, 0, without);
+        BST_TRY(bst__linear_logprobs_tiles_cuda(exec, op, &h.hidden, &h.weight, &first, budget, &done));
+    }
+    if (done) { /* what is left to do are the rows whose logits are kept */
+        if (without == h.rows) return BST_OK;
+        hidden.data = bst_at(hidden.data, without * h.hidden.stride[0], h.dtype), hidden.size[0] -= without;
+        c = bst__linear_logprobs_part(&c, without, hidden.size[0]);
+        BST_TRY(bst__head_begin(&h, &hidden, &v[WEIGHT]));
+    }
+    BST_TRY(bst__head_choose_chunks(&h, &v[LOGITS], "logits", budget));
     return bst__head_run(&h, false, makes ? run_rows_twice : run_rows, &c, makes);
 }
 
@@ -202,7 +228,7 @@ static bst_status run_backward(const bst_exec *exec, const char *op, const bst_v
     return bst__head_run(&h, bst__given(&v[LOGITS_WERE]), run_rows, &c, true);
 }
 
-#define OPTIONS "ignore_index temperature logit_scale softcap chunk_bytes"
+#define OPTIONS "ignore_index temperature logit_scale softcap chunk_bytes kept_rows"
 static const bst_function forward = {
     .name = forward_op,
     .meanings = meanings,
@@ -241,6 +267,7 @@ static bst_status call(const bst_function *function, const bst_exec *exec, const
     attributes[LOGIT_SCALE].d = o.logit_scale == 0 ? 1 : o.logit_scale;
     attributes[SOFTCAP_AT].d = o.softcap;
     attributes[CHUNK_BYTES].i = o.chunk_bytes;
+    attributes[KEPT_ROWS].i = t.logits && t.logits->ndim ? t.logits->shape[0] : 0;
     attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
     const DLTensor *forwards[] = {t.hidden,  t.weight, t.target,           t.bias,        t.log_probs, t.pairs,
                                   t.entropy, t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1,   t.logits,

@@ -1,10 +1,11 @@
 /* linear_logprobs.cu - log-probabilities of rows of logits with what else trainers ask for, and the gradient of these.
  *
  * Macros: VOCAB; TYPE (code of dtype.h); VEC elements of an access; SOFTCAP: in use; NEGATIVE: logit_scale < 0;
- * FORWARD: ENTROPY, SQUARES, MEAN, TOP1: wanted; BACKWARD: ENTROPY: it has a gradient.
+ * FORWARD and JOIN: ENTROPY, SQUARES, MEAN, TOP1: wanted; BACKWARD: ENTROPY: it has a gradient.
  *
  * One block a row, which begins at a vector; what is behind its last whole vector is read element by element.
  * FORWARD   Bytes: the logits, once.
+ * JOIN      adds up what linear_logprobs_tiles left of rows. Bytes: 2 to 5 numbers for 256 logits, once.
  * BACKWARD  writes the logits' gradient in their place. Bytes: one read and one write per logit.
  * Rows to be ignored are not read. No atomics; all sums have a fixed order. */
 #include "pack.cuh"
@@ -32,7 +33,7 @@ BST_DEVICE int behind(void) {
     return column < VOCAB ? column : -1;
 }
 
-#ifdef FORWARD
+#ifndef BACKWARD
 /* Of e = exp(z - reference) and d = z - reference, without the target's: the sums of e, e d and e^2; of all the sum of
  * u, and 1 where another logit is larger than the target's, or as large and before it. */
 typedef struct sums {
@@ -122,6 +123,38 @@ BST_DEVICE void put(float *to, int64_t row, float value) {
     if (to) to[row] = value;
 }
 
+/* What the sums of a row say, by one thread. `x`: the target's logit; counts: neither ignored nor out of range. */
+BST_DEVICE void tell_row(const linear_logprobs_args *a, int64_t row, bool counts, sums s, float x) {
+    const cross_entropy_rows_args *c = &a->row;
+    float unit = TYPE == BST_F32_CODE ? 1.0f : BST_LN2, mean = 0.0f, entropy = 0.0f, squares = 0.0f, lse = 0.0f;
+    row_facts f = {0, 0, 0, 0, 0, 0};
+    if (counts) {
+        f = facts_of(c, s.reference, s.others, x, true);
+        lse = bst_fma(s.reference, unit, f.log_total);
+        mean = s.logits * c->natural * (1.0f / VOCAB);
+        entropy = f.log_total - bst_divide(bst_fma(f.own, bst_max(f.above, LOWEST_POWER), s.products) * unit, f.total);
+        squares = log_of(bst_fma(f.own, f.own, s.squares)) - 2.0f * f.log_total;
+    } else {
+        f.log_p = c->target[row] == c->ignore_index ? 0.0f : BST_NAN;
+    }
+    put(a->log_probs, row, f.log_p);
+    put(a->lse, row, lse);
+    if (ENTROPY) put(a->entropy, row, entropy);
+    if (SQUARES) put(a->log_sum_sq_probs, row, squares);
+    if (MEAN) put(a->mean_logits, row, mean);
+    if (TOP1) a->is_top1[row] = s.beaten == 0.0f;
+    put(c->lse_pairs, 2 * row, s.reference);
+    put(c->lse_pairs, 2 * row + 1, s.others);
+}
+
+/* Of a row that does not count. */
+BST_DEVICE sums no_sums(void) {
+    sums s = {0.0f, 1.0f, 0, 0, 0, 1.0f};
+    return s;
+}
+#endif
+
+#ifdef FORWARD
 BST_KERNEL(linear_logprobs_forward, linear_logprobs_args, THREADS, 2) {
     BST_SHARED(sums, scratch, THREADS / 32);
     bst_wait_for_previous();
@@ -130,29 +163,63 @@ BST_KERNEL(linear_logprobs_forward, linear_logprobs_args, THREADS, 2) {
     const void *logits = bst_at(c->logits, bst_row_start(&c->logits_map, row, 1), TYPE);
     bool counts = in_vocabulary(c, target);
     float x = 0.0f;
-    sums s = {0.0f, 1.0f, 0, 0, 0, 1.0f};
-    row_facts f = {0, 0, 0, 0, 0, 0};
+    sums s = no_sums();
     if (counts) {
         bst_load(&x, logits, target, TYPE, 1);
         s = block_sums(thread_sums(c, logits, (int)target, x), scratch);
-        f = facts_of(c, s.reference, s.others, x, bst_thread() == 0);
     }
-    if (bst_thread() != 0) return;
-    float unit = TYPE == BST_F32_CODE ? 1.0f : BST_LN2, mean = 0.0f, entropy = 0.0f, squares = 0.0f, lse = 0.0f;
-    if (counts) {
-        lse = bst_fma(s.reference, unit, f.log_total);
-        mean = s.logits * c->natural * (1.0f / VOCAB);
-        entropy = f.log_total - bst_divide(bst_fma(f.own, bst_max(f.above, LOWEST_POWER), s.products) * unit, f.total);
-        squares = log_of(bst_fma(f.own, f.own, s.squares)) - 2.0f * f.log_total;
-    }
-    put(a.log_probs, row, counts ? f.log_p : target == c->ignore_index ? 0.0f : BST_NAN);
-    put(a.lse, row, lse);
-    if (ENTROPY) put(a.entropy, row, entropy);
-    if (SQUARES) put(a.log_sum_sq_probs, row, squares);
-    if (MEAN) put(a.mean_logits, row, mean);
-    if (TOP1) a.is_top1[row] = s.beaten == 0.0f;
-    put(c->lse_pairs, 2 * row, s.reference);
-    put(c->lse_pairs, 2 * row + 1, s.others);
+    if (bst_thread() == 0) tell_row(&a, row, counts, s, x);
+}
+#endif
+
+#ifdef JOIN
+#define CLASSES LINEAR_LOGPROBS_TILE_CLASSES
+#define SLICES  LINEAR_LOGPROBS_SLICES
+
+BST_DEVICE void join(sums *s, sums with) {
+    float reference = bst_max(s->reference, with.reference);
+    move_sums(s, reference);
+    move_sums(&with, reference);
+    s->others += with.others;
+    s->products += with.products;
+    s->squares += with.squares;
+    s->logits += with.logits;
+    s->beaten = bst_max(s->beaten, with.beaten);
+}
+
+/* What linear_logprobs_tiles left of a row in one of its tiles. `own`: the target's logit. */
+BST_DEVICE sums tile_sums(const linear_logprobs_tiles_args *a, int64_t row, int tile, int target, float own) {
+    int64_t plane = (int64_t)a->tiles * a->stride;
+    const float *from = a->sums + (int64_t)tile * a->stride + row;
+    sums s = {0, 0, 0, 0, 0, 0};
+    float top = *from;
+    s.reference = bst_max(LOWEST, top * a->all.row.base2);
+    s.others = *(from += plane);
+    if (ENTROPY) s.products = *(from += plane);
+    if (SQUARES) s.squares = *(from += plane);
+    if (MEAN) s.logits = *(from += plane);
+    bool before = (tile + 1) * CLASSES <= target;
+    if (TOP1 && target / CLASSES == tile) before = a->targets[a->stride + row] == own;
+    if (TOP1 && (top > own || (before && top == own))) s.beaten = 1.0f;
+    return s;
+}
+
+/* A block has 32 rows, and each of its warps a slice of their tiles. */
+BST_KERNEL(linear_logprobs_join, linear_logprobs_tiles_args, THREADS, 2) {
+    BST_SHARED(sums, slices, THREADS);
+    bst_wait_for_previous();
+    const cross_entropy_rows_args *c = &a.all.row;
+    int64_t row = (int64_t)bst_block() * 32 + bst_lane(), target = row < a.rows ? c->target[row] : -1;
+    int slice = (int)bst_thread() / 32;
+    bool counts = row < a.rows && in_vocabulary(c, target);
+    float x = counts ? a.targets[row] : 0.0f;
+    sums s = {LOWEST, 0, 0, 0, 0, 0};
+    for (int tile = slice; counts && tile < a.tiles; tile += SLICES) join(&s, tile_sums(&a, row, tile, (int)target, x));
+    slices[bst_thread()] = s;
+    bst_sync();
+    if (slice || row >= a.rows) return;
+    for (int i = 1; i < SLICES; i++) join(&s, slices[32 * i + bst_lane()]);
+    tell_row(&a.all, row, counts, counts ? s : no_sums(), x);
 }
 #endif
 

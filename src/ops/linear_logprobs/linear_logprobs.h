@@ -25,6 +25,13 @@ typedef struct linear_logprobs_rows {
     const float *grad_log_probs, *grad_entropy, *grad_lse, *entropy_was;
 } linear_logprobs_rows;
 
+/* Forward of all rows without their logits, where the chip can and it pays: then `done` is set. `call` is at the first
+ * row, and its logits are NULL; rows at a time are what `budget` bytes (0: the default) hold the sums of. */
+bst_status bst__linear_logprobs_tiles_cuda(const bst_exec *exec, const char *op, const bst_view *hidden,
+                                           const bst_view *weight, const linear_logprobs_rows *call, int64_t budget,
+                                           bool *done);
+/* `call`, from row `first` on, `rows` of them. */
+linear_logprobs_rows bst__linear_logprobs_part(const linear_logprobs_rows *call, int64_t first, int64_t rows);
 bst_status bst__linear_logprobs_rows_cuda(const bst_exec *exec, const char *op, const linear_logprobs_rows *call);
 BST_CPU_DECLARE(bst__linear_logprobs_rows_cpu); /* over rows; the context is a linear_logprobs_rows */
 

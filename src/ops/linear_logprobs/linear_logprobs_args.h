@@ -3,6 +3,8 @@
 #ifndef BST_LINEAR_LOGPROBS_ARGS_H
 #define BST_LINEAR_LOGPROBS_ARGS_H
 
+#include "tensor_map.h"
+
 typedef struct linear_logprobs_args {
     /* Of these: logits, dlogits, target, lse_pairs (backward reads them), ignore_index, the maps, and what makes z. */
     cross_entropy_rows_args row;
@@ -17,6 +19,28 @@ typedef struct linear_logprobs_args {
 #define LINEAR_LOGPROBS_THREADS 512 /* of a block, which has a row */
 #define LINEAR_LOGPROBS_BATCH   4   /* vectors that a thread loads before it uses the first */
 
+/* Of a head whose logits stay in registers: tiles of rows by classes, in pairs of tiles of rows. */
+#define LINEAR_LOGPROBS_TILE_ROWS    BST_BOX_ROWS
+#define LINEAR_LOGPROBS_TILE_CLASSES (2 * BST_BOX_ROWS)
+#define LINEAR_LOGPROBS_TILE_THREADS 384
+#define LINEAR_LOGPROBS_STAGES       4 /* pieces of the products' terms in shared memory */
+#define LINEAR_LOGPROBS_TILE_BYTES   ((LINEAR_LOGPROBS_TILE_ROWS + LINEAR_LOGPROBS_TILE_CLASSES) * BST_BOX_COLUMNS * 2)
+#define LINEAR_LOGPROBS_SLICES       (LINEAR_LOGPROBS_THREADS / 32) /* of the tiles, where their sums are joined */
+
+typedef struct linear_logprobs_tiles_args {
+    bst_tensor_map hidden, weight;
+    linear_logprobs_args all;
+    /* Of each tile's rows, [numbers, tiles, stride]: the largest logit, the others' exponentials, and what else is
+     * wanted, in the order of the macros. */
+    float *sums;
+    /* [2, stride]: the targets' logits, and the largest of those before it in its tile. */
+    float *targets;
+    int32_t rows, stride, steps; /* steps: boxes that a row of hidden takes */
+    int32_t pairs, tiles;        /* of tiles of rows; tiles of classes */
+    int32_t unused;
+} linear_logprobs_tiles_args;
+
+static_assert(sizeof(linear_logprobs_tiles_args) == 576, "host and device must agree");
 static_assert(sizeof(linear_logprobs_args) == 272, "host and device must agree");
 
 #endif

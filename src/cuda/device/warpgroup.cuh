@@ -1,0 +1,102 @@
+/* warpgroup.cuh - words for products on tensor cores, four warps at a time, of tiles that boxes are copied into.
+ *
+ * Hopper's alone (sm_90a). The emulator has none of them: what uses them asks the chip first (bst_chip, warpgroups),
+ * and has another way. Section names are those of NVIDIA's "Parallel Thread Execution ISA". */
+#ifndef BST_WARPGROUP_CUH
+#define BST_WARPGROUP_CUH
+
+#include "ptx.cuh"
+
+#include "tensor_map.h"
+
+BST_DEVICE uint32_t bst_shared_address(const void *shared) { return (uint32_t)__cvta_generic_to_shared(shared); }
+
+/* ---- boxes: one thread ---------------------------------------------------------------------------------------------
+ * "cp.async.bulk.tensor". A box of BST_BOX_ROWS rows, swizzled in pieces of 128 bytes, to an address that 1024 divides;
+ * what lies outside the matrix comes as zeros. Completes on the barrier's byte count. */
+
+BST_DEVICE void bst_box_read(void *shared, const bst_tensor_map *map, int column, int row, uint64_t *b) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            bst_shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(bst_shared_address(b))
+        : "memory");
+}
+/* Into both blocks of a cluster of two, and completes on the barrier of each. */
+BST_DEVICE void bst_box_read_both(void *shared, const bst_tensor_map *map, int column, int row, uint64_t *b) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(bst_shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(bst_shared_address(b)), "h"((uint16_t)3)
+        : "memory");
+}
+
+/* Arrives at the barrier that lies there in block `rank` of the cluster. "mapa", "mbarrier.arrive". */
+BST_DEVICE void bst_barrier_arrive_at(uint64_t *b, unsigned rank) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}" ::"r"(bst_shared_address(b)),
+        "r"(rank)
+        : "memory");
+}
+
+/* ---- products: all four warps of a group ---------------------------------------------------------------------------
+ * "Asynchronous Warpgroup Level Matrix Instructions". */
+
+/* Registers of a thread from here on: `count`, a constant. "setmaxnreg". */
+#define bst_registers_less(count) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count))
+#define bst_registers_more(count) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count))
+
+/* Rows of 64 numbers in a box, from an address that 1024 divides, or 32, 64, 96 bytes behind one. "Matrix Descriptor
+ * Format": swizzled by 128 bytes, 1024 between eight rows and the next. */
+BST_DEVICE uint64_t bst_tile(const void *shared) {
+    return (uint64_t)((bst_shared_address(shared) & 0x3ffff) >> 4) | (uint64_t)1 << 16 | (uint64_t)64 << 32 |
+           (uint64_t)1 << 62;
+}
+#define BST_TILE_STEP 2 /* added to what bst_tile returned: the next 16 columns */
+
+/* Before the first product, and after a wait for the last, of all 128 sums: they are where they are said to be. */
+BST_DEVICE void bst_hold_sums(float *sums) {
+    BST_EACH(i, 128) asm volatile("" : "+f"(sums[i])::"memory");
+}
+BST_DEVICE void bst_products_begin(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+BST_DEVICE void bst_products_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+/* Until at most the `newest` (a constant) latest commits are under way. */
+#define bst_products_wait(newest) asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(newest) : "memory")
+
+#define BST_SUMS_8(s, i)                                                                                        \
+    "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
+        "+f"(s[i + 7])
+#define BST_SUMS_32(s, i) BST_SUMS_8(s, i), BST_SUMS_8(s, i + 8), BST_SUMS_8(s, i + 16), BST_SUMS_8(s, i + 24)
+#define BST_PRODUCT(type)                                                                                \
+    asm volatile(                                                                                        \
+        "{\n"                                                                                            \
+        ".reg .pred add;\n"                                                                              \
+        "setp.ne.b32 add, %130, 0;\n"                                                                    \
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                     \
+        " {"                                                                                             \
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,"     \
+        "%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"   \
+        "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,"   \
+        "%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"   \
+        "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113," \
+        "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, add, "      \
+        "1, 1, 0, 0;\n"                                                                                  \
+        "}"                                                                                              \
+        : BST_SUMS_32(sums, 0), BST_SUMS_32(sums, 32), BST_SUMS_32(sums, 64), BST_SUMS_32(sums, 96)      \
+        : "l"(a), "l"(b), "r"(add))
+
+/* sums [64, 256] (+)= a [64, 16] b [256, 16]^T, of bfloat16 or float16; begins, and is to be waited for. Lane l
+ * of warp w has of rows 16 w + l / 4 (sums 4 j, 4 j + 1) and 8 more (4 j + 2, 4 j + 3) columns 8 j + l % 4 * 2 and
+ * the next. "Register Fragments: wgmma.mma_async.m64nNk16". */
+BST_DEVICE void bst_product_64x256(float *sums, uint64_t a, uint64_t b, int add, int type) {
+    if (type == BST_BF16_CODE)
+        BST_PRODUCT("bf16");
+    else
+        BST_PRODUCT("f16");
+}
+
+#endif

@@ -1,0 +1,199 @@
+/* linear_logprobs_tiles.cu - the head's product, of whose logits nothing is left but sums, on Hopper's tensor cores.
+ *
+ * Macros: VOCAB; TYPE (code of dtype.h: bfloat16 or float16); ENTROPY, SQUARES, MEAN, TOP1: wanted.
+ *
+ * A cluster of two blocks has two tiles of rows and one of classes. Tiles of 128 x 256 stay in the registers of two
+ * warp groups, while a thread of a third copies their operands: each block its own rows, and half of the classes for
+ * both. Logits are rounded as a product would leave them, and then summed; linear_logprobs_join adds up a row's tiles.
+ * Bytes: hidden and weight, some times, most of it from the L2; written 2 to 5 numbers for 256 logits. No atomics; all
+ * sums have a fixed order. */
+#include "pack.cuh"
+#include "reduce.cuh"
+#include "warpgroup.cuh"
+
+#include "cross_entropy_args.h"
+
+#include "linear_logprobs_args.h"
+
+#define ROWS         LINEAR_LOGPROBS_TILE_ROWS
+#define CLASSES      LINEAR_LOGPROBS_TILE_CLASSES
+#define STAGES       LINEAR_LOGPROBS_STAGES
+#define GROUP        8  /* pairs of tiles of rows whose hidden states stay in the L2 while all of the weight passes */
+#define COPIER       40 /* registers of a thread that copies, and of one that multiplies */
+#define WORKER       232
+
+#define LOWEST       (-3.402823466e38f)
+#define LOWEST_POWER (-1e4f) /* below, e^x is 0 and x e^x too, which for -inf would be NaN */
+
+#define A_BYTES      (ROWS * BST_BOX_COLUMNS * 2)
+#define B_BYTES      (CLASSES * BST_BOX_COLUMNS * 2)
+
+/* The stages in shared memory, and which of them comes next. */
+typedef struct pipe {
+    unsigned char *memory; /* all stages' rows, and behind them all stages' classes */
+    uint64_t *barriers;    /* a stage's is full; [STAGES] on: it is empty */
+    unsigned stage, phase;
+} pipe;
+
+BST_DEVICE unsigned char *rows_of(const pipe *p) { return p->memory + p->stage * A_BYTES; }
+BST_DEVICE unsigned char *classes_of(const pipe *p) { return p->memory + STAGES * A_BYTES + p->stage * B_BYTES; }
+
+BST_DEVICE void next(pipe *p) {
+    if (++p->stage < STAGES) return;
+    p->stage = 0;
+    p->phase ^= 1;
+}
+
+typedef struct place {
+    int row, column;
+} place;
+
+/* Where a tile begins. Tiles go down a group's rows, and then to the next classes. */
+BST_DEVICE place place_of(const linear_logprobs_tiles_args *a, int tile, unsigned rank) {
+    int each = GROUP * a->tiles, group = tile / each, in = tile % each, left = a->pairs - group * GROUP;
+    int tall = left < GROUP ? left : GROUP;
+    place p = {(2 * (group * GROUP + in % tall) + (int)rank) * ROWS, in / tall * CLASSES};
+    return p;
+}
+
+BST_DEVICE void copy(const linear_logprobs_tiles_args *a, pipe *p, place at, unsigned rank) {
+    BST_ROLLED
+    for (int step = 0; step < a->steps; step++) {
+        uint64_t *full = p->barriers + p->stage;
+        int column = step * BST_BOX_COLUMNS, half = (int)rank * (CLASSES / 2);
+        bst_barrier_wait(p->barriers + STAGES + p->stage, p->phase ^ 1);
+        bst_barrier_expect(full, A_BYTES + B_BYTES);
+        bst_box_read(rows_of(p), &a->hidden, column, at.row, full);
+        bst_box_read_both(classes_of(p) + rank * (B_BYTES / 2), &a->weight, column, at.column + half, full);
+        next(p);
+    }
+}
+
+/* The logits of `worker`'s half of a tile's rows. */
+BST_DEVICE void multiply(const linear_logprobs_tiles_args *a, pipe *p, float *sums, int worker) {
+    int lane = (int)bst_thread() % 128;
+    unsigned before = 0;
+    BST_ROLLED
+    for (int step = 0; step < a->steps; step++) {
+        bst_barrier_wait(p->barriers + p->stage, p->phase);
+        bst_hold_sums(sums);
+        bst_products_begin();
+        uint64_t x = bst_tile(rows_of(p) + worker * (A_BYTES / 2));
+        uint64_t w = bst_tile(classes_of(p));
+        BST_EACH(i, BST_BOX_COLUMNS / 16)
+            bst_product_64x256(sums, x + BST_TILE_STEP * i, w + BST_TILE_STEP * i, step | i, TYPE);
+        bst_products_commit();
+        if (step) {
+            bst_products_wait(1);
+            if (lane < 2) bst_barrier_arrive_at(p->barriers + STAGES + before, (unsigned)lane);
+        }
+        before = p->stage;
+        next(p);
+    }
+    bst_products_wait(0);
+    bst_hold_sums(sums);
+    if (lane < 2) bst_barrier_arrive_at(p->barriers + STAGES + before, (unsigned)lane);
+}
+
+/* Two logits in a word, and what leaves either of them out: -inf. */
+BST_DEVICE uint32_t larger(uint32_t a, uint32_t b) {
+    return TYPE == BST_BF16_CODE ? bst_max_bf16x2(a, b) : bst_max_f16x2(a, b);
+}
+BST_DEVICE uint32_t without(uint32_t pair, int which) {
+    uint32_t none = TYPE == BST_BF16_CODE ? 0xff80u : 0xfc00u;
+    return which ? (pair & 0xffffu) | none << 16 : (pair & 0xffff0000u) | none;
+}
+BST_DEVICE float logit_of(uint32_t pair, int which) {
+    return bst_half_to_float(which ? pair >> 16 : pair & 0xffffu, TYPE);
+}
+
+/* The target's logit goes to where it is asked for, and out of the row. `pairs`: of columns `own` + 8 j and the next of
+ * this tile, the target being `at`; -1: elsewhere. */
+BST_DEVICE void take_target(const linear_logprobs_tiles_args *a, uint32_t *pairs, int own, int at, int row) {
+    float before = -BST_INFINITY;
+    BST_EACH(i, 64) {
+        int offset = own + i / 2 * 8 + i % 2;
+        float x = logit_of(pairs[i / 2], i % 2);
+        if (offset < at) before = bst_max(before, x);
+        if (offset != at) continue;
+        a->targets[row] = x;
+        pairs[i / 2] = without(pairs[i / 2], i % 2);
+    }
+    if (TOP1) before = bst_warp_reduce(before, 4, true);
+    if (TOP1 && at >= 0 && own == 0) a->targets[a->stride + row] = before;
+}
+
+/* Sums of a row, of which this lane has the 64 logits that `sums` has at 4 j + 2 `half` and the next; `column`: of the
+ * first of them. */
+BST_DEVICE void finish_row(const linear_logprobs_tiles_args *a, const float *sums, int half, int row, int column) {
+    int64_t target = row < a->rows ? a->all.row.target[row] : -1;
+    int first = column / CLASSES * CLASSES, at = target >= first && target < first + CLASSES ? (int)target - first : -1;
+    uint32_t pairs[32];
+    float mean = 0.0f;
+    BST_EACH(j, 32) pairs[j] = bst_half_pair(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1], TYPE);
+    if (MEAN) /* beyond the last class logits are 0 */
+        BST_EACH(i, 64) mean += logit_of(pairs[i / 2], i % 2);
+    if (VOCAB % CLASSES && first + CLASSES > VOCAB) {
+        BST_EACH(i, 64)
+            if (column + i / 2 * 8 + i % 2 >= VOCAB) pairs[i / 2] = without(pairs[i / 2], i % 2);
+    }
+    if (bst_warp_max_u32(at >= 0)) take_target(a, pairs, column - first, at, row);
+    uint32_t both = pairs[0];
+    BST_EACH(j, 32) both = larger(both, pairs[j]);
+    float top = bst_warp_reduce(bst_max(logit_of(both, 0), logit_of(both, 1)), 4, true);
+    float reference = bst_max(LOWEST, top * a->all.row.base2);
+    float others[2] = {0, 0}, products[2] = {0, 0}, squares[2] = {0, 0};
+    BST_EACH(i, 64) {
+        float above = bst_fma(logit_of(pairs[i / 2], i % 2), a->all.row.base2, -reference), e = bst_exp2(above);
+        others[i % 2] += e;
+        if (ENTROPY) products[i % 2] = bst_fma(e, bst_max(above, LOWEST_POWER), products[i % 2]);
+        if (SQUARES) squares[i % 2] = bst_fma(e, e, squares[i % 2]);
+    }
+    float numbers[] = {others[0] + others[1], products[0] + products[1], squares[0] + squares[1], mean};
+    const bool wanted[] = {true, ENTROPY, SQUARES, MEAN};
+    BST_EACH(i, 4)
+        if (wanted[i]) numbers[i] = bst_warp_reduce(numbers[i], 4, false);
+    if (bst_lane() % 4 || row >= a->rows) return;
+    int64_t plane = (int64_t)a->tiles * a->stride;
+    float *to = a->sums + (int64_t)(column / CLASSES) * a->stride + row;
+    *to = top;
+    BST_EACH(i, 4)
+        if (wanted[i]) *(to += plane) = numbers[i];
+}
+
+BST_DEVICE void work(const linear_logprobs_tiles_args *a, pipe *p, place at, int worker) {
+    float sums[128];
+    int warp = (int)bst_thread() / 32 % 4, lane = (int)bst_lane();
+    multiply(a, p, sums, worker);
+    BST_EACH(half, 2)
+        finish_row(a, sums, half, at.row + worker * 64 + warp * 16 + lane / 4 + half * 8, at.column + lane % 4 * 2);
+}
+
+BST_KERNEL(linear_logprobs_tiles, linear_logprobs_tiles_args, LINEAR_LOGPROBS_TILE_THREADS, 1) {
+    BST_DYNAMIC_SHARED(memory);
+    BST_SHARED(uint64_t, barriers, 2 * STAGES);
+    unsigned char *aligned = memory + (1024 - bst_shared_address(memory) % 1024) % 1024;
+    pipe p = {aligned, barriers, 0, 0};
+    unsigned rank = bst_cluster_rank();
+    int clusters = (int)bst_blocks() / 2, first = (int)bst_block() / 2, worker = (int)bst_thread() / 128 - 1;
+    if (bst_thread() == 0) {
+        BST_EACH(i, STAGES) {
+            bst_barrier_init(barriers + i, 1);
+            bst_barrier_init(barriers + STAGES + i, 4); /* by two workers of each block: classes are copied to both */
+        }
+        bst_barrier_fence_init();
+    }
+    bst_cluster_sync();
+    if (worker < 0) {
+        bst_registers_less(COPIER);
+        BST_ROLLED
+        for (int tile = first; tile < a.pairs * a.tiles && bst_thread() == 0; tile += clusters)
+            copy(&a, &p, place_of(&a, tile, rank), rank);
+    } else {
+        bst_registers_more(WORKER);
+        BST_ROLLED
+        for (int tile = first; tile < a.pairs * a.tiles; tile += clusters)
+            work(&a, &p, place_of(&a, tile, rank), worker);
+    }
+    bst_cluster_sync(); /* the other block's last arrivals need this one's barriers */
+}
