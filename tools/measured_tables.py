@@ -52,8 +52,8 @@ def made(where: str, run: dict[str, Any], versions: dict[str, str]) -> str:
 # ---- bastile bench --------------------------------------------------------------------------------------------------
 
 
-def extra_memory(rows: dict[str, dict[str, Any]]) -> str:
-    shown = [rows.get(name, {}).get("extra_bytes") for name in ("bastile", "hf", "liger")]
+def extra_memory(rows: dict[str, dict[str, Any]], names: list[str]) -> str:
+    shown = [rows.get(name, {}).get("extra_bytes") for name in names]
     return " / ".join("–" if size is None else f"{size / MIB:.0f}" for size in shown) if any(shown) else "–"
 
 
@@ -64,6 +64,8 @@ def bench(run: dict[str, Any], operators: list[str], link: str) -> list[str]:
         raise SystemExit(f"{link} has no {', '.join(sorted(missing))}")
     timed = [{r["name"]: r for r in result["rows"] if "seconds" in r} for result in results]
     names = [name for name, peer in PEERS.items() if peer.title and any(name in rows for rows in timed)]
+    usual = ["bastile", "hf", "liger"]
+    sized = usual if any(name in rows for rows in timed for name in usual[1:]) else names
     lines = [["", "limit", *(PEERS[name].title for name in names), "extra memory"]]
     for result, rows in zip(results, timed, strict=True):
         limit = three_digits(result["floor"]["seconds"]) if result["floor"] else "–"
@@ -71,12 +73,13 @@ def bench(run: dict[str, Any], operators: list[str], link: str) -> list[str]:
         title = result["title"].replace(", bf16", "")
         if len({one["op"] for one in results}) == 1:
             title = title.removeprefix(result["op"] + " ")
-        lines.append([title, limit, *cells, extra_memory(rows)])
+        lines.append([title, limit, *cells, extra_memory(rows, sized)])
     clock = "GPU time without launch gaps" if run["device"] == "cuda" else "wall clock"
     return [
         f"{made(run['machine']['name'], run, run['versions'])}.",
         f"Medians, {clock}, by `bastile bench`. The limit is a copy of as many bytes, for products these",
-        f"alone. Extra memory in MiB: Bastile, Hugging Face code, Liger. [All figures]({link}).",
+        f"alone. Extra memory in MiB: {', '.join(PEERS[name].title.partition(' (')[0] for name in sized)}. "
+        f"[All figures]({link}).",
         "",
         *rows_of(lines),
     ]
