@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input, results_or_places
+from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input
 from bastile.ops._common import (
     Function,
     first_order_only,
@@ -21,7 +21,7 @@ from bastile.ops._common import (
     release_on_last_pass,
     without_autocast,
 )
-from bastile.ops._late import Place, in_backward, in_checkpoint, taken
+from bastile.ops._late import Place, in_backward, taken
 from bastile.ops.gated_mlp import unit_gradients
 
 #: Rows are worked off in so many parts; in one more where weights are kept in another form: those of gate and up are
@@ -46,15 +46,14 @@ class GatedMLP(Function):
         wanted = ctx.needs_input_grad[5:]
         # In a checkpoint y and its thin results are left for later too, which the backward pass then makes from the y
         # that it makes anyway. Elsewhere keeping them costs less.
-        is_left = rest is not None and in_checkpoint()
-        ctx.parts = _parts(rows, first, second, wanted) if is_left else None
+        ctx.parts = None if rest is None else _parts(rows, first, second, wanted)
         y = thin_y = None
         if ctx.parts is not None:
             kept: Any = Place(x), Place(x)
             a, b = kept[0].token, kept[1].token
         else:
             kept = a, b = first.results(x, rows, thin)
-        if not is_left:
+        if rest is None:
             y = unit.forward(a, b)
             thin_y = second.thin(y.view(-1, y.shape[-1]))
         keeps_x = ctx.parts is not None or reads_input(wanted[: 2 * TENSORS])
@@ -63,8 +62,8 @@ class GatedMLP(Function):
             x if keeps_x else None, thin, a, b, thin_y, way_back, seeds, *tensors, *first.rounded, *second.rounded
         )
         ctx.shape, ctx.layers, ctx.dtype, ctx.unit = x.shape, layers, x.dtype, unit
-        if not is_left:
-            (out,) = results_or_places(rest, second, y, y.view(-1, y.shape[-1]), thin_y)
+        if rest is None:
+            (out,) = second.results(y, y.view(-1, y.shape[-1]), thin_y)
         else:
             if ctx.parts is not None:
                 rest.leave(_finish, first, second, unit, rows, thin, kept)

@@ -72,5 +72,6 @@ def in_checkpoint() -> bool:
 
 
 def late() -> Late | None:
-    """None while compiling: the compiler leaves out by itself what nobody reads."""
-    return None if is_compiling() else Late()
+    """None outside a checkpoint, where nothing runs again, and while compiling: the compiler leaves out by itself what
+    nobody reads."""
+    return Late() if not is_compiling() and in_checkpoint() else None
