@@ -17,6 +17,8 @@
 
 /* Sets this thread's message and returns `status`. */
 bst_status bst__error(bst_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
+/* Makes each "[i]" in this thread's message, which tells of a list's member, that number; returns `status`. */
+bst_status bst__name_item(bst_status status, int64_t i);
 
 /* This thread's message, put aside for an attempt that may fail without the call's failing. */
 typedef struct bst_message {

@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "core/core.h"
 
@@ -96,4 +97,14 @@ bst_status bst__error(bst_status status, const char *format, ...) {
     va_end(arguments);
     thread->errors++;
     return status;
+}
+
+bst_status bst__name_item(bst_status status, int64_t i) {
+    bst_message was = bst__message();
+    char text[2 * sizeof was.text] = "";
+    size_t at = 0;
+    const char *rest = was.text;
+    for (const char *hit; (hit = strstr(rest, "[i]")) && at + sizeof was.text < sizeof text; rest = hit + 3)
+        at += (size_t)sprintf(text + at, "%.*s[%lld]", (int)(hit - rest), rest, (long long)i);
+    return bst__error(status, "%s%s", text, rest);
 }

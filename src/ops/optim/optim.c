@@ -20,21 +20,7 @@ const bst_function *const bst__optim[] = {NULL};
 
 /* ---- one tensor of a list ---------------------------------------------------------------------------------------- */
 
-enum { NAME = 64 };
-
-/* Which tensor of which list is read. Names such as "exp_avg[3]" take longer to write than all checks take: tensors are
- * read without, and once more with them where there is something to say. */
-typedef struct reading {
-    const char *op;
-    int64_t i;
-    bool say;
-} reading;
-
-static const char *name_of(const reading *r, const char *list, char text[NAME]) {
-    if (!r->say) return list;
-    snprintf(text, NAME, "%s[%lld]", list, (long long)r->i);
-    return text;
-}
+/* Names are "exp_avg[i]", whatever i is: bst__name_item puts the number in where there is something to say. */
 
 static bst_status need_list(const char *op, const char *name, const void *list, int64_t count) {
     if (list || !count) return BST_OK;
@@ -57,11 +43,11 @@ static bool same_strides(const bst_view *a, const bst_view *b) {
     return true;
 }
 
+static const char parameter_name[] = "parameter[i]";
+
 /* A parameter or gradient by itself. */
-static bst_status read_one(const reading *r, const char *list, const DLTensor *tensor, const bst_view *device,
+static bst_status read_one(const char *op, const char *name, const DLTensor *tensor, const bst_view *device,
                            const char *device_name, bst_view *v) {
-    char text[NAME];
-    const char *op = r->op, *name = name_of(r, list, text);
     BST_TRY(bst__view(op, name, BST_FLOATS, tensor, v));
     if (device) BST_TRY(bst__need_device(op, name, v, device, device_name));
     if (!v->count || bst__is_contiguous(v)) return BST_OK;
@@ -72,36 +58,32 @@ static bst_status read_one(const reading *r, const char *list, const DLTensor *t
 }
 
 /* One that goes with a parameter: of its shape, lying as it does, in memory of its own. */
-static bst_status read_beside(const reading *r, const char *list, const DLTensor *tensor, unsigned types,
+static bst_status read_beside(const char *op, const char *name, const DLTensor *tensor, unsigned types,
                               const bst_view *parameter, bst_view *v) {
-    char text[NAME], other_text[NAME];
-    const char *op = r->op, *name = name_of(r, list, text), *other = name_of(r, "parameter", other_text);
     BST_TRY(bst__view(op, name, types, tensor, v));
-    BST_TRY(bst__need_same_shape(op, name, v, other, parameter));
-    BST_TRY(bst__need_device(op, name, v, parameter, other));
+    BST_TRY(bst__need_same_shape(op, name, v, parameter_name, parameter));
+    BST_TRY(bst__need_device(op, name, v, parameter, parameter_name));
     if (v->count && !same_strides(v, parameter))
-        return bst__error(BST_UNSUPPORTED, "%s: %s has other strides than %s; copy it into the same", op, name, other);
-    return bst__need_apart(op, name, v, other, parameter);
+        return bst__error(BST_UNSUPPORTED, "%s: %s has other strides than %s; copy it into the same", op, name,
+                          parameter_name);
+    return bst__need_apart(op, name, v, parameter_name, parameter);
 }
 
 /* Moments of 8 bits: [blocks, 256], without gaps, and a scale a block. */
-static bst_status read_codes(const reading *r, const char *list, const char *scale_list, const DLTensor *tensor,
+static bst_status read_codes(const char *op, const char *name, const char *scale_name, const DLTensor *tensor,
                              const DLTensor *scales, const bst_view *parameter, void **codes, float **scale) {
-    char text[NAME], scale_text[NAME], other_text[NAME];
-    const char *op = r->op, *name = name_of(r, list, text), *scale_name = name_of(r, scale_list, scale_text);
-    const char *other = name_of(r, "parameter", other_text);
     int64_t blocks = optim_blocks(parameter->count, OPTIM_BLOCK);
     bst_view v, s;
     BST_TRY(bst__view(op, name, 1u << BST_U8, tensor, &v));
     if (v.dims != 2 || v.size[0] != blocks || v.size[1] != OPTIM_BLOCK || !bst__is_contiguous(&v))
         return bst__error(BST_INVALID, "%s: %s is of uint8; it must be contiguous, of shape [%lld, %d]", op, name,
                           (long long)blocks, OPTIM_BLOCK);
-    BST_TRY(bst__need_device(op, name, &v, parameter, other));
-    BST_TRY(bst__need_apart(op, name, &v, other, parameter));
+    BST_TRY(bst__need_device(op, name, &v, parameter, parameter_name));
+    BST_TRY(bst__need_apart(op, name, &v, parameter_name, parameter));
     if (v.count && (uintptr_t)v.data % 16)
         return bst__error(BST_UNSUPPORTED, "%s: %s does not begin at a multiple of 16 bytes; copy it", op, name);
     BST_TRY(bst__view(op, scale_name, 1u << BST_F32, scales, &s));
-    BST_TRY(bst__need_device(op, scale_name, &s, parameter, other));
+    BST_TRY(bst__need_device(op, scale_name, &s, parameter, parameter_name));
     BST_TRY(bst__need_dims(op, scale_name, &s, 1));
     BST_TRY(bst__need_size(op, scale_name, &s, 0, blocks, "one a block of 256 elements"));
     BST_TRY(bst__need_contiguous(op, scale_name, &s));
@@ -143,31 +125,27 @@ static bool is_u8(const DLTensor *t) {
     return t && t->dtype.code == kDLUInt && t->dtype.bits == 8 && t->dtype.lanes == 1;
 }
 
-static bst_status read_moments(const reading *r, const bst_adamw_tensors *t, const bst_view *parameter,
-                               optim_item *item, bool *aligned) {
-    const char *op = r->op;
-    const int64_t i = r->i;
+static bst_status read_moments(const bst_adamw_tensors *t, int64_t i, const bst_view *parameter, optim_item *item,
+                               bool *aligned) {
+    const char *op = adamw_op;
     optim_tensor *out = &item->tensor;
-    char text[NAME];
     if (is_u8(t->exp_avg[i]) != is_u8(t->exp_avg_sq[i]))
-        return bst__error(BST_INVALID, "%s: one of exp_avg[%lld] and exp_avg_sq[%lld] is uint8; both or none must be",
-                          op, (long long)i, (long long)i);
+        return bst__error(BST_INVALID, "%s: one of exp_avg[i] and exp_avg_sq[i] is uint8; both or none must be", op);
     if (is_u8(t->exp_avg[i])) {
         if (!t->exp_avg_scale || !t->exp_avg_sq_scale)
             return bst__error(BST_INVALID,
-                              "%s: exp_avg[%lld] is uint8; exp_avg_scale and exp_avg_sq_scale are needed with it", op,
-                              (long long)i);
+                              "%s: exp_avg[i] is uint8; exp_avg_scale and exp_avg_sq_scale are needed with it", op);
         item->moments = OPTIM_U8_CODE;
-        BST_TRY(read_codes(r, "exp_avg", "exp_avg_scale", t->exp_avg[i], t->exp_avg_scale[i], parameter, &out->exp_avg,
-                           &out->exp_avg_scale));
-        return read_codes(r, "exp_avg_sq", "exp_avg_sq_scale", t->exp_avg_sq[i], t->exp_avg_sq_scale[i], parameter,
-                          &out->exp_avg_sq, &out->exp_avg_sq_scale);
+        BST_TRY(read_codes(op, "exp_avg[i]", "exp_avg_scale[i]", t->exp_avg[i], t->exp_avg_scale[i], parameter,
+                           &out->exp_avg, &out->exp_avg_scale));
+        return read_codes(op, "exp_avg_sq[i]", "exp_avg_sq_scale[i]", t->exp_avg_sq[i], t->exp_avg_sq_scale[i],
+                          parameter, &out->exp_avg_sq, &out->exp_avg_sq_scale);
     }
     bst_view m, v;
     unsigned types = 1u << BST_F32 | 1u << BST_BF16 | 1u << parameter->dtype;
-    BST_TRY(read_beside(r, "exp_avg", t->exp_avg[i], types, parameter, &m));
-    BST_TRY(read_beside(r, "exp_avg_sq", t->exp_avg_sq[i], types, parameter, &v));
-    BST_TRY(bst__need_dtype(op, name_of(r, "exp_avg_sq", text), &v, m.dtype, "the type of exp_avg"));
+    BST_TRY(read_beside(op, "exp_avg[i]", t->exp_avg[i], types, parameter, &m));
+    BST_TRY(read_beside(op, "exp_avg_sq[i]", t->exp_avg_sq[i], types, parameter, &v));
+    BST_TRY(bst__need_dtype(op, "exp_avg_sq[i]", &v, m.dtype, "the type of exp_avg"));
     item->moments = (int)m.dtype;
     out->exp_avg = m.data;
     out->exp_avg_sq = v.data;
@@ -175,36 +153,32 @@ static bst_status read_moments(const reading *r, const bst_adamw_tensors *t, con
     return BST_OK;
 }
 
-static bst_status read_item(const reading *r, const bst_adamw_tensors *t, bool stochastic, const bst_view *first,
+static bst_status read_item(const bst_adamw_tensors *t, int64_t i, bool stochastic, const bst_view *first,
                             bst_view *parameter, optim_item *item) {
-    const char *op = r->op;
-    const int64_t i = r->i;
+    const char *op = adamw_op;
     bst_view g, master;
-    char text[NAME];
-    BST_TRY(read_one(r, "parameter", t->parameter[i], first, "parameter[0]", parameter));
-    BST_TRY(read_beside(r, "gradient", t->gradient[i], BST_FLOATS, parameter, &g));
-    BST_TRY(bst__need_dtype(op, name_of(r, "gradient", text), &g, parameter->dtype, "the type of the parameter"));
+    BST_TRY(read_one(op, parameter_name, t->parameter[i], first, "parameter[0]", parameter));
+    BST_TRY(read_beside(op, "gradient[i]", t->gradient[i], BST_FLOATS, parameter, &g));
+    BST_TRY(bst__need_dtype(op, "gradient[i]", &g, parameter->dtype, "the type of the parameter"));
     bool aligned = ((uintptr_t)parameter->data | (uintptr_t)g.data) % 16 == 0;
     item->type = parameter->dtype;
     item->tensor.parameter = parameter->data;
     item->tensor.gradient = g.data;
     item->tensor.count = parameter->count;
     item->tensor.number = (uint32_t)i;
-    BST_TRY(read_moments(r, t, parameter, item, &aligned));
+    BST_TRY(read_moments(t, i, parameter, item, &aligned));
     if (t->master && t->master[i]) {
-        BST_TRY(read_beside(r, "master", t->master[i], 1u << BST_F32, parameter, &master));
+        BST_TRY(read_beside(op, "master[i]", t->master[i], 1u << BST_F32, parameter, &master));
         if (parameter->dtype == BST_F32)
-            return bst__error(BST_INVALID, "%s: master[%lld] is given, but parameter[%lld] is float32 itself", op,
-                              (long long)i, (long long)i);
+            return bst__error(BST_INVALID, "%s: master[i] is given, but parameter[i] is float32 itself", op);
         item->tensor.master = master.data;
         aligned = aligned && (uintptr_t)master.data % 16 == 0;
     } else if (stochastic && parameter->dtype == BST_F16) {
-        return bst__error(BST_UNSUPPORTED, "%s: parameter[%lld] is float16; only bfloat16 is rounded stochastically",
-                          op, (long long)i);
+        return bst__error(BST_UNSUPPORTED, "%s: parameter[i] is float16; only bfloat16 is rounded stochastically", op);
     }
     item->tensor.aligned = aligned;
-    if (!t->step[i]) return bst__error(BST_INVALID, "%s: step[%lld] is NULL; one float32 is needed", op, (long long)i);
-    return read_scalar(op, name_of(r, "step", text), t->step[i], parameter, "parameter[0]", &item->step);
+    if (!t->step[i]) return bst__error(BST_INVALID, "%s: step[i] is NULL; one float32 is needed", op);
+    return read_scalar(op, "step[i]", t->step[i], parameter, "parameter[0]", &item->step);
 }
 
 static bst_status need_between(const char *op, const char *name, double value, double low, double high,
@@ -252,12 +226,8 @@ static bst_status read_lists(const bst_adamw_tensors *t, optim_item *items, opti
     bst_view first = {0}, view;
     const char *op = adamw_op, *name = "parameter[0]";
     for (int64_t i = 0; i < t->count; i++) {
-        reading r = {op, i, false};
-        const bst_view *device = i ? &first : NULL;
-        bst_view *parameter = i ? &view : &first;
-        if (read_item(&r, t, s->stochastic, device, parameter, &items[i]) == BST_OK) continue;
-        r.say = true;
-        return read_item(&r, t, s->stochastic, device, parameter, &items[i]);
+        bst_status status = read_item(t, i, s->stochastic, i ? &first : NULL, i ? &view : &first, &items[i]);
+        if (status != BST_OK) return bst__name_item(status, i);
     }
     float *lr, *grad_scale, *found_inf, *clip;
     BST_TRY(read_scalar(op, "lr", t->lr, &first, name, &lr));
@@ -319,12 +289,9 @@ static bst_status read_gradients(const char *op, int64_t count, const DLTensor *
                                  optim_list_item *items, bst_view *first) {
     bst_view view;
     for (int64_t i = 0; i < count; i++) {
-        reading r = {op, i, false};
         bst_view *v = i ? &view : first;
-        if (read_one(&r, "gradient", gradients[i], i ? first : NULL, "gradient[0]", v) != BST_OK) {
-            r.say = true;
-            return read_one(&r, "gradient", gradients[i], i ? first : NULL, "gradient[0]", v);
-        }
+        bst_status status = read_one(op, "gradient[i]", gradients[i], i ? first : NULL, "gradient[0]", v);
+        if (status != BST_OK) return bst__name_item(status, i);
         items[i] = (optim_list_item){{v->data, v->count}, v->dtype};
     }
     return BST_OK;
