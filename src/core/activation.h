@@ -7,8 +7,7 @@
 /* X(name, code): those that are functions of the gate alone, then all; and the rule that the number of one fulfils. */
 #define BST_GATE_ACTIVATIONS(X) X(SILU, 0) X(GELU_TANH, 1) X(GELU, 2) X(RELU, 3) X(RELU2, 4)
 #define BST_ACTIVATIONS(X)      BST_GATE_ACTIVATIONS(X) X(SWIGLU_OAI, 5)
-#define BST_ACTIVATION_RULE \
-    {"activation", 'i', 0, 5, "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu), 4 (relu2) or 5 (swiglu_oai)"}
+#define BST_ACTIVATION_NAMES    "0 (silu), 1 (gelu_tanh), 2 (gelu), 3 (relu), 4 (relu2) or 5 (swiglu_oai)"
 
 /* GELU's approximation as g sigmoid(v): v = 2 sqrt(2 / pi) (g + 0.044715 g^3) = g (FIRST + THIRD g^2). The sigmoid is 0
  * or 1 to the last bit from |g| = END on, where v may as well stay: so that no power of a large gate overflows. */

@@ -274,3 +274,40 @@ bst_status bst__run(const bst_function *f, const bst_exec *exec, const DLTensor 
             BST_TRY(bst__check_output(f, i, tensors[i], false, attributes, views, &symbols));
     return f->run(&own, f->name, views, attributes);
 }
+
+/* ---- structs that callers fill ----------------------------------------------------------------------------------- */
+
+enum { MOST_BYTES = 192 };
+
+static void read_option(const bst_attribute_rule *r, const void *at, bst_attribute *out) {
+    int32_t narrow;
+    const int64_t *pointer;
+    memcpy(r->bytes == sizeof narrow ? (void *)&narrow : out, at, r->bytes);
+    if (r->bytes == sizeof narrow) out->i = narrow;
+    if (r->type == 'b') out->i = out->i != 0;
+    if (r->type == 'd' && out->d == 0) out->d = r->usual;
+    if (!r->pointed) return;
+    memcpy(&pointer, at, sizeof pointer);
+    out->i = pointer ? *pointer : (int64_t)r->usual;
+}
+
+bst_status bst__call(const bst_function *f, const bst_exec *exec, const DLTensor *const *places, const void *options,
+                     bst_attribute *attributes) {
+    unsigned char given[MOST_BYTES];
+    bst_attribute own[BST_MOST_ATTRIBUTES] = {{0}};
+    if (!attributes) attributes = own;
+    BST_TRY(bst__options(f->name, "options", options, given, f->options));
+    for (const bst_attribute_rule *r = f->attributes; r && r->name; r++)
+        if (r->at) read_option(r, given + r->at, &attributes[r - f->attributes]);
+    return bst__run(f, exec, places, attributes);
+}
+
+bst_status bst__call_struct(const bst_function *f, const bst_exec *exec, const void *tensors, const void *options,
+                            bst_attribute *attributes) {
+    unsigned char given[MOST_BYTES];
+    const DLTensor *places[BST_MOST_ARGUMENTS] = {NULL};
+    BST_TRY(bst__options(f->name, "tensors", tensors, given, f->tensors));
+    for (int i = 0; f->arguments[i].name; i++)
+        if (f->arguments[i].at) memcpy(&places[i], given + f->arguments[i].at, sizeof *places);
+    return bst__call(f, exec, places, options, attributes);
+}

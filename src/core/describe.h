@@ -45,6 +45,7 @@ typedef struct bst_argument {
     uint8_t like, with, type_of;
     bst_dtype (*type_rule)(const bst_view *views, const bst_attribute *attributes);
     const char *why; /* of the type */
+    uint8_t at;      /* its offset in the struct of tensors that callers fill, see BST_AT; 0: it is in none */
     uint32_t may_be; /* OUT: a bit for each argument whose place it may take, element for element */
     /* OUT: a new one has dimensions 1 and 2 exchanged in memory where this bool among the attributes says so. */
     uint8_t exchanged;
@@ -66,6 +67,8 @@ typedef struct bst_argument {
 #define BST_EXCHANGED(attribute)    .exchanged = (attribute) + 1
 #define BST_REDUCED(attribute)      .reduced = (attribute) + 1
 #define BST_PADDED(elements)        .padded = (elements)
+/* Of the struct that callers fill, whose type a room's file calls given_tensors. */
+#define BST_AT(member) .at = offsetof(given_tensors, member)
 
 typedef struct bst_attribute_rule {
     const char *name;
@@ -73,10 +76,18 @@ typedef struct bst_attribute_rule {
     /* Bounds, where low < high, and the sentence for what is outside: "0 (llama), 1 (gemma) or 2 (none)". */
     double low, high;
     const char *needed;
+    uint8_t at, bytes; /* its place in the struct of options that callers fill, see BST_OPTION; 0: it is in none */
+    bool pointed;      /* what is there is a pointer to an int64_t */
+    double usual;      /* what a double of zero, or no pointer, stands for there */
 } bst_attribute_rule;
 
+/* A member of the struct that callers fill, whose type a room's file calls given_options; then bounds, or none. */
+#define BST_OPTION(type, name, ...) \
+    {#name, type, ##__VA_ARGS__, .at = offsetof(given_options, name), .bytes = sizeof(((given_options *)0)->name)}
+#define BST_USUAL(value) .usual = (value)
+
 /* What a norm adds to the mean of squares. */
-#define BST_EPS {"eps", 'd', 0, FLT_MAX, "a finite number, 0 or above,"}
+#define BST_EPS_BOUNDS 0, FLT_MAX, "a finite number, 0 or above,"
 
 /* What runs. Everything is checked; views that are not given have no data, no dimensions and no elements. `op`: the
  * function's name. */
@@ -91,10 +102,13 @@ typedef struct bst_function {
     /* What no table can say of the inputs, asked after the table's checks of them; or NULL. */
     bst_status (*check)(const char *op, const bst_view *views, const bst_attribute *attributes);
     bst_run *run;
+    size_t tensors, options; /* bytes of the structs that callers of the C API fill, see BST_GIVEN; 0: there is none */
     /* The PyTorch operators that call it, as torch/bind.h reads them; ends with NULL. */
     const char *const *torch;
 } bst_function;
 
+#define BST_GIVEN_OPTIONS .options = sizeof(given_options)
+#define BST_GIVEN         BST_GIVEN_OPTIONS, .tensors = sizeof(given_tensors)
 #define BST_TORCH(...) \
     .torch = (const char *const[]) { __VA_ARGS__, NULL }
 
@@ -112,6 +126,13 @@ typedef struct bst_symbols {
  * Nothing is written unless all of it holds. */
 bst_status bst__run(const bst_function *function, const bst_exec *exec, const DLTensor *const *tensors,
                     const bst_attribute *attributes);
+
+/* For the functions of the C API: reads the structs that their caller has filled, and calls it; tensors are in their
+ * places, or such a struct. attributes: those that no option tells, in their places; NULL: zeros. */
+bst_status bst__call(const bst_function *function, const bst_exec *exec, const DLTensor *const *places,
+                     const void *options, bst_attribute *attributes);
+bst_status bst__call_struct(const bst_function *function, const bst_exec *exec, const void *tensors,
+                            const void *options, bst_attribute *attributes);
 
 /* Its two halves, for whoever makes the outputs himself: the inputs and attributes, then one output. `fresh`: it is
  * new, and shares memory with nothing. */

@@ -2,10 +2,10 @@
 #include <assert.h>
 #include <inttypes.h>
 
-#include "core/options.h"
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
 
+typedef bst_cross_entropy_options given_options;
 static const char forward_op[] = "cross_entropy_forward", backward_op[] = "cross_entropy_backward";
 
 /* ---- options and targets ----------------------------------------------------------------------------------------- */
@@ -17,18 +17,6 @@ bst_loss bst__loss_of(const bst_attribute *attributes) {
                       .softcap = attributes[BST_LOSS_SOFTCAP].d,
                       .logit_scale = attributes[BST_LOSS_SCALE].d,
                       .lse_square_scale = attributes[BST_LOSS_SQUARE].d};
-}
-
-bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes) {
-    bst_cross_entropy_options o;
-    BST_TRY(bst__options(op, "options", options, &o, sizeof o));
-    attributes[BST_LOSS_IGNORE_INDEX].i = o.ignore_index ? *o.ignore_index : -100;
-    attributes[BST_LOSS_REDUCTION].i = o.reduction;
-    attributes[BST_LOSS_SMOOTHING].d = o.label_smoothing;
-    attributes[BST_LOSS_SOFTCAP].d = o.softcap;
-    attributes[BST_LOSS_SCALE].d = o.logit_scale == 0 ? 1 : o.logit_scale;
-    attributes[BST_LOSS_SQUARE].d = o.lse_square_scale;
-    return BST_OK;
 }
 
 bst_status bst__cross_entropy_check_targets(const char *op, DLDevice device, const int64_t *target, int64_t rows,
@@ -184,6 +172,7 @@ static const bst_function forward = {
     .attributes = loss_rules,
     .check = check,
     .run = run,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("cross_entropy_forward: logits target class_weight num_items " OPTIONS " -> loss lse",
               "cross_entropy_forward_inplace: logits target class_weight num_items " OPTIONS " -> loss dlogits=logits"),
 };
@@ -194,16 +183,15 @@ static const bst_function backward = {
     .attributes = loss_rules,
     .check = check_backward,
     .run = run,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("cross_entropy_backward: grad_loss logits target class_weight num_items lse! " OPTIONS " -> dlogits"),
 };
 
 static bst_status call(const bst_function *function, const bst_exec *exec, const bst_cross_entropy_options *options,
                        const DLTensor *tensors[COUNT]) {
-    bst_attribute attributes[BST_LOSS_COUNT];
-    BST_TRY(bst__loss_attributes(function->name, options, attributes));
     const DLTensor *lse = tensors[LSE];
     if (lse && lse->ndim == 2 && lse->shape && lse->shape[1] == 2) tensors[PAIRS] = lse, tensors[LSE] = NULL;
-    return bst__run(function, exec, tensors, attributes);
+    return bst__call(function, exec, tensors, options, NULL);
 }
 
 bst_status bst_cross_entropy_forward(const bst_exec *exec, const DLTensor *logits, const DLTensor *target,

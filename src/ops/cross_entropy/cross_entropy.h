@@ -53,7 +53,7 @@ typedef struct bst_cross_entropy_rows_call {
     int64_t dlogits_stride; /* elements between rows; not looked at where dlogits is logits */
 } bst_cross_entropy_rows_call;
 
-/* The options among a description's attributes, where they come first, in this order. */
+/* The options among a description's attributes, where they come first, in this order; members of given_options. */
 enum {
     BST_LOSS_IGNORE_INDEX,
     BST_LOSS_REDUCTION,
@@ -63,18 +63,17 @@ enum {
     BST_LOSS_SQUARE,
     BST_LOSS_COUNT
 };
-#define BST_SOFTCAP(name)     {name, 'd', 0, DBL_MAX, "a positive number, or 0 for none,"}
-#define BST_LOGIT_SCALE(name) {name, 'd', -DBL_MAX, DBL_MAX, "a finite number"}
-#define BST_LOSS_ATTRIBUTES                                                                          \
-    {"ignore_index", 'i'},                                                                           \
-        {"reduction", 'i', BST_REDUCTION_MEAN, BST_REDUCTION_NONE, "0 (mean), 1 (sum) or 2 (none)"}, \
-        {"label_smoothing", 'd', 0, 1, "a number from 0 to 1"}, BST_SOFTCAP("softcap"),              \
-        BST_LOGIT_SCALE("logit_scale"), {"lse_square_scale", 'd', -DBL_MAX, DBL_MAX, "a finite number"}
+#define BST_IGNORE_INDEX      BST_OPTION('i', ignore_index, .pointed = true, BST_USUAL(-100))
+#define BST_SOFTCAP(name)     BST_OPTION('d', name, 0, DBL_MAX, "a positive number, or 0 for none,")
+#define BST_LOGIT_SCALE(name) BST_OPTION('d', name, -DBL_MAX, DBL_MAX, "a finite number", BST_USUAL(1))
+#define BST_LOSS_ATTRIBUTES                                                                                  \
+    BST_IGNORE_INDEX,                                                                                        \
+        BST_OPTION('i', reduction, BST_REDUCTION_MEAN, BST_REDUCTION_NONE, "0 (mean), 1 (sum) or 2 (none)"), \
+        BST_OPTION('d', label_smoothing, 0, 1, "a number from 0 to 1"), BST_SOFTCAP(softcap),                \
+        BST_LOGIT_SCALE(logit_scale), BST_OPTION('d', lse_square_scale, -DBL_MAX, DBL_MAX, "a finite number")
 /* An argument of float32, contiguous. */
 #define BST_LOSS_FLOATS(name, flags, shape, ...) {name, flags, 1u << BST_F32, shape, BST_CONTIGUOUS, ##__VA_ARGS__}
 bst_loss bst__loss_of(const bst_attribute *attributes);
-/* A caller's struct as attributes, where zeros have become what they stand for. */
-bst_status bst__loss_attributes(const char *op, const bst_cross_entropy_options *options, bst_attribute *attributes);
 /* CPU: BST_INVALID, naming index and value, where a target is neither in [0, vocabulary) nor ignore_index. On CUDA,
  * where that would wait for the device, the kernels make such a row's loss NaN and its gradient zero; BST_UNSUPPORTED
  * where there are more rows than a grid has blocks. */

@@ -3,28 +3,20 @@
 
 #include <math.h>
 
-#include "core/options.h"
 #include "cuda/cuda.h"
 #include "ops/glu/glu_args.h"
 #include "ops/glu/glu_cpu.h"
 
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 
-const bst_attribute_rule bst__glu_rules[] = {[ACTIVATION] = BST_ACTIVATION_RULE,
-                                             [INTERLEAVED] = {"interleaved", 'b'},
-                                             [ALPHA] = {"alpha", 'd'},
-                                             [LIMIT] = {"limit", 'd'},
-                                             {NULL}};
+typedef bst_glu_options given_options;
 
-bst_status bst__glu_options(const char *op, const bst_glu_options *given, bst_attribute attributes[GLU_ATTRIBUTES]) {
-    bst_glu_options options;
-    BST_TRY(bst__options(op, "options", given, &options, sizeof options));
-    attributes[ACTIVATION].i = options.activation;
-    attributes[INTERLEAVED].i = options.interleaved != 0;
-    attributes[ALPHA].d = options.alpha;
-    attributes[LIMIT].d = options.limit;
-    return BST_OK;
-}
+const bst_attribute_rule bst__glu_rules[] = {
+    [ACTIVATION] = BST_OPTION('i', activation, BST_SILU, BST_SWIGLU_OAI, BST_ACTIVATION_NAMES),
+    [INTERLEAVED] = BST_OPTION('b', interleaved),
+    [ALPHA] = BST_OPTION('d', alpha),
+    [LIMIT] = BST_OPTION('d', limit),
+    {NULL}};
 
 bst_status bst__glu_need_numbers(const char *op, const bst_attribute *attributes) {
     double alpha = attributes[ALPHA].d, limit = attributes[LIMIT].d;
@@ -274,6 +266,7 @@ static const bst_function forward = {
     .attributes = bst__glu_rules,
     .check = check_apart,
     .run = run_forward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("swiglu_forward: a b -> y", "glu_forward: " OPTIONS "a b -> y"),
 };
 
@@ -283,6 +276,7 @@ static const bst_function backward = {
     .attributes = bst__glu_rules,
     .check = check_apart,
     .run = run_backward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("swiglu_backward: dy a b -> da? db?", "swiglu_backward_with_y: dy a b -> da? db? y",
               "swiglu_backward_inplace: dy a b -> da?=a db?=b y?=dy", "glu_backward: " OPTIONS "dy a b -> da? db?",
               "glu_backward_with_y: " OPTIONS "dy a b -> da? db? y",
@@ -295,6 +289,7 @@ static const bst_function joined_forward = {
     .attributes = bst__glu_rules,
     .check = check_joined,
     .run = run_joined_forward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("glu_joined_forward: " JOINED_OPTIONS "h -> y"),
 };
 
@@ -304,37 +299,30 @@ static const bst_function joined_backward = {
     .attributes = bst__glu_rules,
     .check = check_joined,
     .run = run_joined_backward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("glu_joined_backward: " JOINED_OPTIONS "dy h -> dh"),
 };
 
 bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b, const bst_glu_options *options,
                            DLTensor *y) {
-    bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(forward.name, options, attributes));
-    return bst__run(&forward, exec, (const DLTensor *[]){[A] = a, [B] = b, [Y] = y}, attributes);
+    return bst__call(&forward, exec, (const DLTensor *[]){[A] = a, [B] = b, [Y] = y}, options, NULL);
 }
 
 bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                             const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y) {
     const DLTensor *tensors[] = {[A] = a, [B] = b, [Y] = y, [DY] = dy, [DA] = da, [DB] = db};
-    bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(backward.name, options, attributes));
-    return bst__run(&backward, exec, tensors, attributes);
+    return bst__call(&backward, exec, tensors, options, NULL);
 }
 
 bst_status bst_glu_joined_forward(const bst_exec *exec, const DLTensor *h, const bst_glu_options *options,
                                   DLTensor *y) {
-    bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(joined_forward.name, options, attributes));
-    return bst__run(&joined_forward, exec, (const DLTensor *[]){[H] = h, [H_Y] = y}, attributes);
+    return bst__call(&joined_forward, exec, (const DLTensor *[]){[H] = h, [H_Y] = y}, options, NULL);
 }
 
 bst_status bst_glu_joined_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *h,
                                    const bst_glu_options *options, DLTensor *dh, DLTensor *y) {
-    bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(joined_backward.name, options, attributes));
-    return bst__run(&joined_backward, exec, (const DLTensor *[]){[H] = h, [H_Y] = y, [H_DY] = dy, [DH] = dh},
-                    attributes);
+    const DLTensor *tensors[] = {[H] = h, [H_Y] = y, [H_DY] = dy, [DH] = dh};
+    return bst__call(&joined_backward, exec, tensors, options, NULL);
 }
 
 const bst_function *const bst__glu[] = {&forward, &backward, &joined_forward, &joined_backward, NULL};

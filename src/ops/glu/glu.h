@@ -7,10 +7,9 @@
 #include "core/describe.h"
 
 /* The attributes, in the order of bst__glu_rules. */
-enum { ACTIVATION, INTERLEAVED, ALPHA, LIMIT, GLU_ATTRIBUTES };
+enum { ACTIVATION, INTERLEAVED, ALPHA, LIMIT };
 extern const bst_attribute_rule bst__glu_rules[];
 
-bst_status bst__glu_options(const char *op, const bst_glu_options *given, bst_attribute attributes[GLU_ATTRIBUTES]);
 /* What no rule says of them; and that h, of gates and ups, has columns in pairs. */
 bst_status bst__glu_need_numbers(const char *op, const bst_attribute *attributes);
 bst_status bst__glu_need_pairs(const char *op, const bst_view *h);

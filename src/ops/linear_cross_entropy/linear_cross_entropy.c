@@ -9,6 +9,8 @@
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
 
+typedef bst_linear_cross_entropy_tensors given_tensors;
+typedef bst_cross_entropy_options given_options;
 static const char forward_op[] = "linear_cross_entropy_forward", backward_op[] = "linear_cross_entropy_backward";
 
 /* ---- description ------------------------------------------------------------------------------------------------- */
@@ -19,13 +21,13 @@ enum { CHUNK_BYTES = BST_LOSS_COUNT, FLOAT32_DWEIGHT, ATTRIBUTES };
 
 #define GRADIENT(name, of) BST_HEAD_GRADIENT(name, of, BST_AS_INPUTS(of))
 #define WIDE               BST_TYPE_RULE(dweight_type, "as weight has it, or float32")
-#define ARGUMENTS(loss, direction, lse_flags)                                                                    \
-    [CLASS_WEIGHT] = BST_LOSS_FLOATS("class_weight", BST_IN | BST_OPTIONAL, "V"),                                \
-    [NUM_ITEMS] = BST_LOSS_FLOATS("num_items", BST_IN | BST_OPTIONAL, "."),                                      \
-    [LOSS] = BST_LOSS_FLOATS(loss, direction, "T", BST_REDUCED(BST_LOSS_REDUCTION)),                             \
-    [PAIRS] = BST_LOSS_FLOATS("lse", lse_flags, "T2"),                                                           \
-    [DLOGITS] = BST_HEAD_LOGITS("dlogits", (direction) | BST_OPTIONAL), [DHIDDEN] = GRADIENT("dhidden", HIDDEN), \
-    [DWEIGHT] = BST_HEAD_GRADIENT("dweight", WEIGHT, WIDE), [DBIAS] = GRADIENT("dbias", BIAS)
+#define ARGUMENTS(loss, direction, lse_flags)                                                                          \
+    [CLASS_WEIGHT] = BST_HEAD_FLOATS(class_weight, BST_IN | BST_OPTIONAL, "V"),                                        \
+    [NUM_ITEMS] = BST_HEAD_FLOATS(num_items, BST_IN | BST_OPTIONAL, "."),                                              \
+    [LOSS] = BST_HEAD_FLOATS(loss, direction, "T", BST_REDUCED(BST_LOSS_REDUCTION)),                                   \
+    [PAIRS] = BST_HEAD_FLOATS(lse, lse_flags, "T2"), [DLOGITS] = BST_HEAD_LOGITS(dlogits, (direction) | BST_OPTIONAL), \
+    [DHIDDEN] = GRADIENT(dhidden, HIDDEN), [DWEIGHT] = BST_HEAD_GRADIENT(dweight, WEIGHT, WIDE),                       \
+    [DBIAS] = GRADIENT(dbias, BIAS)
 
 static bst_dtype dweight_type(const bst_view *v, const bst_attribute *attributes) {
     return attributes[FLOAT32_DWEIGHT].i ? BST_F32 : v[WEIGHT].dtype;
@@ -33,16 +35,16 @@ static bst_dtype dweight_type(const bst_view *v, const bst_attribute *attributes
 
 static const bst_argument forward_arguments[] = {BST_HEAD,
                                                  BST_HEAD_TARGET,
-                                                 ARGUMENTS("loss", BST_OUT, BST_OUT | BST_OPTIONAL),
+                                                 ARGUMENTS(loss, BST_OUT, BST_OUT | BST_OPTIONAL),
                                                  {NULL}},
                           backward_arguments[] = {
-                              BST_HEAD, BST_HEAD_TARGET, ARGUMENTS("grad_loss", BST_IN, BST_IN), {NULL}};
+                              BST_HEAD, BST_HEAD_TARGET, ARGUMENTS(grad_loss, BST_IN, BST_IN), {NULL}};
 
 static const char *const meanings[] = {BST_HEAD_MEANINGS, NULL};
 
 static const bst_attribute_rule rules[] = {
     BST_LOSS_ATTRIBUTES,
-    [CHUNK_BYTES] = BST_CHUNK_BYTES,
+    [CHUNK_BYTES] = {"chunk_bytes", 'i', BST_CHUNK_BOUNDS},
     [FLOAT32_DWEIGHT] = {"float32_dweight", 'b'},
     {NULL},
 };
@@ -121,6 +123,7 @@ static const bst_function forward = {
     .attributes = rules,
     .check = check,
     .run = run,
+    BST_GIVEN,
     BST_TORCH("linear_cross_entropy_forward: hidden weight target bias class_weight num_items " OPTIONS
               " -> loss lse dlogits? dhidden? dweight? dbias?"),
 };
@@ -132,24 +135,20 @@ static const bst_function backward = {
     .attributes = rules,
     .check = check,
     .run = run,
+    BST_GIVEN,
     BST_TORCH("linear_cross_entropy_backward: grad_loss hidden weight target bias class_weight num_items lse "
               "dlogits " OPTIONS " -> dhidden? dweight? dbias?"),
 };
 
 const bst_function *const bst__linear_cross_entropy[] = {&forward, &backward, NULL};
 
-static bst_status call(const bst_function *function, const bst_exec *exec,
-                       const bst_linear_cross_entropy_tensors *tensors, const bst_cross_entropy_options *options,
-                       int64_t chunk_bytes) {
-    bst_linear_cross_entropy_tensors t;
-    bst_attribute attributes[ATTRIBUTES] = {[CHUNK_BYTES].i = chunk_bytes};
+static bst_status call(const bst_function *function, const bst_exec *exec, const given_tensors *tensors,
+                       const given_options *options, int64_t chunk_bytes) {
+    given_tensors t;
     BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
-    attributes[FLOAT32_DWEIGHT].i = t.dweight && t.dweight->dtype.code == kDLFloat && t.dweight->dtype.bits == 32;
-    BST_TRY(bst__loss_attributes(function->name, options, attributes));
-    const DLTensor *loss = function == &forward ? t.loss : t.grad_loss;
-    const DLTensor *all[] = {t.hidden, t.weight, t.target,  t.bias,    t.class_weight, t.num_items,
-                             loss,     t.lse,    t.dlogits, t.dhidden, t.dweight,      t.dbias};
-    return bst__run(function, exec, all, attributes);
+    bool wide = t.dweight && t.dweight->dtype.code == kDLFloat && t.dweight->dtype.bits == 32;
+    bst_attribute attributes[ATTRIBUTES] = {[CHUNK_BYTES].i = chunk_bytes, [FLOAT32_DWEIGHT].i = wide};
+    return bst__call_struct(function, exec, &t, options, attributes);
 }
 
 bst_status bst_linear_cross_entropy_forward(const bst_exec *exec, const bst_linear_cross_entropy_tensors *tensors,

@@ -8,22 +8,27 @@
 
 #include "core/describe.h"
 
-/* What descriptions of operators on the head have in common; their places are called HIDDEN, WEIGHT, TARGET, BIAS. */
-#define BST_HEAD_ARGUMENT(...) {__VA_ARGS__}
-#define BST_AS_HIDDEN          BST_TYPE_OF(HIDDEN, "the type of hidden")
-#define BST_HEAD                                                                               \
-    [HIDDEN] = BST_HEAD_ARGUMENT("hidden", BST_IN, BST_FLOATS, "TH", BST_ROWS),                \
-    [WEIGHT] = BST_HEAD_ARGUMENT("weight", BST_IN, BST_FLOATS, "VH", BST_ROWS, BST_AS_HIDDEN), \
-    [BIAS] = BST_HEAD_ARGUMENT("bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, BST_AS_HIDDEN)
-#define BST_HEAD_TARGET [TARGET] = BST_HEAD_ARGUMENT("target", BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS)
+/* What descriptions of operators on the head have in common; their places are called HIDDEN, WEIGHT, TARGET, BIAS, and
+ * names are members of given_tensors. */
+#define BST_HEAD_ARGUMENT(name, ...) {#name, __VA_ARGS__, BST_AT(name)}
+#define BST_AS_HIDDEN                BST_TYPE_OF(HIDDEN, "the type of hidden")
+#define BST_HEAD                                                                             \
+    [HIDDEN] = BST_HEAD_ARGUMENT(hidden, BST_IN, BST_FLOATS, "TH", BST_ROWS),                \
+    [WEIGHT] = BST_HEAD_ARGUMENT(weight, BST_IN, BST_FLOATS, "VH", BST_ROWS, BST_AS_HIDDEN), \
+    [BIAS] = BST_HEAD_ARGUMENT(bias, BST_IN | BST_OPTIONAL, BST_FLOATS, "V", BST_CONTIGUOUS, BST_AS_HIDDEN)
+#define BST_HEAD_TARGET [TARGET] = BST_HEAD_ARGUMENT(target, BST_IN, 1u << BST_I64, "T", BST_CONTIGUOUS)
+#define BST_HEAD_FLOATS(name, flags, shape, ...) \
+    BST_HEAD_ARGUMENT(name, flags, 1u << BST_F32, shape, BST_CONTIGUOUS, ##__VA_ARGS__)
 #define BST_HEAD_LOGITS(name, flags) \
     BST_HEAD_ARGUMENT(name, flags, BST_FLOATS, "TV", BST_ROWS, BST_AS_HIDDEN, BST_PADDED(8))
 #define BST_HEAD_GRADIENT(name, of, ...) \
     BST_HEAD_ARGUMENT(name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__)
-#define BST_AS_INPUTS(of) BST_TYPE_OF(of, "as the inputs have it")
-#define BST_HEAD_MEANINGS "Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight"
-#define BST_TEMPERATURE   {"temperature", 'd', 1e-6, 1e6, "a number from 1e-6 to 1e6"}
-#define BST_CHUNK_BYTES   {"chunk_bytes", 'i', 0, (double)INT64_MAX, "a positive number, or 0 for the default,"}
+#define BST_AS_INPUTS(of)   BST_TYPE_OF(of, "as the inputs have it")
+#define BST_HEAD_MEANINGS   "Tthe rows of hidden", "Hthe last dimension of hidden", "Vthe rows of weight"
+#define BST_TEMPERATURE     BST_OPTION('d', temperature, 1e-6, 1e6, "a number from 1e-6 to 1e6", BST_USUAL(1))
+#define BST_CHUNK_BOUNDS    0, (double)INT64_MAX, "a positive number, or 0 for the default,"
+#define BST_CHUNK_BYTES     BST_OPTION('i', chunk_bytes, BST_CHUNK_BOUNDS)
+#define BST_FLOAT32_DWEIGHT BST_OPTION('i', float32_dweight, 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)")
 
 typedef struct bst_head {
     /* The caller sets these, before bst__head_begin. */

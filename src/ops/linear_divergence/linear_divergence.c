@@ -7,7 +7,6 @@
 #include <inttypes.h>
 #include <math.h>
 
-#include "core/options.h"
 #include "cuda/cuda.h"
 #include "ops/cross_entropy/cross_entropy.h"
 #include "ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -15,6 +14,8 @@
 #include "ops/linear_divergence/linear_divergence.h"
 #include "ops/linear_divergence/linear_divergence_math.h"
 
+typedef bst_linear_divergence_tensors given_tensors;
+typedef bst_linear_divergence_options given_options;
 static const char forward_op[] = "linear_divergence_forward", backward_op[] = "linear_divergence_backward";
 
 static_assert(BST_DIVERGENCE_FORWARD == DIVERGENCE_FORWARD && BST_DIVERGENCE_REVERSE == DIVERGENCE_REVERSE &&
@@ -28,31 +29,31 @@ enum { HIDDEN, WEIGHT, BIAS, T_HIDDEN, T_WEIGHT, T_BIAS, T_LOGITS, T_INDICES, MA
 enum { DIVERGENCE_AT = INPUTS, ENTROPY, SUMS, DLOGITS, DHIDDEN_AHEAD, DWEIGHT_AHEAD, DBIAS_AHEAD };
 /* Backward's. */
 enum { SUMS_WERE = INPUTS, GRAD, SCALE, DLOGITS_WERE, DHIDDEN, DWEIGHT, DBIAS };
-enum { KIND, BETA, TEMPERATURE, SCALE_AT, SOFTCAP_AT, T_SCALE, T_SOFTCAP, CHUNK_BYTES, FLOAT32_DWEIGHT, ATTRIBUTES };
+enum { KIND, BETA, TEMPERATURE, SCALE_AT, SOFTCAP_AT, T_SCALE, T_SOFTCAP, CHUNK_BYTES, FLOAT32_DWEIGHT };
 
-#define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
+#define PER_ROW(name, flags) BST_HEAD_FLOATS(name, flags, "T")
 #define GRADIENT(name, of)   BST_HEAD_GRADIENT(name, of, BST_AS_INPUTS(of))
 #define OF_TEACHER           BST_TYPE_OF(T_HIDDEN, "the type of teacher_hidden")
 #define OPTIONAL(name, place, types, shape, layout, ...) \
-    [place] = {name, BST_IN | BST_OPTIONAL, types, shape, layout, ##__VA_ARGS__}
-#define OPTIONAL_INPUTS                                                                                   \
-    OPTIONAL("teacher_hidden", T_HIDDEN, BST_FLOATS, "TG", BST_ROWS),                                     \
-        OPTIONAL("teacher_weight", T_WEIGHT, BST_FLOATS, "VG", BST_ROWS, BST_WITH(T_HIDDEN), OF_TEACHER), \
-        OPTIONAL("teacher_bias", T_BIAS, BST_FLOATS, "V", BST_CONTIGUOUS, OF_TEACHER),                    \
-        OPTIONAL("teacher_logits", T_LOGITS, BST_FLOATS, "TK", BST_ROWS),                                 \
-        OPTIONAL("teacher_indices", T_INDICES, 1u << BST_I64, NULL, BST_CONTIGUOUS, BST_LIKE(T_LOGITS)),  \
-        OPTIONAL("mask", MASK, 1u << BST_U8, "T", BST_CONTIGUOUS)
+    [place] = BST_HEAD_ARGUMENT(name, BST_IN | BST_OPTIONAL, types, shape, layout, ##__VA_ARGS__)
+#define OPTIONAL_INPUTS                                                                                 \
+    OPTIONAL(teacher_hidden, T_HIDDEN, BST_FLOATS, "TG", BST_ROWS),                                     \
+        OPTIONAL(teacher_weight, T_WEIGHT, BST_FLOATS, "VG", BST_ROWS, BST_WITH(T_HIDDEN), OF_TEACHER), \
+        OPTIONAL(teacher_bias, T_BIAS, BST_FLOATS, "V", BST_CONTIGUOUS, OF_TEACHER),                    \
+        OPTIONAL(teacher_logits, T_LOGITS, BST_FLOATS, "TK", BST_ROWS),                                 \
+        OPTIONAL(teacher_indices, T_INDICES, 1u << BST_I64, NULL, BST_CONTIGUOUS, BST_LIKE(T_LOGITS)),  \
+        OPTIONAL(mask, MASK, 1u << BST_U8, "T", BST_CONTIGUOUS)
 
 static const bst_argument forward_arguments[] = {
     BST_HEAD,
     OPTIONAL_INPUTS,
-    [DIVERGENCE_AT] = PER_ROW("divergence", BST_OUT),
-    [ENTROPY] = PER_ROW("entropy", BST_OUT | BST_OPTIONAL),
-    [SUMS] = BST_LOSS_FLOATS("sums", BST_OUT | BST_OPTIONAL, "T5"),
-    [DLOGITS] = BST_HEAD_LOGITS("dlogits", BST_OUT | BST_OPTIONAL),
-    [DHIDDEN_AHEAD] = BST_LOSS_FLOATS("dhidden", BST_OUT | BST_OPTIONAL, "TH"),
-    [DWEIGHT_AHEAD] = BST_LOSS_FLOATS("dweight", BST_OUT | BST_OPTIONAL, "VH"),
-    [DBIAS_AHEAD] = BST_LOSS_FLOATS("dbias", BST_OUT | BST_OPTIONAL, "V", BST_LIKE(BIAS)),
+    [DIVERGENCE_AT] = PER_ROW(divergence, BST_OUT),
+    [ENTROPY] = PER_ROW(entropy, BST_OUT | BST_OPTIONAL),
+    [SUMS] = BST_HEAD_FLOATS(sums, BST_OUT | BST_OPTIONAL, "T5"),
+    [DLOGITS] = BST_HEAD_LOGITS(dlogits, BST_OUT | BST_OPTIONAL),
+    [DHIDDEN_AHEAD] = BST_HEAD_FLOATS(dhidden, BST_OUT | BST_OPTIONAL, "TH"),
+    [DWEIGHT_AHEAD] = BST_HEAD_FLOATS(dweight, BST_OUT | BST_OPTIONAL, "VH"),
+    [DBIAS_AHEAD] = BST_HEAD_FLOATS(dbias, BST_OUT | BST_OPTIONAL, "V", BST_LIKE(BIAS)),
     {NULL},
 };
 
@@ -63,14 +64,14 @@ static bst_dtype dweight_type(const bst_view *v, const bst_attribute *attributes
 static const bst_argument backward_arguments[] = {
     BST_HEAD,
     OPTIONAL_INPUTS,
-    [SUMS_WERE] = BST_LOSS_FLOATS("sums", BST_IN | BST_OPTIONAL, "T5"),
-    [GRAD] = PER_ROW("grad", BST_IN | BST_OPTIONAL),
-    [SCALE] = BST_LOSS_FLOATS("scale", BST_IN | BST_OPTIONAL, "."),
-    [DLOGITS_WERE] = BST_HEAD_LOGITS("dlogits", BST_IN | BST_OPTIONAL),
-    [DHIDDEN] = GRADIENT("dhidden", HIDDEN),
+    [SUMS_WERE] = BST_HEAD_FLOATS(sums, BST_IN | BST_OPTIONAL, "T5"),
+    [GRAD] = PER_ROW(grad, BST_IN | BST_OPTIONAL),
+    [SCALE] = BST_HEAD_FLOATS(scale, BST_IN | BST_OPTIONAL, "."),
+    [DLOGITS_WERE] = BST_HEAD_LOGITS(dlogits, BST_IN | BST_OPTIONAL),
+    [DHIDDEN] = GRADIENT(dhidden, HIDDEN),
     [DWEIGHT] =
-        BST_HEAD_GRADIENT("dweight", WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
-    [DBIAS] = GRADIENT("dbias", BIAS),
+        BST_HEAD_GRADIENT(dweight, WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
+    [DBIAS] = GRADIENT(dbias, BIAS),
     {NULL},
 };
 
@@ -78,15 +79,15 @@ static const char *const meanings[] = {BST_HEAD_MEANINGS, "Gthe last dimension o
                                        "Kthe columns of teacher_logits", NULL};
 
 static const bst_attribute_rule rules[] = {
-    [KIND] = {"kind", 'i', BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_JSD, "0 (forward), 1 (reverse) or 2 (jsd)"},
-    [BETA] = {"beta", 'd', 0, 1, "a number from 0 to 1"},
+    [KIND] = BST_OPTION('i', kind, BST_DIVERGENCE_FORWARD, BST_DIVERGENCE_JSD, "0 (forward), 1 (reverse) or 2 (jsd)"),
+    [BETA] = BST_OPTION('d', beta, 0, 1, "a number from 0 to 1", BST_USUAL(0.5)), /* of jsd alone */
     [TEMPERATURE] = BST_TEMPERATURE,
-    [SCALE_AT] = BST_LOGIT_SCALE("logit_scale"),
-    [SOFTCAP_AT] = BST_SOFTCAP("softcap"),
-    [T_SCALE] = BST_LOGIT_SCALE("teacher_logit_scale"),
-    [T_SOFTCAP] = BST_SOFTCAP("teacher_softcap"),
+    [SCALE_AT] = BST_LOGIT_SCALE(logit_scale),
+    [SOFTCAP_AT] = BST_SOFTCAP(softcap),
+    [T_SCALE] = BST_LOGIT_SCALE(teacher_logit_scale),
+    [T_SOFTCAP] = BST_SOFTCAP(teacher_softcap),
     [CHUNK_BYTES] = BST_CHUNK_BYTES,
-    [FLOAT32_DWEIGHT] = {"float32_dweight", 'i', 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)"},
+    [FLOAT32_DWEIGHT] = BST_FLOAT32_DWEIGHT,
     {NULL},
 };
 
@@ -309,6 +310,7 @@ static const bst_function forward = {
     .attributes = rules,
     .check = check,
     .run = run_forward,
+    BST_GIVEN,
     BST_TORCH("linear_divergence_forward: hidden weight bias " TEACHER " " OPTIONS
               " -> divergence entropy? sums? dlogits? dhidden? dweight? dbias?"),
 };
@@ -320,6 +322,7 @@ static const bst_function backward = {
     .attributes = rules,
     .check = check,
     .run = run_backward,
+    BST_GIVEN,
     BST_TORCH(
         "linear_divergence_backward: hidden weight bias " TEACHER " sums grad " OPTIONS " -> dhidden? dweight? dbias?",
         "linear_divergence_backward_kept: hidden weight bias scale! dlogits! " OPTIONS " -> dhidden? dweight? dbias?"),
@@ -327,37 +330,12 @@ static const bst_function backward = {
 
 const bst_function *const bst__linear_divergence[] = {&forward, &backward, NULL};
 
-static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
-                       const bst_linear_divergence_options *options) {
-    bst_linear_divergence_tensors t;
-    bst_linear_divergence_options o;
-    bst_attribute attributes[ATTRIBUTES];
-    bool back = function == &backward;
-    BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
-    BST_TRY(bst__options(function->name, "options", options, &o, sizeof o));
-    attributes[KIND].i = o.kind;
-    attributes[BETA].d = o.kind == BST_DIVERGENCE_JSD && o.beta == 0 ? 0.5 : o.beta;
-    attributes[TEMPERATURE].d = o.temperature == 0 ? 1 : o.temperature;
-    attributes[SCALE_AT].d = o.logit_scale == 0 ? 1 : o.logit_scale;
-    attributes[SOFTCAP_AT].d = o.softcap;
-    attributes[T_SCALE].d = o.teacher_logit_scale == 0 ? 1 : o.teacher_logit_scale;
-    attributes[T_SOFTCAP].d = o.teacher_softcap;
-    attributes[CHUNK_BYTES].i = o.chunk_bytes;
-    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
-    const DLTensor *all[] = {t.hidden, t.weight, t.bias, t.teacher_hidden, t.teacher_weight, t.teacher_bias,
-                             t.teacher_logits, t.teacher_indices, t.mask,
-                             /* DIVERGENCE_AT, ENTROPY, SUMS, or SUMS_WERE, GRAD, SCALE */
-                             back ? t.sums : t.divergence, back ? t.grad : t.entropy, back ? t.scale : t.sums,
-                             t.dlogits, t.dhidden, t.dweight, t.dbias};
-    return bst__run(function, exec, all, attributes);
-}
-
 bst_status bst_linear_divergence_forward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
                                          const bst_linear_divergence_options *options) {
-    return call(&forward, exec, tensors, options);
+    return bst__call_struct(&forward, exec, tensors, options, NULL);
 }
 
 bst_status bst_linear_divergence_backward(const bst_exec *exec, const bst_linear_divergence_tensors *tensors,
                                           const bst_linear_divergence_options *options) {
-    return call(&backward, exec, tensors, options);
+    return bst__call_struct(&backward, exec, tensors, options, NULL);
 }

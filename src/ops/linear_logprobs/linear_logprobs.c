@@ -12,6 +12,8 @@
 #include "ops/linear_cross_entropy/linear_cross_entropy_head.h"
 #include "ops/linear_logprobs/linear_logprobs.h"
 
+typedef bst_linear_logprobs_tensors given_tensors;
+typedef bst_linear_logprobs_options given_options;
 static const char forward_op[] = "linear_logprobs_forward", backward_op[] = "linear_logprobs_backward";
 
 /* ---- description ------------------------------------------------------------------------------------------------- */
@@ -38,7 +40,7 @@ enum { FEWEST_JACOBIAN_ROWS = 1024, MOST_JACOBIAN_ROWS = 2048, JACOBIAN_ELEMENTS
 
 enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, KEPT_ROWS, FLOAT32_DWEIGHT, ATTRIBUTES };
 
-#define PER_ROW(name, flags) BST_LOSS_FLOATS(name, flags, "T")
+#define PER_ROW(name, flags) BST_HEAD_FLOATS(name, flags, "T")
 /* Of the last kept_rows rows. */
 #define KEPT_LOGITS(name, flags) \
     BST_HEAD_ARGUMENT(name, flags, BST_FLOATS, "kV", BST_ROWS, BST_AS_HIDDEN, BST_PADDED(8))
@@ -46,15 +48,15 @@ enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, KEPT_ROW
 static const bst_argument forward_arguments[] = {
     BST_HEAD,
     BST_HEAD_TARGET,
-    [LOG_PROBS] = PER_ROW("log_probs", BST_OUT),
-    [PAIRS] = BST_LOSS_FLOATS("pairs", BST_OUT | BST_OPTIONAL, "T2"),
-    [ENTROPY] = PER_ROW("entropy", BST_OUT | BST_OPTIONAL),
-    [LSE] = PER_ROW("lse", BST_OUT | BST_OPTIONAL),
-    [SQUARES] = PER_ROW("log_sum_sq_probs", BST_OUT | BST_OPTIONAL),
-    [MEAN] = PER_ROW("mean_logits", BST_OUT | BST_OPTIONAL),
-    [TOP1] = {"is_top1", BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS},
-    [LOGITS] = KEPT_LOGITS("logits", BST_OUT | BST_OPTIONAL),
-    [JACOBIAN] = BST_LOSS_FLOATS("jacobian", BST_OUT | BST_OPTIONAL, "TH"),
+    [LOG_PROBS] = PER_ROW(log_probs, BST_OUT),
+    [PAIRS] = BST_HEAD_FLOATS(pairs, BST_OUT | BST_OPTIONAL, "T2"),
+    [ENTROPY] = PER_ROW(entropy, BST_OUT | BST_OPTIONAL),
+    [LSE] = PER_ROW(lse, BST_OUT | BST_OPTIONAL),
+    [SQUARES] = PER_ROW(log_sum_sq_probs, BST_OUT | BST_OPTIONAL),
+    [MEAN] = PER_ROW(mean_logits, BST_OUT | BST_OPTIONAL),
+    [TOP1] = BST_HEAD_ARGUMENT(is_top1, BST_OUT | BST_OPTIONAL, 1u << BST_I32, "T", BST_CONTIGUOUS),
+    [LOGITS] = KEPT_LOGITS(logits, BST_OUT | BST_OPTIONAL),
+    [JACOBIAN] = BST_HEAD_FLOATS(jacobian, BST_OUT | BST_OPTIONAL, "TH"),
     {NULL},
 };
 
@@ -70,33 +72,33 @@ static bst_status check_dlogits(const char *op, const bst_view *v) {
 static const bst_argument backward_arguments[] = {
     BST_HEAD,
     BST_HEAD_TARGET,
-    [GRAD_LOG_PROBS] = PER_ROW("grad_log_probs", BST_IN | BST_OPTIONAL),
-    [GRAD_ENTROPY] = PER_ROW("grad_entropy", BST_IN | BST_OPTIONAL),
-    [GRAD_LSE] = PER_ROW("grad_lse", BST_IN | BST_OPTIONAL),
-    [PAIRS_WERE] = BST_LOSS_FLOATS("pairs", BST_IN, "T2"),
-    [ENTROPY_WAS] = PER_ROW("entropy", BST_IN | BST_OPTIONAL),
-    [LOGITS_WERE] = KEPT_LOGITS("logits", BST_IN | BST_OPTIONAL),
+    [GRAD_LOG_PROBS] = PER_ROW(grad_log_probs, BST_IN | BST_OPTIONAL),
+    [GRAD_ENTROPY] = PER_ROW(grad_entropy, BST_IN | BST_OPTIONAL),
+    [GRAD_LSE] = PER_ROW(grad_lse, BST_IN | BST_OPTIONAL),
+    [PAIRS_WERE] = BST_HEAD_FLOATS(pairs, BST_IN, "T2"),
+    [ENTROPY_WAS] = PER_ROW(entropy, BST_IN | BST_OPTIONAL),
+    [LOGITS_WERE] = KEPT_LOGITS(logits, BST_IN | BST_OPTIONAL),
     /* An output for the sake of the checks: the logits' own place. */
     [DLOGITS] = {"dlogits", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(LOGITS_WERE),
                  BST_TYPE_OF(LOGITS_WERE, "its own"), BST_WITH(LOGITS_WERE), BST_MAY_BE(1u << LOGITS_WERE),
-                 .check = check_dlogits},
-    [DHIDDEN] = BST_HEAD_GRADIENT("dhidden", HIDDEN, BST_AS_INPUTS(HIDDEN)),
+                 .check = check_dlogits, BST_AT(logits)},
+    [DHIDDEN] = BST_HEAD_GRADIENT(dhidden, HIDDEN, BST_AS_INPUTS(HIDDEN)),
     [DWEIGHT] =
-        BST_HEAD_GRADIENT("dweight", WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
-    [DBIAS] = BST_HEAD_GRADIENT("dbias", BIAS, BST_AS_INPUTS(BIAS)),
+        BST_HEAD_GRADIENT(dweight, WEIGHT, BST_TYPE_RULE(dweight_type, "as weight has it, or the one asked for")),
+    [DBIAS] = BST_HEAD_GRADIENT(dbias, BIAS, BST_AS_INPUTS(BIAS)),
     {NULL},
 };
 
 static const char *const meanings[] = {BST_HEAD_MEANINGS, NULL};
 
 static const bst_attribute_rule rules[] = {
-    [IGNORE_INDEX] = {"ignore_index", 'i'},
+    [IGNORE_INDEX] = BST_IGNORE_INDEX,
     [TEMPERATURE] = BST_TEMPERATURE,
-    [LOGIT_SCALE] = BST_LOGIT_SCALE("logit_scale"),
-    [SOFTCAP_AT] = BST_SOFTCAP("softcap"),
+    [LOGIT_SCALE] = BST_LOGIT_SCALE(logit_scale),
+    [SOFTCAP_AT] = BST_SOFTCAP(softcap),
     [CHUNK_BYTES] = BST_CHUNK_BYTES,
     [KEPT_ROWS] = {"kept_rows", 'i', 0, (double)INT64_MAX, "0 or a positive number"},
-    [FLOAT32_DWEIGHT] = {"float32_dweight", 'i', 0, 2, "0 (no), 1 (summed in it) or 2 (and left in it)"},
+    [FLOAT32_DWEIGHT] = BST_FLOAT32_DWEIGHT,
     {NULL},
 };
 
@@ -118,14 +120,15 @@ static bst_status check(const char *op, const bst_view *v, const bst_attribute *
 
 linear_logprobs_rows bst__linear_logprobs_part(const linear_logprobs_rows *call, int64_t first, int64_t rows) {
     linear_logprobs_rows c = *call;
+    linear_logprobs_args *a = &c.args;
     c.rows = rows;
     c.target += first;
     if (c.pairs) c.pairs += 2 * first;
-    float **made[] = {&c.log_probs, &c.entropy, &c.lse, &c.log_sum_sq_probs, &c.mean_logits};
+    float **made[] = {&a->log_probs, &a->entropy, &a->lse, &a->log_sum_sq_probs, &a->mean_logits};
     for (size_t i = 0; i < sizeof made / sizeof *made; i++)
         if (*made[i]) *made[i] += first;
-    if (c.is_top1) c.is_top1 += first;
-    const float **read[] = {&c.grad_log_probs, &c.grad_entropy, &c.grad_lse, &c.entropy_was};
+    if (a->is_top1) a->is_top1 += first;
+    const float **read[] = {&a->grad_log_probs, &a->grad_entropy, &a->grad_lse, &a->entropy_was};
     for (size_t i = 0; i < sizeof read / sizeof *read; i++)
         if (*read[i]) *read[i] += first;
     return c;
@@ -151,7 +154,7 @@ static bst_status run_rows_twice(const bst_head *h, void *context, int64_t first
                                  .z = c->z,
                                  .pairs = c->pairs,
                                  .backward = true,
-                                 .ones = true};
+                                 .args = {.without = 1}};
     BST_TRY(run_rows(h, context, first, rows, logits, stride));
     return run_rows(h, &back, first, rows, logits, stride);
 }
@@ -195,8 +198,9 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
     int64_t budget = attributes[CHUNK_BYTES].i, without = h.rows - v[LOGITS].size[0];
     if (makes) budget = budget_beside(&h, &v[JACOBIAN], budget);
     linear_logprobs_rows c = rows_of(&h, v, attributes);
-    c.log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, c.entropy = v[ENTROPY].data, c.lse = v[LSE].data;
-    c.log_sum_sq_probs = v[SQUARES].data, c.mean_logits = v[MEAN].data, c.is_top1 = v[TOP1].data;
+    linear_logprobs_args *a = &c.args;
+    a->log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, a->entropy = v[ENTROPY].data, a->lse = v[LSE].data;
+    a->log_sum_sq_probs = v[SQUARES].data, a->mean_logits = v[MEAN].data, a->is_top1 = v[TOP1].data;
     if (h.device.device_type == kDLCUDA && !makes && !bst__given(&v[BIAS])) {
         linear_logprobs_rows first = bst__linear_logprobs_part(&c, 0, without);
         BST_TRY(bst__linear_logprobs_tiles_cuda(exec, op, &h.hidden, &h.weight, &first, budget, &done));
@@ -223,8 +227,9 @@ static bst_status run_backward(const bst_exec *exec, const char *op, const bst_v
     BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
     BST_TRY(bst__head_choose_chunks(&h, &v[DLOGITS], "logits", attributes[CHUNK_BYTES].i));
     linear_logprobs_rows c = rows_of(&h, v, attributes);
-    c.backward = true, c.pairs = v[PAIRS_WERE].data, c.entropy_was = v[ENTROPY_WAS].data;
-    c.grad_log_probs = v[GRAD_LOG_PROBS].data, c.grad_entropy = v[GRAD_ENTROPY].data, c.grad_lse = v[GRAD_LSE].data;
+    linear_logprobs_args *a = &c.args;
+    c.backward = true, c.pairs = v[PAIRS_WERE].data, a->entropy_was = v[ENTROPY_WAS].data;
+    a->grad_log_probs = v[GRAD_LOG_PROBS].data, a->grad_entropy = v[GRAD_ENTROPY].data, a->grad_lse = v[GRAD_LSE].data;
     return bst__head_run(&h, bst__given(&v[LOGITS_WERE]), run_rows, &c, true);
 }
 
@@ -236,6 +241,7 @@ static const bst_function forward = {
     .attributes = rules,
     .check = check,
     .run = run_forward,
+    BST_GIVEN,
     BST_TORCH("linear_logprobs_forward: hidden weight target bias " OPTIONS
               " -> log_probs pairs? entropy? lse? log_sum_sq_probs? mean_logits? is_top1? logits? jacobian?"),
 };
@@ -247,6 +253,7 @@ static const bst_function backward = {
     .attributes = rules,
     .check = check,
     .run = run_backward,
+    BST_GIVEN,
     BST_TORCH("linear_logprobs_backward: grad_log_probs grad_entropy grad_lse hidden weight target bias pairs "
               "entropy " OPTIONS " float32_dweight -> dhidden? dweight? dbias?",
               "linear_logprobs_backward_kept: grad_log_probs grad_entropy grad_lse hidden weight target bias pairs "
@@ -255,27 +262,13 @@ static const bst_function backward = {
 
 const bst_function *const bst__linear_logprobs[] = {&forward, &backward, NULL};
 
-static bst_status call(const bst_function *function, const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
+static bst_status call(const bst_function *f, const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,
                        const bst_linear_logprobs_options *options) {
     bst_linear_logprobs_tensors t;
-    bst_linear_logprobs_options o;
-    bst_attribute attributes[ATTRIBUTES];
-    BST_TRY(bst__options(function->name, "tensors", tensors, &t, sizeof t));
-    BST_TRY(bst__options(function->name, "options", options, &o, sizeof o));
-    attributes[IGNORE_INDEX].i = o.ignore_index ? *o.ignore_index : -100;
-    attributes[TEMPERATURE].d = o.temperature == 0 ? 1 : o.temperature;
-    attributes[LOGIT_SCALE].d = o.logit_scale == 0 ? 1 : o.logit_scale;
-    attributes[SOFTCAP_AT].d = o.softcap;
-    attributes[CHUNK_BYTES].i = o.chunk_bytes;
+    bst_attribute attributes[ATTRIBUTES] = {{0}};
+    BST_TRY(bst__options(f->name, "tensors", tensors, &t, sizeof t));
     attributes[KEPT_ROWS].i = t.logits && t.logits->ndim ? t.logits->shape[0] : 0;
-    attributes[FLOAT32_DWEIGHT].i = o.float32_dweight;
-    const DLTensor *forwards[] = {t.hidden,  t.weight, t.target,           t.bias,        t.log_probs, t.pairs,
-                                  t.entropy, t.lse,    t.log_sum_sq_probs, t.mean_logits, t.is_top1,   t.logits,
-                                  t.jacobian};
-    const DLTensor *backwards[] = {t.hidden,       t.weight,   t.target,  t.bias,    t.grad_log_probs,
-                                   t.grad_entropy, t.grad_lse, t.pairs,   t.entropy, t.logits,
-                                   t.logits,       t.dhidden,  t.dweight, t.dbias};
-    return bst__run(function, exec, function == &forward ? forwards : backwards, attributes);
+    return bst__call_struct(f, exec, &t, options, attributes);
 }
 
 bst_status bst_linear_logprobs_forward(const bst_exec *exec, const bst_linear_logprobs_tensors *tensors,

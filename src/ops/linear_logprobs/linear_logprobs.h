@@ -4,6 +4,7 @@
 
 #include "core/cpu_kernel.h"
 #include "ops/cross_entropy/cross_entropy.h"
+#include "ops/linear_logprobs/linear_logprobs_args.h"
 
 /* One chunk of rows. Its pointers are at the chunk's first row. */
 typedef struct linear_logprobs_rows {
@@ -17,12 +18,8 @@ typedef struct linear_logprobs_rows {
     /* [rows, 2]: the largest z of a row, and the sum of the others' exponentials relative to it, others than the
      * target's. Forward writes them (or NULL), backward reads them. */
     float *pairs;
-    /* Forward, [rows] each; NULL: not wanted. */
-    float *log_probs, *entropy, *lse, *log_sum_sq_probs, *mean_logits;
-    int32_t *is_top1;
-    /* Backward, [rows] each; NULL: zeros, or for log_probs `ones`. */
-    bool backward, ones;
-    const float *grad_log_probs, *grad_entropy, *grad_lse, *entropy_was;
+    bool backward;
+    linear_logprobs_args args; /* what the kernels get beside these, but for `row` */
 } linear_logprobs_rows;
 
 /* Forward of all rows without their logits, where the chip can and it pays: then `done` is set. `call` is at the first

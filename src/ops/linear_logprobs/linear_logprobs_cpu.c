@@ -80,51 +80,55 @@ static void put(float *to, int64_t row, double value) {
 }
 
 static void forward(const linear_logprobs_rows *c, int64_t row, const void *in, int64_t target, float hit, float raw) {
+    const linear_logprobs_args *a = &c->args;
     float z[BST_TILE];
     row_sums s = {.top = -FLT_MAX};
     for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
         int64_t n = bst__lesser(BST_TILE, c->vocabulary - column), at = target - column;
         bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
-        if (c->is_top1 && !s.beaten)
+        if (a->is_top1 && !s.beaten)
             s.beaten = is_beaten(z, n, at < 0 ? 0 : bst__lesser(at, n), raw, c->z.logit_scale < 0 ? -1.0f : 1.0f);
         shape_tile(&c->z, z, NULL, n);
         add_tile(&s, z, n, at);
     }
     row_facts f = facts_of(s.top, s.others, hit);
     double d = fmax((double)hit - (double)s.top, (double)LOWEST_POWER);
-    put(c->log_probs, row, f.log_p);
-    put(c->lse, row, s.top + f.log_total);
-    put(c->entropy, row, f.log_total - (s.products + f.own * d) / f.total);
-    put(c->log_sum_sq_probs, row, log(s.squares + f.own * f.own) - 2 * f.log_total);
-    put(c->mean_logits, row, s.logits / (double)c->vocabulary);
-    if (c->is_top1) c->is_top1[row] = !s.beaten;
+    put(a->log_probs, row, f.log_p);
+    put(a->lse, row, s.top + f.log_total);
+    put(a->entropy, row, f.log_total - (s.products + f.own * d) / f.total);
+    put(a->log_sum_sq_probs, row, log(s.squares + f.own * f.own) - 2 * f.log_total);
+    put(a->mean_logits, row, s.logits / (double)c->vocabulary);
+    if (a->is_top1) a->is_top1[row] = !s.beaten;
     if (c->pairs) c->pairs[2 * row] = s.top, c->pairs[2 * row + 1] = (float)s.others;
 }
 
 /* A row that does not count; NaN where its target is none. */
 static void leave_out(const linear_logprobs_rows *c, int64_t row, int64_t target, void *in) {
+    const linear_logprobs_args *a = &c->args;
     if (c->backward) {
         memset(in, 0, (size_t)(c->vocabulary * bst__dtype_size(c->dtype)));
         return;
     }
-    put(c->log_probs, row, target == c->z.ignore_index ? 0.0 : (double)NAN);
-    put(c->lse, row, 0);
-    put(c->entropy, row, 0);
-    put(c->log_sum_sq_probs, row, 0);
-    put(c->mean_logits, row, 0);
-    if (c->is_top1) c->is_top1[row] = 0;
+    put(a->log_probs, row, target == c->z.ignore_index ? 0.0 : (double)NAN);
+    put(a->lse, row, 0);
+    put(a->entropy, row, 0);
+    put(a->log_sum_sq_probs, row, 0);
+    put(a->mean_logits, row, 0);
+    if (a->is_top1) a->is_top1[row] = 0;
     if (c->pairs) c->pairs[2 * row] = 0, c->pairs[2 * row + 1] = 1;
 }
 
 /* dz = p (A + B d) but for the target, with p = exp(d) / total, from
  *   d log p_t / dz = [t] - p,   d H / dz = -p (log p + H),   d lse / dz = p,   log p = d - log(total). */
 static void backward(const linear_logprobs_rows *c, int64_t row, void *in, int64_t target, float hit) {
+    const linear_logprobs_args *given = &c->args;
     float z[BST_TILE], slope[BST_TILE], top = c->pairs[2 * row];
     double others = (double)c->pairs[2 * row + 1];
     row_facts f = facts_of(top, others, hit);
-    double by_log_p = c->grad_log_probs ? (double)c->grad_log_probs[row] : c->ones;
-    double by_entropy = c->grad_entropy ? (double)c->grad_entropy[row] : 0;
-    double by_lse = c->grad_lse ? (double)c->grad_lse[row] : 0, entropy = by_entropy != 0 ? c->entropy_was[row] : 0;
+    double by_log_p = given->grad_log_probs ? (double)given->grad_log_probs[row] : (double)given->without;
+    double by_entropy = given->grad_entropy ? (double)given->grad_entropy[row] : 0;
+    double by_lse = given->grad_lse ? (double)given->grad_lse[row] : 0,
+           entropy = by_entropy != 0 ? given->entropy_was[row] : 0;
     bool has_entropy = by_entropy != 0;
     float scale = c->z.softcap > 0 ? 1.0f : (float)c->z.logit_scale; /* with a softcap it is in the slope */
     float a = scale * (float)((by_lse - by_log_p - by_entropy * (entropy - f.log_total)) / f.total);

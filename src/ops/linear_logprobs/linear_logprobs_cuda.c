@@ -1,9 +1,6 @@
 /* linear_logprobs_cuda.c - log-probabilities of rows of logits on CUDA: which kernel, and its launch. */
-#include <assert.h>
-
 #include "cuda/cuda.h"
 #include "ops/linear_logprobs/linear_logprobs.h"
-#include "ops/linear_logprobs/linear_logprobs_args.h"
 
 /* Macros of the kernels, in the order of their values. */
 enum { VOCAB, TYPE, VEC, SOFTCAP, NEGATIVE, ENTROPY, SQUARES, MEAN, TOP1 };
@@ -15,25 +12,17 @@ static const bst_kernel backward_kernel = {"linear_logprobs.cu", "linear_logprob
 
 static linear_logprobs_args args_of(const linear_logprobs_rows *c) {
     bst_cross_entropy_rows_call rows = {.dtype = c->dtype, .rows = c->rows, .vocabulary = c->vocabulary};
+    linear_logprobs_args args = c->args;
     rows.logits = rows.dlogits = c->logits, rows.stride = c->stride;
     rows.target = c->target, rows.options = &c->z, rows.lse_pairs = c->pairs;
-    return (linear_logprobs_args){.row = bst__cross_entropy_args(&rows),
-                                  .log_probs = c->log_probs,
-                                  .entropy = c->entropy,
-                                  .lse = c->lse,
-                                  .log_sum_sq_probs = c->log_sum_sq_probs,
-                                  .mean_logits = c->mean_logits,
-                                  .is_top1 = c->is_top1,
-                                  .grad_log_probs = c->grad_log_probs,
-                                  .grad_entropy = c->grad_entropy,
-                                  .grad_lse = c->grad_lse,
-                                  .entropy_was = c->entropy_was,
-                                  .without = c->ones ? 1.0f : 0.0f};
+    args.row = bst__cross_entropy_args(&rows);
+    return args;
 }
 
 bst_status bst__linear_logprobs_rows_cuda(const bst_exec *exec, const char *op, const linear_logprobs_rows *c) {
     int size = bst__dtype_size(c->dtype);
     bool aligned = (uintptr_t)c->logits % 16 == 0 && c->stride * size % 16 == 0;
+    linear_logprobs_args args = args_of(c);
     bst_launch l = {.kernel = c->backward ? &backward_kernel : &forward_kernel,
                     .block = LINEAR_LOGPROBS_THREADS,
                     .grid_x = (unsigned)c->rows,
@@ -43,11 +32,10 @@ bst_status bst__linear_logprobs_rows_cuda(const bst_exec *exec, const char *op, 
     l.values[VEC] = aligned ? 16 / size : 1;
     l.values[SOFTCAP] = c->z.softcap > 0;
     l.values[NEGATIVE] = c->z.logit_scale < 0;
-    l.values[ENTROPY] = c->backward ? c->grad_entropy != NULL : c->entropy != NULL;
-    l.values[SQUARES] = c->log_sum_sq_probs != NULL;
-    l.values[MEAN] = c->mean_logits != NULL;
-    l.values[TOP1] = c->is_top1 != NULL;
-    linear_logprobs_args args = args_of(c);
+    l.values[ENTROPY] = c->backward ? args.grad_entropy != NULL : args.entropy != NULL;
+    l.values[SQUARES] = args.log_sum_sq_probs != NULL;
+    l.values[MEAN] = args.mean_logits != NULL;
+    l.values[TOP1] = args.is_top1 != NULL;
     return bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args);
 }
 
@@ -81,7 +69,7 @@ static bst_status run_tiles(const bst_exec *exec, const char *op, const bst_chip
     args.pairs = args.stride / PAIR, args.tiles = tiles;
     BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, &hidden, &args.hidden));
     BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, weight, &args.weight));
-    bool entropy = c->entropy, squares = c->log_sum_sq_probs, mean = c->mean_logits, top1 = c->is_top1;
+    bool entropy = c->args.entropy, squares = c->args.log_sum_sq_probs, mean = c->args.mean_logits, top1 = c->args.is_top1;
     bst_launch l = {.kernel = &tiles_kernel,
                     .values = {c->vocabulary, c->dtype, entropy, squares, mean, top1},
                     .block = LINEAR_LOGPROBS_TILE_THREADS,
@@ -102,7 +90,8 @@ bst_status bst__linear_logprobs_tiles_cuda(const bst_exec *exec, const char *op,
                                            bool *done) {
     bst_chip chip;
     BST_TRY(bst__cuda_chip(op, c->device.device_id, &chip));
-    int numbers = 2 + (c->entropy != NULL) + (c->log_sum_sq_probs != NULL) + (c->mean_logits != NULL);
+    const linear_logprobs_args *a = &c->args;
+    int numbers = 2 + (a->entropy != NULL) + (a->log_sum_sq_probs != NULL) + (a->mean_logits != NULL);
     int64_t tiles = (c->vocabulary + LINEAR_LOGPROBS_TILE_CLASSES - 1) / LINEAR_LOGPROBS_TILE_CLASSES;
     int64_t row_bytes = (numbers * tiles + 2) * (int64_t)sizeof(float);
     int64_t most = (budget ? budget : (int64_t)TILES_SUMS << 20) / row_bytes / PAIR * PAIR;

@@ -2,8 +2,10 @@
  * kernels. */
 #include <inttypes.h>
 
-#include "core/options.h"
 #include "ops/moe/moe.h"
+
+typedef bst_moe_glu_backward_tensors given_tensors;
+typedef bst_glu_options given_options;
 
 #define F32 (1u << BST_F32)
 #define I32 (1u << BST_I32)
@@ -12,9 +14,9 @@
 /* Of descriptions: T tokens of K experts each make N = T K pairs, and as many rows. */
 static const char *const meanings[] = {"Ethe experts", NULL};
 
-#define IN(name, types, shape)       {name, BST_IN, types, shape, BST_CONTIGUOUS}
-#define OPTIONAL(name, types, shape) {name, BST_IN | BST_OPTIONAL, types, shape, BST_CONTIGUOUS}
-#define OUT(name, types, shape)      {name, BST_OUT, types, shape, BST_CONTIGUOUS}
+#define IN(name, types, shape, ...)       {name, BST_IN, types, shape, BST_CONTIGUOUS, ##__VA_ARGS__}
+#define OPTIONAL(name, types, shape, ...) {name, BST_IN | BST_OPTIONAL, types, shape, BST_CONTIGUOUS, ##__VA_ARGS__}
+#define OUT(name, types, shape)           {name, BST_OUT, types, shape, BST_CONTIGUOUS}
 
 /* ---- checks ------------------------------------------------------------------------------------------------------ */
 
@@ -189,10 +191,9 @@ static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call
 
 /* ---- the gated unit ---------------------------------------------------------------------------------------------- */
 
-#define GLU_INPUTS                                                          \
-    [GLU_H] = IN("h", BST_FLOATS, "NC"), [GLU_ENDS] = IN("ends", I32, "E"), \
-    [GLU_BIAS] = {                                                          \
-        "bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "EC", BST_CONTIGUOUS, BST_TYPE_OF(GLU_H, "the type of h")}
+#define GLU_INPUTS                                                                                   \
+    [GLU_H] = IN("h", BST_FLOATS, "NC", BST_AT(h)), [GLU_ENDS] = IN("ends", I32, "E", BST_AT(ends)), \
+    [GLU_BIAS] = OPTIONAL("bias", BST_FLOATS, "EC", BST_TYPE_OF(GLU_H, "the type of h"), BST_AT(bias))
 /* A matrix of half h's columns. */
 #define GLU_HALF(name, flags, ...) \
     {name, flags, BST_FLOATS, "N-C", BST_CONTIGUOUS, BST_TYPE_OF(GLU_H, "the type of h"), __VA_ARGS__}
@@ -233,15 +234,14 @@ static const bst_function glu_forward = {
     .attributes = bst__glu_rules,
     .check = check_glu,
     .run = run_glu_forward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("moe_glu_forward: h bias ends activation interleaved alpha limit -> y"),
 };
 
 bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
                                const bst_glu_options *options, DLTensor *y) {
     const DLTensor *tensors[] = {[GLU_H] = h, [GLU_ENDS] = ends, [GLU_BIAS] = bias, [GLU_Y] = y};
-    bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(glu_forward.name, options, attributes));
-    return bst__run(&glu_forward, exec, tensors, attributes);
+    return bst__call(&glu_forward, exec, tensors, options, NULL);
 }
 
 static bst_status run_glu_backward(const bst_exec *exec, const char *op, const bst_view *v,
@@ -260,18 +260,18 @@ static bst_status run_glu_backward(const bst_exec *exec, const char *op, const b
 
 /* A gradient, which has its input's shape and type. */
 #define GRADIENT(name, of, ...) \
-    {name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__}
+    {#name, BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), __VA_ARGS__, BST_AT(name)}
 
 static const bst_argument glu_backward_arguments[] = {
     GLU_INPUTS,
-    [GLU_DY] = GLU_HALF("dy", BST_IN),
-    [GLU_ORDER] = IN("order", I32, "N"),
-    [GLU_WEIGHTS] = IN("weights", BST_FLOATS, "TK"),
-    [GLU_DOTS] = OPTIONAL("dots", F32, "N"),
-    [GLU_WY] = GLU_HALF("wy", BST_OUT | BST_OPTIONAL, BST_MAY_BE(1u << GLU_DY)),
-    [GLU_DH] = GRADIENT("dh", GLU_H, BST_TYPE_OF(GLU_H, "the type of h"), BST_MAY_BE(1u << GLU_H)),
-    [GLU_DWEIGHTS] = GRADIENT("dweights", GLU_WEIGHTS, BST_TYPE_OF(GLU_WEIGHTS, "the type of weights")),
-    [GLU_DBIAS] = GRADIENT("dbias", GLU_BIAS, BST_TYPE_OF(GLU_BIAS, "the type of bias")),
+    [GLU_DY] = GLU_HALF("dy", BST_IN, BST_AT(dy)),
+    [GLU_ORDER] = IN("order", I32, "N", BST_AT(order)),
+    [GLU_WEIGHTS] = IN("weights", BST_FLOATS, "TK", BST_AT(weights)),
+    [GLU_DOTS] = OPTIONAL("dots", F32, "N", BST_AT(dots)),
+    [GLU_WY] = GLU_HALF("wy", BST_OUT | BST_OPTIONAL, BST_MAY_BE(1u << GLU_DY), BST_AT(wy)),
+    [GLU_DH] = GRADIENT(dh, GLU_H, BST_TYPE_OF(GLU_H, "the type of h"), BST_MAY_BE(1u << GLU_H)),
+    [GLU_DWEIGHTS] = GRADIENT(dweights, GLU_WEIGHTS, BST_TYPE_OF(GLU_WEIGHTS, "the type of weights")),
+    [GLU_DBIAS] = GRADIENT(dbias, GLU_BIAS, BST_TYPE_OF(GLU_BIAS, "the type of bias")),
     {NULL},
 };
 
@@ -283,21 +283,14 @@ static const bst_function glu_backward = {
     .attributes = bst__glu_rules,
     .check = check_glu_backward,
     .run = run_glu_backward,
+    BST_GIVEN,
     BST_TORCH("moe_glu_backward: " GLU_BACKWARD "dh? wy? dweights? dbias?",
               "moe_glu_backward_inplace: " GLU_BACKWARD "dh?=h wy?=dy dweights? dbias?"),
 };
 
 bst_status bst_moe_glu_backward(const bst_exec *exec, const bst_moe_glu_backward_tensors *tensors,
                                 const bst_glu_options *options) {
-    bst_moe_glu_backward_tensors t;
-    BST_TRY(bst__options(glu_backward.name, "tensors", tensors, &t, sizeof t));
-    const DLTensor *in_places[] = {
-        [GLU_H] = t.h,         [GLU_ENDS] = t.ends,         [GLU_BIAS] = t.bias,  [GLU_DY] = t.dy,
-        [GLU_ORDER] = t.order, [GLU_WEIGHTS] = t.weights,   [GLU_DOTS] = t.dots,  [GLU_WY] = t.wy,
-        [GLU_DH] = t.dh,       [GLU_DWEIGHTS] = t.dweights, [GLU_DBIAS] = t.dbias};
-    bst_attribute attributes[GLU_ATTRIBUTES];
-    BST_TRY(bst__glu_options(glu_backward.name, options, attributes));
-    return bst__run(&glu_backward, exec, in_places, attributes);
+    return bst__call_struct(&glu_backward, exec, tensors, options, NULL);
 }
 
 /* ---- the weighted sum -------------------------------------------------------------------------------------------- */
@@ -332,7 +325,7 @@ static const bst_argument combine_forward_arguments[] = {
     [SUM_Y] = IN("y", BST_FLOATS, "NH"),
     [SUM_POSITION] = IN("position", I32, "TK"),
     [SUM_WEIGHTS] = OPTIONAL("weights", BST_FLOATS, "PQ"),
-    [SUM_BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "EH", BST_CONTIGUOUS, BST_TYPE_OF(SUM_Y, "the type of y")},
+    [SUM_BIAS] = OPTIONAL("bias", BST_FLOATS, "EH", BST_TYPE_OF(SUM_Y, "the type of y")),
     [SUM_INDICES] = OPTIONAL("indices", I64, "TK"),
     [SUM_OUT] = {"out", BST_OUT, BST_FLOATS, "TH", BST_CONTIGUOUS, BST_TYPE_OF(SUM_Y, "the type of y")},
     {NULL},

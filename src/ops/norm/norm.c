@@ -6,6 +6,9 @@
 
 #include "core/options.h"
 
+typedef bst_norm_backward_tensors given_tensors;
+typedef bst_norm_options given_options;
+
 /* ---- what forward and backward have in common -------------------------------------------------------------------- */
 
 static bst_status check_width(const char *op, const bst_view *v) {
@@ -14,13 +17,13 @@ static bst_status check_width(const char *op, const bst_view *v) {
     return bst__error(BST_UNSUPPORTED, "%s: x has rows of %" PRId64 " elements; 1 to 65536 are supported", op, columns);
 }
 
-#define INPUT          {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS, .check = check_width}
-#define OF_COLUMN      {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS}
+#define INPUT          {"x", BST_IN, BST_FLOATS, "*H", BST_ROWS, .check = check_width, BST_AT(x)}
+#define OF_COLUMN      {"weight", BST_IN | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, BST_AT(weight)}
 #define OF_WEIGHT      BST_TYPE_OF(WEIGHT, "as weight has it, or without one x")
 #define AS_X           BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
-#define MEAN_OF(flags) {"mean", flags | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS}
-#define KINDS          {"kind", 'i', BST_NORM_RMS, BST_NORM_LAYER, "0 (rms) or 1 (layer)"}
-#define CASTINGS       {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"}
+#define MEAN_OF(flags) {"mean", flags | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS, BST_AT(mean)}
+#define KINDS          BST_OPTION('i', kind, BST_NORM_RMS, BST_NORM_LAYER, "0 (rms) or 1 (layer)")
+#define CASTINGS       BST_OPTION('i', casting, BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)")
 
 static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
     bool rounds_n = attributes[KIND].i == BST_NORM_RMS && attributes[CASTING].i == BST_CASTING_LLAMA;
@@ -72,8 +75,11 @@ static const bst_function forward = {
             [NEW_MEAN] = MEAN_OF(BST_OUT),
             [NEW_RSTD] = {"rstd", BST_OUT | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS},
             {NULL}},
-    .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [KIND] = KINDS, [EPS] = BST_EPS, {NULL}},
+    .attributes =
+        (const bst_attribute_rule[]){
+            [CASTING] = CASTINGS, [KIND] = KINDS, [EPS] = {"eps", 'd', BST_EPS_BOUNDS}, {NULL}},
     .run = run_forward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("rms_norm_forward: x weight eps casting -> y rstd",
               "add_rms_norm_forward: x residual! weight eps casting -> y sum rstd",
               "norm_forward: x weight bias eps kind casting -> y mean rstd",
@@ -83,13 +89,12 @@ static const bst_function forward = {
 bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual, const DLTensor *weight,
                             const DLTensor *bias, double eps, const bst_norm_options *options, DLTensor *y,
                             DLTensor *sum, DLTensor *mean, DLTensor *rstd) {
-    bst_norm_options own;
+    given_options own;
     BST_TRY(bst__options(forward.name, "options", options, &own, sizeof own));
     const DLTensor *tensors[] = {[X] = x,       [WEIGHT] = weight,   [RESIDUAL] = residual,
                                  [BIAS] = bias, [AFTER] = own.after, [Y] = y,
                                  [SUM] = sum,   [NEW_MEAN] = mean,   [NEW_RSTD] = rstd};
-    return bst__run(&forward, exec, tensors,
-                    (bst_attribute[]){[CASTING].i = own.casting, [KIND].i = own.kind, [EPS].d = eps});
+    return bst__call(&forward, exec, tensors, &own, (bst_attribute[]){[EPS].d = eps});
 }
 
 /* ---- backward ---------------------------------------------------------------------------------------------------- */
@@ -138,21 +143,23 @@ static bst_status check_backward(const char *op, const bst_view *v, const bst_at
 static const bst_function backward = {
     .name = "norm_backward",
     .arguments =
-        (const bst_argument[]){[X] = INPUT,
-                               [WEIGHT] = OF_COLUMN,
-                               [RSTD] = {"rstd", BST_IN, 1u << BST_F32, "#", BST_CONTIGUOUS},
-                               [MEAN] = MEAN_OF(BST_IN),
-                               [DY] = {"dy", BST_IN, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
-                                       BST_TYPE_RULE(y_type, "the type of the forward output")},
-                               [DSUM] = {"dsum", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, AS_X},
-                               [DX] = {"dx", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X},
-                               [DWEIGHT] = {"dweight", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS,
-                                            BST_LIKE(WEIGHT), BST_TYPE_OF(WEIGHT, "as weight has it")},
-                               [DBIAS] = {"dbias", BST_OUT | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, OF_WEIGHT},
-                               {NULL}},
+        (const bst_argument[]){
+            [X] = INPUT,
+            [WEIGHT] = OF_COLUMN,
+            [RSTD] = {"rstd", BST_IN, 1u << BST_F32, "#", BST_CONTIGUOUS, BST_AT(rstd)},
+            [MEAN] = MEAN_OF(BST_IN),
+            [DY] = {"dy", BST_IN, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(X),
+                    BST_TYPE_RULE(y_type, "the type of the forward output"), BST_AT(dy)},
+            [DSUM] = {"dsum", BST_IN | BST_OPTIONAL, BST_FLOATS, NULL, BST_ROWS, AS_X, BST_AT(dsum)},
+            [DX] = {"dx", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, AS_X, BST_AT(dx)},
+            [DWEIGHT] = {"dweight", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(WEIGHT),
+                         BST_TYPE_OF(WEIGHT, "as weight has it"), BST_AT(dweight)},
+            [DBIAS] = {"dbias", BST_OUT | BST_OPTIONAL, BST_FLOATS, "H", BST_CONTIGUOUS, OF_WEIGHT, BST_AT(dbias)},
+            {NULL}},
     .attributes = (const bst_attribute_rule[]){[CASTING] = CASTINGS, [KIND] = KINDS, {NULL}},
     .check = check_backward,
     .run = run_backward,
+    BST_GIVEN,
     BST_TORCH("rms_norm_backward: dy x weight rstd casting -> dx? dweight?",
               "add_rms_norm_backward: dy dsum! x weight rstd casting -> dx? dweight?",
               "norm_backward: dy x weight mean rstd kind casting -> dx? dweight? dbias?",
@@ -160,14 +167,7 @@ static const bst_function backward = {
 
 bst_status bst_norm_backward(const bst_exec *exec, const bst_norm_backward_tensors *tensors,
                              const bst_norm_options *options) {
-    bst_norm_backward_tensors t;
-    bst_norm_options own;
-    BST_TRY(bst__options(backward.name, "tensors", tensors, &t, sizeof t));
-    BST_TRY(bst__options(backward.name, "options", options, &own, sizeof own));
-    const DLTensor *in_places[] = {[X] = t.x,       [WEIGHT] = t.weight,   [MEAN] = t.mean,
-                                   [RSTD] = t.rstd, [DY] = t.dy,           [DSUM] = t.dsum,
-                                   [DX] = t.dx,     [DWEIGHT] = t.dweight, [DBIAS] = t.dbias};
-    return bst__run(&backward, exec, in_places, (bst_attribute[]){[CASTING].i = own.casting, [KIND].i = own.kind});
+    return bst__call_struct(&backward, exec, tensors, options, NULL);
 }
 
 const bst_function *const bst__norm[] = {&forward, &backward, NULL};

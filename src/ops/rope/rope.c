@@ -6,6 +6,8 @@
 #include "core/options.h"
 #include "ops/rope/rope.h"
 
+typedef bst_rope_options given_options;
+
 /* ---- description ------------------------------------------------------------------------------------------------- */
 
 /* Places of tensors: of all three functions, of two, of each. Backward without a norm reads the gradients of forward's
@@ -15,12 +17,12 @@ enum { DQ_OUT = Q_OUT, DK_OUT, DQ, DK, DQ_WEIGHT, DK_WEIGHT, PLACES };
 enum { PAIRS, HALF_TABLES, KEEP_TYPE, EPS, CASTING, Q_TOKENS_FIRST, K_TOKENS_FIRST, DTYPE, ATTRIBUTES };
 
 static const bst_attribute_rule rules[] = {
-    [PAIRS] = {"layout", 'i', BST_ROPE_HALVES, BST_ROPE_INTERLEAVED_TO_HALVES,
-               "0 (halves), 1 (interleaved) or 2 (interleaved to halves)"},
-    [HALF_TABLES] = {"half_tables", 'b'},
-    [KEEP_TYPE] = {"keep_type", 'b'},
-    [EPS] = BST_EPS,
-    [CASTING] = {"casting", 'i', BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"},
+    [PAIRS] = BST_OPTION('i', layout, BST_ROPE_HALVES, BST_ROPE_INTERLEAVED_TO_HALVES,
+                         "0 (halves), 1 (interleaved) or 2 (interleaved to halves)"),
+    [HALF_TABLES] = BST_OPTION('b', half_tables),
+    [KEEP_TYPE] = BST_OPTION('b', keep_type),
+    [EPS] = BST_OPTION('d', eps, BST_EPS_BOUNDS, BST_USUAL(1e-6)),
+    [CASTING] = BST_OPTION('i', casting, BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)"),
     [Q_TOKENS_FIRST] = {"q_tokens_first", 'b'},
     [K_TOKENS_FIRST] = {"k_tokens_first", 'b'},
     [DTYPE] = {"dtype", 'i', BST_F32, BST_F16, "0 (float32), 1 (bfloat16) or 2 (float16)"},
@@ -248,6 +250,7 @@ static const bst_function forward = {
     .attributes = rules,
     .check = check_weights,
     .run = run_forward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("rope_forward: q k! cos sin layout half_tables keep_type q_tokens_first k_tokens_first -> q_out k_out",
               "qk_norm_rope_forward: q k! q_weight! k_weight! cos sin eps casting layout half_tables keep_type "
               "q_tokens_first k_tokens_first -> q_out k_out"),
@@ -260,6 +263,7 @@ static const bst_function turned_back = {
     .attributes = rules,
     .check = check_turned,
     .run = run_turned_back,
+    BST_GIVEN_OPTIONS,
     BST_TORCH(
         "rope_backward: dq_out dk_out cos sin layout half_tables keep_type q_tokens_first k_tokens_first dtype -> "
         "dq dk"),
@@ -272,6 +276,7 @@ static const bst_function backward = {
     .attributes = rules,
     .check = check_normed,
     .run = run_backward,
+    BST_GIVEN_OPTIONS,
     BST_TORCH("qk_norm_rope_backward: dq_out dk_out q k! q_weight! k_weight! cos sin eps casting layout half_tables "
               "keep_type q_tokens_first k_tokens_first -> dq? dk? dq_weight? dk_weight?"),
 };
@@ -280,35 +285,19 @@ const bst_function *const bst__rope[] = {&forward, &turned_back, &backward, NULL
 
 /* ---- the C API --------------------------------------------------------------------------------------------------- */
 
-static bst_status read_options(const char *op, const bst_rope_options *options, bst_attribute *attributes) {
-    static const double usual_eps = 1e-6;
-    bst_rope_options o;
-    BST_TRY(bst__options(op, "options", options, &o, sizeof o));
-    attributes[PAIRS].i = o.layout;
-    attributes[HALF_TABLES].i = o.half_tables != 0;
-    attributes[KEEP_TYPE].i = o.keep_type != 0;
-    attributes[EPS].d = o.eps == 0 ? usual_eps : o.eps;
-    attributes[CASTING].i = o.casting;
-    return BST_OK;
-}
-
 bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                             const DLTensor *sin, const DLTensor *q_weight, const DLTensor *k_weight,
                             const bst_rope_options *options, DLTensor *q_out, DLTensor *k_out) {
     const DLTensor *tensors[] = {
         [Q] = q,         [K] = k,        [COS] = cos, [SIN] = sin, [Q_WEIGHT] = q_weight, [K_WEIGHT] = k_weight,
         [Q_OUT] = q_out, [K_OUT] = k_out};
-    bst_attribute attributes[ATTRIBUTES] = {0};
-    BST_TRY(read_options(forward.name, options, attributes));
-    return bst__run(&forward, exec, tensors, attributes);
+    return bst__call(&forward, exec, tensors, options, NULL);
 }
 
 bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tensors *tensors,
                              const bst_rope_options *options) {
-    bst_attribute attributes[ATTRIBUTES] = {0};
     bst_rope_backward_tensors t;
     BST_TRY(bst__options(backward.name, "tensors", tensors, &t, sizeof t));
-    BST_TRY(read_options(backward.name, options, attributes));
     if (t.q_weight || t.k_weight || t.q || t.k || t.dq_weight || t.dk_weight) {
         if (!t.k && (t.dk || t.dk_weight))
             return bst__error(BST_INVALID, "%s: a gradient of k is wanted, but k is NULL", backward.name);
@@ -329,16 +318,17 @@ bst_status bst_rope_backward(const bst_exec *exec, const bst_rope_backward_tenso
                                        [DK] = t.dk,
                                        [DQ_WEIGHT] = t.dq_weight,
                                        [DK_WEIGHT] = t.dk_weight};
-        return bst__run(&backward, exec, all, attributes);
+        return bst__call(&backward, exec, all, options, NULL);
     }
     bool k_alone = t.dk && !t.dq; /* it then takes q's places */
     const DLTensor *all[] = {
         [Q] = k_alone ? t.dk_out : t.dq_out, [K] = k_alone || !t.dk ? NULL : t.dk_out, [COS] = t.cos, [SIN] = t.sin,
         [DQ_TURNED] = k_alone ? t.dk : t.dq, [DK_TURNED] = k_alone ? NULL : t.dk};
+    bst_attribute attributes[ATTRIBUTES] = {0};
     bst_view view; /* dq says itself of which type it is */
     if (all[DQ_TURNED]) {
         BST_TRY(bst__view(backward.name, k_alone ? "dk" : "dq", BST_FLOATS, all[DQ_TURNED], &view));
         attributes[DTYPE].i = view.dtype;
     }
-    return bst__run(&turned_back, exec, all, attributes);
+    return bst__call(&turned_back, exec, all, options, attributes);
 }
