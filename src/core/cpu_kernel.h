@@ -30,6 +30,9 @@
 
 /* Elements of a float32 tile: 8 KiB, so that a few tiles share a 32 KiB cache. */
 enum { BST_TILE = 2048 };
+/* For each run of `tile` elements of [begin, end), which begins at `at` and has `n`: of the last what is left. */
+#define BST_TILES(at, n, begin, end, tile) \
+    for (int64_t at = (begin), n; n = bst__lesser(tile, (end) - at), at < (end); at += (tile))
 
 /* ---- the words of ptx.cuh that texts for CPU and CUDA alike are written in --------------------------------------- */
 

@@ -82,8 +82,7 @@ static void write_gradient(const rows_call *c, const row_terms *t, const void *i
                            bool loaded) {
     float slope[BST_TILE];
     const bst_loss *o = c->options;
-    for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
+    BST_TILES(column, n, 0, c->vocabulary, BST_TILE) {
         if (!loaded || o->softcap > 0) {
             bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
             shape_tile(o, z, slope, n);
@@ -179,8 +178,7 @@ void BST_CPU(bst__cross_entropy_rows_cpu)(void *context, int64_t begin, int64_t 
 void BST_CPU(bst__scale_cpu)(void *context, int64_t begin, int64_t end) {
     const scale_cpu *a = context;
     float x[BST_TILE];
-    for (int64_t i = begin; i < end; i += BST_TILE) {
-        int64_t n = bst__lesser(BST_TILE, end - i);
+    BST_TILES(i, n, begin, end, BST_TILE) {
         void *at = bst_at(a->tensor.data, i, a->tensor.dtype);
         bst_load(x, at, a->tensor.dtype, n);
         for (int64_t j = 0; j < n; j++) x[j] *= a->scale;

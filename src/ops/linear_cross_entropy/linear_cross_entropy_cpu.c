@@ -4,8 +4,7 @@
 void BST_CPU(bst__linear_cross_entropy_spread_cpu)(void *context, int64_t begin, int64_t end) {
     const linear_cross_entropy_cpu *a = context;
     float tile[BST_TILE];
-    for (int64_t c = 0; c < a->columns; c += BST_TILE) {
-        int64_t n = a->columns - c < BST_TILE ? a->columns - c : BST_TILE;
+    BST_TILES(c, n, 0, a->columns, BST_TILE) {
         bst_load(tile, bst_at(a->in, c, a->dtype), a->dtype, n);
         for (int64_t row = begin; row < end; row++)
             bst_store(bst_at(a->out, row * a->stride + c, a->out_type), tile, a->out_type, n);
@@ -21,8 +20,7 @@ void BST_CPU(bst__linear_cross_entropy_widen_cpu)(void *context, int64_t begin, 
 void BST_CPU(bst__linear_cross_entropy_add_cpu)(void *context, int64_t begin, int64_t end) {
     const linear_cross_entropy_cpu *a = context;
     float tile[BST_TILE];
-    for (int64_t i = begin; i < end; i += BST_TILE) {
-        int64_t n = end - i < BST_TILE ? end - i : BST_TILE;
+    BST_TILES(i, n, begin, end, BST_TILE) {
         bst_load(tile, bst_at(a->in, i, a->dtype), a->dtype, n);
         for (int64_t j = 0; j < n; j++) a->dweight[i + j] += tile[j];
     }
@@ -30,18 +28,14 @@ void BST_CPU(bst__linear_cross_entropy_add_cpu)(void *context, int64_t begin, in
 
 void BST_CPU(bst__linear_cross_entropy_round_cpu)(void *context, int64_t begin, int64_t end) {
     const linear_cross_entropy_cpu *a = context;
-    for (int64_t i = begin; i < end; i += BST_TILE) {
-        int64_t n = end - i < BST_TILE ? end - i : BST_TILE;
-        bst_store(bst_at(a->out, i, a->dtype), a->dweight + i, a->dtype, n);
-    }
+    BST_TILES(i, n, begin, end, BST_TILE) bst_store(bst_at(a->out, i, a->dtype), a->dweight + i, a->dtype, n);
 }
 
 void BST_CPU(bst__linear_cross_entropy_add_columns_cpu)(void *context, int64_t begin, int64_t end) {
     const linear_cross_entropy_cpu *a = context;
     enum { WIDTH = BST_TILE / 4 }; /* with the sums, which are float64, well within the first-level cache */
     float tile[WIDTH];
-    for (int64_t c = begin; c < end; c += WIDTH) {
-        int64_t n = end - c < WIDTH ? end - c : WIDTH;
+    BST_TILES(c, n, begin, end, WIDTH) {
         for (int64_t row = 0; row < a->rows; row++) {
             bst_load(tile, bst_at(a->in, row * a->stride + c, a->dtype), a->dtype, n);
             for (int64_t i = 0; i < n; i++) a->dbias[c + i] += (double)tile[i];
@@ -52,8 +46,7 @@ void BST_CPU(bst__linear_cross_entropy_add_columns_cpu)(void *context, int64_t b
 void BST_CPU(bst__linear_cross_entropy_round_columns_cpu)(void *context, int64_t begin, int64_t end) {
     const linear_cross_entropy_cpu *a = context;
     float tile[BST_TILE];
-    for (int64_t c = begin; c < end; c += BST_TILE) {
-        int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
+    BST_TILES(c, n, begin, end, BST_TILE) {
         for (int64_t i = 0; i < n; i++) tile[i] = (float)(a->scale * a->dbias[c + i]);
         bst_store(bst_at(a->out, c, a->out_type), tile, a->out_type, n);
     }

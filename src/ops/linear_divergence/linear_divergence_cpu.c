@@ -61,8 +61,7 @@ static void sum_up(const linear_divergence_rows *c, int64_t row, float *sums) {
     const linear_divergence_args *a = &c->args;
     row_sums p = {.top = 2 * DIVERGENCE_NEVER}, q = p;
     float zp[BST_TILE], zq[BST_TILE], first = 0;
-    for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
+    BST_TILES(column, n, 0, c->vocabulary, BST_TILE) {
         load(c, row, column, n, zp, zq, NULL);
         if (column == 0) first = fabsf(zp[0] - zq[0]) < 1e4f ? zp[0] - zq[0] : 0;
         add_tile(&p, zp, c->kind == DIVERGENCE_REVERSE ? zq : NULL, first, n);
@@ -101,8 +100,7 @@ static inline divergence_class class_of(int kind, const divergence_row *t, float
 static double lose(const linear_divergence_rows *c, int64_t row, float sum_p, divergence_row *t) {
     float zp[BST_TILE], zq[BST_TILE];
     double loss = 0, mean = 0;
-    for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
+    BST_TILES(column, n, 0, c->vocabulary, BST_TILE) {
         load(c, row, column, n, zp, zq, NULL);
         OF_KIND(SUM_CLASSES);
     }

@@ -135,8 +135,7 @@ static void backward(const linear_logprobs_rows *c, int64_t row, void *in, int64
     float b = scale * (float)(-by_entropy / f.total);
     double p = f.own / f.total, log_p = has_entropy ? fmax(f.log_p, (double)LOWEST_POWER) : 0;
     float at_target = scale * (float)(by_log_p * (others / f.total) + p * (by_lse - by_entropy * (log_p + entropy)));
-    for (int64_t column = 0; column < c->vocabulary; column += BST_TILE) {
-        int64_t n = bst__lesser(BST_TILE, c->vocabulary - column);
+    BST_TILES(column, n, 0, c->vocabulary, BST_TILE) {
         bst_load(z, bst_at(in, column, c->dtype), c->dtype, n);
         shape_tile(&c->z, z, slope, n);
         if (has_entropy) {

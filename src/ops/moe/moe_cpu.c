@@ -62,8 +62,7 @@ void BST_CPU(bst__moe_glu_forward_cpu)(void *context, int64_t begin, int64_t end
     const int64_t width = out->size[1];
     float h[2][BST_PAIRS], y[BST_PAIRS];
     for (int64_t row = begin; row < end; row++) {
-        for (int64_t c = 0; c < width; c += BST_PAIRS) {
-            int64_t n = bst__lesser(width - c, BST_PAIRS);
+        BST_TILES(c, n, 0, width, BST_PAIRS) {
             load_h(a, h, row, c, n);
             bst_unit_tile(&a->unit, h, y, n);
             bst_store(element(out, row * width + c), y, out->dtype, n);
@@ -96,8 +95,7 @@ void BST_CPU(bst__moe_glu_backward_cpu)(void *context, int64_t begin, int64_t en
         bool first = false;
         float *partial = a->partial ? partial_of(a, row, &first) : NULL;
         float weight = weight_of(&v[GLU_WEIGHTS], order[row]), dot = dots ? dots[row] : 0.0f;
-        for (int64_t c = 0; c < width; c += BST_PAIRS) {
-            int64_t n = bst__lesser(width - c, BST_PAIRS);
+        BST_TILES(c, n, 0, width, BST_PAIRS) {
             load_h(a, h, row, c, n);
             bst_load(dy, element(dy_in, row * width + c), dy_in->dtype, n);
             dot += bst_unit_backward_tile(&a->unit, h, dy, y, weight, n);
@@ -121,8 +119,7 @@ void BST_CPU(bst__moe_combine_forward_cpu)(void *context, int64_t begin, int64_t
     const int64_t *indices = v[SUM_INDICES].data, columns = y_in->size[1], choices = v[SUM_POSITION].size[1];
     float sum[BST_TILE], y[BST_TILE], b[BST_TILE];
     for (int64_t token = begin; token < end; token++) {
-        for (int64_t c = 0; c < columns; c += BST_TILE) {
-            int64_t n = bst__lesser(columns - c, BST_TILE);
+        BST_TILES(c, n, 0, columns, BST_TILE) {
             memset(sum, 0, (size_t)n * sizeof *sum);
             for (int64_t pair = token * choices; pair < (token + 1) * choices; pair++) {
                 float weight = v[SUM_WEIGHTS].data ? weight_of(&v[SUM_WEIGHTS], pair) : 1.0f;
@@ -151,8 +148,7 @@ void BST_CPU(bst__moe_combine_backward_cpu)(void *context, int64_t begin, int64_
         bool first = false;
         float *partial = a->partial ? partial_of(a, row, &first) : NULL;
         float weight = weight_of(&v[BACK_WEIGHTS], order[row]), dot = 0;
-        for (int64_t c = 0; c < a->columns; c += BST_TILE) {
-            int64_t n = bst__lesser(a->columns - c, BST_TILE);
+        BST_TILES(c, n, 0, a->columns, BST_TILE) {
             bst_load(x, element(rows, row * a->columns + c), rows->dtype, n);
             if (partial) add_partial(partial + c, 1, x, weight, n, first);
             if (!dots) continue;
@@ -171,8 +167,7 @@ void BST_CPU(bst__moe_bias_sum_cpu)(void *context, int64_t begin, int64_t end) {
     float sum[BST_TILE];
     for (int64_t expert = begin; expert < end; expert++) {
         int64_t first = begin_of(a, expert), last = begin_of(a, expert + 1);
-        for (int64_t c = 0; c < a->columns; c += BST_TILE) {
-            int64_t n = bst__lesser(a->columns - c, BST_TILE);
+        BST_TILES(c, n, 0, a->columns, BST_TILE) {
             memset(sum, 0, (size_t)n * sizeof *sum);
             for (int64_t row = first; row < last; row = (row / MOE_CHUNK + 1) * MOE_CHUNK) {
                 const float *partial = a->partial + (row / MOE_CHUNK + expert) * a->columns + c;

@@ -47,8 +47,7 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
         const void *after = v[AFTER].data ? row_at(&v[AFTER], row) : NULL;
         void *sum_out = residual ? row_at(&v[SUM], row) : NULL, *out = row_at(&v[Y], row);
         double squares = 0, total = 0;
-        for (int64_t c = 0; c < columns; c += BST_TILE) {
-            int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
+        BST_TILES(c, n, 0, columns, BST_TILE) {
             bst_load(x, bst_at(in, c, dtype), dtype, n);
             if (residual) {
                 add_tile(x, bst_at(residual, c, v[RESIDUAL].dtype), v[RESIDUAL].dtype, n);
@@ -70,8 +69,7 @@ void BST_CPU(bst__norm_forward_cpu)(void *context, int64_t begin, int64_t end) {
         if (means) means[row] = mean;
         float rstd = (float)(1 / sqrt(squares / (double)columns + (double)eps));
         if (rstds) rstds[row] = rstd;
-        for (int64_t c = 0; c < columns; c += BST_TILE) {
-            int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
+        BST_TILES(c, n, 0, columns, BST_TILE) {
             if (columns > BST_TILE) load_x(x, in, c, dtype, n, true, mean);
             if (columns > BST_TILE || row == begin) load_weight(&v[WEIGHT], casting, w, c, n);
             for (int64_t i = 0; i < n; i++) x[i] *= rstd;
@@ -96,8 +94,7 @@ static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, fl
     float x[BST_TILE], dy[BST_TILE], rstd = ((const float *)v[RSTD].data)[row], projection = 0, shift = 0;
     const bool centre = a->attributes[KIND].i == BST_NORM_LAYER;
     const float mean = centre ? ((const float *)v[MEAN].data)[row] : 0.0f;
-    for (int64_t c = 0; c < columns; c += BST_TILE) {
-        int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
+    BST_TILES(c, n, 0, columns, BST_TILE) {
         float sum = 0;
         load_x(x, x_in, c, x_type, n, true, mean);
         bst_load(dy, bst_at(dy_in, c, dy_type), dy_type, n);
@@ -109,8 +106,7 @@ static void backward_row(const norm_cpu *a, int64_t row, bool load, float *w, fl
     }
     shift /= (float)columns;
     float slope = projection * rstd * rstd / (float)columns;
-    for (int64_t c = 0; c < columns; c += BST_TILE) {
-        int64_t n = columns - c < BST_TILE ? columns - c : BST_TILE;
+    BST_TILES(c, n, 0, columns, BST_TILE) {
         if (columns > BST_TILE) {
             load_x(x, x_in, c, x_type, n, true, mean);
             bst_load(dy, bst_at(dy_in, c, dy_type), dy_type, n);
@@ -153,8 +149,7 @@ void BST_CPU(bst__norm_sums_cpu)(void *context, int64_t begin, int64_t end) {
     const bst_view *out = a->total;
     int64_t columns = a->v[X].rows.columns;
     float sum[BST_TILE];
-    for (int64_t c = begin; c < end; c += BST_TILE) {
-        int64_t n = end - c < BST_TILE ? end - c : BST_TILE;
+    BST_TILES(c, n, begin, end, BST_TILE) {
         bst_sum_rows(sum, a->partial + c, a->chunks, columns, n);
         bst_store(bst_at(out->data, c, out->dtype), sum, out->dtype, n);
     }
