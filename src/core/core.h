@@ -127,8 +127,8 @@ bst_status bst__zero(const bst_exec *exec, const char *op, const bst_view *v);
 void bst__release(const bst_exec *exec, DLDevice device, void *memory);
 
 typedef void (*bst_body)(void *context, int64_t begin, int64_t end);
-/* Runs body over [0, count) on the caller's threads or the default ones. */
-void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context);
+/* Runs body over [0, count) on the caller's threads or the default ones. BST_OK, as what a function ends with. */
+bst_status bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context);
 /* How many rows of `work` elements one thread should take at least, so that a thread's start is worth it. */
 int64_t bst__grain(int64_t work);
 /* How many ranges run at a time at most, by default. */

@@ -28,6 +28,10 @@
 #define BST_CPU_SELECT(name)  name##_baseline
 #endif
 
+/* Runs one over [0, count), each of which is so much work (bst__grain). */
+#define BST_CPU_RUN(exec, count, work, name, context) \
+    bst__parallel_for(exec, count, bst__grain(work), BST_CPU_SELECT(name), context)
+
 /* Elements of a float32 tile: 8 KiB, so that a few tiles share a 32 KiB cache. */
 enum { BST_TILE = 2048 };
 /* For each run of `tile` elements of [begin, end), which begins at `at` and has `n`: of the last what is left. */

@@ -32,19 +32,13 @@ int64_t bst__processors(void) {
     return processors < 1 ? 1 : processors < MAX_THREADS ? processors : MAX_THREADS;
 }
 
-void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context) {
-    if (count <= 0) return;
+bst_status bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_body body, void *context) {
+    if (count <= 0) return BST_OK;
     if (grain < 1) grain = 1;
-    if (exec && exec->parallel_for) {
-        exec->parallel_for(exec->user, count, grain, body, context);
-        return;
-    }
+    if (exec && exec->parallel_for) return exec->parallel_for(exec->user, count, grain, body, context), BST_OK;
     int64_t threads = bst__processors();
     if (threads > count / grain) threads = count / grain;
-    if (threads <= 1) {
-        body(context, 0, count);
-        return;
-    }
+    if (threads <= 1) return body(context, 0, count), BST_OK;
     range ranges[MAX_THREADS];
     pthread_t started[MAX_THREADS];
     bool joinable[MAX_THREADS];
@@ -58,4 +52,5 @@ void bst__parallel_for(const bst_exec *exec, int64_t count, int64_t grain, bst_b
     }
     for (int64_t t = 0; t < threads; t++)
         if (joinable[t]) pthread_join(started[t], NULL);
+    return BST_OK;
 }

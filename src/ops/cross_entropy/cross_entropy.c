@@ -80,9 +80,7 @@ static bst_status check_backward(const char *op, const bst_view *v, const bst_at
 bst_status bst__cross_entropy_rows(const bst_exec *exec, const char *op, const bst_cross_entropy_rows_call *call) {
     if (!call->rows) return BST_OK;
     if (call->device.device_type == kDLCUDA) return bst__cross_entropy_rows_cuda(exec, op, call);
-    bst__parallel_for(exec, call->rows, bst__grain(call->vocabulary), BST_CPU_SELECT(bst__cross_entropy_rows_cpu),
-                      (void *)(uintptr_t)call);
-    return BST_OK;
+    return BST_CPU_RUN(exec, call->rows, call->vocabulary, bst__cross_entropy_rows_cpu, (void *)(uintptr_t)call);
 }
 
 static bst_cross_entropy_divisors divisors_cpu(const bst_cross_entropy_rows_call *c, const float *num_items,
@@ -220,7 +218,7 @@ static bst_status run_scale(const bst_exec *exec, const char *op, const bst_view
     if (!t->count) return BST_OK;
     if (t->device.device_type == kDLCUDA) return bst__scale_cuda(exec, op, t, v[FACTOR].data);
     scale_cpu context = {*t, *(const float *)v[FACTOR].data};
-    if (context.scale != 1) bst__parallel_for(exec, t->count, bst__grain(1), BST_CPU_SELECT(bst__scale_cpu), &context);
+    if (context.scale != 1) BST_CPU_RUN(exec, t->count, 1, bst__scale_cpu, &context);
     return BST_OK;
 }
 

@@ -171,8 +171,7 @@ static bst_status make(const bst_exec *exec, DLDevice device, dequantize_4bit_we
                 together++;
             BST_TRY(launch(exec, device.device_id, &w[i], (int)together));
         } else {
-            bst__parallel_for(exec, parts(w[i].count, w[i].blocksize), bst__grain(w[i].blocksize),
-                              BST_CPU_SELECT(bst__dequantize_4bit_cpu), &w[i]);
+            BST_CPU_RUN(exec, parts(w[i].count, w[i].blocksize), w[i].blocksize, bst__dequantize_4bit_cpu, &w[i]);
         }
     }
     return BST_OK;

@@ -99,7 +99,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const dropout_v
 
 /* ---- the function ------------------------------------------------------------------------------------------------ */
 
-static void run_cpu(const bst_exec *exec, const dropout_views of, const bst_view *seed, double p) {
+static bst_status run_cpu(const bst_exec *exec, const dropout_views of, const bst_view *seed, double p) {
     const bst_view *x = of[DROPOUT_X];
     const uint64_t *words = seed->data;
     bool flat = all_packed(of); /* then all is one row */
@@ -115,7 +115,7 @@ static void run_cpu(const bst_exec *exec, const dropout_views of, const bst_view
         bst_rows one = {.rows = 1, .columns = n, .inner = 1, .inner_stride = n, .outer_stride = n};
         call.of[i] = (dropout_matrix){of[i]->data, flat ? one : of[i]->rows};
     }
-    bst__parallel_for(exec, x->count, bst__grain(4), BST_CPU_SELECT(bst__dropout_cpu), &call);
+    return BST_CPU_RUN(exec, x->count, 4, bst__dropout_cpu, &call);
 }
 
 static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
@@ -123,8 +123,7 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
         [DROPOUT_X] = &v[X], [DROPOUT_ADDEND] = bst__given(&v[ADDEND]) ? &v[ADDEND] : NULL, [DROPOUT_Y] = &v[Y]};
     if (!v[X].count) return BST_OK;
     if (v[X].device.device_type == kDLCUDA) return run_cuda(exec, op, of, &v[SEED], attributes[P].d);
-    run_cpu(exec, of, &v[SEED], attributes[P].d);
-    return BST_OK;
+    return run_cpu(exec, of, &v[SEED], attributes[P].d);
 }
 
 static const bst_function dropout = {

@@ -196,10 +196,8 @@ static bst_status run_unit(const bst_exec *exec, const char *op, bool is_backwar
         bst_rows one = {.rows = 1, .columns = n, .inner = 1, .inner_stride = n, .outer_stride = n};
         call.of[i] = (glu_matrix){of[i]->data, flat ? one : of[i]->rows};
     }
-    bst__parallel_for(exec, model->count, bst__grain(1),
-                      is_backward ? BST_CPU_SELECT(bst__glu_backward_cpu) : BST_CPU_SELECT(bst__glu_forward_cpu),
-                      &call);
-    return BST_OK;
+    return is_backward ? BST_CPU_RUN(exec, model->count, 1, bst__glu_backward_cpu, &call)
+                       : BST_CPU_RUN(exec, model->count, 1, bst__glu_forward_cpu, &call);
 }
 
 static const bst_view *wanted(const bst_view *v) { return v->data ? v : NULL; }

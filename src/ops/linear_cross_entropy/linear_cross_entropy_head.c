@@ -119,8 +119,7 @@ static bst_launch launch_of(const bst_head *h, const bst_kernel *kernel, int64_t
 static bst_status run_cpu(const bst_head *h, int64_t count, int64_t work, bst_body body,
                           linear_cross_entropy_cpu call) {
     call.dtype = h->dtype;
-    bst__parallel_for(h->exec, count, bst__grain(work), body, &call);
-    return BST_OK;
+    return bst__parallel_for(h->exec, count, bst__grain(work), body, &call);
 }
 
 static bst_dtype logits_type(const bst_head *h) { return h->wide ? BST_F32 : h->dtype; }

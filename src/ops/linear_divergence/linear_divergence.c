@@ -157,8 +157,7 @@ static bst_status spread_teacher(const bst_head *h, const job *j, int64_t first,
     s.args.indices = (const int64_t *)j->indices->data + first * count;
     s.args.out = j->teacher_logits, s.args.out_stride = j->teacher_stride;
     if (h->device.device_type == kDLCUDA) return bst__linear_divergence_spread_cuda(h->exec, h->op, &s);
-    bst__parallel_for(h->exec, rows, bst__grain(h->vocabulary), BST_CPU_SELECT(bst__linear_divergence_spread_cpu), &s);
-    return BST_OK;
+    return BST_CPU_RUN(h->exec, rows, h->vocabulary, bst__linear_divergence_spread_cpu, &s);
 }
 
 static bst_status run_rows(const bst_head *h, void *context, int64_t first, int64_t rows, void *logits,
@@ -189,8 +188,7 @@ static bst_status run_rows(const bst_head *h, void *context, int64_t first, int6
         c.in_place = place.at != logits;
     }
     if (c.device.device_type == kDLCUDA) return bst__linear_divergence_rows_cuda(h->exec, h->op, &c);
-    bst__parallel_for(h->exec, rows, bst__grain(c.vocabulary), BST_CPU_SELECT(bst__linear_divergence_rows_cpu), &c);
-    return BST_OK;
+    return BST_CPU_RUN(h->exec, rows, c.vocabulary, bst__linear_divergence_rows_cpu, &c);
 }
 
 /* As cross-entropy has it, with the temperature in scale and softcap. unit: of powers. */

@@ -139,8 +139,7 @@ static bst_status run_rows(const bst_head *h, void *context, int64_t first, int6
     linear_logprobs_rows c = bst__linear_logprobs_part(context, first, rows);
     c.logits = logits, c.stride = stride;
     if (c.device.device_type == kDLCUDA) return bst__linear_logprobs_rows_cuda(h->exec, h->op, &c);
-    bst__parallel_for(h->exec, rows, bst__grain(c.vocabulary), BST_CPU_SELECT(bst__linear_logprobs_rows_cpu), &c);
-    return BST_OK;
+    return BST_CPU_RUN(h->exec, rows, c.vocabulary, bst__linear_logprobs_rows_cpu, &c);
 }
 
 /* Forward's pass, and behind it the one that leaves in the logits' place what the jacobian is multiplied from. */

@@ -150,9 +150,7 @@ static bst_status run_gather(const bst_exec *exec, const char *op, const bst_vie
     if (!rows->count) return BST_OK;
     BST_TRY(check_entries(op, "position", position, position->count, "the rows"));
     if (on_cuda(x)) return bst__moe_gather_cuda(exec, op, v, attributes);
-    bst__parallel_for(exec, x->size[0], bst__grain(rows->count / x->size[0]), BST_CPU_SELECT(bst__moe_gather_cpu),
-                      &(moe_cpu){.v = v});
-    return BST_OK;
+    return BST_CPU_RUN(exec, x->size[0], rows->count / x->size[0], bst__moe_gather_cpu, &(moe_cpu){.v = v});
 }
 
 static const bst_argument gather_arguments[] = {
@@ -216,9 +214,7 @@ static bst_status run_glu_forward(const bst_exec *exec, const char *op, const bs
     BST_TRY(check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
     if (on_cuda(&v[GLU_H])) return bst__moe_glu_forward_cuda(exec, op, v, attributes);
     moe_cpu call = {.v = v, .ends = &v[GLU_ENDS], .unit = bst__glu_unit(attributes)};
-    bst__parallel_for(exec, v[GLU_H].size[0], bst__grain(v[GLU_H].size[1]), BST_CPU_SELECT(bst__moe_glu_forward_cpu),
-                      &call);
-    return BST_OK;
+    return BST_CPU_RUN(exec, v[GLU_H].size[0], v[GLU_H].size[1], bst__moe_glu_forward_cpu, &call);
 }
 
 static const bst_argument glu_forward_arguments[] = {
@@ -315,9 +311,8 @@ static bst_status run_combine_forward(const bst_exec *exec, const char *op, cons
     BST_TRY(check_entries(op, "position", position, y->size[0], "the rows of y"));
     if (bst__given(bias)) BST_TRY(check_entries(op, "indices", &v[SUM_INDICES], bias->size[0], "the experts"));
     if (on_cuda(y)) return bst__moe_combine_forward_cuda(exec, op, v, attributes);
-    bst__parallel_for(exec, position->size[0], bst__grain(position->size[1] * y->size[1]),
-                      BST_CPU_SELECT(bst__moe_combine_forward_cpu), &(moe_cpu){.v = v});
-    return BST_OK;
+    return BST_CPU_RUN(exec, position->size[0], position->size[1] * y->size[1], bst__moe_combine_forward_cpu,
+                       &(moe_cpu){.v = v});
 }
 
 /* The weights' shape, P and Q, is that of position, but they are first counted against the rows. */

@@ -53,9 +53,7 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
     if (!v[X].rows.rows) return BST_OK;
     if (v[X].device.device_type == kDLCUDA) return bst__norm_forward_cuda(exec, op, v, attributes);
     norm_cpu work = {.v = v, .attributes = attributes};
-    bst__parallel_for(exec, v[X].rows.rows, bst__grain(v[X].rows.columns), BST_CPU_SELECT(bst__norm_forward_cpu),
-                      &work);
-    return BST_OK;
+    return BST_CPU_RUN(exec, v[X].rows.rows, v[X].rows.columns, bst__norm_forward_cpu, &work);
 }
 
 static const bst_function forward = {
@@ -113,13 +111,11 @@ static bst_status backward_cpu(const bst_exec *exec, const char *op, const bst_v
     BST_TRY(bst__allocate(exec, op, v[X].device, each * (want_dw + want_db) * sizeof(float), &partial));
     if (want_dw) work.dweight = partial;
     if (want_db) work.dbias = (float *)partial + (want_dw ? each : 0);
-    bst__parallel_for(exec, work.chunks, bst__grain(columns * (rows / work.chunks)),
-                      BST_CPU_SELECT(bst__norm_backward_cpu), &work);
+    BST_CPU_RUN(exec, work.chunks, columns * (rows / work.chunks), bst__norm_backward_cpu, &work);
     for (int i = 0; i < 2; i++) {
         work.partial = i ? work.dbias : work.dweight;
         work.total = &v[i ? DBIAS : DWEIGHT];
-        if (work.partial)
-            bst__parallel_for(exec, columns, bst__grain(work.chunks), BST_CPU_SELECT(bst__norm_sums_cpu), &work);
+        if (work.partial) BST_CPU_RUN(exec, columns, work.chunks, bst__norm_sums_cpu, &work);
     }
     bst__release(exec, v[X].device, partial);
     return BST_OK;

@@ -214,7 +214,7 @@ static bst_status adamw_cpu(const bst_exec *exec, const optim_step *s) {
             c[i] = optim_begin_tensor(s->items[i].step, s->lr, s->beta1, s->beta2, s->eps, s->weight_decay,
                                       s->device_lr, s->grad_scale, s->found_inf, s->clip);
         optim_cpu call = {s, c, first};
-        bst__parallel_for(exec, first[s->count], bst__grain(OPTIM_UNIT), BST_CPU_SELECT(bst__optim_adamw_cpu), &call);
+        BST_CPU_RUN(exec, first[s->count], OPTIM_UNIT, bst__optim_adamw_cpu, &call);
     }
     bst_status status = first && c ? BST_OK : no_items(s->op, s->count);
     free(first);
@@ -303,7 +303,7 @@ static bst_status norm_cpu(const bst_exec *exec, const optim_list *l, const floa
     double *partial = first ? calloc((size_t)first[l->count] + 1, sizeof *partial) : NULL, sum = 0;
     if (partial) {
         optim_list_cpu call = {l, first, partial, 0};
-        bst__parallel_for(exec, first[l->count], bst__grain(OPTIM_UNIT), BST_CPU_SELECT(bst__optim_squares_cpu), &call);
+        BST_CPU_RUN(exec, first[l->count], OPTIM_UNIT, bst__optim_squares_cpu, &call);
         for (int64_t i = 0; i < first[l->count]; i++) sum += partial[i];
         double root = sqrt(sum) / (grad_scale ? (double)*grad_scale : 1.0), share = max_norm / (root + 1e-6);
         *norm = (float)root;
@@ -348,7 +348,7 @@ static bst_status scale_cpu(const bst_exec *exec, const optim_list *l, float coe
     int64_t *first = count_units(l->count, l->items, elements_of_gradient);
     if (!first) return no_items(l->op, l->count);
     optim_list_cpu call = {l, first, NULL, coefficient};
-    bst__parallel_for(exec, first[l->count], bst__grain(OPTIM_UNIT), BST_CPU_SELECT(bst__optim_scale_cpu), &call);
+    BST_CPU_RUN(exec, first[l->count], OPTIM_UNIT, bst__optim_scale_cpu, &call);
     free(first);
     return BST_OK;
 }

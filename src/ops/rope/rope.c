@@ -166,8 +166,7 @@ static bst_status run_tokens(const bst_exec *exec, rope_call *c) {
     if (!elements) return BST_OK;
     if (c->cos.device.device_type == kDLCUDA)
         return c->normed ? bst__rope_norm_forward_cuda(exec, c) : bst__rope_cuda(exec, c);
-    bst__parallel_for(exec, c->tokens, bst__grain(elements / c->tokens), BST_CPU_SELECT(bst__rope_cpu), c);
-    return BST_OK;
+    return BST_CPU_RUN(exec, c->tokens, elements / c->tokens, bst__rope_cpu, c);
 }
 
 /* What descriptions cannot say of memory: if pairs lie elsewhere in the result, threads write where others still read;
@@ -208,8 +207,7 @@ static bst_status backward_cpu(const bst_exec *exec, rope_call *c) {
         BST_TRY(bst__allocate(exec, c->op, c->cos.device, bytes, &partial));
     }
     c->partial = partial;
-    bst__parallel_for(exec, c->chunks, bst__grain(work * (c->tokens / c->chunks)),
-                      BST_CPU_SELECT(bst__rope_norm_backward_cpu), c);
+    BST_CPU_RUN(exec, c->chunks, work * (c->tokens / c->chunks), bst__rope_norm_backward_cpu, c);
     if (partial) BST_CPU_SELECT(bst__rope_norm_dweight_cpu)(c, 0, 2);
     bst__release(exec, c->cos.device, partial);
     return BST_OK;
