@@ -261,7 +261,7 @@ typedef struct bst_rope_options {
  * promoted type of q, cos and, LLAMA, the weights (float32 unless all are alike), or with keep_type that of q. They
  * are shaped as q and k, of any strides with a contiguous last dimension. Without a norm they may be q and k
  * themselves, but for INTERLEAVED_TO_HALVES (BST_INVALID); with one they overlap no input. D <= 2048 on both devices;
- * on CUDA B S < 2^32, with a norm fewer, by the number of heads. Su et al., "RoFormer", 2021; with a norm as in
+ * on CUDA B S (heads + kv_heads + 2) < 2^32 is enough. Su et al., "RoFormer", 2021; with a norm as in
  * Qwen3: Yang et al., "Qwen3 Technical Report", 2025. */
 BST_API bst_status bst_rope_forward(const bst_exec *exec, const DLTensor *q, const DLTensor *k, const DLTensor *cos,
                                     const DLTensor *sin, const DLTensor *q_weight, const DLTensor *k_weight,

@@ -164,8 +164,7 @@ static void take_weights(rope_call *c, const bst_view *v) {
 static bst_status run_tokens(const bst_exec *exec, rope_call *c) {
     int64_t elements = c->of[0].x.count + c->of[1].x.count;
     if (!elements) return BST_OK;
-    if (c->cos.device.device_type == kDLCUDA)
-        return c->normed ? bst__rope_norm_forward_cuda(exec, c) : bst__rope_cuda(exec, c);
+    if (c->cos.device.device_type == kDLCUDA) return bst__rope_cuda(exec, c);
     return BST_CPU_RUN(exec, c->tokens, elements / c->tokens, bst__rope_cpu, c);
 }
 

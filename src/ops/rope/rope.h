@@ -37,7 +37,6 @@ BST_CPU_DECLARE(bst__rope_norm_dweight_cpu);  /* over q and k: sums the partial 
 
 /* All need a token and a head at least, the last a gradient that is wanted; y_type: that of the forward result. */
 bst_status bst__rope_cuda(const bst_exec *exec, const rope_call *call);
-bst_status bst__rope_norm_forward_cuda(const bst_exec *exec, const rope_call *call);
 bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *call, bst_dtype y_type);
 
 #endif

@@ -1,5 +1,5 @@
 /* rope_args.h - what host and device share of the rotary embedding: how pairs lie, where heads begin, the arguments of
- * the kernels without and with a norm. */
+ * the kernels. */
 #ifndef BST_ROPE_ARGS_H
 #define BST_ROPE_ARGS_H
 
@@ -13,18 +13,10 @@ typedef struct rope_map {
     int64_t batch, head, position;
 } rope_map;
 
-/* ---- without a norm ---------------------------------------------------------------------------------------------- */
-
-/* q and k are what turns: the gradients, in the backward pass. */
-typedef struct rope_args {
-    const void *q, *k, *cos, *sin; /* k: NULL where K_HEADS is 0 */
-    void *q_out, *k_out;
-    rope_map q_strides, k_strides, q_out_strides, k_out_strides;
-    int64_t cos_batch, cos_position, sin_batch, sin_position; /* strides */
-    uint32_t tokens, positions;                               /* of all batches, of one */
-} rope_args;
-
-/* ---- with one ---------------------------------------------------------------------------------------------------- */
+/* NORM: none, or one whose factor is the weight, or 1 + weight. */
+#define ROPE_PLAIN  0
+#define ROPE_WEIGHT 1
+#define ROPE_GEMMA  2
 
 /* Heads of q, or of k, that a group of threads takes of a token in the backward pass: of each a thread has a place in
  * shared memory, so they decide how much is in flight. On an H200, 16384 tokens of 32 + 8 heads of 128 in bf16: of two
@@ -43,19 +35,19 @@ typedef struct rope_tables {
     uint32_t tokens, positions;
 } rope_tables;
 
-/* q, or k. */
-typedef struct rope_norm_forward_heads {
+/* q, or k; TRANSPOSED: the gradients, x that comes in and y that goes out. K_HEADS is 0 where there is no k. */
+typedef struct rope_forward_heads {
     const void *x, *weight;
     void *y;
     rope_map x_map, y_map;
-} rope_norm_forward_heads;
+} rope_forward_heads;
 
-typedef struct rope_norm_forward_args {
-    rope_norm_forward_heads q, k;
+typedef struct rope_args {
+    rope_forward_heads q, k;
     rope_tables tables;
     float eps;
     int32_t unused;
-} rope_norm_forward_args;
+} rope_args;
 
 typedef struct rope_norm_backward_heads {
     const void *x, *weight, *dy;
@@ -72,9 +64,8 @@ typedef struct rope_norm_backward_args {
 } rope_norm_backward_args;
 
 static_assert(sizeof(rope_map) == 24, "host and device must agree");
-static_assert(sizeof(rope_args) == 184, "host and device must agree");
 static_assert(sizeof(rope_tables) == 56, "host and device must agree");
-static_assert(sizeof(rope_norm_forward_args) == 208, "host and device must agree");
+static_assert(sizeof(rope_args) == 208, "host and device must agree");
 static_assert(sizeof(rope_norm_backward_args) == 280, "host and device must agree");
 
 #endif

@@ -13,10 +13,14 @@ static_assert(ROPE_HALVES == BST_ROPE_HALVES && ROPE_INTERLEAVED == BST_ROPE_INT
 
 /* ---- how the elements of a head are shared out, see rope_pieces.cuh ---------------------------------------------- */
 
-/* The kernels' macros. These both have; what each has beside begins at OWN. */
-enum { DIM, ROTARY, Q_HEADS, K_HEADS, IN_TYPE, OUT_TYPE, TABLE_TYPE, LAYOUT, HALF_TABLES, VEC, PIECES, OWN };
-#define SHARED_MACROS \
-    "DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE", "LAYOUT", "HALF_TABLES", "VEC", "PIECES"
+/* The kernels' macros: these both have, and one and two more of the first and the second. */
+enum { DIM, ROTARY, Q_HEADS, K_HEADS, IN_TYPE, OUT_TYPE, TABLE_TYPE, LAYOUT, HALF_TABLES, VEC, PIECES, W_TYPE };
+enum { NORM = W_TYPE + 1, GROUP, THREADS, OWN, EACH = OWN, TRANSPOSED, WANTS = OWN, BLOCKS };
+#define MACROS(...)                                                                                       \
+    {"DIM", "ROTARY", "Q_HEADS", "K_HEADS", "IN_TYPE", "OUT_TYPE", "TABLE_TYPE", "LAYOUT", "HALF_TABLES", \
+     "VEC", "PIECES", "W_TYPE",  "NORM",    "GROUP",   "THREADS",  __VA_ARGS__,  NULL}
+static const bst_kernel kernel = {"rope.cu", "rope", MACROS("EACH", "TRANSPOSED", "ROPE")};
+static const bst_kernel backward_kernel = {"rope.cu", "rope_norm_backward", MACROS("WANTS", "BLOCKS", "BACKWARD")};
 
 /* The largest power of two, at most `most` elements, that divides the address and every stride in use. */
 static int64_t aligned(const bst_view *v, int64_t most) {
@@ -45,23 +49,53 @@ static int64_t vector(const rope_call *c, bst_dtype y_type) {
     return vec;
 }
 
-/* Sets what all kernels have of a call; returns the threads of a head. */
-static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type) {
+/* Of a block of `least` or up to twice as many: where the fewest idle. */
+static int64_t threads_of_a_block(int64_t group, int64_t least) {
+    int64_t best = least;
+    if (group > least) return bst__divided_up(group, 32) * 32;
+    for (int64_t n = least; n <= 2 * least; n += 32)
+        if (n % group * best < best % group * n) best = n;
+    return best;
+}
+
+/* Sets what both kernels have of a call; returns the groups of a block. */
+static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type, int64_t least) {
     const bst_view *x = &c->of[0].x;
     int64_t dim = x->size[3], rotary = c->rotary, vec = vector(c, y_type), whole = dim / vec;
     bool in_a_warp = whole <= 32 && !(whole & (whole - 1));
     int64_t pieces = in_a_warp && rotary == dim && c->layout == BST_ROPE_HALVES ? 1 : 2;
-    const int64_t values[OWN] = {dim,    rotary,       x->size[1], c->of[1].x.size[1], x->dtype,
-                                 y_type, c->cos.dtype, c->layout,  c->half_tables,     vec,
-                                 pieces};
+    int64_t lanes = rotary / pieces / vec + bst__divided_up(dim - rotary, 2 * vec), group = 1;
+    while (group < lanes) group *= 2;
+    if (!c->normed) group = lanes; /* nothing is summed over it */
+    int64_t threads = threads_of_a_block(group, least);
+    const int64_t values[OWN] = {dim,
+                                 rotary,
+                                 x->size[1],
+                                 c->of[1].x.size[1],
+                                 x->dtype,
+                                 y_type,
+                                 c->cos.dtype,
+                                 c->layout,
+                                 c->half_tables,
+                                 vec,
+                                 pieces,
+                                 c->of[0].weight.dtype,
+                                 !c->normed ? ROPE_PLAIN
+                                 : c->gemma ? ROPE_GEMMA
+                                            : ROPE_WEIGHT,
+                                 group,
+                                 threads};
     for (int i = 0; i < OWN; i++) l->values[i] = values[i];
-    return rotary / pieces / vec + bst__divided_up(dim - rotary, 2 * vec);
+    l->block = (unsigned)threads;
+    return threads / group;
 }
 
-static bst_status check_tokens(const rope_call *c, int64_t most, const char *with) {
-    if (c->tokens <= most) return BST_OK;
-    return bst__error(BST_UNSUPPORTED, "%s: %" PRId64 " tokens are given; %sat most %" PRId64 " are supported", c->op,
-                      c->tokens, with, most);
+/* Slots of all tokens are counted in 32 bits. */
+static bst_status check_slots(const rope_call *c, int64_t slots) {
+    if (c->tokens <= INT32_MAX / slots) return BST_OK;
+    return bst__error(BST_UNSUPPORTED,
+                      "%s: %" PRId64 " tokens are given; with this many heads, at most %" PRId64 " are supported",
+                      c->op, c->tokens, INT32_MAX / slots);
 }
 
 static rope_map map_of(const bst_view *v) { return (rope_map){v->stride[0], v->stride[1], v->stride[2]}; }
@@ -71,115 +105,50 @@ static rope_tables tables_of(const rope_call *c) {
                          c->sin.stride[0], c->sin.stride[1], (uint32_t)c->tokens, (uint32_t)c->positions};
 }
 
-/* ---- without a norm ---------------------------------------------------------------------------------------------- */
-
-enum { BACKWARD = OWN, SLOTS, EACH, TOKENS };
-static const bst_kernel kernel = {"rope.cu", "rope", {SHARED_MACROS, "BACKWARD", "SLOTS", "EACH", "TOKENS", NULL}};
-
-/* Four heads a thread: four accesses of each of its pieces in flight, and one read of the tables for four heads,
- * within 128 registers. A block of 256 threads or less, so that a multiprocessor holds several. */
-enum { HEADS_EACH = 4, BLOCK = 256 };
-
-/* Tokens of a block: as many as leave the fewest lanes of its warps idle, and of those the number of which a
- * multiprocessor holds the most threads, for registers are given out a whole block at a time: 64 a thread of one
- * piece, up to 128 of two. On an H200, 32 + 32 heads of 96 (two pieces) at 4096 and 16384 tokens: one token in a
- * block of 96 threads takes 0.87 of the time of two in 192. At 32 + 8 and 16 + 8 heads of 128 and 64 + 8 of 64 (one
- * piece) nothing else is faster. */
-static int64_t tokens_of_a_block(int64_t threads, int64_t pieces) {
-    int64_t best = 1, fewest = INT64_MAX, most = 0, resident = pieces == 1 ? 1024 : 512;
-    for (int64_t n = 1; n == 1 || n * threads <= BLOCK; n++) {
-        int64_t block = bst__divided_up(n * threads, 32) * 32, idle = (block - n * threads) * BLOCK / n;
-        int64_t held = resident / block * n * threads;
-        if (idle > fewest || (idle == fewest && held < most)) continue;
-        best = n, fewest = idle, most = held;
-    }
-    return best;
-}
-
-bst_status bst__rope_cuda(const bst_exec *exec, const rope_call *c) {
-    const rope_heads *q = &c->of[0], *k = &c->of[1];
-    bst_launch l = {.kernel = &kernel};
-    BST_TRY(check_tokens(c, UINT32_MAX, ""));
-    int64_t lanes = share_out(&l, c, q->y.dtype), heads = l.values[Q_HEADS] + l.values[K_HEADS];
-    int64_t slots = bst__lesser(bst__divided_up(heads, HEADS_EACH), lanes < BLOCK ? BLOCK / lanes : 1);
-    int64_t tokens = tokens_of_a_block(lanes * slots, l.values[PIECES]);
-    l.values[BACKWARD] = c->transposed;
-    l.values[SLOTS] = slots;
-    l.values[EACH] = HEADS_EACH;
-    l.values[TOKENS] = tokens;
-    l.grid_x = (unsigned)bst__divided_up(c->tokens, tokens);
-    l.block = (unsigned)(bst__divided_up(lanes * slots * tokens, 32) * 32);
-    rope_args args = {q->x.data,        k->x.data,        c->cos.data,         c->sin.data,
-                      q->y.data,        k->y.data,        map_of(&q->x),       map_of(&k->x),
-                      map_of(&q->y),    map_of(&k->y),    c->cos.stride[0],    c->cos.stride[1],
-                      c->sin.stride[0], c->sin.stride[1], (uint32_t)c->tokens, (uint32_t)c->positions};
-    return bst__cuda_launch(exec, c->op, q->x.device.device_id, &l, &args, sizeof args);
-}
-
-/* ---- with a norm: what forward and backward have in common ------------------------------------------------------- */
-
-enum { W_TYPE = OWN, GEMMA, GROUP, THREADS, SLOT_HEADS /* forward */, WANTS = SLOT_HEADS /* backward */, BLOCKS };
-#define NORM_MACROS(which, own) {SHARED_MACROS, "W_TYPE", "GEMMA", "GROUP", "THREADS", own, "BLOCKS", which, NULL}
-static const bst_kernel forward_kernel = {"rope_norm.cu", "rope_norm_forward", NORM_MACROS("FORWARD", "EACH")};
-static const bst_kernel backward_kernel = {"rope_norm.cu", "rope_norm_backward", NORM_MACROS("BACKWARD", "WANTS")};
+/* ---- rope, and its transpose ------------------------------------------------------------------------------------- */
 
 enum { FORWARD_THREADS = 64, BACKWARD_THREADS = 128 };
 
-/* For blocks of `threads`, or more where a head takes more; returns the groups of a block. */
-static int64_t share_out_normed(bst_launch *l, const rope_call *c, bst_dtype y_type, int64_t threads) {
-    int64_t lanes = share_out(l, c, y_type), group = 1;
-    while (group < lanes) group *= 2;
-    if (threads < group) threads = group;
-    l->values[W_TYPE] = c->of[0].weight.dtype;
-    l->values[GEMMA] = c->gemma;
-    l->values[GROUP] = group;
-    l->values[THREADS] = threads;
-    l->block = (unsigned)threads;
-    return threads / group;
+/* Heads of a group, `most` or half as many. With a norm many, for they share a read of the weight and of the tables, in
+ * small blocks. On an H200, 16384 tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four
+ * 88. Without one few, where a group's heads are one run of memory: two 85.9, four 86.2, eight 86.2; at 512 tokens 4.8,
+ * 4.9, 5.1; of two pieces four, at 32 + 32 heads of 96 28.0, two 29.8. But a slot that is not full reads a head again
+ * for each place that is empty: where that leaves a quarter of them empty or more, half as many are taken, if that
+ * leaves fewer. With a norm 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time at 512
+ * to 16384 tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
+static int64_t heads_of_a_group(int64_t q, int64_t k, int64_t most) {
+    int64_t half = most / 2, of_most = most * (bst__divided_up(q, most) + bst__divided_up(k, most)),
+            of_half = half * (bst__divided_up(q, half) + bst__divided_up(k, half));
+    return 4 * (of_most - q - k) >= of_most && of_half < of_most ? half : most;
 }
 
-static bst_status check_slots(const rope_call *c, int64_t slots) {
-    return check_tokens(c, INT32_MAX / slots, "with this many heads, ");
-}
-
-/* ---- with a norm: forward ---------------------------------------------------------------------------------------- */
-
-/* Heads of a group: many, for they share a read of the weight and of the tables, in small blocks. On an H200, 16384
- * tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four 88. But a slot that is not
- * full reads a head again for each place that is empty: where eight leave a quarter of them empty or more, four are
- * taken, if that leaves fewer. 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time
- * at 512 to 16384 tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
-static int64_t heads_of_a_group(int64_t q, int64_t k) {
-    int64_t of_eight = 8 * (bst__divided_up(q, 8) + bst__divided_up(k, 8)),
-            of_four = 4 * (bst__divided_up(q, 4) + bst__divided_up(k, 4));
-    return 4 * (of_eight - q - k) >= of_eight && of_four < of_eight ? 4 : 8;
-}
-
-bst_status bst__rope_norm_forward_cuda(const bst_exec *exec, const rope_call *c) {
-    bst_launch l = {.kernel = &forward_kernel};
-    int64_t groups = share_out_normed(&l, c, c->of[0].y.dtype, FORWARD_THREADS);
-    int64_t q_heads = l.values[Q_HEADS], k_heads = l.values[K_HEADS], each = heads_of_a_group(q_heads, k_heads);
+bst_status bst__rope_cuda(const bst_exec *exec, const rope_call *c) {
+    bst_launch l = {.kernel = &kernel};
+    int64_t groups = share_out(&l, c, c->of[0].y.dtype, FORWARD_THREADS);
+    int64_t q_heads = l.values[Q_HEADS], k_heads = l.values[K_HEADS];
+    int64_t each = heads_of_a_group(q_heads, k_heads, c->normed ? 8 : 2 * l.values[PIECES]);
     int64_t slots = bst__divided_up(q_heads, each) + bst__divided_up(k_heads, each);
     BST_TRY(check_slots(c, slots));
-    l.values[SLOT_HEADS] = each;
+    l.values[EACH] = each;
+    l.values[TRANSPOSED] = c->transposed;
     l.grid_x = (unsigned)bst__divided_up(c->tokens * slots, groups);
-    rope_norm_forward_args args = {.tables = tables_of(c), .eps = c->eps};
-    rope_norm_forward_heads *const to[] = {&args.q, &args.k};
+    rope_args args = {.tables = tables_of(c), .eps = c->eps};
+    rope_forward_heads *const to[] = {&args.q, &args.k};
     for (int i = 0; i < 2; i++) {
         const rope_heads *h = &c->of[i];
-        *to[i] = (rope_norm_forward_heads){h->x.data, h->weight.data, h->y.data, map_of(&h->x), map_of(&h->y)};
+        *to[i] = (rope_forward_heads){h->x.data, h->weight.data, h->y.data, map_of(&h->x), map_of(&h->y)};
     }
     return bst__cuda_launch(exec, c->op, c->of[0].x.device.device_id, &l, &args, sizeof args);
 }
 
-/* ---- with a norm: backward --------------------------------------------------------------------------------------- */
+/* ---- the backward pass with a norm --------------------------------------------------------------------------------------- */
 
 bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c, bst_dtype y_type) {
     bst_chip chip;
     bst_launch l = {.kernel = &backward_kernel};
     DLDevice device = c->of[0].x.device;
     BST_TRY(bst__cuda_chip(c->op, device.device_id, &chip));
-    int64_t groups = share_out_normed(&l, c, y_type, BACKWARD_THREADS), slots = 0, threads = l.values[THREADS];
+    int64_t groups = share_out(&l, c, y_type, BACKWARD_THREADS), slots = 0, threads = l.values[THREADS];
     int64_t vec = l.values[VEC], pieces = l.values[PIECES], each = ROPE_BACKWARD_EACH(pieces);
     bool want_dweight = false;
     rope_norm_backward_args args = {.tables = tables_of(c), .eps = c->eps};
