@@ -79,41 +79,28 @@ bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matr
     return BST_OK;
 }
 
-static bst_status zero(const char *op, CUstream stream, void *memory, size_t bytes) {
-    BST_DRIVER_TRY(op, cuMemsetD8Async, (CUdeviceptr)(uintptr_t)memory, 0, bytes, stream);
-    return BST_OK;
-}
-
 bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes) {
     bst_collector collector;
     if (!bytes || bst__compiling_only(&collector)) return BST_OK;
     bst_scope scope;
     BST_TRY(bst__enter(op, device, &scope));
-    bst_status status = zero(op, stream_of(exec), memory, bytes);
+    CUresult result = bst__driver()->cuMemsetD8Async((CUdeviceptr)(uintptr_t)memory, 0, bytes, stream_of(exec));
     bst__leave(scope);
-    return status;
-}
-
-static bst_status allocate(const char *op, CUstream stream, size_t bytes, void **out) {
-    CUdeviceptr memory = 0;
-    BST_DRIVER_TRY(op, cuMemAllocAsync, &memory, bytes, stream);
-    *out = (void *)(uintptr_t)memory;
-    return BST_OK;
+    return result == CUDA_SUCCESS ? BST_OK : bst__driver_error(op, "cuMemsetD8Async", result);
 }
 
 bst_status bst__cuda_allocate(const bst_exec *exec, const char *op, int device, size_t bytes, void **out) {
+    bst_collector collector;
+    bst_scope scope;
+    CUdeviceptr memory = 0;
     *out = NULL;
     if (!bytes) return BST_OK;
-    bst_collector collector;
-    if (bst__compiling_only(&collector)) {
-        *out = bst__no_memory(bytes);
-        return BST_OK;
-    }
-    bst_scope scope;
+    if (bst__compiling_only(&collector)) return *out = bst__no_memory(bytes), BST_OK;
     BST_TRY(bst__enter(op, device, &scope));
-    bst_status status = allocate(op, stream_of(exec), bytes, out);
+    CUresult result = bst__driver()->cuMemAllocAsync(&memory, bytes, stream_of(exec));
     bst__leave(scope);
-    return status;
+    *out = (void *)(uintptr_t)memory;
+    return result == CUDA_SUCCESS ? BST_OK : bst__driver_error(op, "cuMemAllocAsync", result);
 }
 
 void bst__cuda_release(const bst_exec *exec, int device, void *memory) {

@@ -7,42 +7,34 @@
 
 /* ---- the optimiser ----------------------------------------------------------------------------------------------- */
 
-/* A list that may be empty in place of being absent. */
-#define LIST(member) tensors.member = bst__call_list(&call, *stack++, &count)
-
 static void adamw(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) {
     (void)inputs, (void)outputs;
     bst_torch_value *results = stack;
     bst_call call;
     bst_adamw_tensors tensors = {.size = sizeof tensors};
     bst_adamw_options options = {.size = sizeof options};
-    int64_t count, others[7], number = 0;
+    /* The last three may be empty in place of being absent. */
+    DLTensor *const **const lists[] = {
+        &tensors.parameter, &tensors.gradient, &tensors.exp_avg,       &tensors.exp_avg_sq,
+        &tensors.step,      &tensors.master,   &tensors.exp_avg_scale, &tensors.exp_avg_sq_scale};
+    const DLTensor **const scalars[] = {&tensors.lr, &tensors.grad_scale, &tensors.found_inf, &tensors.clip};
+    int64_t counts[8];
     bst__call_begin(&call);
-    LIST(parameter);
-    tensors.count = count;
-    LIST(gradient), others[number++] = count;
-    LIST(exp_avg), others[number++] = count;
-    LIST(exp_avg_sq), others[number++] = count;
-    LIST(step), others[number++] = count;
-    LIST(master), others[number++] = count;
-    LIST(exp_avg_scale), others[number++] = count;
-    LIST(exp_avg_sq_scale), others[number++] = count;
-    tensors.lr = bst__call_optional(&call, *stack++);
-    tensors.grad_scale = bst__call_optional(&call, *stack++);
-    tensors.found_inf = bst__call_optional(&call, *stack++);
-    tensors.clip = bst__call_optional(&call, *stack++);
+    for (int i = 0; i < 8; i++) *lists[i] = bst__call_list(&call, *stack++, &counts[i]);
+    tensors.count = counts[0];
+    for (int i = 0; i < 4; i++) *scalars[i] = bst__call_optional(&call, *stack++);
     double lr = bst__call_double(*stack++), beta1 = bst__call_double(*stack++), beta2 = bst__call_double(*stack++);
     double eps = bst__call_double(*stack++), weight_decay = bst__call_double(*stack++);
     options.maximize = *stack++ & 1;
     options.stochastic = *stack++ & 1;
     options.seed = *stack++;
     options.first_number = (int64_t)*stack++;
-    for (int64_t i = 0; i < number && call.status == BST_OK; i++)
-        if (others[i] != tensors.count && (i < 4 || others[i]))
+    for (int i = 1; i < 8 && call.status == BST_OK; i++)
+        if (counts[i] != tensors.count && (i < 5 || counts[i]))
             call.status = bst__error(BST_INVALID,
                                      "optim_adamw: lists of %lld and of %lld tensors are given; all must "
                                      "be as long",
-                                     (long long)tensors.count, (long long)others[i]);
+                                     (long long)tensors.count, (long long)counts[i]);
     if (call.status == BST_OK)
         call.status = bst_optim_adamw(&call.exec, &tensors, lr, beta1, beta2, eps, weight_decay, &options);
     bst__call_end(&call, results, 0, NULL);

@@ -80,8 +80,7 @@ static bst_status run(const bst_exec *exec, const char *op, const bst_view *v, c
     bool save = bst__given(&v[DLOGITS]);
     bool now = !backward && (bst__given(&v[DHIDDEN]) || bst__given(&v[DWEIGHT]) || bst__given(&v[DBIAS]));
     const float *upstream = backward ? v[LOSS].data : NULL;
-    bst_head h = {
-        .exec = exec, .op = op, .bias = v[BIAS], .dhidden = v[DHIDDEN], .dweight = v[DWEIGHT], .dbias = v[DBIAS]};
+    bst_head h = BST_HEAD_OF(exec, op, v, DHIDDEN, DWEIGHT, DBIAS);
     BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
     BST_TRY(bst__head_choose_chunks(&h, &v[DLOGITS], "dlogits", attributes[CHUNK_BYTES].i));
     if (save && none)

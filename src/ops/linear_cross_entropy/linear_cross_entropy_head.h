@@ -59,6 +59,10 @@ typedef struct bst_head {
     double *dbias_sum;
 } bst_head;
 
+/* What the caller sets, of the views of a call: the gradients are at these places. */
+#define BST_HEAD_OF(exec, op, v, dhidden, dweight, dbias) \
+    {(exec), (op), (v)[BIAS], (v)[dhidden], (v)[dweight], (v)[dbias]}
+
 /* BST_UNSUPPORTED where weight [V, H] has no or too many rows, or no columns. */
 bst_status bst__head_check_weight(const char *op, const bst_view *weight);
 /* Takes hidden [T, H] and weight [V, H]. BST_UNSUPPORTED where rows overlap. */

@@ -257,13 +257,8 @@ static int64_t budget_beside(const bst_view *v, int64_t chunk_bytes) {
 
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
                               const bst_attribute *attributes) {
-    bst_head h = {.exec = exec,
-                  .op = op,
-                  .bias = v[BIAS],
-                  .dhidden = v[DHIDDEN_AHEAD],
-                  .dweight = v[DWEIGHT_AHEAD],
-                  .dbias = v[DBIAS_AHEAD],
-                  .exact = true};
+    bst_head h = BST_HEAD_OF(exec, op, v, DHIDDEN_AHEAD, DWEIGHT_AHEAD, DBIAS_AHEAD);
+    h.exact = true;
     bool makes = h.dhidden.data || h.dweight.data || h.dbias.data;
     job j = {.saves = bst__given(&v[DLOGITS]), .makes = makes};
     linear_divergence_args *a = &j.whole.args;
@@ -278,13 +273,8 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
 
 static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
                                const bst_attribute *attributes) {
-    bst_head h = {.exec = exec,
-                  .op = op,
-                  .bias = v[BIAS],
-                  .dhidden = v[DHIDDEN],
-                  .dweight = v[DWEIGHT],
-                  .dbias = v[DBIAS],
-                  .exact = attributes[FLOAT32_DWEIGHT].i || v[HIDDEN].device.device_type == kDLCPU};
+    bst_head h = BST_HEAD_OF(exec, op, v, DHIDDEN, DWEIGHT, DBIAS);
+    h.exact = attributes[FLOAT32_DWEIGHT].i || v[HIDDEN].device.device_type == kDLCPU;
     job j = {.makes = true};
     if (bst__given(&v[DLOGITS_WERE])) {
         h.alpha = v[SCALE].data;

@@ -216,13 +216,8 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
 
 static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
                                const bst_attribute *attributes) {
-    bst_head h = {.exec = exec,
-                  .op = op,
-                  .bias = v[BIAS],
-                  .dhidden = v[DHIDDEN],
-                  .dweight = v[DWEIGHT],
-                  .dbias = v[DBIAS],
-                  .exact = attributes[FLOAT32_DWEIGHT].i || v[HIDDEN].device.device_type == kDLCPU};
+    bst_head h = BST_HEAD_OF(exec, op, v, DHIDDEN, DWEIGHT, DBIAS);
+    h.exact = attributes[FLOAT32_DWEIGHT].i || v[HIDDEN].device.device_type == kDLCPU;
     BST_TRY(bst__head_begin(&h, &v[HIDDEN], &v[WEIGHT]));
     BST_TRY(bst__head_choose_chunks(&h, &v[DLOGITS], "logits", attributes[CHUNK_BYTES].i));
     linear_logprobs_rows c = rows_of(&h, v, attributes);

@@ -229,12 +229,10 @@ static bst_status read_lists(const bst_adamw_tensors *t, optim_item *items, opti
         bst_status status = read_item(t, i, s->stochastic, i ? &first : NULL, i ? &view : &first, &items[i]);
         if (status != BST_OK) return bst__name_item(status, i);
     }
-    float *lr, *grad_scale, *found_inf, *clip;
-    BST_TRY(read_scalar(op, "lr", t->lr, &first, name, &lr));
-    BST_TRY(read_scalar(op, "grad_scale", t->grad_scale, &first, name, &grad_scale));
-    BST_TRY(read_scalar(op, "found_inf", t->found_inf, &first, name, &found_inf));
-    BST_TRY(read_scalar(op, "clip", t->clip, &first, name, &clip));
-    s->device_lr = lr, s->grad_scale = grad_scale, s->found_inf = found_inf, s->clip = clip;
+    BST_TRY(read_scalar(op, "lr", t->lr, &first, name, &s->device_lr));
+    BST_TRY(read_scalar(op, "grad_scale", t->grad_scale, &first, name, &s->grad_scale));
+    BST_TRY(read_scalar(op, "found_inf", t->found_inf, &first, name, &s->found_inf));
+    BST_TRY(read_scalar(op, "clip", t->clip, &first, name, &s->clip));
     s->device = first.device;
     s->items = items;
     return BST_OK;

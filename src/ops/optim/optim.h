@@ -20,7 +20,7 @@ typedef struct optim_step {
     const optim_item *items; /* none of them without elements, but for their counts of steps */
     int64_t count;
     double lr, beta1, beta2, eps, weight_decay;
-    const float *device_lr, *grad_scale, *found_inf, *clip; /* on the device; NULL: not given */
+    float *device_lr, *grad_scale, *found_inf, *clip; /* on the device, read; NULL: not given */
     uint64_t seed;
     uint32_t first_number;
     bool maximize, stochastic;
