@@ -13,6 +13,8 @@ from bastile.ops._late import Late, late
 
 __all__ = ["gated_mlp", "gated_mlp_of_halves"]
 
+_USUAL = unit_of("gated_mlp", "silu")
+
 
 def unit_gradients(
     unit: Unit, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool
@@ -35,7 +37,7 @@ class _GatedMLP(Function):
     added to the first by the product that makes it."""
 
     @staticmethod
-    def forward(ctx, x, gate, up, down, unit, rest):
+    def forward(ctx, x, gate, up, down, unit, rest=None):
         rows = x.reshape(-1, x.shape[-1])
         a, b = rows.mm(gate.t()), rows.mm(up.t())
         want_x, want_gate, want_up, *_ = ctx.needs_input_grad
@@ -199,7 +201,7 @@ def gated_mlp(
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     given = x, gate_weight, up_weight, down_weight
-    gated = unit_of("gated_mlp", activation)
+    gated = _USUAL if activation == "silu" else unit_of("gated_mlp", activation)
     if not served(*given):
         need_floats("gated_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
         _check(*given)
@@ -210,7 +212,10 @@ def gated_mlp(
         return _original(*given, gated)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
         rest = late()
-        return _finished(rest, _GatedMLP.apply(*given, gated, rest))
+        if rest is not None:
+            return _finished(rest, _GatedMLP.apply(*given, gated, rest))
+        out = _GatedMLP.apply(*given, gated)
+        return out[0] if type(out) is tuple else out
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(linear(x, gate), linear(x, up)), down)
 
