@@ -39,7 +39,7 @@ class _Dropout(Function):
 
 
 def dropout(x: torch.Tensor, p: float = 0.5, *, seed: torch.Tensor | None = None) -> torch.Tensor:
-    """x where an element is kept, divided by 1 - p, and 0 where it is lost, with probability p.
+    """x where an element stays, divided by 1 - p, and 0 where it is lost, with probability p.
 
     Args:
         x: [...]; float32, bfloat16 or float16.

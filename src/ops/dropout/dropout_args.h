@@ -19,7 +19,7 @@ typedef struct dropout_args {
     const void *seed;
     int64_t count;      /* elements */
     uint32_t threshold; /* an element whose random bits are below it is lost */
-    float scale;        /* of those that are kept */
+    float scale;        /* of those that stay */
 } dropout_args;
 
 static_assert(sizeof(dropout_args) == 120, "host and device must agree");
