@@ -277,8 +277,6 @@ bst_status bst__run(const bst_function *f, const bst_exec *exec, const DLTensor 
 
 /* ---- structs that callers fill ----------------------------------------------------------------------------------- */
 
-enum { MOST_BYTES = 192 };
-
 static void read_option(const bst_attribute_rule *r, const void *at, bst_attribute *out) {
     int32_t narrow;
     const int64_t *pointer;
@@ -293,7 +291,7 @@ static void read_option(const bst_attribute_rule *r, const void *at, bst_attribu
 
 bst_status bst__call(const bst_function *f, const bst_exec *exec, const DLTensor *const *places, const void *options,
                      bst_attribute *attributes) {
-    unsigned char given[MOST_BYTES];
+    unsigned char given[BST_MOST_GIVEN];
     bst_attribute own[BST_MOST_ATTRIBUTES] = {{0}};
     if (!attributes) attributes = own;
     BST_TRY(bst__options(f->name, "options", options, given, f->options));
@@ -304,7 +302,7 @@ bst_status bst__call(const bst_function *f, const bst_exec *exec, const DLTensor
 
 bst_status bst__call_struct(const bst_function *f, const bst_exec *exec, const void *tensors, const void *options,
                             bst_attribute *attributes) {
-    unsigned char given[MOST_BYTES];
+    unsigned char given[BST_MOST_GIVEN];
     const DLTensor *places[BST_MOST_ARGUMENTS] = {NULL};
     BST_TRY(bst__options(f->name, "tensors", tensors, given, f->tensors));
     for (int i = 0; f->arguments[i].name; i++)

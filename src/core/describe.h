@@ -16,7 +16,8 @@
 
 #include "core/core.h"
 
-enum { BST_MOST_ARGUMENTS = 16, BST_MOST_ATTRIBUTES = 16 };
+/* The last: bytes of a struct that callers fill. */
+enum { BST_MOST_ARGUMENTS = 16, BST_MOST_ATTRIBUTES = 16, BST_MOST_GIVEN = 192 };
 
 /* The value of an attribute: double, or integer, bool and enum. */
 typedef union bst_attribute {
@@ -107,8 +108,10 @@ typedef struct bst_function {
     const char *const *torch;
 } bst_function;
 
-#define BST_GIVEN_OPTIONS .options = sizeof(given_options)
-#define BST_GIVEN         BST_GIVEN_OPTIONS, .tensors = sizeof(given_tensors)
+/* A size that is too large is no size of an array. */
+#define BST_FITS(type)    (sizeof(type) + 0 * sizeof(char[sizeof(type) <= BST_MOST_GIVEN ? 1 : -1]))
+#define BST_GIVEN_OPTIONS .options = BST_FITS(given_options)
+#define BST_GIVEN         BST_GIVEN_OPTIONS, .tensors = BST_FITS(given_tensors)
 #define BST_TORCH(...) \
     .torch = (const char *const[]) { __VA_ARGS__, NULL }
 
