@@ -3,8 +3,8 @@
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k (TRANSPOSED: of the
  * gradients that come in), W_TYPE, TABLE_TYPE, OUT_TYPE (codes of dtype.h); LAYOUT, HALF_TABLES, VEC elements of an
- * access and PIECES of a thread (rope_pieces.cuh); NORM (rope_args.h); GROUP threads of a head, at least LANES, with a
- * norm a power of two; THREADS of a block; rope: EACH, the heads of a group, and TRANSPOSED; rope_norm_backward: WANTS
+ * access and PIECES of a thread (rope_pieces.cuh); NORM (rope_args.h); GROUP threads of a head, a power of two, at least
+ * LANES; THREADS of a block; rope: EACH, the heads of a group, and TRANSPOSED; rope_norm_backward: WANTS
  * (bits of rope_args.h), BLOCKS that a multiprocessor holds.
  *
  * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, SLOT_HEADS
@@ -149,7 +149,7 @@ BST_KERNEL(rope, rope_args, THREADS, 1) {
     const int lane = (int)bst_thread() % GROUP;
     const uint32_t group = bst_block() * GROUPS + bst_thread() / GROUP;
     /* Groups with nothing to do read what others read: accesses that depend on nothing are all in flight at once. */
-    const bool live = bst_thread() < GROUPS * GROUP && group / SLOTS < a.tables.tokens;
+    const bool live = group / SLOTS < a.tables.tokens;
     const uint32_t token = live ? group / SLOTS : 0;
     const slot_heads s = slot_at((int)(group % SLOTS));
     const rope_forward_heads h = s.of_q ? a.q : a.k;

@@ -49,43 +49,24 @@ static int64_t vector(const rope_call *c, bst_dtype y_type) {
     return vec;
 }
 
-/* Of a block of `least` or up to twice as many: where the fewest idle. */
-static int64_t threads_of_a_block(int64_t group, int64_t least) {
-    int64_t best = least;
-    if (group > least) return bst__divided_up(group, 32) * 32;
-    for (int64_t n = least; n <= 2 * least; n += 32)
-        if (n % group * best < best % group * n) best = n;
-    return best;
-}
-
-/* Sets what both kernels have of a call; returns the groups of a block. */
-static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type, int64_t least) {
+/* Sets what both kernels have of a call, for blocks of `threads`, or more where a head takes more; returns the groups of
+ * a block. */
+static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type, int64_t threads) {
     const bst_view *x = &c->of[0].x;
     int64_t dim = x->size[3], rotary = c->rotary, vec = vector(c, y_type), whole = dim / vec;
     bool in_a_warp = whole <= 32 && !(whole & (whole - 1));
     int64_t pieces = in_a_warp && rotary == dim && c->layout == BST_ROPE_HALVES ? 1 : 2;
     int64_t lanes = rotary / pieces / vec + bst__divided_up(dim - rotary, 2 * vec), group = 1;
     while (group < lanes) group *= 2;
-    if (!c->normed) group = lanes; /* nothing is summed over it */
-    int64_t threads = threads_of_a_block(group, least);
-    const int64_t values[OWN] = {dim,
-                                 rotary,
-                                 x->size[1],
-                                 c->of[1].x.size[1],
-                                 x->dtype,
-                                 y_type,
-                                 c->cos.dtype,
-                                 c->layout,
-                                 c->half_tables,
-                                 vec,
-                                 pieces,
-                                 c->of[0].weight.dtype,
-                                 !c->normed ? ROPE_PLAIN
-                                 : c->gemma ? ROPE_GEMMA
-                                            : ROPE_WEIGHT,
-                                 group,
-                                 threads};
-    for (int i = 0; i < OWN; i++) l->values[i] = values[i];
+    if (threads < group) threads = group;
+    const int64_t values[W_TYPE] = {dim,    rotary,       x->size[1], c->of[1].x.size[1], x->dtype,
+                                    y_type, c->cos.dtype, c->layout,  c->half_tables,     vec,
+                                    pieces};
+    for (int i = 0; i < W_TYPE; i++) l->values[i] = values[i];
+    l->values[W_TYPE] = c->of[0].weight.dtype;
+    l->values[NORM] = !c->normed ? ROPE_PLAIN : c->gemma ? ROPE_GEMMA : ROPE_WEIGHT;
+    l->values[GROUP] = group;
+    l->values[THREADS] = threads;
     l->block = (unsigned)threads;
     return threads / group;
 }
@@ -111,11 +92,11 @@ enum { FORWARD_THREADS = 64, BACKWARD_THREADS = 128 };
 
 /* Heads of a group, `most` or half as many. With a norm many, for they share a read of the weight and of the tables, in
  * small blocks. On an H200, 16384 tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four
- * 88. Without one few, where a group's heads are one run of memory: two 85.9, four 86.2, eight 86.2; at 512 tokens 4.8,
- * 4.9, 5.1; of two pieces four, at 32 + 32 heads of 96 28.0, two 29.8. But a slot that is not full reads a head again
- * for each place that is empty: where that leaves a quarter of them empty or more, half as many are taken, if that
- * leaves fewer. With a norm 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time at 512
- * to 16384 tokens, 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
+ * 88. Without one few: two 85.9, four 86.2, eight 86.2; at 512 tokens 4.8, 4.9, 5.1; but four of two pieces, where two
+ * take 1.07 to 1.1 of the time at 32 + 32 heads of 96. A slot that is not full reads a head again for each place that is
+ * empty: where that leaves a quarter of them empty or more, half as many are taken, if that leaves fewer. With a norm
+ * 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time at 512 to 16384 tokens, 8 + 4 of
+ * 256 (4 of 16, then none) 0.85 to 0.92. */
 static int64_t heads_of_a_group(int64_t q, int64_t k, int64_t most) {
     int64_t half = most / 2, of_most = most * (bst__divided_up(q, most) + bst__divided_up(k, most)),
             of_half = half * (bst__divided_up(q, half) + bst__divided_up(k, half));
