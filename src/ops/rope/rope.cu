@@ -3,9 +3,9 @@
  *
  * Macros: DIM of a head, its first ROTARY elements turn; Q_HEADS, K_HEADS; IN_TYPE of q and k (TRANSPOSED: of the
  * gradients that come in), W_TYPE, TABLE_TYPE, OUT_TYPE (codes of dtype.h); LAYOUT, HALF_TABLES, VEC elements of an
- * access and PIECES of a thread (rope_pieces.cuh); NORM (rope_args.h); GROUP threads of a head, a power of two, at least
- * LANES; THREADS of a block; rope: EACH, the heads of a group, and TRANSPOSED; rope_norm_backward: WANTS
- * (bits of rope_args.h), BLOCKS that a multiprocessor holds.
+ * access and PIECES of a thread (rope_pieces.cuh); NORM (rope_args.h); GROUP threads of a head, a power of two, at
+ * least LANES; THREADS of a block; rope: EACH, the heads of a group, and TRANSPOSED; rope_norm_backward: WANTS (bits of
+ * rope_args.h), BLOCKS that a multiprocessor holds.
  *
  * A group of threads holds a whole head: the mean is a sum over the group. What a group takes of a token, SLOT_HEADS
  * heads of q or of k, is a slot of the token; its weight, cosines and sines are read once for these.
@@ -153,7 +153,8 @@ BST_KERNEL(rope, rope_args, THREADS, 1) {
     const uint32_t token = live ? group / SLOTS : 0;
     const slot_heads s = slot_at((int)(group % SLOTS));
     const rope_forward_heads h = s.of_q ? a.q : a.k;
-    const bst_pieces p = bst_pieces_of(lane), from = TRANSPOSED ? p : bst_nearby(p), to = TRANSPOSED ? bst_nearby(p) : p;
+    const bst_pieces p = bst_pieces_of(lane), near = bst_nearby(p);
+    const bst_pieces from = TRANSPOSED ? p : near, to = TRANSPOSED ? near : p;
     const bst_token_place at_token = bst_place_of_token(token, a.tables.tokens, a.tables.positions);
     const int64_t batch = at_token.batch, position = at_token.position;
     const int64_t x = bst_token_start(h.x_map, batch, position) + s.first * h.x_map.head;

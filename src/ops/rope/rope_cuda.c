@@ -49,8 +49,8 @@ static int64_t vector(const rope_call *c, bst_dtype y_type) {
     return vec;
 }
 
-/* Sets what both kernels have of a call, for blocks of `threads`, or more where a head takes more; returns the groups of
- * a block. */
+/* Sets what both kernels have of a call, for blocks of `threads`, or more where a head takes more; returns the groups
+ * of a block. */
 static int64_t share_out(bst_launch *l, const rope_call *c, bst_dtype y_type, int64_t threads) {
     const bst_view *x = &c->of[0].x;
     int64_t dim = x->size[3], rotary = c->rotary, vec = vector(c, y_type), whole = dim / vec;
@@ -93,10 +93,10 @@ enum { FORWARD_THREADS = 64, BACKWARD_THREADS = 128 };
 /* Heads of a group, `most` or half as many. With a norm many, for they share a read of the weight and of the tables, in
  * small blocks. On an H200, 16384 tokens of 32 + 8 heads of 128 in bf16: eight 84 us, in blocks of 128 threads 85, four
  * 88. Without one few: two 85.9, four 86.2, eight 86.2; at 512 tokens 4.8, 4.9, 5.1; but four of two pieces, where two
- * take 1.07 to 1.1 of the time at 32 + 32 heads of 96. A slot that is not full reads a head again for each place that is
- * empty: where that leaves a quarter of them empty or more, half as many are taken, if that leaves fewer. With a norm
- * 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time at 512 to 16384 tokens, 8 + 4 of
- * 256 (4 of 16, then none) 0.85 to 0.92. */
+ * take 1.07 to 1.1 of the time at 32 + 32 heads of 96. A slot that is not full reads a head again for each place that
+ * is empty: where that leaves a quarter of them empty or more, half as many are taken, if that leaves fewer. With a
+ * norm 9 + 3 heads of 64 (12 places of 24 empty, then 4 of 16) take 0.79 to 0.82 of the time at 512 to 16384 tokens,
+ * 8 + 4 of 256 (4 of 16, then none) 0.85 to 0.92. */
 static int64_t heads_of_a_group(int64_t q, int64_t k, int64_t most) {
     int64_t half = most / 2, of_most = most * (bst__divided_up(q, most) + bst__divided_up(k, most)),
             of_half = half * (bst__divided_up(q, half) + bst__divided_up(k, half));
@@ -122,7 +122,7 @@ bst_status bst__rope_cuda(const bst_exec *exec, const rope_call *c) {
     return bst__cuda_launch(exec, c->op, c->of[0].x.device.device_id, &l, &args, sizeof args);
 }
 
-/* ---- the backward pass with a norm --------------------------------------------------------------------------------------- */
+/* ---- the backward pass with a norm ------------------------------------------------------------------------------- */
 
 bst_status bst__rope_norm_backward_cuda(const bst_exec *exec, const rope_call *c, bst_dtype y_type) {
     bst_chip chip;
