@@ -69,7 +69,9 @@ static bst_status run_tiles(const bst_exec *exec, const char *op, const bst_chip
     args.pairs = args.stride / PAIR, args.tiles = tiles;
     BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, &hidden, &args.hidden));
     BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, weight, &args.weight));
-    bool entropy = c->args.entropy, squares = c->args.log_sum_sq_probs, mean = c->args.mean_logits, top1 = c->args.is_top1;
+    const linear_logprobs_args *wanted = &args.all;
+    bool entropy = wanted->entropy, squares = wanted->log_sum_sq_probs;
+    bool mean = wanted->mean_logits, top1 = wanted->is_top1;
     bst_launch l = {.kernel = &tiles_kernel,
                     .values = {c->vocabulary, c->dtype, entropy, squares, mean, top1},
                     .block = LINEAR_LOGPROBS_TILE_THREADS,
