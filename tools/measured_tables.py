@@ -233,7 +233,8 @@ def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
         theirs = [cells.get(one, "–") + " *" * (one in runs and runs[one] != runs["bastile"]) for one in peers]
         table.append([name, *theirs, f"**{cells['bastile']}**", of_kernels])
     return [
-        f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}.",
+        f"{run['device']}, {run['date']}; TRL {versions['trl']}, Transformers {versions['transformers']}"
+        + (f", Unsloth {versions['unsloth']}." if "unsloth" in peers else "."),
         f"`{run['command']}`, [all figures]({link}).",
         "",
         *rows_of(table),

@@ -460,8 +460,10 @@ def test_a_frozen_head_s_entropy_has_its_gradient(device, ran):
         for total in (found.entropy.sum(), found.lse.sum() + (found.log_probs * 3).sum()):
             results.append(torch.autograd.grad(total, hidden, retain_graph=True)[0])
     assert ran == ["_backward"] * 4
-    assert_same_bits(results[0], results[2])
-    assert_same_bits(results[1], results[3])
+    # Of a head that is trained a GPU keeps a chunk's logits, so that its chunks have other sizes, and products of
+    # other sizes may have other bits.
+    torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[1], results[3], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -1,5 +1,5 @@
-"""What a Trainer does around its steps, without the host waiting for the GPU: it gets batches (bastile.models.batches),
-asks what is in them (bastile.models.masks) and what is to be logged (bastile.models.logged).
+"""What a Trainer does around its steps, without the host waiting for the GPU: it gets batches (bastile.models.batches)
+and asks what is in them (bastile.models.masks).
 
 Accelerate's optimiser asks twice a step whether a package is installed, 0.1 ms a time: the answer is remembered."""
 
@@ -11,13 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from bastile.guards import stand_in_for, stock_of
-from bastile.models import batches, logged, masks
+from bastile.models import batches, masks
 
 _OPTIMIZER, _ASKS = "accelerate.optimizer", "is_lomo_available"
 
 _is_in_force = False
 _running = 0  # trainings, one within another or beside it
-_logging: list[type] = []  # classes of trainers whose numbers are read later
 
 
 def put_into(trainer: type) -> None:
@@ -51,7 +50,6 @@ def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
         batches.put_in()
         masks.put_in()
         _ask_once()
-        _logging.extend(logged.put_into(type(self)))
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -95,8 +93,6 @@ def _end() -> None:
         setattr(module, _ASKS, stock_of(there))
     batches.take_out()
     masks.take_out()
-    logged.take_out_of(_logging)
-    _logging.clear()
 
 
 _REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
