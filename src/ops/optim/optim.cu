@@ -7,6 +7,8 @@
  * optim_squares  reads the gradients, leaves a sum a block. Bytes: 2 or 4 an element.
  * optim_norm     one block: their sum in float64, always in the same order; its root, and the clip's coefficient.
  * optim_scale    gradients times the coefficient, in place; nothing where that is 1. Bytes: 4 or 8 an element.
+ * Measured on an H200, 8.19e9 elements in bfloat16: optim_adamw 27.8 ms (0.96 of the copy bandwidth), with moments of 8
+ *                bits 27.4 (0.70: its instructions decide), optim_squares 3.6.
  *
  * Macros: TABLE tensors in the arguments; CHUNK elements of a block, THREADS of it; TYPE of parameters and gradients,
  * MOMENTS (codes of dtype.h); MASTER: whether the parameter lies in float32 beside; STOCHASTIC
