@@ -3,6 +3,7 @@
 #   make demo    train a small Qwen3 with stock Transformers and with Bastile, and compare
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
 #   make test-oldest   the tests of models with the oldest Transformers that is supported
+#   make test-torch    the Python tests with the newest PyTorch, which is large
 #   make test-trl      the trainers' tests with earlier releases of TRL and PEFT, with DeepSpeed and torchao
 #   make test-models   one training step of each model type of Transformers
 #   make lint    format and style only
@@ -22,7 +23,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest test-trl test-models lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest test-torch test-trl test-models lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -81,6 +82,16 @@ $(OLDEST)/stamp: requirements/oldest.txt
 
 test-oldest: install $(OLDEST)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(OLDEST):$(SITE) $(PY) -m pytest -n $(JOBS) $(addprefix tests/py/test_,$(addsuffix .py,$(MODEL_TESTS)))
+
+# The newest PyTorch likewise, with what it brings.
+TORCH := build/torch
+$(TORCH)/stamp: requirements/torch.txt
+	rm -rf $(TORCH)
+	$(PY) -m pip install -q --target $(TORCH) -r $<
+	touch $@
+
+test-torch: install $(TORCH)/stamp $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=$(TORCH):$(SITE) $(PY) -m pytest tests/py -n $(JOBS)
 
 # Each release of TRL lies in a folder of its own, before the newest on Python's path; what they share in another.
 TRL := build/trl

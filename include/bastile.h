@@ -209,6 +209,7 @@ typedef struct bst_glu_options {
     int interleaved; /* of tensors that hold gate and up: not 0: in their even and odd columns, not their halves */
     double alpha;    /* of BST_SWIGLU_OAI; 0: 1.702 */
     double limit;    /* above 0; 0 or infinity: none. The gate is at most this, up between -limit and limit */
+    int open_limit;  /* 0: gradients pass at the limit itself, as torch.clamp's to PyTorch 2.13; else not, as since */
 } bst_glu_options;
 
 /* y = act(a) * b, of the gate a and up b within the limit, in float32 and rounded once. a, b, y [..., I] of one type.
@@ -217,7 +218,6 @@ typedef struct bst_glu_options {
 BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b,
                                    const bst_glu_options *options, DLTensor *y);
 /* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
- * None goes beyond the limit, as of torch.clamp.
  * y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a weight that y is
  * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,

@@ -32,6 +32,10 @@
 
 #define BST_LARGEST 3.40282347e38f /* of float32 */
 
+/* Whether gate and up have limits; and whether gradients pass at a limit itself, as torch.clamp's do to PyTorch 2.13,
+ * or only within, as from 2.14 on. */
+enum { BST_NO_LIMIT, BST_CLOSED_LIMIT, BST_OPEN_LIMIT };
+
 enum {
 #define BST_ACTIVATION_CODE(name, code) BST_##name##_CODE = code,
     BST_ACTIVATIONS(BST_ACTIVATION_CODE)
@@ -48,7 +52,7 @@ enum {
 typedef struct bst_unit {
     int activation;
     bool interleaved; /* gate and up are the even and odd columns of one tensor */
-    bool limited;     /* the gate is at most `limit`, up between -limit and limit */
+    int limited;      /* of the enum above: the gate is at most `limit`, up between -limit and limit */
     float alpha, limit;
 } bst_unit;
 

@@ -61,8 +61,8 @@ BST_INLINE bst_gated_gradients bst_gradients_of(float dy, bst_gate a, float u, i
     return type == BST_F32_CODE ? exact : plain;
 }
 
-/* Any unit; where `limited`, the gate is at most `limit`, and up between -limit and limit. */
-BST_INLINE float bst_gated_within(float g, float u, int activation, float alpha, bool limited, float limit, int type) {
+/* Any unit; where `limited` (core/activation.h), the gate is at most `limit`, and up between -limit and limit. */
+BST_INLINE float bst_gated_within(float g, float u, int activation, float alpha, int limited, float limit, int type) {
     float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
     return bst_unit_up(up, activation) * bst_unit_gate(gate, activation, alpha, type).value;
 }
@@ -70,7 +70,7 @@ BST_INLINE float bst_gated_within(float g, float u, int activation, float alpha,
 /* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. For float32 swiglu_oai's slope
  * is added to, not multiplied with: a rounding less, as its definition has it. */
 BST_INLINE bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
-                                                         bool limited, float limit, int type) {
+                                                         int limited, float limit, int type) {
     float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
     bst_gate of_gate = bst_unit_gate(gate, activation, alpha, type);
     up = bst_unit_up(up, activation);
@@ -79,9 +79,12 @@ BST_INLINE bst_gated_gradients bst_gated_within_backward(float dy, float g, floa
         float scaled = dy * up * of_gate.factor;
         d.dgate = bst_fma(scaled, bst_oai_inner(gate, alpha) * (1.0f - of_gate.factor), scaled);
     }
-    if (limited) {
+    if (limited == BST_CLOSED_LIMIT) {
         d.dgate = g <= limit ? d.dgate : 0.0f;
         d.dup = u >= -limit && u <= limit ? d.dup : 0.0f;
+    } else if (limited) {
+        d.dgate = g < limit ? d.dgate : 0.0f;
+        d.dup = u > -limit && u < limit ? d.dup : 0.0f;
     }
     return d;
 }

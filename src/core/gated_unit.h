@@ -111,11 +111,12 @@ BST_LOOP void bst_unit_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], flo
 BST_LOOP float bst_unit_backward_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *restrict dy,
                                       float *restrict y, float weight, int activation, int64_t n) {
     const float alpha = unit->alpha, limit = unit->limit;
+    const int limited = unit->limited;
     float dot = 0, *restrict gate = pairs[0], *restrict up = pairs[1];
 #pragma omp simd reduction(+ : dot)
     for (int64_t i = 0; i < n; i++) {
-        bst_gated_gradients d = bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha,
-                                                          limit < INFINITY, limit, BST_F32);
+        bst_gated_gradients d =
+            bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha, limited, limit, BST_F32);
         dot += dy[i] * d.y;
         y[i] = weight * d.y;
         gate[i] = d.dgate;

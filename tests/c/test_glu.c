@@ -103,6 +103,30 @@ TEST(joined_with_limits) {
     }
 }
 
+/* Of gates and ups at a limit itself, above, below, and no number at all. */
+TEST(gradients_at_a_limit) {
+    float gate[] = {1, 1, -1, NAN, 0.5f, 2}, up[] = {-1, 1, 2, 1, NAN, -2}, to_gate[6], to_up[6], upstream[6];
+    const bool gate_passes[] = {true, true, true, false, true, false},
+               up_passes[] = {true, true, false, true, false, false};
+    int64_t six[] = {6};
+    DLTensor tg = bst_tensor(gate, 1, six, NULL, bst_test_types[0]), tu = tg, tda = tg, tdb = tg, td = tg;
+    tu.data = up, tda.data = to_gate, tdb.data = to_up, td.data = upstream;
+    for (int i = 0; i < 6; i++) upstream[i] = 1;
+    for (int i = 0; i < 2 * ACTIVATIONS; i++) {
+        bool open = i % 2;
+        bst_glu_options options = {sizeof options, activations[i / 2].activation, .limit = 1, .open_limit = open};
+        CHECK_OK(bst_glu_backward(NULL, &td, &tg, &tu, &options, &tda, &tdb, NULL));
+        for (int e = 0; e < 6; e++) {
+            bool at_gate = gate[e] == 1, at_up = fabsf(up[e]) == 1;
+            if (!gate_passes[e] || (open && at_gate)) CHECK(to_gate[e] == 0);
+            if (!up_passes[e] || (open && at_up)) CHECK(to_up[e] == 0);
+            if (at_gate && !open)
+                CHECK(to_gate[e] != 0 || up[e] + (activations[i / 2].activation == BST_SWIGLU_OAI) == 0);
+            if (at_up && !open && gate[e] > 0) CHECK(to_up[e] != 0);
+        }
+    }
+}
+
 TEST(options_are_checked) {
     DLTensor ta = matrix(buffer, pitched), ty = matrix(again, NULL);
     bst_glu_options unsized = {0}, unknown = {sizeof unknown, (bst_activation)99};
@@ -258,6 +282,7 @@ int main(void) {
     RUN(options_are_checked);
     RUN(each_activation);
     RUN(joined_with_limits);
+    RUN(gradients_at_a_limit);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
 }

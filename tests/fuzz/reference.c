@@ -15,6 +15,9 @@ enum { SILU, GELU_TANH, GELU, RELU, RELU2, OAI };
 /* Zero is the usual. */
 static double alpha_of(const fuzz_call *c) { return real(c, "alpha") != 0 ? real(c, "alpha") : 1.702; }
 static double limit_of(const fuzz_call *c) { return real(c, "limit") != 0 ? real(c, "limit") : INFINITY; }
+static bool passes(const fuzz_call *c, double v, double limit) {
+    return v < limit || (v == limit && !whole(c, "open_limit"));
+}
 
 /* What a gated unit makes of its gate, and the slope there; where the operator has no such attribute, silu. */
 static double activate(const fuzz_call *c, double g, double *slope) {
@@ -63,11 +66,11 @@ static void unit_element(fuzz_call *c, int64_t at, const double *gates, int64_t 
     double s = sigmoid(g), lost = unless_lost(both);
     want(y, at, value * u, size * of_up + (value == 0 && g < 0 ? 1e-30 : 0));
     if (!upstream) return;
-    want(dup, up, free || fabs(ups[up]) <= limit ? dy * value : 0, size * fabs(dy));
+    want(dup, up, free || passes(c, fabs(ups[up]), limit) ? dy * value : 0, size * fabs(dy));
     if (fabs(both) > 1e36 || fabs(dy) > 1e36 || of_up > 1e36 || fabs(g * both) > 1e36) lost = INFINITY;
     if (whole(c, "activation") <= GELU) lost += unless_lost(s);
     double terms = (oai ? 1 + fabs(alpha_of(c) * g) : s * (1 + fabs(g) * (1 - s))) + fabs(slope);
-    want(dgate, gate, free || gates[gate] <= limit ? both * slope : 0, fabs(dy) * of_up * terms + lost);
+    want(dgate, gate, free || passes(c, gates[gate], limit) ? both * slope : 0, fabs(dy) * of_up * terms + lost);
 }
 
 static void glu(fuzz_call *c) {

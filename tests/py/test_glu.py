@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from bastile.ops import _glu
 from bastile.ops._glu import unit_of
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.glu import glu, glu_mlp
@@ -213,6 +215,41 @@ def test_pooled_error_within_limits(dtype, device, interleaved, activation):
     )
 
 
+def clamped(x: torch.Tensor, low: float, high: float, is_open: bool) -> torch.Tensor:
+    """torch.clamp with the gradient at a limit that its releases have: to 2.13, and from 2.14 on."""
+    passes = (x > low) & (x < high) if is_open else (x >= low) & (x <= high)
+    return torch.where(passes, x, x.detach().clamp(low, high))
+
+
+@each_activation
+@each_layout
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_at_a_limit(dtype, device, is_open, interleaved, activation, monkeypatch):
+    """Gates and ups that are limits, to the bit."""
+    monkeypatch.setattr(_glu, "OPEN_LIMIT", is_open)
+    h = (random_tensor((5, 34), torch.float32, device).mul(2).round() / 2).to(dtype)
+    limit = 1.0 if activation != "swiglu_oai" else 1.5
+
+    def stock(h: torch.Tensor) -> torch.Tensor:
+        gate, up = parts(h, interleaved)
+        gate, up = clamped(gate, -math.inf, limit, is_open), clamped(up, -limit, limit, is_open)
+        return STOCK[activation](gate, up)
+
+    def ours(h: torch.Tensor) -> torch.Tensor:
+        return glu(h, None, activation, interleaved=interleaved, limit=limit)
+
+    assert (h == limit).any()
+    assert_no_worse(Case(ours=ours, stock=stock, exact=stock, inputs={"h": h}))
+
+
+def test_a_limit_s_gradient_is_that_of_this_torch():
+    x = torch.tensor([1.0, -1.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(x.clamp(-1.0, 1.0).sum(), x)
+    assert gradient.tolist() == [0.0 if _glu.OPEN_LIMIT else 1.0] * 2
+
+
 @each_layout
 @pytest.mark.parametrize("activation", ["silu", "swiglu_oai"])
 @pytest.mark.parametrize("device", devices())
@@ -291,7 +328,7 @@ def test_bad_input_is_named():
     with pytest.raises(TypeError, match=r"glu: up is torch.int64; a floating-point type is needed"):
         glu(a, a.long())
     with pytest.raises(RuntimeError, match=r"glu_forward: activation is 99; 0 \(silu\).* is needed"):
-        torch.ops.bastile.glu_forward(99, 0.0, 0.0, a, a)
+        torch.ops.bastile.glu_forward(99, 0.0, 0.0, False, a, a)
 
 
 def test_second_derivatives_are_refused():
@@ -316,7 +353,7 @@ def test_compiles_without_a_break(device, activation):
 
 
 def test_what_the_compiler_is_told_is_true():
-    unit, ops = (len(STOCK) - 1, 1.5, 2.0), torch.ops.bastile
+    unit, ops = (len(STOCK) - 1, 1.5, 2.0, True), torch.ops.bastile
     h = random_tensor((3, 16), torch.bfloat16, "cpu")
     a, b = h.chunk(2, dim=-1)
     torch.library.opcheck(ops.glu_forward.default, (*unit, a, b))

@@ -71,13 +71,16 @@ def stock(hidden, weights, gate_up, gate_up_bias, down, down_bias, indices, limi
 
 
 def roomy_limit(tensors, indices) -> float:
-    """A limit that clamps some of the gate's numbers, in the widest gap between them from 3 to 6: one that rounding
-    takes to the other side of it has a gradient in one version and none in another, which says nothing of either."""
+    """A limit that clamps some of the gate's numbers, in the widest gap between them from 3 on: one that rounding
+    takes to the other side of it has a gradient in one version and none in another, which says nothing of either. A
+    number of the tensors' type, as torch.clamp makes of it."""
     h = tensors["hidden"].double() @ tensors["gate_up"].double() + tensors["gate_up_bias"].double()[:, None]
-    used = h[indices.t(), torch.arange(indices.shape[0], device=h.device)].abs().flatten()
-    used = torch.cat([used[(used > 3) & (used < 6)], used.new_tensor([3.0, 6.0])]).sort().values
+    used = h[indices.t(), torch.arange(indices.shape[0], device=h.device)].abs().flatten().sort().values
+    used = used[used > 3]
+    end = max(6.0, used[-5].item()) if len(used) > 4 else 6.0  # far out gaps are wide, and a few are to be beyond
+    used = torch.cat([used.new_tensor([3.0]), used[used < end], used.new_tensor([end])])
     widest = used.diff().argmax()
-    return (used[widest] + used[widest + 1]).item() / 2
+    return ((used[widest] + used[widest + 1]) / 2).to(tensors["hidden"].dtype).item()
 
 
 def case(tensors, indices) -> Case:
@@ -477,7 +480,7 @@ def test_what_the_compiler_is_told_is_true(device):
     rows = GATHER(t["hidden"], position.view(-1))
     h = grouped_rows(rows, t["gate_up"], ends)
     check(ops.grouped_rows.default, (rows, t["gate_up"], ends))
-    unit = 5, True, 1.7, 7.0  # swiglu_oai, interleaved, alpha, limit
+    unit = 5, True, 1.7, 7.0, False  # swiglu_oai, interleaved, alpha, limit, open_limit
     check(ops.moe_glu_forward.default, (h, t["gate_up_bias"], ends, *unit))
     y = ops.moe_glu_forward(h, t["gate_up_bias"], ends, *unit)
     check(ops.grouped_matrices.default, (rows, y, ends))

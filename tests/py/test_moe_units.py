@@ -194,6 +194,26 @@ def test_defaults_are_those_of_the_unit(device: str) -> None:
     assert_same_bits(ours(**t, indices=indices), ours(**t, indices=indices, activation="swiglu_oai"))
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["closed", "open"])
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_at_a_limit(dtype: torch.dtype, device: str, is_open: bool) -> None:
+    """They are those of the unit alone."""
+    h = (random_tensor((6, 16), torch.float32, device).mul(2).round() / 2).to(dtype)
+    dy = random_tensor((6, 8), dtype, device)
+    ends = torch.tensor([6], dtype=torch.int32, device=device)
+    order, weights = torch.arange(6, dtype=torch.int32, device=device), torch.ones(6, 1, dtype=dtype, device=device)
+    unit = 0, True, 0.0, 1.0, is_open  # silu, interleaved, alpha, limit
+    dh, *_ = torch.ops.bastile.moe_glu_backward(
+        dy, h, None, ends, order, weights, None, *unit, True, False, False, False
+    )
+    alone = torch.ops.bastile.glu_joined_backward(*unit, dy, h)
+    passes = (h.abs() < 1 if is_open else h.abs() <= 1) | (h < 0) & (torch.arange(16, device=device) % 2 == 0)
+    assert (h == 1).any()
+    assert not dh[~passes].any()
+    torch.testing.assert_close(dh, alone)
+
+
 def test_bad_options_are_named() -> None:
     shape = (7, 2, 3, 16, 8)
     t, indices = inputs(shape, torch.float32, "cpu"), routing(*shape[:3], "cpu")
@@ -202,4 +222,6 @@ def test_bad_options_are_named() -> None:
     with pytest.raises(ValueError, match=r"limit is -1; more than 0 is needed"):
         ours(**t, indices=indices, activation="silu", limit=-1)
     with pytest.raises(RuntimeError, match=r"activation is 6; 0 \(silu\), .* or 5 \(swiglu_oai\)"):
-        torch.ops.bastile.moe_glu_forward(t["hidden"], None, torch.tensor([7], dtype=torch.int32), 6, False, 1.0, 1.0)
+        torch.ops.bastile.moe_glu_forward(
+            t["hidden"], None, torch.tensor([7], dtype=torch.int32), 6, False, 1.0, 1.0, False
+        )

@@ -110,7 +110,7 @@ class _Apply:
 
     @apply.setter
     def apply(self, function: Any) -> None:
-        if inspect.ismethod(function):  # the inherited one
+        if inspect.ismethod(function) or inspect.isbuiltin(function):  # the inherited one; from PyTorch 2.15 on in C
             del self.cls.apply
         else:
             self.cls.apply = staticmethod(function)

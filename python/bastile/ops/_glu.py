@@ -38,6 +38,8 @@ OAI = "swiglu_oai"
 #: All units, in the order of src/core/activation.h: of the last one up is one more.
 UNITS = (*ACTIVATIONS, OAI)
 ALPHA = 1.702
+#: From 2.14 on no gradient of torch.clamp passes at a limit itself.
+OPEN_LIMIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
 class Unit:
@@ -58,9 +60,9 @@ class Unit:
         self.interleaved = bool(interleaved)
         self.alpha, self.limit = float(alpha), float(limit)
         code = UNITS.index(activation)
-        self._apart = code, self.alpha, self.limit
+        self._apart = code, self.alpha, self.limit, OPEN_LIMIT
         #: As operators of gate and up in one tensor are told.
-        self.joined = code, self.interleaved, self.alpha, self.limit
+        self.joined = code, self.interleaved, self.alpha, self.limit, OPEN_LIMIT
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return _ops.glu_forward.default(*self._apart, a, b)
@@ -105,7 +107,7 @@ class _SwiGLU(Unit):
     function of ours."""
 
     activation, interleaved, alpha, limit = "silu", False, ALPHA, math.inf
-    joined = 0, False, ALPHA, math.inf
+    joined = 0, False, ALPHA, math.inf, OPEN_LIMIT
 
     def __init__(self, op: str):
         self.op = op

@@ -16,6 +16,7 @@ const bst_attribute_rule bst__glu_rules[] = {
     [INTERLEAVED] = BST_OPTION('b', interleaved),
     [ALPHA] = BST_OPTION('d', alpha),
     [LIMIT] = BST_OPTION('d', limit),
+    [OPEN_LIMIT] = BST_OPTION('b', open_limit),
     {NULL}};
 
 bst_status bst__glu_need_numbers(const char *op, const bst_attribute *attributes) {
@@ -36,7 +37,7 @@ bst_unit bst__glu_unit(const bst_attribute *attributes) {
     bst_unit unit = {.activation = (int)attributes[ACTIVATION].i, .interleaved = attributes[INTERLEAVED].i != 0};
     unit.alpha = alpha != 0 ? (float)alpha : 1.702f;
     unit.limit = limit != 0 ? (float)limit : INFINITY;
-    unit.limited = unit.limit < INFINITY;
+    unit.limited = unit.limit == INFINITY ? BST_NO_LIMIT : attributes[OPEN_LIMIT].i ? BST_OPEN_LIMIT : BST_CLOSED_LIMIT;
     return unit;
 }
 
@@ -255,8 +256,8 @@ static bst_status run_joined_backward(const bst_exec *exec, const char *op, cons
 /* ---- the functions ----------------------------------------------------------------------------------------------- */
 
 /* swiglu_*: the usual unit, without arguments that say so. */
-#define OPTIONS        "activation alpha limit "
-#define JOINED_OPTIONS "activation interleaved alpha limit "
+#define OPTIONS        "activation alpha limit open_limit "
+#define JOINED_OPTIONS "activation interleaved alpha limit open_limit "
 
 static const bst_function forward = {
     .name = "glu_forward",

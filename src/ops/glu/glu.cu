@@ -1,7 +1,7 @@
 /* glu.cu - y = act(gate) * up, or as its activation says, and its gradients, element by element.
  *
- * Macros: TYPE (a code of dtype.h), UNIT (an activation of activation.h), LIMITED: gate and up have limits; VEC
- * elements of an access to y: a thread has one to each tensor; H_VEC: 0, or gate and up are the even and odd columns of
+ * Macros: TYPE (a code of dtype.h), UNIT and LIMITED (an activation, and which limit, of activation.h); VEC elements
+ * of an access to y: a thread has one to each tensor; H_VEC: 0, or gate and up are the even and odd columns of
  * one tensor, and this many elements of an access to it; THREADS of a block; FLAT: every tensor is one block of memory
  * and y has a.count elements; else COLUMNS of a row of y, CHUNKS blocks a row, FOLDED: one stride describes all rows of
  * each tensor; backward: DGATE, DUP, WITH_Y what is wanted, which may take the place of an input.

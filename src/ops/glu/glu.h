@@ -7,7 +7,7 @@
 #include "core/describe.h"
 
 /* The attributes, in the order of bst__glu_rules. */
-enum { ACTIVATION, INTERLEAVED, ALPHA, LIMIT };
+enum { ACTIVATION, INTERLEAVED, ALPHA, LIMIT, OPEN_LIMIT };
 extern const bst_attribute_rule bst__glu_rules[];
 
 /* What no rule says of them; and that h, of gates and ups, has columns in pairs. */

@@ -231,7 +231,7 @@ static const bst_function glu_forward = {
     .check = check_glu,
     .run = run_glu_forward,
     BST_GIVEN_OPTIONS,
-    BST_TORCH("moe_glu_forward: h bias ends activation interleaved alpha limit -> y"),
+    BST_TORCH("moe_glu_forward: h bias ends activation interleaved alpha limit open_limit -> y"),
 };
 
 bst_status bst_moe_glu_forward(const bst_exec *exec, const DLTensor *h, const DLTensor *bias, const DLTensor *ends,
@@ -271,7 +271,7 @@ static const bst_argument glu_backward_arguments[] = {
     {NULL},
 };
 
-#define GLU_BACKWARD "dy h bias ends order weights dots activation interleaved alpha limit -> "
+#define GLU_BACKWARD "dy h bias ends order weights dots activation interleaved alpha limit open_limit -> "
 static const bst_function glu_backward = {
     .name = "moe_glu_backward",
     .meanings = meanings,
