@@ -205,7 +205,7 @@ typedef struct operator_call {
 #define K_HEADS    F(2, 1, 3, 4)
 #define TABLES     F(1, 3, 4), F(1, 3, 4)
 #define PAIRS      N(0), N(0), N(0)
-#define GLU        N(0), R(0.0), R(0.0)
+#define GLU        N(0), R(0.0), R(0.0), N(1)
 #define DIVERGENCE R(1.0), R(1.0), R(0.0), R(1.0), R(0.0), N(0)
 #define SOFTMAX    R(1.0), R(1.0), R(0.0), N(0)
 
@@ -230,8 +230,8 @@ static const operator_call operators[] = {
     {"glu_backward", 2, {GLU, F(3, 4), F(3, 4), F(3, 4), N(1), N(1)}},
     {"glu_backward_with_y", 3, {GLU, F(3, 4), F(3, 4), F(3, 4), N(0), N(1)}},
     {"glu_backward_inplace", 0, {GLU, W(3, 4), W(3, 4), W(3, 4), N(1), N(1), N(1)}},
-    {"glu_joined_forward", 1, {N(0), N(1), R(0.0), R(0.0), F(3, 8)}},
-    {"glu_joined_backward", 1, {N(0), N(0), R(0.0), R(0.0), F(3, 4), F(3, 8)}},
+    {"glu_joined_forward", 1, {N(0), N(1), R(0.0), R(0.0), N(0), F(3, 8)}},
+    {"glu_joined_backward", 1, {N(0), N(0), R(0.0), R(0.0), N(1), F(3, 4), F(3, 8)}},
     {"rope_forward", 2, {HEADS, K_HEADS, TABLES, PAIRS, N(1), N(0)}},
     {"rope_backward", 2, {HEADS, O(2, 1, 3, 4), TABLES, PAIRS, N(0), N(1), N(0)}},
     {"rope_backward", 2, {HEADS, NONE, TABLES, PAIRS, N(0), N(1), N(9)}},
@@ -287,13 +287,15 @@ static const operator_call operators[] = {
     {"low_rank_backward_into", 1, {F(3, 4), F(3, 2), F(4, 2), W(3, 2), R(0.5)}},
     {"moe_sort", 3, {L(3, 2), N(1)}},
     {"moe_gather", 1, {F(3, 4), I(0, 6)}},
-    {"moe_glu_forward", 1, {F(6, 8), O(1, 8), I(6, 1), N(5), N(1), R(1.7), R(7)}},
+    {"moe_glu_forward", 1, {F(6, 8), O(1, 8), I(6, 1), N(5), N(1), R(1.7), R(7), N(1)}},
     {"moe_glu_backward",
      4,
-     {W(6, 4), W(6, 8), O(1, 8), I(6, 1), I(0, 6), F(3, 2), O(6), N(5), N(1), R(1.7), R(7), N(1), N(1), N(1), N(1)}},
+     {W(6, 4), W(6, 8), O(1, 8), I(6, 1), I(0, 6), F(3, 2), O(6), N(5), N(1), R(1.7), R(7), N(1), N(1), N(1), N(1),
+      N(1)}},
     {"moe_glu_backward_inplace",
      2,
-     {W(6, 4), W(6, 8), O(1, 8), I(6, 1), I(0, 6), F(3, 2), O(6), N(0), N(0), R(1.7), R(7), N(1), N(1), N(1), N(0)}},
+     {W(6, 4), W(6, 8), O(1, 8), I(6, 1), I(0, 6), F(3, 2), O(6), N(0), N(0), R(1.7), R(7), N(0), N(1), N(1), N(1),
+      N(0)}},
     {"moe_combine_forward", 1, {F(6, 4), I(0, 3, 2), O(3, 2), O(1, 4), OL(3, 2)}},
     {"moe_combine_backward", 3, {F(3, 4), I(0, 6), I(6, 1), F(3, 2), O(1, 4), N(1), N(1)}},
 };
