@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: What a trainer's steps are compared with.
 TRAINED = ("stock", "compile", "liger", "unsloth")
 #: The columns of a sweep's table.
-MODELS = ("hf", "liger", "compile", "compile-layers", "bastile-compile", "bastile")
+MODELS = ("hf", "liger", "compile", "compile-graphs", "compile-layers", "bastile-compile", "bastile")
 BLOCK = re.compile(r"(<!-- measured: (?P<file>\S+)(?P<words>[^>]*?) -->\n).*?(<!-- /measured -->)", re.DOTALL)
 
 
@@ -38,6 +38,10 @@ def rows_of(lines: list[list[str]]) -> list[str]:
     """A Markdown table; the first line is its head."""
     head, *rest = ["|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|" for cells in lines]
     return [head, "|---" * len(lines[0]) + "|", *rest]
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.{1 if seconds < 0.02 else 0}f}"
 
 
 def versions_of(versions: dict[str, str]) -> str:
@@ -118,7 +122,8 @@ def sweep(run: dict[str, Any], words: list[str], link: str) -> list[str]:
             return "–"
         if record["status"] != "ok":
             return record["status"]
-        shown = f"{record['seconds'] * 1e3:.0f} ({record['peak_bytes'] / GIB:.1f})"
+        whole = f", {milliseconds(record['step_seconds'])}" if "step_seconds" in record else ""
+        shown = f"{milliseconds(record['seconds'])}{whole} ({record['peak_bytes'] / GIB:.1f})"
         return f"**{shown}**" if name == "bastile" else shown
 
     table = [["tokens", *(IMPLEMENTATIONS[name].title for name in names)]]
@@ -130,13 +135,16 @@ def sweep(run: dict[str, Any], words: list[str], link: str) -> list[str]:
             line.append(f"{record['floor']['wall'] / record['floor']['seconds']:.2f}" if record else "–")
     several = settings["gpus"] > 1
     batch = f"batch {settings['batch']}{' a GPU' * several}"
+    differences = loss_differences(results, [name for name in names if name != "hf"])
     where = f"{settings['gpus']} {run['machine']['name']}s" if several else run["machine"]["name"]
     return [
         *rows_of(table),
         "",
         f"{made(where, run, settings['versions'])}; {settings['dtype']}, {batch}.",
-        "Largest difference of the first loss from Transformers', of its value: "
-        f"{loss_differences(results, [name for name in names if name != 'hf'])}.",
+        *(
+            [f"Largest difference of the first loss from Transformers', of its value: {differences}."]
+            * bool(differences)
+        ),
         f"`{command(settings, [name for name in names if name != 'bastile'], lengths)}`,",
         f"[all figures]({link}).",
     ]
