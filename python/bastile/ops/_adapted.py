@@ -11,7 +11,6 @@ from torch.compiler import is_compiling
 
 from bastile.ops import low_rank
 from bastile.ops._common import is_batched, on_gpu
-from bastile.ops._late import Late
 from bastile.ops._rounding import rounded
 from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
 
@@ -327,16 +326,6 @@ _HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")
 def reads_input(wanted: Sequence[bool]) -> bool:
     """Whether one of a group's gradients that are wanted is made of the group's input: a weight's or an A's."""
     return any(wanted[0::TENSORS]) or any(wanted[2::TENSORS])
-
-
-def results_or_places(
-    rest: Late | None, group: Group, x: torch.Tensor, rows: torch.Tensor, thin: torch.Tensor | None
-) -> list[torch.Tensor]:
-    """A node's results, or where they will be."""
-    if rest is None:
-        return group.results(x, rows, thin)
-    rest.leave(group.fill, rows, thin)
-    return group.places(x)
 
 
 def of_layers(layers: Sequence[Layer], seeds: torch.Tensor | None) -> Sequence[torch.Tensor | None]:

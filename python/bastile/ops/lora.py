@@ -14,7 +14,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn.functional import dropout, linear
 
-from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input, results_or_places
+from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input
 from bastile.ops._adapted_mlp import GatedMLP, groups
 from bastile.ops._common import Function, cast_as_linear, first_order_only, served, without_autocast
 from bastile.ops._glu import unit_of
@@ -71,7 +71,11 @@ class _Linears(Function):
         ctx.again = again.without_tensors() if keeps_x and again is not None else None
         ctx.save_for_backward(thin, way_back, seeds, *tensors, *group.rounded, *kept)
         ctx.shape, ctx.layers, ctx.dtype, ctx.rounded = x.shape, layers, x.dtype, len(group.rounded)
-        results = results_or_places(rest, group, x, rows, thin)
+        if rest is None:
+            results = group.results(x, rows, thin)
+        else:
+            rest.leave(group.fill, rows, thin)
+            results = group.places(x)
         return tuple(results) if way_back is None else (*results, way_back)
 
     @staticmethod
