@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 
 class Empty:
-    """What a cache is like before it is filled."""
+    """What a cache is like before it is filled. It holds nothing of the cache: it is in the keys of kinds of steps."""
 
     def __init__(self, cache: Any) -> None:
-        self._like = copy.deepcopy(cache)
+        self._like: Any = None
         self._kind = type(cache), tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
 
     def __eq__(self, other: object) -> bool:
@@ -22,7 +22,12 @@ class Empty:
     def __hash__(self) -> int:
         return hash(self._kind)
 
+    def keep(self, cache: Any) -> None:
+        """So that others can be made. A copy takes half a millisecond, which most steps have no use for."""
+        self._like = copy.deepcopy(cache)
+
     def made(self) -> Any:
+        assert self._like is not None
         return copy.deepcopy(self._like)
 
 

@@ -187,6 +187,7 @@ class Step:
         if captured is None:
             noted = stack.notes.get(key)
             if noted is None:
+                self.given.note()
                 self.noting = _Noting(key, args[0].device)
                 return None
             captured = self._captured(key, noted, args[0])
