@@ -41,7 +41,6 @@ class Given:
         self._places: dict[int, int] = {}
         self.cache: Any = None
         self._empty: caches.Empty | None = None
-        self._is_noted = False
 
     def place(self, tensor: torch.Tensor) -> int:
         found = self._places.get(id(tensor))
@@ -55,9 +54,8 @@ class Given:
                 self._versions.append(tensor._version)
         return found
 
-    def note(self) -> None:
-        """From these arguments others are to be made, when the layers have run."""
-        self._is_noted = True
+    def keep_cache(self) -> None:
+        """As it is now, before the layers fill it: others are to be made like it."""
         if self._empty is not None:
             self._empty.keep(self.cache)
 
@@ -77,8 +75,6 @@ class Given:
             return dict, tuple([(name, self.structure(each)) for name, each in value.items() if name not in _UNREAD])
         if self._empty is None and caches.is_new(value):
             self.cache, self._empty = value, caches.Empty(value)
-            if self._is_noted:
-                self._empty.keep(value)
         if self._empty is not None and value is self.cache:
             return caches.Empty, self._empty
         raise CannotCapture(f"an argument of the layers is a {type(value).__qualname__}")

@@ -23,8 +23,10 @@ class Empty:
         return hash(self._kind)
 
     def keep(self, cache: Any) -> None:
-        """So that others can be made. A copy takes half a millisecond, which most steps have no use for."""
-        self._like = copy.deepcopy(cache)
+        """As it is the first time, so that others can be made. A copy takes half a millisecond, which most steps have
+        no use for."""
+        if self._like is None:
+            self._like = copy.deepcopy(cache)
 
     def made(self) -> Any:
         assert self._like is not None

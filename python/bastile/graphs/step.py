@@ -187,7 +187,6 @@ class Step:
         if captured is None:
             noted = stack.notes.get(key)
             if noted is None:
-                self.given.note()
                 self.noting = _Noting(key, args[0].device)
                 return None
             captured = self._captured(key, noted, args[0])
@@ -275,6 +274,7 @@ class _Noting:
         hidden = args[0]
         self.given = given
         structure = given.structure([args[1:], kwargs])
+        given.keep_cache()
         if self.calls and self.calls[-1].structure == structure:
             structure = self.calls[-1].structure  # one object, so that equality is seen at once
         chained = hidden is self.output

@@ -212,10 +212,8 @@ def gated_mlp(
         return _original(*given, gated)
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
         rest = late()
-        if rest is not None:
-            return _finished(rest, _GatedMLP.apply(*given, gated, rest))
-        out = _GatedMLP.apply(*given, gated)
-        return out[0] if type(out) is tuple else out
+        left = () if rest is None else (rest,)
+        return _finished(rest, _GatedMLP.apply(*given, gated, *left))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(linear(x, gate), linear(x, up)), down)
 
