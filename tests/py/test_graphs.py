@@ -160,8 +160,8 @@ def test_the_least_recently_used_shape_leaves(monkeypatch: pytest.MonkeyPatch) -
     def batches(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
         return batch_of(model, step, 2, lengths[step])
 
-    # 5 leaves for 7, and is captured again at once, for which 6 leaves, and so on.
-    assert_alike(tiny_model(), 6, steps=9, batches=batches)
+    # 6 and 7 are foreseen, and each makes what is shorter leave; 5 is captured again, and leaves for 6.
+    assert_alike(tiny_model(), 8, steps=9, batches=batches)
     for stack in stacks._stacks.values():
         assert len(stack.captured) <= 2
 
@@ -176,10 +176,11 @@ def test_a_shape_must_come_often_to_take_another_s_place(monkeypatch: pytest.Mon
     def batches(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
         return batch_of(model, step, 2, lengths[step])
 
-    # Of 7 four steps find no room; 8 is noted, and has been seen ten times when it gets some.
-    got = assert_alike(tiny_model(), 2 * 4 + 3, steps=len(lengths), batches=batches)
-    assert len(made) == 3
-    assert [(reason[:24], n) for reason, n in got.aside.items()] == [("more kinds of steps than", 4 + 9)]
+    # 6 and 7 make what is shorter leave, 5 has room again, and then 6 finds none in three steps; 8 is noted, and has
+    # been seen ten times when it gets some.
+    got = assert_alike(tiny_model(), 3 + 2 * 3 + 3, steps=len(lengths), batches=batches)
+    assert len(made) == 5
+    assert [(reason[:24], n) for reason, n in got.aside.items()] == [("more kinds of steps than", 3 + 9)]
 
 
 @pytest.mark.parametrize("kinds", [4, 12])
@@ -319,10 +320,10 @@ def test_gradients_reach_distributed_data_parallel() -> None:
 
 def test_auto_measures_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """One step is noted, two are measured; the verdict may take longer to arrive."""
-    verdicts = iter([None, True, None])
-    monkeypatch.setattr("bastile.graphs.pays.Pays.verdict", lambda self: next(verdicts))
+    ratios = iter([None, 0.5])
+    monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: next(ratios))
     model = tiny_model()
     assert train(model, "auto", steps=7).replayed == 3  # type: ignore[arg-type]
-    monkeypatch.setattr("bastile.graphs.pays.Pays.verdict", lambda self: False)
+    monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: 2.0)
     run = train(model, "auto", steps=5)  # type: ignore[arg-type]
     assert (run.replayed, run.aside) == (0, {"the device is not waiting for the host": 2})

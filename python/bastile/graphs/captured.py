@@ -195,7 +195,11 @@ def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
 class Captured:
     """The graphs of a stack."""
 
-    def __init__(self, recorder: Recorder, modules: Sequence[nn.Module], note: Note, autocast: Autocast) -> None:
+    def __init__(
+        self, recorder: Recorder, modules: Sequence[nn.Module], note: Note, autocast: Autocast, is_new: bool = False
+    ) -> None:
+        """is_new: no such step has run; the note is one of others."""
+        self.is_foreseen = is_new
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
@@ -204,6 +208,8 @@ class Captured:
         self.lends_gradients = not note.checkpoints
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording():
+            if is_new:
+                self._warm_up()
             self._record()
         self._lent = [lent for run in self.runs for lent in (run.output, run.hidden_gradient) if lent is not None]
         for lent in self._lent:
@@ -211,6 +217,19 @@ class Captured:
         self.gradients = Gradients(self.runs[self.lowest :])
 
     # ---- recording ----------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        """Runs each layer by itself, of zeros: what is to be chosen, compiled and loaded cannot be while it is
+        captured."""
+        device = self._note.calls[0].hidden[3]
+        with _drawing_again(device, state_of(generator_of(device))):
+            for layer in [layer for run in self.runs for layer in run.layers]:
+                run, kept = Run(0, 0, [layer], self._note.draws), [None]
+                hidden = Place(layer.call.hidden).tensor
+                (output,) = self._forward_of(run, hidden, kept)()
+                if run.wants_gradients:
+                    self._backward_of(run, hidden, torch.zeros_like(output), kept)()
+        self._recorder.tidy()
 
     def _record(self) -> None:
         kept: list[Any] = [None] * len(self.runs)
@@ -371,6 +390,12 @@ def _standing_in(layer: Layer) -> Iterator[None]:
 # ---- a step ----------------------------------------------------------------------------------------------------------
 
 
+_ONCE = (
+    "bastile: trying to backward through captured decoder layers a second time, or after another step has begun: what "
+    "their graphs keep for the backward pass is there once. bastile.apply(cuda_graphs=False) runs them without graphs"
+)
+
+
 class Passage:
     """One forward pass through captured layers, and the backward pass that belongs to it."""
 
@@ -382,7 +407,7 @@ class Passage:
     ) -> None:
         """gradients: how those of parameters are handed out. give_up: called with the reason where such steps turn out
         not to be what was captured."""
-        self.captured, self.gradients, self._give_up = captured, gradients, give_up
+        self.captured, self.gradients, self.give_up = captured, gradients, give_up
         self.is_over = False  # a later one has the memory
         self._reached = len(captured.runs)
 
@@ -393,11 +418,7 @@ class Passage:
     def reach(self, run: Run) -> None:
         """The backward pass is at this run."""
         if self.is_over or run.index >= self._reached:
-            raise RuntimeError(
-                "bastile: trying to backward through captured decoder layers a second time, or after another step has "
-                "begun: what their graphs keep for the backward pass is there once. bastile.apply(cuda_graphs=False) "
-                "runs them without graphs"
-            )
+            raise RuntimeError(_ONCE)
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "bastile: the gradients of captured decoder layers cannot be differentiated again (create_graph=True); "
@@ -411,7 +432,7 @@ class Passage:
         if self._reached == len(self.captured.runs):
             reason = self.captured.against_backward()
             if reason is not None:
-                self._give_up(reason)
+                self.give_up(reason)
         self._reached = run.index
 
     def _is_kept(self, run: Run) -> bool:
@@ -454,6 +475,8 @@ class Replay(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         passage, run = ctx.passage, ctx.run
+        if passage is None:
+            raise RuntimeError(_ONCE)
         passage.reach(run)
         if gradient.data_ptr() != run.upstream_pointer or gradient.stride() != run.upstream.stride():
             run.upstream.copy_(gradient)
@@ -465,4 +488,5 @@ class Replay(Function):
             hidden = (
                 hidden.clone()
             )  # it leaves the layers; adapters' input keeps it as its .grad until the loss is gone
+        ctx.passage = ctx.run = None  # many a loop keeps its loss, which holds this, and would hold the graphs
         return None, None, hidden, *passage.gradients(run)

@@ -42,17 +42,20 @@ class Lengths:
         #: off. None: that has not been looked at.
         self.never: bool | None = None
 
+    @property
+    def vary(self) -> bool:
+        return len(self._seen) == VARIES
+
     def do_not_pay(self, tokens: int) -> None:
         """Graphs of so many tokens, nor of more."""
         self._too_many = min(self._too_many, tokens)
 
     def of(self, rows: int, length: int) -> int:
         """To which such a batch is padded; its own length where it is not."""
-        if len(self._seen) < VARIES:
+        if not self.vary:
             self._seen.add(length)
         to = padded(length)
-        varies = len(self._seen) == VARIES and not self.never
-        return to if varies and rows * to < self._too_many else length
+        return to if self.vary and not self.never and rows * to < self._too_many else length
 
 
 def is_causal(forward: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:

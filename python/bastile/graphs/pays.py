@@ -40,10 +40,14 @@ class Pays:
     def wants_more(self) -> bool:
         return self._left > 0
 
-    def verdict(self) -> bool | None:
-        """None: not known yet."""
+    def ratio(self) -> float | None:
+        """The device's time over the host's. None: not known yet."""
         if not self._events:
-            return True
+            return 0.0
         if not self._events[1].query():
             return None
-        return self._events[0].elapsed_time(self._events[1]) / 1e3 < _RATIO * self._seconds
+        return self._events[0].elapsed_time(self._events[1]) / 1e3 / self._seconds
+
+
+def pays(ratio: float) -> bool:
+    return ratio < _RATIO

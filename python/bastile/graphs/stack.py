@@ -52,6 +52,7 @@ class Stack:
         self.tally = tally
         self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
         self.pays: dict[Any, Pays] = {}  # by key, what is being measured
+        self.ratios: dict[Any, float] = {}  # by key, what came of it
         self.captured: OrderedDict[Any, Captured] = OrderedDict()
         self.steps = 0
         self._used: dict[Any, int] = {}  # by key of what is captured, in which step last
@@ -66,6 +67,7 @@ class Stack:
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
         self._is_tidy = False
+        self._most_tokens = 0  # of what is in the pool
         self.lengths = Lengths()
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
@@ -93,7 +95,7 @@ class Stack:
 
     def _look_at(self, layers: Sequence[Any]) -> None:
         self.retire()
-        for table in (self.notes, self.pays, self._seen):
+        for table in (self.notes, self.pays, self.ratios, self._seen):
             table.clear()
         self.layers = list(layers)
         device = _device_of(layers)
@@ -114,9 +116,26 @@ class Stack:
     def retire(self) -> None:
         """The graphs go. A step that is still to have its backward pass keeps what it needs, and the pool is not used
         before it is done."""
+        self.watch = None
+        self._drop()
+
+    def start_over(self) -> None:
+        """Kinds that there have been will hardly come again, and others will: their graphs go, and their memory."""
+        self._drop()
+        if self.recorder is not None:
+            self.recorder.tidy()
+
+    def make_way(self, tokens: int) -> None:
+        """Before graphs are captured of a step with so many. If that is more than ever, what is in the pool goes: hardly
+        a piece of it would be large enough. The others are captured again when they come, in pieces of this one's."""
+        if tokens > self._most_tokens:
+            self._drop()
+            self._most_tokens = tokens
+
+    def _drop(self) -> None:
         self.captured.clear()
         self._used.clear()
-        self.watch = None
+        self._most_tokens = 0
         if self._last is not None and self._last.is_free() and not self._last.gradients.are_held():
             self._last = None
 
@@ -163,9 +182,12 @@ class Stack:
             self._seen.setdefault(key, deque(maxlen=WORTH)).append(self.steps)
         return found
 
+    def is_full(self) -> bool:
+        return len(self.captured) >= MOST_CAPTURED
+
     def has_room(self, key: Any) -> bool:
         """For graphs of this kind."""
-        if len(self.captured) < MOST_CAPTURED:
+        if not self.is_full():
             return True
         seen, first = self._seen[key], next(iter(self.captured))
         return len(seen) == WORTH and seen[0] > self._used[first]
@@ -193,7 +215,7 @@ class Stack:
         self.notes.move_to_end(key)
         while len(self.notes) > _MOST_SEEN:
             first = self.notes.popitem(last=False)[0]
-            for table in (self.pays, self._seen):
+            for table in (self.pays, self.ratios, self._seen):
                 table.pop(first, None)
 
 

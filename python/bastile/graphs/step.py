@@ -18,7 +18,8 @@ from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
 from bastile.graphs.between import Between
 from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
-from bastile.graphs.pays import Pays
+from bastile.graphs.foreseen import foreseen
+from bastile.graphs.pays import Pays, pays
 from bastile.graphs.stack import Stack
 
 Mode = Literal["auto"] | bool
@@ -113,6 +114,8 @@ class Step:
             self.stack.tally.step_aside(reason)
         if self.noting is not None:
             self.stack.note(self.noting.key, reason)
+        if self.passage is not None and self.passage.captured.is_foreseen:
+            self.passage.give_up(reason)
         self.passage = self.noting = None
         self.run = self.hidden = self.output = self.output_between = None
 
@@ -186,10 +189,13 @@ class Step:
         captured = stack.see(key)
         if captured is None:
             noted = stack.notes.get(key)
+            is_new = noted is None
+            if noted is None:
+                noted = self._foreseen(key)
             if noted is None:
                 self.noting = _Noting(key, args[0].device)
                 return None
-            captured = self._captured(key, noted, args[0])
+            captured = self._captured(key, noted, args[0].device, is_new)
             if captured is None:
                 return None
         passage = stack.begin(key, captured)
@@ -222,30 +228,59 @@ class Step:
             self.asked,
         )
 
-    def _captured(self, key: Any, noted: Note | str, hidden: torch.Tensor) -> Captured | None:
-        """Graphs for a kind of step that has been noted, if it is time."""
-        stack, device, tokens = self.stack, hidden.device, hidden.shape[:-1].numel()
+    def _foreseen(self, key: Any) -> Note | None:
+        """What would be noted of the first step of a kind: of one that has graphs and differs in sizes alone. Such a
+        step need not run without graphs, whose activations would lie beside the graphs' memory."""
+        stack = self.stack
+        if stack.is_full() or (self.mode == "auto" and not self._surely_pays(key)):
+            return None
+        for other in stack.captured:
+            before = stack.notes.get(other)
+            if isinstance(before, Note) and other[2:] == key[2:]:
+                found = foreseen(before, other[0], key[0], key[1])
+                if found is not None:
+                    stack.note(key, found)
+                    return found
+        return None
+
+    def _surely_pays(self, key: Any) -> bool:
+        """Whether graphs do by what was measured of other sizes: with the tokens the device's time grows, and the
+        host's does not. Then that is noted."""
+        ratios, tokens = self.stack.ratios, _tokens(key)
+        alike = [ratio * max(1.0, tokens / _tokens(o)) for o, ratio in ratios.items() if o[2:] == key[2:]]
+        if key in ratios or not alike or not pays(min(alike)):
+            return key in ratios and pays(ratios[key])
+        ratios[key] = min(alike)
+        return True
+
+    def _captured(self, key: Any, noted: Note | str, device: torch.device, is_new: bool) -> Captured | None:
+        """Graphs for a kind of step that has been noted, if it is time. is_new: none of it has run."""
+        stack = self.stack
         if isinstance(noted, str):
             stack.tally.step_aside(noted)
             return None
-        if self.mode == "auto":
-            pays = stack.pays.setdefault(key, Pays(device))
-            if pays.wants_more():
-                self.measuring = pays
-                pays.begin()
-                return None
-            verdict = pays.verdict()
-            if verdict is False:
-                stack.lengths.do_not_pay(tokens)
+        if self.mode == "auto" and not self._surely_pays(key):
+            if key not in stack.ratios:
+                measured = stack.pays.setdefault(key, Pays(device))
+                if measured.wants_more():
+                    self.measuring = measured
+                    measured.begin()
+                    return None
+                ratio = measured.ratio()
+                if ratio is None:
+                    return None
+                stack.ratios[key] = ratio
+            if not pays(stack.ratios[key]):
+                stack.lengths.do_not_pay(_tokens(key))
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
-            if not verdict:
                 return None
         if not stack.has_room(key):
             stack.tally.step_aside(_CROWDED)
             return None
         assert stack.recorder is not None
+        stack.make_way(_tokens(key))
         try:
-            captured = Captured(stack.recorder, self.layers, noted, self._autocast)
+            captured = Captured(stack.recorder, self.layers, noted, self._autocast, is_new)
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             _log.debug("capturing decoder layers failed", exc_info=True)
@@ -255,6 +290,12 @@ class Step:
             return None
         stack.keep(key, captured)
         return captured
+
+
+def _tokens(key: Any) -> int:
+    """That go through the layers in a step of this kind."""
+    (shape, *_) = key[1]
+    return int(shape[:-1].numel())
 
 
 class _Noting:

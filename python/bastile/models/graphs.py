@@ -76,7 +76,13 @@ def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given
     """The arguments of a padded batch and its length, where that pays and nobody notices."""
     if stack.lengths.never is None:
         stack.lengths.never = not is_causal(original, stack.layers)
-    return None if stack.lengths.never else lengthened(given, backbone.config, stack.lengths)
+    if stack.lengths.never:
+        return None
+    varied = stack.lengths.vary
+    longer = lengthened(given, backbone.config, stack.lengths)
+    if stack.lengths.vary and not varied:
+        stack.start_over()
+    return longer
 
 
 def _asked(backbone: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
