@@ -67,12 +67,12 @@ bool bst__compiling_only(bst_collector *out) {
 
 bst_status bst__chip_of_arch(const char *op, int arch, bst_chip *out) {
     static const bst_chip chips[] = {
-        {80, 108, 166912, 40 << 20, 32764, false},   /* A100 */
-        {86, 84, 101376, 6 << 20, 32764, false},     /* RTX A6000 */
-        {89, 142, 101376, 96 << 20, 32764, false},   /* L40S */
-        {90, 132, 232448, 50 << 20, 32764, true},    /* H100, H200 */
-        {100, 148, 232448, 126 << 20, 32764, false}, /* B200 */
-        {120, 170, 101376, 96 << 20, 32764, false},  /* RTX 5090 */
+        {80, 108, 166912, 40 << 20, 32764, false, 0},   /* A100 */
+        {86, 84, 101376, 6 << 20, 32764, false, 0},     /* RTX A6000 */
+        {89, 142, 101376, 96 << 20, 32764, false, 0},   /* L40S */
+        {90, 132, 232448, 50 << 20, 32764, true, 0},    /* H100, H200 */
+        {100, 148, 232448, 126 << 20, 32764, false, 0}, /* B200 */
+        {120, 170, 101376, 96 << 20, 32764, false, 0},  /* RTX 5090 */
     };
     for (size_t i = 0; i < sizeof chips / sizeof *chips; i++) {
         if (chips[i].arch != arch) continue;

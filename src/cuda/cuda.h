@@ -37,6 +37,7 @@ typedef struct bst_chip {
     int64_t l2;        /* bytes */
     int arguments;     /* bytes that a kernel's arguments may take: of the driver */
     bool warpgroups;   /* the words of warpgroup.cuh: Hopper, but not the emulator's */
+    int64_t memory;    /* bytes; 0: not known, as while kernels are only compiled */
 } bst_chip;
 
 /* The chip behind a device index; opens the driver at the first call. While kernels are only compiled, the chip that is

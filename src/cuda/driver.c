@@ -116,8 +116,11 @@ static bst_status describe(const char *op, int index, bst_device *device) {
     };
     for (size_t i = 0; i < sizeof wanted / sizeof *wanted; i++)
         BST_DRIVER_TRY(op, cuDeviceGetAttribute, wanted[i].value, wanted[i].attribute, device->handle);
+    size_t memory = 0;
+    BST_DRIVER_TRY(op, cuDeviceTotalMem, &memory, device->handle);
     chip->arch = major * 10 + minor;
     chip->l2 = l2;
+    chip->memory = (int64_t)memory;
     chip->warpgroups = chip->arch == 90;
     chip->arguments = version < WIDE_ARGUMENTS ? 4096 : 32764;
     if (chip->arch >= 80) return BST_OK;

@@ -94,6 +94,7 @@ typedef struct CUlaunchConfig {
     X(cuDeviceGetCount, "cuDeviceGetCount", (int *count))                                                            \
     X(cuDeviceGet, "cuDeviceGet", (CUdevice * device, int index))                                                    \
     X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int *value, int attribute, CUdevice device))                    \
+    X(cuDeviceTotalMem, "cuDeviceTotalMem_v2", (size_t *bytes, CUdevice device))                                     \
     X(cuDeviceGetName, "cuDeviceGetName", (char *name, int bytes, CUdevice device))                                  \
     X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CUcontext * context, CUdevice device))                  \
     X(cuCtxGetCurrent, "cuCtxGetCurrent", (CUcontext * context))                                                     \

@@ -95,6 +95,12 @@ DEFINE(cuDeviceGetAttribute, (int *value, int attribute, CUdevice device)) {
     return CUDA_SUCCESS;
 }
 
+DEFINE(cuDeviceTotalMem_v2, (size_t *bytes, CUdevice device)) {
+    (void)device;
+    *bytes = (size_t)80 << 30;
+    return CUDA_SUCCESS;
+}
+
 DEFINE(cuDeviceGetName, (char *name, int bytes, CUdevice device)) {
     snprintf(name, (size_t)bytes, "Fake %d", device);
     return CUDA_SUCCESS;

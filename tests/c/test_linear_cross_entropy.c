@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "chips.h"
+#include "ops/linear_cross_entropy/linear_cross_entropy.h"
 
 enum { T = 150, V = 53, H = 21 };
 
@@ -177,6 +178,38 @@ TEST(chunks_of_few_rows) {
 }
 #endif
 
+/* Of Qwen3's head, 151936 classes in bfloat16, on GPUs of so many GiB. */
+TEST(chunks_by_default_are_of_the_gpu_s_memory) {
+    static const struct {
+        int64_t gib, rows, chunk;
+        bool rounded;
+    } cases[] = {
+        {0, 5741, 5741, true},    /* not known, or large: all that fits 1664 MiB, */
+        {0, 8192, 4096, true},    /* and else chunks of 4096 rows, */
+        {0, 65536, 5632, true},   /* or an eighth of them, but for what does not fit */
+        {141, 8192, 4096, true},  /* H200 */
+        {80, 8192, 4096, true},   /* 1280 MiB: 4417 rows */
+        {24, 1325, 1325, true},   /* 384 MiB: 1325 rows */
+        {24, 4096, 1024, true},   /* evened out, in whole tiles */
+        {24, 16384, 2048, true},  /* an eighth, for dweight is rounded */
+        {24, 16384, 1280, false}, /* and not where there is none */
+        {24, 65536, 1311, true},  /* an eighth would be more than 1664 MiB; 1408 rows, whole tiles, than 384 */
+        {8, 8192, 1024, true},    /* no less than 256 MiB: 883 rows, but an eighth */
+        {8, 4096, 820, false},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int64_t rows = bst__linear_cross_entropy_chunk_rows(&(linear_cross_entropy_chunks){
+            .rows = cases[i].rows,
+            .width = 4096,
+            .row_bytes = 151936 * 2,
+            .rounded = cases[i].rounded,
+            .processors = 132,
+            .memory = cases[i].gib << 30,
+        });
+        if (rows != cases[i].chunk) FAILED("case %zu: %lld rows", i, (long long)rows);
+    }
+}
+
 TEST(errors_name_the_argument) {
     inputs();
     DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape), tl = bst_f32(&loss, 0, NULL);
@@ -241,6 +274,7 @@ int main(void) {
     RUN(chunks_follow_the_budget_and_nothing_else);
     RUN(products_that_fail);
     RUN(chunks_of_few_rows);
+    RUN(chunks_by_default_are_of_the_gpu_s_memory);
 #endif
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);

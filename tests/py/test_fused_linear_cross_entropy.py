@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bastile.ops import _valid_rows
 from bastile.ops import fused_linear_cross_entropy as module
@@ -515,3 +516,30 @@ def test_what_memory_held_before_does_not_show(dtype, device):
         loss = fused_linear_cross_entropy(hidden, weight, target)
         for result in (loss, *torch.autograd.grad(loss, (hidden, weight))):
             assert result.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "rows", "fit", "kept"),
+    [
+        (141, 8192, False, 4096),
+        (141, 5741, True, 5741),
+        (80, 8192, False, 4096),
+        (24, 1325, True, 1325),
+        (24, 8192, False, 1280),
+        (24, 16384, False, 2048),
+        (4, 883, True, 883),
+    ],
+)
+def test_the_budget_is_of_the_gpu_s_memory(
+    gibibytes: int, rows: int, fit: bool, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the C library has it (test_linear_cross_entropy.c). Of Qwen3's vocabulary, in bfloat16."""
+    monkeypatch.delenv("BASTILE_LOGITS_MIB", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "_memory_of", lambda index: gibibytes << 30)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden = torch.empty(rows, 8, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(151936, 8, dtype=torch.bfloat16, device="cuda")
+    assert module.logits_fit(hidden, weight, 0) is fit
+    assert module.kept_rows(hidden, weight, 0) == kept
+    assert module.logits_fit(hidden, weight, 1 << 40)

@@ -126,8 +126,9 @@ class Stack:
             self.recorder.tidy()
 
     def make_way(self, tokens: int) -> None:
-        """Before graphs are captured of a step with so many. If that is more than ever, what is in the pool goes: hardly
-        a piece of it would be large enough. The others are captured again when they come, in pieces of this one's."""
+        """Before graphs are captured of a step with so many. If that is more than ever, what is in the pool goes, for
+        hardly a piece of it would be large enough. The others are captured again when they come, in pieces of this
+        one's."""
         if tokens > self._most_tokens:
             self._drop()
             self._most_tokens = tokens

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import sys
 
 import torch
 
@@ -17,10 +19,11 @@ __all__ = ["ValidCount", "fused_linear_cross_entropy", "set_compaction", "set_lo
 _forward = torch.ops.bastile.linear_cross_entropy_forward.default
 _backward = torch.ops.bastile.linear_cross_entropy_backward.default
 
-#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 5742 tokens. Up to here, all logits of a call are made
+#: Logits that may exist at once on CUDA: at V = 151936 in bf16, 5741 tokens. Up to here, all logits of a call are made
 #: in one piece, and both gradient products run in the backward pass; beyond, chunks are worked off in the forward pass:
-#: of 4096 rows, which cost no time, or as large as a setting allows.
-DEFAULT_LOGITS_BYTES = 1664 << 20
+#: of 4096 rows, which cost no time, or as large as a setting allows. On a GPU of less than 104 GiB it is a 64th of its
+#: memory, but no less than the second number: as the C library has it (linear_cross_entropy_chunks.c).
+DEFAULT_LOGITS_BYTES, LEAST_LOGITS_BYTES = 1664 << 20, 256 << 20
 
 #: Rows of a chunk by default, the fewest that a setting may ask for, and what products round rows to.
 CHUNK_ROWS, LEAST_ROWS, TILE = 4096, 64, 128
@@ -32,7 +35,8 @@ def set_logits_memory(mebibytes: float | None) -> None:
     """Sets how much memory the fused loss may use for logits, in MiB; None: the default (or BASTILE_LOGITS_MIB).
 
     On CUDA, calls whose logits fit keep them, and make their gradients in the backward pass; others go chunk by chunk,
-    of as many rows as fit (by default of 4096). On CPU no call keeps them: a chunk has as many rows as fit (by default
+    of as many rows as fit (by default of 4096). The default is 1664 MiB, on a GPU of less than 104 GiB a 64th of its
+    memory, and no less than 256 MiB. On CPU no call keeps them: a chunk has as many rows as fit (by default
     into 256 MiB, and an eighth of the rows, but at least 512; 256 in any case). What is too little for 64 rows counts
     as enough for 64.
     It holds for calls made from now on, in every thread.
@@ -55,6 +59,17 @@ def chunk_bytes_now() -> int:
     return 0
 
 
+def usual_bytes(device: torch.device) -> int:
+    """What no setting says, on this GPU."""
+    memory = _memory_of(device.index) if device.type == "cuda" and torch.cuda.is_available() else sys.maxsize
+    return min(DEFAULT_LOGITS_BYTES, max(LEAST_LOGITS_BYTES, memory // 64))
+
+
+@functools.cache
+def _memory_of(index: int | None) -> int:
+    return int(torch.cuda.get_device_properties(index).total_memory)
+
+
 def padded(vocabulary: int) -> int:
     """Columns of the logits in memory: rows that begin at 16-byte boundaries keep the products on their fast path."""
     return (vocabulary + 7) // 8 * 8
@@ -74,17 +89,19 @@ def even_rows(rows: int, most: int) -> int:
 
 def logits_fit(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> bool:
     """Whether the logits of hidden [T, H] fit a budget on CUDA; 0: the default."""
-    return hidden.shape[0] <= rows_that_fit(hidden, weight.shape[0], chunk_bytes or DEFAULT_LOGITS_BYTES)
+    return hidden.shape[0] <= rows_that_fit(hidden, weight.shape[0], chunk_bytes or usual_bytes(hidden.device))
 
 
 def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> int:
     """Of how many of the last rows of hidden [T, H] the logits are kept for a backward pass on CUDA: all that fit the
     budget, else a chunk, which then takes no memory that the chunks do not take."""
-    rows, most = hidden.shape[0], rows_that_fit(hidden, weight.shape[0], chunk_bytes or DEFAULT_LOGITS_BYTES)
+    rows, eighth = hidden.shape[0], -(-hidden.shape[0] // 8)
+    most = rows_that_fit(hidden, weight.shape[0], chunk_bytes or usual_bytes(hidden.device))
     if rows <= most:
         return rows
-    if not chunk_bytes:
-        most = min(most, max(CHUNK_ROWS, -(-rows // 8)))
+    if not chunk_bytes:  # an eighth, for more chunks than eight are summed in float32
+        most = max(most, min(eighth, rows_that_fit(hidden, weight.shape[0], DEFAULT_LOGITS_BYTES)))
+        most = min(most, max(CHUNK_ROWS, eighth))
     return min(rows, max(most // TILE * TILE or most, LEAST_ROWS))
 
 

@@ -26,9 +26,16 @@ static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
     return best;
 }
 
+/* By default on CUDA: a 64th of the GPU's memory, which on one of 80 GiB costs no time. */
+static int64_t usual_bytes(int64_t memory) {
+    const int64_t least = INT64_C(256) << 20, most = INT64_C(1664) << 20, part = memory / 64;
+    return !memory || part > most ? most : part < least ? least : part;
+}
+
 int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *c) {
     bool cpu = !c->processors, by_default = !c->budget;
-    int64_t bytes = by_default ? (int64_t)(cpu ? 256 : 1664) << 20 : c->budget, most = bytes / c->row_bytes;
+    int64_t bytes = by_default ? (cpu ? INT64_C(256) << 20 : usual_bytes(c->memory)) : c->budget;
+    int64_t most = bytes / c->row_bytes;
     int64_t eighth = (c->rows + LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS - 1) / LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS;
     if (cpu && by_default) {
         /* Less than fits, where no sum of rounded chunks is made: dweight of 16 bits, which a CPU's product rounds at
@@ -39,9 +46,11 @@ int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *
         if (most > fewer && !c->rounded) most = fewer;
         if (most < 256) most = 256;
     } else if (by_default && most < c->rows) {
-        /* Not so many chunks that dweight would be summed in float32. */
-        int64_t small = eighth > CHUNK_ROWS ? (eighth + TILE - 1) / TILE * TILE : CHUNK_ROWS;
+        /* Not so many chunks that dweight would be summed in float32, which takes memory too, where that is all that
+         * keeps a small GPU from it. */
+        int64_t few = (eighth + TILE - 1) / TILE * TILE, small = few > CHUNK_ROWS ? few : CHUNK_ROWS;
         if (most > small) most = small;
+        if (c->rounded && most < few && few <= usual_bytes(0) / c->row_bytes) most = few;
     }
     return even_rows(c, most < LEAST_ROWS ? LEAST_ROWS : most);
 }

@@ -70,7 +70,8 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
                                        .row_bytes = padded(h) * logit_bytes(h) + h->beside,
                                        .budget = chunk_bytes,
                                        .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
-                                       .processors = chip.processors});
+                                       .processors = chip.processors,
+                                       .memory = chip.memory});
     if (kept && h->chunk_rows > kept) h->chunk_rows = kept;
     h->chunks += (rest + h->chunk_rows - 1) / h->chunk_rows;
     return BST_OK;
