@@ -111,7 +111,7 @@ def test_checkpointed_with_adapters(reentrant: bool) -> None:
 
 
 def test_few_lengths_keep_their_bits() -> None:
-    """As many as graphs are kept for."""
+    """Up to eight are not padded."""
     lengths, model = [5, 6, 7, 8, 9, 10, 11, 12] * 3, tiny_model()
     want = trained(model, False, "right", lengths)
     got = trained(model, True, "right", lengths)

@@ -16,8 +16,8 @@ from torch import nn
 
 from bastile.host_copies import on_host, remember
 
-#: So many different lengths must have come before any is padded: more than graphs are kept for. Fewer have a graph
-#: each, and the very bits of steps without.
+#: So many different lengths must have come before any is padded. Fewer have a graph each, and the very bits of steps
+#: without.
 VARIES = 9
 _LEAST_STEP = 16
 _TOKENS = ("input_ids", "inputs_embeds")

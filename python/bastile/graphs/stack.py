@@ -19,8 +19,9 @@ from bastile.graphs.recorder import Recorder
 from bastile.graphs.watch import Watch
 from bastile.report import Tally
 
-#: Kinds of steps with graphs, and those that have been seen once.
-MOST_CAPTURED = 8
+#: Kinds of steps with graphs, and those that have been seen once. Batches of all lengths between two of which one is
+#: eight times the other are padded to twelve; what runs without graphs has its activations beside the graphs' memory.
+MOST_CAPTURED = 16
 _MOST_SEEN = 64
 #: So often a kind must have been seen since the least recently used of those with graphs was, to take its place:
 #: capturing costs as much time as some ten replays save, and where lengths are many, none of them comes often.
