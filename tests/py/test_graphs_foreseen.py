@@ -108,6 +108,16 @@ def test_more_than_graphs_are_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert assert_alike(tiny_model(), 3, steps=5, batches=of(*sizes)).aside == {}
 
 
+def test_lengths_of_which_none_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And which may not be padded: at some time capturing them in advance ends."""
+    monkeypatch.setattr(stacks, "MOST_IN_VAIN", 3)
+    monkeypatch.setattr("bastile.models.graphs.is_causal", lambda *_: False)
+    sizes = [(2, n) for n in (5, 5, 6, 7, 8, 9, 10, 11, 8, 12)]  # 8 is used again
+    model = trained(True, sizes)
+    assert counted()[0] == 4 + 1 + 1
+    assert captured_lengths(model) == [12]
+
+
 def unlike(structure: Any) -> Any:
     """With other truth values."""
     if isinstance(structure, tuple):

@@ -26,6 +26,8 @@ _MOST_SEEN = 64
 #: So often a kind must have been seen since the least recently used of those with graphs was, to take its place:
 #: capturing costs as much time as some ten replays save, and where lengths are many, none of them comes often.
 WORTH = 10
+#: So many kinds one after the other are captured when they first come, with no graph that is used again meanwhile.
+MOST_IN_VAIN = 8
 #: So often the layers may change beneath their graphs within so many steps of each other: who exchanges parameters in
 #: each step has no use for graphs.
 _MOST_CHANGES = 4
@@ -69,6 +71,7 @@ class Stack:
         self._last: Captured | None = None  # whose tensors may be held by others
         self._is_tidy = False
         self._most_tokens = 0  # of what is in the pool
+        self._in_vain = 0  # captures since a graph was used again
         self.lengths = Lengths()
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
@@ -178,6 +181,7 @@ class Stack:
         self.steps += 1
         found = self.captured.get(key)
         if found is not None:
+            self._in_vain = 0
             self.captured.move_to_end(key)
             self._used[key] = self.steps
         elif key in self.notes:
@@ -186,6 +190,10 @@ class Stack:
 
     def is_full(self) -> bool:
         return len(self.captured) >= MOST_CAPTURED
+
+    def may_foresee(self) -> bool:
+        """Whether a kind may be captured when it first comes."""
+        return not self.is_full() and self._in_vain < MOST_IN_VAIN
 
     def has_room(self, key: Any) -> bool:
         """For graphs of this kind."""
@@ -197,6 +205,7 @@ class Stack:
     def keep(self, key: Any, captured: Captured) -> None:
         self.captured[key] = captured
         self._used[key] = self.steps
+        self._in_vain += captured.is_foreseen
         while len(self.captured) > MOST_CAPTURED:
             del self._used[self.captured.popitem(last=False)[0]]
 

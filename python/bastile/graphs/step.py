@@ -232,7 +232,7 @@ class Step:
         """What would be noted of the first step of a kind: of one that has graphs and differs in sizes alone. Such a
         step need not run without graphs, whose activations would lie beside the graphs' memory."""
         stack = self.stack
-        if stack.is_full() or (self.mode == "auto" and not self._surely_pays(key)):
+        if not stack.may_foresee() or (self.mode == "auto" and not self._surely_pays(key)):
             return None
         for other in stack.captured:
             before = stack.notes.get(other)
