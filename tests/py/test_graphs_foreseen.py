@@ -12,12 +12,14 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import bastile
+from bastile.graphs import conditions
 from bastile.graphs import foreseen as module
 from bastile.graphs import stack as stacks
 from bastile.graphs import step as steps
 from bastile.graphs.arguments import signature
 from bastile.graphs.captured import Call, Note
 from bastile.graphs.lengths import VARIES
+from bastile.graphs.recorder import RepeatingRecorder
 from conftest import tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted
 from test_gpt_oss import tiny_gpt_oss
@@ -100,6 +102,8 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     model = trained("auto", sizes)
     assert counted()[0] == 4
     assert sorted(round(ratio, 2) for ratio in stack_of(model).ratios.values()) == [0.7, 0.7, 1.14]
+    assert steps._tokens((None, sign(2, 7, 4))) == 14
+    assert steps._tokens((None, sign(2, 0, 4))) == 1  # which others are divided by
 
 
 def test_more_than_graphs_are_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,14 +139,42 @@ def test_what_turns_out_otherwise_runs_without_graphs(monkeypatch: pytest.Monkey
         return replace(found, calls=[*others, replace(last, structure=unlike(last.structure))])
 
     monkeypatch.setattr(steps, "foreseen", wrong)
-    sizes = [ONE, ONE, LONGER, LONGER, ONE]
+    sizes = [ONE, ONE, SHORTER, SHORTER, ONE]
     got = assert_alike(tiny_model(), 2, steps=5, batches=of(*sizes))
     assert got.aside == {"a layer got other arguments than when it was captured": 2}
+    assert captured_lengths(trained(True, sizes)) == [9]
+
+
+def test_what_has_turned_out_right_is_a_kind_like_others() -> None:
+    """What a later step does otherwise is that step's matter."""
+    model = trained(True, [ONE, ONE, SHORTER])
+    assert captured_lengths(model) == [5, 9]
+    assert not any(captured.is_foreseen for captured in stack_of(model).captured.values())
+
+
+@pytest.mark.skipif(ON_CUDA, reason="a CPU's generator is looked at; a GPU's shows in what is drawn, above")
+def test_running_layers_before_they_are_captured_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the recorder does with the generator."""
+    states: list[torch.Tensor] = []
+
+    class Recorder(RepeatingRecorder):
+        def record(self, function: Any) -> Any:
+            states.append(torch.get_rng_state())
+            return super().record(function)
+
+    monkeypatch.setattr(conditions, "recorder_for", lambda device: Recorder())
+    bastile.apply(cuda_graphs=True)
+    model = tiny_model(attention_dropout=0.2)
+    for step, sizes in enumerate([ONE, ONE, SHORTER]):
+        torch.manual_seed(step)
+        states.clear()
+        model(**batch_of(model, step, *sizes)).loss.backward()
+    assert torch.equal(states[0], torch.manual_seed(2).get_state())
 
 
 def test_graphs_of_lengths_that_will_not_come_again_go() -> None:
     """When batches begin to be padded."""
-    lengths = [12, 12, *range(5, 5 + VARIES - 2)]
+    lengths = [40, 40, *range(5, 5 + VARIES - 2)]
     model = trained(True, [(2, n) for n in lengths])
     assert captured_lengths(model) == sorted(set(lengths))
     model = trained(True, [(2, n) for n in [*lengths, 19, 18]])

@@ -199,7 +199,7 @@ class Captured:
         self, recorder: Recorder, modules: Sequence[nn.Module], note: Note, autocast: Autocast, is_new: bool = False
     ) -> None:
         """is_new: no such step has run; the note is one of others."""
-        self.is_foreseen = is_new
+        self.is_foreseen = is_new  # until a step has been called as the note says
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]

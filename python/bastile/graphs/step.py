@@ -71,6 +71,7 @@ class Step:
             else:
                 self.stack.look_at_backward(self.noting.key, found, self.noting.output)
         if self.passage is not None:
+            self.passage.captured.is_foreseen = False  # it was right
             self.stack.tally.count()
         if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
             caches.leave_unfilled(self.given.cache)
@@ -293,9 +294,9 @@ class Step:
 
 
 def _tokens(key: Any) -> int:
-    """That go through the layers in a step of this kind."""
+    """That go through the layers in a step of this kind; one where there are none."""
     (shape, *_) = key[1]
-    return int(shape[:-1].numel())
+    return max(1, int(shape[:-1].numel()))
 
 
 class _Noting:
