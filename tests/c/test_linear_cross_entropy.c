@@ -274,8 +274,8 @@ int main(void) {
     RUN(chunks_follow_the_budget_and_nothing_else);
     RUN(products_that_fail);
     RUN(chunks_of_few_rows);
-    RUN(chunks_by_default_are_of_the_gpu_s_memory);
 #endif
+    RUN(chunks_by_default_are_of_the_gpu_s_memory);
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();
