@@ -245,14 +245,16 @@ class Step:
         return None
 
     def _surely_pays(self, key: Any) -> bool:
-        """Whether graphs do by what was measured of other sizes: with the tokens the device's time grows, and the
-        host's does not. Then that is noted."""
-        ratios, tokens = self.stack.ratios, _tokens(key)
-        alike = [ratio * max(1.0, tokens / _tokens(o)) for o, ratio in ratios.items() if o[2:] == key[2:]]
-        if key in ratios or not alike or not pays(min(alike)):
-            return key in ratios and pays(ratios[key])
-        ratios[key] = min(alike)
-        return True
+        """Whether graphs do, by what was measured of this kind, or else of other sizes: with the tokens the device's
+        time grows, and the host's does not. Then that is noted."""
+        ratios = self.stack.ratios
+        if key not in ratios:
+            tokens = _tokens(key)
+            alike = [ratio * max(1.0, tokens / _tokens(o)) for o, ratio in ratios.items() if o[2:] == key[2:]]
+            if not alike or not pays(min(alike)):
+                return False
+            ratios[key] = min(alike)
+        return pays(ratios[key])
 
     def _captured(self, key: Any, noted: Note | str, device: torch.device, is_new: bool) -> Captured | None:
         """Graphs for a kind of step that has been noted, if it is time. is_new: none of it has run."""
