@@ -108,16 +108,17 @@ BST_LOOP void bst_unit_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], flo
     for (int64_t i = 0; i < n; i++) y[i] = bst_gated_within(gate[i], up[i], activation, alpha, true, limit, BST_F32);
 }
 
-BST_LOOP float bst_unit_backward_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *restrict dy,
-                                      float *restrict y, float weight, int activation, int64_t n) {
+BST_LOOP double bst_unit_backward_loop(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *restrict dy,
+                                       float *restrict y, float weight, int activation, int64_t n) {
     const float alpha = unit->alpha, limit = unit->limit;
     const int limited = unit->limited;
-    float dot = 0, *restrict gate = pairs[0], *restrict up = pairs[1];
+    double dot = 0;
+    float *restrict gate = pairs[0], *restrict up = pairs[1];
 #pragma omp simd reduction(+ : dot)
     for (int64_t i = 0; i < n; i++) {
         bst_gated_gradients d =
             bst_gated_within_backward(weight * dy[i], gate[i], up[i], activation, alpha, limited, limit, BST_F32);
-        dot += dy[i] * d.y;
+        dot += (double)(dy[i] * d.y);
         y[i] = weight * d.y;
         gate[i] = d.dgate;
         up[i] = d.dup;
@@ -135,15 +136,16 @@ static inline void bst_unit_tile(const bst_unit *unit, float pairs[2][BST_PAIRS]
 }
 
 /* The pairs become their gradients, y the unit's output times the row's weight, by which dy counts too. Returns the sum
- * of dy y. */
-static inline float bst_unit_backward_tile(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *dy, float *y,
-                                           float weight, int64_t n) {
+ * of dy y: in double, for as many numbers as a row has would lose more than a bit in one of float32's, and how many
+ * there are is the CPU's affair. */
+static inline double bst_unit_backward_tile(const bst_unit *unit, float pairs[2][BST_PAIRS], const float *dy, float *y,
+                                            float weight, int64_t n) {
 #define LOOP(name, code) \
     case code:           \
         return bst_unit_backward_loop(unit, pairs, dy, y, weight, code, n);
     switch (unit->activation) { BST_ACTIVATIONS(LOOP) }
 #undef LOOP
-    return 0.0f;
+    return 0;
 }
 
 #endif

@@ -22,6 +22,8 @@ import torch
 import torchvision_on_cpu  # noqa: F401
 
 # isort: split
+import transformers
+from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
@@ -62,6 +64,11 @@ def stock_after_each_test() -> Iterator[None]:
     yield
     bastile.reset()
     assert bastile.get_patched_ops() == []
+
+
+def older_than(release: str) -> bool:
+    """Whether Transformers is."""
+    return Version(transformers.__version__) < Version(release)
 
 
 def modeling(family: str) -> ModuleType:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
+import torch.nn.functional as F
 
 from bastile.bench import cases, machine, report, run, timing
 from bastile.bench.cases import HOST, LIMITS, OPS, Case, Need
@@ -23,6 +22,7 @@ from bastile.bench.operators import OPERATORS
 from bastile.cli import main
 from bastile.peers.operators import PEERS
 from command import one_thread
+from conftest import older_than
 
 CPU = torch.device("cpu")
 TINY = {
@@ -122,6 +122,11 @@ def test_the_byte_models_give_the_limits_of_the_table() -> None:
     assert seen == by_hand.keys()
 
 
+def lacks(peer: str, op: str) -> bool:
+    """Whether this release of PyTorch has no function of its own for it."""
+    return peer in ("torch", "compile-torch") and op == "linear_logprobs" and not hasattr(F, "linear_cross_entropy")
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("op", OPS)
 def test_every_operator_is_measured_and_agrees_with_what_it_replaces(op: str, dtype: str) -> None:
@@ -129,6 +134,9 @@ def test_every_operator_is_measured_and_agrees_with_what_it_replaces(op: str, dt
     result = measure(Case(op, TINY[op], backward=bool(OPERATORS[op].leaves)), contenders, dtype)
     assert [row["name"] for row in result["rows"]] == [name for name in contenders if op in PEERS[name]]
     for row in result["rows"]:
+        if lacks(row["name"], op):
+            assert row["note"].startswith("not installed"), row
+            continue
         assert "note" not in row, row
         assert row["seconds"] > 0
         assert len(row["samples"]) == 2
@@ -153,13 +161,13 @@ def test_forward_alone_and_ignored_labels_and_host_time() -> None:
 def test_torch_compile_traces_the_code_whole(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers' and PyTorch's. What the compiler makes of the trace is torch's business, and would need a C++
     compiler here."""
-    if op.endswith("_experts") and Version(transformers.__version__) < Version("5.23"):
+    if op.endswith("_experts") and older_than("5.23"):
         pytest.skip("Transformers' own grouped_mm for CPUs, all that is traced here, can be from 5.23 on")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     case = Case(op, TINY[op], backward=bool(OPERATORS[op].leaves))
     result = measure(case, ("hf", "compile", "compile-torch"))
     assert [row["name"] for row in result["rows"] if "seconds" in row] == [
-        name for name in ("hf", "compile", "compile-torch") if op in PEERS[name]
+        name for name in ("hf", "compile", "compile-torch") if op in PEERS[name] and not lacks(name, op)
     ], result
 
 
@@ -447,8 +455,10 @@ def test_a_graph_and_a_queue_agree() -> None:
     waiting = timing.clock_for(waits, rotation, device)
     assert (graph.way, queue.way, waiting.way) == ("graph", "queue", "queue")
     assert waiting.note.startswith("not capturable")
-    seconds = [sorted(clock.sample() for _ in range(5))[2] for clock in (graph, queue)]
-    assert seconds[0] == pytest.approx(seconds[1], rel=0.2)
+    # Of what nobody else's work on this GPU was in the way of; a call too many, or a wait, would be twice as much.
+    samples = [(graph.sample(), queue.sample()) for _ in range(15)]
+    by_graph, by_queue = map(min, zip(*samples, strict=True))
+    assert 0.5 < by_graph / by_queue < 2.0
     assert queue.note == ""
     waiting.sample()
     assert "did not stay ahead" in waiting.note

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForTokenClassification
 from transformers.integrations import moe as implementations
 
 import bastile
 from bastile.models import small, support
-from conftest import gradients, result_or_error
+from conftest import gradients, older_than, result_or_error
 from oracle import Case, assert_no_worse_pooled, devices, random_tensor
 from test_moe import routing
 
@@ -137,7 +136,7 @@ def test_the_experts_alone_by_the_rule(model_type: str, device: str) -> None:
 
 @pytest.mark.parametrize("model_type", FORMS)
 def test_every_form(model_type: str) -> None:
-    if Version(transformers.__version__) < Version(FORMS[model_type]):
+    if older_than(FORMS[model_type]):
         pytest.skip(f"this type's experts have had their form since {FORMS[model_type]}")
     done = support.check(model_type)
     assert done.passed, done

@@ -28,7 +28,7 @@ import bastile
 from bastile.models.logits import Logits
 from bastile.models.logits.said import counts
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
-from conftest import gradients, on_demand, tiny_batch, tiny_model
+from conftest import gradients, older_than, on_demand, tiny_batch, tiny_model
 from processes import alone, on_processes
 from test_logits import Largest, made, ran
 from test_patching import replica
@@ -162,6 +162,8 @@ def test_every_type_loses_no_logits_and_makes_none(model_type: str, with_items: 
 @pytest.mark.parametrize("model_type", ["gemma2", "cohere", "gpt_oss"])
 def test_evaluation_and_generation(model_type: str) -> None:
     """A loss in evaluation needs no logits either, but they are there; generation makes its own at once."""
+    if model_type == "gpt_oss" and older_than("5.23"):
+        pytest.skip("generation with a router's loss, which fails in this release's own code")
     model = small(model_type).eval()
     batch = batch_of(model)
     ids = batch["input_ids"][:, :5]
@@ -184,6 +186,8 @@ def test_evaluation_and_generation(model_type: str) -> None:
 def test_types_that_are_compiled(model_type: str) -> None:
     """No graph break, no logits, and no compilation for a third length: with a cap, a router's loss, a factor, and a
     loss that is a module, of logits with a bias."""
+    if model_type == "bart" and older_than("5.23"):
+        pytest.skip("this release's own code asks a random tensor whether to leave out a layer")
     model = small(model_type)
     stock = [stepped(model, **batch_of(model, length)) for length in (12, 9, 14)]
     bastile.apply()

@@ -10,9 +10,12 @@ from torch import distributed
 import bastile
 from bastile.models import small
 from bastile.models.support import Check
+from conftest import older_than
 from processes import on_processes
 
 PROCESSES = 2
+#: Odd, where Transformers parts such a head; earlier releases refuse it.
+VOCABULARY = 98 if older_than("5.23") else small.SIZES["vocab_size"]
 
 
 def step(model: Any, backward: Any = torch.Tensor.backward) -> tuple[torch.Tensor, dict[str, torch.Tensor], Any]:
@@ -37,7 +40,7 @@ def one_of_two(rank: int, folder: str, model_type: str, want: dict[str, Any]) ->
 
     bastile.apply()
     model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").train()
-    assert model.get_output_embeddings().weight.to_local().shape[0] < small.SIZES["vocab_size"]  # it is parted
+    assert model.get_output_embeddings().weight.to_local().shape[0] < VOCABULARY  # it is parted
     gathered = []
     full_tensor = DTensor.full_tensor
     monkeypatch = pytest.MonkeyPatch()
@@ -69,7 +72,7 @@ def near(got: torch.Tensor, want: torch.Tensor) -> None:
 def test_two_processes_train_as_one(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # on a GPU each process would need one of its own
     pytest.importorskip("transformers.distributed.tensor_parallel", reason="this release parts heads in another way")
-    model = small.small_model(model_type, num_attention_heads=4, num_key_value_heads=2)
+    model = small.small_model(model_type, num_attention_heads=4, num_key_value_heads=2, vocab_size=VOCABULARY)
     model.save_pretrained(tmp_path)
     loss, gradients, output = step(model)
     want = {"loss": loss, "gradients": gradients, "logits": output.logits.detach()}

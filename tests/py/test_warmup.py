@@ -4,6 +4,7 @@ Steps run on a GPU or on the emulated one."""
 
 import multiprocessing
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -173,6 +174,8 @@ def steps_that_compile(
 @pytest.mark.parametrize("case", CASES)
 def test_training_after_it_compiles_nothing(case: str) -> None:
     family, options = CASES[case]
+    if options.get("four_bits"):
+        pytest.importorskip("bitsandbytes")
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         ready, compiled_later = process.submit(steps_that_compile, family, **options).result()
     assert ready > 3
@@ -197,7 +200,8 @@ def test_a_config_and_a_model_that_is_wholly_trained_need_the_same(family: str) 
     assert of_config[0] == [family]
 
 
-HEAD = {"linear_cross_entropy 32", "scale 32"}
+#: A GPU keeps so few logits, and multiplies their gradients in the backward pass.
+HEAD = {"linear_cross_entropy 32", *(["scale 32"] if DEVICE.type == "cpu" else [])}
 
 
 @pytest.mark.parametrize(
@@ -243,13 +247,18 @@ def test_recording_leaves_no_trace() -> None:
     model = get_peft_model(tiny("qwen3"), LoraConfig(target_modules=["q_proj"], lora_dropout=0.5))
     bastile.apply()
     before = [(name, t, t.grad, t._version) for name, t in model.state_dict(keep_vars=True).items()]
-    drawn, reported = torch.get_rng_state(), str(bastile.report())
+    drawn, reported = torch.get_rng_state(), told()
     model.eval()
     assert "rms_norm 32" in titles(model, optimizer=bastile.optim.AdamW)
     assert not model.training
     assert [(name, t, t.grad, t._version) for name, t in model.state_dict(keep_vars=True).items()] == before
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert str(bastile.report()) == reported
+    assert told() == reported
+
+
+def told() -> str:
+    """The report, without how much memory others have left."""
+    return re.sub(r"of the \d+ GiB", "", str(bastile.report()))
 
 
 def test_none_is_every_family() -> None:

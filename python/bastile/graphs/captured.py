@@ -207,9 +207,7 @@ class Captured:
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not note.checkpoints
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
-        with recorder.recording():
-            if is_new:
-                self._warm_up()
+        with recorder.recording(*[self._warm_up] * is_new):
             self._record()
         self._lent = [lent for run in self.runs for lent in (run.output, run.hidden_gradient) if lent is not None]
         for lent in self._lent:
@@ -229,7 +227,6 @@ class Captured:
                 (output,) = self._forward_of(run, hidden, kept)()
                 if run.wants_gradients:
                     self._backward_of(run, hidden, torch.zeros_like(output), kept)()
-        self._recorder.tidy()
 
     def _record(self) -> None:
         kept: list[Any] = [None] * len(self.runs)

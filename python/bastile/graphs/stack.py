@@ -16,6 +16,7 @@ from bastile.graphs.captured import Captured, Note, Passage, Run
 from bastile.graphs.lengths import Lengths
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
+from bastile.graphs.reserved import Reserved
 from bastile.graphs.watch import Watch
 from bastile.report import Tally
 
@@ -70,6 +71,7 @@ class Stack:
         self._passage: Callable[[], Passage | None] = lambda: None
         self._last: Captured | None = None  # whose tensors may be held by others
         self._is_tidy = False
+        self._reserved = Reserved()
         self._most_tokens = 0  # of what is in the pool
         self._in_vain = 0  # captures since a graph was used again
         self.lengths = Lengths()
@@ -133,6 +135,8 @@ class Stack:
         """Before graphs are captured of a step with so many. If that is more than ever, what is in the pool goes, for
         hardly a piece of it would be large enough. The others are captured again when they come, in pieces of this
         one's."""
+        assert self.recorder is not None
+        self._reserved.before_graphs(self.recorder)
         if tokens > self._most_tokens:
             self._drop()
             self._most_tokens = tokens
@@ -163,6 +167,8 @@ class Stack:
         if before is not None:
             before.is_over = True
         gradients = self._gradients if captured.lends_gradients else Run.copied
+        assert self.recorder is not None
+        self._reserved.begin(self.recorder)
         passage = Passage(captured, gradients, partial(_give_up, weakref.ref(self), key))
         self._passage, self._last = weakref.ref(passage), captured
         captured.begin()

@@ -94,7 +94,8 @@ void BST_CPU(bst__moe_glu_backward_cpu)(void *context, int64_t begin, int64_t en
     for (int64_t row = begin * MOE_CHUNK; row < bst__lesser(end * MOE_CHUNK, a->rows); row++) {
         bool first = false;
         float *partial = a->partial ? partial_of(a, row, &first) : NULL;
-        float weight = weight_of(&v[GLU_WEIGHTS], order[row]), dot = dots ? dots[row] : 0.0f;
+        float weight = weight_of(&v[GLU_WEIGHTS], order[row]);
+        double dot = dots ? dots[row] : 0;
         BST_TILES(c, n, 0, width, BST_PAIRS) {
             load_h(a, h, row, c, n);
             bst_load(dy, element(dy_in, row * width + c), dy_in->dtype, n);
@@ -107,7 +108,8 @@ void BST_CPU(bst__moe_glu_backward_cpu)(void *context, int64_t begin, int64_t en
             if (to) bst_store_pairs(h, to, up_at(dh, to), interleaved, dh->dtype, n);
             if (wy->data) bst_store(element(wy, row * width + c), y, wy->dtype, n);
         }
-        if (dweights->data) bst_store(element(dweights, order[row]), &dot, dweights->dtype, 1);
+        float dweight = (float)dot;
+        if (dweights->data) bst_store(element(dweights, order[row]), &dweight, dweights->dtype, 1);
     }
 }
 
