@@ -325,6 +325,7 @@ def test_attributes_that_say_otherwise(calls: dict[str, int]) -> None:
 IMPORTS = """
 import sys, time
 import transformers, torch
+import transformers.loss.loss_utils  # which apply() looks at: with torchvision, where that is installed
 before = set(sys.modules)
 import bastile
 bastile.apply()

@@ -82,7 +82,7 @@ class CudaRecorder:
         return self._reserved()["peak"]
 
     def _reserved(self) -> dict[str, int]:
-        # A fifth of the time of torch.cuda.memory_reserved, which names every figure that there is.
+        # torch.cuda.memory_reserved would name every figure that there is first, in each step.
         found: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]
         return found
 
