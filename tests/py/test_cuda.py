@@ -241,6 +241,9 @@ def test_other_lengths_compile_nothing_new(tmp_path):
         f"    counts.append(sum(len(f) for _, _, f in os.walk({str(tmp_path)!r})))\n"
         "print('files:', counts)\n"
         "assert counts[0] > 5 and len(set(counts)) == 1, counts\n"
+        # Not by way of Python's end: autograd's thread may still be letting go of a node, and would have to wait for a
+        # lock that is gone, which C++ takes for the end of everything ("terminate called without an active exception").
+        "sys.stdout.flush(); os._exit(0)\n"
     )
     run = subprocess.run(
         [sys.executable, "-c", script],
@@ -254,20 +257,20 @@ def test_other_lengths_compile_nothing_new(tmp_path):
 
 def test_a_second_process_finds_the_kernels(tmp_path):
     script = (
-        "import time, torch, bastile\n"
+        "import torch, bastile\n"
+        "from bastile._library import kernel_counts\n"
         "from bastile.ops.rms_norm import rms_norm\n"
-        "x = torch.randn(4, 4096, device='cuda'); w = x[0].clone(); torch.cuda.synchronize()\n"
-        "start = time.perf_counter(); rms_norm(x, w); torch.cuda.synchronize()\n"
-        "print(time.perf_counter() - start)\n"
+        "x = torch.randn(4, 4096, device='cuda'); rms_norm(x, x[0].clone())\n"
+        "print(*kernel_counts())\n"
     )
-    seconds = []
+    counts = []
     for _ in range(2):
         environment = {**os.environ, "BASTILE_CACHE": str(tmp_path)}
         run = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
         )
-        seconds.append(float(run.stdout))
-    assert seconds[1] < seconds[0], seconds
+        counts.append(run.stdout.split())
+    assert counts == [["1", "0"], ["0", "1"]]  # compiled, found
 
 
 # ---- devices --------------------------------------------------------------------------------------------------------
