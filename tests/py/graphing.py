@@ -7,13 +7,14 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 import bastile
-from bastile.graphs import conditions
+from bastile.graphs import conditions, recorder
 from bastile.graphs.recorder import RepeatingRecorder
 from conftest import gradients, tiny_batch, tiny_model
 from oracle import EMULATED
@@ -26,6 +27,26 @@ KEPT = "someone still holds hidden states of a step before"
 def allow_graphs(monkeypatch: Any) -> None:
     if not ON_CUDA:
         monkeypatch.setattr(conditions, "recorder_for", lambda device: RepeatingRecorder())
+
+
+def pretend_cuda(monkeypatch: Any) -> None:
+    """Where there is none, what a recorder calls, without effect."""
+    if ON_CUDA:
+        return
+    stream = lambda *_: SimpleNamespace(wait_stream=lambda other: None)  # noqa: E731
+    others = {"Stream": stream, "current_stream": stream, "synchronize": stream, "empty_cache": stream}
+    for name, fake in {**others, "stream": lambda of: nullcontext(), "graph_pool_handle": object}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
+    monkeypatch.setattr(recorder, "_streams", {})
+
+
+class NoGraph:
+    def capture_begin(self, **_: Any) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
 
 
 def batch_of(model: Any, step: int, rows: int = 2, columns: int = 11, mask: bool = True) -> dict[str, torch.Tensor]:

@@ -7,7 +7,6 @@ import gc
 import pickle
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from graphing import (
     counted,
     loss_of,
     model_with_graphs,
+    pretend_cuda,
     stock_gradients,
 )
 
@@ -267,15 +267,7 @@ def test_memory_is_tidied_behind_the_first_backward_pass(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is none, what a recorder calls, without effect."""
-    if ON_CUDA:
-        return
-    stream = lambda *_: SimpleNamespace(wait_stream=lambda other: None)  # noqa: E731
-    others = {"Stream": stream, "current_stream": stream, "synchronize": stream, "empty_cache": stream}
-    for name, fake in {**others, "stream": lambda of: nullcontext(), "graph_pool_handle": object}.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", _NoGraph)
-    monkeypatch.setattr(recorder, "_streams", {})
+    pretend_cuda(monkeypatch)
 
 
 def test_streams_go_to_the_next_recorder(cuda: None) -> None:
@@ -322,11 +314,3 @@ def test_a_recorder_holds_no_graphs(fails: bool, cuda: None) -> None:
 
 def _no_memory() -> Any:
     raise torch.OutOfMemoryError("none left")
-
-
-class _NoGraph:
-    def capture_begin(self, **_: Any) -> None:
-        pass
-
-    def capture_end(self) -> None:
-        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import bastile
 from bastile.graphs import recorder
 from bastile.graphs.reserved import Reserved
 from conftest import tiny_model
-from graphing import DEVICE, ON_CUDA, allow_graphs, batch_of
+from graphing import DEVICE, ON_CUDA, allow_graphs, batch_of, pretend_cuda
 
 MIB = 1 << 20
 
@@ -19,6 +20,11 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_graphs(monkeypatch)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_cuda(monkeypatch)
 
 
 class Allocator(recorder.RepeatingRecorder):
@@ -101,6 +107,35 @@ def test_steps_of_a_model_look(monkeypatch: pytest.MonkeyPatch) -> None:
         model.zero_grad()
         had.append(len(seen))
     assert had == [1, 1, 2, 2, 3]  # 4, 6 and 8 are what steps behind nothing have needed
+
+
+def test_an_allocator_that_does_not_count(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.memory.CUDAPluggableAllocator: its memory is left alone."""
+
+    def refuses(device: torch.device) -> Any:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", refuses)
+    of = recorder.CudaRecorder(torch.device(DEVICE, 0))
+    monkeypatch.setattr(of, "tidy", pytest.fail)
+    reserved = Reserved()
+    reserved.before_graphs(of)
+    for _ in range(3):
+        reserved.begin(of)
+
+
+@pytest.mark.parametrize(("free", "times"), [(64, 1), (63, 2)])
+def test_what_goes_back_before_a_capture(free: int, times: int, cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eager steps and the warm-up have left, where the pool is new; later ones' only where memory is short."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 512))
+    of = recorder.CudaRecorder(torch.device(DEVICE, 0))
+    monkeypatch.setattr(of, "tidy", lambda: seen.append("tidied"))
+    graphs = []
+    for _ in range(2):
+        with of.recording(lambda: seen.append("warm")):
+            graphs.append(of.record(lambda: [torch.ones(2, device=DEVICE)])[0])
+    assert seen == ["warm", "tidied", "warm", "tidied"][: 2 + times]
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="PyTorch's allocator of a GPU")

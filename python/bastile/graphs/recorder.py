@@ -76,15 +76,16 @@ class CudaRecorder:
         torch.cuda.empty_cache()
 
     def reserved(self) -> int:
-        return self._reserved()["current"]
+        return self._reserved("current")
 
     def most_reserved(self) -> int:
-        return self._reserved()["peak"]
+        return self._reserved("peak")
 
-    def _reserved(self) -> dict[str, int]:
-        # torch.cuda.memory_reserved would name every figure that there is first, in each step.
-        found: dict[str, int] = torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]
-        return found
+    def _reserved(self, figure: str) -> int:
+        try:  # torch.cuda.memory_reserved would name every figure that there is first, in each step
+            return int(torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"][figure])
+        except RuntimeError:  # an allocator in the place of PyTorch's need not count
+            return 0
 
     def _is_short_of_memory(self) -> bool:
         free, total = torch.cuda.mem_get_info(self.device)
