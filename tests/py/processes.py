@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
@@ -34,8 +35,12 @@ def alone(backend: str = "gloo") -> Iterator[None]:
 
 
 def on_processes(number: int, folder: Path, function: Callable[..., None], *args: Any) -> None:
-    """function(rank, *args) in each of so many processes, which are a group. folder: the test's, where they meet."""
-    torch.multiprocessing.spawn(_process, (number, Path(folder, "meet").as_uri(), function, args), nprocs=number)
+    """function(rank, *args) in each of so many processes, which are a group. folder: the test's, where they meet.
+
+    On CPUs: Transformers and FSDP2 would take a GPU for each process where there is one, and few have as many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # from their start on, for what they import may look
+        torch.multiprocessing.spawn(_process, (number, Path(folder, "meet").as_uri(), function, args), nprocs=number)
 
 
 def _process(rank: int, number: int, meet: str, function: Callable[..., None], args: Any) -> None:

@@ -102,12 +102,6 @@ def on_two_processes(folder: Path, function: Any, way: Any, types: list[str]) ->
     on_processes(PROCESSES, folder, function, way, wants)
 
 
-@pytest.fixture(autouse=True)
-def on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2's own mesh would take a GPU for each process where there is one."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
 @pytest.mark.parametrize("way", [fully_sharded, sharded_by_accelerate])
 def test_fsdp2(way: Any, tmp_path: Path) -> None:
     on_two_processes(tmp_path, with_fsdp2, way, list(TYPES))

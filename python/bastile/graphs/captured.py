@@ -207,7 +207,7 @@ class Captured:
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not note.checkpoints
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
-        with recorder.recording(*[self._warm_up] * is_new):
+        with recorder.recording(self._warm_up if is_new else None):
             self._record()
         self._lent = [lent for run in self.runs for lent in (run.output, run.hidden_gradient) if lent is not None]
         for lent in self._lent:

@@ -23,7 +23,7 @@ class Replayed(Protocol):
 class Recorder(Protocol):
     """Of one model's recordings."""
 
-    def recording(self, before: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+    def recording(self, before: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """What is recorded within belongs together, and may use memory that recordings before it use. before: is called
         first, where nothing is recorded yet."""
 
@@ -92,15 +92,16 @@ class CudaRecorder:
         return free < total // 8
 
     @contextmanager
-    def recording(self, before: Callable[[], None] = lambda: None) -> Any:
+    def recording(self, before: Callable[[], None] | None = None) -> Any:
         self.graphs = []
         is_new = not self._in_pool
         if is_new:  # with the last of its graphs a pool is gone, and its handle is no longer valid
             self.anew()
         torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(self.stream):
-            before()
-        torch.cuda.synchronize(self.device)
+        if before is not None:
+            with torch.cuda.stream(self.stream):
+                before()
+            torch.cuda.synchronize(self.device)
         # What eager steps have left is needed here, not there. A pool that is there has room for what is smaller.
         if is_new or self._is_short_of_memory():
             self.tidy()
@@ -206,10 +207,11 @@ class RepeatingRecorder:
         return 0
 
     @contextmanager
-    def recording(self, before: Callable[[], None] = lambda: None) -> Any:
+    def recording(self, before: Callable[[], None] | None = None) -> Any:
         state = torch.get_rng_state()
         try:
-            before()
+            if before is not None:
+                before()
             yield
         finally:
             torch.set_rng_state(state)
