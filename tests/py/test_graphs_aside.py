@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache, Gemma3TextConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import bastile
 from bastile.graphs import captured
 from bastile.graphs import stack as stacks
 from bastile.graphs.arguments import Given
+from bastile.graphs.caches import Empty
 from bastile.graphs.step import _Noting
+from bastile.graphs.watch import PART
 from conftest import gradients, tiny_model
 from graphing import (
     DEVICE,
@@ -113,6 +116,54 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 def test_layers_that_change(change: Callable[[Any], None]) -> None:
     assert_alike(tiny_model(attention_dropout=0.1), 4, steps=6, before=[*[nothing] * 3, change])
+
+
+LATE = [
+    swaps_data, replaces_a_parameter, freezes_a_parameter, replaces_a_module, changes_a_setting,
+    puts_a_module_into_evaluation, transposes_data, becomes_another_class,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LATE)
+def test_last_layers_that_change(change: Callable[[Any], None]) -> None:
+    """They are looked at when the first layers' graphs have been launched: that step goes on without."""
+
+    def late(model: Any) -> None:
+        change(_Last(model.model.layers[-2:]))
+
+    model = tiny_model(num_hidden_layers=PART + 2, attention_dropout=0.1)
+    got = assert_alike(model, 3, steps=6, before=[*[nothing] * 3, late])
+    assert got.aside == {"layers that have changed": 1}
+
+
+class _Last:
+    """A model of these layers alone."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.model = SimpleNamespace(layers=layers)
+        self.parameters = layers.parameters
+
+
+def test_last_layers_that_change_before_a_step_of_another_kind() -> None:
+    def batches(model: Any, step: int) -> dict[str, torch.Tensor]:
+        return batch_of(model, step, mask=step != 3)
+
+    def late(model: Any) -> None:
+        changes_a_setting(_Last(model.model.layers[-2:]))
+
+    got = assert_alike(
+        tiny_model(num_hidden_layers=PART + 2), 3, steps=6, before=[*[nothing] * 3, late], batches=batches
+    )
+    assert got.aside == {"layers that have changed": 1}
+
+
+def test_a_layer_that_torch_compiles_between_steps() -> None:
+    def compiled(model: Any) -> None:
+        model.model.layers[-1].compile(backend="eager")
+
+    model = tiny_model(num_hidden_layers=PART + 2)
+    got = assert_alike(model, 2, steps=6, before=[*[nothing] * 3, compiled])
+    assert got.aside == {"layers that torch.compile has compiled": 3}
 
 
 def test_frozen_weights_that_are_narrowed() -> None:
@@ -405,7 +456,7 @@ def test_hidden_states_that_a_model_returns() -> None:
     noting = _Noting("kind", torch.device(DEVICE))
     between, last = torch.randn(2, 3), torch.randn(2, 3)
     noting.outputs, noting.given = [between, last], Given()
-    stack = SimpleNamespace(watch=SimpleNamespace(is_as_it_was=lambda: True))
+    stack = SimpleNamespace(watch=SimpleNamespace(begin=lambda everything: True))
     told = noting.ended({"last_hidden_state": last, "hidden_states": (between, last)}, stack)  # type: ignore[arg-type]
     assert told == "hidden states that the model returns"
     assert isinstance(noting.ended({"last_hidden_state": last}, stack), captured.Note)  # type: ignore[arg-type]
@@ -471,6 +522,19 @@ def test_a_mask_that_is_written_to_between_layers(steps: str, layers: int, monke
     before = [switch(True)] if steps == "all" else [*[nothing] * 3, switch(True), switch(False)]
     got = assert_alike(model, 0 if steps == "all" else 4, steps=6, before=before)
     assert sum(got.aside.values()) == (6 if steps == "all" else 1)
+
+
+def test_a_cache_for_a_graph_has_nothing_left_to_bring_to_the_device() -> None:
+    """As that of layers with a sliding window does when it is first used, which no graph can."""
+    config = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    cache = DynamicCache(config=Gemma3TextConfig(**config))
+    before = [dict(vars(layer)) for layer in cache.layers]
+    empty = Empty(cache)
+    empty.keep(cache, torch.device("meta"))
+    made = [each for layer in empty.made().layers for each in vars(layer).values() if isinstance(each, torch.Tensor)]
+    assert {tensor.device.type for tensor in made} <= {"meta"}
+    assert [vars(layer) for layer in cache.layers] == before
+    assert len(made) == sum(isinstance(each, torch.Tensor) for scope in before for each in scope.values())
 
 
 def test_the_cache_of_a_replayed_step_says_that_it_is_not_filled() -> None:

@@ -54,10 +54,10 @@ class Given:
                 self._versions.append(tensor._version)
         return found
 
-    def keep_cache(self) -> None:
-        """As it is now, before the layers fill it: others are to be made like it."""
+    def keep_cache(self, device: torch.device) -> None:
+        """As it is now, before the layers, on this device, fill it: others are to be made like it."""
         if self._empty is not None:
-            self._empty.keep(self.cache)
+            self._empty.keep(self.cache, device)
 
     def have_changed(self) -> bool:
         """Whether one of them has been written to."""
@@ -108,7 +108,12 @@ class Place:
             raise CannotCapture("elements of an argument of the layers lie on top of each other")
         self.memory = torch.zeros(dense if elements else 0, dtype=dtype, device=device)
         self.tensor = self.memory.as_strided(shape, self.stride)
+        self._filled_with: torch.Tensor | None = None
         self._target = self.memory.as_strided(self.once, self.stride)
 
-    def fill(self, tensor: torch.Tensor) -> None:
+    def fill(self, tensor: torch.Tensor, is_steady: bool = False) -> None:
+        """is_steady: if it is here already, it is what it was."""
+        if is_steady and self._filled_with is tensor:
+            return
+        self._filled_with = tensor if is_steady else None
         self._target.copy_(tensor.as_strided(self.once, self.stride), non_blocking=True)

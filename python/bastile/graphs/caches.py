@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 from typing import Any, NoReturn
 
+import torch
+
 
 class Empty:
     """What a cache is like before it is filled. It holds nothing of the cache: it is in the keys of kinds of steps."""
@@ -22,15 +24,23 @@ class Empty:
     def __hash__(self) -> int:
         return hash(self._kind)
 
-    def keep(self, cache: Any) -> None:
+    def keep(self, cache: Any, device: torch.device) -> None:
         """As it is the first time, so that others can be made. A copy takes half a millisecond, which most steps have
-        no use for."""
+        no use for. device: where the layers are. Those with a sliding window bring a number there when they are first
+        used, from memory that is not pinned: no graph could."""
         if self._like is None:
             self._like = copy.deepcopy(cache)
+            for layer, name, tensor in self._tensors():
+                setattr(layer, name, tensor.to(device))
 
     def made(self) -> Any:
         assert self._like is not None
-        return copy.deepcopy(self._like)
+        return copy.deepcopy(self._like, {id(tensor): tensor for *_, tensor in self._tensors()})  # which are only read
+
+    def _tensors(self) -> list[tuple[Any, str, torch.Tensor]]:
+        """With the layer that has it, and its name there."""
+        named = [(layer, name, value) for layer in self._like.layers for name, value in vars(layer).items()]
+        return [found for found in named if isinstance(found[2], torch.Tensor)]
 
 
 def is_new(value: Any) -> bool:

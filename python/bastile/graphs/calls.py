@@ -15,6 +15,11 @@ from torch import nn
 _CALL, _CHECKPOINTS = "_compiled_call_impl", "gradient_checkpointing"
 
 
+def is_called_instead(layer: nn.Module) -> bool:
+    """Whether something else than the layer is called when it is."""
+    return _CALL in vars(layer)
+
+
 @contextmanager
 def called_instead(layers: Sequence[nn.Module], calls: Sequence[Callable[..., Any]]) -> Iterator[None]:
     """Within, these are called in the place of the layers."""

@@ -17,6 +17,7 @@ from bastile.graphs.lengths import Lengths
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
+from bastile.graphs.tables import Tables
 from bastile.graphs.watch import Watch
 from bastile.report import Tally
 
@@ -75,6 +76,8 @@ class Stack:
         self._most_tokens = 0  # of what is in the pool
         self._in_vain = 0  # captures since a graph was used again
         self.lengths = Lengths()
+        self.tables = Tables()
+        self.is_wary = False  # some layers were found changed in the middle of a step
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
@@ -87,17 +90,24 @@ class Stack:
             reason = conditions.against_this_step()
             if reason is not None:
                 return reason
-            if self.watch is None or not self.watch.is_as_it_was():
+            # The others are looked at when their graphs are about to be launched.
+            if self.watch is None or not self.watch.begin(everything=self.is_wary or not self.captured):
                 if self.watch is not None:
                     self.changes = self.changes + 1 if self.quiet < _QUIET_STEPS else 1
                     self.quiet = 0
                 self._look_at(self.layers)
             self.quiet += 1
+            self.is_wary = False
         if self.never is None and self.changes > _MOST_CHANGES:
             self.never = "the layers' parameters, modules or settings change again and again"
         if self.never is None and self.watch is not None and self.watch.has_hooks():
             return "hooks in the layers, which a graph would not call"
         return self.never
+
+    def reach(self, end: int) -> bool:
+        """A step that has begun needs the layers before this one to be as they were. Whether they are."""
+        self.is_wary = self.watch is None or not self.watch.reach(end)
+        return not self.is_wary
 
     def _look_at(self, layers: Sequence[Any]) -> None:
         self.retire()

@@ -31,6 +31,7 @@ _CROWDED = (
 )
 _WRITTEN = "arguments of the layers that are written to between them"
 _DIFFERS = "a layer got other arguments than when it was captured"
+_CHANGED = "layers that have changed"
 
 
 class Step:
@@ -90,7 +91,7 @@ class Step:
             output = self._replayed(self.passage, index, args, kwargs)
             if output is not None:
                 return output
-            self._give_up(_DIFFERS)
+            self._give_up(_CHANGED if self.stack.is_wary else _DIFFERS)
         if args and type(args[0]) is Between:
             args = args[0].made, *args[1:]
         if self.noting is not None:
@@ -127,7 +128,7 @@ class Step:
             return None
         if run is None:
             run = passage.captured.at.get(index)
-            if run is None or not self._fits(run, passage.captured, args, kwargs):
+            if run is None or not self.stack.reach(run.end) or not self._fits(run, passage.captured, args, kwargs):
                 return None
             self.has_replayed = True
             self.run, self.hidden = run, args[0]
@@ -173,7 +174,7 @@ class Step:
                 if self.given.structure([rest, kwargs]) != run.call.structure:
                     return False
                 for place, tensor in zip(captured.others[filled:], self.given.tensors[filled:], strict=False):
-                    place.fill(tensor)
+                    place.fill(tensor, self.stack.tables.is_steady(tensor))
         except CannotCapture:
             return False
         self._structure, self._previous = run.call.structure, (rest, kwargs)
@@ -189,6 +190,8 @@ class Step:
             return stack.tally.step_aside(str(reason))
         captured = stack.see(key)
         if captured is None:
+            if not stack.reach(len(self.layers)):
+                return stack.tally.step_aside(_CHANGED)
             noted = stack.notes.get(key)
             is_new = noted is None
             if noted is None:
@@ -318,7 +321,7 @@ class _Noting:
         hidden = args[0]
         self.given = given
         structure = given.structure([args[1:], kwargs])
-        given.keep_cache()
+        given.keep_cache(hidden.device)
         if self.calls and self.calls[-1].structure == structure:
             structure = self.calls[-1].structure  # one object, so that equality is seen at once
         chained = hidden is self.output
@@ -338,7 +341,7 @@ class _Noting:
         leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if hasattr(result, "values") else result)}
         if any(id(output) in leaves for output in self.outputs[:-1]):
             return "hidden states that the model returns"
-        if stack.watch is None or not stack.watch.is_as_it_was():
+        if stack.watch is None or not stack.watch.begin(everything=True):
             return "modules of the layers that keep something of a call"
         settings = conditions.of_backward(any(call.checkpoints for call in self.calls))
         return Note(self.calls, [signature(tensor) for tensor in self.given.tensors], drawn, settings)

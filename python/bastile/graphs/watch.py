@@ -15,6 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.graphs.calls import is_called_instead
+
+#: Layers in a part.
+PART = 7
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Attributes that are no settings of a module's: what torch keeps there, but for the mode, and marks of others.
@@ -36,13 +40,40 @@ class Watch:
     """Over these layers, as they are now."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = layers
+        self._parts = [_Part(layers[first : first + PART]) for first in range(0, len(layers), PART)]
+        self._hooks = [hooks for part in self._parts for hooks in part.hooks]
+        self._looked_at = 0  # of the parts, in this step
+
+    def has_hooks(self) -> bool:
+        return any(self._hooks)
+
+    def begin(self, everything: bool) -> bool:
+        """A step begins. Whether the first layers, or all, are as they were."""
+        self._looked_at = 0
+        if any(map(is_called_instead, self._layers)):  # by torch.compile: we are not there before a step
+            return False
+        return self.reach(len(self._layers) if everything else 1)
+
+    def reach(self, end: int) -> bool:
+        """Whether the layers before this one are as they were. No part is looked at twice in a step."""
+        while self._looked_at * PART < end:
+            if not self._parts[self._looked_at].is_as_it_was():
+                return False
+            self._looked_at += 1
+        return True
+
+
+class _Part:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         modules = [module for layer in layers for module in layer.modules()]
         scopes = [vars(module) for module in modules]
         self._modules = modules  # held, so that no other has one's number
         self._classes: list[Any] = list(dict.fromkeys(map(type, modules)))
-        self._hooks = [scope[name] for scope in scopes for name in _HOOKS]
+        self.hooks = [scope[name] for scope in scopes for name in _HOOKS]
         tables = [scope[name] for scope in scopes for name in _TABLES]
-        self._sized = [*scopes, *tables]
+        self._own = [(vars(layer), layer) for layer in layers]
+        self._sized = [*[vars(module) for module in modules if module not in layers], *tables]
         self._tables = [table for table in tables if table]
         self._tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         self._settings = []
@@ -58,6 +89,7 @@ class Watch:
 
     def _looks(self) -> list[Any]:
         return [
+            [len(scope) - is_called_instead(layer) for scope, layer in self._own],
             list(map(len, self._sized)),
             list(map(_pointer, self._tensors)),
             list(map(_size, self._tensors)),
@@ -66,9 +98,6 @@ class Watch:
             [get(scope) for scope, get in self._settings],
             [cls.forward for cls in self._classes],
         ]
-
-    def has_hooks(self) -> bool:
-        return any(self._hooks)
 
     def is_as_it_was(self) -> bool:
         held = self._holds()

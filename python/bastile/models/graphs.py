@@ -65,9 +65,9 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
     return forward
 
 
-def _run(step: Step, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with step.calls():
-        result = original(*args, **kwargs)
+def _run(step: Step, original: Callable[..., Any], backbone: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with step.calls(), step.stack.tables.calls(backbone):
+        result = original(backbone, *args, **kwargs)
     step.end(result)
     return result
 

@@ -2,16 +2,17 @@
 
 Whether a mask is all ones, and whether positions are those of packed sequences, its code asks the tensors: on a GPU the
 host waits for the answer, behind all that has been launched before. Where the host knows what they hold, because it has
-sent them (bastile.models.batches) or made them, the same functions are asked about the host's own."""
+sent them (bastile.models.batches, in a Trainer) or made them, the same functions are asked about the host's own."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import inspect
-import sys
 import textwrap
 from collections.abc import Callable
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from bastile.guards import stand_in_for, stock_of
 from bastile.host_copies import on_host, remember
 from bastile.models.rebind import as_keywords
 
-_MASKS = "transformers.masking_utils"
 _GIVEN, _POSITIONS = "attention_mask", "position_ids"
 _UNGIVEN = ("attention_mask", "position_ids", "past_key_values")  # where positions may be supplied
 _MOST_LENGTHS = 64
@@ -34,26 +34,25 @@ _COUNTS = [
     "position_ids.unsqueeze(0)",
 ]
 
-_is_in_force = False
+_is_in_force = False  # for all that comes through here
 
 #: Positions of batches that bring none, by length, device and stream.
 _made: dict[Any, torch.Tensor] = {}
 
 
-def put_in() -> None:
+def put_into(module: Any) -> None:
+    """Transformers' module of masks."""
     global _is_in_force
     _is_in_force = True
-    module = sys.modules.get(_MASKS)
     for name, replacement in _REPLACED.items():
         there = getattr(module, name, None)
         if inspect.isfunction(there) and stock_of(there) is there:
             setattr(module, name, replacement(there))
 
 
-def take_out() -> None:
+def take_out_of(module: Any) -> None:
     global _is_in_force
     _is_in_force = False
-    module = sys.modules.get(_MASKS)
     for name in _REPLACED:
         there = getattr(module, name, None)
         if there is not None and stock_of(there) is not there:
@@ -160,6 +159,11 @@ def with_positions(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def are_ours(positions: torch.Tensor) -> bool:
+    """Whether these are such positions, which nobody has changed."""
+    return on_host(positions) is not None and any(map(partial(is_, positions), _made.values()))
 
 
 def _consecutive(tokens: torch.Tensor) -> torch.Tensor | None:

@@ -1,5 +1,4 @@
-"""What a Trainer does around its steps, without the host waiting for the GPU: it gets batches (bastile.models.batches)
-and asks what is in them (bastile.models.masks).
+"""A Trainer gets its batches (bastile.models.batches) without the host waiting for the GPU.
 
 Accelerate's optimiser asks twice a step whether a package is installed, 0.1 ms a time: the answer is remembered."""
 
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bastile.guards import stand_in_for, stock_of
-from bastile.models import batches, masks
+from bastile.models import batches
 
 _OPTIMIZER, _ASKS = "accelerate.optimizer", "is_lomo_available"
 
@@ -48,7 +47,6 @@ def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         _running += 1
         batches.put_in()
-        masks.put_in()
         _ask_once()
         try:
             return original(self, *args, **kwargs)
@@ -92,7 +90,6 @@ def _end() -> None:
     if there is not None and stock_of(there) is not there:
         setattr(module, _ASKS, stock_of(there))
     batches.take_out()
-    masks.take_out()
 
 
 _REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {

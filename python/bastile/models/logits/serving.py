@@ -158,10 +158,15 @@ def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Call
     if loss_utils.LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), stock) is not stock:
         return lambda: None
     ignore_index = given.get("ignore_index", -100)
-    targets = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shifted is None else shifted
-    targets = targets.to(weight.device)
-    counted = is_worthwhile(targets.numel(), local_of(weight))
-    count = ValidCount(targets, ignore_index) if counted else None
+
+    def of_this_step() -> torch.Tensor:
+        found = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shifted is None else shifted
+        return found.to(weight.device)
+
+    # Where nobody counts them they are made behind the backbone, when the device is busy with it.
+    tokens = (labels if shifted is None else shifted).numel()
+    early = of_this_step() if is_worthwhile(tokens, local_of(weight)) else None
+    count = None if early is None else ValidCount(early, ignore_index)
     versions = [(t, version(t)) for t in (labels, shifted) if t is not None]
 
     @functools.wraps(stock)
@@ -177,6 +182,7 @@ def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Call
             and vocab_size == logits.shape[-1]
             and (not torch.is_tensor(items) or items.dim() == 0)  # DataParallel: a number for each replica
         ):
+            targets = of_this_step() if early is None else early
             loss = causal_loss(logits, targets, ignore_index, items, count)
             if loss is not NotImplemented:
                 return loss
