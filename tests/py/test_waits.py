@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -284,6 +286,21 @@ def trainer_of(folder: Path, with_mask: bool, **changes: Any) -> Trainer:
     }
     given |= {"report_to": "none", "disable_tqdm": True, "optim": "sgd", "output_dir": str(folder)}
     return Trainer(model, TrainingArguments(**given | changes), train_dataset=rows)
+
+
+def test_apply_before_transformers_is_imported() -> None:
+    """A model's forward finds them then, in whatever loop."""
+    program = """
+import bastile, sys
+bastile.apply()
+assert "transformers.masking_utils" not in sys.modules
+from transformers import masking_utils
+from bastile.guards import stock_of
+from bastile.models.masks import _REPLACED
+print(*(getattr(masking_utils, name) is not stock_of(getattr(masking_utils, name)) for name in _REPLACED))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"] * len(NAMES)
 
 
 def losses(trainer: Trainer) -> list[str]:

@@ -17,13 +17,13 @@ from torch import nn
 
 from bastile.graphs import conditions
 from bastile.graphs.calls import bare, called_instead, is_called_instead
+from bastile.graphs.watch import HOOKS
 from bastile.models.masks import are_ours
 
 #: Larger ones take the device longer to make than the host.
 MOST_BYTES = 1 << 20
 _MOST = 16
 _SETTINGS = (bool, int, float, str, type(None))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Tables:
@@ -70,7 +70,7 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not all(isinstance(other, str) for other in others) or torch.is_inference_mode_enabled():
         return None
     scope, device = vars(module), hidden.device
-    if any(scope[hooks] for hooks in _HOOKS):
+    if any(scope[hooks] for hooks in HOOKS):
         return None
     return (
         module,

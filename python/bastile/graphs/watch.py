@@ -19,7 +19,7 @@ from bastile.graphs.calls import is_called_instead
 
 #: Layers in a part.
 PART = 7
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Attributes that are no settings of a module's: what torch keeps there, but for the mode, and marks of others.
 _OWN = {*vars(nn.Module()), "_compiled_call_impl", "gradient_checkpointing", "_is_hf_initialized"} - {"training"}
@@ -70,7 +70,7 @@ class _Part:
         scopes = [vars(module) for module in modules]
         self._modules = modules  # held, so that no other has one's number
         self._classes: list[Any] = list(dict.fromkeys(map(type, modules)))
-        self.hooks = [scope[name] for scope in scopes for name in _HOOKS]
+        self.hooks = [scope[name] for scope in scopes for name in HOOKS]
         tables = [scope[name] for scope in scopes for name in _TABLES]
         self._own = [(vars(layer), layer) for layer in layers]
         self._sized = [*[vars(module) for module in modules if module not in layers], *tables]
