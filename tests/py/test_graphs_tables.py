@@ -23,7 +23,6 @@ from bastile.report import Tally
 from conftest import tiny_model
 from graphing import DEVICE, allow_graphs, assert_alike, batch_of, train
 
-
 counts = pytest.mark.skipif(
     "cache_position" in inspect.signature(masking_utils.create_causal_mask).parameters,
     reason="models have their positions from cache_position, not from Bastile",
