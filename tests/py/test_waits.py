@@ -356,6 +356,8 @@ def test_after_an_error_nothing_is_left(copies, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert data_loader.send_to_device is copies
+    bastile.reset()
+    assert {name: getattr(masking_utils, name) for name in NAMES} == STOCK
 
 
 @on_gpu

@@ -108,8 +108,8 @@ class Place:
             raise CannotCapture("elements of an argument of the layers lie on top of each other")
         self.memory = torch.zeros(dense if elements else 0, dtype=dtype, device=device)
         self.tensor = self.memory.as_strided(shape, self.stride)
-        self._filled_with: torch.Tensor | None = None
         self._target = self.memory.as_strided(self.once, self.stride)
+        self._filled_with: torch.Tensor | None = None  # what is there, if it is steady
 
     def fill(self, tensor: torch.Tensor, is_steady: bool = False) -> None:
         """is_steady: if it is here already, it is what it was."""

@@ -17,13 +17,12 @@ from torch import nn
 
 from bastile.graphs import conditions
 from bastile.graphs.calls import bare, called_instead, is_called_instead
-from bastile.graphs.watch import HOOKS
+from bastile.graphs.watch import HOOKS, SETTINGS
 from bastile.models.masks import are_ours
 
 #: Larger ones take the device longer to make than the host.
 MOST_BYTES = 1 << 20
 _MOST = 16
-_SETTINGS = (bool, int, float, str, type(None))
 
 
 class Tables:
@@ -78,7 +77,7 @@ def _key(module: nn.Module, args: Any, kwargs: Any) -> Any:
         (hidden.dtype, device, id(positions), *others),
         torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
         conditions.of_backward(checkpoints=False),
-        *[(name, value) for name, value in scope.items() if isinstance(value, _SETTINGS)],
+        *[(name, value) for name, value in scope.items() if isinstance(value, SETTINGS)],
         *[(name, b.data_ptr(), b._version) for name, b in module._buffers.items() if b is not None],
     )
 

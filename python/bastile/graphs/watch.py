@@ -1,8 +1,12 @@
-"""What of a stack of layers a graph has taken for granted, looked at before each step.
+"""What of a stack of layers a graph has taken for granted, looked at in each step.
 
 A graph reads parameters and buffers at the addresses at which they were, and does what the modules' code did then. So
 the same modules, of the same classes, must hold the same tensors, which must see the same memory as before, with the
-same settings, and have no hooks, which would not be called."""
+same settings, and have no hooks, which would not be called.
+
+Of 28 layers that is some two thousand tables and tensors, few of which the host has in its caches: 0.8 ms of a step
+that begins on an idle GPU. So they are looked at in parts, each before the first graph that takes it for granted, while
+the GPU works on the graph before."""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Attributes that are no settings of a module's: what torch keeps there, but for the mode, and marks of others.
 _OWN = {*vars(nn.Module()), "_compiled_call_impl", "gradient_checkpointing", "_is_hf_initialized"} - {"training"}
-_SETTINGS = (bool, int, float, str, type(None), torch.dtype)
+SETTINGS = (bool, int, float, str, type(None), torch.dtype)
 _pointer, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
 _requires_grad = attrgetter("requires_grad")
 
@@ -33,7 +37,7 @@ def _is_setting(value: Any) -> bool:
         return all(map(_is_setting, value))
     if isinstance(value, dict):
         return all(map(_is_setting, value.values()))
-    return isinstance(value, _SETTINGS)
+    return isinstance(value, SETTINGS)
 
 
 class Watch:

@@ -34,7 +34,7 @@ _COUNTS = [
     "position_ids.unsqueeze(0)",
 ]
 
-_is_in_force = False  # for all that comes through here
+_is_in_force = False
 
 #: Positions of batches that bring none, by length, device and stream.
 _made: dict[Any, torch.Tensor] = {}
