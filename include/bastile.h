@@ -547,54 +547,31 @@ BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DL
 BST_API bst_status bst_low_rank_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *thin,
                                          const DLTensor *b, double scale, DLTensor *g, DLTensor *db);
 
-/* ---- optim ------------------------------------------------------------------------------------------------------- */
+/* Of a gated unit y = act(gate) * up (options as of bst_glu_forward) whose gate and up have adapters of rank R, and whose
+ * y is read by a layer that may have one: from dy [T, N] and gate and up [T, N], each in rows, dgate and dup as of
+ * bst_glu_backward, in the places of gate and up or elsewhere, and, made of each within the same pass on CUDA where
+ * low_rank above is, with W = 2 R, gate's columns first:
+ *   g [T, W]       scale_gate dgate b_gate, scale_up dup b_up                        rows with gaps or without
+ *   db_gate, db_up scale dgate^T and dup^T times its half of thin                    [N, R], float32
+ *   da_down        g_down^T y, where g_down [T, R] is given                          [R, N], float32
+ *   thin_down      y a_down^T, where a_down [R, N] is given                          [T, R]
+ * y may be written, too, in the place of dy or elsewhere. What is multiplied has been rounded. thin [T, W], b_gate, b_up
+ * [N, R], and all but the float32 results are of one type. Hu et al., "LoRA", 2021. */
+typedef struct bst_low_rank_glu_tensors {
+    size_t size; /* sizeof(bst_low_rank_glu_tensors) */
+    const DLTensor *dy, *gate, *up, *thin, *b_gate, *b_up;
+    const DLTensor *g_down, *a_down; /* either or both may be NULL */
+    DLTensor *dgate, *dup, *g, *db_gate, *db_up;
+    DLTensor *da_down, *thin_down, *y; /* NULL: not wanted */
+} bst_low_rank_glu_tensors;
 
-/* Lists of `count` tensors, which go together by their place; each may have its own type and shape. All are
- * on one device, gapless, in any order of dimensions that a parameter's own have in common, and share no memory. */
-typedef struct bst_adamw_tensors {
-    size_t size; /* sizeof(bst_adamw_tensors) */
-    int64_t count;
-    DLTensor *const *parameter; /* written */
-    DLTensor *const *gradient;  /* of parameter's type; divided by grad_scale where that is given, else only read */
-    /* Written. float32, bfloat16 or parameter's type; or uint8 [ceil(elements / 256), 256], beginning at a multiple of
-     * 16 bytes, and then the scales, float32 [ceil(elements / 256)], are needed. Zeros are the beginning in each. */
-    DLTensor *const *exp_avg, *const *exp_avg_sq;
-    /* float32, written: what parameter is rounded of. NULL, which each of them may be too: there is none. */
-    DLTensor *const *master;
-    DLTensor *const *exp_avg_scale, *const *exp_avg_sq_scale;
-    DLTensor *const *step; /* one float32 each: how many steps there were. The call adds one */
-    /* One float32 each, on the device, or NULL: lr in place of the number; what gradients are divided by; not 0: the
-     * call does nothing at all; what gradients are multiplied with. */
-    const DLTensor *lr, *grad_scale, *found_inf, *clip;
-} bst_adamw_tensors;
-
-typedef struct bst_adamw_options {
-    size_t size; /* sizeof(bst_adamw_options) */
-    int maximize;
-    /* Not 0: what is bfloat16, parameters without a master and moments, is rounded up or down by chance, so that the
-     * mean is right. The random numbers are a function of the seed, the step, the tensor's number, which is its place
-     * plus first_number, and the element. Moments of uint8 are always rounded so. */
-    int stochastic;
-    uint64_t seed;
-    int64_t first_number;
-} bst_adamw_options;
-
-/* One step of AdamW for all tensors, in one pass, in float32: g the gradient, t the step, m and v the moments,
- *   m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
- *   p = p - lr weight_decay p - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
- * 0 <= beta1, beta2 < 1; the others from 0 on. Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019. */
-BST_API bst_status bst_optim_adamw(const bst_exec *exec, const bst_adamw_tensors *tensors, double lr, double beta1,
-                                   double beta2, double eps, double weight_decay, const bst_adamw_options *options);
-
-/* norm, one float32: the root of the sum of squares of all gradients, divided by grad_scale where that is given;
- * coefficient, one float32 or NULL: min(1, max_norm / (norm + 1e-6)), which clips them. Summed in a fixed order. */
-BST_API bst_status bst_optim_norm(const bst_exec *exec, int64_t count, const DLTensor *const *gradients,
-                                  const DLTensor *grad_scale, double max_norm, DLTensor *norm, DLTensor *coefficient);
-/* Gradients times coefficient, one float32 on their device, in place. Where that is 1 they are not touched. */
-BST_API bst_status bst_optim_scale(const bst_exec *exec, int64_t count, DLTensor *const *gradients,
-                                   const DLTensor *coefficient);
+BST_API bst_status bst_low_rank_glu_backward(const bst_exec *exec, const bst_low_rank_glu_tensors *tensors,
+                                             double scale_gate, double scale_up, const bst_glu_options *options);
 
 #ifdef __cplusplus
 }
 #endif
+
+#include "bastile/optim.h"
+
 #endif

@@ -37,6 +37,8 @@ BENCH_NAMES = {
 }
 #: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py).
 NOT_IN_BENCH = {"dequantize_4bit"}
+#: Of the C API; the last is PyTorch's entry.
+HEADERS = ("include/bastile.h", "include/bastile/optim.h", "include/bastile/torch.h")
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim", "low_rank"}
 #: What ptx.cuh needs for itself.
@@ -191,7 +193,7 @@ def defined() -> set[str]:
 
 def declared() -> list[str]:
     """Functions that the rooms describe or define, and the header does not declare; and the other way round."""
-    header = (ROOT / "include/bastile.h").read_text()
+    header = "".join((ROOT / name).read_text() for name in HEADERS[:2])
     known = set(re.findall(r"^BST_API bst_status bst_([a-z]\w*)\(const bst_exec ", header, re.M))
     functions = described() | defined()
     return [f"include/bastile.h does not declare bst_{name}" for name in sorted(functions - known)] + [
@@ -238,7 +240,7 @@ def sources() -> list[str]:
                 for module in imported(text)
                 if re.match(r"bastile\b", module) and f"{module}.".split(".")[1] not in BELOW_OPERATORS
             ]
-    for header in ("include/bastile.h", "include/bastile/torch.h"):
+    for header in HEADERS:
         names = re.findall(r"^BST_(?:API|EXPORT) .*?(\w+)\(", (ROOT / header).read_text(), re.M)
         faults += [f"{header} declares {name}, which has not the prefix bst_" for name in names if name[:4] != "bst_"]
     return faults

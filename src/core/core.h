@@ -75,6 +75,9 @@ static inline bool bst__given(const bst_view *v) { return v->dims || v->count; }
 /* Sets of types: 1u << bst_dtype. */
 #define BST_FLOATS (1u << BST_F32 | 1u << BST_BF16 | 1u << BST_F16)
 
+/* DLPack's name of a type. */
+DLDataType bst__dl_type(bst_dtype dtype);
+
 /* Reads a tensor. BST_INVALID where it is NULL, has no shape, a negative size, sizes or strides whose products pass 63
  * bits, or no memory though it has elements; BST_UNSUPPORTED where its type or device is none of ours, where it has
  * more than BST_MAX_DIMS dimensions, or its elements are not aligned. What works with a view need not look out for

@@ -17,7 +17,7 @@
 #include "core/core.h"
 
 /* The last: bytes of a struct that callers fill. */
-enum { BST_MOST_ARGUMENTS = 16, BST_MOST_ATTRIBUTES = 16, BST_MOST_GIVEN = 192 };
+enum { BST_MOST_ARGUMENTS = 20, BST_MOST_ATTRIBUTES = 16, BST_MOST_GIVEN = 192 };
 
 /* The value of an attribute: double, or integer, bool and enum. */
 typedef union bst_attribute {

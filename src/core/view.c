@@ -59,6 +59,13 @@ static bool read_dtype(DLDataType type, bst_dtype *out) {
     return false;
 }
 
+DLDataType bst__dl_type(bst_dtype dtype) {
+    static const DLDataType type[] = {[BST_F32] = {kDLFloat, 32, 1}, [BST_BF16] = {kDLBfloat, 16, 1},
+                                      [BST_F16] = {kDLFloat, 16, 1}, [BST_I64] = {kDLInt, 64, 1},
+                                      [BST_I32] = {kDLInt, 32, 1},   [BST_U8] = {kDLUInt, 8, 1}};
+    return type[dtype];
+}
+
 bst_status bst__view(const char *op, const char *name, unsigned dtypes, const DLTensor *tensor, bst_view *out) {
     if (!tensor) return bst__error(BST_INVALID, "%s: %s is NULL; a tensor is needed", op, name);
     if (tensor->ndim < 0 || tensor->ndim > BST_MAX_DIMS)

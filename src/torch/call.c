@@ -27,13 +27,6 @@ static DLDataType dl_type(int32_t dtype) {
     return (DLDataType){kDLOpaqueHandle, 0, 1}; /* any other: the operator's check refuses it */
 }
 
-DLDataType bst__dl_type(bst_dtype dtype) {
-    static const DLDataType type[] = {[BST_F32] = {kDLFloat, 32, 1}, [BST_BF16] = {kDLBfloat, 16, 1},
-                                      [BST_F16] = {kDLFloat, 16, 1}, [BST_I64] = {kDLInt, 64, 1},
-                                      [BST_I32] = {kDLInt, 32, 1},   [BST_U8] = {kDLUInt, 8, 1}};
-    return type[dtype];
-}
-
 int bst_torch_emulates(void) {
 #ifdef BST_EMULATE
     return 1;

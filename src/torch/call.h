@@ -61,7 +61,4 @@ DLTensor *bst__call_heads(bst_call *call, const DLTensor *model, bool tokens_fir
  * elements, which stands for None. Returns only if the call succeeded. */
 void bst__call_end(bst_call *call, bst_torch_value *stack, int results, DLTensor *const *result);
 
-/* DLPack's name of a type. */
-DLDataType bst__dl_type(bst_dtype dtype);
-
 #endif

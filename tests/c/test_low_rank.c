@@ -1,66 +1,9 @@
 /* test_low_rank.c - the backward pass of an adapter's second product through the C API: against float64 in each type,
  * for what the kernel serves and what two products do, in rows with gaps; errors; its kernels on every chip. */
-#include <math.h>
-
 #include "chips.h"
-#include "core/cpu_kernel.h"
+#include "matrices.h"
 
-enum { MOST = 1 << 18 };
 static float dys[MOST], thins[MOST], bs[MOST], gs[MOST], dbs[MOST], again[MOST];
-
-typedef struct matrix {
-    float *data;
-    int64_t shape[2], strides[2], at;
-    int type;
-} matrix;
-
-static DLTensor tensor_of(matrix *m) {
-    return bst_tensor((char *)m->data + m->at * (m->type ? 2 : 4), 2, m->shape, m->strides, bst_test_types[m->type]);
-}
-
-static double number(const matrix *m, int64_t row, int64_t column) {
-    int64_t i = m->at + row * m->strides[0] + column;
-    if (!m->type) return (double)m->data[i];
-    uint16_t half = ((const uint16_t *)m->data)[i];
-    return (double)(m->type == 1 ? bst_from_bf16(half) : bst_from_f16(half));
-}
-
-static matrix filled(float *data, int64_t rows, int64_t columns, int64_t gap, int64_t at, int type, unsigned seed) {
-    matrix m = {data, {rows, columns}, {columns + gap, 1}, at, type};
-    if (!seed) {
-        memset(data, 0xff, MOST * sizeof(float));
-        return m;
-    }
-    bst_fill(data, MOST, seed, 2);
-    if (type) /* in place, from the front on */
-        for (int64_t i = 0; i < MOST; i++) {
-            float x = data[i];
-            bst_store((uint16_t *)data + i, &x, (bst_dtype)type, 1);
-        }
-    return m;
-}
-
-/* A sum of n products in float32 is off by n roundings of their sizes at most, and what is rounded once more by half a
- * unit of it. */
-static void compare(const char *what, const matrix *got, const matrix *x, bool transposed, const matrix *y,
-                    double scale) {
-    const double unit = got->type == 0 ? 0x1p-24 : got->type == 1 ? 0x1p-8 : 0x1p-11;
-    const int64_t n = y->shape[0];
-    int64_t wrong = 0;
-    for (int64_t r = 0; r < got->shape[0]; r++)
-        for (int64_t c = 0; c < got->shape[1]; c++) {
-            double sum = 0, size = 0;
-            for (int64_t i = 0; i < n; i++) {
-                double product = number(x, transposed ? i : r, transposed ? r : i) * number(y, i, c) * scale;
-                sum += product, size += fabs(product);
-            }
-            double most = (double)(n + 2) * 0x1p-23 * size + unit * fabs(sum) + 0x1p-25;
-            wrong += !(fabs(number(got, r, c) - sum) <= most);
-        }
-    if (wrong)
-        FAILED("%s [%d, %d] of type %d, over %d: %d wrong", what, (int)got->shape[0], (int)got->shape[1], got->type,
-               (int)n, (int)wrong);
-}
 
 static void check(int64_t rows, int64_t columns, int64_t rank, int type, int64_t gap, int64_t at) {
     matrix dy = filled(dys, rows, columns, gap, at, type, 3), thin = filled(thins, rows, rank, gap, at, type, 4);
@@ -68,8 +11,9 @@ static void check(int64_t rows, int64_t columns, int64_t rank, int type, int64_t
     matrix db = filled(dbs, columns, rank, 0, at, 0, 0);
     DLTensor t[] = {tensor_of(&dy), tensor_of(&thin), tensor_of(&b), tensor_of(&g), tensor_of(&db)};
     CHECK_OK(bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 0.75, &t[3], &t[4]));
-    compare("g", &g, &dy, false, &b, 0.75);
-    compare("db", &db, &dy, true, &thin, 0.75);
+    matrix across = transposed(&dy);
+    compare("g", &g, &dy, &b, 0.75);
+    compare("db", &db, &across, &thin, 0.75);
     int64_t beside = 0, size = type ? 2 : 4;
     for (int64_t i = 0; i < at + rows * g.strides[0]; i++)
         if (i < at || (i - at) % g.strides[0] >= rank)

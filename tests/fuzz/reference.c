@@ -589,6 +589,7 @@ const char *const fuzz_without_reference[] = {"cross_entropy_backward",
                                               "linear_cross_entropy_backward",
                                               "linear_logprobs_backward",
                                               "linear_divergence_backward",
+                                              "low_rank_glu_backward",
                                               "moe_glu_backward",
                                               "moe_combine_backward",
                                               NULL};

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import dropout, linear, silu
 from torch.utils.checkpoint import checkpoint
 
-from bastile.ops import _adapted, lora
+from bastile.ops import _adapted, _adapted_mlp, lora
 from bastile.ops._random import seeds
 from bastile.ops.dropout import dropout as dropout_of_seed
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
@@ -42,6 +42,7 @@ MIXES = [
 ]
 SCALE = 1.7
 ONE_PASS = "bastile.low_rank_backward_into.default"
+TOGETHER = "bastile.low_rank_glu_backward.default"
 
 
 class Layer:
@@ -216,6 +217,73 @@ def test_pooled_errors_of_one_pass_through_b(mix, device, monkeypatch):
     assert memory.calls.count(ONE_PASS) == 2
     assert_no_worse_pooled(lambda: group_case(layers, (256, 128), mix, device))
     assert_no_worse_pooled(lambda: mlp_case((128, 192), (16, 24, 32), (256, 128), mix, device))
+
+
+#: What adapters an MLP has, and how often the operators run in its backward pass: that around the unit, that of one
+#: adapter. Down's layer always calls the latter.
+AROUND = [((16, 16, 16), 1, 1), ((16, 16, 8), 1, 1), ((16, 16, 0), 1, 0), ((16, 8, 16), 0, 3), ((16, 0, 16), 0, 2)]
+
+
+@pytest.mark.parametrize(("device", "mix"), [each for each in POOLED if each[1][0] is not torch.float32], ids=str)
+@pytest.mark.parametrize(("ranks", "together", "alone"), AROUND, ids=str)
+def test_pooled_errors_of_one_pass_around_the_unit(ranks, together, alone, mix, device, monkeypatch):
+    """As on a GPU: the unit's gradients with all that its adapters read of them, where these have one rank."""
+    monkeypatch.setattr(_adapted, "on_gpu", lambda t: True)
+    with Memory() as memory:
+        case = mlp_case((128, 192), ranks, (8, 128), mix, device)
+        out = case.ours(*[t.requires_grad_() for t in case.inputs.values()])
+        (out * out).sum().backward()
+    assert memory.calls.count(TOGETHER) == together
+    assert memory.calls.count(ONE_PASS) == alone
+    assert_no_worse_pooled(lambda: mlp_case((128, 192), ranks, (256, 128), mix, device))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize("frozen", [(), (0,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["kept", "checkpoint", "parts"])
+def test_one_pass_around_the_unit_makes_what_is_wanted(kind, frozen, p, monkeypatch):
+    """The same gradients as one operator after the other, of adapters that train; with dropout in down's, too."""
+    layers = make("cpu", width=64, outputs=96, rank=8, dtype=torch.bfloat16)
+    layers += make("cpu", count=1, width=96, outputs=64, rank=8, dtype=torch.bfloat16, p=p)
+    for i in frozen:
+        layers[i].a.requires_grad_(False)
+    x = random_tensor((48, 64), torch.bfloat16, "cpu").requires_grad_()
+    monkeypatch.setattr(_adapted_mlp, "_LEAST_WORK", 1 if kind == "parts" else math.inf)
+    monkeypatch.setattr(_adapted_mlp, "_ROWS", 16)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            if kind == "kept":
+                out = adapted_gated_mlp(x, *layers)
+            else:
+                out = checkpoint(adapted_gated_mlp, x, *layers, use_reentrant=False)
+        return gradients([out], layers, x)
+
+    apart = run()
+    monkeypatch.setattr(_adapted, "on_gpu", lambda t: True)
+    with Memory() as memory:
+        found = run()
+    assert memory.calls.count(TOGETHER) == (2 if kind == "parts" and not p else 1)
+    for got, want in zip(found, apart, strict=True):
+        # In bfloat16, of some hundred terms: what is left out, or scaled wrongly, is off by far more.
+        assert (got.double() - want.double()).norm() <= 0.02 * want.double().norm()
+
+
+def test_one_pass_around_the_unit_only_where_nobody_reads_its_inputs_again(monkeypatch):
+    """It takes their place: not in a backward pass that is to be repeated."""
+    monkeypatch.setattr(_adapted, "on_gpu", lambda t: True)
+    layers = [Layer(64, 96, 8, False), Layer(64, 96, 8, False), Layer(96, 64, 8, False)]
+    case = mlp_case((64, 96), [each.rank for each in layers], (16, 64), MIXES[4], "cpu")
+    inputs = [t.requires_grad_() for t in case.inputs.values()]
+    out = case.ours(*inputs)
+    with Memory() as memory:
+        first = torch.autograd.grad(out.float().sum(), inputs, retain_graph=True)
+        assert memory.calls.count(TOGETHER) == 0
+        second = torch.autograd.grad(out.float().sum(), inputs)
+        assert memory.calls.count(TOGETHER) == 1
+    for got, want in zip(second, first, strict=True):
+        assert (got.double() - want.double()).norm() <= 0.02 * want.double().norm()
 
 
 def tensors_of(layer: Adapted) -> list[torch.Tensor]:

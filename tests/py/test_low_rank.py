@@ -3,12 +3,15 @@ hand."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bastile.ops.low_rank import backward, backward_into, low_rank_backward
+from bastile.ops._glu import UNITS, unit_of
+from bastile.ops.low_rank import backward, backward_into, glu_backward, low_rank_backward
 from oracle import DTYPES, EMULATED, devices, few_examples, random_tensor
 
 
@@ -101,6 +104,82 @@ def test_the_same_bits_again(device):
         assert all(map(torch.equal, first, low_rank_backward(dy, thin, b)))
 
 
+# What gate's and up's adapters are, down's, and what of the unit's result is wanted: da_down, thin_down, y.
+AROUND_A_UNIT = [
+    ((130, 600, 16), (True, False, False)),
+    ((70, 136, 8), (True, True, False)),
+    ((100, 264, 24), (False, False, True)),
+    ((65, 520, 32), (True, True, True)),
+    ((37, 39, 16), (True, False, False)),
+    ((20, 40, 5), (True, True, True)),
+]
+
+
+class AroundAUnit:
+    """The tensors of one call, and a copy of them for each way."""
+
+    def __init__(self, shape, wants, dtype, device):
+        rows, columns, self.rank = shape
+        self.wants, self.scales = wants, (0.75, -1.5)
+        self.unit = [random_tensor((rows, columns), dtype, device) for _ in range(3)]  # dy, gate, up
+        self.thin = random_tensor((rows, 2 * self.rank), dtype, device)
+        self.b = [random_tensor((columns, self.rank), dtype, device) for _ in range(2)]
+        self.g_down = random_tensor((rows, self.rank), dtype, device)
+        self.a_down = random_tensor((self.rank, columns), dtype, device)
+
+    def together(self, unit):
+        """dgate, dup, g, db_gate, db_up, and what is wanted of da_down, thin_down, y."""
+        dy, gate, up = [t.clone() for t in self.unit]
+        da_down, thin_down, y = self.wants
+        given = self.g_down if da_down else None, self.a_down if thin_down else None
+        g = torch.full_like(self.thin, math.nan)
+        *found, da, thin = glu_backward(
+            *unit.apart, *self.scales, dy, gate, up, self.thin, *self.b, *given, g, y, da_down, thin_down
+        )
+        made = [t for t, wanted in zip((da, thin, dy), self.wants, strict=True) if wanted]
+        return [gate, up, g, *found, *made]
+
+    def one_by_one(self, unit, multiply=torch.matmul):
+        dy, gate, up = [t.clone() for t in self.unit]
+        unit.backward_inplace(dy, gate, up, True, True, True)
+        halves = self.thin.chunk(2, 1)
+        g = [multiply(d, b) * s for d, b, s in zip((gate, up), self.b, self.scales, strict=True)]
+        db = [multiply(d.t(), t) * s for d, t, s in zip((gate, up), halves, self.scales, strict=True)]
+        of_y = multiply(self.g_down.t(), dy), multiply(dy, self.a_down.t()), dy
+        made = [t for t, wanted in zip(of_y, self.wants, strict=True) if wanted]
+        return [gate, up, torch.cat(g, 1), *db, *made]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "wants"), AROUND_A_UNIT, ids=str)
+def test_around_a_unit(shape, wants, dtype, device):
+    """The unit's results to the bit of its own operator; products no further from float64 than PyTorch's."""
+    call, unit = AroundAUnit(shape, wants, dtype, device), unit_of("test", "silu")
+    found, theirs = call.together(unit), call.one_by_one(unit)
+    exact = call.one_by_one(unit, lambda x, y: x.double() @ y.double())
+    for i, (got, right, other) in enumerate(zip(found, exact, theirs, strict=True)):
+        assert got.shape == right.shape
+        if i < 2 or (wants[2] and i == len(found) - 1):
+            assert torch.equal(got, right)
+        else:
+            assert error(got, right) <= 1.02 * error(other, right) + 4e-7
+    assert all(map(torch.equal, found, call.together(unit)))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("activation", UNITS)
+def test_around_any_unit(activation, device):
+    call = AroundAUnit((40, 72, 16), (True, False, True), torch.bfloat16, device)
+    for unit in (unit_of("test", activation), unit_of("test", activation, limit=0.5)):
+        found, theirs = call.together(unit), call.one_by_one(unit)
+        assert torch.equal(found[0], theirs[0])
+        assert torch.equal(found[1], theirs[1])
+        assert torch.equal(found[-1], theirs[-1])
+        for got, other in zip(found[2:-1], theirs[2:-1], strict=True):
+            torch.testing.assert_close(got.to(other.dtype), other)  # two roundings of bfloat16
+
+
 def test_what_is_no_plain_tensor_of_floats():
     x = torch.ones(4, 4, dtype=torch.float64)
     g, db = low_rank_backward(x, x, x, 0.5)
@@ -116,6 +195,32 @@ def test_compiled():
     dy, thin, b = (random_tensor(shape, torch.bfloat16, "cpu") for shape in ((30, 24), (30, 8), (24, 8)))
     compiled = torch.compile(low_rank_backward, backend="aot_eager", fullgraph=True)
     assert all(map(torch.equal, compiled(dy, thin, b), low_rank_backward(dy, thin, b)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_around_a_unit_beyond_32_bits():
+    """The last row alone has a gradient."""
+    rows, columns, rank = 180_000, 12_288, 16
+    dy, up = (torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    gate = torch.ones_like(dy)
+    dy[-1], up[-1] = 2, 3
+    thin, g_down = (random_tensor((rows, n), torch.bfloat16, "cuda") for n in (2 * rank, rank))
+    b = [random_tensor((columns, rank), torch.bfloat16, "cuda") for _ in range(2)]
+    last = [t[-1:].clone() for t in (dy, gate, up)]
+    unit, g = unit_of("test", "silu"), torch.empty_like(thin)
+    db_gate, db_up, da, _ = glu_backward(
+        *unit.apart, 1.0, 1.0, dy, gate, up, thin, *b, g_down, None, g, False, True, False
+    )
+    unit.backward_inplace(*last, True, True, True)
+    y, dgate, dup = last
+    assert torch.equal(gate[-1:], dgate)
+    assert torch.equal(up[-1:], dup)
+    assert not gate[:-1].any()
+    assert not g[:-1].any()
+    torch.testing.assert_close(g[-1:], torch.cat([dgate @ b[0], dup @ b[1]], 1))
+    assert torch.equal(db_gate, dgate.t().float() * thin[-1:, :rank].float())
+    assert torch.equal(db_up, dup.t().float() * thin[-1:, rank:].float())
+    assert torch.equal(da, g_down[-1:].t().float() * y.float())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -180,9 +180,9 @@ class Group:
             dy, mine, scale = gradients[i], self._mine(g, i), self.layers[i].scale
             if dy is None:
                 mine.zero_()
-            elif thin is not None and wanted[i * TENSORS + 3] and _is_one_pass(dy, b):
+            elif thin is not None and wanted[i * TENSORS + 3] and is_one_pass(dy, b):
                 db = low_rank.backward_into(dy, self._mine(thin, i), b, mine, scale)
-                self._add_to_b(found, i, db, dtype)
+                self.add_to_b(found, i, db, dtype)
             else:
                 mine.addmm_(dy, b, beta=0, alpha=scale)
                 self.add_gradient_of_b(found, i, dy, thin, wanted, dtype)
@@ -200,13 +200,19 @@ class Group:
         b: Any = self.b[i]
         if wanted[i * TENSORS + 3] and thin is not None:
             made = product(dtype or b.dtype, dy.t(), self._mine(thin, i), self.layers[i].scale)
-            self._add_to_b(found, i, made, dtype)
+            self.add_to_b(found, i, made, dtype)
 
-    def _add_to_b(
+    def add_to_b(
         self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None
     ) -> None:
         b: Any = self.b[i]
         found[i * TENSORS + 3] = _sum(found[i * TENSORS + 3], made.to(dtype or b.dtype))
+
+    def add_to_a(
+        self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None
+    ) -> None:
+        a: Any = self.a[i]
+        found[i * TENSORS + 2] = _sum(found[i * TENSORS + 2], made.to(dtype or a.dtype))
 
     def input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, into: torch.Tensor | None = None
@@ -292,7 +298,7 @@ def _sum(known: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
     return more if known is None else known.add_(more)
 
 
-def _is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:
+def is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether an operator of ours takes less time than two products do."""
     return (
         on_gpu(dy)

@@ -7,12 +7,13 @@ layer's memory is taken by, and no product is made more often."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.compiler import is_compiling
 
-from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input
+from bastile.ops import low_rank
+from bastile.ops._adapted import TENSORS, Group, Layer, is_one_pass, of_layers, reads_input
 from bastile.ops._common import (
     Function,
     first_order_only,
@@ -191,14 +192,28 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
 
         dy: Any = second.input_gradient([of(drows)], of(g_second))
         gate, up = first.results(of(rows), of(rows), of(thin)) if is_made_here else (a, b)
-        da, db, y = unit_gradients(ctx.unit, dy, gate, up, wants, last)
+        makes_thin = wants[2] and (thin_y is None or part is not None)
+        together = _together(first, second, dy, thin, wants, makes_thin, wanted) if last else None
+        if together is None:
+            da, db, y = unit_gradients(ctx.unit, dy, gate, up, wants, last)
+            g = mine = None
+        else:
+            da, db, y = gate, up, dy
+            g = dy.new_empty(dy.shape[0], first.rank) if part is None else place(g_first)
+            passed = of(thin), of(g_second), g
+            mine = _in_one_pass(ctx.unit, together, first, second, dy, gate, up, passed, of_first, of_second, sums)
         del dy, gate, up
-        mine = second.thin(y, place(thin_y)) if wants[2] and (thin_y is None or part is not None) else of(thin_y)
+        if mine is not None and part is not None:
+            place(thin_y).copy_(mine)
+        elif mine is None:
+            mine = second.thin(y, place(thin_y)) if makes_thin else of(thin_y)
         second.base_gradients(of_second, [of(drows)], y, wanted_second)
-        second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)
+        if together is None or not together.da_down:
+            second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)
         del y
         gradients = [da if wants[0] else None, db if wants[1] else None]
-        g = first.through_b(of_first, gradients, of(thin), wanted_first, place(g_first), sums)
+        if g is None:
+            g = first.through_b(of_first, gradients, of(thin), wanted_first, place(g_first), sums)
         first.base_gradients(of_first, gradients, rows, wanted_first)
         return g, mine, first.input_gradient(gradients, g, place(dx)) if want_x else None
 
@@ -213,3 +228,77 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
         second.add_gradient_of_b(of_second, 0, drows, thin_y, wanted_second)
     first.add_gradients_of_a(of_first, [drows] * 2, g_first, rows, wanted_first)
     return [None if dx is None else dx.view(ctx.shape), *of_first, *of_second]
+
+
+class _Together(NamedTuple):
+    """What the pass over the unit's gradients makes beside them and what gate's and up's adapters read of them."""
+
+    da_down: bool
+    thin_down: bool
+    y: bool
+
+
+def _together(
+    first: Group,
+    second: Group,
+    dy: torch.Tensor,
+    thin: torch.Tensor | None,
+    wants: Sequence[bool],
+    makes_thin: bool,
+    wanted: Sequence[bool],
+) -> _Together | None:
+    """None: there is no such pass for these layers, or these results are not all wanted."""
+    trains = wanted[3 :: TENSORS]
+    if thin is None or first.adapted != [0, 1] or not (all(wants[:2]) and trains[0] and trains[1]):
+        return None
+    of_gate, of_up = first.rounded[1:]
+    if of_gate.shape != of_up.shape or not is_one_pass(dy, of_gate):
+        return None
+    trains_weight, _, trains_a, _ = wanted[2 * TENSORS :]
+    goes_along = bool(second.adapted) and not second.drops and second.rank == of_gate.shape[1]
+    da_down, thin_down = goes_along and trains_a, goes_along and makes_thin
+    return _Together(da_down, thin_down, trains_weight or trains_a > da_down or makes_thin > thin_down)
+
+
+def _in_one_pass(
+    unit: Any,
+    together: _Together,
+    first: Group,
+    second: Group,
+    dy: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    passed: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
+    of_first: list[torch.Tensor | None],
+    of_second: list[torch.Tensor | None],
+    dtype: torch.dtype | None,
+) -> torch.Tensor | None:
+    """The unit's gradients over gate and up, y over dy, the adapters' gradients to what is found of them, and the thin
+    results of y, where these are among what is made. passed: gate's and up's thin results, the gradient of down's, and
+    where that of the former is to be."""
+    thin, g_down, into = passed
+    b_gate, b_up = first.rounded[1:]
+    db_gate, db_up, da_down, thin_down = low_rank.glu_backward(
+        *unit.apart,
+        first.layers[0].scale,
+        first.layers[1].scale,
+        dy,
+        gate,
+        up,
+        thin,
+        b_gate,
+        b_up,
+        g_down if together.da_down else None,
+        second.rounded[0] if together.thin_down else None,
+        into,
+        together.y,
+        together.da_down,
+        together.thin_down,
+    )
+    for kept in (gate, up):
+        torch.autograd.graph.increment_version(kept)
+    first.add_to_b(of_first, 0, db_gate, dtype)
+    first.add_to_b(of_first, 1, db_up, dtype)
+    if together.da_down:
+        second.add_to_a(of_second, 0, da_down, dtype)
+    return thin_down if together.thin_down else None

@@ -60,29 +60,30 @@ class Unit:
         self.interleaved = bool(interleaved)
         self.alpha, self.limit = float(alpha), float(limit)
         code = UNITS.index(activation)
-        self._apart = code, self.alpha, self.limit, OPEN_LIMIT
+        #: As operators of gate and up in two tensors are told.
+        self.apart = code, self.alpha, self.limit, OPEN_LIMIT
         #: As operators of gate and up in one tensor are told.
         self.joined = code, self.interleaved, self.alpha, self.limit, OPEN_LIMIT
 
     def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return _ops.glu_forward.default(*self._apart, a, b)
+        return _ops.glu_forward.default(*self.apart, a, b)
 
     def backward(
         self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _ops.glu_backward.default(*self._apart, dy, a, b, want_da, want_db)
+        return _ops.glu_backward.default(*self.apart, dy, a, b, want_da, want_db)
 
     def backward_with_y(
         self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The forward pass's output, too."""
-        return _ops.glu_backward_with_y.default(*self._apart, dy, a, b, want_da, want_db)
+        return _ops.glu_backward_with_y.default(*self.apart, dy, a, b, want_da, want_db)
 
     def backward_inplace(
         self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool, want_y: bool
     ) -> None:
         """da over a, db over b, that output over dy."""
-        _ops.glu_backward_inplace.default(*self._apart, dy, a, b, want_da, want_db, want_y)
+        _ops.glu_backward_inplace.default(*self.apart, dy, a, b, want_da, want_db, want_y)
 
     def forward_joined(self, h: torch.Tensor) -> torch.Tensor:
         return _ops.glu_joined_forward.default(*self.joined, h)
@@ -107,6 +108,7 @@ class _SwiGLU(Unit):
     function of ours."""
 
     activation, interleaved, alpha, limit = "silu", False, ALPHA, math.inf
+    apart = 0, ALPHA, math.inf, OPEN_LIMIT
     joined = 0, False, ALPHA, math.inf, OPEN_LIMIT
 
     def __init__(self, op: str):

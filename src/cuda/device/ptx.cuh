@@ -50,6 +50,7 @@ struct __align__(16) bst_raw {
 #define BST_INLINE       BST_DEVICE /* in texts that serve CPU and CUDA alike (core/cpu_kernel.h) */
 #define BST_UNROLL       _Pragma("unroll")
 #define BST_UNROLL_TWICE _Pragma("unroll 2")
+#define BST_UNROLL_FOUR  _Pragma("unroll 4")
 #define BST_ROLLED       _Pragma("unroll 1") /* stays a loop: fewer registers */
 /* For each i from 0 to below n, a constant: unrolled. */
 #define BST_EACH(i, n) BST_UNROLL for (int i = 0; i < (n); i++)

@@ -11,19 +11,19 @@
 
 typedef bst_glu_options given_options;
 
-const bst_attribute_rule bst__glu_rules[] = {
-    [ACTIVATION] = BST_OPTION('i', activation, BST_SILU, BST_SWIGLU_OAI, BST_ACTIVATION_NAMES),
-    [INTERLEAVED] = BST_OPTION('b', interleaved),
-    [ALPHA] = BST_OPTION('d', alpha),
-    [LIMIT] = BST_OPTION('d', limit),
-    [OPEN_LIMIT] = BST_OPTION('b', open_limit),
-    {NULL}};
+const bst_attribute_rule bst__glu_rules[] = {BST_GLU_RULES, {NULL}};
 
 bst_status bst__glu_need_numbers(const char *op, const bst_attribute *attributes) {
     double alpha = attributes[ALPHA].d, limit = attributes[LIMIT].d;
     if (limit >= 0 && alpha == alpha) return BST_OK;
     return bst__error(BST_INVALID, "%s: alpha is %g and limit %g; numbers, and a limit above 0, are needed", op, alpha,
                       limit);
+}
+
+bst_status bst__glu_need_apart(const char *op, const bst_attribute *attributes) {
+    BST_TRY(bst__glu_need_numbers(op, attributes));
+    if (!attributes[INTERLEAVED].i) return BST_OK;
+    return bst__error(BST_INVALID, "%s: interleaved is 1; 0 is needed for two tensors", op);
 }
 
 bst_status bst__glu_need_pairs(const char *op, const bst_view *h) {
@@ -95,9 +95,7 @@ static const bst_argument joined_backward_arguments[] = {
 
 static bst_status check_apart(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)v;
-    BST_TRY(bst__glu_need_numbers(op, attributes));
-    if (!attributes[INTERLEAVED].i) return BST_OK;
-    return bst__error(BST_INVALID, "%s: interleaved is 1; 0 is needed for two tensors", op);
+    return bst__glu_need_apart(op, attributes);
 }
 
 static bst_status check_joined(const char *op, const bst_view *v, const bst_attribute *attributes) {

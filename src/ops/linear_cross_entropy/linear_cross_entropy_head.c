@@ -79,10 +79,6 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
 
 /* ---- products and what stands beside them ------------------------------------------------------------------------ */
 
-static DLDataType dl_type(bst_dtype dtype) {
-    return (DLDataType){dtype == BST_BF16 ? kDLBfloat : kDLFloat, dtype == BST_F32 ? 32 : 16, 1};
-}
-
 /* Row `row` of a matrix. */
 static void *row_at(const bst_head *h, const void *base, int64_t row, int64_t stride) {
     return bst_at(base, row * stride, h->dtype);
@@ -90,7 +86,7 @@ static void *row_at(const bst_head *h, const void *base, int64_t row, int64_t st
 
 static bst_status multiply(const bst_head *h, bst_gemm g) {
     g.device = h->device;
-    g.input_type = dl_type(h->dtype);
+    g.input_type = bst__dl_type(h->dtype);
     if (!g.output_type.bits) g.output_type = g.input_type;
     g.alpha = 1;
     return on_cuda(h) ? bst__cuda_gemm(h->exec, h->op, &g) : bst__cpu_gemm(h->exec, h->op, &g);
@@ -159,7 +155,7 @@ static bst_status make_wide_on_cpu(const bst_head *h, int64_t first, int64_t row
         bst_gemm g = {.device = h->device, .m = rows, .n = columns, .k = h->width, .b_transposed = 1, .alpha = 1};
         g.a = hidden, g.b = weight, g.lda = g.ldb = h->width;
         g.out = logits + column, g.ldo = stride, g.beta = h->bias.data ? 1 : 0;
-        g.input_type = g.output_type = dl_type(BST_F32);
+        g.input_type = g.output_type = bst__dl_type(BST_F32);
         if (status == BST_OK) status = bst__cpu_gemm(h->exec, h->op, &g);
     }
     bst__release(h->exec, h->device, memory);
@@ -175,7 +171,7 @@ bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void
     g.a = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.lda = h->hidden.stride[0];
     g.b = h->weight.data, g.ldb = h->weight.stride[0];
     g.out = logits, g.ldo = stride;
-    g.output_type = dl_type(logits_type(h));
+    g.output_type = bst__dl_type(logits_type(h));
     return multiply(h, g);
 }
 
@@ -186,7 +182,7 @@ static bst_status make_dhidden(const bst_head *h, int64_t first, int64_t rows, b
     size_t bytes = (size_t)(rows * h->width * bst__dtype_size(h->dtype));
     if (widens) BST_TRY(bst__allocate(h->exec, h->op, h->device, bytes, &rounded));
     g.out = widens ? rounded : out;
-    g.output_type = dl_type(widens ? h->dtype : h->dhidden.dtype);
+    g.output_type = bst__dl_type(widens ? h->dtype : h->dhidden.dtype);
     bst_status status = multiply(h, g);
     if (status == BST_OK && widens) status = widen(h, rounded, rows, h->width, out);
     bst__release(h->exec, h->device, rounded);
@@ -248,7 +244,7 @@ static bst_status add_gradients(const bst_head *h, int64_t first, int64_t rows, 
     g.m = h->vocabulary, g.k = rows, g.a_transposed = 1;
     g.b = row_at(h, h->hidden.data, first, h->hidden.stride[0]), g.ldb = h->hidden.stride[0];
     g.out = h->part ? h->part : h->dweight_sum ? (void *)h->dweight_sum : h->dweight.data;
-    g.output_type = dl_type(h->dweight_sum && !h->part ? BST_F32 : h->dtype);
+    g.output_type = bst__dl_type(h->dweight_sum && !h->part ? BST_F32 : h->dtype);
     g.beta = begins || h->part ? 0 : 1;
     if (h->dweight.data) BST_TRY(multiply(h, g));
     if (h->part)

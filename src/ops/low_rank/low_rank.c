@@ -31,7 +31,7 @@ static const bst_attribute_rule rules[] = {[SCALE] = {"scale", 'd'}, {NULL}};
 
 static bst_status multiply(const bst_exec *exec, const char *op, const bst_view *v, float scale) {
     const bst_view *dy = &v[DY];
-    DLDataType type = {dy->dtype == BST_BF16 ? kDLBfloat : kDLFloat, dy->dtype == BST_F32 ? 32 : 16, 1};
+    DLDataType type = bst__dl_type(dy->dtype);
     bst_gemm of_g = {.device = dy->device,
                      .m = v[G].size[0],
                      .n = v[G].size[1],
@@ -50,7 +50,7 @@ static bst_status multiply(const bst_exec *exec, const char *op, const bst_view 
     of_db.a_transposed = 1;
     of_db.b = v[THIN].data, of_db.ldb = v[THIN].rows.inner_stride;
     of_db.out = v[DB].data, of_db.ldo = v[DB].size[1];
-    of_db.output_type = (DLDataType){kDLFloat, 32, 1};
+    of_db.output_type = bst__dl_type(BST_F32);
     bst_status (*product)(const bst_exec *, const char *, const bst_gemm *) =
         dy->device.device_type == kDLCUDA ? bst__cuda_gemm : bst__cpu_gemm;
     BST_TRY(product(exec, op, &of_g));
@@ -63,22 +63,22 @@ static const bst_kernel backward_kernel = {
     "low_rank.cu", "low_rank_backward", {"TYPE", "RANK", "TILES", "STAGES", NULL}};
 static const bst_kernel sum_kernel = {"low_rank.cu", "low_rank_sum", {"TYPE", "RANK", NULL}};
 
-enum { MOST_RANK = 32, MOST_SUMS = 128, MOST_STAGES = 3 }; /* tiles x rank that a block sums in its registers */
+enum { MOST_SUMS = 128, MOST_STAGES = 3 }; /* tiles x rank that a block sums in its registers */
 
 typedef struct plan {
     int tiles, stages, shared;
     int64_t column_parts, row_parts;
 } plan;
 
-/* Whether rows of a multiple of 8 elements begin at multiples of 16 bytes. */
-static bool is_aligned(const bst_view *v) {
+bool bst__low_rank_aligned(const bst_view *v) {
     return v->size[1] % 8 == 0 && (v->size[0] < 2 || v->rows.inner_stride % 8 == 0) && (uintptr_t)v->data % 16 == 0;
 }
 
 static bool serves(const bst_view *v) {
     int64_t rank = v[B].size[1];
-    return v[DY].dtype != BST_F32 && rank && rank <= MOST_RANK && is_aligned(&v[DY]) && is_aligned(&v[THIN]) &&
-           is_aligned(&v[B]) && is_aligned(&v[G]) && (uintptr_t)v[DB].data % 16 == 0;
+    return v[DY].dtype != BST_F32 && rank && rank <= LOW_RANK_MOST && bst__low_rank_aligned(&v[DY]) &&
+           bst__low_rank_aligned(&v[THIN]) && bst__low_rank_aligned(&v[B]) && bst__low_rank_aligned(&v[G]) &&
+           (uintptr_t)v[DB].data % 16 == 0;
 }
 
 /* How many tiles' columns a block has: those that cost the fewest bytes, of the rounds of tiles that the chip makes,
@@ -114,7 +114,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const bst_view 
     if (!serves(v) || (rows && columns && !choose(&chip, rows, columns, (int)rank, &p)))
         return multiply(exec, op, v, scale);
     int64_t of_g = p.column_parts * rows * rank, of_db = p.row_parts * columns * rank;
-    BST_TRY(bst__cuda_need_rows(op, rows + columns, MOST_RANK)); /* the grid of the sums is smaller */
+    BST_TRY(bst__cuda_need_rows(op, rows + columns, LOW_RANK_MOST)); /* the grid of the sums is smaller */
     void *parts = NULL;
     BST_TRY(bst__allocate(exec, op, device, (size_t)(of_g + of_db) * sizeof(float), &parts));
     low_rank_args first = {.dy = v[DY].data,
@@ -209,4 +209,4 @@ bst_status bst_low_rank_backward(const bst_exec *exec, const DLTensor *dy, const
     return bst__run(&backward, exec, tensors, (bst_attribute[]){[SCALE] = {.d = scale}});
 }
 
-const bst_function *const bst__low_rank[] = {&backward, NULL};
+const bst_function *const bst__low_rank[] = {&backward, &bst__low_rank_glu_backward, NULL};

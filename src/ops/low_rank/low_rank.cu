@@ -11,77 +11,23 @@
  * Bytes: dy once, 2 an element; beside it parts of g, 4 * rank * rows * column parts, and of db, 4 * rank * columns *
  * row parts, written and read, mostly within the L2. Measured on an H200, 8192 rows, rank 16, both kernels: 64 us at
  * 12288 columns (its bytes 47, two products 113), 27 at 4096 (15.7, 44.5). */
-#include "pack.cuh"
-
-#include "low_rank_args.h"
+#define THREADS LOW_RANK_THREADS
+#include "low_rank_pieces.cuh"
 
 #define TILE       LOW_RANK_TILE
-#define THREADS    LOW_RANK_THREADS
-#define STEP       LOW_RANK_STEP
-#define PITCH      LOW_RANK_PITCH(RANK)
 #define STEPS      (TILE / STEP)
-#define EIGHTS     (RANK / 8)
 
-#define TILE_BYTES (TILE * TILE * 2)
+#define ROW_BYTES  (TILE * 2)
+#define TILE_BYTES (TILE * ROW_BYTES)
 #define THIN_BYTES (TILE * PITCH)
-
-/* Where 16 bytes of a row lie: the eight rows of a matrix are to lie in different banks. */
-BST_DEVICE unsigned char *piece_of_tile(unsigned char *tile, int row, int piece) {
-    return tile + row * (TILE * 2) + ((piece ^ (row & 7)) << 4);
-}
-BST_DEVICE unsigned char *piece_of_thin(unsigned char *thin, int row, int piece) {
-    const int pieces = PITCH / 16;
-    return thin + row * PITCH + ((piece ^ ((row * pieces / 8) & (pieces - 1))) << 4);
-}
-
-BST_DEVICE void copy_or_clear(void *shared, const char *base, int64_t element, bool is_there) {
-    const bst_raw zeros = {{0, 0, 0, 0}};
-    if (is_there)
-        bst_copy_async16(shared, base + 2 * element);
-    else
-        bst_write(shared, zeros, 16);
-}
-
-/* Rows of RANK elements. */
-BST_DEVICE void load_thin(unsigned char *shared, const void *from, int64_t stride, int64_t first, int64_t end, int n) {
-    for (int i = (int)bst_thread(); i < n * EIGHTS; i += THREADS) {
-        const int row = i / EIGHTS, piece = i % EIGHTS;
-        copy_or_clear(piece_of_thin(shared, row, piece), (const char *)from, (first + row) * stride + 8 * piece,
-                      first + row < end);
-    }
-}
 
 BST_DEVICE void load_tile(unsigned char *shared, const low_rank_args *a, int64_t row, int64_t column) {
     const int piece = (int)bst_thread() % (TILE / 8), first = (int)bst_thread() / (TILE / 8);
     BST_UNROLL
     for (int i = 0; i < TILE; i += THREADS / (TILE / 8)) {
         const int64_t r = row + first + i, c = column + 8 * piece;
-        copy_or_clear(piece_of_tile(shared, first + i, piece), (const char *)a->dy, r * a->dy_stride + c,
+        copy_or_clear(piece_of_tile(shared, ROW_BYTES, first + i, piece), a->dy, r * a->dy_stride + c,
                       r < a->rows && c < a->columns);
-    }
-}
-
-/* What multiplies from the right: rows 16 step and on of a thin matrix, all its columns. */
-BST_DEVICE void thin_step(uint32_t out[EIGHTS][2], unsigned char *thin, int step) {
-    const int lane = (int)bst_lane(), row = step * STEP + lane % 16;
-    BST_UNROLL
-    for (int n = 0; n < EIGHTS; n += 2) {
-        uint32_t v[4];
-        const int piece = n + lane / 16;
-        bst_load_matrices_transposed(v, piece_of_thin(thin, row, piece < EIGHTS ? piece : n));
-        out[n][0] = v[0], out[n][1] = v[1];
-        if (n + 1 < EIGHTS) out[n + 1][0] = v[2], out[n + 1][1] = v[3];
-    }
-}
-
-/* A warp's results, 16 rows of RANK from `first` on, below `end`. */
-BST_DEVICE void write_part(float *out, float sums[EIGHTS][4], int64_t first, int64_t end) {
-    const int lane = (int)bst_lane();
-    BST_EACH(half, 2) {
-        const int64_t row = first + 8 * half + lane / 4;
-        if (row < end)
-            BST_EACH(n, EIGHTS)
-                bst_store(out, row * RANK + 8 * n + 2 * (lane % 4), &sums[n][2 * half], BST_F32_CODE, 2);
     }
 }
 
@@ -124,11 +70,11 @@ BST_KERNEL(low_rank_backward, low_rank_args, THREADS, 1) {
                 uint32_t factor[4], of_b[EIGHTS][2];
                 thin_step(of_b, b + t * THIN_BYTES, s);
                 /* Its rows; matrices: upper left, lower left, upper right, lower right. */
-                bst_load_matrices(factor, piece_of_tile(tile, warp * STEP + lane % 16, 2 * s + lane / 16));
+                bst_load_matrices(factor, piece_of_tile(tile, ROW_BYTES, warp * STEP + lane % 16, 2 * s + lane / 16));
                 BST_EACH(n, EIGHTS) bst_multiply_add(of_g[n], factor, of_b[n], TYPE == BST_F16_CODE);
                 /* Its columns: rows of the tile are the columns of this. */
-                bst_load_matrices_transposed(
-                    factor, piece_of_tile(tile, s * STEP + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
+                bst_load_matrices_transposed(factor, piece_of_tile(tile, ROW_BYTES, s * STEP + lane / 16 * 8 + lane % 8,
+                                                                   2 * warp + lane / 8 % 2));
                 BST_EACH(n, EIGHTS) bst_multiply_add(of_db[t][n], factor, thin[s][n], TYPE == BST_F16_CODE);
             }
         }
@@ -150,14 +96,9 @@ BST_KERNEL(low_rank_sum, low_rank_sum_args, THREADS, 1) {
     const float *const parts = i < of_g ? a.g_parts : a.db_parts;
     const int64_t apart = 4 * (i < of_g ? of_g : of_db);
     const int count = i < of_g ? a.column_parts : a.row_parts;
-    float sum[4] = {};
+    float sum[4];
     bst_wait_for_previous();
-    BST_UNROLL_TWICE
-    for (int p = 0; p < count; p++) {
-        float v[4];
-        bst_load(v, parts, p * apart + 4 * at, BST_F32_CODE, 4);
-        BST_EACH(j, 4) sum[j] += v[j];
-    }
+    sum_parts(sum, parts, count, apart, at);
     BST_EACH(j, 4) sum[j] *= a.scale;
     if (i < of_g)
         bst_store(a.g, at / (RANK / 4) * a.g_stride + at % (RANK / 4) * 4, sum, TYPE, 4);

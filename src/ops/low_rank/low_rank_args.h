@@ -5,6 +5,7 @@
 /* A tile of dy: rows and columns. Each of eight warps has 16 rows of it for g, 16 columns for db. */
 #define LOW_RANK_TILE    128
 #define LOW_RANK_THREADS 256
+#define LOW_RANK_MOST    32 /* the largest rank that the kernels have, of multiples of 8 */
 #define LOW_RANK_STEP    16 /* a product's rows or columns */
 
 /* Bytes of a row of `rank` 16-bit elements in shared memory: a power of two, so that pieces of 16 bytes can change
@@ -30,7 +31,35 @@ typedef struct low_rank_sum_args {
     int32_t unused;
 } low_rank_sum_args;
 
+/* A tile's rows of gate, up and dy, for all of a block's threads; its columns are half as many as these. */
+#define LOW_RANK_GLU_ROWS   32
+#define LOW_RANK_GLU_STAGES 3
+
+typedef struct low_rank_glu_args {
+    const void *in[3]; /* gate, up, dy */
+    void *out[3];      /* dgate, dup, y or NULL */
+    const void *b_gate, *b_up, *a_down;
+    const void *thin[3]; /* of gate's, of up's, and g_down or NULL */
+    float *g_parts;      /* [2, or 3 with thin_down, column parts, rows, rank] */
+    float *db_parts;     /* [2, or 3 with da_down, row parts, columns, rank] */
+    int64_t in_stride[3], out_stride[3], thin_stride[3];
+    int64_t rows, columns;
+    float alpha, limit;
+} low_rank_glu_args;
+
+typedef struct low_rank_glu_sum_args {
+    const float *g_parts, *db_parts;
+    void *g[3];   /* g of gate, of up; thin_down */
+    float *db[3]; /* db_gate, db_up; da_down */
+    int64_t g_stride[3];
+    int64_t rows, columns;
+    int32_t column_parts, row_parts;
+    float scale[2];
+} low_rank_glu_sum_args;
+
 static_assert(sizeof(low_rank_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_sum_args) == 72, "host and device must agree");
+static_assert(sizeof(low_rank_glu_args) == 208, "host and device must agree");
+static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 
 #endif

@@ -41,6 +41,7 @@ struct alignas(16) bst_raw {
 #define BST_INLINE BST_DEVICE
 #define BST_UNROLL
 #define BST_UNROLL_TWICE
+#define BST_UNROLL_FOUR
 #define BST_ROLLED
 #define BST_EACH(i, n) for (int i = 0; i < (n); i++)
 
