@@ -540,6 +540,11 @@ BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DL
 
 /* ---- low_rank ---------------------------------------------------------------------------------------------------- */
 
+/* A linear layer with its adapter, y [T, N] = x weight^T + scale thin b^T: x [T, K], weight [N, K], thin [T, R], b
+ * [N, R], of one type, all in rows with gaps or without. On Hopper, in 16 bits, for large layers, R to 64 and sizes of
+ * multiples of 8, in one product, rounded once; else the large product is added to the rounded thin one. */
+BST_API bst_status bst_low_rank_linear(const bst_exec *exec, const DLTensor *x, const DLTensor *weight,
+                                       const DLTensor *thin, const DLTensor *b, double scale, DLTensor *y);
 /* What the gradient dy [T, N] of y = scale thin b^T (thin [T, R], b [N, R]: an adapter's second product) leaves, read
  * once on CUDA in 16 bits for R of 8, 16, 24, 32 and N of a multiple of 8, each in rows that begin at multiples of 16
  * bytes: g [T, R] = scale dy b, its rows with gaps or without, and db [N, R] = scale dy^T thin, float32. The others are
@@ -547,16 +552,16 @@ BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DL
 BST_API bst_status bst_low_rank_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *thin,
                                          const DLTensor *b, double scale, DLTensor *g, DLTensor *db);
 
-/* Of a gated unit y = act(gate) * up (options as of bst_glu_forward) whose gate and up have adapters of rank R, and whose
- * y is read by a layer that may have one: from dy [T, N] and gate and up [T, N], each in rows, dgate and dup as of
+/* Of a gated unit y = act(gate) * up (options as of bst_glu_forward) whose gate and up have adapters of rank R, and
+ * whose y is read by a layer that may have one: from dy, gate and up [T, N], each in rows, dgate and dup as of
  * bst_glu_backward, in the places of gate and up or elsewhere, and, made of each within the same pass on CUDA where
  * low_rank above is, with W = 2 R, gate's columns first:
  *   g [T, W]       scale_gate dgate b_gate, scale_up dup b_up                        rows with gaps or without
  *   db_gate, db_up scale dgate^T and dup^T times its half of thin                    [N, R], float32
  *   da_down        g_down^T y, where g_down [T, R] is given                          [R, N], float32
  *   thin_down      y a_down^T, where a_down [R, N] is given                          [T, R]
- * y may be written, too, in the place of dy or elsewhere. What is multiplied has been rounded. thin [T, W], b_gate, b_up
- * [N, R], and all but the float32 results are of one type. Hu et al., "LoRA", 2021. */
+ * y may be written, too, in the place of dy or elsewhere. What is multiplied has been rounded. thin [T, W], b_gate,
+ * b_up [N, R], and all but the float32 results are of one type. Hu et al., "LoRA", 2021. */
 typedef struct bst_low_rank_glu_tensors {
     size_t size; /* sizeof(bst_low_rank_glu_tensors) */
     const DLTensor *dy, *gate, *up, *thin, *b_gate, *b_up;

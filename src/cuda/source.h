@@ -4,7 +4,7 @@
 
 #include "cuda/cuda.h"
 
-#define BST_MAX_TEXTS 32
+#define BST_MAX_TEXTS 64
 
 /* A kernel's file, first, and every embedded header, whether or not it includes it: to hand over one more costs
  * nothing, and what an #include means is left to the compiler. */

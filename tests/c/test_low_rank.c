@@ -89,6 +89,59 @@ TEST(errors_name_the_argument_and_write_nothing) {
     REFUSED(BST_INVALID, bst_low_rank_backward(NULL, &t[0], &t[1], &t[2], 1, &t[1], &t[4]), "g and thin share memory");
 }
 
+static float xs[MOST], weights[MOST];
+
+static void check_linear(int64_t rows, int64_t width, int64_t columns, int64_t rank, int type, int64_t gap,
+                         double scale) {
+    matrix x = filled(xs, rows, width, gap, 0, type, 3), weight = filled(weights, columns, width, gap, 0, type, 4);
+    matrix thin = filled(thins, rows, rank, gap, 0, type, 5), b = filled(bs, columns, rank, 0, 0, type, 6);
+    matrix y = filled(gs, rows, columns, gap, 0, type, 0);
+    DLTensor t[] = {tensor_of(&x), tensor_of(&weight), tensor_of(&thin), tensor_of(&b), tensor_of(&y)};
+    CHECK_OK(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], scale, &t[4]));
+    /* Two products: the first one's result is rounded, and so may each sum be. */
+    const double unit = type == 0 ? 0x1p-24 : type == 1 ? 0x1p-8 : 0x1p-11;
+    int64_t wrong = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < columns; c++) {
+            double first = 0, sum = 0, size = 0;
+            for (int64_t i = 0; i < rank; i++) first += scale * number(&thin, r, i) * number(&b, c, i);
+            for (int64_t i = 0; i < rank; i++) size += fabs(scale * number(&thin, r, i) * number(&b, c, i));
+            for (int64_t i = 0; i < width; i++) {
+                double product = number(&x, r, i) * number(&weight, c, i);
+                sum += product, size += fabs(product);
+            }
+            double most =
+                (double)(rank + width + 4) * 0x1p-23 * size + unit * (fabs(first) + fabs(first + sum)) + 0x1p-25;
+            wrong += !(fabs(number(&y, r, c) - first - sum) <= most);
+        }
+    if (wrong) FAILED("linear [%d, %d] of type %d: %d wrong", (int)rows, (int)columns, type, (int)wrong);
+    int64_t beside = 0, size = type ? 2 : 4;
+    for (int64_t i = 0; i < rows * y.strides[0]; i++)
+        if (i % y.strides[0] >= columns) beside += memcmp((char *)gs + i * size, "\xff\xff\xff\xff", 2) != 0;
+    CHECK_EQ_I(beside, 0);
+}
+
+TEST(a_linear_layer_with_its_adapter) {
+    for (int type = 0; type < 3; type++) {
+        check_linear(37, 40, 24, 16, type, 0, 1);
+        check_linear(30, 33, 17, 5, type, 3, -0.75);
+        check_linear(130, 64, 136, 8, type, 8, 2);
+        check_linear(9, 0, 8, 8, type, 0, 2);
+        check_linear(9, 16, 8, 0, type, 0, 2);
+        check_linear(0, 16, 8, 8, type, 0, 2);
+        check_linear(9, 16, 0, 8, type, 0, 2);
+    }
+    matrix x = filled(xs, 6, 8, 0, 0, 1, 3), weight = filled(weights, 4, 8, 0, 0, 1, 4),
+           y = filled(gs, 6, 4, 0, 0, 1, 0);
+    matrix thin = filled(thins, 6, 2, 0, 0, 1, 5), b = filled(bs, 4, 3, 0, 0, 1, 6);
+    DLTensor t[] = {tensor_of(&x), tensor_of(&weight), tensor_of(&thin), tensor_of(&b), tensor_of(&y)};
+    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], 1, &t[4]), BST_INVALID);
+    CHECK_STR(bst_last_error(), "low_rank_linear: b has shape [4, 3]");
+    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[0], &t[2], &t[2], 1, &t[4]), BST_INVALID);
+    CHECK_STR(bst_last_error(), "low_rank_linear: y has shape [6, 4]");
+    for (int i = 0; i < 24; i++) CHECK(((uint16_t *)gs)[i] == 0xffff);
+}
+
 /* What models have: each rank, wide and narrow layers, many rows and few; and what two products do. */
 static void compile_calls(void) {
     const int64_t widths[] = {1024, 4096, 12288, 40, 152064}, ranks[] = {8, 16, 24, 32, 64};
@@ -109,13 +162,40 @@ static void compile_calls(void) {
                 }
 }
 
-TEST(kernels_compile_for_every_chip) { bst_for_every_chip("low_rank", compile_calls); }
+/* Layers that fill the chip, of each number of sixteens of ranks; with scale and without. */
+static void compile_linear(void) {
+    for (int type = 1; type < 3; type++)
+        for (int64_t rank = 8; rank <= 64; rank += 24)
+            for (int scale = 1; scale < 3; scale++) {
+                bst_shape s[5];
+                DLTensor *t[5];
+                const int64_t shapes[5][2] = {{8192, 4096}, {12288, 4096}, {8192, rank}, {12288, rank}, {8192, 12288}};
+                for (int i = 0; i < 5; i++) t[i] = bst_device_tensor(&s[i], bst_test_types[type], 2, shapes[i]);
+                CHECK_OK(bst_low_rank_linear(&bst_fake_exec, t[0], t[1], t[2], t[3], scale, t[4]));
+            }
+}
+
+TEST(kernels_compile_for_every_chip) {
+    bst_for_every_chip("low_rank", compile_calls);
+#ifndef BST_EMULATE
+    if (!bst_nvrtc_is_there()) return;
+    bst_compiled hopper = {.arch = 90};
+    bst_compile_only collector = {90, bst_report_kernel, &hopper, NULL};
+    bst__cuda_compile_only(&collector);
+    compile_linear();
+    bst__cuda_compile_only(NULL);
+    CHECK(hopper.kernels > 0);
+    printf("     low_rank_linear: sm_90, %d kernels, at most %d registers, %d spilled\n", hopper.kernels,
+           hopper.most_registers, hopper.spilled);
+#endif
+}
 
 int main(void) {
     RUN(what_the_kernel_serves);
     RUN(what_two_products_do);
     RUN(nothing_sums_up_to_zero);
     RUN(infinities);
+    RUN(a_linear_layer_with_its_adapter);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();

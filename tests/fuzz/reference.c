@@ -534,30 +534,6 @@ static void dropout(fuzz_call *c) {
     }
 }
 
-/* ---- low_rank ---------------------------------------------------------------------------------------------------- */
-
-static void low_rank_backward(fuzz_call *c) {
-    const fuzz_tensor *dy = input(c, "dy"), *thin = input(c, "thin");
-    const double *b = numbers(c, "b");
-    double scale = c->attributes[fuzz_attribute(c->function, "scale")].d;
-    fuzz_tensor *g = output(c, "g"), *db = output(c, "db");
-    int64_t columns = last(dy), rank = last(thin);
-    for (int64_t t = 0; t < dy->shape[0]; t++)
-        for (int64_t n = 0; n < columns; n++)
-            for (int64_t r = 0; r < rank; r++) {
-                double x = dy->numbers[t * columns + n];
-                double of_g = x * b[n * rank + r], of_db = x * thin->numbers[t * rank + r];
-                g->numbers[t * rank + r] += of_g, g->size[t * rank + r] += fabs(of_g);
-                db->numbers[n * rank + r] += of_db, db->size[n * rank + r] += fabs(of_db);
-            }
-    fuzz_tensor *results[] = {g, db};
-    for (int i = 0; i < 2; i++)
-        for (int64_t e = 0; e < results[i]->count; e++) {
-            double size = results[i]->size[e]; /* the scale comes after the sum, which float32 may not hold */
-            want(results[i], e, scale * results[i]->numbers[e], size > 0x1p127 ? INFINITY : fabs(scale) * size);
-        }
-}
-
 /* ---- the tables -------------------------------------------------------------------------------------------------- */
 
 const fuzz_reference fuzz_references[] = {
@@ -580,19 +556,16 @@ const fuzz_reference fuzz_references[] = {
     {"moe_combine_forward", moe_combine_forward},
     {"dequantize_4bit", dequantize_4bit},
     {"dropout", dropout},
-    {"low_rank_backward", low_rank_backward},
+    {"low_rank_backward", fuzz_low_rank_backward},
+    {"low_rank_linear", fuzz_low_rank_linear},
     {NULL, NULL},
 };
 
 /* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
-const char *const fuzz_without_reference[] = {"cross_entropy_backward",
-                                              "linear_cross_entropy_backward",
-                                              "linear_logprobs_backward",
-                                              "linear_divergence_backward",
-                                              "low_rank_glu_backward",
-                                              "moe_glu_backward",
-                                              "moe_combine_backward",
-                                              NULL};
+const char *const fuzz_without_reference[] = {"cross_entropy_backward",   "linear_cross_entropy_backward",
+                                              "linear_logprobs_backward", "linear_divergence_backward",
+                                              "low_rank_glu_backward",    "moe_glu_backward",
+                                              "moe_combine_backward",     NULL};
 
 void fuzz_refer(fuzz_call *c) {
     for (const fuzz_reference *r = fuzz_references; r->name; r++)

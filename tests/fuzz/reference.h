@@ -55,5 +55,7 @@ static inline int64_t last(const fuzz_tensor *t) { return t->shape[t->dims - 1];
 double *fuzz_logits_of(const fuzz_call *c, const char *of_hidden, const char *of_weight, const char *of_bias,
                        double *most);
 void fuzz_linear_divergence_forward(fuzz_call *c);
+void fuzz_low_rank_backward(fuzz_call *c);
+void fuzz_low_rank_linear(fuzz_call *c);
 
 #endif

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bastile.ops._glu import UNITS, unit_of
-from bastile.ops.low_rank import backward, backward_into, glu_backward, low_rank_backward
+from bastile.ops.low_rank import backward, backward_into, glu_backward, linear_into, low_rank_backward
 from oracle import DTYPES, EMULATED, devices, few_examples, random_tensor
 
 
@@ -234,3 +234,56 @@ def test_cuda_beyond_32_bits():
     assert not g[:-1].any()
     assert torch.equal(db[-1], 2 * thin[-1].float())
     assert not db[:-1].any()
+
+
+def linear(shape, rank, dtype, device):
+    rows, width, columns = shape
+    x, weight = random_tensor((rows, width), dtype, device), random_tensor((columns, width), dtype, device)
+    thin = random_tensor((rows, rank + 16), dtype, device)[:, 8 : 8 + rank]
+    b = random_tensor((columns, rank), dtype, device)
+    return x, weight * width**-0.5, thin, b
+
+
+def exact_linear(x, weight, thin, b, scale):
+    return x.double() @ weight.double().t() + scale * (thin.double() @ b.double().t())
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_linear_layer_with_its_adapter(dtype, device):
+    for shape, rank in (((37, 40, 24), 16), ((30, 33, 17), 5), ((0, 8, 8), 8), ((9, 8, 16), 0)):
+        given = linear(shape, rank, dtype, device)
+        y = torch.full((shape[0], shape[2] + 8), math.nan, dtype=dtype, device=device)
+        linear_into(*given, y[:, : shape[2]], -0.75)
+        other = (given[2] @ given[3].t()).mul_(-0.75).addmm_(given[0], given[1].t())
+        right = exact_linear(*given, -0.75)
+        assert error(y[:, : shape[2]], right) <= 1.02 * error(other, right) + 4e-7
+        assert y[:, shape[2] :].isnan().all()
+
+
+# Tiles that fill the chip, all of them whole or not; ranks of one to four sixteens; pieces of x that are not whole.
+FULL = [((2048, 4096, 2048), 16), ((2000, 136, 2040), 8), ((8188, 1024, 3072), 40), ((1990, 72, 2040), 64)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize(("shape", "rank"), FULL, ids=str)
+def test_cuda_linear_layers_that_fill_the_chip(shape, rank, scale, dtype):
+    """Rounded once: no further from float64 than what is rounded once, and nearer than two products."""
+    given = linear(shape, rank, dtype, "cuda")
+    wide = torch.full((shape[0], shape[2] + 8), math.nan, dtype=dtype, device="cuda")
+    y = wide[:, : shape[2]]
+    linear_into(*given, y, scale)
+    right = exact_linear(*given, scale)
+    other = (given[2] @ given[3].t()).mul_(scale).addmm_(given[0], given[1].t())
+    assert wide[:, shape[2] :].isnan().all()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert error(y, right) <= 1.002 * error(right.to(dtype), right)
+        assert error(y, right) < error(other, right)
+    else:
+        assert error(y, right) <= 1.02 * error(other, right)
+    first = y.clone()
+    for _ in range(5):
+        linear_into(*given, y, scale)
+        assert torch.equal(y, first)

@@ -10,7 +10,7 @@ import torch
 from torch.compiler import is_compiling
 
 from bastile.ops import low_rank
-from bastile.ops._common import is_batched, on_gpu
+from bastile.ops._common import PLAIN, is_batched, on_gpu
 from bastile.ops._rounding import rounded
 from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
 
@@ -131,7 +131,7 @@ class Group:
         b, weights = iter(self.rounded[1:]), self.weights_of(range(len(self.a)))
         for i, a in enumerate(self.a):
             y, b_i = results[i], None if thin is None or a is None else next(b)
-            self._fill(y.view(-1, y.shape[-1]), i, rows, thin, b_i, next(weights).t())
+            self._fill(y.view(-1, y.shape[-1]), i, rows, thin, b_i, next(weights))
 
     def _fill(
         self,
@@ -142,19 +142,22 @@ class Group:
         b: torch.Tensor | None,
         weight: Any,
     ) -> None:
-        bias = self.biases[i]
+        bias, across = self.biases[i], weight.t()
         if thin is None or b is None:
             if bias is None:
-                torch.mm(rows, weight, out=y)
+                torch.mm(rows, across, out=y)
             else:
-                torch.addmm(bias, rows, weight, out=y)
+                torch.addmm(bias, rows, across, out=y)
             return
         mine, scale = self._mine(thin, i), self.layers[i].scale
+        if bias is None and _is_one_product(rows, weight, b):
+            low_rank.linear_into(rows, weight, mine, b, y, scale)
+            return
         if bias is None:
             y.addmm_(mine, b.t(), beta=0, alpha=scale)
         else:
             torch.addmm(bias, mine, b.t(), alpha=scale, out=y)
-        y.addmm_(rows, weight)
+        y.addmm_(rows, across)
 
     def _mine(self, thin: torch.Tensor, i: int) -> torch.Tensor:
         """A layer's columns of all thin numbers."""
@@ -202,15 +205,11 @@ class Group:
             made = product(dtype or b.dtype, dy.t(), self._mine(thin, i), self.layers[i].scale)
             self.add_to_b(found, i, made, dtype)
 
-    def add_to_b(
-        self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None
-    ) -> None:
+    def add_to_b(self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None) -> None:
         b: Any = self.b[i]
         found[i * TENSORS + 3] = _sum(found[i * TENSORS + 3], made.to(dtype or b.dtype))
 
-    def add_to_a(
-        self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None
-    ) -> None:
+    def add_to_a(self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None) -> None:
         a: Any = self.a[i]
         found[i * TENSORS + 2] = _sum(found[i * TENSORS + 2], made.to(dtype or a.dtype))
 
@@ -313,6 +312,24 @@ def is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 _RANKS = (8, 16, 24, 32)
+
+
+def _is_one_product(rows: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether an operator of ours adds the adapter's part within the large product, on the chips and in the sizes that
+    it knows of; elsewhere it makes two products, too."""
+    return (
+        on_gpu(rows)
+        and rows.dtype is not torch.float32
+        and b.shape[1] <= _MOST_RANK
+        and not (b.shape[1] % 8 or weight.shape[0] % 8 or weight.shape[1] % 8)
+        and rows.stride(1) == weight.stride(1) == 1
+        and type(weight) in PLAIN
+        and not is_compiling()
+        and not is_batched(rows)
+    )
+
+
+_MOST_RANK = 64
 
 
 def product(dtype: torch.dtype, a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:

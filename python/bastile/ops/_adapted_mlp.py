@@ -194,19 +194,21 @@ def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch
         gate, up = first.results(of(rows), of(rows), of(thin)) if is_made_here else (a, b)
         makes_thin = wants[2] and (thin_y is None or part is not None)
         together = _together(first, second, dy, thin, wants, makes_thin, wanted) if last else None
+        g: torch.Tensor | None = None
+        mine: torch.Tensor | None = None
         if together is None:
             da, db, y = unit_gradients(ctx.unit, dy, gate, up, wants, last)
-            g = mine = None
         else:
             da, db, y = gate, up, dy
-            g = dy.new_empty(dy.shape[0], first.rank) if part is None else place(g_first)
+            into = place(g_first)
+            g = dy.new_empty(dy.shape[0], first.rank) if into is None else into
             passed = of(thin), of(g_second), g
             mine = _in_one_pass(ctx.unit, together, first, second, dy, gate, up, passed, of_first, of_second, sums)
         del dy, gate, up
-        if mine is not None and part is not None:
-            place(thin_y).copy_(mine)
-        elif mine is None:
+        if mine is None:
             mine = second.thin(y, place(thin_y)) if makes_thin else of(thin_y)
+        elif part is not None:
+            of(thin_y).copy_(mine)
         second.base_gradients(of_second, [of(drows)], y, wanted_second)
         if together is None or not together.da_down:
             second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)
@@ -248,7 +250,7 @@ def _together(
     wanted: Sequence[bool],
 ) -> _Together | None:
     """None: there is no such pass for these layers, or these results are not all wanted."""
-    trains = wanted[3 :: TENSORS]
+    trains = wanted[3::TENSORS]
     if thin is None or first.adapted != [0, 1] or not (all(wants[:2]) and trains[0] and trains[1]):
         return None
     of_gate, of_up = first.rounded[1:]

@@ -12,6 +12,8 @@ __all__ = ["low_rank_backward"]
 #: Of dy, thin, b and scale; of dy, thin, b, where g is to be, and scale, returning db alone.
 backward = torch.ops.bastile.low_rank_backward.default
 backward_into = torch.ops.bastile.low_rank_backward_into.default
+#: y = x weight^T + scale thin b^T of x, weight, thin, b, where y is to be, and scale (bst_low_rank_linear).
+linear_into = torch.ops.bastile.low_rank_linear.default
 #: A gated unit's backward pass with the adapters around it, bst_low_rank_glu_backward: of the unit (Unit.apart), gate's
 #: and up's scales, dy, gate, up, thin, their b, g_down and a_down or None, where g is to be, and whether y, da_down and
 #: thin_down are wanted; dgate over gate, dup over up, y over dy; returning db_gate, db_up, da_down, thin_down.

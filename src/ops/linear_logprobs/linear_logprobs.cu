@@ -173,7 +173,7 @@ BST_KERNEL(linear_logprobs_forward, linear_logprobs_args, THREADS, 2) {
 #endif
 
 #ifdef JOIN
-#define CLASSES LINEAR_LOGPROBS_TILE_CLASSES
+#define CLASSES BST_TILE_COLUMNS
 #define SLICES  LINEAR_LOGPROBS_SLICES
 
 BST_DEVICE void join(sums *s, sums with) {
@@ -189,7 +189,7 @@ BST_DEVICE void join(sums *s, sums with) {
 
 /* What linear_logprobs_tiles left of a row in one of its tiles. `own`: the target's logit. */
 BST_DEVICE sums tile_sums(const linear_logprobs_tiles_args *a, int64_t row, int tile, int target, float own) {
-    int64_t plane = (int64_t)a->tiles * a->stride;
+    int64_t plane = (int64_t)a->tiles.columns * a->stride;
     const float *from = a->sums + (int64_t)tile * a->stride + row;
     sums s = {0, 0, 0, 0, 0, 0};
     float top = *from;
@@ -214,7 +214,8 @@ BST_KERNEL(linear_logprobs_join, linear_logprobs_tiles_args, THREADS, 2) {
     bool counts = row < a.rows && in_vocabulary(c, target);
     float x = counts ? a.targets[row] : 0.0f;
     sums s = {LOWEST, 0, 0, 0, 0, 0};
-    for (int tile = slice; counts && tile < a.tiles; tile += SLICES) join(&s, tile_sums(&a, row, tile, (int)target, x));
+    for (int tile = slice; counts && tile < a.tiles.columns; tile += SLICES)
+        join(&s, tile_sums(&a, row, tile, (int)target, x));
     slices[bst_thread()] = s;
     bst_sync();
     if (slice || row >= a.rows) return;

@@ -3,7 +3,7 @@
 #ifndef BST_LINEAR_LOGPROBS_ARGS_H
 #define BST_LINEAR_LOGPROBS_ARGS_H
 
-#include "tensor_map.h"
+#include "tile_product.h"
 
 typedef struct linear_logprobs_args {
     /* Of these: logits, dlogits, target, lse_pairs (backward reads them), ignore_index, the maps, and what makes z. */
@@ -19,13 +19,8 @@ typedef struct linear_logprobs_args {
 #define LINEAR_LOGPROBS_THREADS 512 /* of a block, which has a row */
 #define LINEAR_LOGPROBS_BATCH   4   /* vectors that a thread loads before it uses the first */
 
-/* Of a head whose logits stay in registers: tiles of rows by classes, in pairs of tiles of rows. */
-#define LINEAR_LOGPROBS_TILE_ROWS    BST_BOX_ROWS
-#define LINEAR_LOGPROBS_TILE_CLASSES (2 * BST_BOX_ROWS)
-#define LINEAR_LOGPROBS_TILE_THREADS 384
-#define LINEAR_LOGPROBS_STAGES       4 /* pieces of the products' terms in shared memory */
-#define LINEAR_LOGPROBS_TILE_BYTES   ((LINEAR_LOGPROBS_TILE_ROWS + LINEAR_LOGPROBS_TILE_CLASSES) * BST_BOX_COLUMNS * 2)
-#define LINEAR_LOGPROBS_SLICES       (LINEAR_LOGPROBS_THREADS / 32) /* of the tiles, where their sums are joined */
+/* Of a head whose logits stay in registers (tile_product.h). */
+#define LINEAR_LOGPROBS_SLICES (LINEAR_LOGPROBS_THREADS / 32) /* of the tiles, where their sums are joined */
 
 typedef struct linear_logprobs_tiles_args {
     bst_tensor_map hidden, weight;
@@ -36,8 +31,7 @@ typedef struct linear_logprobs_tiles_args {
     /* [2, stride]: the targets' logits, and the largest of those before it in its tile. */
     float *targets;
     int32_t rows, stride, steps; /* steps: boxes that a row of hidden takes */
-    int32_t pairs, tiles;        /* of tiles of rows; tiles of classes */
-    int32_t unused;
+    bst_tiles tiles;             /* their columns are classes */
 } linear_logprobs_tiles_args;
 
 static_assert(sizeof(linear_logprobs_tiles_args) == 576, "host and device must agree");

@@ -45,8 +45,8 @@ enum {
     TILES_LEAST_ROWS = 1024, /* fewer are too few tiles for a large chip */
     TILES_SUMS = 256,        /* MiB that they may take by default */
     TILES_ALIGNED = 16,      /* bytes: what a tensor map wants of addresses and strides */
-    PAIR = 2 * LINEAR_LOGPROBS_TILE_ROWS,
-    TILES_SHARED = LINEAR_LOGPROBS_STAGES * LINEAR_LOGPROBS_TILE_BYTES + 1024 /* of which boxes begin at multiples */
+    PAIR = 2 * BST_TILE_ROWS,
+    TILES_GROUP = 8
 };
 
 static const bst_kernel tiles_kernel = {
@@ -60,13 +60,13 @@ static bool is_aligned(const bst_view *matrix) {
 
 static bst_status run_tiles(const bst_exec *exec, const char *op, const bst_chip *chip, bst_view hidden,
                             const bst_view *weight, const linear_logprobs_rows *c, float *sums, int numbers) {
-    int32_t tiles = (int32_t)((c->vocabulary + LINEAR_LOGPROBS_TILE_CLASSES - 1) / LINEAR_LOGPROBS_TILE_CLASSES);
+    int32_t tiles = (int32_t)((c->vocabulary + BST_TILE_COLUMNS - 1) / BST_TILE_COLUMNS);
     hidden.size[0] = c->rows;
     linear_logprobs_tiles_args args = {.all = args_of(c), .sums = sums};
     args.rows = (int32_t)c->rows, args.stride = (int32_t)((c->rows + PAIR - 1) / PAIR * PAIR);
     args.targets = sums + (int64_t)numbers * tiles * args.stride;
     args.steps = (int32_t)((weight->size[1] + BST_BOX_COLUMNS - 1) / BST_BOX_COLUMNS);
-    args.pairs = args.stride / PAIR, args.tiles = tiles;
+    args.tiles = (bst_tiles){args.stride / PAIR, tiles, TILES_GROUP};
     BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, &hidden, &args.hidden));
     BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, weight, &args.weight));
     const linear_logprobs_args *wanted = &args.all;
@@ -74,10 +74,10 @@ static bst_status run_tiles(const bst_exec *exec, const char *op, const bst_chip
     bool mean = wanted->mean_logits, top1 = wanted->is_top1;
     bst_launch l = {.kernel = &tiles_kernel,
                     .values = {c->vocabulary, c->dtype, entropy, squares, mean, top1},
-                    .block = LINEAR_LOGPROBS_TILE_THREADS,
+                    .block = BST_TILE_THREADS,
                     .grid_x = (unsigned)(chip->processors / 2 * 2),
                     .cluster = 2,
-                    .shared = TILES_SHARED};
+                    .shared = BST_TILE_SHARED};
     BST_TRY(bst__cuda_launch(exec, op, c->device.device_id, &l, &args, sizeof args));
     l = (bst_launch){.kernel = &join_kernel,
                      .values = {c->vocabulary, c->dtype, 1, 0, 0, entropy, squares, mean, top1},
@@ -94,7 +94,7 @@ bst_status bst__linear_logprobs_tiles_cuda(const bst_exec *exec, const char *op,
     BST_TRY(bst__cuda_chip(op, c->device.device_id, &chip));
     const linear_logprobs_args *a = &c->args;
     int numbers = 2 + (a->entropy != NULL) + (a->log_sum_sq_probs != NULL) + (a->mean_logits != NULL);
-    int64_t tiles = (c->vocabulary + LINEAR_LOGPROBS_TILE_CLASSES - 1) / LINEAR_LOGPROBS_TILE_CLASSES;
+    int64_t tiles = (c->vocabulary + BST_TILE_COLUMNS - 1) / BST_TILE_COLUMNS;
     int64_t row_bytes = (numbers * tiles + 2) * (int64_t)sizeof(float);
     int64_t most = (budget ? budget : (int64_t)TILES_SUMS << 20) / row_bytes / PAIR * PAIR;
     int64_t parts = most ? (c->rows + most - 1) / most : 0;

@@ -2,100 +2,24 @@
  *
  * Macros: VOCAB; TYPE (code of dtype.h: bfloat16 or float16); ENTROPY, SQUARES, MEAN, TOP1: wanted.
  *
- * A cluster of two blocks has two tiles of rows and one of classes. Tiles of 128 x 256 stay in the registers of two
- * warp groups, while a thread of a third copies their operands: each block its own rows, and half of the classes for
- * both. Logits are rounded as a product would leave them, and then summed; linear_logprobs_join adds up a row's tiles.
+ * Tiles of 128 rows x 256 classes, as tile_product.cuh has them, are rounded in their registers as a product would
+ * leave them, and then summed; linear_logprobs_join adds up a row's tiles.
  * Bytes: hidden and weight, some times, most of it from the L2; written 2 to 5 numbers for 256 logits. No atomics; all
  * sums have a fixed order.
  * Measured on an H200, bf16, H = 4096, V = 151936, with the join, over cuBLASLt's product alone: 1.005, 1.039 and 1.013
  *           at 4096, 8192 and 16384 rows; a row kernel behind that product 1.002, 1.023 and 1.032, and logits. */
 #include "pack.cuh"
 #include "reduce.cuh"
-#include "warpgroup.cuh"
+#include "tile_product.cuh"
 
 #include "cross_entropy_args.h"
 
 #include "linear_logprobs_args.h"
 
-#define ROWS         LINEAR_LOGPROBS_TILE_ROWS
-#define CLASSES      LINEAR_LOGPROBS_TILE_CLASSES
-#define STAGES       LINEAR_LOGPROBS_STAGES
-#define GROUP        8  /* pairs of tiles of rows whose hidden states stay in the L2 while all of the weight passes */
-#define COPIER       40 /* registers of a thread that copies, and of one that multiplies */
-#define WORKER       232
+#define CLASSES      BST_TILE_COLUMNS
 
 #define LOWEST       (-3.402823466e38f)
 #define LOWEST_POWER (-1e4f) /* below, e^x is 0 and x e^x too, which for -inf would be NaN */
-
-#define A_BYTES      (ROWS * BST_BOX_COLUMNS * 2)
-#define B_BYTES      (CLASSES * BST_BOX_COLUMNS * 2)
-
-/* The stages in shared memory, and which of them comes next. */
-typedef struct pipe {
-    unsigned char *memory; /* all stages' rows, and behind them all stages' classes */
-    uint64_t *barriers;    /* a stage's is full; [STAGES] on: it is empty */
-    unsigned stage, phase;
-} pipe;
-
-BST_DEVICE unsigned char *rows_of(const pipe *p) { return p->memory + p->stage * A_BYTES; }
-BST_DEVICE unsigned char *classes_of(const pipe *p) { return p->memory + STAGES * A_BYTES + p->stage * B_BYTES; }
-
-BST_DEVICE void next(pipe *p) {
-    if (++p->stage < STAGES) return;
-    p->stage = 0;
-    p->phase ^= 1;
-}
-
-typedef struct place {
-    int row, column;
-} place;
-
-/* Where a tile begins. Tiles go down a group's rows, and then to the next classes. */
-BST_DEVICE place place_of(const linear_logprobs_tiles_args *a, int tile, unsigned rank) {
-    int each = GROUP * a->tiles, group = tile / each, in = tile % each, left = a->pairs - group * GROUP;
-    int tall = left < GROUP ? left : GROUP;
-    place p = {(2 * (group * GROUP + in % tall) + (int)rank) * ROWS, in / tall * CLASSES};
-    return p;
-}
-
-BST_DEVICE void copy(const linear_logprobs_tiles_args *a, pipe *p, place at, unsigned rank) {
-    BST_ROLLED
-    for (int step = 0; step < a->steps; step++) {
-        uint64_t *full = p->barriers + p->stage;
-        int column = step * BST_BOX_COLUMNS, half = (int)rank * (CLASSES / 2);
-        bst_barrier_wait(p->barriers + STAGES + p->stage, p->phase ^ 1);
-        bst_barrier_expect(full, A_BYTES + B_BYTES);
-        bst_box_read(rows_of(p), &a->hidden, column, at.row, full);
-        bst_box_read_both(classes_of(p) + rank * (B_BYTES / 2), &a->weight, column, at.column + half, full);
-        next(p);
-    }
-}
-
-/* The logits of `worker`'s half of a tile's rows. */
-BST_DEVICE void multiply(const linear_logprobs_tiles_args *a, pipe *p, float *sums, int worker) {
-    int lane = (int)bst_thread() % 128;
-    unsigned before = 0;
-    BST_ROLLED
-    for (int step = 0; step < a->steps; step++) {
-        bst_barrier_wait(p->barriers + p->stage, p->phase);
-        bst_hold_sums(sums);
-        bst_products_begin();
-        uint64_t x = bst_tile(rows_of(p) + worker * (A_BYTES / 2));
-        uint64_t w = bst_tile(classes_of(p));
-        BST_EACH(i, BST_BOX_COLUMNS / 16)
-            bst_product_64x256(sums, x + BST_TILE_STEP * i, w + BST_TILE_STEP * i, step | i, TYPE);
-        bst_products_commit();
-        if (step) {
-            bst_products_wait(1);
-            if (lane < 2) bst_barrier_arrive_at(p->barriers + STAGES + before, (unsigned)lane);
-        }
-        before = p->stage;
-        next(p);
-    }
-    bst_products_wait(0);
-    bst_hold_sums(sums);
-    if (lane < 2) bst_barrier_arrive_at(p->barriers + STAGES + before, (unsigned)lane);
-}
 
 /* Two logits in a word, and what leaves either of them out: -inf. */
 BST_DEVICE uint32_t larger(uint32_t a, uint32_t b) {
@@ -156,46 +80,40 @@ BST_DEVICE void finish_row(const linear_logprobs_tiles_args *a, const float *sum
     BST_EACH(i, 4)
         if (wanted[i]) numbers[i] = bst_warp_reduce(numbers[i], 4, false);
     if (bst_lane() % 4 || row >= a->rows) return;
-    int64_t plane = (int64_t)a->tiles * a->stride;
+    int64_t plane = (int64_t)a->tiles.columns * a->stride;
     float *to = a->sums + (int64_t)(column / CLASSES) * a->stride + row;
     *to = top;
     BST_EACH(i, 4)
         if (wanted[i]) *(to += plane) = numbers[i];
 }
 
-BST_DEVICE void work(const linear_logprobs_tiles_args *a, pipe *p, place at, int worker) {
+BST_DEVICE void work(const linear_logprobs_tiles_args *a, bst_pipe *p, bst_place at) {
     float sums[128];
     int warp = (int)bst_thread() / 32 % 4, lane = (int)bst_lane();
-    multiply(a, p, sums, worker);
+    bst_tile_multiply(p, sums, a->steps, 0, TYPE);
     BST_EACH(half, 2)
-        finish_row(a, sums, half, at.row + worker * 64 + warp * 16 + lane / 4 + half * 8, at.column + lane % 4 * 2);
+        finish_row(a, sums, half, at.row + p->worker * 64 + warp * 16 + lane / 4 + half * 8, at.column + lane % 4 * 2);
 }
 
-BST_KERNEL(linear_logprobs_tiles, linear_logprobs_tiles_args, LINEAR_LOGPROBS_TILE_THREADS, 1) {
+BST_KERNEL(linear_logprobs_tiles, linear_logprobs_tiles_args, BST_TILE_THREADS, 1) {
     BST_DYNAMIC_SHARED(memory);
-    BST_SHARED(uint64_t, barriers, 2 * STAGES);
-    unsigned char *aligned = memory + (1024 - bst_shared_address(memory) % 1024) % 1024;
-    pipe p = {aligned, barriers, 0, 0};
-    unsigned rank = bst_cluster_rank();
-    int clusters = (int)bst_blocks() / 2, first = (int)bst_block() / 2, worker = (int)bst_thread() / 128 - 1;
-    if (bst_thread() == 0) {
-        BST_EACH(i, STAGES) {
-            bst_barrier_init(barriers + i, 1);
-            bst_barrier_init(barriers + STAGES + i, 4); /* by two workers of each block: classes are copied to both */
+    BST_SHARED(uint64_t, barriers, 2 * BST_TILE_STAGES);
+    bst_pipe p = bst_tile_begin(memory, barriers);
+    if (p.worker < 0) {
+        bst_registers_less(BST_TILE_COPIER);
+        BST_ROLLED
+        for (int tile = bst_first_tile(); tile < bst_all_tiles(&a.tiles) && bst_thread() == 0;
+             tile += bst_tiles_apart()) {
+            bst_place at = bst_place_of(&a.tiles, tile, p.rank);
+            BST_ROLLED
+            for (int step = 0; step < a.steps; step++)
+                bst_tile_copy(&p, &a.hidden, &a.weight, at, step * BST_BOX_COLUMNS);
         }
-        bst_barrier_fence_init();
+    } else {
+        bst_registers_more(BST_TILE_WORKER);
+        BST_ROLLED
+        for (int tile = bst_first_tile(); tile < bst_all_tiles(&a.tiles); tile += bst_tiles_apart())
+            work(&a, &p, bst_place_of(&a.tiles, tile, p.rank));
     }
     bst_cluster_sync();
-    if (worker < 0) {
-        bst_registers_less(COPIER);
-        BST_ROLLED
-        for (int tile = first; tile < a.pairs * a.tiles && bst_thread() == 0; tile += clusters)
-            copy(&a, &p, place_of(&a, tile, rank), rank);
-    } else {
-        bst_registers_more(WORKER);
-        BST_ROLLED
-        for (int tile = first; tile < a.pairs * a.tiles; tile += clusters)
-            work(&a, &p, place_of(&a, tile, rank), worker);
-    }
-    bst_cluster_sync(); /* the other block's last arrivals need this one's barriers */
 }

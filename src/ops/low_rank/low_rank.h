@@ -7,7 +7,7 @@
 
 /* Whether rows of a multiple of 8 elements begin at multiples of 16 bytes, as the kernels need them. */
 bool bst__low_rank_aligned(const bst_view *v);
-extern const bst_function bst__low_rank_glu_backward;
+extern const bst_function bst__low_rank_linear, bst__low_rank_glu_backward;
 
 /* out [m, R] = scale x y, y [k, R] in float32 in a workspace: x is dy, or dy transposed, of 16 bits. */
 typedef struct low_rank_cpu {

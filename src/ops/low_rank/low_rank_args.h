@@ -2,6 +2,8 @@
 #ifndef BST_LOW_RANK_ARGS_H
 #define BST_LOW_RANK_ARGS_H
 
+#include "tile_product.h"
+
 /* A tile of dy: rows and columns. Each of eight warps has 16 rows of it for g, 16 columns for db. */
 #define LOW_RANK_TILE    128
 #define LOW_RANK_THREADS 256
@@ -57,9 +59,21 @@ typedef struct low_rank_glu_sum_args {
     float scale[2];
 } low_rank_glu_sum_args;
 
+/* y = x weight^T + scale thin b^T in tiles of tile_product.h. */
+typedef struct low_rank_linear_args {
+    bst_tensor_map x, weight, thin, b;
+    void *y;
+    int64_t y_stride;
+    int32_t rows, columns, steps; /* steps: boxes that a row of x takes */
+    bst_tiles tiles;
+    float scale;
+    int32_t unused[5];
+} low_rank_linear_args;
+
 static_assert(sizeof(low_rank_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_sum_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_glu_args) == 208, "host and device must agree");
+static_assert(sizeof(low_rank_linear_args) == 576, "host and device must agree");
 static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 
 #endif

@@ -1,5 +1,7 @@
 /* low_rank_glu.c - the backward pass of a gated unit with adapters around it: checks, then the configuration of the
  * kernel that reads gate, up and dy once, or the unit's operator and products where it does not serve. */
+#include <assert.h>
+
 #include "core/describe.h"
 #include "cuda/cuda.h"
 #include "ops/glu/glu.h"
@@ -82,16 +84,16 @@ static bool serves(const bst_view *v) {
     return aligned;
 }
 
-/* How many threads a block has, how many tiles' columns, and how many rounds of blocks the chip makes: those that cost
- * the fewest bytes, of tiles and of parts, which are written and read. On an H200 at 8192 x 12288 and rank 16, both
- * kernels: 288 us with 2 tiles of 512 threads and two full rounds, 299 with one of 120 blocks, 298 and 308 with three
- * and four; 331 with one tile, 350 with 256 threads. Rank 8: 269 with four tiles, 274 with two. Rank 32: 439 with four
- * rounds, 553 with one. */
+/* How many tiles' columns a block has, and how many rounds of blocks the chip makes: those that cost the fewest bytes,
+ * of tiles and of parts, which are written and read. On an H200 at 8192 x 12288 and rank 16, both kernels: 288 us with
+ * 2 tiles of 512 threads and two full rounds, 299 with one of 120 blocks, 298 and 308 with three and four; 331 with one
+ * tile, 350 with 256 threads. Rank 8: 269 with four tiles, 274 with two. Rank 32: 439 with four rounds, 553 with one.
+ */
 static bool choose(const bst_chip *chip, int64_t rows, int64_t columns, int rank, int matrices, int summed,
                    plan *best) {
     int64_t row_tiles = bst__divided_up(rows, LOW_RANK_GLU_ROWS), least = INT64_MAX;
     int pitch = LOW_RANK_PITCH(rank);
-    for (int threads = 512; threads >= 256; threads /= 2)
+    for (int threads = 512; threads >= 256 && least == INT64_MAX; threads /= 2) /* 256 where the memory wants it */
         for (int tiles = 1; tiles * rank <= MOST_SUMS; tiles *= 2)
             for (int rounds = 1; rounds <= MOST_ROUNDS; rounds++) {
                 int width = threads / 2, slices = threads / 32 / (2 * matrices);

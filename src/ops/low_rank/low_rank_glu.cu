@@ -1,19 +1,22 @@
 /* low_rank_glu.cu - the backward pass of a gated unit together with what the adapters around it read of its results, in
  * one pass: dgate, dup and y are made in shared memory, and multiplied there.
  *
- * low_rank_glu_backward: a block has the columns of TILES tiles of THREADS / 2, and of the rows' tiles every one that is
- * its number in y modulo the blocks there. Tiles of gate, up and dy come by asynchronous copies, two ahead. Each thread
- * turns what it has copied into dgate, dup and y, which take its place, and writes the first two; then warps multiply.
- * A warp has 16 columns, transposed, of each matrix by its thin results, summed over the block's rows; and 16 rows of
- * one matrix, of some of the tile's columns, by its b, summed over the block's columns. Sums stay in registers; warps
- * that share rows add up theirs in shared memory when the rows change. low_rank_glu_sum then adds up what the blocks
- * have, in one order.
+ * low_rank_glu_backward: a block has the columns of TILES tiles of THREADS / 2, and of the rows' tiles every one that
+ * is its number in y modulo the blocks there. Tiles of gate, up and dy come by asynchronous copies, two ahead. Each
+ * thread turns what it has copied into dgate, dup and y, which take its place, and writes the first two; then warps
+ * multiply. A warp has 16 columns, transposed, of each matrix by its thin results, summed over the block's rows; and 16
+ * rows of one matrix, of some of the tile's columns, by its b, summed over the block's columns. Sums stay in registers;
+ * warps that share rows add up theirs in shared memory when the rows change. low_rank_glu_sum then adds up what the
+ * blocks have, in one order.
  *
  * Macros: TYPE (bf16 or f16), RANK (8, 16, 24, 32), DOWN and LATE: da_down and thin_down are wanted; without them
  * low_rank_glu_sum is meant, else THREADS, TILES, UNIT and LIMITED as in glu.cu, WITH_Y: y is to be written.
  *
  * Bytes: five tensors' elements once (six with y), 2 each; beside it parts of g and thin_down, 4 * rank * rows * column
- * parts each, and of the other three, 4 * rank * columns * row parts, written and read, mostly within the L2. */
+ * parts each, and of the other three, 4 * rank * columns * row parts, written and read, mostly within the L2.
+ * Measured on an H200, bf16, silu, rank 16, with da_down, both kernels: 287 us at 8192 x 12288, where glu_backward
+ * alone takes 239 and that with y, low_rank_backward of gate and of up and da_down's product 470; 79, 62 and 137 at
+ * 8192 x 3072. With thin_down 324 and 525. 128 registers. */
 #include "gated_unit.cuh"
 #define MATRICES (2 + LATE) /* that are multiplied by a b: dgate, dup, y */
 #define SUMMED   (2 + DOWN) /* that are multiplied, transposed, by thin results */
@@ -55,7 +58,7 @@ BST_DEVICE void apply(unsigned char *shared, const low_rank_glu_args *a, int64_t
     const int piece = (int)bst_thread() % PIECES, first = (int)bst_thread() / PIECES;
     const int64_t c = column + 8 * piece;
     BST_ROLLED /* for registers */
-    for (int i = 0; i < ROWS; i += THREADS / PIECES) {
+        for (int i = 0; i < ROWS; i += THREADS / PIECES) {
         const int64_t r = row + first + i;
         const bool is_there = r < a->rows && c < a->columns;
         float v[3][8];

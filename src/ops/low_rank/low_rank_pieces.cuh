@@ -1,5 +1,5 @@
-/* low_rank_pieces.cuh - matrices of 16-bit elements in shared memory, as tensor cores read them: tiles of large ones, and
- * the rows of thin ones. Macros: TYPE, RANK, THREADS. */
+/* low_rank_pieces.cuh - matrices of 16-bit elements in shared memory, as tensor cores read them: tiles of large ones,
+ * and the rows of thin ones. Macros: TYPE, RANK, THREADS. */
 #ifndef BST_LOW_RANK_PIECES_CUH
 #define BST_LOW_RANK_PIECES_CUH
 

@@ -1,0 +1,48 @@
+/* reference_low_rank.c - what layers with adapters must be, in float64. */
+#include "reference.h"
+
+void fuzz_low_rank_backward(fuzz_call *c) {
+    const fuzz_tensor *dy = input(c, "dy"), *thin = input(c, "thin");
+    const double *b = numbers(c, "b");
+    double scale = c->attributes[fuzz_attribute(c->function, "scale")].d;
+    fuzz_tensor *g = output(c, "g"), *db = output(c, "db");
+    int64_t columns = last(dy), rank = last(thin);
+    for (int64_t t = 0; t < dy->shape[0]; t++)
+        for (int64_t n = 0; n < columns; n++)
+            for (int64_t r = 0; r < rank; r++) {
+                double x = dy->numbers[t * columns + n];
+                double of_g = x * b[n * rank + r], of_db = x * thin->numbers[t * rank + r];
+                g->numbers[t * rank + r] += of_g, g->size[t * rank + r] += fabs(of_g);
+                db->numbers[n * rank + r] += of_db, db->size[n * rank + r] += fabs(of_db);
+            }
+    fuzz_tensor *results[] = {g, db};
+    for (int i = 0; i < 2; i++)
+        for (int64_t e = 0; e < results[i]->count; e++) {
+            double size = results[i]->size[e]; /* the scale comes after the sum, which float32 may not hold */
+            want(results[i], e, scale * results[i]->numbers[e], size > 0x1p127 ? INFINITY : fabs(scale) * size);
+        }
+}
+
+void fuzz_low_rank_linear(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x"), *thin = input(c, "thin");
+    const double *weight = numbers(c, "weight"), *b = numbers(c, "b");
+    double scale = c->attributes[fuzz_attribute(c->function, "scale")].d;
+    fuzz_tensor *y = output(c, "y");
+    int64_t width = last(x), rank = last(thin), columns = last(y);
+    for (int64_t e = 0; e < y->count; e++) {
+        int64_t row = e / columns, column = e % columns;
+        double small = 0, large = 0, size = 0, before = 0; /* the scale comes after the sum */
+        for (int64_t r = 0; r < rank; r++) {
+            double product = thin->numbers[row * rank + r] * b[column * rank + r];
+            small += scale * product, size += fabs(scale * product), before += fabs(product);
+        }
+        for (int64_t k = 0; k < width; k++) {
+            double product = x->numbers[row * width + k] * weight[column * width + k];
+            large += product, size += fabs(product);
+        }
+        /* The first product may be rounded before the second is added to it. */
+        double rounded = size + fabs(small) * fuzz_roundoff(y->type) / fuzz_roundoff(BST_F32);
+        bool fits = before < 0x1p127 && fabs(small) < (y->type == BST_F16 ? 65504 : 0x1p127);
+        want(y, e, small + large, fits ? rounded : INFINITY);
+    }
+}
