@@ -2,12 +2,13 @@
 row of `bastile sweep --lora 16 --trainer trl`, in this process, with what Bastile reports of itself.
 
     python tools/trl_lora.py --shape qwen3-8b --batch 4 --length 2048 [--checkpointing [--offload-checkpoints]]
-        [--load-in-4bit] [--attention-only] [--dropout 0.05] [--with stock|compile|liger|unsloth]
+        [--load-in-4bit] [--attention-only] [--dropout 0.05] [--float32] [--with stock|compile|liger|unsloth]
 
 Random weights of the named shape in bfloat16, r = 16 on all linear layers or on attention's, random tokens, TRL's
 defaults but for what is named. Prints one JSON object: the median of the steps after the fourth, by a callback that
 waits for the device; the mean of as many behind them, for which it does not wait; peak memory from the fourth on; the
-losses. Needs trl, peft and datasets; bitsandbytes for four bits."""
+losses. --float32: the same weights in float32, without autocast: what losses in 16 bits should be. Needs trl, peft and
+datasets; bitsandbytes for four bits."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     plan = {
         "implementation": {"stock": "hf"}.get(options.implementation, options.implementation),
         "batch": options.batch,
-        "dtype": "bfloat16",
+        "dtype": "float32" if options.float32 else "bfloat16",
         "seed": 0,
         "lora": 16,
         "lora_dropout": options.dropout,
@@ -43,7 +44,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "repeats": options.steps - UNTIMED,
     }
     trainer.prepare(plan["implementation"], options.offload_checkpoints)
-    found = trainer.measure(lambda: build(options.shape, torch.bfloat16, _DEVICE, 0), options.length, _DEVICE, plan)
+
+    def model() -> torch.nn.Module:
+        made = build(options.shape, torch.bfloat16, _DEVICE, 0)
+        return made.float() if options.float32 else made
+
+    found = trainer.measure(model, options.length, _DEVICE, plan)
     return {
         "implementation": options.implementation,
         "shape": options.shape,
@@ -54,6 +60,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "load_in_4bit": options.load_in_4bit,
         "dropout": options.dropout,
         "attention_only": options.attention_only,
+        "float32": options.float32,
         "median_seconds": found["seconds"],
         "least_seconds": min(found["samples"]),
         "queued_seconds": found["queued_seconds"],
@@ -75,6 +82,7 @@ def main() -> None:
     parser.add_argument("--load-in-4bit", action="store_true")
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters")
     parser.add_argument("--attention-only", action="store_true", help="no adapters but on queries, keys, values and o")
+    parser.add_argument("--float32", action="store_true", help="weights in float32, no autocast: for their losses")
     options = parser.parse_args()
     if options.steps <= UNTIMED:
         parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")
