@@ -35,7 +35,7 @@ static inline double number(const matrix *m, int64_t row, int64_t column) {
     return (double)(m->type == 1 ? bst_from_bf16(half) : bst_from_f16(half));
 }
 
-/* Numbers up to 2 from a seed; of seed 0 all bits are ones, which is NaN. */
+/* Numbers up to 2 from a seed, and NaN in the gaps; of seed 0 all bits are ones, which is NaN. */
 static inline matrix filled(float *data, int64_t rows, int64_t columns, int64_t gap, int64_t at, int type,
                             unsigned seed) {
     matrix m = {data, {rows, columns}, {columns + gap, 1}, at, type};
@@ -49,6 +49,8 @@ static inline matrix filled(float *data, int64_t rows, int64_t columns, int64_t 
             float x = data[i];
             bst_store((uint16_t *)data + i, &x, (bst_dtype)type, 1);
         }
+    for (int64_t row = 0; row < rows; row++) /* what lies between rows is nobody's to read */
+        memset((char *)data + (at + row * m.strides[0] + columns) * (type ? 2 : 4), 0xff, (size_t)gap * (type ? 2 : 4));
     return m;
 }
 

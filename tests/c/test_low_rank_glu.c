@@ -103,7 +103,8 @@ static void check(const shape *given) {
     for (int i = 3; i < 8; i++) CHECK(!memcmp(firsts[i], results[i], sizeof firsts[i]));
 }
 
-/* Less than a tile and more than one of rows and columns; each rank; what is wanted of the layer behind; units. */
+/* Less than a tile and more than one of rows and columns; each rank; what is wanted of the layer behind; units. Between
+ * rows is NaN. */
 TEST(what_the_kernel_serves) {
     for (int type = 1; type < 3; type++) {
         check(&(shape){37, 40, 16, type, .down = true, .in_place = true});
@@ -112,6 +113,7 @@ TEST(what_the_kernel_serves) {
         check(&(shape){100, 264, 24, type, .with_y = true, .in_place = true});
         check(&(shape){65, 520, 32, type, .gap = 16, .down = true, .late = true, .with_y = true});
         check(&(shape){130, 600, 16, type, .down = true, .late = true});
+        check(&(shape){400, 264, 32, type, .down = true, .late = true}); /* a block with several tiles of rows */
     }
     for (int activation = BST_SILU; activation <= BST_SWIGLU_OAI; activation++) {
         shape s = {40, 72, 16, 1, .down = true, .with_y = true};
