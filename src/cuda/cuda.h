@@ -57,6 +57,11 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
 
 /* Queues a matrix product on exec's stream. */
 bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *problem);
+/* One on the problem's own device. */
+static inline bst_status bst__gemm(const bst_exec *exec, const char *op, const bst_gemm *problem) {
+    bool on_cuda = problem->device.device_type == kDLCUDA;
+    return on_cuda ? bst__cuda_gemm(exec, op, problem) : bst__cpu_gemm(exec, op, problem);
+}
 /* How boxes of a matrix of 16-bit numbers are copied (tensor_map.h): where the chip has warpgroups. Its address and its
  * stride, in elements, must be multiples of 16 bytes. While kernels are only compiled: nothing. */
 struct bst_tensor_map;

@@ -89,7 +89,7 @@ static bst_status multiply(const bst_head *h, bst_gemm g) {
     g.input_type = bst__dl_type(h->dtype);
     if (!g.output_type.bits) g.output_type = g.input_type;
     g.alpha = 1;
-    return on_cuda(h) ? bst__cuda_gemm(h->exec, h->op, &g) : bst__cpu_gemm(h->exec, h->op, &g);
+    return bst__gemm(h->exec, h->op, &g);
 }
 
 #define KERNEL(name, ...) \

@@ -51,10 +51,8 @@ static bst_status multiply(const bst_exec *exec, const char *op, const bst_view 
     of_db.b = v[THIN].data, of_db.ldb = v[THIN].rows.inner_stride;
     of_db.out = v[DB].data, of_db.ldo = v[DB].size[1];
     of_db.output_type = bst__dl_type(BST_F32);
-    bst_status (*product)(const bst_exec *, const char *, const bst_gemm *) =
-        dy->device.device_type == kDLCUDA ? bst__cuda_gemm : bst__cpu_gemm;
-    BST_TRY(product(exec, op, &of_g));
-    return product(exec, op, &of_db);
+    BST_TRY(bst__gemm(exec, op, &of_g));
+    return bst__gemm(exec, op, &of_db);
 }
 
 /* ---- in one pass ------------------------------------------------------------------------------------------------- */

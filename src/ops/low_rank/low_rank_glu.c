@@ -114,8 +114,6 @@ static bool choose(const bst_chip *chip, int64_t rows, int64_t columns, int rank
     return least < INT64_MAX;
 }
 
-static int64_t stride_of(const bst_view *v) { return v->rows.inner_stride; }
-
 static bst_status run_kernel(const bst_exec *exec, const char *op, const plan *p, const bst_view *v,
                              const bst_unit *unit, const float scale[2]) {
     int64_t rows = v[DY].size[0], columns = v[DY].size[1], rank = v[B_GATE].size[1];
@@ -135,9 +133,9 @@ static bst_status run_kernel(const bst_exec *exec, const char *op, const plan *p
         .thin = {v[THIN].data, half, v[G_DOWN].data},
         .g_parts = parts,
         .db_parts = (float *)parts + of_g,
-        .in_stride = {stride_of(&v[GATE]), stride_of(&v[UP]), stride_of(&v[DY])},
-        .out_stride = {stride_of(&v[DGATE]), stride_of(&v[DUP]), stride_of(&v[Y])},
-        .thin_stride = {stride_of(&v[THIN]), stride_of(&v[THIN]), stride_of(&v[G_DOWN])},
+        .in_stride = {low_rank_stride(&v[GATE]), low_rank_stride(&v[UP]), low_rank_stride(&v[DY])},
+        .out_stride = {low_rank_stride(&v[DGATE]), low_rank_stride(&v[DUP]), low_rank_stride(&v[Y])},
+        .thin_stride = {low_rank_stride(&v[THIN]), low_rank_stride(&v[THIN]), low_rank_stride(&v[G_DOWN])},
         .rows = rows,
         .columns = columns,
         .alpha = unit->alpha,
@@ -157,7 +155,7 @@ static bst_status run_kernel(const bst_exec *exec, const char *op, const plan *p
         .db_parts = first.db_parts,
         .g = {v[G].data, g_half, v[THIN_DOWN].data},
         .db = {v[DB_GATE].data, v[DB_UP].data, v[DA_DOWN].data},
-        .g_stride = {stride_of(&v[G]), stride_of(&v[G]), stride_of(&v[THIN_DOWN])},
+        .g_stride = {low_rank_stride(&v[G]), low_rank_stride(&v[G]), low_rank_stride(&v[THIN_DOWN])},
         .rows = rows,
         .columns = columns,
         .column_parts = (int32_t)p->column_parts,
@@ -223,8 +221,8 @@ static bst_status down_by_products(const bst_exec *exec, const char *op, const b
                      .a = v[G_DOWN].data,
                      .b = y->data,
                      .out = v[DA_DOWN].data,
-                     .lda = stride_of(&v[G_DOWN]),
-                     .ldb = stride_of(y),
+                     .lda = low_rank_stride(&v[G_DOWN]),
+                     .ldb = low_rank_stride(y),
                      .ldo = y->size[1],
                      .a_transposed = 1,
                      .input_type = type,
@@ -237,9 +235,9 @@ static bst_status down_by_products(const bst_exec *exec, const char *op, const b
                         .a = y->data,
                         .b = v[A_DOWN].data,
                         .out = v[THIN_DOWN].data,
-                        .lda = stride_of(y),
+                        .lda = low_rank_stride(y),
                         .ldb = y->size[1],
-                        .ldo = stride_of(&v[THIN_DOWN]),
+                        .ldo = low_rank_stride(&v[THIN_DOWN]),
                         .b_transposed = 1,
                         .input_type = type,
                         .output_type = type,
@@ -256,7 +254,7 @@ static bst_status down_by_loops(const bst_exec *exec, const char *op, const bst_
                          .out_type = BST_F32,
                          .dy = v[G_DOWN].data,
                          .out = v[DA_DOWN].data,
-                         .dy_stride = stride_of(&v[G_DOWN]),
+                         .dy_stride = low_rank_stride(&v[G_DOWN]),
                          .out_stride = columns,
                          .k = rows,
                          .rank = columns,
@@ -265,8 +263,8 @@ static bst_status down_by_loops(const bst_exec *exec, const char *op, const bst_
                             .out_type = y->dtype,
                             .dy = y->data,
                             .out = v[THIN_DOWN].data,
-                            .dy_stride = stride_of(y),
-                            .out_stride = stride_of(&v[THIN_DOWN]),
+                            .dy_stride = low_rank_stride(y),
+                            .out_stride = low_rank_stride(&v[THIN_DOWN]),
                             .k = columns,
                             .rank = rank,
                             .scale = 1};
@@ -275,7 +273,8 @@ static bst_status down_by_loops(const bst_exec *exec, const char *op, const bst_
     BST_TRY(bst__allocate(exec, op, y->device, (size_t)(most * columns) * sizeof(float), &wide));
     if (v[DA_DOWN].data && columns) {
         for (int64_t row = 0; row < rows; row++)
-            bst_load((float *)wide + row * columns, bst_at(y->data, row * stride_of(y), y->dtype), y->dtype, columns);
+            bst_load((float *)wide + row * columns, bst_at(y->data, row * low_rank_stride(y), y->dtype), y->dtype,
+                     columns);
         of_a.y = wide;
         bst__parallel_for(exec, rank, bst__grain(rows * columns), loops[1], &of_a);
     }
