@@ -545,6 +545,19 @@ BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DL
  * multiples of 8, in one product, rounded once; else the large product is added to the rounded thin one. */
 BST_API bst_status bst_low_rank_linear(const bst_exec *exec, const DLTensor *x, const DLTensor *weight,
                                        const DLTensor *thin, const DLTensor *b, double scale, DLTensor *y);
+
+/* What layers of one input, each y_i = x weight_i^T, and their adapters leave to it: dx [T, K] = g a + sum of
+ * dy_i weight_i: dy_i [T, N_i], weight_i [N_i, K], g [T, R], a [R, K], of one type, all in rows with gaps or without.
+ * As one product where low_rank_linear is, R as large as it may be, rounded once; else each is added to those before,
+ * which were rounded. */
+typedef struct bst_low_rank_dx_tensors {
+    size_t size;                       /* sizeof(bst_low_rank_dx_tensors) */
+    const DLTensor *dy[4], *weight[4]; /* from the second on NULL: no such layer */
+    const DLTensor *g, *a;             /* NULL: no adapter */
+    DLTensor *dx;
+} bst_low_rank_dx_tensors;
+
+BST_API bst_status bst_low_rank_dx(const bst_exec *exec, const bst_low_rank_dx_tensors *tensors);
 /* What the gradient dy [T, N] of y = scale thin b^T (thin [T, R], b [N, R]: an adapter's second product) leaves, read
  * once on CUDA in 16 bits for R of 8, 16, 24, 32 and N of a multiple of 8, each in rows that begin at multiples of 16
  * bytes: g [T, R] = scale dy b, its rows with gaps or without, and db [N, R] = scale dy^T thin, float32. The others are

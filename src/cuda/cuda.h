@@ -62,10 +62,11 @@ static inline bst_status bst__gemm(const bst_exec *exec, const char *op, const b
     bool on_cuda = problem->device.device_type == kDLCUDA;
     return on_cuda ? bst__cuda_gemm(exec, op, problem) : bst__cpu_gemm(exec, op, problem);
 }
-/* How boxes of a matrix of 16-bit numbers are copied (tensor_map.h): where the chip has warpgroups. Its address and its
- * stride, in elements, must be multiples of 16 bytes. While kernels are only compiled: nothing. */
+/* How boxes of so many rows of a matrix of 16-bit numbers are copied (tensor_map.h): where the chip has warpgroups. Its
+ * address and its stride, in elements, must be multiples of 16 bytes. While kernels are only compiled: nothing. */
 struct bst_tensor_map;
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, struct bst_tensor_map *out);
+bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
+                                struct bst_tensor_map *out);
 /* Queues a fill with zeros. */
 bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes);
 /* The default workspace: stream-ordered allocation. */

@@ -63,7 +63,8 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     return status;
 }
 
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, struct bst_tensor_map *out) {
+bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
+                                struct bst_tensor_map *out) {
     bst_collector collector;
     *out = (struct bst_tensor_map){{0}};
     if (bst__compiling_only(&collector)) return BST_OK;
@@ -71,7 +72,7 @@ bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matr
     BST_TRY(bst__device(op, device, &d));
     const uint64_t sizes[] = {(uint64_t)matrix->size[1], (uint64_t)matrix->size[0]};
     const uint64_t stride = (uint64_t)matrix->stride[0] * 2;
-    const uint32_t box[] = {BST_BOX_COLUMNS, BST_BOX_ROWS}, steps[] = {1, 1};
+    const uint32_t box[] = {BST_BOX_COLUMNS, box_rows}, steps[] = {1, 1};
     int type = matrix->dtype == BST_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     BST_DRIVER_TRY(op, cuTensorMapEncodeTiled, out, type, 2, matrix->data, sizes, &stride, box, steps,
                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

@@ -142,6 +142,72 @@ TEST(a_linear_layer_with_its_adapter) {
     for (int i = 0; i < 24; i++) CHECK(((uint16_t *)gs)[i] == 0xffff);
 }
 
+/* dx of so many layers, each 8 columns wider than the last, with gaps; rank 0: without adapters. */
+static void check_dx(int64_t rows, int64_t width, int64_t columns, int layers, int64_t rank, int type, int64_t gap) {
+    static float memory[8][MOST];
+    matrix dy[4], weight[4], g = filled(thins, rows, rank, gap, 0, type, 5),
+                             a = filled(bs, rank, width, gap, 0, type, 6);
+    matrix dx = filled(gs, rows, width, gap, 0, type, 0);
+    DLTensor t[8], of_g = tensor_of(&g), of_a = tensor_of(&a), of_dx = tensor_of(&dx);
+    bst_low_rank_dx_tensors tensors = {sizeof tensors, .dx = &of_dx};
+    if (rank) tensors.g = &of_g, tensors.a = &of_a;
+    for (int i = 0; i < layers; i++) {
+        dy[i] = filled(memory[2 * i], rows, columns + 8 * i, gap, 0, type, 7 + i);
+        weight[i] = filled(memory[2 * i + 1], columns + 8 * i, width, gap, 0, type, 17 + i);
+        t[2 * i] = tensor_of(&dy[i]), t[2 * i + 1] = tensor_of(&weight[i]);
+        tensors.dy[i] = &t[2 * i], tensors.weight[i] = &t[2 * i + 1];
+    }
+    CHECK_OK(bst_low_rank_dx(NULL, &tensors));
+    /* A product at a time: each of their sums may be rounded. */
+    const double unit = type == 0 ? 0x1p-24 : type == 1 ? 0x1p-8 : 0x1p-11;
+    int64_t wrong = 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < width; c++) {
+            double sum = 0, size = 0, rounded = 0;
+            for (int i = rank ? -1 : 0; i < layers; i++) {
+                const matrix *left = i < 0 ? &g : &dy[i], *right = i < 0 ? &a : &weight[i];
+                for (int64_t k = 0; k < (i < 0 ? rank : columns + 8 * i); k++) {
+                    double product = number(left, r, k) * number(right, k, c);
+                    sum += product, size += fabs(product);
+                }
+                rounded += fabs(sum);
+            }
+            double most = (double)(rank + 4 * columns + 60) * 0x1p-23 * size + unit * rounded + 0x1p-25;
+            wrong += !(fabs(number(&dx, r, c) - sum) <= most);
+        }
+    if (wrong) FAILED("dx [%d, %d] of type %d: %d wrong", (int)rows, (int)width, type, (int)wrong);
+    int64_t beside = 0, size = type ? 2 : 4;
+    for (int64_t i = 0; i < rows * dx.strides[0]; i++)
+        if (i % dx.strides[0] >= width) beside += memcmp((char *)gs + i * size, "\xff\xff\xff\xff", 2) != 0;
+    CHECK_EQ_I(beside, 0);
+}
+
+TEST(the_gradient_of_their_input) {
+    for (int type = 0; type < 3; type++) {
+        check_dx(37, 40, 24, 1, 16, type, 0);
+        check_dx(30, 33, 17, 2, 5, type, 3);
+        check_dx(130, 64, 40, 3, 80, type, 8);
+        check_dx(20, 24, 16, 4, 0, type, 0);
+        check_dx(9, 16, 0, 1, 8, type, 0);
+        check_dx(9, 16, 0, 1, 0, type, 0);
+        check_dx(0, 16, 8, 2, 8, type, 0);
+        check_dx(9, 0, 8, 2, 8, type, 0);
+    }
+    matrix dy = filled(xs, 6, 8, 0, 0, 1, 3), weight = filled(weights, 8, 4, 0, 0, 1, 4);
+    matrix other = filled(thins, 4, 8, 0, 0, 1, 5), dx = filled(gs, 6, 4, 0, 0, 1, 0);
+    DLTensor t[] = {tensor_of(&dy), tensor_of(&weight), tensor_of(&other), tensor_of(&dx)};
+    bst_low_rank_dx_tensors tensors = {sizeof tensors, {&t[0]}, {&t[2]}, .dx = &t[3]};
+    CHECK_EQ_I(bst_low_rank_dx(NULL, &tensors), BST_INVALID);
+    CHECK_STR(bst_last_error(), "low_rank_dx: weight_0 has shape [4, 8]");
+    tensors.weight[0] = &t[1], tensors.dy[2] = &t[0];
+    CHECK_EQ_I(bst_low_rank_dx(NULL, &tensors), BST_INVALID);
+    CHECK_STR(bst_last_error(), "low_rank_dx: ");
+    tensors.dy[2] = NULL, tensors.g = &t[2], tensors.a = &t[1];
+    CHECK_EQ_I(bst_low_rank_dx(NULL, &tensors), BST_INVALID);
+    CHECK_STR(bst_last_error(), "low_rank_dx: g has shape [4, 8]");
+    for (int i = 0; i < 24; i++) CHECK(((uint16_t *)gs)[i] == 0xffff);
+}
+
 /* What models have: each rank, wide and narrow layers, many rows and few; and what two products do. */
 static void compile_calls(void) {
     const int64_t widths[] = {1024, 4096, 12288, 40, 152064}, ranks[] = {8, 16, 24, 32, 64};
@@ -174,6 +240,17 @@ static void compile_linear(void) {
                 for (int i = 0; i < 5; i++) t[i] = bst_device_tensor(&s[i], bst_test_types[type], 2, shapes[i]);
                 CHECK_OK(bst_low_rank_linear(&bst_fake_exec, t[0], t[1], t[2], t[3], scale, t[4]));
             }
+    for (int type = 1; type < 3; type++)
+        for (int64_t rank = 0; rank <= 96; rank += 16) {
+            bst_shape s[7];
+            DLTensor *t[7];
+            const int64_t shapes[7][2] = {{8192, 4096}, {4096, 4096}, {8192, 1024}, {1024, 4096},
+                                          {8192, rank}, {rank, 4096}, {8192, 4096}};
+            for (int i = 0; i < 7; i++) t[i] = bst_device_tensor(&s[i], bst_test_types[type], 2, shapes[i]);
+            bst_low_rank_dx_tensors tensors = {sizeof tensors, {t[0], t[2]}, {t[1], t[3]}, .dx = t[6]};
+            if (rank) tensors.g = t[4], tensors.a = t[5];
+            CHECK_OK(bst_low_rank_dx(&bst_fake_exec, &tensors));
+        }
 }
 #endif
 
@@ -187,7 +264,7 @@ TEST(kernels_compile_for_every_chip) {
     compile_linear();
     bst__cuda_compile_only(NULL);
     CHECK(hopper.kernels > 0);
-    printf("     low_rank_linear: sm_90, %d kernels, at most %d registers, %d spilled\n", hopper.kernels,
+    printf("     low_rank_tiles: sm_90, %d kernels, at most %d registers, %d spilled\n", hopper.kernels,
            hopper.most_registers, hopper.spilled);
 #endif
 }
@@ -198,6 +275,7 @@ int main(void) {
     RUN(nothing_sums_up_to_zero);
     RUN(infinities);
     RUN(a_linear_layer_with_its_adapter);
+    RUN(the_gradient_of_their_input);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();

@@ -3,7 +3,7 @@ bastile.ops.lora."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,15 +76,21 @@ class Group:
         """Makes the weights that are kept in another form for all products to come."""
         self._held = list(self.weights_of(range(len(self.layers))))
 
-    def weights_of(self, which: Sequence[int]) -> Iterator[Any]:
-        """These layers' weights, made at once where that is possible, else each when it is asked for."""
+    def weights_of(self, which: Sequence[int]) -> Iterable[Any]:
+        """These layers' weights: a list where all of them are there or made at once, else each made when it is asked
+        for."""
         if self._held is not None:
-            return map(self._held.__getitem__, which)
+            return [self._held[i] for i in which]
         places = sorted(which)
         makes = [self.layers[i].dequantise for i in places]
+        if not any(makes):
+            return [self.weights[i] for i in which]
         together = getattr(makes[0], "together", None) if len(makes) > 1 else None
         found = None if together is None else together(makes, self.dtype)
-        return map(self.weight if found is None else dict(zip(places, found, strict=True)).__getitem__, which)
+        if found is None:
+            return map(self.weight, which)
+        made = dict(zip(places, found, strict=True))
+        return [made[i] for i in which]
 
     def dropped(self, i: int, rows: torch.Tensor) -> torch.Tensor:
         """The input as adapter i sees it."""
@@ -128,7 +134,7 @@ class Group:
 
     def fill(self, rows: torch.Tensor, thin: torch.Tensor | None, *results: torch.Tensor) -> None:
         """The large products, into the places of the results."""
-        b, weights = iter(self.rounded[1:]), self.weights_of(range(len(self.a)))
+        b, weights = iter(self.rounded[1:]), iter(self.weights_of(range(len(self.a))))
         for i, a in enumerate(self.a):
             y, b_i = results[i], None if thin is None or a is None else next(b)
             self._fill(y.view(-1, y.shape[-1]), i, rows, thin, b_i, next(weights))
@@ -216,14 +222,21 @@ class Group:
     def input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, into: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first. into:
-        its memory."""
-        dx = None if g is None else self._adapters_input_gradient(gradients, g, into)
+        """The sum of s dy B A and dy W: it begins with the adapters' and goes from the last layer to the first, as one
+        product where there is such an operator. into: its memory."""
         which = [i for i in range(len(self.layers) - 1, -1, -1) if gradients[i] is not None]
         weights = self.weights_of(which)
-        for i in which:
+        if len(which) == 1:
+            weights = list(weights)
+        if type(weights) is list and not self.drops:
+            of_layers: Any = [gradients[i] for i in which]
+            dx = low_rank.input_gradient(of_layers, weights, g, None if g is None else self.rounded[0], into)
+            if dx is not None:
+                return dx
+        dx = None if g is None else self._adapters_input_gradient(gradients, g, into)
+        for i, weight in zip(which, weights, strict=True):
             dy: Any = gradients[i]
-            dx = _mm(dy, next(weights), into) if dx is None else dx.addmm_(dy, next(weights))
+            dx = _mm(dy, weight, into) if dx is None else dx.addmm_(dy, weight)
         return dx
 
     def _adapters_input_gradient(
@@ -318,14 +331,11 @@ def _is_one_product(rows: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -
     """Whether an operator of ours adds the adapter's part within the large product, on the chips and in the sizes that
     it knows of; elsewhere it makes two products, too."""
     return (
-        on_gpu(rows)
-        and rows.dtype is not torch.float32
+        low_rank.may_be_one_product(rows)
         and b.shape[1] <= _MOST_RANK
         and not (b.shape[1] % 8 or weight.shape[0] % 8 or weight.shape[1] % 8)
         and rows.stride(1) == weight.stride(1) == 1
         and type(weight) in PLAIN
-        and not is_compiling()
-        and not is_batched(rows)
     )
 
 

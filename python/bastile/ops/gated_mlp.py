@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
+from bastile.ops import low_rank
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
 from bastile.ops._late import Late, late
@@ -97,13 +98,18 @@ def _gradients(ctx, dout):
         rows = x.reshape(-1, x.shape[-1])
     if want_gate:
         dgate = a.t().mm(rows)
-    if want_x:
+    if want_x and not torch.is_grad_enabled():
+        dx = low_rank.input_gradient((a, b), (gate, up))
+    in_parts = want_x and dx is None
+    if in_parts:
         dx = a.mm(gate)
     del a
     if want_up:
         dup = b.t().mm(rows)
+    if in_parts:
+        dx.addmm_(b, up)
     if want_x:
-        dx = dx.addmm_(b, up).view(ctx.shape)
+        dx = dx.view(ctx.shape)
     gradients = dx, dgate, dup, ddown
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         gradients = tuple([first_order_only("gated_mlp", g, dout, x, gate, up, down, way_back) for g in gradients])

@@ -1,11 +1,14 @@
-"""What the gradient of an adapter's second product leaves, in one pass over it."""
+"""What the gradient of an adapter's second product leaves, in one pass over it; and products that are summed up."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.compiler import is_compiling
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import need_floats, served
+from bastile.ops._common import PLAIN, is_batched, need_floats, on_gpu, served
 
 __all__ = ["low_rank_backward"]
 
@@ -14,6 +17,9 @@ backward = torch.ops.bastile.low_rank_backward.default
 backward_into = torch.ops.bastile.low_rank_backward_into.default
 #: y = x weight^T + scale thin b^T of x, weight, thin, b, where y is to be, and scale (bst_low_rank_linear).
 linear_into = torch.ops.bastile.low_rank_linear.default
+#: dx = g a + sum of dy_i weight_i, of dy_0, weight_0 to dy_3, weight_3, g, a, None for what there is not, and where dx
+#: is to be (bst_low_rank_dx).
+dx_into = torch.ops.bastile.low_rank_dx.default
 #: A gated unit's backward pass with the adapters around it, bst_low_rank_glu_backward: of the unit (Unit.apart), gate's
 #: and up's scales, dy, gate, up, thin, their b, g_down and a_down or None, where g is to be, and whether y, da_down and
 #: thin_down are wanted; dgate over gate, dup over up, y over dy; returning db_gate, db_up, da_down, thin_down.
@@ -43,3 +49,45 @@ def low_rank_backward(
         return backward(dy, thin, b.contiguous(), scale)
     need_floats("low_rank_backward", dy=dy, thin=thin, b=b)
     return scale * (dy @ b), scale * (dy.t() @ thin)
+
+
+def input_gradient(
+    gradients: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    g: torch.Tensor | None = None,
+    a: torch.Tensor | None = None,
+    into: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """g a + sum of dy weight, of a layer or more with one input: by an operator of ours that rounds it once, on the
+    chips and in the sizes that it knows of. None: these are for products of their own. Not to be differentiated.
+
+    Args:
+        gradients, weights: [T, N] and [N, K] each.
+        g, a: [T, R] and [R, K], or None.
+        into: where it is to be, [T, K].
+    """
+    first, width = gradients[0], weights[0].shape[1]
+    if len(gradients) + (g is not None) < 2 or len(gradients) > _MOST_PRODUCTS or not may_be_one_product(first):
+        return None
+    for dy, weight in zip(gradients, weights, strict=True):
+        if type(weight) not in PLAIN or weight.shape[0] % 8 or not dy.stride(1) == weight.stride(1) == 1:
+            return None
+        if not dy.dtype is weight.dtype is first.dtype:
+            return None
+    if width % 8 or (g is not None and g.shape[1] % 8):
+        return None
+    dx = first.new_empty(first.shape[0], width) if into is None else into
+    pairs = [t for pair in zip(gradients, weights, strict=True) for t in pair]
+    dx_into(*pairs, *[None] * (2 * _MOST_PRODUCTS - len(pairs)), g, a, dx)
+    return dx
+
+
+_MOST_PRODUCTS = 4
+
+
+def may_be_one_product(rows: torch.Tensor) -> bool:
+    """Whether products of these rows may be summed up by an operator of ours."""
+    return on_gpu(rows) and rows.dtype in _HALVES and not is_compiling() and not is_batched(rows)
+
+
+_HALVES = (torch.bfloat16, torch.float16)

@@ -10,6 +10,7 @@ from torch._C import _is_any_autocast_enabled  # a fraction of the host time of 
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
+from bastile.ops import low_rank
 from bastile.ops._common import FLOATS, PLAIN, Function, first_order_only, in_transform, is_batched
 
 __all__ = ["projections"]
@@ -50,23 +51,27 @@ def _gradients(ctx, gradients, x, way_back, weights):
     here is rounded there too: each product, and the sum of those to the type of x."""
     wanted, cast_from = ctx.needs_input_grad, ctx.cast_from
     rows = x if x is None else x.flatten(0, -2)
-    dx, dweights, batched = None, [None] * len(weights), None
-    for i in range(len(weights) - 1, -1, -1):
-        dy = gradients[i]
-        if dy is not None:
-            if batched is None:
-                batched = is_batched(dy)
-            # vmap has no rule for flatten, which is the faster
-            dy = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]) if batched else dy.flatten(0, -2)
-            if dx is None:
-                dx = dy.mm(weights[i])
-                dx = dx if cast_from is None else dx.to(cast_from)
-            elif cast_from is None:
-                dx.addmm_(dy, weights[i])
-            else:
-                dx.add_(dy.mm(weights[i]))
-            if wanted[i + 2]:
-                dweights[i] = dy.t().mm(rows)
+    which = [i for i in range(len(weights) - 1, -1, -1) if gradients[i] is not None]
+    batched = is_batched(gradients[which[0]]) if which else False
+    # vmap has no rule for flatten, which is the faster
+    dys = [
+        dy.reshape(dy.shape[:-1].numel(), dy.shape[-1]) if batched else dy.flatten(0, -2)
+        for dy in [gradients[i] for i in which]
+    ]
+    dx, dweights = None, [None] * len(weights)
+    if which and cast_from is None and not torch.is_grad_enabled():
+        dx = low_rank.input_gradient(dys, [weights[i] for i in which])
+    in_parts = dx is None
+    for i, dy in zip(which, dys, strict=True):
+        if in_parts and dx is None:
+            dx = dy.mm(weights[i])
+            dx = dx if cast_from is None else dx.to(cast_from)
+        elif in_parts and cast_from is None:
+            dx.addmm_(dy, weights[i])
+        elif in_parts:
+            dx.add_(dy.mm(weights[i]))
+        if wanted[i + 2]:
+            dweights[i] = dy.t().mm(rows)
     dx = dx if dx is None else dx.view(ctx.shape)
     if way_back is not None and torch.is_grad_enabled() and not is_compiling():
         sources = *gradients, *weights, way_back

@@ -7,6 +7,7 @@ typedef struct bst_tensor_map {
 } __attribute__((aligned(64))) bst_tensor_map;
 
 #define BST_BOX_ROWS    128 /* of a box, which is a tile of a product's operand */
+#define BST_BOX_ACROSS  64  /* its rows, where they are what the product sums over */
 #define BST_BOX_COLUMNS 64  /* 16-bit numbers: the 128 bytes that are swizzled together */
 
 static_assert(sizeof(bst_tensor_map) == 128, "host and device must agree");

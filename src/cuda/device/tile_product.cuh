@@ -1,12 +1,13 @@
-/* tile_product.cuh - x w^T of two matrices of 16-bit numbers, in tiles of registers, on Hopper's tensor cores.
+/* tile_product.cuh - x w^T, or x w across, of matrices of 16-bit numbers, in tiles of registers, on Hopper's tensor
+ * cores.
  *
  * A cluster of two blocks has two tiles of rows and one of columns. Tiles of 128 x 256 stay in the registers of two
- * warp groups, while a thread of a third copies their operands: each block its own rows, and half of w's rows, which
- * are the product's columns, for both. A kernel begins with bst_tile_begin, lets either role have its registers and a
- * loop over the tiles, and ends with bst_cluster_sync, for the other block's last arrivals need this one's barriers. */
+ * warp groups, while a thread of a third copies their operands: each block its own rows, and half of w's for both:
+ * half of the rows, which are the product's columns, or, across, of the columns. BST_TILE_PRODUCT is a kernel's body. */
 #ifndef BST_TILE_PRODUCT_CUH
 #define BST_TILE_PRODUCT_CUH
 
+#include "pack.cuh"
 #include "warpgroup.cuh"
 
 #include "tile_product.h"
@@ -65,14 +66,20 @@ BST_DEVICE int bst_first_tile(void) { return (int)bst_block() / 2; }
 BST_DEVICE int bst_tiles_apart(void) { return (int)bst_blocks() / 2; }
 BST_DEVICE int bst_all_tiles(const bst_tiles *t) { return t->pairs * t->columns; }
 
-/* The copying thread: columns `column` and on of x's rows and of w's. */
-BST_DEVICE void bst_tile_copy(bst_pipe *p, const bst_tensor_map *x, const bst_tensor_map *w, bst_place at, int column) {
+/* The copying thread: columns `column` and on of x's rows and of w's; across: of x's rows, and w's rows so far down. */
+BST_DEVICE void bst_tile_copy(bst_pipe *p, const bst_tensor_map *x, const bst_tensor_map *w, bst_place at, int column,
+                              bool across) {
     uint64_t *full = p->barriers + p->stage;
-    int half = (int)p->rank * (BST_TILE_COLUMNS / 2);
+    int half = at.column + (int)p->rank * (BST_TILE_COLUMNS / 2);
+    unsigned char *to = bst_w_of(p) + p->rank * (BST_TILE_W_BYTES / 2);
     bst_barrier_wait(p->barriers + BST_TILE_STAGES + p->stage, p->phase ^ 1);
     bst_barrier_expect(full, BST_TILE_X_BYTES + BST_TILE_W_BYTES);
     bst_box_read(bst_x_of(p), x, column, at.row, full);
-    bst_box_read_both(bst_w_of(p) + p->rank * (BST_TILE_W_BYTES / 2), w, column, at.column + half, full);
+    if (across) {
+        BST_EACH(i, 2) bst_box_read_both(to + i * (BST_TILE_W_BYTES / 4), w, half + i * BST_BOX_COLUMNS, column, full);
+    } else {
+        bst_box_read_both(to, w, column, half, full);
+    }
     bst_next_piece(p);
 }
 
@@ -82,22 +89,23 @@ BST_DEVICE void bst_tile_release(bst_pipe *p, unsigned stage) {
 }
 
 /* Of the next piece: begins the products of its first 16 `parts` columns. add: to what sums are. */
-BST_DEVICE void bst_tile_multiply_piece(bst_pipe *p, float *sums, int parts, int add, int type) {
+BST_DEVICE void bst_tile_multiply_piece(bst_pipe *p, float *sums, int parts, int add, int type, bool across) {
     bst_barrier_wait(p->barriers + p->stage, p->phase);
     bst_hold_sums(sums);
     bst_products_begin();
     uint64_t x = bst_tile(bst_x_of(p) + p->worker * (BST_TILE_X_BYTES / 2));
-    uint64_t w = bst_tile(bst_w_of(p));
-    BST_EACH(i, parts) bst_product_64x256(sums, x + BST_TILE_STEP * i, w + BST_TILE_STEP * i, add | i, type);
+    uint64_t w = across ? bst_tile_across(bst_w_of(p)) : bst_tile(bst_w_of(p));
+    const int step = across ? BST_TILE_STEP_ACROSS : BST_TILE_STEP;
+    BST_EACH(i, parts) bst_product_64x256(sums, x + BST_TILE_STEP * i, w + step * i, add | i, type, across);
     bst_products_commit();
 }
 
 /* sums [64, 256] (+)= this worker's half of a tile's rows, over so many pieces, one at least. */
-BST_DEVICE void bst_tile_multiply(bst_pipe *p, float *sums, int pieces, int add, int type) {
+BST_DEVICE void bst_tile_multiply(bst_pipe *p, float *sums, int pieces, int add, int type, bool across) {
     unsigned before = 0;
     BST_ROLLED
     for (int piece = 0; piece < pieces; piece++) {
-        bst_tile_multiply_piece(p, sums, BST_BOX_COLUMNS / 16, add | piece, type);
+        bst_tile_multiply_piece(p, sums, BST_BOX_COLUMNS / 16, add | piece, type, across);
         if (piece) {
             bst_products_wait(1);
             bst_tile_release(p, before);
@@ -109,5 +117,56 @@ BST_DEVICE void bst_tile_multiply(bst_pipe *p, float *sums, int pieces, int add,
     bst_hold_sums(sums);
     bst_tile_release(p, before);
 }
+
+/* Each of four lanes has a pair of the first eight columns, of the second, third and fourth; exchanged, this lane has
+ * all of the eight that are its number. */
+BST_DEVICE bst_raw bst_tile_exchanged(const uint32_t pairs[4]) {
+    const bool odd = bst_lane() % 2, upper = bst_lane() % 4 / 2;
+    uint32_t first = bst_shuffle_xor_u32(odd ? pairs[0] : pairs[1], 1);
+    uint32_t second = bst_shuffle_xor_u32(odd ? pairs[2] : pairs[3], 1);
+    const uint32_t a = odd ? first : pairs[0], b = odd ? pairs[1] : first;
+    const uint32_t c = odd ? second : pairs[2], d = odd ? pairs[3] : second;
+    first = bst_shuffle_xor_u32(upper ? a : c, 2);
+    second = bst_shuffle_xor_u32(upper ? b : d, 2);
+    return {{upper ? first : a, upper ? second : b, upper ? c : first, upper ? d : second}};
+}
+
+/* y's row that begins at this element, its 256 columns from `column` on, below `columns`: of them sums has this lane's
+ * 64, of the upper or lower half of its rows, as products leave them. By all lanes. */
+BST_DEVICE void bst_tile_store_row(void *y, int64_t begin, const float *sums, int half, int column, int columns,
+                                   bool is_row, int type) {
+    BST_EACH(i, 8) {
+        uint32_t pairs[4];
+        BST_EACH(j, 4) {
+            const float *pair = sums + 16 * i + 4 * j + 2 * half;
+            pairs[j] = bst_half_pair(pair[0], pair[1], type);
+        }
+        const bst_raw raw = bst_tile_exchanged(pairs);
+        const int c = column + 32 * i + (int)bst_lane() % 4 * 8;
+        if (is_row && c < columns) bst_write((char *)y + 2 * (begin + c), raw, 16);
+    }
+}
+
+/* ---- a kernel ---------------------------------------------------------------------------------------------------- */
+
+/* Of arguments a, which have the tiles: copy(&a, &pipe, place) in one thread and work(&a, &pipe, place) in two warp
+ * groups, for each tile of this block's. The other block's last arrivals need this one's barriers. */
+#define BST_TILE_PRODUCT(a, copy, work)                                                                \
+    BST_DYNAMIC_SHARED(memory);                                                                        \
+    BST_SHARED(uint64_t, barriers, 2 * BST_TILE_STAGES);                                               \
+    bst_pipe p = bst_tile_begin(memory, barriers);                                                     \
+    if (p.worker < 0) {                                                                                \
+        bst_registers_less(BST_TILE_COPIER);                                                           \
+        BST_ROLLED                                                                                     \
+        for (int tile = bst_first_tile(); tile < bst_all_tiles(&(a).tiles) && bst_thread() == 0;       \
+             tile += bst_tiles_apart())                                                                \
+            copy(&(a), &p, bst_place_of(&(a).tiles, tile, p.rank));                                    \
+    } else {                                                                                           \
+        bst_registers_more(BST_TILE_WORKER);                                                           \
+        BST_ROLLED                                                                                     \
+        for (int tile = bst_first_tile(); tile < bst_all_tiles(&(a).tiles); tile += bst_tiles_apart()) \
+            work(&(a), &p, bst_place_of(&(a).tiles, tile, p.rank));                                    \
+    }                                                                                                  \
+    bst_cluster_sync()
 
 #endif

@@ -58,6 +58,15 @@ BST_DEVICE uint64_t bst_tile(const void *shared) {
 }
 #define BST_TILE_STEP 2 /* added to what bst_tile returned: the next 16 columns */
 
+/* The same of BST_BOX_ACROSS rows that are summed over, from an address that 1024 divides: the boxes of all columns,
+ * 64 of them each, lie behind one another. */
+BST_DEVICE uint64_t bst_tile_across(const void *shared) {
+    const uint64_t from_box_to_box = BST_BOX_ACROSS * BST_BOX_COLUMNS * 2 / 16;
+    return (uint64_t)((bst_shared_address(shared) & 0x3ffff) >> 4) | from_box_to_box << 16 | (uint64_t)64 << 32 |
+           (uint64_t)1 << 62;
+}
+#define BST_TILE_STEP_ACROSS 128 /* the next 16 rows */
+
 /* Before the first product, and after a wait for the last, of all 128 sums: they are where they are said to be. */
 BST_DEVICE void bst_hold_sums(float *sums) {
     BST_EACH(i, 128) asm volatile("" : "+f"(sums[i])::"memory");
@@ -71,7 +80,7 @@ BST_DEVICE void bst_products_commit(void) { asm volatile("wgmma.commit_group.syn
     "+f"(s[i]), "+f"(s[i + 1]), "+f"(s[i + 2]), "+f"(s[i + 3]), "+f"(s[i + 4]), "+f"(s[i + 5]), "+f"(s[i + 6]), \
         "+f"(s[i + 7])
 #define BST_SUMS_32(s, i) BST_SUMS_8(s, i), BST_SUMS_8(s, i + 8), BST_SUMS_8(s, i + 16), BST_SUMS_8(s, i + 24)
-#define BST_PRODUCT(type)                                                                                \
+#define BST_PRODUCT(type, across)                                                                        \
     asm volatile(                                                                                        \
         "{\n"                                                                                            \
         ".reg .pred add;\n"                                                                              \
@@ -84,19 +93,24 @@ BST_DEVICE void bst_products_commit(void) { asm volatile("wgmma.commit_group.syn
         "%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"   \
         "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113," \
         "%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, %128, %129, add, "      \
-        "1, 1, 0, 0;\n"                                                                                  \
+        "1, 1, 0, " across                                                                               \
+        ";\n"                                                                                            \
         "}"                                                                                              \
         : BST_SUMS_32(sums, 0), BST_SUMS_32(sums, 32), BST_SUMS_32(sums, 64), BST_SUMS_32(sums, 96)      \
         : "l"(a), "l"(b), "r"(add))
 
-/* sums [64, 256] (+)= a [64, 16] b [256, 16]^T, of bfloat16 or float16; begins, and is to be waited for. Lane l
- * of warp w has of rows 16 w + l / 4 (sums 4 j, 4 j + 1) and 8 more (4 j + 2, 4 j + 3) columns 8 j + l % 4 * 2 and
+/* sums [64, 256] (+)= a [64, 16] b [256, 16]^T, or across: a b [16, 256], of bfloat16 or float16; begins, and is to be
+ * waited for. Lane l of warp w has of rows 16 w + l / 4 (sums 4 j, 4 j + 1) and 8 more (4 j + 2, 4 j + 3) columns 8 j + l % 4 * 2 and
  * the next. "Register Fragments: wgmma.mma_async.m64nNk16". */
-BST_DEVICE void bst_product_64x256(float *sums, uint64_t a, uint64_t b, int add, int type) {
-    if (type == BST_BF16_CODE)
-        BST_PRODUCT("bf16");
+BST_DEVICE void bst_product_64x256(float *sums, uint64_t a, uint64_t b, int add, int type, bool across) {
+    if (type == BST_BF16_CODE && across)
+        BST_PRODUCT("bf16", "1");
+    else if (type == BST_BF16_CODE)
+        BST_PRODUCT("bf16", "0");
+    else if (across)
+        BST_PRODUCT("f16", "1");
     else
-        BST_PRODUCT("f16");
+        BST_PRODUCT("f16", "0");
 }
 
 #endif

@@ -67,8 +67,8 @@ static bst_status run_tiles(const bst_exec *exec, const char *op, const bst_chip
     args.targets = sums + (int64_t)numbers * tiles * args.stride;
     args.steps = (int32_t)((weight->size[1] + BST_BOX_COLUMNS - 1) / BST_BOX_COLUMNS);
     args.tiles = (bst_tiles){args.stride / PAIR, tiles, TILES_GROUP};
-    BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, &hidden, &args.hidden));
-    BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, weight, &args.weight));
+    BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, &hidden, BST_BOX_ROWS, &args.hidden));
+    BST_TRY(bst__cuda_tensor_map(op, c->device.device_id, weight, BST_BOX_ROWS, &args.weight));
     const linear_logprobs_args *wanted = &args.all;
     bool entropy = wanted->entropy, squares = wanted->log_sum_sq_probs;
     bool mean = wanted->mean_logits, top1 = wanted->is_top1;

@@ -90,30 +90,15 @@ BST_DEVICE void finish_row(const linear_logprobs_tiles_args *a, const float *sum
 BST_DEVICE void work(const linear_logprobs_tiles_args *a, bst_pipe *p, bst_place at) {
     float sums[128];
     int warp = (int)bst_thread() / 32 % 4, lane = (int)bst_lane();
-    bst_tile_multiply(p, sums, a->steps, 0, TYPE);
+    bst_tile_multiply(p, sums, a->steps, 0, TYPE, false);
     BST_EACH(half, 2)
         finish_row(a, sums, half, at.row + p->worker * 64 + warp * 16 + lane / 4 + half * 8, at.column + lane % 4 * 2);
 }
 
-BST_KERNEL(linear_logprobs_tiles, linear_logprobs_tiles_args, BST_TILE_THREADS, 1) {
-    BST_DYNAMIC_SHARED(memory);
-    BST_SHARED(uint64_t, barriers, 2 * BST_TILE_STAGES);
-    bst_pipe p = bst_tile_begin(memory, barriers);
-    if (p.worker < 0) {
-        bst_registers_less(BST_TILE_COPIER);
-        BST_ROLLED
-        for (int tile = bst_first_tile(); tile < bst_all_tiles(&a.tiles) && bst_thread() == 0;
-             tile += bst_tiles_apart()) {
-            bst_place at = bst_place_of(&a.tiles, tile, p.rank);
-            BST_ROLLED
-            for (int step = 0; step < a.steps; step++)
-                bst_tile_copy(&p, &a.hidden, &a.weight, at, step * BST_BOX_COLUMNS);
-        }
-    } else {
-        bst_registers_more(BST_TILE_WORKER);
-        BST_ROLLED
-        for (int tile = bst_first_tile(); tile < bst_all_tiles(&a.tiles); tile += bst_tiles_apart())
-            work(&a, &p, bst_place_of(&a.tiles, tile, p.rank));
-    }
-    bst_cluster_sync();
+BST_DEVICE void copy(const linear_logprobs_tiles_args *a, bst_pipe *p, bst_place at) {
+    BST_ROLLED
+    for (int step = 0; step < a->steps; step++)
+        bst_tile_copy(p, &a->hidden, &a->weight, at, step * BST_BOX_COLUMNS, false);
 }
+
+BST_KERNEL(linear_logprobs_tiles, linear_logprobs_tiles_args, BST_TILE_THREADS, 1) { BST_TILE_PRODUCT(a, copy, work); }

@@ -59,21 +59,23 @@ typedef struct low_rank_glu_sum_args {
     float scale[2];
 } low_rank_glu_sum_args;
 
-/* y = x weight^T + scale thin b^T in tiles of tile_product.h. */
-typedef struct low_rank_linear_args {
-    bst_tensor_map x, weight, thin, b;
+#define LOW_RANK_PRODUCTS 4 /* large ones that are summed up */
+
+/* Sums of products in tiles of tile_product.h. */
+typedef struct low_rank_tiles_args {
+    bst_tensor_map thin, b, x[LOW_RANK_PRODUCTS], weight[LOW_RANK_PRODUCTS];
     void *y;
     int64_t y_stride;
-    int32_t rows, columns, steps; /* steps: boxes that a row of x takes */
+    int32_t rows, columns;
+    int32_t thin_steps, steps[LOW_RANK_PRODUCTS], all_steps; /* boxes that a row of thin, of each x, and of all takes */
     bst_tiles tiles;
     float scale;
-    int32_t unused[5];
-} low_rank_linear_args;
+} low_rank_tiles_args;
 
 static_assert(sizeof(low_rank_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_sum_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_glu_args) == 208, "host and device must agree");
-static_assert(sizeof(low_rank_linear_args) == 576, "host and device must agree");
+static_assert(sizeof(low_rank_tiles_args) == 1344, "host and device must agree");
 static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 
 #endif
