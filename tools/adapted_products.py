@@ -2,10 +2,12 @@
 
     python tools/adapted_products.py [--rank 16] [--json FILE]
 
-Two tables, in microseconds, medians of nine CUDA graphs of twelve calls each, in turns, over tensors in rotation:
+Three tables, in microseconds, medians of nine CUDA graphs of twelve calls each, in turns, over tensors in rotation:
 
 - a linear layer with its adapter (low_rank_linear): the frozen product alone; the thin product and the large one that
   is added to it; both as one;
+- the gradient of an input (low_rank_dx) of layers of so many columns: their products alone; the thin one and theirs,
+  added up; all as one; and theirs as one, without adapters;
 - a gated unit's backward pass with adapters around it (low_rank_glu_backward): the unit's operator alone; that with
   its result, low_rank_backward of gate and of up, and the product for down's A; all as one."""
 
@@ -33,6 +35,19 @@ LAYERS = [
     (8192, 2048, 1024),
     (8192, 1024, 2048),
     (8192, 1024, 3072),
+]
+#: Rows, width and each layer's columns.
+INPUTS = [
+    (8192, 4096, 12288, 12288),
+    (8192, 4096, 4096, 1024, 1024),
+    (8192, 4096, 4096),
+    (8192, 12288, 4096),
+    (2048, 4096, 12288, 12288),
+    (2048, 4096, 4096, 1024, 1024),
+    (8192, 1024, 3072, 3072),
+    (8192, 1024, 2048, 1024, 1024),
+    (8192, 2048, 1024),
+    (8192, 3072, 1024),
 ]
 UNITS = [(8192, 12288), (2048, 12288), (512, 12288), (8192, 3072)]
 Ways = dict[str, Callable[[int], object]]
@@ -80,6 +95,30 @@ def of_layer(rows: int, columns: int, width: int, rank: int) -> dict[str, float]
     return medians(ways, [])
 
 
+def of_input(rows: int, width: int, *layers: int, rank: int) -> dict[str, float]:
+    """rank: of each layer's adapter."""
+    weights = [[random(n, width, scale=n**-0.5) for n in layers] for _ in range(SETS)]
+    gradients = [[random(rows, n) for n in layers] for _ in range(SETS)]
+    g, a, dx = random(rows, rank * len(layers)), random(rank * len(layers), width), random(rows, width)
+
+    def products(k: int, adds: int) -> None:
+        for dy, weight in zip(gradients[k], weights[k], strict=True):
+            dx.addmm_(dy, weight, beta=adds)
+            adds = 1
+
+    def one_by_one(k: int) -> None:
+        dx.addmm_(g, a, beta=0)
+        products(k, 1)
+
+    def as_one(k: int, *adapters: torch.Tensor) -> None:
+        low_rank.input_gradient(gradients[k], weights[k], *adapters, into=dx)
+
+    ways: Ways = {"frozen": lambda k: products(k, 0), "one by one": one_by_one, "as one": lambda k: as_one(k, g, a)}
+    if len(layers) > 1:
+        ways["frozen, as one"] = as_one
+    return medians(ways, [])
+
+
 def of_unit(rows: int, columns: int, rank: int) -> dict[str, float]:
     unit = unit_of("adapted_products", "silu")
     sets = [[random(rows, columns) for _ in range(3)] for _ in range(SETS)]
@@ -113,12 +152,12 @@ def main() -> None:
         parser.error("no CUDA device is there; these times are a GPU's")
     torch.manual_seed(0)
     found = []
-    for title, shapes, measure in (("layer", LAYERS, of_layer), ("unit", UNITS, of_unit)):
+    for title, shapes, measure in (("layer", LAYERS, of_layer), ("input", INPUTS, of_input), ("unit", UNITS, of_unit)):
         for shape in shapes:
-            row = measure(*shape, options.rank)  # type: ignore[operator]
+            row = measure(*shape, rank=options.rank)  # type: ignore[operator]
             found.append({"of": title, "shape": shape, "rank": options.rank, **row})
             told = "  ".join(f"{name} {taken:8.1f}" for name, taken in row.items())
-            print(f"{title:5}  {' x '.join(map(str, shape)):>20}  {told}", flush=True)
+            print(f"{title:5}  {' x '.join(map(str, shape)):>30}  {told}", flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(found, file, indent=1)

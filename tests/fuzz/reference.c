@@ -557,6 +557,7 @@ const fuzz_reference fuzz_references[] = {
     {"dequantize_4bit", dequantize_4bit},
     {"dropout", dropout},
     {"low_rank_backward", fuzz_low_rank_backward},
+    {"low_rank_dx", fuzz_low_rank_dx},
     {"low_rank_linear", fuzz_low_rank_linear},
     {NULL, NULL},
 };

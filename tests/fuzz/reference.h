@@ -56,6 +56,7 @@ double *fuzz_logits_of(const fuzz_call *c, const char *of_hidden, const char *of
                        double *most);
 void fuzz_linear_divergence_forward(fuzz_call *c);
 void fuzz_low_rank_backward(fuzz_call *c);
+void fuzz_low_rank_dx(fuzz_call *c);
 void fuzz_low_rank_linear(fuzz_call *c);
 
 #endif

@@ -46,3 +46,33 @@ void fuzz_low_rank_linear(fuzz_call *c) {
         want(y, e, small + large, fits ? rounded : INFINITY);
     }
 }
+
+/* Adds row `row` of x times the columns of weight to sums, and the terms' sizes to sizes. */
+static void add_product(const fuzz_tensor *x, const fuzz_tensor *weight, int64_t row, double *sums, double *sizes) {
+    int64_t depth = last(x), columns = last(weight);
+    for (int64_t k = 0; k < depth; k++)
+        for (int64_t n = 0; n < columns; n++) {
+            double product = x->numbers[row * depth + k] * weight->numbers[k * columns + n];
+            sums[n] += product, sizes[n] += fabs(product);
+        }
+}
+
+void fuzz_low_rank_dx(fuzz_call *c) {
+    static const char *const pairs[][2] = {
+        {"g", "a"}, {"dy_0", "weight_0"}, {"dy_1", "weight_1"}, {"dy_2", "weight_2"}, {"dy_3", "weight_3"}};
+    fuzz_tensor *dx = output(c, "dx");
+    int64_t columns = last(dx);
+    double ratio = fuzz_roundoff(dx->type) / fuzz_roundoff(BST_F32), most = dx->type == BST_F16 ? 65504 : 0x1p127;
+    for (int64_t row = 0; row < dx->shape[0]; row++) {
+        double *sums = dx->numbers + row * columns, *sizes = dx->size + row * columns;
+        for (size_t i = 0; i < sizeof pairs / sizeof *pairs; i++) {
+            const fuzz_tensor *x = input(c, pairs[i][0]);
+            if (!x) continue;
+            /* The sum so far may be rounded before the next product is added to it. */
+            for (int64_t n = 0; n < columns; n++) sizes[n] += fabs(sums[n]) * ratio;
+            add_product(x, input(c, pairs[i][1]), row, sums, sizes);
+            for (int64_t n = 0; n < columns; n++)
+                if (!(fabs(sums[n]) < most && sizes[n] < 0x1p127)) sizes[n] = INFINITY;
+        }
+    }
+}

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bastile.ops._glu import UNITS, unit_of
-from bastile.ops.low_rank import backward, backward_into, glu_backward, linear_into, low_rank_backward
+from bastile.ops.low_rank import (
+    backward,
+    backward_into,
+    dx_into,
+    glu_backward,
+    input_gradient,
+    linear_into,
+    low_rank_backward,
+)
 from oracle import DTYPES, EMULATED, devices, few_examples, random_tensor
 
 
@@ -287,3 +295,128 @@ def test_cuda_linear_layers_that_fill_the_chip(shape, rank, scale, dtype):
     for _ in range(5):
         linear_into(*given, y, scale)
         assert torch.equal(y, first)
+
+
+def gradients(rows, width, columns, rank, dtype, device):
+    """Of layers of so many columns each, in memory with gaps: dy and weight of each, g and a."""
+    dys = [random_tensor((rows, n + 8), dtype, device)[:, :n] for n in columns]
+    weights = [random_tensor((n, width), dtype, device) * max(n, 1) ** -0.5 for n in columns]
+    g, a = random_tensor((rows, rank), dtype, device), random_tensor((rank, width + 8), dtype, device)[:, :width]
+    return dys, weights, g * 0.1, a
+
+
+def dx_of(dys, weights, g, a, dx):
+    pairs = [t for pair in zip(dys, weights, strict=True) for t in pair]
+    dx_into(*pairs, *[None] * (8 - len(pairs)), g, a, dx)
+
+
+def exact_dx(dys, weights, g, a):
+    dx = sum(dy.double() @ w.double() for dy, w in zip(dys, weights, strict=True))
+    return dx if g is None else dx + g.double() @ a.double()
+
+
+def dx_by_products(dys, weights, g, a):
+    dx = torch.zeros(dys[0].shape[0], weights[0].shape[1], dtype=dys[0].dtype, device=dys[0].device)
+    if g is not None:
+        dx.addmm_(g, a)
+    for dy, w in zip(dys, weights, strict=True):
+        dx.addmm_(dy, w)
+    return dx
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("adapter", [True, False])
+def test_the_gradient_of_layers_input(adapter, dtype, device):
+    for rows, width, columns, rank in (
+        (37, 24, (40, 8, 16), 16),
+        (30, 33, (17,), 5),
+        (0, 8, (8,), 8),
+        (9, 8, (0, 3), 0),
+    ):
+        dys, weights, *thin = gradients(rows, width, columns, rank, dtype, device)
+        g, a = thin if adapter else (None, None)
+        wide = torch.full((rows, width + 8), math.nan, dtype=dtype, device=device)
+        dx_of(dys, weights, g, a, wide[:, :width])
+        right = exact_dx(dys, weights, g, a)
+        assert error(wide[:, :width], right) <= 1.02 * error(dx_by_products(dys, weights, g, a), right) + 4e-7
+        assert wide[:, width:].isnan().all()
+
+
+# Tiles that fill the chip, all of them whole or not: one layer to four, of pieces that are not whole; ranks within a
+# piece and beyond it.
+FULL_DX = [
+    ((2048, 2048, (4096,)), 16),
+    ((2000, 2040, (136, 72, 64)), 40),
+    ((8188, 3072, (1032, 264)), 72),
+    ((1990, 2040, (8, 72, 200, 64)), 136),
+]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("adapter", [True, False])
+@pytest.mark.parametrize(("shape", "rank"), FULL_DX, ids=str)
+def test_cuda_gradients_of_input_that_fill_the_chip(shape, rank, adapter, dtype):
+    """Rounded once: no further from float64 than what is rounded once, and nearer than products that are added up."""
+    dys, weights, *thin = gradients(*shape, rank, dtype, "cuda")
+    g, a = thin if adapter else (None, None)
+    wide = torch.full((shape[0], shape[1] + 8), math.nan, dtype=dtype, device="cuda")
+    dx = wide[:, : shape[1]]
+    dx_of(dys, weights, g, a, dx)
+    right = exact_dx(dys, weights, g, a)
+    other = dx_by_products(dys, weights, g, a)
+    assert wide[:, shape[1] :].isnan().all()
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert error(dx, right) <= 1.002 * error(right.to(dtype), right)
+        assert error(dx, right) < error(other, right) or len(dys) + adapter == 1
+    else:
+        assert error(dx, right) <= 1.02 * error(other, right)
+    first = dx.clone()
+    for _ in range(5):
+        dx_of(dys, weights, g, a, dx)
+        assert torch.equal(dx, first)
+
+
+def test_gradients_of_input_on_cpu_are_products_of_their_own():
+    assert input_gradient(*gradients(16, 16, (8, 8), 8, torch.bfloat16, "cpu")) is None
+
+
+def other_class(weight):
+    return weight.as_subclass(type("Other", (torch.Tensor,), {}))
+
+
+SERVED = [{}, {"dtype": torch.float16}, {"columns": (8,)}, {"adapter": False}, {"columns": (8,) * 4}]
+# float32, what is no sum, too many, no multiples of 8, another type, layout or class.
+NOT_SERVED = [
+    {"dtype": torch.float32},
+    {"columns": (8,), "adapter": False},
+    {"columns": (8,) * 5},
+    {"columns": (8, 9)},
+    {"width": 20},
+    {"rank": 5},
+    {"change": torch.Tensor.half},
+    {"change": lambda w: w.t().contiguous().t()},
+    {"change": other_class},
+]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("options", "served"), [(o, True) for o in SERVED] + [(o, False) for o in NOT_SERVED])
+def test_cuda_gradients_of_input_that_are_one_product(options, served):
+    chosen = {
+        "columns": (8, 8),
+        "width": 16,
+        "rank": 8,
+        "dtype": torch.bfloat16,
+        "adapter": True,
+        "change": None,
+    } | options
+    given = gradients(16, chosen["width"], chosen["columns"], chosen["rank"], chosen["dtype"], "cuda")
+    dys, weights, *thin = given
+    g, a = thin if chosen["adapter"] else (None, None)
+    changed = weights if chosen["change"] is None else [chosen["change"](w) for w in weights]
+    dx = input_gradient(dys, changed, g, a)
+    assert (dx is not None) == served
+    if served:
+        assert error(dx, exact_dx(dys, weights, g, a)) < 4 * torch.finfo(dx.dtype).eps

@@ -1,9 +1,9 @@
-/* tile_product.cuh - x w^T, or x w across, of matrices of 16-bit numbers, in tiles of registers, on Hopper's tensor
+/* tile_product.cuh - x w^T, or x w (across), of matrices of 16-bit numbers, in tiles of registers, on Hopper's tensor
  * cores.
  *
  * A cluster of two blocks has two tiles of rows and one of columns. Tiles of 128 x 256 stay in the registers of two
- * warp groups, while a thread of a third copies their operands: each block its own rows, and half of w's for both:
- * half of the rows, which are the product's columns, or, across, of the columns. BST_TILE_PRODUCT is a kernel's body. */
+ * warp groups, while a thread of a third copies their operands: each block its own rows, and half of w's for both (half
+ * of its rows, which are the product's columns, or, across, half of its columns). BST_TILE_PRODUCT: a kernel's body. */
 #ifndef BST_TILE_PRODUCT_CUH
 #define BST_TILE_PRODUCT_CUH
 

@@ -100,8 +100,8 @@ BST_DEVICE void bst_products_commit(void) { asm volatile("wgmma.commit_group.syn
         : "l"(a), "l"(b), "r"(add))
 
 /* sums [64, 256] (+)= a [64, 16] b [256, 16]^T, or across: a b [16, 256], of bfloat16 or float16; begins, and is to be
- * waited for. Lane l of warp w has of rows 16 w + l / 4 (sums 4 j, 4 j + 1) and 8 more (4 j + 2, 4 j + 3) columns 8 j + l % 4 * 2 and
- * the next. "Register Fragments: wgmma.mma_async.m64nNk16". */
+ * waited for. Lane l of warp w has of rows 16 w + l / 4 (sums 4 j, 4 j + 1) and 8 more (4 j + 2, 4 j + 3) columns
+ * 8 j + l % 4 * 2 and the next. "Register Fragments: wgmma.mma_async.m64nNk16". */
 BST_DEVICE void bst_product_64x256(float *sums, uint64_t a, uint64_t b, int add, int type, bool across) {
     if (type == BST_BF16_CODE && across)
         BST_PRODUCT("bf16", "1");
