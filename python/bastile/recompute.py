@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -187,6 +187,7 @@ class _Last:
 
 class _Thread(threading.local):
     offers: dict[int, _Offer] | None = None  # by address; None: not active
+    last_layer: frozenset[Any] = frozenset()  # its modules
     pack: Callable[[torch.Tensor], Any] | None = None
 
     def __init__(self) -> None:
@@ -244,23 +245,32 @@ def _input(packed: _Kept | _Dropped) -> torch.Tensor:
 
 
 @contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing(last: Iterable[Any] = ()) -> Iterator[None]:
     """Within, autograd does not keep what operators offer. Nothing changes where nothing is recorded, under
     torch.compile and torch.func, and where other saved-tensor hooks are in force (activation checkpointing or
-    offloading): these have the tensors for themselves."""
+    offloading): these have the tensors for themselves. last: the modules of the layer that runs last, whose backward
+    pass comes first."""
     if not torch.is_grad_enabled() or not _hooks_allowed() or _top_hooks(False) is not None:
         yield
         return
     offers: dict[int, _Offer] = {}
     pack = _packing(offers)
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
-        _thread.offers, _thread.pack = offers, pack
+        _thread.offers, _thread.pack, _thread.last_layer = offers, pack, frozenset(last)
         try:
             yield
         finally:
             _thread.offers = _thread.pack = None
+            _thread.last_layer = frozenset()
             # Every saved tensor holds `pack` until its node is done: the inputs of all calls must not hang on that.
             offers.clear()
+
+
+def is_of_last_layer(module: Any) -> bool:
+    """Whether this module is of the layer after which a model's output head has what it takes for a loss: most of a
+    step's memory is in use then. What that layer keeps is read soon after, and costs all others nothing to be made
+    again."""
+    return not is_compiling() and module in _thread.last_layer and is_recomputing()
 
 
 def is_recomputing() -> bool:

@@ -1,5 +1,6 @@
-"""The gated MLP with adapters in a checkpoint: gate's and up's results are made in the backward pass, some rows at a
-time. Sizes are small here, so what would not pay for a part is set to nothing."""
+"""The gated MLP with adapters in a checkpoint, and one that is told to remake what it would keep: gate's and up's
+results are made in the backward pass, some rows at a time. Sizes are small here, so what would not pay for a part is
+set to nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from bastile.ops import _adapted_mlp, lora
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
 from bastile.ops.rms_norm import add_rms_norm
-from memory import Memory, Peak
+from memory import Memory, Peak, kept_by
 from oracle import Case, assert_no_worse, assert_no_worse_pooled, assert_same_bits, devices, random_tensor
 from test_lora import MIXES, POOLED, SCALE, Layer, make, peft_mlp, total_of, trained, under
 
@@ -30,7 +31,15 @@ def checkpointed(x: torch.Tensor, *layers: Adapted) -> torch.Tensor:
     return checkpoint(adapted_gated_mlp, x, *layers, use_reentrant=False)
 
 
-def case_of(mix: Any, rows: int, device: str) -> Case:
+def remade(x: torch.Tensor, *layers: Adapted) -> torch.Tensor:
+    return adapted_gated_mlp(x, *layers, remake=True)
+
+
+#: The ways to parts.
+WAYS = [checkpointed, remade]
+
+
+def case_of(mix: Any, rows: int, device: str, way: Callable[..., torch.Tensor] = checkpointed) -> Case:
     """Adapters on frozen weights: x, A's and B's have gradients."""
     dtype, adapters, autocast = mix
     sizes = [Layer(WIDTH, INNER, 4, False), Layer(WIDTH, INNER, 3, False), Layer(INNER, WIDTH, 5, False)]
@@ -49,15 +58,16 @@ def case_of(mix: Any, rows: int, device: str) -> Case:
         return run
 
     cast = (torch.bfloat16 if dtype is torch.float32 else dtype) if autocast else None
-    ours, stock = (under(cast, device, of(each)) for each in (checkpointed, peft_mlp))
+    ours, stock = (under(cast, device, of(each)) for each in (way, peft_mlp))
     return Case(ours, stock, of(peft_mlp), inputs, constants, independent=rows)
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("rows", [64, 61, 2])  # parts, of which the last may be a smaller one; less than a part
-def test_parts_match_float64_as_well_as_peft(rows, mix, device):
-    assert_no_worse(case_of(mix, rows, device))
+@pytest.mark.parametrize("way", WAYS)
+def test_parts_match_float64_as_well_as_peft(way, rows, mix, device):
+    assert_no_worse(case_of(mix, rows, device, way))
 
 
 #: But for float32, where a library's products of a part's rows sum in other orders than those of all rows.
@@ -126,17 +136,34 @@ def test_what_comes_behind_in_the_same_checkpoint(p, device):
 
 
 @pytest.mark.parametrize("device", devices())
-def test_other_passes_over_such_a_graph(device):
+@pytest.mark.parametrize("rows", [64, 61])
+def test_remade_is_what_a_checkpoint_makes(rows, device):
+    """To the bit, keeping neither gate's and up's results nor thin ones of y."""
+    layers, x = layers_of(device), random_tensor((rows, WIDTH), torch.float32, device).requires_grad_()
+    found = []
+    for way in WAYS:
+        out = way(x, *layers)
+        found.append([out.detach(), *torch.autograd.grad(total_of([out]), [x, *trained(layers)])])
+    for one, other in zip(*found, strict=True):
+        assert_same_bits(one, other)
+    kept, remade_kept = (kept_by(lambda way=way: way(x, *layers)) for way in (adapted_gated_mlp, remade))
+    thin = layers[2].a.shape[0]
+    assert kept - remade_kept == rows * (2 * INNER + thin) * 4
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("way", WAYS)
+def test_other_passes_over_such_a_graph(way, device):
     """Two in turn, several at once, and a second derivative, which is refused."""
     layers, x = layers_of(device), random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
-    wanted, out = [x, *trained(layers)], checkpointed(x, *layers)
+    wanted, out = [x, *trained(layers)], way(x, *layers)
     first = torch.autograd.grad(out.sum(), wanted, retain_graph=True)
     for one, other in zip(first, torch.autograd.grad(out.sum(), wanted, retain_graph=True), strict=True):
         assert_same_bits(one, other)
     (dx,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="adapted_gated_mlp cannot be differentiated twice"):
         dx.sum().backward()
-    out = checkpointed(x, *layers)
+    out = way(x, *layers)
     upstream = random_tensor((2, *out.shape), torch.float32, device)
     each = [torch.autograd.grad(out, wanted, one, retain_graph=True) for one in upstream]
     at_once = torch.autograd.grad(out, wanted, upstream, is_grads_batched=True)
@@ -172,8 +199,9 @@ def test_with_dropout_there_are_no_parts(device):
     """A mask is a function of an element's number among all."""
     layers, x = layers_of(device, 0.3), random_tensor((64, WIDTH), torch.float32, device).requires_grad_()
     found = []
-    for function in (adapted_gated_mlp, checkpointed):
+    for function in (adapted_gated_mlp, *WAYS):
         torch.manual_seed(3)
         found.append(torch.autograd.grad(total_of([function(x, *layers)]), [x, *trained(layers)]))
-    for ours, theirs in zip(*found, strict=True):
-        assert_same_bits(ours, theirs)
+    for ours, *others in zip(*found, strict=True):
+        for theirs in others:
+            assert_same_bits(ours, theirs)

@@ -49,9 +49,9 @@ def ran(monkeypatch) -> Iterator[Counter]:
     for name in ("adapted_linears", "adapted_gated_mlp"):
         stock = getattr(adapters, name)
 
-        def counted(*args: Any, name=name, stock=stock) -> Any:
+        def counted(*args: Any, name=name, stock=stock, **kwargs: Any) -> Any:
             counts[name] += 1
-            return stock(*args)
+            return stock(*args, **kwargs)
 
         monkeypatch.setattr(adapters, name, counted)
     bastile.apply()

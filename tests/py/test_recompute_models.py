@@ -12,6 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import bastile
+from bastile.models import backbone
+from bastile.ops import _adapted_mlp
 from conftest import gradients, tiny_batch, tiny_model
 from memory import Memory, kept_by
 from oracle import assert_same_bits, devices
@@ -72,6 +74,34 @@ def test_a_model_keeps_so_much_less(adapted: bool, device: str) -> None:
     without, with_recomputation = with_and_without(lambda: kept_by(lambda: model(**batch).loss))
     dropped = 2 * 32  # with adapters, too: the MLP of layers with adapters is one node, which keeps no activation
     assert without - with_recomputation == 2 * dropped * batch["input_ids"].numel() * 4
+
+
+@pytest.mark.parametrize("device", devices())
+def test_the_last_layer_s_mlp_with_adapters_is_made_again(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gate's and up's results are not there while the head's loss is made; the losses are the same bits."""
+    monkeypatch.setattr(_adapted_mlp, "_LEAST_WORK", 1)
+    monkeypatch.setattr(_adapted_mlp, "_ROWS", 4)
+    model: Any = tiny_model().to(device)
+    batch = {name: value.to(device) for name, value in tiny_batch(model).items()}
+    bastile.apply()
+    lora = LoraConfig(target_modules="all-linear", r=4, lora_alpha=4, init_lora_weights=False)
+    model = get_peft_model(model, lora)
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        output = model(**batch)
+        output.loss.backward()
+        return output.loss.detach(), gradients(model)
+
+    (want_loss, want), (loss, got) = with_and_without(run)
+    assert_same_bits(loss, want_loss)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
+    kept = []
+    for chosen in (frozenset, lambda layers: layers[-1].modules()):
+        monkeypatch.setattr(backbone, "_last_of", lambda model, chosen=chosen: chosen(getattr(model, "layers", ())))
+        kept.append(kept_by(lambda: model(**batch).loss))
+    gate_and_up, thin = 2 * 48, 4
+    assert kept[0] - kept[1] == (gate_and_up + thin) * batch["input_ids"].numel() * 4
 
 
 def test_attention_keeps_no_rotated_queries_and_keys() -> None:

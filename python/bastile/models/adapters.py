@@ -27,6 +27,7 @@ from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bi
 from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
 from bastile.ops.projections import projections
+from bastile.recompute import is_of_last_layer
 from bastile.report import Tally, noting
 
 
@@ -341,7 +342,8 @@ def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, 
         _step_aside((gate, up, down), why)
         return glu_mlp(x, gate, up, down, activation)
     _count((gate, up, down))
-    return adapted_gated_mlp(x, first, second, third, activation).to(_result_dtype(down, x))
+    y = adapted_gated_mlp(x, first, second, third, activation, remake=is_of_last_layer(down))
+    return y.to(_result_dtype(down, x))
 
 
 def _step_aside(modules: Sequence[nn.Module], why: NotServed) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,10 +50,16 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
             tally.step_aside(why, is_usual=True)
             return original(self, *args, **kwargs)
         tally.count()
-        with recomputing():
+        with recomputing(_last_of(self)):
             return original(self, *args, **kwargs)
 
     return forward
+
+
+def _last_of(model: nn.Module) -> Iterable[nn.Module]:
+    """The modules of its last layer."""
+    layers = model._modules.get("layers")
+    return layers[-1].modules() if isinstance(layers, nn.ModuleList) and len(layers) > 1 else ()
 
 
 def _tokens(given: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 In a layer that is checkpointed the node keeps its input, and gate's and up's results are made where they are read: in
 the backward pass, some rows at a time. Then no more of them exists at once than of a part, which is what most of such a
-layer's memory is taken by, and no product is made more often."""
+layer's memory is taken by, and no product is made more often. A node that is told to makes them again so anywhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bastile.ops._common import (
     release_on_last_pass,
     without_autocast,
 )
-from bastile.ops._late import Place, in_backward, taken
+from bastile.ops._late import Place, in_backward, in_checkpoint, taken
 from bastile.ops.gated_mlp import unit_gradients
 
 #: Rows are worked off in so many parts; in one more where weights are kept in another form: those of gate and up are
@@ -36,8 +36,8 @@ _ROWS = 128  # a part is a multiple of: products have tiles of as many
 
 class GatedMLP(Function):
     """Keeps x where it is read, gate's and up's results, the thin ones and the seeds of dropouts. The activation comes
-    again out of the kernel that makes its gradients. In parts, which is within checkpoints: x, and gate's and up's
-    results only where the checkpoint's second run went on to what is behind this node."""
+    again out of the kernel that makes its gradients. In parts, which is where there is a rest: x, and gate's and up's
+    results only where a checkpoint's second run went on to what is behind this node."""
 
     @staticmethod
     def forward(ctx, x, layers, unit, rest, seeds, *tensors):
@@ -48,6 +48,8 @@ class GatedMLP(Function):
         # In a checkpoint y and its thin results are left for later too, which the backward pass then makes from the y
         # that it makes anyway. Elsewhere keeping them costs less.
         ctx.parts = None if rest is None else _parts(rows, first, second, wanted)
+        if rest is not None and ctx.parts is None and not in_checkpoint():
+            rest = None
         y = thin_y = None
         if ctx.parts is not None:
             kept: Any = Place(x), Place(x)

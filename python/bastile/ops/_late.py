@@ -71,7 +71,7 @@ def in_checkpoint() -> bool:
     return hooks is not None and hooks[0].__module__ == checkpoint.__module__
 
 
-def late() -> Late | None:
-    """None outside a checkpoint, where nothing runs again, and while compiling: the compiler leaves out by itself what
-    nobody reads."""
-    return Late() if not is_compiling() and in_checkpoint() else None
+def late(anywhere: bool = False) -> Late | None:
+    """None outside a checkpoint, where nothing runs again, unless `anywhere`, and while compiling: the compiler leaves
+    out by itself what nobody reads."""
+    return Late() if not is_compiling() and (anywhere or in_checkpoint()) else None

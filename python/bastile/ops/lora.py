@@ -193,7 +193,7 @@ def adapted_linears(x: torch.Tensor, layers: Sequence[Adapted]) -> tuple[torch.T
 
 
 def adapted_gated_mlp(
-    x: torch.Tensor, gate: Adapted, up: Adapted, down: Adapted, activation: str = "silu"
+    x: torch.Tensor, gate: Adapted, up: Adapted, down: Adapted, activation: str = "silu", *, remake: bool = False
 ) -> torch.Tensor:
     """down(act(gate(x)) * up(x)) of three layers as adapted_linears computes them (Shazeer, "GLU Variants Improve
     Transformer", 2020).
@@ -202,11 +202,13 @@ def adapted_gated_mlp(
         x: [..., H]; float32, bfloat16 or float16.
         gate, up: of H inputs and I outputs. down: of I inputs and H outputs.
         activation: as in `bastile.ops.glu.glu`.
+        remake: whether to make again in the backward pass what would be kept, where that can be done in parts.
 
     Returns:
         [..., H]. As adapted_linears; kept are x, [..., 2I] numbers, which the last backward pass over a graph writes
-        over, and the adapters' thin results. In a layer that is checkpointed (`use_reentrant=False`), with frozen
-        weights and without dropout, the 2I numbers are made in the backward pass, for a part of a large x at a time.
+        over, and the adapters' thin results. In a layer that is checkpointed (`use_reentrant=False`), or with
+        `remake`, with frozen weights and without dropout, the 2I numbers are made in the backward pass, for a part of
+        a large x at a time.
 
     Raises:
         RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
@@ -220,7 +222,7 @@ def adapted_gated_mlp(
     x, plain, tensors = prepared
     drawn = _drawn(x, plain)
     if _is_differentiated(x, tensors):
-        rest = late()
+        rest = late(remake)
         out = GatedMLP.apply(x, plain, unit, rest, drawn, *tensors)
         out = out[0] if type(out) is tuple else out
         if rest is not None:
