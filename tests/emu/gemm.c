@@ -85,7 +85,8 @@ bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *
 }
 
 /* No chip of the emulator has warpgroups. */
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, struct bst_tensor_map *out) {
-    (void)device, (void)matrix, (void)out;
+bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
+                                struct bst_tensor_map *out) {
+    (void)device, (void)matrix, (void)box_rows, (void)out;
     return bst__error(BST_UNSUPPORTED, "%s: the emulator has no tensor maps", op);
 }
