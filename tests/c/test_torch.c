@@ -285,7 +285,7 @@ static const operator_call operators[] = {
     {"dropout_add_inplace", 0, {F(3, 4), L(2), W(3, 4), R(0.5)}},
     {"low_rank_backward", 2, {F(3, 4), F(3, 2), F(4, 2), R(0.5)}},
     {"low_rank_backward_into", 1, {F(3, 4), F(3, 2), F(4, 2), W(3, 2), R(0.5)}},
-    {"low_rank_dx", 0, {F(3, 4), F(4, 5), F(3, 6), F(6, 5), NONE, NONE, NONE, NONE, F(3, 2), F(2, 5), W(3, 5)}},
+    {"low_rank_dx", 0, {F(3, 4), F(4, 5), O(3, 6), O(6, 5), NONE, NONE, NONE, NONE, O(3, 2), O(2, 5), W(3, 5)}},
     {"low_rank_linear", 0, {F(3, 4), F(5, 4), F(3, 2), F(5, 2), W(3, 5), R(0.5)}},
     {"low_rank_glu_backward",
      4,

@@ -14,7 +14,8 @@ from bastile.ops._common import PLAIN, is_batched, on_gpu
 from bastile.ops._rounding import rounded
 from bastile.ops.dropout import drop, drop_and_add, drop_in_place, drop_into
 
-TENSORS = 4  # of a layer, in the order of Adapted: weight, bias, a, b
+TENSORS = 4  # of a layer, in the order of Adapted
+WEIGHT, BIAS, A, B = range(TENSORS)
 
 
 class Layer(NamedTuple):
@@ -24,6 +25,24 @@ class Layer(NamedTuple):
     dropout: float
     dequantise: Callable[[torch.dtype], torch.Tensor] | None
     outputs: int | None
+
+
+class Found:
+    """What a backward pass finds of a group's tensors: the gradients that are wanted, each summed up over the rows that
+    are worked off. adapters: the type of A's and B's until then; None: their own."""
+
+    __slots__ = ("adapters", "gradients", "wanted")
+
+    def __init__(self, wanted: Sequence[bool], adapters: torch.dtype | None = None) -> None:
+        self.wanted, self.adapters = wanted, adapters
+        self.gradients: list[torch.Tensor | None] = [None] * len(wanted)
+
+    def wants(self, i: int, which: int) -> bool:
+        return self.wanted[i * TENSORS + which]
+
+    def add(self, i: int, which: int, made: torch.Tensor) -> None:
+        known = self.gradients[i * TENSORS + which]
+        self.gradients[i * TENSORS + which] = made if known is None else known.add_(made)
 
 
 class Group:
@@ -171,16 +190,13 @@ class Group:
 
     def through_b(
         self,
-        found: list[torch.Tensor | None],
+        found: Found,
         gradients: Sequence[torch.Tensor | None],
         thin: torch.Tensor | None,
-        wanted: Sequence[bool],
         into: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """g = s dy B of all adapters; 0 for those whose result nobody differentiated. What B's gradients, s dy^T of the
-        thin results, are added to is found of other rows; where there are none yet, they are not made. into: g's
-        memory. dtype: that of B's gradients; None: B's own."""
+        """g = s dy B of all adapters; 0 for those whose result nobody differentiated. B's gradients, s dy^T of the thin
+        results, are not made where there are none of these yet. into: g's memory."""
         known = [dy for i, dy in enumerate(gradients) if dy is not None and self.a[i] is not None]
         if not known:
             return None
@@ -189,35 +205,25 @@ class Group:
             dy, mine, scale = gradients[i], self._mine(g, i), self.layers[i].scale
             if dy is None:
                 mine.zero_()
-            elif thin is not None and wanted[i * TENSORS + 3] and is_one_pass(dy, b):
-                db = low_rank.backward_into(dy, self._mine(thin, i), b, mine, scale)
-                self.add_to_b(found, i, db, dtype)
+            elif thin is not None and found.wants(i, B) and is_one_pass(dy, b):
+                self.add(found, i, B, low_rank.backward_into(dy, self._mine(thin, i), b, mine, scale))
             else:
                 mine.addmm_(dy, b, beta=0, alpha=scale)
-                self.add_gradient_of_b(found, i, dy, thin, wanted, dtype)
+                self.add_gradient_of_b(found, i, dy, thin)
         return g
 
-    def add_gradient_of_b(
-        self,
-        found: list[torch.Tensor | None],
-        i: int,
-        dy: torch.Tensor,
-        thin: torch.Tensor | None,
-        wanted: Sequence[bool],
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        b: Any = self.b[i]
-        if wanted[i * TENSORS + 3] and thin is not None:
-            made = product(dtype or b.dtype, dy.t(), self._mine(thin, i), self.layers[i].scale)
-            self.add_to_b(found, i, made, dtype)
+    def add_gradient_of_b(self, found: Found, i: int, dy: torch.Tensor, thin: torch.Tensor | None) -> None:
+        if found.wants(i, B) and thin is not None:
+            dtype = self._dtype(found, i, B)
+            self.add(found, i, B, product(dtype, dy.t(), self._mine(thin, i), self.layers[i].scale))
 
-    def add_to_b(self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None) -> None:
-        b: Any = self.b[i]
-        found[i * TENSORS + 3] = _sum(found[i * TENSORS + 3], made.to(dtype or b.dtype))
+    def add(self, found: Found, i: int, which: int, made: torch.Tensor) -> None:
+        """A or B's gradient of some rows."""
+        found.add(i, which, made.to(self._dtype(found, i, which)))
 
-    def add_to_a(self, found: list[torch.Tensor | None], i: int, made: torch.Tensor, dtype: torch.dtype | None) -> None:
-        a: Any = self.a[i]
-        found[i * TENSORS + 2] = _sum(found[i * TENSORS + 2], made.to(dtype or a.dtype))
+    def _dtype(self, found: Found, i: int, which: int) -> torch.dtype:
+        of: Any = (self.a if which == A else self.b)[i]
+        return found.adapters or of.dtype
 
     def input_gradient(
         self, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, into: torch.Tensor | None = None
@@ -264,50 +270,32 @@ class Group:
         drop_into(part, seed, dx, p)
         return dx
 
-    def base_gradients(
-        self,
-        found: list[torch.Tensor | None],
-        gradients: Sequence[torch.Tensor | None],
-        rows: Any,
-        wanted: Sequence[bool],
-    ) -> None:
+    def base_gradients(self, found: Found, gradients: Sequence[torch.Tensor | None], rows: Any) -> None:
         """Weights' and biases'."""
         for i, dy in enumerate(gradients):
-            if dy is not None and wanted[i * TENSORS]:
-                found[i * TENSORS] = dy.t().mm(rows)
-            if dy is not None and wanted[i * TENSORS + 1]:
-                found[i * TENSORS + 1] = dy.sum(0)
+            if dy is not None and found.wants(i, WEIGHT):
+                found.add(i, WEIGHT, dy.t().mm(rows))
+            if dy is not None and found.wants(i, BIAS):
+                found.add(i, BIAS, dy.sum(0))
 
     def add_gradients_of_a(
-        self,
-        found: list[torch.Tensor | None],
-        gradients: Sequence[torch.Tensor | None],
-        g: torch.Tensor | None,
-        rows: Any,
-        wanted: Sequence[bool],
-        dtype: torch.dtype | None = None,
+        self, found: Found, gradients: Sequence[torch.Tensor | None], g: torch.Tensor | None, rows: Any
     ) -> None:
-        """Added to what is found of other rows. dtype: theirs; None: A's own."""
-        places = {i: i * TENSORS + 2 for i in self.adapted if wanted[i * TENSORS + 2] and gradients[i] is not None}
-        if not places or g is None:
+        which = [i for i in self.adapted if found.wants(i, A) and gradients[i] is not None]
+        if not which or g is None:
             return
-        types: Any = {i: dtype or self.a[i].dtype for i in places}  # type: ignore[union-attr]
+        types = [self._dtype(found, i, A) for i in which]
         if self.drops:
-            for i, place in places.items():
-                found[place] = _sum(found[place], product(types[i], self._mine(g, i).t(), self.dropped(i, rows)))
+            for i, dtype in zip(which, types, strict=True):
+                found.add(i, A, product(dtype, self._mine(g, i).t(), self.dropped(i, rows)))
             return
-        shared = set(types.values())
-        together = product(shared.pop() if len(shared) == 1 else torch.float32, g.t(), rows)
-        for i, place in places.items():
-            found[place] = _sum(found[place], together[self.columns[i]].to(types[i]))
+        together = product(types[0] if len(set(types)) == 1 else torch.float32, g.t(), rows)
+        for i, dtype in zip(which, types, strict=True):
+            found.add(i, A, together[self.columns[i]].to(dtype))
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:
     return a.mm(b) if into is None else torch.mm(a, b, out=into)
-
-
-def _sum(known: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
-    return more if known is None else known.add_(more)
 
 
 def is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.compiler import is_compiling
 
 from bastile.ops import low_rank
-from bastile.ops._adapted import TENSORS, Group, Layer, is_one_pass, of_layers, reads_input
+from bastile.ops._adapted import TENSORS, WEIGHT, A, B, Found, Group, Layer, is_one_pass, of_layers, reads_input
 from bastile.ops._common import (
     Function,
     first_order_only,
@@ -79,7 +79,7 @@ class GatedMLP(Function):
     def backward(ctx, dout, *_):
         saved = ctx.saved_tensors
         with torch.no_grad(), without_autocast(dout.device.type):
-            found = _gradients(ctx, dout, saved)
+            found = _Backward(ctx, dout, saved).gradients()
         if torch.is_grad_enabled() and not is_compiling():
             x, way_back, tensors = saved[0], saved[5], saved[7 : 7 + 3 * TENSORS]
             found = [first_order_only("adapted_gated_mlp", d, dout, x, way_back, *tensors) for d in found]
@@ -152,88 +152,6 @@ def _parts(rows: torch.Tensor, first: Group, second: Group, wanted: Sequence[boo
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
 
-def _gradients(ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> list[torch.Tensor | None]:
-    x, thin, a, b, thin_y, _, seeds, *tensors = saved
-    last = release_on_last_pass(ctx, dout)
-    want_x, _, _, _, _, *wanted = ctx.needs_input_grad
-    first, second = groups(ctx.layers, tensors, ctx.dtype, seeds)
-    rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
-    drows = dout.reshape(-1, dout.shape[-1])
-    count, parts = drows.shape[0], None
-    if ctx.parts is None:
-        a, b = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
-    else:
-        a, b = (taken(t, count, outputs) for t, outputs in zip((a, b), first.outputs(), strict=True))
-    is_made_here = a is None
-    if is_made_here:
-        last = not is_batched(dout)  # nobody else has what is made here
-        parts = ctx.parts if last else None
-        first.hold()
-
-    wanted_first, wanted_second = wanted[: 2 * TENSORS], wanted[2 * TENSORS :]
-    wants_y = reads_input(wanted_second) or (thin_y is None and any(wanted_second))
-    wants = want_x or any(wanted_first[:TENSORS]), want_x or any(wanted_first[TENSORS:]), wants_y
-    of_first: list[torch.Tensor | None] = [None] * len(wanted_first)
-    of_second: list[torch.Tensor | None] = [None] * len(wanted_second)
-    made_late = thin_y is None  # in a checkpoint
-    g_second = second.through_b(of_second, [drows], thin_y, wanted_second)
-    g_first = dx = sums = None
-    if parts is not None:
-        sums = torch.float32  # of the parts' gradients of adapters, which are rounded once
-        g_first, dx = rows.new_empty(count, first.rank), rows.new_empty(rows.shape) if want_x else None
-        thin_y = rows.new_empty(count, second.rank)
-
-    def take(part: slice | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """What is made of these rows' gate, up and dy; of all rows: their g, thin y and dx."""
-
-        def of(t: Any) -> Any:
-            return t if t is None or part is None else t[part]
-
-        def place(t: torch.Tensor | None) -> torch.Tensor | None:
-            return None if part is None else of(t)
-
-        dy: Any = second.input_gradient([of(drows)], of(g_second))
-        gate, up = first.results(of(rows), of(rows), of(thin)) if is_made_here else (a, b)
-        makes_thin = wants[2] and (thin_y is None or part is not None)
-        together = _together(first, second, dy, thin, wants, makes_thin, wanted) if last else None
-        g: torch.Tensor | None = None
-        mine: torch.Tensor | None = None
-        if together is None:
-            da, db, y = unit_gradients(ctx.unit, dy, gate, up, wants, last)
-        else:
-            da, db, y = gate, up, dy
-            into = place(g_first)
-            g = dy.new_empty(dy.shape[0], first.rank) if into is None else into
-            passed = of(thin), of(g_second), g
-            mine = _in_one_pass(ctx.unit, together, first, second, dy, gate, up, passed, of_first, of_second, sums)
-        del dy, gate, up
-        if mine is None:
-            mine = second.thin(y, place(thin_y)) if makes_thin else of(thin_y)
-        elif part is not None:
-            of(thin_y).copy_(mine)
-        second.base_gradients(of_second, [of(drows)], y, wanted_second)
-        if together is None or not together.da_down:
-            second.add_gradients_of_a(of_second, [of(drows)], of(g_second), y, wanted_second, sums)
-        del y
-        gradients = [da if wants[0] else None, db if wants[1] else None]
-        if g is None:
-            g = first.through_b(of_first, gradients, of(thin), wanted_first, place(g_first), sums)
-        first.base_gradients(of_first, gradients, rows, wanted_first)
-        return g, mine, first.input_gradient(gradients, g, place(dx)) if want_x else None
-
-    if parts is None:
-        g_first, thin_y, dx = take(None)
-    else:
-        for part in parts:
-            take(part)
-        for found, given in ((of_first, tensors[: 2 * TENSORS]), (of_second, tensors[2 * TENSORS :])):
-            found[:] = [None if t is None else t.to(its.dtype) for t, its in zip(found, given, strict=False)]
-    if made_late and second.adapted:
-        second.add_gradient_of_b(of_second, 0, drows, thin_y, wanted_second)
-    first.add_gradients_of_a(of_first, [drows] * 2, g_first, rows, wanted_first)
-    return [None if dx is None else dx.view(ctx.shape), *of_first, *of_second]
-
-
 class _Together(NamedTuple):
     """What the pass over the unit's gradients makes beside them and what gate's and up's adapters read of them."""
 
@@ -242,67 +160,151 @@ class _Together(NamedTuple):
     y: bool
 
 
-def _together(
-    first: Group,
-    second: Group,
-    dy: torch.Tensor,
-    thin: torch.Tensor | None,
-    wants: Sequence[bool],
-    makes_thin: bool,
-    wanted: Sequence[bool],
-) -> _Together | None:
-    """None: there is no such pass for these layers, or these results are not all wanted."""
-    trains = wanted[3::TENSORS]
-    if thin is None or first.adapted != [0, 1] or not (all(wants[:2]) and trains[0] and trains[1]):
-        return None
-    of_gate, of_up = first.rounded[1:]
-    if of_gate.shape != of_up.shape or not is_one_pass(dy, of_gate):
-        return None
-    trains_weight, _, trains_a, _ = wanted[2 * TENSORS :]
-    goes_along = bool(second.adapted) and not second.drops and second.rank == of_gate.shape[1]
-    da_down, thin_down = goes_along and trains_a, goes_along and makes_thin
-    return _Together(da_down, thin_down, trains_weight or trains_a > da_down or makes_thin > thin_down)
+class _Backward:
+    """A backward pass of the node, over all rows or over a part of them at a time."""
 
+    def __init__(self, ctx: Any, dout: torch.Tensor, saved: Sequence[Any]) -> None:
+        x, self.thin, a, b, self.thin_y, _, seeds, *tensors = saved
+        self.last = release_on_last_pass(ctx, dout)
+        self.want_x, _, _, _, _, *wanted = ctx.needs_input_grad
+        self.shape, self.unit, self.tensors = ctx.shape, ctx.unit, tensors
+        self.first, self.second = groups(ctx.layers, tensors, ctx.dtype, seeds)
+        self.rows: Any = None if x is None else x.reshape(-1, x.shape[-1])
+        self.drows = dout.reshape(-1, dout.shape[-1])
+        self.parts: Any = None
+        if ctx.parts is None:
+            kept: Any = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
+        else:
+            count = self.drows.shape[0]
+            kept = [taken(t, count, outputs) for t, outputs in zip((a, b), self.first.outputs(), strict=True)]
+        self.kept = None if kept[0] is None else kept  # gate's and up's results; None: they are made here
+        if self.kept is None:
+            self.last = not is_batched(dout)  # nobody else has what is made here
+            self.parts = ctx.parts if self.last else None
+            self.first.hold()
+        sums = None if self.parts is None else torch.float32  # of the parts' gradients of adapters, rounded once
+        self.of_first, self.of_second = Found(wanted[: 2 * TENSORS], sums), Found(wanted[2 * TENSORS :], sums)
+        of_gate, of_up, of_down = (wanted[i : i + TENSORS] for i in range(0, len(wanted), TENSORS))
+        reads_y = reads_input(of_down) or (self.thin_y is None and any(of_down))
+        self.wants = self.want_x or any(of_gate), self.want_x or any(of_up), reads_y
+        self.g_first: torch.Tensor | None = None
+        self.g_second: torch.Tensor | None = None
+        self.dx: torch.Tensor | None = None
 
-def _in_one_pass(
-    unit: Any,
-    together: _Together,
-    first: Group,
-    second: Group,
-    dy: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    passed: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor],
-    of_first: list[torch.Tensor | None],
-    of_second: list[torch.Tensor | None],
-    dtype: torch.dtype | None,
-) -> torch.Tensor | None:
-    """The unit's gradients over gate and up, y over dy, the adapters' gradients to what is found of them, and the thin
-    results of y, where these are among what is made. passed: gate's and up's thin results, the gradient of down's, and
-    where that of the former is to be."""
-    thin, g_down, into = passed
-    b_gate, b_up = first.rounded[1:]
-    db_gate, db_up, da_down, thin_down = low_rank.glu_backward(
-        *unit.apart,
-        first.layers[0].scale,
-        first.layers[1].scale,
-        dy,
-        gate,
-        up,
-        thin,
-        b_gate,
-        b_up,
-        g_down if together.da_down else None,
-        second.rounded[0] if together.thin_down else None,
-        into,
-        together.y,
-        together.da_down,
-        together.thin_down,
-    )
-    for kept in (gate, up):
-        torch.autograd.graph.increment_version(kept)
-    first.add_to_b(of_first, 0, db_gate, dtype)
-    first.add_to_b(of_first, 1, db_up, dtype)
-    if together.da_down:
-        second.add_to_a(of_second, 0, da_down, dtype)
-    return thin_down if together.thin_down else None
+    def gradients(self) -> list[torch.Tensor | None]:
+        """x's and the layers' tensors'."""
+        first, second, rows, drows = self.first, self.second, self.rows, self.drows
+        made_late = self.thin_y is None
+        self.g_second = second.through_b(self.of_second, [drows], self.thin_y)
+        if self.parts is None:
+            self.g_first, self.thin_y, self.dx = self._take(None)
+        else:
+            self.g_first = rows.new_empty(len(rows), first.rank)
+            self.thin_y = rows.new_empty(len(rows), second.rank)
+            self.dx = rows.new_empty(rows.shape) if self.want_x else None
+            for part in self.parts:
+                self._take(part)
+            for found, given in (
+                (self.of_first, self.tensors[: 2 * TENSORS]),
+                (self.of_second, self.tensors[2 * TENSORS : 3 * TENSORS]),
+            ):
+                pairs = zip(found.gradients, given, strict=True)
+                found.gradients = [None if t is None else t.to(its.dtype) for t, its in pairs]
+                found.adapters = None
+        if made_late and second.adapted:
+            second.add_gradient_of_b(self.of_second, 0, drows, self.thin_y)
+        first.add_gradients_of_a(self.of_first, [drows] * 2, self.g_first, rows)
+        dx = None if self.dx is None else self.dx.view(self.shape)
+        return [dx, *self.of_first.gradients, *self.of_second.gradients]
+
+    def _take(self, part: slice | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """What is made of these rows' gate, up and dy; of all rows: their g, thin y and dx."""
+
+        def of(t: Any) -> Any:
+            return t if t is None or part is None else t[part]
+
+        def place(t: torch.Tensor | None) -> torch.Tensor | None:
+            return None if part is None else of(t)
+
+        first, second, wants, drows, thin = self.first, self.second, self.wants, of(self.drows), of(self.thin)
+        dy: Any = second.input_gradient([drows], of(self.g_second))
+        gate, up = first.results(of(self.rows), of(self.rows), thin) if self.kept is None else self.kept
+        makes_thin = wants[2] and (self.thin_y is None or part is not None)
+        together = self._together(dy, makes_thin) if self.last else None
+        g: torch.Tensor | None = None
+        mine: torch.Tensor | None = None
+        if together is None:
+            da, db, y = unit_gradients(self.unit, dy, gate, up, wants, self.last)
+        else:
+            da, db, y = gate, up, dy
+            into = place(self.g_first)
+            g = dy.new_empty(dy.shape[0], first.rank) if into is None else into
+            mine = self._in_one_pass(together, dy, gate, up, thin, of(self.g_second), g)
+        del dy, gate, up
+        if mine is None:
+            mine = second.thin(y, place(self.thin_y)) if makes_thin else of(self.thin_y)
+        elif part is not None:
+            of(self.thin_y).copy_(mine)
+        second.base_gradients(self.of_second, [drows], y)
+        if together is None or not together.da_down:
+            second.add_gradients_of_a(self.of_second, [drows], of(self.g_second), y)
+        del y
+        gradients = [da if wants[0] else None, db if wants[1] else None]
+        if g is None:
+            g = first.through_b(self.of_first, gradients, thin, place(self.g_first))
+        first.base_gradients(self.of_first, gradients, of(self.rows))
+        return g, mine, first.input_gradient(gradients, g, place(self.dx)) if self.want_x else None
+
+    def _together(self, dy: torch.Tensor, makes_thin: bool) -> _Together | None:
+        """None: there is no such pass for these layers, or these results are not all wanted."""
+        first, second = self.first, self.second
+        if self.thin is None or first.adapted != [0, 1] or not all(self.wants[:2]):
+            return None
+        of_gate, of_up = first.rounded[1:]
+        trains = self.of_first.wants(0, B) and self.of_first.wants(1, B)
+        if not trains or of_gate.shape != of_up.shape or not is_one_pass(dy, of_gate):
+            return None
+        trains_a = self.of_second.wants(0, A)
+        goes_along = bool(second.adapted) and not second.drops and second.rank == of_gate.shape[1]
+        da_down, thin_down = goes_along and trains_a, goes_along and makes_thin
+        reads_y = self.of_second.wants(0, WEIGHT) or trains_a > da_down or makes_thin > thin_down
+        return _Together(da_down, thin_down, reads_y)
+
+    def _in_one_pass(
+        self,
+        together: _Together,
+        dy: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        thin: torch.Tensor | None,
+        g_down: torch.Tensor | None,
+        g: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """The unit's gradients over gate and up, y over dy, what gate's and up's thin results have for a gradient into
+        g; and, where these are among what is made, y's thin results."""
+        first, second = self.first, self.second
+        b_gate, b_up = first.rounded[1:]
+        db_gate, db_up, da_down, thin_down = low_rank.glu_backward(
+            *self.unit.apart,
+            first.layers[0].scale,
+            first.layers[1].scale,
+            dy,
+            gate,
+            up,
+            thin,
+            b_gate,
+            b_up,
+            g_down if together.da_down else None,
+            second.rounded[0] if together.thin_down else None,
+            g,
+            together.y,
+            together.da_down,
+            together.thin_down,
+        )
+        for kept in (gate, up):
+            torch.autograd.graph.increment_version(kept)
+        first.add(self.of_first, 0, B, db_gate)
+        first.add(self.of_first, 1, B, db_up)
+        if together.da_down:
+            second.add(self.of_second, 0, A, da_down)
+        return thin_down if together.thin_down else None

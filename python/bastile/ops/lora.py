@@ -14,7 +14,7 @@ import torch
 from torch.compiler import is_compiling
 from torch.nn.functional import dropout, linear
 
-from bastile.ops._adapted import TENSORS, Group, Layer, of_layers, reads_input
+from bastile.ops._adapted import TENSORS, Found, Group, Layer, of_layers, reads_input
 from bastile.ops._adapted_mlp import GatedMLP, groups
 from bastile.ops._common import Function, cast_as_linear, first_order_only, served, without_autocast
 from bastile.ops._glu import unit_of
@@ -91,15 +91,15 @@ class _Linears(Function):
             x = kept[0] if ctx.again is None else ctx.again.made(kept)
             rows = None if x is None else x.reshape(-1, x.shape[-1])
             of_rows = [None if dy is None else dy.reshape(-1, dy.shape[-1]) for dy in gradients]
-            found: list[torch.Tensor | None] = [None] * len(wanted)
-            g = group.through_b(found, of_rows, thin, wanted)
-            group.base_gradients(found, of_rows, rows, wanted)
-            group.add_gradients_of_a(found, of_rows, g, rows, wanted)
+            found = Found(wanted)
+            g = group.through_b(found, of_rows, thin)
+            group.base_gradients(found, of_rows, rows)
+            group.add_gradients_of_a(found, of_rows, g, rows)
             dx = group.input_gradient(of_rows, g) if want_x else None
-        found = [None if dx is None else dx.view(ctx.shape), *found]
+        made = [None if dx is None else dx.view(ctx.shape), *found.gradients]
         if torch.is_grad_enabled() and not is_compiling():
-            found = [first_order_only("adapted_linears", d, x, way_back, *gradients, *tensors) for d in found]
-        return found[0], *[None] * (_BEFORE - 1), *found[1:]
+            made = [first_order_only("adapted_linears", d, x, way_back, *gradients, *tensors) for d in made]
+        return made[0], *[None] * (_BEFORE - 1), *made[1:]
 
 
 _BEFORE = 5  # what _Linears takes before its layers' tensors
