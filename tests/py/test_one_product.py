@@ -1,0 +1,140 @@
+"""Nodes that have products summed up by one operator, as on a GPU: how often it runs, and what comes of it. What the
+operators compute is in test_low_rank.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bastile.ops import _adapted, low_rank
+from bastile.ops.gated_mlp import gated_mlp
+from bastile.ops.lora import Adapted, adapted_linears
+from bastile.ops.projections import projections
+from memory import Memory
+from oracle import assert_no_worse_pooled, random_tensor
+from test_lora import POOLED, Layer, group_case, make, mlp_case, trained
+
+DX, LINEAR = "bastile.low_rank_dx.default", "bastile.low_rank_linear.default"
+HALVES = [each for each in POOLED if each[1][0] is not torch.float32]
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (_adapted, low_rank):
+        monkeypatch.setattr(module, "on_gpu", lambda t: True)
+
+
+def counts(run: Callable[[], Any]) -> tuple[int, int]:
+    with Memory() as memory:
+        run()
+    return memory.calls.count(LINEAR), memory.calls.count(DX)
+
+
+def differentiated(case: Any) -> Callable[[], Any]:
+    inputs = [t.requires_grad_() for t in case.inputs.values()]
+
+    def run() -> None:
+        results = case.ours(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        torch.autograd.grad(sum([(y * y).sum() for y in results]), inputs)
+
+    return run
+
+
+@pytest.mark.parametrize(("device", "mix"), HALVES, ids=str)
+def test_layers_with_adapters(mix, device):
+    layers = [Layer(128, 96, 16, bias=False), Layer(128, 64, 8, bias=False), Layer(128, 64, 0, bias=False)]
+    assert counts(differentiated(group_case(layers, (8, 128), mix, device))) == (2, 1)
+    assert_no_worse_pooled(lambda: group_case(layers, (256, 128), mix, device))
+
+
+@pytest.mark.parametrize(("device", "mix"), HALVES, ids=str)
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (8, 16, 0)], ids=str)
+def test_the_mlp_with_adapters(ranks, mix, device):
+    """One of gate and up, and one of down, where down has an adapter."""
+    adapted = 3 - ranks.count(0)
+    assert counts(differentiated(mlp_case((128, 192), ranks, (8, 128), mix, device))) == (adapted, adapted - 1)
+    assert_no_worse_pooled(lambda: mlp_case((128, 192), ranks, (256, 128), mix, device))
+
+
+def weights_of(*shapes: tuple[int, int]) -> list[torch.Tensor]:
+    return [random_tensor(shape, BF16, "cpu", scale=shape[1] ** -0.5).requires_grad_() for shape in shapes]
+
+
+PLAIN = {
+    "projections": (lambda x, *w: sum([y.square().sum() for y in projections(x, *w)]), [(64, 32), (16, 32), (16, 32)]),
+    "gated_mlp": (lambda x, *w: gated_mlp(x, *w).square().sum(), [(48, 32), (48, 32), (32, 48)]),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_layers_without_adapters(name, monkeypatch):
+    """As near to float64 as products that are added up, or nearer; to be differentiated twice it is these."""
+    function, shapes = PLAIN[name]
+    x, weights = random_tensor((40, 32), BF16, "cpu").requires_grad_(), weights_of(*shapes)
+    found: list[Any] = []
+    assert counts(lambda: found.append(torch.autograd.grad(function(x, *weights), [x, *weights]))) == (0, 1)
+    assert counts(lambda: torch.autograd.grad(function(x, *weights), x, create_graph=True)) == (0, 0)
+    monkeypatch.setattr(low_rank, "on_gpu", lambda t: False)
+    assert counts(lambda: found.append(torch.autograd.grad(function(x, *weights), [x, *weights]))) == (0, 0)
+    for one, other in zip(*found, strict=True):
+        assert (one.double() - other.double()).norm() <= 0.01 * other.double().norm()
+
+
+def rewritten(layers: list[Adapted], **changes: Any) -> list[Adapted]:
+    return [layer._replace(**{name: change(layer) for name, change in changes.items()}) for layer in layers]
+
+
+def of_four_bits(layer: Adapted) -> Any:
+    weight: Any = layer.weight
+    return lambda dtype: weight.clone()
+
+
+#: Two layers of one input, and how often both operators run: with dropout in an adapter dx is more than a sum; weights
+#: that are made one at a time are not there all at once, but a layer alone is; float32; ranks of no multiple of 8.
+OTHERS = {
+    "dropout": (lambda: make("cpu", dtype=BF16, rank=8, p=0.2), 2, (2, 0)),
+    "four bits": (
+        lambda: rewritten(
+            make("cpu", dtype=BF16, rank=8),
+            dequantise=of_four_bits,
+            weight=lambda layer: None,
+            outputs=lambda layer: layer.weight.shape[0],
+        ),
+        2,
+        (2, 0),
+    ),
+    "one of four bits": (
+        lambda: rewritten(
+            make("cpu", count=1, dtype=BF16, rank=8),
+            dequantise=of_four_bits,
+            weight=lambda layer: None,
+            outputs=lambda layer: layer.weight.shape[0],
+        ),
+        1,
+        (1, 1),
+    ),
+    "float32": (lambda: make("cpu", rank=8), 2, (0, 0)),
+    "rank 5": (lambda: make("cpu", dtype=BF16, rank=5), 2, (0, 0)),
+    "ranks of 8 together": (lambda: make("cpu", dtype=BF16, rank=4), 2, (0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_not_one_product(name):
+    layers_of, count, wanted = OTHERS[name]
+    layers = layers_of()
+    dtype = torch.float32 if name == "float32" else BF16
+    x = random_tensor((48, 32), dtype, "cpu").requires_grad_()
+
+    def run() -> None:
+        with torch.autocast("cpu", BF16, enabled=dtype is BF16):
+            results = adapted_linears(x, layers)
+        assert len(results) == count
+        torch.autograd.grad(sum([y.float().square().sum() for y in results]), [x, *trained(layers)])
+
+    assert counts(run) == wanted
