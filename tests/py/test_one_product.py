@@ -95,8 +95,8 @@ def four_bits(layers: list[Adapted]) -> list[Adapted]:
     return [made(layer) for layer in layers]
 
 
-#: Two layers of one input but where it says one, and how often both operators run: with dropout in an adapter dx is more
-#: than a sum; weights that are made one at a time are not there at once; ranks count together.
+#: Two layers of one input but where it says one, and how often both operators run. With dropout in an adapter dx is
+#: more than a sum; weights that are made one at a time are not there at once; ranks count together.
 OTHERS = {
     "dropout": (lambda: make("cpu", dtype=BF16, rank=8, p=0.2), (2, 0)),
     "four bits": (lambda: four_bits(make("cpu", dtype=BF16, rank=8)), (2, 0)),
