@@ -104,7 +104,8 @@ def apply(
         adamw: where a Trainer of Transformers, or of TRL's, makes torch's AdamW, its default, bastile.optim.AdamW takes
             its place, with the same state_dict, and clips as it reads the gradients (docs/optim.md).
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
-            bit by bit the same (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
+            bit by bit the same, but for what adapters of the last layer's MLP get, which is summed up in another order
+            (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.
         offload_checkpoints: with gradient checkpointing, keep the inputs of layers in the host's page-locked memory
             from the forward to the backward pass (docs/memory.md); not done where it is not asked for.
         cuda_graphs: the decoder layers of a training step, forward and backward, as CUDA graphs from a shape's second
