@@ -547,7 +547,7 @@ BST_API bst_status bst_low_rank_linear(const bst_exec *exec, const DLTensor *x, 
                                        const DLTensor *thin, const DLTensor *b, double scale, DLTensor *y);
 
 /* What layers of one input, each y_i = x weight_i^T, and their adapters leave to it: dx [T, K] = g a + sum of
- * dy_i weight_i: dy_i [T, N_i], weight_i [N_i, K], g [T, R], a [R, K], of one type, all in rows with gaps or without.
+ * dy_i weight_i: dy_i [T, N_i], weight_i [N_i, K], g [T, R], a [R, K], of one type, in rows with gaps or without.
  * As one product where low_rank_linear is, R as large as it may be, rounded once; else each is added to those before,
  * which were rounded. */
 typedef struct bst_low_rank_dx_tensors {

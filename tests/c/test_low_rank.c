@@ -205,6 +205,9 @@ TEST(the_gradient_of_their_input) {
     tensors.dy[2] = NULL, tensors.g = &t[2], tensors.a = &t[1];
     CHECK_EQ_I(bst_low_rank_dx(NULL, &tensors), BST_INVALID);
     CHECK_STR(bst_last_error(), "low_rank_dx: g has shape [4, 8]");
+    tensors.g = tensors.a = NULL, weight.strides[0] = 0, t[1] = tensor_of(&weight);
+    CHECK_EQ_I(bst_low_rank_dx(NULL, &tensors), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "low_rank_dx: the rows of weight_0 overlap; make it contiguous");
     for (int i = 0; i < 24; i++) CHECK(((uint16_t *)gs)[i] == 0xffff);
 }
 

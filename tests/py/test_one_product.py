@@ -107,6 +107,22 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("name", ["x", "dy"])
+def test_one_row_for_all(name):
+    """An expanded x, or gradient, has no rows that a product of ours reads: PyTorch's do."""
+    layers, row = make("cpu", dtype=BF16, rank=8), random_tensor((1, 32), BF16, "cpu")
+    x = (row.expand(48, 32) if name == "x" else random_tensor((48, 32), BF16, "cpu")).detach().requires_grad_()
+    with torch.autocast("cpu", BF16):
+        results = adapted_linears(x, layers)
+    dys = [random_tensor((1 if name == "dy" else 48, y.shape[1]), BF16, "cpu").expand(y.shape) for y in results]
+    found = torch.autograd.grad(results, [x, *trained(layers)], dys)
+    with torch.autocast("cpu", BF16):
+        results = adapted_linears(x.detach().clone(memory_format=torch.contiguous_format).requires_grad_(), layers)
+    dx = torch.autograd.grad(results, trained(layers), [dy.contiguous() for dy in dys])
+    for one, other in zip(found[1:], dx, strict=True):
+        assert (one.double() - other.double()).norm() <= 0.01 * other.double().norm()
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_one_product_and_what_is_not(name):
     layers_of, wanted = OTHERS[name]

@@ -305,7 +305,7 @@ def is_one_pass(dy: torch.Tensor, b: torch.Tensor) -> bool:
         and dy.dtype is not torch.float32
         and b.shape[1] in _RANKS
         and dy.shape[1] % 8 == 0
-        and dy.stride(1) == 1
+        and low_rank.in_rows(dy)
         and dy.stride(0) % 8 == 0
         and not is_compiling()
         and not is_batched(dy)
@@ -322,7 +322,8 @@ def _is_one_product(rows: torch.Tensor, weight: torch.Tensor, b: torch.Tensor) -
         low_rank.may_be_one_product(rows)
         and b.shape[1] <= _MOST_RANK
         and not (b.shape[1] % 8 or weight.shape[0] % 8 or weight.shape[1] % 8)
-        and rows.stride(1) == weight.stride(1) == 1
+        and low_rank.in_rows(rows)
+        and low_rank.in_rows(weight)
         and type(weight) in PLAIN
     )
 

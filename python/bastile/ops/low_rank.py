@@ -70,7 +70,7 @@ def input_gradient(
     if len(gradients) + (g is not None) < 2 or len(gradients) > _MOST_PRODUCTS or not may_be_one_product(first):
         return None
     for dy, weight in zip(gradients, weights, strict=True):
-        if type(weight) not in PLAIN or weight.shape[0] % 8 or not dy.stride(1) == weight.stride(1) == 1:
+        if type(weight) not in PLAIN or weight.shape[0] % 8 or not (in_rows(dy) and in_rows(weight)):
             return None
         if not dy.dtype is weight.dtype is first.dtype:
             return None
@@ -83,6 +83,11 @@ def input_gradient(
 
 
 _MOST_PRODUCTS = 4
+
+
+def in_rows(matrix: torch.Tensor) -> bool:
+    """Rows of neighbouring elements, one behind another: an expanded matrix has one row for all."""
+    return matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
 
 
 def may_be_one_product(rows: torch.Tensor) -> bool:

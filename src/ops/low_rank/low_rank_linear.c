@@ -101,6 +101,14 @@ static bst_status one_by_one(const bst_exec *exec, const char *op, const sum *s)
     return BST_OK;
 }
 
+/* Products of the framework or of a library take no rows that overlap. Said before anything is written. */
+static bst_status need_apart(const char *op, const bst_argument *arguments, const bst_view *v) {
+    for (int i = 0; !(arguments[i].flags & BST_OUT); i++) /* which are the last */
+        if (bst__given(&v[i]) && low_rank_stride(&v[i]) < v[i].size[1])
+            return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, arguments[i].name);
+    return BST_OK;
+}
+
 /* ---- in one product ---------------------------------------------------------------------------------------------- */
 
 static const bst_kernel kernel = {"low_rank_tiles.cu", "low_rank_tiles", {"TYPE", "PARTS", "SCALED", "ACROSS", NULL}};
@@ -175,6 +183,16 @@ static bst_status run(const bst_exec *exec, const char *op, const sum *s) {
 
 /* ---- the functions ----------------------------------------------------------------------------------------------- */
 
+static bst_status check_linear(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return need_apart(op, linear_arguments, v);
+}
+
+static bst_status check_dx(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    (void)attributes;
+    return need_apart(op, dx_arguments, v);
+}
+
 static bst_status run_linear(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
     return run(exec, op, &(sum){&v[THIN], &v[B], {&v[X]}, {&v[WEIGHT]}, &v[Y], 1, false, (float)attributes[SCALE].d});
 }
@@ -193,6 +211,7 @@ const bst_function bst__low_rank_linear = {
     .meanings = linear_meanings,
     .arguments = linear_arguments,
     .attributes = linear_rules,
+    .check = check_linear,
     .run = run_linear,
     BST_TORCH("low_rank_linear: x weight thin b into! scale -> y=into"),
 };
@@ -201,6 +220,7 @@ const bst_function bst__low_rank_dx = {
     .name = "low_rank_dx",
     .meanings = dx_meanings,
     .arguments = dx_arguments,
+    .check = check_dx,
     .run = run_dx,
     .tensors = BST_FITS(given_tensors),
     BST_TORCH("low_rank_dx: dy_0 weight_0 dy_1 weight_1 dy_2 weight_2 dy_3 weight_3 g a into! -> dx=into"),
