@@ -169,6 +169,7 @@ def test_packed_for_inference_runs_as_stock(ran):  # noqa: F811
 
 
 def test_nothing_is_kept_of_a_model_that_is_gone():
+    gc.collect()  # models of earlier tests
     before = len(adapters._FOUR_BITS)
     layer = bitsandbytes.nn.Linear4bit(64, 128, bias=False, quant_type="nf4").to("cpu")
     layer.weight.module = layer  # as loading a model leaves it
