@@ -39,9 +39,13 @@ bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *
     return BST_OK;
 }
 
-/* Rows at 16-byte boundaries keep the products on their fast path. */
-int64_t bst__head_padded(int64_t vocabulary) { return (vocabulary + 7) / 8 * 8; }
-static int64_t padded(const bst_head *h) { return bst__head_padded(h->vocabulary); }
+/* Rows at 16-byte boundaries keep the products on their fast path. On CPU they end where oneDNN's reads do, below. */
+enum { CUDA_COLUMNS = 8, CPU_COLUMNS = 32 };
+
+int64_t bst__head_padded(const bst_head *h) {
+    int64_t whole = on_cuda(h) ? CUDA_COLUMNS : CPU_COLUMNS;
+    return bst__divided_up(h->vocabulary, whole) * whole;
+}
 
 static int64_t logit_bytes(const bst_head *h) { return h->wide ? 4 : bst__dtype_size(h->dtype); }
 
@@ -59,7 +63,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
             return bst__error(BST_INVALID, "%s: %s has no rows; 1 to %" PRId64 " are needed", h->op, name, h->rows);
         BST_TRY(matrix(h->op, name, whole, &h->whole));
         h->chunk_rows = kept;
-        chunk_bytes = kept * (padded(h) * logit_bytes(h) + h->beside);
+        chunk_bytes = kept * (bst__head_padded(h) * logit_bytes(h) + h->beside);
     }
     h->chunks = kept > 0;
     if (!rest) return BST_OK;
@@ -67,7 +71,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
     h->chunk_rows = bst__linear_cross_entropy_chunk_rows(
         &(linear_cross_entropy_chunks){.rows = rest,
                                        .width = h->width,
-                                       .row_bytes = padded(h) * logit_bytes(h) + h->beside,
+                                       .row_bytes = bst__head_padded(h) * logit_bytes(h) + h->beside,
                                        .budget = chunk_bytes,
                                        .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
                                        .processors = chip.processors,
@@ -278,11 +282,12 @@ static bst_status end_sums(const bst_head *h) {
 
 /* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
-/* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs: of an odd number of columns the last is paired
- * with what lies behind it, times zero, which is a NaN where that is one. So on CPU the padding is cleared; of wide
- * logits, whose gradient lies elsewhere, by whoever writes that. */
+/* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs of columns, with AMX in blocks of 32: those that
+ * a row lacks of a block it takes from what lies behind it, times zero, which is a NaN where that is one. So on CPU rows
+ * are padded to whole blocks and the padding is cleared; of wide logits, whose gradient lies elsewhere, by whoever
+ * writes that. */
 static bst_status allocate_logits(const bst_head *h, void **memory) {
-    int64_t stride = padded(h), bytes = logit_bytes(h), gap = h->wide ? 0 : stride - h->vocabulary;
+    int64_t stride = bst__head_padded(h), bytes = logit_bytes(h), gap = h->wide ? 0 : stride - h->vocabulary;
     BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->chunk_rows * stride * bytes), memory));
     for (int64_t row = 0; row < h->chunk_rows && gap && !on_cuda(h); row++)
         memset(bst_at(*memory, row * stride + h->vocabulary, h->dtype), 0, (size_t)(gap * bytes));
@@ -327,10 +332,10 @@ bst_status bst__head_run(bst_head *h, bool made, bst_head_rows rows, void *conte
     bst_status status = gradients ? begin_sums(h) : BST_OK;
     if (status == BST_OK && !whole) status = allocate_logits(h, &memory);
     if (status == BST_OK)
-        status = run_chunks(
-            h,
-            &(pass){whole ? h->whole.data : memory, whole ? h->whole.stride[0] : padded(h), rows, context, gradients},
-            made);
+        status = run_chunks(h,
+                            &(pass){whole ? h->whole.data : memory, whole ? h->whole.stride[0] : bst__head_padded(h),
+                                    rows, context, gradients},
+                            made);
     bst__release(h->exec, h->device, memory);
     free_sums(h);
     return status;

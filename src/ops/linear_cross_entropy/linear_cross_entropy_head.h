@@ -74,7 +74,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
 /* Logits of the rows [first, first + rows), by themselves: for a second head, none of whose gradients are wanted. */
 bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void *logits, int64_t stride);
 /* Columns of a chunk in memory. */
-int64_t bst__head_padded(int64_t vocabulary);
+int64_t bst__head_padded(const bst_head *h);
 
 /* Where the gradient of a chunk of logits is, and the elements between its rows. Of wide logits and 16-bit inputs it
  * has the upper half of each row's place: whoever writes it there from the row's end on overwrites what has been read,

@@ -218,7 +218,7 @@ static bst_status begin(bst_head *h, job *j, const bst_view *v, const bst_attrib
     BST_TRY(bst__head_begin(h, &v[HIDDEN], &v[WEIGHT]));
     h->wide = true;
     j->given = &v[T_LOGITS], j->indices = &v[T_INDICES];
-    j->teacher_stride = bst__head_padded(h->vocabulary);
+    j->teacher_stride = bst__head_padded(h);
     if (head) {
         j->teacher = (bst_head){.exec = h->exec, .op = h->op, .bias = v[T_BIAS], .wide = true};
         BST_TRY(bst__head_begin(&j->teacher, &v[T_HIDDEN], &v[T_WEIGHT]));

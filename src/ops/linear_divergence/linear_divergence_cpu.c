@@ -129,7 +129,7 @@ void BST_CPU(bst__linear_divergence_rows_cpu)(void *context, int64_t begin, int6
         float *sums = a->sums ? a->sums + row * LINEAR_DIVERGENCE_SUMS : made;
         void *out = a->dlogits ? bst_at(a->dlogits, row * a->dlogits_stride, c->dtype) : NULL;
         int64_t bytes = bst__dtype_size(c->dtype);
-        if (c->in_place) /* oneDNN reads what lies behind an odd number of columns */
+        if (c->in_place) /* oneDNN reads what lies behind the last column */
             memset(bst_at(out, c->vocabulary, c->dtype), 0, (size_t)((a->dlogits_stride / 2 - c->vocabulary) * bytes));
         if (a->mask && !a->mask[row]) {
             if (a->divergence) a->divergence[row] = 0;

@@ -184,7 +184,7 @@ static int64_t budget_beside(const bst_head *h, const bst_view *jacobian, int64_
     if (h->device.device_type == kDLCPU) return 0;
     int64_t rows = JACOBIAN_ELEMENTS / (jacobian->size[1] > 0 ? jacobian->size[1] : 1);
     rows = rows < FEWEST_JACOBIAN_ROWS ? FEWEST_JACOBIAN_ROWS : rows > MOST_JACOBIAN_ROWS ? MOST_JACOBIAN_ROWS : rows;
-    return rows * bst__head_padded(h->vocabulary) * bst__dtype_size(h->dtype);
+    return rows * bst__head_padded(h) * bst__dtype_size(h->dtype);
 }
 
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
