@@ -34,12 +34,14 @@ def all_of(family: str, *without: str) -> list[str]:
     return [f"{operator}_{family}" for operator in FAMILIES[family].operators if operator not in without]
 
 
-# What Transformers' wrapper around a layer's forward calls; None in releases that have no such wrapper.
-WRAPPED = {
-    family: wrapped_cell(getattr(modeling(family), FAMILIES[family].layer_class or "").forward) for family in DENSE
-}
+def cell_in(family: str, name: str | None) -> Any:
+    """What Transformers' wrappers around a class's forward call; None in releases that have no such wrapper."""
+    return wrapped_cell(getattr(modeling(family), name or "").forward)
 
-HEADS = {family: wrapped_cell(getattr(modeling(family), FAMILIES[family].causal_lm_class).forward) for family in DENSE}
+
+WRAPPED = {family: cell_in(family, FAMILIES[family].layer_class) for family in DENSE}
+HEADS = {family: cell_in(family, FAMILIES[family].causal_lm_class) for family in DENSE}
+ATTENTIONS = {family: cell_in(family, FAMILIES[family].attention_class) for family in DENSE}
 
 
 def pieces(family: str = "qwen3") -> dict[str, Any]:
@@ -49,13 +51,13 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
     def forward(name: str | None) -> Any:
         return vars(vars(module)[name])["forward"]
 
-    cell = WRAPPED[family]
+    cell, attention = WRAPPED[family], ATTENTIONS[family]
     found = {
         "rms_norm": forward(row.norm_class),
         "swiglu": forward(row.mlp_class),
         "rope": vars(module)[row.rotary_function],
         "fused_linear_cross_entropy": HEADS[family].cell_contents,
-        "qk_norm_rope": forward(row.attention_class),
+        "qk_norm_rope": forward(row.attention_class) if attention is None else attention.cell_contents,
         "add_rms_norm": forward(row.layer_class) if cell is None else cell.cell_contents,
         "recompute": forward(row.backbone_class),
         "cuda_graphs": forward(row.backbone_class),

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 import bastile
 from bastile import in_force
+from bastile.graphs import caches
 from bastile.models import attention, experts, loading
 from bastile.models.table import OPERATORS, USUAL
-from conftest import modeling, on_demand, tiny_batch, tiny_model
+from conftest import modeling, older_than, on_demand, tiny_batch, tiny_model
 from families import FAMILIES, PLACES, Family
 from test_gpt_oss import tiny_gpt_oss
 from test_patching import EVERY
@@ -42,6 +43,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "s
 ATTENTION += ("attention_dropout", "training", "config", "_attn_implementation", "ALL_ATTENTION_FUNCTIONS")
 ATTENTION += ("eager_attention_forward", "update")
 LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+CACHE = caches.NAMES[older_than("5.24")]
 
 
 def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
@@ -66,7 +68,7 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
             "qk_norm_rope",
             row.attention_class,
             [*ATTENTION, row.q_norm, row.k_norm],
-            [*attention.NEEDED, "past_key_values"],
+            [*attention.NEEDED, CACHE],
         ),
         *(
             (operator, row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"])
@@ -260,7 +262,7 @@ def test_something_new_in_a_forward_that_is_replaced_whole(
     new = [changed(stock, more=("sinks",))]
     if place != "experts_class":  # all of whose arguments are needed
         others = {"norm_class": "hidden_states", "mlp_class": "x"}
-        new.append(changed(stock, {others.get(place, "past_key_values"): "memory"}))
+        new.append(changed(stock, {others.get(place, CACHE): "memory"}))
     for forward in new:
         monkeypatch.setattr(owner, "forward", forward)
         assert_refused(model, operators[0], f"{owner.__name__}.forward", f"{operators[0]}=False")

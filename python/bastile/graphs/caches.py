@@ -6,9 +6,26 @@ seen, and throws it away; the model's stays empty, and says so to whoever looks 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
+
+#: What models call it: from Transformers 5.24 on, and before.
+NAMES = ("cache", "past_key_values")
+
+
+def given_in(arguments: Mapping[str, Any]) -> Any:
+    """The cache among a call's keywords, or a model's outputs; None where there is none."""
+    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+
+
+def taken_from(arguments: dict[str, Any]) -> Any:
+    """As given_in, and it is among them no longer."""
+    found = given_in(arguments)
+    for name in NAMES:
+        arguments.pop(name, None)
+    return found
 
 
 class Empty:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.graphs import caches
 from bastile.host_copies import on_host, remember
 
 #: So many different lengths must have come before any is padded. Fewer have a graph each, and the very bits of steps
@@ -129,9 +130,9 @@ def _longer(name: str, tensor: torch.Tensor, by: int) -> torch.Tensor:
 def shortened(result: Any, length: int) -> bool:
     """Cuts off what a backbone returns of the padding. False, where it returns what this knows nothing of."""
     found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
-    if "last_hidden_state" not in found or set(found) - {"last_hidden_state", "past_key_values"}:
+    if "last_hidden_state" not in found or set(found) - {"last_hidden_state", *caches.NAMES}:
         return False
-    cache = found.get("past_key_values")
+    cache = caches.given_in(found)
     states = found["last_hidden_state"]
     if cache is not None and not _is_cut(cache, states.shape[1] - length):
         return False
@@ -142,11 +143,9 @@ def shortened(result: Any, length: int) -> bool:
 def _is_cut(cache: Any, by: int) -> bool:
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    from bastile.graphs.caches import is_unfilled
-
     if type(cache) is not DynamicCache:
         return False
-    if is_unfilled(cache):
+    if caches.is_unfilled(cache):
         return True
     if not all(type(layer) is DynamicLayer for layer in cache.layers):
         return False

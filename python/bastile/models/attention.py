@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from bastile.graphs.caches import taken_from
 from bastile.guards import is_ours
 from bastile.models import rewrite
 from bastile.models.adapters import linears
@@ -45,12 +46,12 @@ def sites(file: ModelFile) -> Iterator[Site]:
             file.unknown[where] = "has arguments of other names"
         else:
             build = partial(attention_forward, found, file.module, norms, rotary[0])
-            yield file.forward_site("qk_norm_rope", found.owner, build)
+            yield from file.wrapped_sites("qk_norm_rope", found.owner, build)
     known = {found.owner for found in file.forwards("attention")}
     for cls in (each for each in file.own_classes() if norms and rotaries and each not in known):
         read = file.read(cls, partial(rewrite.norm_rotaries, rotaries=rotaries))
         if read is not None:
-            yield file.forward_site("qk_norm_rope", cls, partial(rewritten_forward, *read, norms, rotaries))
+            yield from file.wrapped_sites("qk_norm_rope", cls, partial(rewritten_forward, *read, norms, rotaries))
 
 
 def rewritten_forward(
@@ -127,6 +128,7 @@ def attention_forward(
     """scope: the module of the attention's class. norms, rotary: what it may call, as Transformers has them."""
     names = parameter_names(original)
     tells_cache_positions = "cache_position" in names  # older releases tell the cache where to write
+    tells_cache_the_rest = "cache" in names  # newer ones what the attention function is told
     attributes, read_as = found.names, layout(rotary)
     q_name, k_name = attributes["q_norm"], attributes["k_norm"]
     has_window = "sliding_window" in attributes
@@ -151,7 +153,7 @@ def attention_forward(
             return original(self, *args, **kwargs)
         tally.count()
         hidden, (cos, sin) = given.pop("hidden_states"), given.pop("position_embeddings")
-        mask, cache = given.pop("attention_mask"), given.pop("past_key_values", None)
+        mask, cache = given.pop("attention_mask"), taken_from(given)
         heads = (*hidden.shape[:-1], -1, self.head_dim)
 
         projected = linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
@@ -172,7 +174,8 @@ def attention_forward(
         if tells_cache_positions:
             told = ({"sin": sin, "cos": cos, "cache_position": given.pop("cache_position", None)},)
         if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx, *told)
+            more = {"kwargs": given} if tells_cache_the_rest else {}  # where a paged cache notes something
+            k, v = cache.update(k, v, self.layer_idx, *told, **more)
 
         implementation, functions = self.config._attn_implementation, scope.ALL_ATTENTION_FUNCTIONS
         attend = scope.eager_attention_forward

@@ -26,9 +26,8 @@ def backbones(file: ModelFile) -> Iterator[type]:
     """The classes whose forward takes tokens through layers."""
     for cls in file.own_classes():
         forward = stock_of(vars(cls)["forward"])
-        inner = inspect.unwrap(forward)
-        names = parameter_names(forward) if inspect.isfunction(inner) else ()
-        if {"input_ids", "inputs_embeds"}.issubset(names) and calls(inner, "layers"):
+        names = parameter_names(forward) if inspect.isfunction(inspect.unwrap(forward)) else ()
+        if {"input_ids", "inputs_embeds"}.issubset(names) and calls(forward, "layers"):
             yield cls
         elif cls.__name__.endswith("Model"):
             # Whatever its code: what runs the layers need not be known.

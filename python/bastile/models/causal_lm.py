@@ -43,9 +43,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
         if where in file.replaced:
             continue
         # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
-        site = file.wrapped_site("fused_linear_cross_entropy", cls, partial(model_forward, read))
-        if site is not None:
-            yield site
+        yield from file.wrapped_sites("fused_linear_cross_entropy", cls, partial(model_forward, read))
 
 
 def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,9 +36,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
         read = file.read(cls, rewrite.add_norms)
         if read is not None:
             # The wrapper checkpoints the layer, and asks whether it is the class's own.
-            site = file.wrapped_site("add_rms_norm", cls, partial(layer_forward, *read, norms))
-            if site is not None:
-                yield site
+            yield from file.wrapped_sites("add_rms_norm", cls, partial(layer_forward, *read, norms))
 
 
 _TOUCHED = "a norm of the layer has hooks, a forward of its own, or code that is not known"

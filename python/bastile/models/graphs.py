@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.graphs import caches
 from bastile.graphs.lengths import is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
@@ -45,7 +46,7 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.training:
             return original(self, *args, **kwargs)
         layers = self._modules.get("layers")
-        if not isinstance(layers, nn.ModuleList) or kwargs.get("past_key_values") is not None:
+        if not isinstance(layers, nn.ModuleList) or caches.given_in(kwargs) is not None:
             return original(self, *args, **kwargs)
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))

@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
+from bastile.graphs import caches
 from bastile.guards import stand_in_for, stock_of
 from bastile.host_copies import on_host, remember
 from bastile.models.rebind import as_keywords
 
 _GIVEN, _POSITIONS = "attention_mask", "position_ids"
-_UNGIVEN = ("attention_mask", "position_ids", "past_key_values")  # where positions may be supplied
+_UNGIVEN = (_GIVEN, _POSITIONS, *caches.NAMES)  # where positions may be supplied
 _MOST_LENGTHS = 64
 _DEVICES = frozenset({"cuda"})
-#: How positions are counted, of `position_ids is None`: the test for a cache, its length, else; the count; its row.
+#: How positions are counted, of `position_ids is None`: a cache's length, where there is none; the count; its row.
 _COUNTS = [
-    "past_key_values is not None",
-    "past_key_values.get_seq_length()",
+    "{cache}.get_seq_length()",
     "0",
     "torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)",
     "position_ids.unsqueeze(0)",
@@ -200,7 +200,16 @@ def _counts(node: ast.If) -> bool:
         case ast.If(
             test=ast.Compare(left=ast.Name(id="position_ids"), ops=[ast.Is()], comparators=[ast.Constant(value=None)]),
             body=[
-                ast.Assign(targets=[ast.Name(id=seen)], value=ast.IfExp(test=test, body=length, orelse=nothing)),
+                ast.Assign(
+                    targets=[ast.Name(id=seen)],
+                    value=ast.IfExp(
+                        test=ast.Compare(
+                            left=ast.Name(id=cache), ops=[ast.IsNot()], comparators=[ast.Constant(value=None)]
+                        ),
+                        body=length,
+                        orelse=nothing,
+                    ),
+                ),
                 ast.Assign(
                     targets=[ast.Name(id="position_ids")],
                     value=ast.BinOp(left=counted, op=ast.Add(), right=ast.Name(id=added)),
@@ -209,8 +218,8 @@ def _counts(node: ast.If) -> bool:
             ],
             orelse=[],
         ):
-            texts = [ast.unparse(each) for each in (test, length, nothing, counted, row)]
-            return seen == added and texts == _COUNTS
+            texts = [ast.unparse(each) for each in (length, nothing, counted, row)]
+            return seen == added and cache in caches.NAMES and texts == [text.format(cache=cache) for text in _COUNTS]
     return False
 
 

@@ -33,17 +33,35 @@ def with_globals_of(other: types.FunctionType, function: Any) -> types.FunctionT
 
 
 def wrapped_cell(function: types.FunctionType) -> types.CellType | None:
-    """Where a decorator's wrapper keeps the function that it calls; None where that is not to be found."""
-    innermost = inspect.unwrap(function)
-    cells = [cell for cell in function.__closure__ or () if _leads_to(_contents(cell), innermost, function)]
-    return cells[0] if len(cells) == 1 else None
+    """Where the innermost of a function's wrappers keeps what it calls; None where that is not to be found. Within the
+    first wrapper, whosever it is, Transformers' are known."""
+    cell = _cell(function)
+    inner = _wrapper_in(cell)
+    return cell if inner is None else wrapped_cell(inner)
 
 
 def with_wrapped(function: types.FunctionType, inner: Any) -> types.FunctionType:
-    """The same wrapper around another function."""
-    cell = wrapped_cell(function)
-    closure = tuple(types.CellType(inner) if other is cell else other for other in function.__closure__ or ())
+    """The same wrappers around another function."""
+    cell = _cell(function)
+    within = _wrapper_in(cell)
+    kept = types.CellType(inner if within is None else with_wrapped(within, inner))
+    closure = tuple(kept if other is cell else other for other in function.__closure__ or ())
     return _copy(function, function.__globals__, closure)
+
+
+def _cell(wrapper: types.FunctionType) -> types.CellType | None:
+    innermost = inspect.unwrap(wrapper)
+    cells = [cell for cell in wrapper.__closure__ or () if _leads_to(_contents(cell), innermost, wrapper)]
+    return cells[0] if len(cells) == 1 else None
+
+
+def _wrapper_in(cell: types.CellType | None) -> types.FunctionType | None:
+    """A wrapper of Transformers' that a wrapper calls."""
+    inner = None if cell is None else _contents(cell)
+    if not isinstance(inner, types.FunctionType) or not hasattr(inner, "__wrapped__"):
+        return None
+    is_theirs = (inner.__globals__.get("__name__") or "").startswith("transformers.")
+    return inner if is_theirs and _cell(inner) is not None else None
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from bastile.guards import mark_as_ours, stock_of
 from bastile.models.rebind import with_global
-from bastile.models.sites import Found, ModelFile, Site, calls
+from bastile.models.sites import Found, ModelFile, Site, calls, exchanged
 from bastile.ops.rope import rope
 from bastile.report import Tally
 
@@ -31,7 +31,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
 
 def _with_rotary(name: str, rotary: Any, forward: Any) -> Any:
     """This attention's forward, or what has been built around it, calling another rotary function."""
-    return with_global(forward, name, rotary)
+    return exchanged(lambda inner: with_global(inner, name, rotary), forward)
 
 
 def tables(found: Found, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 Each module that OPERATORS names exposes `sites(file)`, which yields a Site for every place where its operator can go in
 that file. Everything that a replacement relies on is looked at there, before anything is changed."""
 
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -221,24 +222,18 @@ class ModelFile:
         made = partial(build, Tally.of(operator, f"{self.name}.{cls.__name__}"))
         return Site(operator, where, cls, "forward", made, (cls,), made)
 
-    def wrapped_site(self, operator: str, cls: type, build: Callable[[Tally, Any], Any]) -> Site | None:
-        """As forward_site. Where Transformers wraps that forward, the wrapper stays where it is and what it calls is
-        exchanged: whoever has kept the class's own forward, or asks whether this is it, is served too."""
+    def wrapped_sites(self, operator: str, cls: type, build: Callable[[Tally, Any], Any]) -> Iterator[Site]:
+        """As forward_site, if it can be. Where Transformers wraps that forward, its wrappers stay where they are and
+        what the innermost calls is exchanged: they know arguments by the names of earlier releases, and whoever has
+        kept the class's own forward, or asks whether this is it, is served too."""
         site, forward = self.forward_site(operator, cls, build), stock_of(vars(cls)["forward"])
         if not hasattr(forward, "__wrapped__"):
-            return site
-        cell = wrapped_cell(forward)
-        if cell is None:
+            yield site
+        elif (cell := wrapped_cell(forward)) is None:
             self.unknown[site.where] = "the function that it wraps cannot be found"
-            return None
-        inner = stock_of(cell.cell_contents)
-        return replace(
-            site,
-            owner=cell,
-            attribute="cell_contents",
-            build_method=lambda wrapper: with_wrapped(wrapper, site.build(inner)),
-            wrapper=forward,
-        )
+        else:
+            method = partial(exchanged, site.build)
+            yield replace(site, owner=cell, attribute="cell_contents", build_method=method, wrapper=forward)
 
 
 def sites(file: ModelFile, operators: Iterable[str]) -> list[Site]:
@@ -252,9 +247,15 @@ def sites(file: ModelFile, operators: Iterable[str]) -> list[Site]:
     ]
 
 
+def exchanged(build: Replace, forward: Any) -> Any:
+    """What `build` makes of a class's own forward; within its wrappers, where it has any."""
+    cell = wrapped_cell(forward) if hasattr(forward, "__wrapped__") else None
+    return build(forward) if cell is None else with_wrapped(forward, build(stock_of(cell.cell_contents)))
+
+
 def calls(function: Any, name: str) -> bool:
-    """Whether a function's own code, or code within it, mentions this global or attribute."""
-    return _mentions(getattr(function, "__code__", None), name)
+    """Whether the code of a function, or of what it wraps, or code within it, mentions this global or attribute."""
+    return _mentions(getattr(inspect.unwrap(function), "__code__", None), name)
 
 
 def _mentions(code: CodeType | None, name: str) -> bool:
