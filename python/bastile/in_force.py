@@ -78,7 +78,8 @@ class File:
     title: str  # the folder that the module is in
     more: set[type] = field(default_factory=set)  # classes that are no globals of the module
     applied: dict[str, list[Applied]] = field(default_factory=dict)  # by operator
-    #: Of code that is not Transformers': operator -> what looks like its and is not known, and why.
+    #: Of code that is not Transformers', or of a release that nobody tried: operator -> what looks like its and is not
+    #: known, and why.
     unknown: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def holds(self, site: Site) -> bool:
@@ -129,7 +130,7 @@ class Plan:
     def carry_out(self, function: str) -> None:
         entry = FILES.setdefault(self.name, File(self.file.title))
         entry.more.update(self.file.more)
-        if not is_model_file(self.name):
+        if not is_model_file(self.name) or loading.is_untried(self.name):
             entry.unknown = {operator: self.file.stock(operator) for operator in self.operators}
         leaving = [op for op in entry.applied if op not in self.operators]
         take_out(entry, leaving, function)

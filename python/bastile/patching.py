@@ -355,16 +355,25 @@ def _look(name: str, classes: Iterable[type]) -> None:
 
 @noting
 def _what_nobody_knows() -> str | None:
-    """Of a user's own code, or a checkpoint's: of Transformers' types `bastile support` tells."""
-    told = [
-        f"{name}.{where} {why} ({operator})"
+    """Of a user's own code, or a checkpoint's; of Transformers' types `bastile support` tells, and of a release that is
+    newer than any that was tried this does, too."""
+    told = {
+        f"{name}.{where} {why} ({operator})": name
         for name, entry in FILES.items()
         for operator in _wanted_in(entry.title)
         if name in sys.modules and operator not in OF_BACKBONES
         for where, why in entry.unknown.get(operator, {}).items()
         if not any(applied.site.where == where for applied in entry.applied.get(operator, ()))
-    ]
-    return f"stays as it is: {'; '.join(told)}" if told else None
+    }
+    if not told:
+        return None
+    said = f"stays as it is: {'; '.join(told)}"
+    if any(map(loading.is_untried, told.values())):
+        said += (
+            f". Transformers {loading.transformers_version()} is newer than {loading.NEWEST}, the last that this "
+            f"Bastile was tried with, where some of this may have been served: another release of Bastile helps"
+        )
+    return said
 
 
 _watch = loading.Watch(_look)

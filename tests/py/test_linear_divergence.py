@@ -319,8 +319,8 @@ SUMMED = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_early_gradients_are_as_exact_as_late_ones(kind, dtype, device, early):
     """Kept, and made in the forward pass in chunks of rows; for one upstream gradient, and for one a row."""
-    # A CPU keeps none by itself. Where it does as a GPU, oneDNN's product reads what lies behind a row of bfloat16 up to
-    # a block of 32 columns, times zero: of whole blocks nothing.
+    # A CPU keeps none by itself. Where it does as a GPU does, oneDNN's product reads what lies behind a row of bfloat16
+    # up to a block of 32 columns, times zero: of whole blocks nothing.
     vocabulary = 96 if device == "cpu" and dtype is torch.bfloat16 else 101
     for budget in (None, 1e-6):
         set_logits_memory(budget)

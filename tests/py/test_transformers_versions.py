@@ -4,10 +4,13 @@ names the release and the piece, and everything left stock; where it is not, the
 import inspect
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 import bastile
@@ -15,7 +18,7 @@ from bastile import in_force
 from bastile.graphs import caches
 from bastile.models import attention, experts, loading
 from bastile.models.table import OPERATORS, USUAL
-from conftest import modeling, older_than, on_demand, tiny_batch, tiny_model
+from conftest import DENSE, modeling, older_than, on_demand, tiny_batch, tiny_model
 from families import FAMILIES, PLACES, Family
 from test_gpt_oss import tiny_gpt_oss
 from test_patching import EVERY
@@ -308,3 +311,50 @@ def test_the_changes_of_these_tests_are_all_that_is_refused(family: str, monkeyp
     assert bastile.apply(model_types=family) == row.patches()
     assert on_demand(model(**tiny_batch(model)).logits)
     bastile.reset()
+
+
+def test_a_release_that_nobody_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of it the report names what stays stock and looks as if it could be served; of others `bastile support` does."""
+    rotary = modeling("llama").apply_rotary_pos_emb
+    monkeypatch.setattr(modeling("llama"), "apply_rotary_pos_emb", changed(rotary, more=("rescale",)))
+    model = tiny("llama")
+    for newest, is_said in ((loading.NEWEST, False), ("5.0.0", Version(transformers.__version__).minor > 0)):
+        monkeypatch.setattr(loading, "NEWEST", newest)
+        bastile.apply()
+        model(**tiny_batch(model))
+        notes = " ".join(bastile.report(reset=True).notes)
+        assert ("modeling_llama.apply_rotary_pos_emb runs, in apply_rotary_pos_emb, other code" in notes) == is_said
+        assert (f"{transformers.__version__} is newer than 5.0.0" in notes) == is_said
+        bastile.reset()
+        in_force.FILES.pop(modeling("llama").__name__)
+
+
+def test_the_newest_release_is_the_one_that_the_tests_run_with() -> None:
+    pinned = (Path(__file__).parents[2] / "requirements" / "demo.txt").read_text()
+    assert f'\ntransformers=={loading.NEWEST}; python_version >= "3.11"\n' in pinned
+
+
+@pytest.mark.skipif(older_than("5.24"), reason="it has the cache's old name")
+@pytest.mark.parametrize("whole_process", [True, False])
+@pytest.mark.parametrize("family", sorted(DENSE))
+def test_the_names_of_earlier_releases(family: str, whole_process: bool, calls: dict[str, int]) -> None:
+    """Layers and attentions take the cache by its old name, with Transformers' warning, as they do without Bastile."""
+    model = tiny(family).eval()
+    layer = model.model.layers[1]
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    positions = model.model.rotary_emb(hidden, torch.arange(5)[None])
+
+    def run(module: Any) -> tuple[torch.Tensor, int]:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad(), pytest.warns(FutureWarning, match="`past_key_values` is deprecated"):
+            found = module(hidden, position_embeddings=positions, attention_mask=None, past_key_values=cache)
+        return (found[0] if isinstance(found, tuple) else found), cache.get_seq_length(1)
+
+    want = [run(module) for module in (layer, layer.self_attn)]
+    bastile.apply() if whole_process else bastile.apply_to_model(model)
+    for (result, length), module in zip(want, (layer, layer.self_attn), strict=True):
+        calls.clear()
+        got = run(module)
+        assert calls.keys() & {"rope", "qk_norm_rope"}
+        torch.testing.assert_close(got[0], result)
+        assert got[1] == length == 5
