@@ -152,7 +152,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite_docling_vision": {"out_hidden_size": 32},
     "hy_v4_vl_text": _three_sections(2, 1, 1),
     "hunyuan_vl_text": _three_sections(1, 1, 1, 1),
-    **dict.fromkeys(("inkling2_text", "inkling2_loop_text"), {"unpadded_vocab_size": 97}),
+    **{name: {"unpadded_vocab_size": 97} for name in ("inkling2_text", "inkling2_loop_text")},
     "inkling2_vision": {"text_hidden_size": 32},
     "mistral4": {"head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1]},

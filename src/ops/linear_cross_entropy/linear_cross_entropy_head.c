@@ -282,10 +282,9 @@ static bst_status end_sums(const bst_head *h) {
 
 /* ---- the pass ---------------------------------------------------------------------------------------------------- */
 
-/* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs of columns, with AMX in blocks of 32: those that
- * a row lacks of a block it takes from what lies behind it, times zero, which is a NaN where that is one. So on CPU rows
- * are padded to whole blocks and the padding is cleared; of wide logits, whose gradient lies elsewhere, by whoever
- * writes that. */
+/* Memory for the logits of a chunk. oneDNN multiplies bfloat16 in pairs of columns, with AMX in blocks of 32: what a
+ * row lacks of a block it takes from behind it, times zero, which is a NaN where that is one. So on CPU rows are padded
+ * to whole blocks and the padding is cleared; of wide logits, whose gradient lies elsewhere, by whoever writes that. */
 static bst_status allocate_logits(const bst_head *h, void **memory) {
     int64_t stride = bst__head_padded(h), bytes = logit_bytes(h), gap = h->wide ? 0 : stride - h->vocabulary;
     BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->chunk_rows * stride * bytes), memory));
