@@ -39,11 +39,11 @@ bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *
     return BST_OK;
 }
 
-/* Rows at 16-byte boundaries keep the products on their fast path. On CPU they end where oneDNN's reads do, below. */
-enum { CUDA_COLUMNS = 8, CPU_COLUMNS = 32 };
+/* Rows at 16-byte boundaries keep the products on their fast path. oneDNN's of bfloat16 read whole blocks, see below. */
+enum { ALIGNED_COLUMNS = 8, COLUMNS_READ = 32 };
 
 int64_t bst__head_padded(const bst_head *h) {
-    int64_t whole = on_cuda(h) ? CUDA_COLUMNS : CPU_COLUMNS;
+    int64_t whole = !on_cuda(h) && h->dtype == BST_BF16 ? COLUMNS_READ : ALIGNED_COLUMNS;
     return bst__divided_up(h->vocabulary, whole) * whole;
 }
 
