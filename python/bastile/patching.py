@@ -91,7 +91,7 @@ def apply(
     Args:
         rms_norm: RMSNorm.
         swiglu: the gated activation of the MLP, or the whole MLP where it is one of plain matrices.
-        rope: the rotary embedding.
+        rope: the rotary embedding; in an attention that calls it, queries, keys and values of one input as one node.
         fused_linear_cross_entropy: the loss from the last hidden states; the output's logits are made when they are
             read. With model_types None in every model class of Transformers, of whatever type.
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.

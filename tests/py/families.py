@@ -38,6 +38,7 @@ class Family:
     experts_class: str | None = None
     router_loss: bool = False  # its causal_lm_class adds a loss of the router's
     norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
+    attention_bias: bool = False  # so that its queries, keys and values are no node without adapters
     q_norm: str | None = None  # the attention's attributes that norm each head of queries and keys
     k_norm: str | None = None
     gate: str = "gate_proj"
@@ -100,6 +101,7 @@ FAMILIES: dict[str, Family] = {
             rotary_function="apply_rotary_pos_emb",
             causal_lm_class="GptOssForCausalLM",
             router_loss=True,
+            attention_bias=True,
             backbone_class="GptOssModel",
             layer_class="GptOssDecoderLayer",
             layer_mlp_is_tuple=True,

@@ -102,7 +102,12 @@ CALL = "q, k = bastile_norm_rotary(self.q_norm, self.k_norm, q, k, cos, sin, 'ap
 HEADS: dict[str, tuple[list[str], list[str] | None]] = {
     "transposed behind the norm": (
         ["q = self.q_norm(self.q(x).view(s)).transpose(1, 2)", "k = self.k_norm(self.k(x)).transpose(1, 2)", TURN],
-        ["q = self.q(x).view(s).transpose(1, 2)", "k = self.k(x).transpose(1, 2)", CALL.format(True, True)],
+        [
+            "bastile_projected_0, bastile_projected_1 = bastile_projected(x, self.q, self.k)",
+            "q = bastile_projected_0.view(s).transpose(1, 2)",
+            "k = bastile_projected_1.transpose(1, 2)",
+            CALL.format(True, True),
+        ],
     ),
     "transposed before, and one behind": (
         [
@@ -136,6 +141,73 @@ HEADS: dict[str, tuple[list[str], list[str] | None]] = {
 def test_norms_of_heads_and_rotary(case: str) -> None:
     given, want = HEADS[case]
     assert body(rewrite.norm_rotaries(code(*given), {"apply_rotary"})) == (None if want is None else lines(*want))
+
+
+def at_once(*names: str, x: str = "x", first: int = 0) -> str:
+    places = ", ".join(f"bastile_projected_{first + i}" for i in range(len(names)))
+    return f"{places} = bastile_projected({', '.join([x, *(f'self.{name}' for name in names)])})"
+
+
+PROJECTIONS: dict[str, tuple[list[str], list[str] | None]] = {
+    "queries, keys and values": (
+        ["s = x.shape", "q = self.q_proj(x).view(s)", "k = self.k_norm(self.k_proj(x))", "v: Any = self.v_proj(x)"],
+        [
+            "s = x.shape",
+            at_once("q_proj", "k_proj", "v_proj"),
+            "q = bastile_projected_0.view(s)",
+            "k = self.k_norm(bastile_projected_1)",
+            "v: Any = bastile_projected_2",
+        ],
+    ),
+    "in one statement": (
+        ["return attend(self.query(x), self.key(x))"],
+        None,  # which is a run of one that ends the function, and needs no node to say so
+    ),
+    "in one assignment": (
+        ["q, k = self.query(x), self.key(x)", "return q + k"],
+        [at_once("query", "key"), "q, k = (bastile_projected_0, bastile_projected_1)", "return q + k"],
+    ),
+    "of two inputs": (
+        ["q = self.q_proj(x)", "k = self.k_proj(mask)", "v = self.v_proj(mask)", "g = self.gate_proj(x)"],
+        [
+            at_once("q_proj", "gate_proj"),
+            "q = bastile_projected_0",
+            at_once("k_proj", "v_proj", x="mask", first=2),
+            "k = bastile_projected_2",
+            "v = bastile_projected_3",
+            "g = bastile_projected_1",
+        ],
+    ),
+    "the input's name for a result": (
+        ["q = self.q_proj(x)", "x = self.k_proj(x)", "v = self.v_proj(x)"],
+        [at_once("q_proj", "k_proj"), "q = bastile_projected_0", "x = bastile_projected_1", "v = self.v_proj(x)"],
+    ),
+    "in a branch": (
+        ["if mask is None:", "    k = self.k_proj(x)", "    v = self.v_proj(x)", "q = self.q_proj(x)"],
+        [
+            "if mask is None:",
+            f"    {at_once('k_proj', 'v_proj')}",
+            "    k = bastile_projected_0",
+            "    v = bastile_projected_1",
+            "q = self.q_proj(x)",
+        ],
+    ),
+    "another input by then": (["q = self.q_proj(x)", "x = x + 1", "k = self.k_proj(x)"], None),
+    "a branch between": (["q = self.q_proj(x)", "if mask:", "    return q", "k = self.k_proj(x)"], None),
+    "not in any case": (["q = self.q_proj(x)", "k = self.k_proj(x) if mask else q"], None),
+    "nor this": (["q = self.q_proj(x)", "k = mask or self.k_proj(x)"], None),
+    "perhaps never": (["q = self.q_proj(x)", "k = [self.k_proj(x) for _ in mask]"], None),
+    "one module twice": (["q = self.q_proj(x)", "k = self.q_proj(x)"], None),
+    "more arguments": (["q = self.q_proj(x)", "k = self.k_proj(x, mask)"], None),
+    "other names": (["q = self.norm(x)", "k = self.dropout(x)"], None),
+    "super": (["q = self.q_proj(x)", "k = self.k_proj(x)", "return super().forward(q + k)"], None),
+}
+
+
+@pytest.mark.parametrize("case", PROJECTIONS)
+def test_layers_of_one_input(case: str) -> None:
+    given, want = PROJECTIONS[case]
+    assert body(rewrite.projections(code(*given))) == (None if want is None else lines(*want))
 
 
 # ---- that it means the same -----------------------------------------------------------------------------------------

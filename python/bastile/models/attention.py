@@ -19,7 +19,7 @@ from torch import nn
 from bastile.graphs.caches import taken_from
 from bastile.guards import is_ours
 from bastile.models import rewrite
-from bastile.models.adapters import linears
+from bastile.models.adapters import linears, projected
 from bastile.models.forms import Code
 from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import as_keywords, parameter_names
@@ -99,7 +99,8 @@ def rewritten_forward(
             )
         return turn(_normed(q_norm, q, q_turned), _normed(k_norm, k, k_turned), cos, sin)
 
-    return rewrite.rewritten(node, code, original, {rewrite.NORM_ROTARY: norm_rotary})
+    helpers = {rewrite.NORM_ROTARY: norm_rotary, rewrite.PROJECTED: projected}
+    return rewrite.rewritten(node, code, original, helpers)
 
 
 def _normed(norm: Any, x: Any, is_turned: bool) -> Any:

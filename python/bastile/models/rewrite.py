@@ -7,6 +7,8 @@ function stays as it is, so what surrounds them needs no form:
     x = self.norm(x); x = residual + x                  ->  x = norm_add(self.norm, x, residual)
     q = self.q_norm(q); k = self.k_norm(k); q, k = rotary(q, k, cos, sin)
                                                         ->  q, k = norm_rotary(self.q_norm, self.k_norm, q, k, ...)
+    q = self.q_proj(x).view(s); k = self.k_proj(x).view(s)
+                                                        ->  a, b = projected(x, self.q_proj, self.k_proj); ...
     logits = self.lm_head(x); CrossEntropyLoss()        ->  logits = traced.head(self, self.lm_head, x); ...
 
 What takes their place asks the modules at each call what they compute, and does what the statements say where that is
@@ -19,17 +21,19 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from bastile.models.forms import Code
 
 ADD_NORM, NORM_ADD = "bastile_add_norm", "bastile_norm_add"
-NORM_ROTARY, TRACED = "bastile_norm_rotary", "bastile_traced"
+NORM_ROTARY, PROJECTED, TRACED = "bastile_norm_rotary", "bastile_projected", "bastile_traced"
 _UNUSED = "bastile_unused"
 #: Modules that may be norms, by the attributes that hold them: others need not be looked at. What they are is asked
 #: when they are called.
 _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
+#: Likewise linear layers that others may share their input with.
+_PROJECTION = re.compile(r"proj|query|key|value|^(q|k|v)(_|$)", re.IGNORECASE)
 
 _Statements = list[ast.stmt]
 
@@ -45,11 +49,24 @@ def add_norms(code: Code) -> ast.FunctionDef | None:
 
 
 def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | None:
-    """The function with norms of queries and keys and one of these rotary functions at once."""
+    """The function with norms of queries and keys and one of these rotary functions at once, and with what
+    `projections` finds, if it finds anything."""
     if not code.rotary or not _has_norm(code) or _is_closed(code):
         return None
     node = copy.deepcopy(code.node)
     rewriter = _NormRotaries(_own_name(node), rotaries)
+    rewriter.visit(node)
+    _Projections(_own_name(node), code.methods).visit(node)
+    return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
+
+
+def projections(code: Code) -> ast.FunctionDef | None:
+    """The function with modules of one input, which may be linear layers, called at once: those that a run of
+    statements calls in any case, while the input's name means the same."""
+    if _is_closed(code):
+        return None
+    node = copy.deepcopy(code.node)
+    rewriter = _Projections(_own_name(node), code.methods)
     rewriter.visit(node)
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
 
@@ -249,6 +266,69 @@ class _NormRotaries(_Blocks):
         return None
 
 
+class _Projections(_Blocks):
+    def __init__(self, own: str, methods: Collection[str]) -> None:
+        self.own = own
+        self.methods = methods
+        self.found = 0
+
+    def block(self, body: _Statements) -> _Statements:
+        made: _Statements = []
+        for place, statement in enumerate(body):
+            for x in dict.fromkeys(given.id for _, given in self._calls(statement)):
+                together = self._together(body[place:], x)
+                if len(together) > 1:
+                    made.append(ast.copy_location(self._at_once(x, together), statement))
+            made.append(statement)
+        return made
+
+    def _together(self, body: _Statements, x: str) -> dict[str, tuple[ast.stmt, ast.Call]]:
+        """The calls with this input and the statements that they are in, by the attribute that holds the module."""
+        found: dict[str, tuple[ast.stmt, ast.Call]] = {}
+        for statement in body:
+            if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
+                break
+            for call, given in self._calls(statement):
+                if given.id == x:
+                    found.setdefault(call.func.attr, (statement, call))  # type: ignore[attr-defined]
+            named = [each for each in ast.walk(statement) if isinstance(each, ast.Name) and each.id == x]
+            if any(isinstance(each.ctx, ast.Store) for each in named):
+                break
+        return found
+
+    def _at_once(self, x: str, together: dict[str, tuple[ast.stmt, ast.Call]]) -> ast.Assign:
+        """The call of them all, whose results then stand where each was called."""
+        names = [f"{PROJECTED}_{self.found + i}" for i in range(len(together))]
+        self.found += len(names)
+        for name, (statement, call) in zip(names, together.values(), strict=True):
+            _replaced(statement, call, ast.Name(name, ast.Load()))
+        targets = ast.Tuple([_store(name) for name in names], ast.Store())
+        modules = [call.func for _, call in together.values()]
+        return ast.Assign([targets], _call(PROJECTED, [ast.Name(x, ast.Load()), *modules]))
+
+    def _calls(self, statement: ast.stmt) -> list[tuple[ast.Call, ast.Name]]:
+        """`self.module(x)` of a module that may be a linear layer, wherever the statement calls it in any case."""
+        found = []
+        for each in (each for each in _always(statement) if isinstance(each, ast.Call)):
+            call = _call_of(each, self.own)
+            if call is None or not isinstance(call[1], ast.Name):
+                continue
+            if _PROJECTION.search(call[0].attr) and call[0].attr not in self.methods:
+                found.append((each, call[1]))
+        return found
+
+
+def _always(node: ast.AST) -> Iterator[ast.AST]:
+    """What is evaluated whenever this is, in order."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension, ast.stmt, *_COMPREHENSIONS)):
+            yield from _always(child)
+            yield child
+
+
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
 class _HeadCalls(ast.NodeTransformer):
     def __init__(self, own: str, methods: Collection[str]) -> None:
         self.own = own
@@ -314,7 +394,9 @@ def _before_transposes(value: ast.expr) -> tuple[ast.expr, int]:
     return value, times
 
 
-def _replaced(within: ast.expr, old: ast.expr, new: ast.expr) -> ast.expr:
+def _replaced(within: Any, old: ast.expr, new: ast.expr) -> Any:
+    """In place, but for `within` itself."""
+
     class Replace(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> Any:
             return new if node is old else super().visit(node)

@@ -1,4 +1,6 @@
-"""The function that turns queries and keys by their positions."""
+"""The function that turns queries and keys by their positions, and the forward of attentions that call it, in which
+queries, keys and values of one input are one node (bastile.ops.projections). Where norms come before it, both are
+models/attention.py's."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -8,6 +10,9 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours, stock_of
+from bastile.models import rewrite
+from bastile.models.adapters import projected
+from bastile.models.forms import Code
 from bastile.models.rebind import with_global
 from bastile.models.sites import Found, ModelFile, Site, calls, exchanged
 from bastile.ops.rope import rope
@@ -18,6 +23,7 @@ _AXIS = "unsqueeze_dim"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
+    attentions: dict[type, list[str]] = {}  # with the rotary functions that they call
     for found in file.functions("rotary"):
         name = found.name
         callers = tuple(cls for cls in file.own_classes() if calls(stock_of(vars(cls)["forward"]), name))
@@ -27,6 +33,17 @@ def sites(file: ModelFile) -> Iterator[Site]:
         build = partial(rotary_function, found, Tally.of("rope", f"{file.name}.{name}"))
         replaced = partial(_with_rotary, name, build(found.function))
         yield Site("rope", name, file.module, name, build, callers, replaced)
+        for cls in callers:
+            attentions.setdefault(cls, []).append(name)
+    for cls, rotaries in attentions.items():
+        read, known = file.read(cls, rewrite.projections), file.known(cls)
+        has_norms = known is not None and known.form.kind == "attention"
+        if read is not None and not has_norms and rewrite.norm_rotaries(read[0], rotaries) is None:
+            yield from file.wrapped_sites("rope", cls, partial(_projecting, *read))
+
+
+def _projecting(code: Code, node: Any, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    return rewrite.rewritten(node, code, original, {rewrite.PROJECTED: projected})
 
 
 def _with_rotary(name: str, rotary: Any, forward: Any) -> Any:
