@@ -39,7 +39,7 @@ bst_status bst__head_begin(bst_head *h, const bst_view *hidden, const bst_view *
     return BST_OK;
 }
 
-/* Rows at 16-byte boundaries keep the products on their fast path. oneDNN's of bfloat16 read whole blocks, see below. */
+/* Rows at 16-byte boundaries keep the products on their fast path; oneDNN's of bfloat16 read blocks: see below. */
 enum { ALIGNED_COLUMNS = 8, COLUMNS_READ = 32 };
 
 int64_t bst__head_padded(const bst_head *h) {
