@@ -36,9 +36,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
         for cls in callers:
             attentions.setdefault(cls, []).append(name)
     for cls, rotaries in attentions.items():
-        read, known = file.read(cls, rewrite.projections), file.known(cls)
-        has_norms = known is not None and known.form.kind == "attention"
-        if read is not None and not has_norms and rewrite.norm_rotaries(read[0], rotaries) is None:
+        read = file.read(cls, rewrite.projections)
+        if read is not None and rewrite.norm_rotaries(read[0], rotaries) is None:
             yield from file.wrapped_sites("rope", cls, partial(_projecting, *read))
 
 
