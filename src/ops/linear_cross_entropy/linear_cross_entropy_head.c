@@ -179,16 +179,31 @@ bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void
     return multiply(h, g);
 }
 
+/* The caller's logits have what they have behind each row: a copy has zeros there, see allocate_logits. */
+static bst_status copy_logits(const bst_head *h, int64_t rows, bst_gemm *g, void **copy) {
+    int64_t stride = bst__head_padded(h), bytes = bst__dtype_size(h->dtype);
+    if (on_cuda(h) || !h->whole.data || stride == h->vocabulary) return BST_OK;
+    BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(rows * stride * bytes), copy));
+    memset(*copy, 0, (size_t)(rows * stride * bytes));
+    for (int64_t row = 0; row < rows; row++)
+        memcpy(bst_at(*copy, row * stride, h->dtype), bst_at(g->a, row * g->lda, h->dtype),
+               (size_t)(h->vocabulary * bytes));
+    g->a = *copy, g->lda = stride;
+    return BST_OK;
+}
+
 /* dhidden of rows [first, first + rows); in float32, of inputs that are not, on a CPU by way of a rounded one. */
 static bst_status make_dhidden(const bst_head *h, int64_t first, int64_t rows, bst_gemm g) {
     bool widens = h->dhidden.dtype != h->dtype && !on_cuda(h);
-    void *out = bst_at(h->dhidden.data, first * h->width, h->dhidden.dtype), *rounded = NULL;
+    void *out = bst_at(h->dhidden.data, first * h->width, h->dhidden.dtype), *rounded = NULL, *copy = NULL;
     size_t bytes = (size_t)(rows * h->width * bst__dtype_size(h->dtype));
     if (widens) BST_TRY(bst__allocate(h->exec, h->op, h->device, bytes, &rounded));
     g.out = widens ? rounded : out;
     g.output_type = bst__dl_type(widens ? h->dtype : h->dhidden.dtype);
-    bst_status status = multiply(h, g);
+    bst_status status = copy_logits(h, rows, &g, &copy);
+    if (status == BST_OK) status = multiply(h, g);
     if (status == BST_OK && widens) status = widen(h, rounded, rows, h->width, out);
+    bst__release(h->exec, h->device, copy);
     bst__release(h->exec, h->device, rounded);
     return status;
 }
