@@ -182,7 +182,7 @@ bst_status bst__head_logits(const bst_head *h, int64_t first, int64_t rows, void
 /* The caller's logits have what they have behind each row: a copy has zeros there, see allocate_logits. */
 static bst_status copy_logits(const bst_head *h, int64_t rows, bst_gemm *g, void **copy) {
     int64_t stride = bst__head_padded(h), bytes = bst__dtype_size(h->dtype);
-    if (on_cuda(h) || !h->whole.data || stride == h->vocabulary) return BST_OK;
+    if (on_cuda(h) || h->dtype != BST_BF16 || !h->whole.data || stride == h->vocabulary) return BST_OK;
     BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(rows * stride * bytes), copy));
     memset(*copy, 0, (size_t)(rows * stride * bytes));
     for (int64_t row = 0; row < rows; row++)
