@@ -159,9 +159,9 @@ PROJECTIONS: dict[str, tuple[list[str], list[str] | None]] = {
             "v: Any = bastile_projected_2",
         ],
     ),
-    "in one statement": (
+    "in a return": (
         ["return attend(self.query(x), self.key(x))"],
-        None,  # which is a run of one that ends the function, and needs no node to say so
+        None,  # runs are of assignments and calls; a return is left as it is
     ),
     "in one assignment": (
         ["q, k = self.query(x), self.key(x)", "return q + k"],
