@@ -6,12 +6,16 @@
  * Workspace is what the chosen algorithm needs (at most WORKSPACE bytes), taken from the caller's allocator at each
  * call: stream-ordered, so no two streams share it, it belongs to a graph that is being captured, and nothing is kept
  * that the caller does not see. The choice of algorithm is remembered by everything that it depends on: the
- * heuristic's, or, with autotuning, the fastest of its candidates. */
+ * heuristic's, or, with autotuning, the fastest of its candidates.
+ *
+ * Large products of 16-bit numbers that would miss cuBLASLt's fast kernels are queued in parts (blas_cut.h), each of
+ * which has a choice of its own. */
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
 #include "cuda/blas_choice.h"
+#include "cuda/blas_cut.h"
 #include "cuda/compile_only.h"
 #include "cuda/cublaslt_api.h"
 #include "cuda/driver.h"
@@ -375,19 +379,28 @@ static bst_status plan(const product *t, problem_key *p, choice *out) {
     return BST_OK;
 }
 
-static bst_status multiply(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g,
-                           problem_key *p) {
+static bst_status multiply_part(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g) {
     product t = {exec, op, device, g};
+    problem_key p;
     choice c;
+    BST_TRY(key_of(op, g, &p));
     pthread_mutex_lock(&lock);
-    bst_status status = open_handle(op, p->device, &t.handle);
+    bst_status status = open_handle(op, p.device, &t.handle);
     pthread_mutex_unlock(&lock);
     BST_TRY(status);
-    status = describe(op, p, &t.descriptors);
-    if (status == BST_OK) status = plan(&t, p, &c);
+    status = describe(op, &p, &t.descriptors);
+    if (status == BST_OK) status = plan(&t, &p, &c);
     if (status == BST_OK) status = run(&t, &c);
     destroy(&t.descriptors);
     return status;
+}
+
+static bst_status multiply(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g) {
+    if (!bst__cutting_pays(g)) return multiply_part(exec, op, device, g);
+    bst_gemm parts[BST_MOST_PARTS];
+    int count = bst__cut_product(g, parts);
+    for (int i = 0; i < count; i++) BST_TRY(multiply_part(exec, op, device, &parts[i]));
+    return BST_OK;
 }
 
 /* k = 0: a sum of nothing. cuBLASLt wants at least one product. */
@@ -403,14 +416,13 @@ static bst_status multiply_nothing(const bst_exec *exec, const char *op, const b
 }
 
 bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *problem) {
-    problem_key key;
+    problem_key key; /* each part has its own: here it says what types are not supported */
     BST_TRY(key_of(op, problem, &key));
     bst_collector collector;
     if (!problem->m || !problem->n || bst__compiling_only(&collector)) return BST_OK;
     bst_scope scope;
     BST_TRY(bst__enter(op, problem->device.device_id, &scope));
-    bst_status status =
-        problem->k ? multiply(exec, op, scope.device, problem, &key) : multiply_nothing(exec, op, problem);
+    bst_status status = problem->k ? multiply(exec, op, scope.device, problem) : multiply_nothing(exec, op, problem);
     bst__leave(scope);
     return status;
 }

@@ -27,6 +27,8 @@ TEST(heads_take_what_measured_best) {
     CHECK_EQ_I(dhidden(5504), 20); /* 5.2 rounds of 256 x 128 on 132 multiprocessors */
     CHECK_EQ_I(dhidden(2752), 20); /* 2.7 */
     CHECK_EQ_I(dhidden(16384), 24);
+    CHECK_EQ_I(taken(90, 132, 5504, 1024, V, false, false, true), 20); /* 1.3 */
+    CHECK_EQ_I(taken(90, 132, 3584, 3584, V, false, false, true), 24); /* 2.97 */
     /* On a part with fewer multiprocessors other sizes fill the rounds. */
     CHECK_EQ_I(taken(90, 114, 4096, H, V, false, false, true), 20);
 }
@@ -34,9 +36,10 @@ TEST(heads_take_what_measured_best) {
 TEST(everything_else_keeps_the_first_answer) {
     CHECK_EQ_I(logits(512), 209);
     CHECK_EQ_I(dhidden(512), 209);
-    CHECK_EQ_I(taken(90, 132, 4096, 32000, H, false, true, true), 209); /* a small vocabulary */
-    CHECK_EQ_I(taken(90, 132, 4096, V, H, false, true, false), 209);    /* float32 */
-    CHECK_EQ_I(taken(100, 148, 4096, V, H, false, true, true), 209);    /* another chip */
+    CHECK_EQ_I(taken(90, 132, 4096, 3584, 152064, false, false, true), 209); /* 3.4 rounds, a width between */
+    CHECK_EQ_I(taken(90, 132, 4096, 32000, H, false, true, true), 209);      /* a small vocabulary */
+    CHECK_EQ_I(taken(90, 132, 4096, V, H, false, true, false), 209);         /* float32 */
+    CHECK_EQ_I(taken(100, 148, 4096, V, H, false, true, true), 209);         /* another chip */
     static const uint32_t others[] = {209, 248};
     bst_product p = {90, 132, 5504, H, V, false, false, true};
     CHECK_EQ_I(bst__preferred_candidate(&p, others, 2), FIRST); /* what is wanted is not among them */

@@ -282,6 +282,26 @@ TEST(a_product_that_adds_runs_once) {
     end();
 }
 
+/* Of 1 to 7 terms, then of all others, which are added to them: only the first can be measured. */
+TEST(a_product_runs_in_parts) {
+    begin();
+    static _Alignas(16) char memory[16];
+    bst_gemm g = {.device = {kDLCUDA, 0}, .m = 4096, .n = 4096, .k = 49155, .a = memory, .b = memory, .out = memory};
+    g.lda = 49160, g.ldb = g.ldo = 4096;
+    g.input_type = g.output_type = bst_test_types[1];
+    CHECK_EQ_I(bst_set_autotune(0), BST_OK);
+    CHECK_OK(bst__cuda_gemm(NULL, "a_test", &g));
+    CHECK_EQ_I(fake->products, 2);
+    CHECK_EQ_I(bst_set_autotune(1), BST_OK);
+    CHECK_OK(bst__cuda_gemm(NULL, "a_test", &g));
+    CHECK_EQ_I(fake->products, 2 + 3 * 10 + 2 + 1 + 1);
+    CHECK_EQ_I(fake->last_algorithm, 0);
+    CHECK_EQ_I(choices(), 1);
+    fake->product_ms[0] = -1; /* what fails is told */
+    CHECK_EQ_I(bst__cuda_gemm(NULL, "a_test", &g), BST_CUDA);
+    end();
+}
+
 TEST(a_captured_product_runs_once) {
     begin();
     fake->capturing = true;
@@ -465,6 +485,7 @@ int main(void) {
     RUN(a_product_takes_the_fastest_algorithm);
     RUN(the_default_stays_where_it_is_the_fastest);
     RUN(a_product_that_adds_runs_once);
+    RUN(a_product_runs_in_parts);
     RUN(a_captured_product_runs_once);
     RUN(without_memory_or_time_the_default_is_taken);
     RUN(what_lacked_memory_has_not_lost);
