@@ -5,7 +5,7 @@
 
 A block stands between `<!-- measured: bench/results/FILE.json [word ...] -->` and `<!-- /measured -->`. What is written
 depends on what wrote the file: `bastile bench` (words: the operators to show; none: all), `bastile sweep` (`floor`: its
-column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py."""
+column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py, tools/families.py."""
 
 import argparse
 import json
@@ -250,6 +250,30 @@ def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     ]
 
 
+def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
+    """Of tools/families.py. words: the types to show; none: all."""
+    rows = [row for row in run["families"] if not words or row["type"] in words]
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        found = row[name]
+        if "error" in found:
+            return "cannot run"
+        return f"{milliseconds(found['seconds_per_step'])} ({found['peak_memory'] / GIB:.1f})"
+
+    def gain(row: dict[str, Any]) -> str:
+        times = [row[name].get("seconds_per_step") for name in ("stock", "bastile")]
+        return "–" if None in times else f"{times[0] / times[1]:.2f} x"
+
+    table = [["milliseconds of a step (peak GiB)", "Transformers", "**Bastile**", "faster"]]
+    table += [[f"`{row['type']}`", cell(row, "stock"), f"**{cell(row, 'bastile')}**", gain(row)] for row in rows]
+    return [
+        f"{run['device']}, {run['date']}; {versions_of(run['versions'])}.",
+        f"`{run['command']}`, [all figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
 def text_of(path: Path, words: list[str], link: str) -> str:
     run = json.loads(path.read_text())
     if "results" in run:
@@ -258,6 +282,8 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = demo
     elif "steps" in run:
         write = trainers
+    elif "families" in run:
+        write = families
     elif "models" in run:
         write = losses
     else:

@@ -71,6 +71,7 @@ def apply(
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
     moe_experts: bool = True,
+    sink_attention: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
     adamw: bool = True,
@@ -97,6 +98,8 @@ def apply(
         qk_norm_rope: where queries and keys are normed head by head, that norm and the rotary embedding in one pass.
         add_rms_norm: the residual's addition and the norm after it in one pass.
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
+        sink_attention: attention whose softmax has sinks (GPT-OSS's), by PyTorch's flash attention in place of
+            Transformers' eager code (docs/sink_attention.md).
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
@@ -164,6 +167,7 @@ def apply_to_model(
     qk_norm_rope: bool = True,
     add_rms_norm: bool = True,
     moe_experts: bool = True,
+    sink_attention: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
     recompute: bool = True,
@@ -186,6 +190,7 @@ def apply_to_model(
         qk_norm_rope: as for `apply`.
         add_rms_norm: as for `apply`.
         moe_experts: as for `apply`.
+        sink_attention: as for `apply`.
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
         recompute: as for `apply`.

@@ -14,6 +14,7 @@ PLACES = {
     "qk_norm_rope": "q_norm",
     "add_rms_norm": "layer_class",
     "moe_experts": "experts_class",
+    "sink_attention": "sinks_function",
     "recompute": "backbone_class",
     "offload_checkpoints": "backbone_class",
     "cuda_graphs": "backbone_class",
@@ -36,6 +37,7 @@ class Family:
     layer_mlp_is_tuple: bool = False  # the layer's MLP returns its output and something more
     mlp_class: str | None = None
     experts_class: str | None = None
+    sinks_function: str | None = None  # what attends with sinks
     router_loss: bool = False  # its causal_lm_class adds a loss of the router's
     norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
     attention_bias: bool = False  # so that its queries, keys and values are no node without adapters
@@ -106,6 +108,7 @@ FAMILIES: dict[str, Family] = {
             layer_class="GptOssDecoderLayer",
             layer_mlp_is_tuple=True,
             experts_class="GptOssExperts",
+            sinks_function="eager_attention_forward",
         ),
     )
 }

@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    #: norm, layer norm, gated norm, mlp, rotary, attention, layer, experts, block of experts, router, experts of all
-    #: tokens, adapted linear, 4-bit linear, 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, layer, experts, block of experts,
+    #: router, experts of all tokens, adapted linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
@@ -360,6 +360,19 @@ FORMS: tuple[Form, ...] = (
         _roles(f"{_HEADS_FIRST} o_proj"),
         ("05db00e3e6cb", "c49f776879bb", "b04e302f7264", "1f503796d6cb"),
         exact=True,
+    ),
+    # ---- what attends with a sink, by the one name that it has in Transformers --------------------------------------
+    Form(
+        "attention with sinks",
+        "softmax([scaling q k^T + mask, sinks]) without its last column, v",
+        (),
+        ("1d1d1bdaa110", "09b0983f4830", "77de5c2f7ab9"),
+    ),
+    Form(
+        "attention with sinks",
+        "the same as softmax(scaling q k^T + mask) sigmoid(lse - sinks), v",
+        (),
+        ("fb7003e82077",),
     ),
     # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),

@@ -40,6 +40,9 @@ OPERATORS: dict[str, Operator] = {
     "moe_experts": Operator(
         "experts", "the experts of a mixture of experts, sorted and multiplied in groups", r"Experts$"
     ),
+    "sink_attention": Operator(
+        "sinks", "attention with sinks, by PyTorch's flash attention", r"^eager_attention_forward$", reads="sinks"
+    ),
     "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),

@@ -1,0 +1,264 @@
+"""The attention of models whose softmax has sinks. PyTorch has no function for it, Transformers computes it in pieces.
+
+Two things change together. The function that attends ("eager", by its name there) is ours where its code is known, and
+the masks that a backbone makes for it say which tokens may see each other in a few numbers, in place of a number for
+each pair of tokens: where sequences begin among the batch's tokens, and how far back a token sees. Where the original
+is to run after all, it gets the mask that Transformers would have made.
+
+A mask of ours is a tensor of int32 like any other argument of a layer, so that checkpoints, CUDA graphs and hooks treat
+it as one: [1, 1, 1, 1, N, 1 + window], expanded from N boundaries (bastile.ops.sink_attention), none where each row is
+one sequence. No mask of Transformers has six dimensions, and none can be broadcast to it unnoticed."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from bastile.guards import mark_as_ours, stock_of
+from bastile.host_copies import on_host, remember
+from bastile.models.forms import Code
+from bastile.models.rebind import with_global
+from bastile.models.sites import ModelFile, Site, calls, exchanged
+from bastile.ops._common import cast_as_linear
+from bastile.ops.sink_attention import allowed, refusal, sink_attention
+from bastile.report import Tally
+
+KIND = "attention with sinks"
+_EAGER, _ATTENDS, _SINKS = "eager", "eager_attention_forward", "sinks"
+_MASK, _INTERFACE, _TABLES = "attention_mask", "attention_interface", "position_embeddings"
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+#: Under this name our masks are made by Transformers' own functions, which know what they are of.
+_OURS = "bastile_boundaries"
+_DIMS = 6
+#: In which the original rounds weights, and PyTorch's flash attention sums: of float32 the original is the closer one.
+TYPES = (torch.bfloat16, torch.float16)
+_WIDE = "its tensors are of float32, in which the original code is the more exact"
+
+
+def sites(file: ModelFile) -> Iterator[Site]:
+    known = list(file.functions(KIND)) if file.module is not None else []
+    for name, function in file.scope.items():
+        if name == _ATTENDS and isinstance(function, FunctionType):  # of whatever code: so it is told what has none
+            file.reads[name] = (_SINKS,) if calls(stock_of(function), _SINKS) else ()
+    for found in known:
+        name, own = found.name, list(file.own_classes())
+        attentions = tuple(cls for cls in own if calls(stock_of(vars(cls)["forward"]), name))
+        masks = [mask for mask in _MASKS if isinstance(file.scope.get(mask), FunctionType)]
+        backbones = tuple(cls for cls in own if any(calls(stock_of(vars(cls)["forward"]), mask) for mask in masks))
+        layers = [cls for cls in own if cls not in backbones and _takes(cls)]
+        if not attentions or not backbones:
+            file.unknown[name] = "no module's forward calls it, or none makes its masks"
+        elif not all(file.read(cls, _hands_masks_out) for cls in backbones):
+            file.unknown[name] = "a mask is not only handed to the layers"
+        elif not all(file.read(cls, _hands_mask_on) for cls in layers):
+            file.unknown[name] = "a mask is not only handed on to the function that attends"
+        else:
+            attend = partial(_attend, Tally.of("sink_attention", f"{file.name}.{name}"))
+            yield _of_a_function(file, name, attend, attentions)
+            for mask in masks:
+                yield _of_a_function(file, mask, _make, backbones)
+
+
+def _of_a_function(file: ModelFile, name: str, build: Callable[[Any], Any], callers: tuple[type, ...]) -> Site:
+    replacement = build(stock_of(file.scope[name]))
+    one_model = partial(exchanged, lambda inner: with_global(inner, name, replacement))
+    return Site("sink_attention", name, file.module, name, build, callers, one_model)
+
+
+# ---- what becomes of a mask ------------------------------------------------------------------------------------------
+
+
+def _takes(cls: type) -> bool:
+    """A layer or an attention, rather than a model, which is given the user's mask."""
+    parameters = inspect.signature(stock_of(vars(cls)["forward"])).parameters
+    return _MASK in parameters and _TABLES in parameters
+
+
+def _hands_mask_on(code: Code) -> bool | None:
+    """Whether a function does nothing with its mask but give it to one that it calls, under the same name, or to the
+    one that attends."""
+    given = [
+        value
+        for call in ast.walk(code.node)
+        if isinstance(call, ast.Call)
+        for value in (
+            *(k.value for k in call.keywords if k.arg == _MASK),
+            *(call.args if isinstance(call.func, ast.Name) and call.func.id == _INTERFACE else ()),
+        )
+        if _is_name(value, _MASK)
+    ]
+    return len(given) == len([node for node in ast.walk(code.node) if _is_name(node, _MASK)]) or None
+
+
+def _hands_masks_out(code: Code) -> bool | None:
+    """Whether a backbone puts the masks that it makes into one dictionary, from which each layer gets its own."""
+    holders, made = set(), 0
+    for node in ast.walk(code.node):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(values=[*values])):
+                makes = [value for value in values if isinstance(value, ast.Call) and _is_making(value.func)]
+                if makes and len(makes) == len(values):
+                    holders.add(name)
+                    made += len(makes)
+    nodes = list(ast.walk(code.node))
+    taken = [
+        keyword.value.value
+        for call in nodes
+        if isinstance(call, ast.Call)
+        for keyword in call.keywords
+        if keyword.arg == _MASK and isinstance(keyword.value, ast.Subscript)
+    ]
+    loads = [n for n in nodes if isinstance(n, ast.Name) and n.id in holders and isinstance(n.ctx, ast.Load)]
+    is_only_taken = all(any(load is each for each in taken) for load in loads)
+    return (len(holders) == 1 and made == len([n for n in nodes if _is_making(n)]) and is_only_taken) or None
+
+
+def _is_making(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id.startswith("create_") and node.id.endswith("_mask")
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+# ---- making masks ----------------------------------------------------------------------------------------------------
+
+
+def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the functions that make masks: ours for an eager attention over whole sequences, the original's otherwise."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        config: Any = kwargs.get("config")
+        embedded: Any = kwargs.get("inputs_embeds", kwargs.get("input_embeds"))  # as earlier releases call them
+        if (
+            args
+            or torch.compiler.is_compiling()
+            or getattr(config, "_attn_implementation", None) != _EAGER
+            or cast_as_linear(embedded)[0].dtype not in TYPES
+        ):
+            return original(*args, **kwargs)
+        _register()
+        given = kwargs.get(_MASK)
+        if isinstance(given, torch.Tensor) and given.dim() == 2 and not given.is_cpu and on_host(given) is None:
+            remember(given, given.cpu())  # waits, once for all masks of a step, as for a mask of PyTorch's attention
+        own = copy.copy(config)
+        own._attn_implementation_internal = _OURS
+        return original(**{**kwargs, "config": own})
+
+    return mark_as_ours(make)
+
+
+@functools.cache
+def _register() -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_OURS, _boundaries)
+
+
+def _boundaries(**given: Any) -> Any:
+    """A mask of ours, or, for what it cannot say, Transformers' own of the eager attention. Called as functions for
+    masks are; `allow_is_causal_skip` says that nothing but causality and a window is asked for."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    batch, keys, padding = given["batch_size"], given["kv_length"], given.get(_MASK)
+    position = given.get("cache_position")  # in earlier releases
+    queries = given["q_length"] if position is None else len(position)
+    offset = 0 if position is not None else given.get("q_offset", 0)  # where keys are as many, none came before
+    is_whole = queries == keys and isinstance(offset, int) and offset == 0 and not given.get("kv_offset", 0)
+    device = given.get("device") or getattr(padding, "device", None) or getattr(position, "device", None)
+    starts = _starts(padding, batch, keys) if is_whole and given.get("allow_is_causal_skip") else None
+    if starts is None or device is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[_EAGER](**given)
+    made = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
+    return made.view(1, 1, 1, 1, -1, 1).expand(1, 1, 1, 1, -1, 1 + (given.get("local_size") or 0))
+
+
+def _starts(padding: torch.Tensor | None, batch: int, length: int) -> list[int] | None:
+    """Where what is seen of each row, and what is not, begins and ends; none where all is seen. None where what is
+    seen is not in one piece, or nothing."""
+    if padding is None:
+        return []
+    if padding.dim() != 2 or padding.shape != (batch, length):
+        return None
+    host = padding if padding.is_cpu else on_host(padding)
+    host = (padding.cpu() if host is None else host).bool()
+    if bool(host.all()):
+        return []
+    first, count = host.int().argmax(1), host.sum(1)
+    at = torch.arange(length)
+    in_one_piece = (at >= first[:, None]) & (at < (first + count)[:, None])
+    if not bool((in_one_piece == host).all()) or not bool(count.all()):
+        return None
+    rows = torch.arange(batch) * length
+    return [*torch.stack((rows, rows + first, rows + first + count), 1).flatten().tolist(), batch * length]
+
+
+def _is_ours(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == _DIMS and mask.dtype is torch.int32
+
+
+def _original_mask(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What Transformers would have made: what is not seen, nobody sees."""
+    starts, window, (batch, _, length, _) = mask[0, 0, 0, 0, :, 0], mask.shape[-1] - 1, q.shape
+    seen = allowed(q, window, starts[:0])
+    if starts.numel():
+        rows = torch.arange(batch, device=q.device)[:, None] * length
+        at = torch.arange(length, device=q.device) + rows
+        first, end = starts[1::3, None], starts[2::3, None]
+        seen = seen & ((at >= first) & (at < end))[:, None, None, :]
+    mask = torch.where(seen, torch.zeros((), dtype=q.dtype, device=q.device), torch.finfo(q.dtype).min)
+    return mask.expand(batch, -1, -1, -1)
+
+
+# ---- attending -------------------------------------------------------------------------------------------------------
+
+
+def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    names = tuple(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names[5:], args, strict=False)), **kwargs}
+        q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
+        ours, is_usual = _is_ours(attention_mask), q.shape[2] != k.shape[2]
+        why: str | None
+        if q.dtype not in TYPES:
+            why, is_usual = _WIDE, True
+        elif is_usual:
+            why = "its keys are a cache's"
+        elif not ours:
+            why = "its mask is packed sequences', one with holes or a user's own"
+        elif given.get("dropout"):
+            why = "it drops weights"
+        else:
+            why = _wants_weights(module) or refusal(q, k, v, module.sinks)
+        if why is not None:
+            tally.step_aside(why, is_usual)
+            mask = _original_mask(attention_mask, query) if ours else attention_mask
+            return original(module, query, key, value, mask, *args, **kwargs)
+        tally.count()
+        starts, window = attention_mask[0, 0, 0, 0, :, 0], attention_mask.shape[-1] - 1
+        return sink_attention(q, k, v, module.sinks, scale=given["scaling"], window=window, boundaries=starts), None
+
+    return mark_as_ours(attend)
+
+
+def _wants_weights(module: Any) -> str | None:
+    """Why the weights of the attention are to be there. Transformers collects them by hooks, which run in each call,
+    and in earlier releases by a forward that a module has for the time of a call."""
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        is_wanted = "forward" in vars(module)
+    else:
+        is_wanted = "attentions" in (_active_collector.get() or ())
+    return "its weights are wanted" if is_wanted else None

@@ -1,0 +1,232 @@
+"""Causal attention with a sink: a number that each head has learned, which its softmax counts as one more key.
+
+The attention itself is PyTorch's flash attention, which knows no sinks. It need not: with the logarithm lse of a row's
+sum of exponentials, which it gives beside its result o,
+
+    total = log(exp(lse) + exp(sink)),    y = o exp(lse - total)
+
+and what its backward pass reads of the forward pass is lse, for the probabilities exp(s - lse), and o, for the sum of
+dy o that it takes from each row of the probabilities' gradients. Given total in place of lse, and y in place of o, it
+makes the gradients of the attention with its sink, in the same time:
+
+    p = exp(s - total),    ds = p (dy v^T - sum(dy y)),    dsink = - sum over rows of exp(sink - total) sum(dy y)
+
+A CPU's flash attention takes a bias, in which the sink is that of one more key: so y is rounded once there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bastile.ops._common import FLOATS, Function, first_order_only, has_values, in_transform, is_batched
+
+__all__ = ["sink_attention"]
+
+_HALVES = (torch.bfloat16, torch.float16)
+_MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
+_OLDEST = (8, 0)  # compute capability, likewise
+
+_aten = torch.ops.aten
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> str | None:
+    """Why these are not served; None where they are."""
+    tensors = (q, k, v, sinks)
+    if not has_values(*tensors) or in_transform(*tensors):
+        return "its tensors are none of PyTorch's own, or within a transform"
+    if any(t.dim() != 4 for t in (q, k, v)) or q.shape[2] != k.shape[2] or k.shape != v.shape:
+        return "queries, keys and values are of other shapes than a causal attention's"
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
+        return "queries, keys and values are of other shapes than a causal attention's"
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS or len({t.device for t in tensors}) != 1:
+        return "queries, keys, values and sinks are of different types or devices"
+    if q.device.type not in ("cpu", "cuda"):
+        return f"there is no flash attention on {q.device.type}"
+    if q.is_cuda and (q.dtype not in _HALVES or q.shape[3] > _MOST_DIM or q.shape[3] % 8):
+        return f"there is no flash attention on CUDA of {q.dtype} and heads of {q.shape[3]}"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < _OLDEST:
+        return "there is no flash attention on GPUs older than compute capability 8.0"
+    return None
+
+
+def allowed(q: Tensor, window: int, boundaries: Tensor) -> Tensor:
+    """[B or 1, 1, S, S]: which keys each query sees."""
+    batch, length = q.shape[0], q.shape[2]
+    at = torch.arange(length, device=q.device)
+    before = at[:, None] - at[None, :]
+    seen = (before >= 0) if not window else (before >= 0) & (before < window)
+    if not boundaries.numel():
+        return seen[None, None]
+    token = torch.arange(batch * length, device=q.device, dtype=boundaries.dtype)
+    sequence = torch.searchsorted(boundaries, token, right=True).view(batch, 1, length)
+    return seen[None, None] & (sequence[..., :, None] == sequence[..., None, :])
+
+
+def _tokens(t: Tensor, varies: bool) -> Tensor:
+    """Heads behind positions; of sequences of different lengths all tokens in a row."""
+    t = t.transpose(1, 2)
+    return t.reshape(-1, *t.shape[2:]) if varies else t
+
+
+def _with_sink(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, window: int, boundaries: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For a CPU's flash attention, which takes what is added to the scores: keys and values for each head, behind which
+    stands one more of zeros, and a bias that is the sink for that one."""
+    times = q.shape[1] // k.shape[1]
+    keys, values = [nn.functional.pad(t.repeat_interleave(times, 1), (0, 0, 0, 1)) for t in (k, v)]
+    seen = allowed(q, window, boundaries)
+    bias = q.new_full((seen.shape[0], q.shape[1], q.shape[2], q.shape[2] + 1), -math.inf)
+    bias[..., :-1].masked_fill_(seen, 0.0)
+    bias[..., -1] = sinks[:, None]
+    return keys, values, bias
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, boundaries: Tensor) -> tuple[Any, ...]:
+    """On CUDA: o [B, S, heads, D], lse [B, heads, S] in float32 and what else its backward pass takes."""
+    batch, heads, length, dim = q.shape
+    varies = bool(boundaries.numel())
+    cut = boundaries if varies else None
+    given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, length, length, 0.0, True, False]
+    o, lse, *random, _ = _aten._flash_attention_forward(*given, scale=scale, **_left(window))
+    if varies:
+        o, lse = o.view(batch, length, heads, dim), lse.view(heads, batch, length).transpose(0, 1)
+    return o, lse, *random
+
+
+def _left(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _flash_backward(
+    ctx: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, y: Tensor, total: Tensor, *more: Any
+) -> Any:
+    boundaries, *random = more
+    if not q.is_cuda:
+        keys, values, bias = _with_sink(q, k, v, sinks, ctx.window, boundaries)
+        dq, *both = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dy.transpose(1, 2), q, keys, values, y.transpose(1, 2), total, 0.0, False, attn_mask=bias, scale=ctx.scale
+        )
+        return dq, *[t[..., :-1, :].unflatten(1, (k.shape[1], -1)).sum(2) for t in both]
+    varies, length = bool(boundaries.numel()), q.shape[2]
+    cut = boundaries if varies else None
+    if varies:
+        dy, y = dy.flatten(0, 1), y.flatten(0, 1)
+        total = total.transpose(0, 1).flatten(1)
+    read = [dy, *[_tokens(t, varies) for t in (q, k, v)], y, total.contiguous()]
+    given = [*read, cut, cut, length, length, 0.0, True, *random]
+    grads = _aten._flash_attention_backward(*given, scale=ctx.scale, **_left(ctx.window))
+    return [(g.unflatten(0, (-1, length)) if varies else g).transpose(1, 2) for g in grads]
+
+
+def _by_formula(
+    ctx: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, total: Tensor, delta: Tensor, boundaries: Tensor
+) -> Any:
+    """The same in PyTorch's operators, for several gradients at once: vmap has no rule for the others."""
+    times = q.shape[1] // k.shape[1]
+    keys, values = [t.repeat_interleave(times, 1).float() for t in (k, v)]
+    dy, seen = dy.transpose(1, 2).float(), allowed(q, ctx.window, boundaries)
+    p = torch.exp(q.float() @ keys.mT * ctx.scale - total[..., None]).masked_fill(~seen, 0.0)
+    ds = p * (dy @ values.mT - delta[..., None]) * ctx.scale
+    both = [t.reshape(t.shape[0], -1, times, *t.shape[2:]).sum(2) for t in (ds.mT @ q.float(), p.mT @ dy)]
+    grads = ds @ keys, *both
+    return [g.to(q.dtype) for g in grads]
+
+
+class _SinkAttention(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, boundaries, scale, window):
+        if not q.is_cuda:
+            keys, values, bias = _with_sink(q, k, v, sinks, window, boundaries)
+            attend = _aten._scaled_dot_product_flash_attention_for_cpu
+            y, total = attend(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
+            y, random = y.transpose(1, 2), []
+        else:
+            y, lse, *random = _flash(q, k, v, scale, window, boundaries)
+            total = torch.logaddexp(lse, sinks.float()[:, None])
+            torch.mul(y, torch.exp(lse - total).transpose(1, 2)[..., None], out=y)  # in float32
+        if boundaries.numel():  # what sees nothing: a result of 0, and probabilities of 0 in the backward pass
+            at = torch.arange(q.shape[0] * q.shape[2], device=q.device).view(q.shape[0], 1, -1)
+            nothing = at < boundaries[1::3, None, None]
+            total.masked_fill_(nothing, math.inf)
+            y.masked_fill_(nothing.transpose(1, 2)[..., None], 0.0)
+        ctx.save_for_backward(q, k, v, sinks, boundaries, y, total, *random)
+        ctx.scale, ctx.window = scale, window
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, k, v, sinks, boundaries, y, total, *random = ctx.saved_tensors
+        batched, dsinks = is_batched(dy), None
+        delta = None
+        if batched or ctx.needs_input_grad[3]:
+            delta = (dy.float() * y.float()).sum(-1).transpose(-1, -2)
+        if ctx.needs_input_grad[3]:
+            dsinks = -(torch.exp(sinks.float()[:, None] - total) * delta).sum((-3, -1)).to(sinks.dtype)
+        if batched:
+            grads = _by_formula(ctx, dy, q, k, v, total, delta, boundaries)
+        else:
+            with torch.no_grad():
+                grads = _flash_backward(ctx, dy, q, k, v, sinks, y, total, boundaries, *random)
+        if torch.is_grad_enabled():
+            grads = [first_order_only("sink_attention", g, dy, y) for g in grads]
+            dsinks = first_order_only("sink_attention", dsinks, dy, y)
+        return *grads, dsinks, None, None, None
+
+
+def sink_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    boundaries: Tensor | None = None,
+) -> Tensor:
+    """Causal attention whose softmax counts one more key for each head, its sink, as GPT-OSS's does: of a query i
+
+        p_j = exp(s_j) / (exp(sink) + sum over k of exp(s_k)),  s_j = scale q_i . k_j,  y_i = sum over j of p_j v_j
+
+    over the j that it sees: those of its sequence that are not behind it and, with a window, fewer than that before it.
+
+    Args:
+        q: [B, heads, S, D], on CUDA bfloat16 or float16 with D a multiple of 8 and at most 256; on CPU float32 too.
+        k: [B, groups, S, D], of q's type; heads is a multiple of groups.
+        v: as k.
+        sinks: [heads], of any floating-point type.
+        scale: None: 1 / sqrt(D).
+        window: how many keys a query sees at most, itself among them; 0: all.
+        boundaries: int32 [3 B + 1] on q's device, not decreasing: for each row of the batch where it begins among the
+            B S tokens, where its sequence begins and where that ends, and at last B S. What is before a sequence
+            (padding on the left) sees nothing, and its result is 0, as in Transformers' code; what is behind it sees
+            itself alone. None, or empty: each row is one sequence.
+
+    Returns:
+        [B, S, heads, D], of q's type. Gradients flow to q, k, v and sinks; kept for them are these, the result and a
+        float32 a query and head. A second differentiation is an error. On a GPU the gradients of queries are summed in
+        no fixed order, as PyTorch's flash attention does.
+
+    Raises:
+        ValueError: for tensors that are not served, with the reason.
+    """
+    why = refusal(q, k, v, sinks)
+    if why is None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
+        why = f"sinks are {sinks.dtype} of shape {list(sinks.shape)}; a number for each of {q.shape[1]} heads is needed"
+    if why is None and window < 0:
+        why = f"window is {window}; 0 or more is needed"
+    if why is None and boundaries is not None:
+        shapes = ([0], [3 * q.shape[0] + 1])
+        if boundaries.dtype is not torch.int32 or list(boundaries.shape) not in shapes:
+            why = f"boundaries are {boundaries.dtype} of shape {list(boundaries.shape)}; int32 of {shapes[1]} is needed"
+    if why is not None:
+        raise ValueError(f"sink_attention: {why}")
+    if boundaries is None:
+        boundaries = torch.empty(0, dtype=torch.int32, device=q.device)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not q.numel():
+        return q.transpose(1, 2).clone() + 0 * (k.sum() + v.sum() + sinks.sum())
+    return _SinkAttention.apply(q, k, v, sinks, boundaries, scale, window)
