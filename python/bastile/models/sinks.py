@@ -29,6 +29,7 @@ from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import cast_as_linear
 from bastile.ops.sink_attention import allowed, refusal, sink_attention
+from bastile.own_methods import given_to
 from bastile.report import Tally
 
 KIND = "attention with sinks"
@@ -258,7 +259,7 @@ def _wants_weights(module: Any) -> str | None:
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
-        is_wanted = "forward" in vars(module)
+        is_wanted = "forward" in vars(module) and not given_to(module)
     else:
         is_wanted = "attentions" in (_active_collector.get() or ())
     return "its weights are wanted" if is_wanted else None
