@@ -12,6 +12,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 
 import bastile
 from bastile.models import sinks as of_models
+from bastile.models.forms import Source
 from bastile.models.small import small_model
 from bastile.models.table import OPERATORS
 from bastile.ops.sink_attention import sink_attention
@@ -318,6 +319,47 @@ def test_in_bfloat16_and_under_autocast(device: str, autocast: bool) -> None:
         for i, each in enumerate((got, want)):
             squares[i] += (each.float() - exact)[seen].square().mean().item()
     assert squares[0] <= 1.2 * squares[1]  # of few samples: errors themselves are judged above
+
+
+BACKBONE = """
+class Backbone:
+    def forward(self, x, attention_mask):
+        masks = {"full": create_causal_mask(x, attention_mask), "near": create_sliding_window_causal_mask(x)}
+        for layer in self.layers:
+            x = layer(x, attention_mask=masks[layer.kind])
+        return x
+"""
+LAYER = """
+class Layer:
+    def forward(self, x, attention_mask):
+        return self.attention(x, attention_mask=attention_mask), attention_interface(self, x, attention_mask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "is_served"),
+    [
+        (BACKBONE, "", "", True),
+        (BACKBONE, "return x", "return x + masks['full']", False),
+        (BACKBONE, "attention_mask=masks[", "mask=masks[", False),
+        (BACKBONE, "create_sliding_window_causal_mask(x)", "None", False),
+        (BACKBONE, "return x", "return x, create_causal_mask(x)", False),
+        (LAYER, "", "", True),
+        (LAYER, "attention_mask=attention_mask", "mask=attention_mask", False),
+        (LAYER, "attention_mask)\n", "attention_mask[:, :, -1:])\n", False),
+        (LAYER, "attention_interface(", "self.other(", False),
+    ],
+)
+def test_masks_that_go_elsewhere(text: str, old: str, new: str, is_served: bool) -> None:
+    """Where anything but an attention of ours would see a mask of ours, there is none."""
+    changed = text.replace(old, new) if old else text
+    assert (changed != text) == bool(old)
+    source = Source(changed)
+    (name,) = source.classes
+    code = source.method(name, "forward")
+    assert code is not None
+    asked = of_models._hands_masks_out if name == "Backbone" else of_models._hands_mask_on
+    assert bool(asked(code)) == is_served
 
 
 def test_what_is_not_served_says_why() -> None:
