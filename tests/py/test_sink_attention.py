@@ -15,6 +15,7 @@ from bastile.models import sinks as of_models
 from bastile.models.forms import Source
 from bastile.models.small import small_model
 from bastile.models.table import OPERATORS
+from bastile.ops import sink_attention as of_operator
 from bastile.ops.sink_attention import sink_attention
 from conftest import assert_same_up_to_rounding, gradients, older_than
 from oracle import Case, assert_no_worse_pooled, devices, devices_and_types, few_examples, random_tensor
@@ -144,6 +145,20 @@ def test_gradients_of_a_batch_at_once_and_second_ones() -> None:
         (first,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
         with pytest.raises(RuntimeError, match="sink_attention cannot be differentiated twice"):
             first.sum().backward()
+
+
+def test_what_is_called_in_pytorch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flash attention has no name that is promised: where it takes other arguments, the original runs."""
+    assert of_operator.is_known()
+    function, names, *rest = of_operator._CALLED[1]
+    monkeypatch.setattr(of_operator, "_CALLED", ((function, f"{names} more", *rest),))
+    of_operator.is_known.cache_clear()
+    try:
+        q = torch.randn(1, 2, 3, 8)
+        with pytest.raises(ValueError, match="takes other arguments than are known"):
+            sink_attention(q, q, q, torch.randn(2))
+    finally:
+        of_operator.is_known.cache_clear()
 
 
 def test_empty() -> None:

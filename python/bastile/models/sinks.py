@@ -27,7 +27,7 @@ from bastile.host_copies import on_host, remember
 from bastile.models.forms import Code
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
-from bastile.ops._common import cast_as_linear
+from bastile.ops._common import cast_as_linear, has_values
 from bastile.ops.sink_attention import allowed, refusal, sink_attention
 from bastile.own_methods import given_to
 from bastile.report import Tally
@@ -144,6 +144,9 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
             args
             or torch.compiler.is_compiling()
             or getattr(config, "_attn_implementation", None) != _EAGER
+            or not isinstance(embedded, torch.Tensor)
+            or not has_values(embedded)
+            or embedded.device.type not in ("cpu", "cuda")
             or cast_as_linear(embedded)[0].dtype not in TYPES
         ):
             return original(*args, **kwargs)

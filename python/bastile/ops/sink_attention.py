@@ -15,6 +15,7 @@ A CPU's flash attention takes a bias, in which the sink is that of one more key:
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -29,12 +30,38 @@ _HALVES = (torch.bfloat16, torch.float16)
 _MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
 _OLDEST = (8, 0)  # compute capability, likewise
 
-_aten = torch.ops.aten
+_forward = torch.ops.aten._flash_attention_forward.default
+_backward = torch.ops.aten._flash_attention_backward.default
+_forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_SHAPES = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
+_WINDOW = "scale window_size_left window_size_right"
+#: What is called has no name that PyTorch promises: its arguments by position, some by name, and how many results it has.
+_CALLED = (
+    (_forward, f"query key value {_SHAPES} return_debug_mask", _WINDOW, 5),
+    (_backward, f"grad_out query key value out logsumexp {_SHAPES} rng_state unused", _WINDOW, 3),
+    (_forward_on_cpu, "query key value dropout_p is_causal", "attn_mask scale", 2),
+    (_backward_on_cpu, "grad_out query key value out logsumexp dropout_p is_causal", "attn_mask scale", 3),
+)
+
+
+@functools.cache
+def is_known() -> bool:
+    """Whether this PyTorch's flash attention takes and gives what those of 2.11 and 2.13 do."""
+    for function, by_position, by_name, results in _CALLED:
+        arguments = function._schema.arguments
+        names = " ".join(a.name for a in arguments if not a.kwarg_only)
+        rest = {a.name for a in arguments if a.kwarg_only}
+        if names != by_position or not rest.issuperset(by_name.split()) or len(function._schema.returns) != results:
+            return False
+    return True
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> str | None:
     """Why these are not served; None where they are."""
     tensors = (q, k, v, sinks)
+    if not is_known():
+        return f"the flash attention of PyTorch {torch.__version__} takes other arguments than are known"
     if not has_values(*tensors) or in_transform(*tensors):
         return "its tensors are none of PyTorch's own, or within a transform"
     if any(t.dim() != 4 for t in (q, k, v)) or q.shape[2] != k.shape[2] or k.shape != v.shape:
@@ -91,7 +118,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, boundarie
     varies = bool(boundaries.numel())
     cut = boundaries if varies else None
     given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, length, length, 0.0, True, False]
-    o, lse, *random, _ = _aten._flash_attention_forward(*given, scale=scale, **_left(window))
+    o, lse, *random, _ = _forward(*given, scale=scale, **_left(window))
     if varies:
         o, lse = o.view(batch, length, heads, dim), lse.view(heads, batch, length).transpose(0, 1)
     return o, lse, *random
@@ -107,7 +134,7 @@ def _flash_backward(
     boundaries, *random = more
     if not q.is_cuda:
         keys, values, bias = _with_sink(q, k, v, sinks, ctx.window, boundaries)
-        dq, *both = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, *both = _backward_on_cpu(
             dy.transpose(1, 2), q, keys, values, y.transpose(1, 2), total, 0.0, False, attn_mask=bias, scale=ctx.scale
         )
         return dq, *[t[..., :-1, :].unflatten(1, (k.shape[1], -1)).sum(2) for t in both]
@@ -118,7 +145,7 @@ def _flash_backward(
         total = total.transpose(0, 1).flatten(1)
     read = [dy, *[_tokens(t, varies) for t in (q, k, v)], y, total.contiguous()]
     given = [*read, cut, cut, length, length, 0.0, True, *random]
-    grads = _aten._flash_attention_backward(*given, scale=ctx.scale, **_left(ctx.window))
+    grads = _backward(*given, scale=ctx.scale, **_left(ctx.window))
     return [(g.unflatten(0, (-1, length)) if varies else g).transpose(1, 2) for g in grads]
 
 
@@ -141,8 +168,7 @@ class _SinkAttention(Function):
     def forward(ctx, q, k, v, sinks, boundaries, scale, window):
         if not q.is_cuda:
             keys, values, bias = _with_sink(q, k, v, sinks, window, boundaries)
-            attend = _aten._scaled_dot_product_flash_attention_for_cpu
-            y, total = attend(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
+            y, total = _forward_on_cpu(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
             y, random = y.transpose(1, 2), []
         else:
             y, lse, *random = _flash(q, k, v, scale, window, boundaries)
