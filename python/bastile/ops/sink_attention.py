@@ -36,7 +36,7 @@ _forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.def
 _backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _SHAPES = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
 _WINDOW = "scale window_size_left window_size_right"
-#: What is called has no name that PyTorch promises: its arguments by position, some by name, and how many results it has.
+#: What is called has no name that PyTorch promises: arguments by position and by name, and how many results.
 _CALLED = (
     (_forward, f"query key value {_SHAPES} return_debug_mask", _WINDOW, 5),
     (_backward, f"grad_out query key value out logsumexp {_SHAPES} rng_state unused", _WINDOW, 3),
