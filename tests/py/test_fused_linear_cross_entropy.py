@@ -465,6 +465,12 @@ def test_double_backward_is_refused(device):
         gradient.sum().backward()
 
 
+@pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU, whose library has kernels to miss")
+def test_a_large_vocabulary_that_is_no_multiple_of_8():
+    """Each of the three products is cut in two (src/cuda/blas_cut.c)."""
+    assert_no_worse(case(6144, 8203, 2048, torch.bfloat16, "cuda"))
+
+
 @pytest.mark.skipif(EMULATED, reason="memory is what PyTorch's allocator on a real device says")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_stays_within_the_budget():
