@@ -23,11 +23,17 @@ _PATIENCE = timedelta(minutes=5)
 _LIFE = 1500
 
 
+#: Groups that this process was. None is ended while it runs: a model of DistributedDataParallel's that goes after its
+#: group would end it with Python's lock held, and wait for gloo's threads, of which one was seen to wait for that lock.
+_kept: list[Any] = []
+
+
 @contextmanager
 def alone(backend: str = "gloo") -> Iterator[None]:
     """This process is a group, for what asks for one."""
     store = distributed.HashStore()
     distributed.init_process_group(backend, store=store, rank=0, world_size=1, timeout=_PATIENCE)
+    _kept.append(distributed.group.WORLD)
     try:
         yield
     finally:
