@@ -379,27 +379,31 @@ static bst_status plan(const product *t, problem_key *p, choice *out) {
     return BST_OK;
 }
 
-static bst_status multiply_part(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g) {
+static bst_status multiply_part(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g,
+                                problem_key *p) {
     product t = {exec, op, device, g};
-    problem_key p;
     choice c;
-    BST_TRY(key_of(op, g, &p));
     pthread_mutex_lock(&lock);
-    bst_status status = open_handle(op, p.device, &t.handle);
+    bst_status status = open_handle(op, p->device, &t.handle);
     pthread_mutex_unlock(&lock);
     BST_TRY(status);
-    status = describe(op, &p, &t.descriptors);
-    if (status == BST_OK) status = plan(&t, &p, &c);
+    status = describe(op, p, &t.descriptors);
+    if (status == BST_OK) status = plan(&t, p, &c);
     if (status == BST_OK) status = run(&t, &c);
     destroy(&t.descriptors);
     return status;
 }
 
-static bst_status multiply(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g) {
-    if (!bst__cutting_pays(g)) return multiply_part(exec, op, device, g);
+/* p: the whole product's key; of parts each has its own. */
+static bst_status multiply(const bst_exec *exec, const char *op, const bst_device *device, const bst_gemm *g,
+                           problem_key *p) {
+    if (!bst__cutting_pays(g)) return multiply_part(exec, op, device, g, p);
     bst_gemm parts[BST_MOST_PARTS];
     int count = bst__cut_product(g, parts);
-    for (int i = 0; i < count; i++) BST_TRY(multiply_part(exec, op, device, &parts[i]));
+    for (int i = 0; i < count; i++) {
+        BST_TRY(key_of(op, &parts[i], p));
+        BST_TRY(multiply_part(exec, op, device, &parts[i], p));
+    }
     return BST_OK;
 }
 
@@ -416,13 +420,14 @@ static bst_status multiply_nothing(const bst_exec *exec, const char *op, const b
 }
 
 bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *problem) {
-    problem_key key; /* each part has its own: here it says what types are not supported */
+    problem_key key;
     BST_TRY(key_of(op, problem, &key));
     bst_collector collector;
     if (!problem->m || !problem->n || bst__compiling_only(&collector)) return BST_OK;
     bst_scope scope;
     BST_TRY(bst__enter(op, problem->device.device_id, &scope));
-    bst_status status = problem->k ? multiply(exec, op, scope.device, problem) : multiply_nothing(exec, op, problem);
+    bst_status status =
+        problem->k ? multiply(exec, op, scope.device, problem, &key) : multiply_nothing(exec, op, problem);
     bst__leave(scope);
     return status;
 }

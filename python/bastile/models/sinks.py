@@ -28,7 +28,7 @@ from bastile.models.forms import Code
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import cast_as_linear, has_values
-from bastile.ops.sink_attention import allowed, refusal, sink_attention
+from bastile.ops.sink_attention import HALVES, allowed, refusal, sink_attention
 from bastile.own_methods import given_to
 from bastile.report import Tally
 
@@ -40,15 +40,15 @@ _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _OURS = "bastile_boundaries"
 _DIMS = 6
 #: In which the original rounds weights, and PyTorch's flash attention sums: of float32 the original is the closer one.
-TYPES = (torch.bfloat16, torch.float16)
+TYPES = HALVES
 _WIDE = "its tensors are of float32, in which the original code is the more exact"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
     known = list(file.functions(KIND)) if file.module is not None else []
-    for name, function in file.scope.items():
-        if name == _ATTENDS and isinstance(function, FunctionType):  # of whatever code: so it is told what has none
-            file.reads[name] = (_SINKS,) if calls(stock_of(function), _SINKS) else ()
+    function = file.scope.get(_ATTENDS)
+    if isinstance(function, FunctionType):  # of whatever code: where it has sinks, it is told that it stays stock
+        file.reads[_ATTENDS] = (_SINKS,) if calls(stock_of(function), _SINKS) else ()
     for found in known:
         name, own = found.name, list(file.own_classes())
         attentions = tuple(cls for cls in own if calls(stock_of(vars(cls)["forward"]), name))
@@ -210,9 +210,14 @@ def _is_ours(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == _DIMS and mask.dtype is torch.int32
 
 
+def _said(mask: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The boundaries and the window of a mask of ours."""
+    return mask[0, 0, 0, 0, :, 0], mask.shape[-1] - 1
+
+
 def _original_mask(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """What Transformers would have made: what is not seen, nobody sees."""
-    starts, window, (batch, _, length, _) = mask[0, 0, 0, 0, :, 0], mask.shape[-1] - 1, q.shape
+    (starts, window), (batch, _, length, _) = _said(mask), q.shape
     seen = allowed(q, window, starts[:0])
     if starts.numel():
         rows = torch.arange(batch, device=q.device)[:, None] * length
@@ -250,7 +255,7 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
             mask = _original_mask(attention_mask, query) if ours else attention_mask
             return original(module, query, key, value, mask, *args, **kwargs)
         tally.count()
-        starts, window = attention_mask[0, 0, 0, 0, :, 0], attention_mask.shape[-1] - 1
+        starts, window = _said(attention_mask)
         return sink_attention(q, k, v, module.sinks, scale=given["scaling"], window=window, boundaries=starts), None
 
     return mark_as_ours(attend)

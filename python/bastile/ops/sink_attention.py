@@ -26,7 +26,8 @@ from bastile.ops._common import FLOATS, Function, first_order_only, has_values, 
 
 __all__ = ["sink_attention"]
 
-_HALVES = (torch.bfloat16, torch.float16)
+#: What flash attention serves on CUDA.
+HALVES = (torch.bfloat16, torch.float16)
 _MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
 _OLDEST = (8, 0)  # compute capability, likewise
 
@@ -64,15 +65,19 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> str | None:
         return f"the flash attention of PyTorch {torch.__version__} takes other arguments than are known"
     if not has_values(*tensors) or in_transform(*tensors):
         return "its tensors are none of PyTorch's own, or within a transform"
-    if any(t.dim() != 4 for t in (q, k, v)) or q.shape[2] != k.shape[2] or k.shape != v.shape:
-        return "queries, keys and values are of other shapes than a causal attention's"
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or not k.shape[1] or q.shape[1] % k.shape[1]:
+    if (
+        any(t.dim() != 4 for t in (q, k, v))
+        or k.shape != v.shape
+        or any(q.shape[i] != k.shape[i] for i in (0, 2, 3))
+        or not k.shape[1]
+        or q.shape[1] % k.shape[1]
+    ):
         return "queries, keys and values are of other shapes than a causal attention's"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS or len({t.device for t in tensors}) != 1:
         return "queries, keys, values and sinks are of different types or devices"
     if q.device.type not in ("cpu", "cuda"):
         return f"there is no flash attention on {q.device.type}"
-    if q.is_cuda and (q.dtype not in _HALVES or q.shape[3] > _MOST_DIM or q.shape[3] % 8):
+    if q.is_cuda and (q.dtype not in HALVES or q.shape[3] > _MOST_DIM or q.shape[3] % 8):
         return f"there is no flash attention on CUDA of {q.dtype} and heads of {q.shape[3]}"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < _OLDEST:
         return "there is no flash attention on GPUs older than compute capability 8.0"
