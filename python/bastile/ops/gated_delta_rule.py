@@ -1,0 +1,147 @@
+"""Linear attention by the gated delta rule (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024), as Qwen3.5,
+Qwen3-Next and OLMo-Hybrid have it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
+from bastile.ops._common import Function, first_order_only, need_floats, on_gpu, served
+
+__all__ = ["gated_delta_rule"]
+
+_OP = "gated_delta_rule"
+_forward = torch.ops.bastile.gated_delta_rule_forward.default
+_backward = torch.ops.bastile.gated_delta_rule_backward.default
+#: The widest heads of queries and keys, and of values.
+MOST_KEY, MOST_VALUE = 128, 256
+#: Bytes of shared memory that the backward pass takes at the least, see docs/gated_delta_rule.md.
+_EPS = 1e-6
+
+
+class _GatedDeltaRule(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, g, beta, initial, options, wants_final):
+        y, final = _forward(q, k, v, g, beta, initial, *options, wants_final)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, g, beta, initial)
+        ctx.options = options
+        return y, final if wants_final else None
+
+    @staticmethod
+    def backward(ctx, dy, dfinal):
+        saved = ctx.saved_tensors
+        q, _, v, *_, initial = saved
+        if dy is None and dfinal is None:
+            return (None,) * 8
+        sources = dy, dfinal
+        dy = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if dy is None else dy
+        dfinal = None if dfinal is None else dfinal.contiguous()
+        want_initial = initial is not None and ctx.needs_input_grad[5]
+        grads = _backward(_with_rows(dy), dfinal, *saved, *ctx.options, want_initial)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grads = [first_order_only(_OP, grad, *sources, *saved) for grad in grads]
+        grads = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+        return *grads, None, None
+
+
+def _with_rows(t: Tensor) -> Tensor:
+    """With its last dimension contiguous, as the operator takes it."""
+    return t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous()
+
+
+def _original(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, scale: float, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """The definition, a token at a time, in PyTorch's operators: in float32, or float64."""
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
+    q, k, v, g, beta = [t.to(wide) for t in (q, k, v, g, beta)]
+    if eps is not None:
+        q, k = [t * torch.rsqrt(t.square().sum(-1, keepdim=True) + eps) for t in (q, k)]
+    times = v.shape[2] // q.shape[2]
+    q, k = q.repeat_interleave(times, 2) * scale, k.repeat_interleave(times, 2)
+    batch, tokens, heads, size = q.shape
+    state = torch.zeros(batch, heads, size, v.shape[-1], dtype=wide, device=v.device)
+    state = state + (0 if initial is None else initial)
+    rows = []
+    for i in range(tokens):
+        state = state * g[:, i].exp()[..., None, None]
+        left = (v[:, i] - (state * k[:, i, ..., None]).sum(-2)) * beta[:, i, ..., None]
+        state = state + k[:, i, ..., None] * left[..., None, :]
+        rows.append((state * q[:, i, ..., None]).sum(-2))
+    y = torch.stack(rows, 1) if rows else v
+    return y.to(dtype), state
+
+
+def refusal(q: Tensor, v: Tensor) -> str | None:
+    """Why heads of these sizes are not served; None where they are."""
+    key, value = q.shape[-1], v.shape[-1]
+    if key > MOST_KEY or value > MOST_VALUE:
+        return f"its heads have {key} and {value} elements; at most {MOST_KEY} and {MOST_VALUE} are served"
+    if on_gpu(q) and q.is_cuda and _shared_memory_of(q.device) < _least_shared_memory(q.dtype, key):
+        return f"this GPU has too little shared memory for heads of {key} elements of {q.dtype}"
+    return None
+
+
+def _shared_memory_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def _least_shared_memory(dtype: torch.dtype, key: int) -> int:
+    """What gated_delta_rule_cuda.c takes with the narrowest slices of values."""
+    planes, padded, chunk, slices = 3 if dtype is torch.float32 else 2, -(-key // 16) * 16, 64, 16
+    rows = [(chunk, padded), (padded, slices), (padded, slices), (chunk, chunk), *[(chunk, slices)] * 3]
+    return 5120 + sum(planes * count * (2 * columns + 16) for count, columns in rows)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    normalize: bool = False,
+    eps: float = _EPS,
+) -> tuple[Tensor, Tensor | None]:
+    """A head's state S [K, V] changes with each token, and y is what the token's query reads of it:
+
+        S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q
+
+    in float32, with q and k first divided by sqrt(their squares' sum + eps) where `normalize` says so. It is computed
+    over chunks of 64 tokens, within which all is products of matrices.
+
+    Args:
+        q: [B, T, H, K], K at most 128: float32, bfloat16 or float16. It may be a slice of a wider tensor, as all may.
+        k: as q.
+        v: [B, T, N, V], V at most 256, of q's type. N is a multiple of H: head n has the q and k of n // (N // H).
+        g: [B, T, N], of any float type: the logarithm of a decay, 0 or below.
+        beta: [B, T, N], of any float type.
+        scale: None: 1 / sqrt(K).
+        initial_state: [B, N, K, V] float32: S before the first token. None: zeros.
+        output_final_state: whether S behind the last token is wanted.
+        normalize: whether q and k are made rows of length 1.
+        eps: for that.
+
+    Returns:
+        y, [B, T, N, V] of q's type, contiguous, and S behind the last token, float32, or None. Gradients flow to all
+        tensors, and from both results; what is kept for them is the arguments. A second differentiation is an error.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    tensors = (q, k, v, g, beta, initial_state)
+    if not served(*tensors) or not q.dtype == k.dtype == v.dtype:
+        need_floats(_OP, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+        y, final = _original(q, k, v, g, beta, initial_state, scale, eps if normalize else None)
+        return y, final if output_final_state else None
+    rows = [_with_rows(t) for t in (q, k, v, g, beta)]
+    initial: Any = None if initial_state is None else initial_state.float().contiguous()
+    return _GatedDeltaRule.apply(*rows, initial, (scale, normalize, eps), output_final_state)

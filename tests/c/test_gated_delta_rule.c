@@ -1,0 +1,250 @@
+/* test_gated_delta_rule.c - the gated delta rule through the C API: values and gradients against its definition, a token
+ * at a time in double; states; errors; its kernels on every chip. */
+#include <math.h>
+
+#include "chips.h"
+
+/* Three chunks, the last with a few tokens; two heads of values for each of keys; sizes that fill no tile. */
+enum { B = 2, T = 135, H = 1, N = 2, K = 19, V = 21 };
+
+static int64_t of_keys[] = {B, T, H, K}, of_values[] = {B, T, N, V}, of_numbers[] = {B, T, N},
+               of_states[] = {B, N, K, V};
+
+typedef struct numbers {
+    float q[B][T][H][K], k[B][T][H][K], v[B][T][N][V], g[B][T][N], beta[B][T][N], initial[B][N][K][V];
+} numbers;
+
+static numbers in, gradient;
+static float y[B][T][N][V], final[B][N][K][V], dy[B][T][N][V], dfinal[B][N][K][V];
+
+static void fill(void) {
+    bst_fill(&in.q[0][0][0][0], B * T * H * K, 1, 1);
+    bst_fill(&in.k[0][0][0][0], B * T * H * K, 2, 1);
+    bst_fill(&in.v[0][0][0][0], B * T * N * V, 3, 1);
+    bst_fill(&in.g[0][0][0], B * T * N, 4, 0.5f);
+    bst_fill(&in.beta[0][0][0], B * T * N, 5, 0.5f);
+    bst_fill(&in.initial[0][0][0][0], B * N * K * V, 6, 1);
+    bst_fill(&dy[0][0][0][0], B * T * N * V, 7, 1);
+    bst_fill(&dfinal[0][0][0][0], B * N * K * V, 8, 1);
+    for (int i = 0; i < B * T * N; i++) {
+        (&in.g[0][0][0])[i] -= 0.5f;
+        (&in.beta[0][0][0])[i] += 0.5f;
+    }
+}
+
+/* The sum of all results, each times its upstream gradient: its derivatives are the gradients. */
+static double weighted(const numbers *n, bool normalize) {
+    static double s[K][V];
+    double sum = 0;
+    for (int b = 0; b < B; b++)
+        for (int h = 0; h < N; h++) {
+            for (int i = 0; i < K; i++)
+                for (int j = 0; j < V; j++) s[i][j] = n->initial[b][h][i][j];
+            for (int t = 0; t < T; t++) {
+                double of_q = 0, of_k = 0, q[K], k[K];
+                for (int i = 0; i < K; i++) {
+                    q[i] = n->q[b][t][h / (N / H)][i], k[i] = n->k[b][t][h / (N / H)][i];
+                    of_q += q[i] * q[i], of_k += k[i] * k[i];
+                }
+                for (int i = 0; i < K && normalize; i++) q[i] /= sqrt(of_q + 1e-6), k[i] /= sqrt(of_k + 1e-6);
+                for (int j = 0; j < V; j++) {
+                    double seen = 0, read = 0;
+                    for (int i = 0; i < K; i++) seen += (s[i][j] *= exp(n->g[b][t][h])) * k[i];
+                    for (int i = 0; i < K; i++) {
+                        s[i][j] += (double)n->beta[b][t][h] * k[i] * (n->v[b][t][h][j] - seen);
+                        read += s[i][j] * q[i] / sqrt(K);
+                    }
+                    sum += read * (double)dy[b][t][h][j];
+                    if (n == &in) CHECK_CLOSE(y[b][t][h][j], read, 1e-5);
+                }
+            }
+            for (int i = 0; i < K; i++)
+                for (int j = 0; j < V; j++) {
+                    sum += s[i][j] * (double)dfinal[b][h][i][j];
+                    if (n == &in) CHECK_CLOSE(final[b][h][i][j], s[i][j], 1e-5);
+                }
+        }
+    return sum;
+}
+
+typedef struct tensors {
+    DLTensor q, k, v, g, beta, initial;
+} tensors;
+
+static tensors tensors_of(numbers *n) {
+    return (tensors){bst_f32(n->q, 4, of_keys),    bst_f32(n->k, 4, of_keys),       bst_f32(n->v, 4, of_values),
+                     bst_f32(n->g, 3, of_numbers), bst_f32(n->beta, 3, of_numbers), bst_f32(n->initial, 4, of_states)};
+}
+
+/* Central differences of some elements of an input. */
+static void check_gradients(float *x, const float *of_x, int64_t count, bool normalize) {
+    static numbers near;
+    const float step = 1.0f / 256;
+    float *moved = (float *)((char *)&near + ((char *)x - (char *)&in));
+    for (int64_t i = 3; i < count; i += count / 7) {
+        near = in;
+        moved[i] = x[i] + step;
+        double above = weighted(&near, normalize);
+        moved[i] = x[i] - step;
+        CHECK_CLOSE(of_x[i], (above - weighted(&near, normalize)) / (2 * (double)step), 2e-3);
+    }
+}
+
+TEST(values_and_gradients) {
+    fill();
+    for (int normalize = 1; normalize >= 0; normalize--) {
+        tensors t = tensors_of(&in), d = tensors_of(&gradient);
+        DLTensor ty = bst_f32(y, 4, of_values), tf = bst_f32(final, 4, of_states);
+        DLTensor tdy = bst_f32(dy, 4, of_values), tdf = bst_f32(dfinal, 4, of_states);
+        bst_gated_delta_rule_options options = {sizeof options, .normalize = normalize};
+        bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, &t.initial, &ty, &tf};
+        if (!normalize) /* longer keys would make states that grow without end */
+            for (int i = 0; i < B * T * H * K; i++) (&in.k[0][0][0][0])[i] *= 0.25f;
+        CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, &options));
+        weighted(&in, normalize);
+        given = (bst_gated_delta_rule_tensors){sizeof given,
+                                               &t.q,
+                                               &t.k,
+                                               &t.v,
+                                               &t.g,
+                                               &t.beta,
+                                               &t.initial,
+                                               .dy = &tdy,
+                                               .dfinal = &tdf,
+                                               .dq = &d.q,
+                                               .dk = &d.k,
+                                               .dv = &d.v,
+                                               .dg = &d.g,
+                                               .dbeta = &d.beta,
+                                               .dinitial = &d.initial};
+        CHECK_OK(bst_gated_delta_rule_backward(NULL, &given, &options));
+        check_gradients(&in.q[0][0][0][0], &gradient.q[0][0][0][0], B * T * H * K, normalize);
+        check_gradients(&in.k[0][0][0][0], &gradient.k[0][0][0][0], B * T * H * K, normalize);
+        check_gradients(&in.v[0][0][0][0], &gradient.v[0][0][0][0], B * T * N * V, normalize);
+        check_gradients(&in.g[0][0][0], &gradient.g[0][0][0], B * T * N, normalize);
+        check_gradients(&in.beta[0][0][0], &gradient.beta[0][0][0], B * T * N, normalize);
+        check_gradients(&in.initial[0][0][0][0], &gradient.initial[0][0][0][0], B * N * K * V, normalize);
+    }
+}
+
+/* A call ends where the next one begins, whose chunks then lie elsewhere. */
+TEST(states_are_handed_on) {
+    static float first[B][50][N][V], second[B][T - 50][N][V], between[B][N][K][V], last[B][N][K][V];
+    bst_gated_delta_rule_options options = {sizeof options, .normalize = 1};
+    int64_t strides[3][4] = {{T * H * K, H * K, K, 1}, {T * N * V, N * V, V, 1}, {T * N, N, 1}};
+    fill();
+    tensors t = tensors_of(&in);
+    DLTensor ty = bst_f32(y, 4, of_values), tf = bst_f32(final, 4, of_states);
+    bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, &t.initial, &ty, &tf};
+    CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, &options));
+    for (int half = 0; half < 2; half++) {
+        int64_t tokens = half ? T - 50 : 50, begin = half ? 50 : 0;
+        int64_t keys[] = {B, tokens, H, K}, values[] = {B, tokens, N, V}, numbers_of[] = {B, tokens, N};
+        DLTensor q = bst_tensor(&in.q[0][begin], 4, keys, strides[0], bst_test_types[0]), k = q, v = q, g = q, beta;
+        k.data = &in.k[0][begin];
+        v = bst_tensor(&in.v[0][begin], 4, values, strides[1], bst_test_types[0]);
+        g = bst_tensor(&in.g[0][begin], 3, numbers_of, strides[2], bst_test_types[0]), beta = g;
+        beta.data = &in.beta[0][begin];
+        DLTensor state = bst_f32(between, 4, of_states), end = bst_f32(last, 4, of_states);
+        DLTensor out = bst_f32(half ? (void *)second : (void *)first, 4, values);
+        bst_gated_delta_rule_tensors part = {
+            sizeof part, &q, &k, &v, &g, &beta, half ? &state : &t.initial, &out, half ? &end : &state};
+        CHECK_OK(bst_gated_delta_rule_forward(NULL, &part, &options));
+    }
+    for (int i = 0; i < B * N * K * V; i++) CHECK_CLOSE((&last[0][0][0][0])[i], (&final[0][0][0][0])[i], 1e-6);
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < N * V; i++) {
+            CHECK_CLOSE((&first[b][49][0][0])[i], (&y[b][49][0][0])[i], 1e-6);
+            CHECK_CLOSE((&second[b][T - 51][0][0])[i], (&y[b][T - 1][0][0])[i], 1e-6);
+        }
+}
+
+/* No tokens: the state is what it was. */
+TEST(nothing_to_do) {
+    fill();
+    int64_t keys[] = {B, 0, H, K}, values[] = {B, 0, N, V}, none[] = {B, 0, N};
+    DLTensor q = bst_f32(NULL, 4, keys), v = bst_f32(NULL, 4, values), g = bst_f32(NULL, 3, none);
+    DLTensor initial = bst_f32(in.initial, 4, of_states), tf = bst_f32(final, 4, of_states);
+    bst_gated_delta_rule_tensors given = {sizeof given, &q, &q, &v, &g, &g, &initial, &v, &tf};
+    CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, NULL));
+    CHECK(!memcmp(final, in.initial, sizeof final));
+    given = (bst_gated_delta_rule_tensors){
+        sizeof given,       &q,       &q,       &v,       &g,       &g,          &initial,       .dy = &v,
+        .dfinal = &initial, .dq = &q, .dk = &q, .dv = &v, .dg = &g, .dbeta = &g, .dinitial = &tf};
+    memset(final, 0, sizeof final);
+    CHECK_OK(bst_gated_delta_rule_backward(NULL, &given, NULL));
+    CHECK(!memcmp(final, in.initial, sizeof final));
+}
+
+TEST(errors_name_the_argument_and_write_nothing) {
+    fill();
+    memset(y, 0, sizeof y);
+    tensors t = tensors_of(&in);
+    DLTensor ty = bst_f32(y, 4, of_values), other = t.q, wide = t.q;
+    bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, NULL, &ty};
+    int64_t few[] = {B, T, H, K - 1}, many[] = {B, T, N, 257}, three[] = {B, T, 3, K};
+    bst_gated_delta_rule_options below = {sizeof below, .eps = -1};
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, &below), BST_INVALID);
+    CHECK_STR(bst_last_error(), "gated_delta_rule_forward: eps is -1; a finite number, 0 or above, is needed");
+    other.shape = few;
+    given.k = &other;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "gated_delta_rule_forward: k has shape [2, 135, 1, 18]");
+    given.k = &t.k;
+    wide = t.v, wide.shape = many;
+    given.v = &wide;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "gated_delta_rule_forward: v has heads of 257 elements; 1 to 256 are supported");
+    wide = t.q, wide.shape = three;
+    given.v = &t.v, given.q = &wide, given.k = &wide;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "gated_delta_rule_forward: v has 2 heads and q 3; a multiple is needed");
+    for (int i = 0; i < B * T * N * V; i++) CHECK((&y[0][0][0][0])[i] == 0);
+}
+
+/* Heads of Qwen3.5 in each type, of OLMo-Hybrid, and sizes and strides that need narrow accesses. Of float32 the widest do not fit
+ * smaller chips, which must be said and nothing else. */
+static void compile_calls(void) {
+    static const int64_t sizes[][2] = {{128, 128}, {96, 192}, {19, 21}};
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (size_t type = i ? 1 : 0; type < (i ? 2 : 3); type++) {
+            bst_shape s[18];
+            int64_t keys[] = {1, 256, 2, sizes[i][0]}, values[] = {1, 256, 4, sizes[i][1]}, some[] = {1, 256, 4};
+            int64_t states[] = {1, 4, sizes[i][0], sizes[i][1]};
+            DLDataType of = bst_test_types[type], f32 = bst_test_types[0];
+            DLTensor *q = bst_device_tensor(&s[0], of, 4, keys), *k = bst_device_tensor(&s[1], of, 4, keys);
+            DLTensor *v = bst_device_tensor(&s[2], of, 4, values), *g = bst_device_tensor(&s[3], f32, 3, some);
+            DLTensor *beta = bst_device_tensor(&s[4], of, 3, some), *to = bst_device_tensor(&s[5], of, 4, values);
+            DLTensor *state = bst_device_tensor(&s[6], f32, 4, states), *end = bst_device_tensor(&s[7], f32, 4, states);
+            bst_gated_delta_rule_options options = {sizeof options, .normalize = i != 2};
+            bst_gated_delta_rule_tensors given = {sizeof given, q, k, v, g, beta, state, to, end};
+            bst_status result = bst_gated_delta_rule_forward(&bst_fake_exec, &given, &options);
+            if (type || i == 2) CHECK_OK(result);
+            given = (bst_gated_delta_rule_tensors){sizeof given,
+                                                   q,
+                                                   k,
+                                                   v,
+                                                   g,
+                                                   beta,
+                                                   .dy = to,
+                                                   .dq = bst_device_tensor(&s[8], of, 4, keys),
+                                                   .dk = bst_device_tensor(&s[9], of, 4, keys),
+                                                   .dv = bst_device_tensor(&s[10], of, 4, values),
+                                                   .dg = bst_device_tensor(&s[11], f32, 3, some),
+                                                   .dbeta = bst_device_tensor(&s[12], of, 3, some)};
+            result = bst_gated_delta_rule_backward(&bst_fake_exec, &given, &options);
+            if (type || i == 2) CHECK_OK(result);
+            if (result != BST_OK) CHECK_STR(bst_last_error(), "take more shared memory than this GPU has");
+        }
+}
+
+TEST(kernels_compile_for_every_chip) { bst_for_every_chip("gated_delta_rule", compile_calls); }
+
+int main(void) {
+    RUN(values_and_gradients);
+    RUN(states_are_handed_on);
+    RUN(nothing_to_do);
+    RUN(errors_name_the_argument_and_write_nothing);
+    RUN(kernels_compile_for_every_chip);
+    return bst_test_report();
+}
