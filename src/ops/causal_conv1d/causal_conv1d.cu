@@ -173,8 +173,9 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
             if (SILU) convolve(z, window, w, bias);
             BST_EACH(j, SILU ? VEC : 0) {
                 const bst_gate gate = bst_sigmoid_gate(z[j], z[j], z[j], UNIT_TYPE);
-                g[j] =
-                    t + i < left ? g[j] * (gate.factor * gate.slope) : 0.0f; /* whatever z is behind the last token */
+                /* In this order: many slopes are just above a power of two, where a product's rounding weighs most. And
+                 * whatever z is behind the last token. */
+                g[j] = t + i < left ? g[j] * gate.factor * gate.slope : 0.0f;
             }
             if (t + i < p.count) {
                 BST_EACH(j, VEC) {
@@ -186,7 +187,7 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
             if (DX && t + i >= AFTER && t + i < steps) {
                 BST_EACH(j, VEC) z[j] = 0;
                 BST_EACH(k, TAPS) {
-                    BST_EACH(j, VEC) z[j] = bst_fma(w[TAPS - 1 - k][j], gradients[k][j], z[j]);
+                    BST_EACH(j, VEC) z[j] = bst_fma(w[k][j], gradients[TAPS - 1 - k][j], z[j]);
                 }
                 bst_store(a.y, dx + (t + i - AFTER) * CHANNELS, z, X_TYPE, VEC);
             }

@@ -70,12 +70,13 @@ BST_LOOP void silu_of(float *restrict z, int64_t n, int type) {
     for (int64_t i = 0; i < n; i++) z[i] = bst_activate(z[i], BST_SILU_CODE, type).value;
 }
 
-/* dy times SiLU's slope at z. */
+/* dy times SiLU's slope at z. Many slopes are just above a power of two, where a product's rounding weighs most: their
+ * factors are not multiplied with each other first. */
 BST_LOOP void silu_slope(float *restrict dy, const float *restrict z, int64_t n, int type) {
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         bst_gate gate = bst_activate(z[i], BST_SILU_CODE, type);
-        dy[i] *= gate.factor * gate.slope;
+        dy[i] = dy[i] * gate.factor * gate.slope;
     }
 }
 
@@ -126,10 +127,10 @@ static void add_token(const bst_view *v, sums *s, ring rows, const taps *of, con
     for (int64_t i = 0; v[DBIAS].data && i < of->n; i++) s->run[of->count][i] += g[i];
 }
 
-/* dx of a position: what each of the windows that reach it adds. */
+/* dx of a position: what each of the windows that reach it adds, the last first. */
 static void store_dx(const bst_view *dx, ring gradients, const taps *of, int64_t position, int64_t token) {
     float out[TILE] = {0};
-    for (int64_t ahead = 0; ahead < of->count; ahead++) {
+    for (int64_t ahead = of->count - 1; ahead >= 0; ahead--) {
         const float *restrict w = of->weight[of->count - 1 - ahead], *restrict g =
                                                                          row_of(gradients, of, position + ahead);
         for (int64_t i = 0; i < of->n; i++) out[i] = bst_fma(w[i], g[i], out[i]);
