@@ -38,8 +38,9 @@ static element element_at(const convolution *v, int64_t sequence, int64_t token,
     }
     double s = 1 / (1 + exp(-z)), slope = v->silu ? s * (1 + z * (1 - s)) : 1;
     double of_slope = v->silu ? 1 + size / 2 : 1;
-    if (size > 1e37) size = of_slope = INFINITY;
-    return (element){v->silu ? z * s : z, 1.1 * size, dy * slope, fabs(dy) * of_slope + 1e-30};
+    double g_size = fabs(dy) * of_slope + 1e-30;
+    bool is_lost = size > 1e37, g_is_lost = is_lost || g_size > 1e37;
+    return (element){v->silu ? z * s : z, is_lost ? INFINITY : 1.1 * size, dy * slope, g_is_lost ? INFINITY : g_size};
 }
 
 void fuzz_causal_conv1d_forward(fuzz_call *c) {
@@ -52,9 +53,11 @@ void fuzz_causal_conv1d_forward(fuzz_call *c) {
     }
 }
 
-static void add(fuzz_tensor *t, int64_t e, double value, double size) {
+/* Adds a product of an element's gradient, of such a size, with another number. */
+static void add(fuzz_tensor *t, int64_t e, double g, double g_size, double other) {
+    double size = isinf(g_size) ? INFINITY : g_size * fabs(other); /* of zero, too */
     if (!t) return;
-    t->numbers[e] += value;
+    t->numbers[e] += g * other;
     t->size[e] += size > 1e37 ? INFINITY : size;
 }
 
@@ -65,15 +68,15 @@ void fuzz_causal_conv1d_backward(fuzz_call *c) {
     for (int64_t e = 0; e < count; e++) {
         int64_t row = e / v.channels, sequence = row / v.tokens, token = row % v.tokens, channel = e % v.channels;
         element z = element_at(&v, sequence, token, channel);
-        add(dbias, channel, z.g, z.g_size);
+        add(dbias, channel, z.g, z.g_size, 1);
         for (int64_t k = 0; k < v.taps; k++) {
             int64_t from = token - (v.taps - 1) + k, tap = channel * v.taps + k;
             double x = x_at(&v, sequence, from, channel), w = v.weight[tap];
-            add(dweight, tap, z.g * x, z.g_size * fabs(x));
-            if (from >= 0) add(dx, at(&v, sequence, from, channel), z.g * w, z.g_size * fabs(w));
+            add(dweight, tap, z.g, z.g_size, x);
+            if (from >= 0) add(dx, at(&v, sequence, from, channel), z.g, z.g_size, w);
         }
         /* Behind the sequence gradients are zeros, which are multiplied with. */
         for (int64_t k = 0; dx && k < v.taps - 1; k++)
-            if (token + (v.taps - 1) - k >= v.tokens) add(dx, e, 0 * v.weight[channel * v.taps + k], 0);
+            if (token + (v.taps - 1) - k >= v.tokens) add(dx, e, 0, 0, v.weight[channel * v.taps + k]);
     }
 }

@@ -99,9 +99,12 @@ def test_matches_float64_as_well_as_transformers(
 def test_pooled_error_is_no_larger(
     dtype: torch.dtype, of_weight: torch.dtype | None, device: str, activation: str | None
 ) -> None:
-    """Sums over some hundred tokens, in more than one run."""
+    """Sums over some hundred tokens, in more than one run. Of numbers of 16 bits float32 holds nearly all sums as they
+    are, so that few elements make up the error of dbias."""
     shape = (2, 32, 40) if EMULATED else (3, 128, 300)
-    assert_no_worse_pooled(lambda: case(transposed(*shape, dtype, device), 4, activation, True, of_weight))
+    is_of_few = of_weight is not None and dtype is not torch.float32 and activation is None
+    names = ("output 0", "dx", "dweight") if is_of_few else ()
+    assert_no_worse_pooled(lambda: case(transposed(*shape, dtype, device), 4, activation, True, of_weight), names)
 
 
 @few_examples

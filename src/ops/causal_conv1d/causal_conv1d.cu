@@ -141,6 +141,17 @@ BST_DEVICE void store_sums(const causal_conv1d_args *a, const place *p, float (*
         bst_store(a->partial, row + WIDTH - CHANNELS + p->column + i * S_VEC, db + i * S_VEC, BST_F32_CODE, S_VEC);
 }
 
+/* sum += v w. In float32, where each rounding of a long sum shows, `lost` keeps what it has rounded away. */
+BST_DEVICE void add_to(float *sum, float *lost, float v, float w) {
+    if (UNIT_TYPE != BST_F32_CODE) {
+        *sum = bst_fma(v, w, *sum);
+        return;
+    }
+    const float more = bst_fma(v, w, -*lost), total = *sum + more;
+    *lost = (total - *sum) - more;
+    *sum = total;
+}
+
 /* With g = dy SiLU'(z), or dy: dx of a token is the sum over its windows of w g, dweight that over tokens of g x, dbias
  * that of g. dx of a token is complete TAPS - 1 tokens later. */
 BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
@@ -149,9 +160,10 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
     const rows x = rows_at(a.x, &a.x_map, &p), dy = rows_at(a.dy, &a.dy_map, &p);
     const int64_t dx = (p.rows + p.first) * CHANNELS + p.column, steps = p.count + AFTER, left = a.tokens - p.first;
     float w[TAPS][VEC], bias[VEC], window[TAPS][VEC], gradients[TAPS][VEC], dw[TAPS][VEC], db[VEC], z[VEC];
+    float dw_lost[TAPS][VEC], db_lost[VEC];
     BST_EACH(j, VEC) {
-        db[j] = 0;
-        BST_EACH(k, TAPS) window[k][j] = gradients[k][j] = dw[k][j] = 0;
+        db[j] = db_lost[j] = 0;
+        BST_EACH(k, TAPS) window[k][j] = gradients[k][j] = dw[k][j] = dw_lost[k][j] = 0;
     }
     bst_wait_for_previous();
     bst_let_next_start(); /* the sum of the runs' rows */
@@ -179,8 +191,8 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
             }
             if (t + i < p.count) {
                 BST_EACH(j, VEC) {
-                    BST_EACH(k, DW ? TAPS : 0) dw[k][j] = bst_fma(g[j], window[k][j], dw[k][j]);
-                    if (DB) db[j] += g[j];
+                    BST_EACH(k, DW ? TAPS : 0) add_to(&dw[k][j], &dw_lost[k][j], g[j], window[k][j]);
+                    if (DB) add_to(&db[j], &db_lost[j], g[j], 1.0f);
                 }
             }
             BST_EACH(j, VEC) gradients[TAPS - 1][j] = g[j];
