@@ -225,6 +225,16 @@ def test_a_token_without_a_number_reaches_its_windows_alone() -> None:
     assert dx.isnan().nonzero().tolist() == [[0, 0, t] for t in range(17, 24)]
 
 
+@each_device
+def test_windows_behind_the_last_token_have_no_gradient(device: str) -> None:
+    """Though they would overflow there, where the first tap meets what is before it."""
+    x = torch.full((1, 2, 2), 1e10, device=device, requires_grad=True)
+    weight = torch.tensor([[1e30, 1.0, 1.0, 1.0]] * 2, device=device, requires_grad=True)
+    gradients = torch.autograd.grad(causal_conv1d(x, weight, None, "silu").sum(), (x, weight))
+    assert gradients[0].tolist() == [[[2.0, 1.0], [2.0, 1.0]]]
+    torch.testing.assert_close(gradients[1].cpu(), torch.tensor([[0, 0, 1e10, 2e10]] * 2))
+
+
 def test_what_no_kernel_serves_runs_the_original() -> None:
     x, weight = torch.randn(2, 6, 12, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     assert torch.equal(causal_conv1d(x, weight, None, "swish"), original(x, weight, None, "silu"))

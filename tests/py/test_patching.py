@@ -73,8 +73,12 @@ def runs_stock(model: torch.nn.Module) -> bool:
     return all("forward" not in vars(module) for module in model.modules())
 
 
+#: These families have no place for it, so that it cannot be asked for by its name.
+NOWHERE = {"causal_conv1d"}
+
+
 @settings(few_examples, max_examples=16)
-@given(st.tuples(*[st.booleans()] * len(OPERATORS)))
+@given(st.tuples(*[st.just(False) if operator in NOWHERE else st.booleans() for operator in OPERATORS]))
 def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags: tuple[bool, ...]) -> None:
     before = {family: pieces(family) for family in DENSE}
     given = {op for op, flag in zip(OPERATORS, flags, strict=True) if flag}
