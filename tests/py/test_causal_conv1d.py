@@ -386,6 +386,16 @@ def test_calls_by_position_and_by_keyword() -> None:
     assert ran() == 3
 
 
+def test_compiled_as_models_call_it() -> None:
+    _, ours = function_and_ours()
+    x, weight, bias = transposed(2, 8, 12, torch.float32, "cpu"), torch.randn(8, 1, 4), torch.randn(8)
+
+    def function(x: torch.Tensor) -> Any:
+        return ours(x, weight.squeeze(1), bias, activation="silu", seq_idx=None).transpose(1, 2)
+
+    assert_same_bits(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x))
+
+
 def test_what_steps_aside() -> None:
     """Another activation, wide windows, other types; packed sequences, which Transformers' code refuses or ignores as
     the release has it."""

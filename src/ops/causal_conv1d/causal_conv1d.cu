@@ -99,7 +99,8 @@ BST_DEVICE void convolve(float *z, float (*window)[VEC], float (*w)[VEC], const 
 }
 
 #ifdef FORWARD
-BST_KERNEL(causal_conv1d_forward, causal_conv1d_args, THREADS, 1) {
+/* Three blocks a multiprocessor: left alone, the compiler works on so many tokens at once that two have room. */
+BST_KERNEL(causal_conv1d_forward, causal_conv1d_args, THREADS, 3) {
     place p;
     if (!find_place(&p, &a)) return;
     const rows x = rows_at(a.x, &a.x_map, &p);

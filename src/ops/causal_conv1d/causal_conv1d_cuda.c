@@ -25,7 +25,7 @@ static const bst_kernel backward_kernel = {
  * neighbours' again, and backward leaves a row of sums, so it should be long; shorter where there would be fewer than
  * so many threads for each multiprocessor, but not below eight tokens. */
 enum { THREADS = 128, FORWARD_ELEMENTS = 32, BACKWARD_ELEMENTS = 16 };
-enum { FORWARD_RUN = 64, BACKWARD_RUN = 128, LEAST_RUN = 8, FORWARD_WANTED = 4096, BACKWARD_WANTED = 2048 };
+enum { FORWARD_RUN = 64, BACKWARD_RUN = 128, LEAST_RUN = 8, FORWARD_WANTED = 2048, BACKWARD_WANTED = 1024 };
 
 /* The launch of a call with these tensors, without what is its own of each; sets the arguments that both have. */
 static bst_status share_out(bst_launch *l, causal_conv1d_args *args, const char *op, const bst_view *v,
