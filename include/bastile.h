@@ -627,6 +627,7 @@ BST_API bst_status bst_gated_delta_rule_backward(const bst_exec *exec, const bst
 }
 #endif
 
+#include "bastile/causal_conv1d.h"
 #include "bastile/optim.h"
 
 #endif

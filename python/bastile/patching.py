@@ -72,6 +72,7 @@ def apply(
     add_rms_norm: bool = True,
     moe_experts: bool = True,
     sink_attention: bool = True,
+    causal_conv1d: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
     adamw: bool = True,
@@ -100,6 +101,8 @@ def apply(
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
         sink_attention: attention whose softmax has sinks (GPT-OSS's), by PyTorch's flash attention in place of
             Transformers' eager code (docs/sink_attention.md).
+        causal_conv1d: the short convolution of Mamba, the gated delta rule and LFM2, with its activation in one pass
+            (docs/causal_conv1d.md); where the package causal-conv1d is installed, Transformers' call of that stays.
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
@@ -168,6 +171,7 @@ def apply_to_model(
     add_rms_norm: bool = True,
     moe_experts: bool = True,
     sink_attention: bool = True,
+    causal_conv1d: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
     recompute: bool = True,
@@ -191,6 +195,7 @@ def apply_to_model(
         add_rms_norm: as for `apply`.
         moe_experts: as for `apply`.
         sink_attention: as for `apply`.
+        causal_conv1d: as for `apply`.
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
         recompute: as for `apply`.

@@ -154,6 +154,7 @@ static void bind_related(const fuzz_call *c, symbols *s) {
         const char *half = f->arguments[i].shape ? strchr(f->arguments[i].shape, '-') : NULL;
         if (half) bind(s, half[1], 2 * draw_size(s));
     }
+    if (fuzz_attribute(f, "silu") >= 0) bind(s, 'K', 1 + fuzz_below(fuzz_chance(20) ? 12 : 8)); /* short windows */
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) { /* sorted are pairs, in two dimensions */
         s->leading_bound = true;

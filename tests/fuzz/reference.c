@@ -545,6 +545,8 @@ const fuzz_reference fuzz_references[] = {
     {"norm_backward", norm_backward},
     {"rope_forward", rope_forward},
     {"rope_backward", rope_backward},
+    {"causal_conv1d_forward", fuzz_causal_conv1d_forward},
+    {"causal_conv1d_backward", fuzz_causal_conv1d_backward},
     {"cross_entropy_forward", cross_entropy_forward},
     {"linear_cross_entropy_forward", linear_cross_entropy_forward},
     {"linear_logprobs_forward", linear_logprobs_forward},

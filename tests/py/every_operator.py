@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bastile.ops.causal_conv1d import causal_conv1d
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.dropout import dropout
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
@@ -61,6 +62,7 @@ CALLS = {
     "gated_mlp": lambda x: gated_mlp(x, random(16, H), random(16, H), random(H, 16)),
     "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),
     "qk_norm_rope": lambda x: torch.cat(qk_norm_rope(heads(x), heads(x), random(H), random(H), *tables())),
+    "causal_conv1d": lambda x: causal_conv1d(x.t()[None], random(H, 3), random(H), "silu"),
     "cross_entropy": lambda x: cross_entropy(x, torch.arange(T)),
     "fused_linear_cross_entropy": lambda x: fused_linear_cross_entropy(x, random(11, H), torch.arange(T)),
     "linear_logprobs": lambda x: torch.stack(

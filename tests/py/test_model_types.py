@@ -19,7 +19,7 @@ import bastile
 from bastile.cli import main
 from bastile.models import norm, rotary, small, support
 from bastile.models.table import OPERATORS
-from conftest import modeling
+from conftest import modeling, older_than
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -47,16 +47,17 @@ SAMPLE: dict[str, set[str]] = {
     "gptj": {"layer_norm", "rope"},
     "llama4_text": {"rms_norm", "swiglu", "rope", "moe_experts"},
     "nanochat": {"rms_norm", "rope"},
-    "qwen3_next": {"rms_norm", "qk_norm_rope", "add_rms_norm", "swiglu"},
+    "qwen3_next": {"rms_norm", "qk_norm_rope", "add_rms_norm", "swiglu", "causal_conv1d"},
+    "mamba2": {"rms_norm", "causal_conv1d", "fused_linear_cross_entropy"},
     "glm4_moe": {"rms_norm", "rope", "add_rms_norm", "swiglu"},
-    "falcon_h1": {"swiglu", "rope"},
+    "falcon_h1": {"swiglu", "rope", "causal_conv1d"},
     "bitnet": {"swiglu", "rope"},
     "modernbert-decoder": {"layer_norm", "swiglu", "rope"},
     "glm4": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "phi3": {"rms_norm", "swiglu", "rope", "fused_linear_cross_entropy"},
     "ernie4_5": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "helium": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
-    "lfm2": {"rms_norm", "swiglu", "qk_norm_rope"},
+    "lfm2": {"rms_norm", "swiglu", "qk_norm_rope", "causal_conv1d"},
     "gpt2": {"layer_norm", "fused_linear_cross_entropy"},
     # Of images too.
     "llava": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
@@ -64,6 +65,9 @@ SAMPLE: dict[str, set[str]] = {
     "qwen3_vl": {"rms_norm", "swiglu", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "shieldgemma2": {"rms_norm", "swiglu", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
 }
+
+#: Operators whose code was written out in each module before a release, so that there is no place for them.
+SINCE = {"causal_conv1d": "5.17"}
 
 #: Types of which ten tokens and bfloat16 are looked at in the ordinary run too.
 THOROUGH = ("llama", "qwen3", "gpt_oss", "gemma3_text", "gpt2", "bart", "deepseek_v3", "qwen3_next", "qwen3_vl")
@@ -80,7 +84,8 @@ def test_a_step_is_what_it_is_in_stock_transformers(model_type: str) -> None:
         pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
     done = support.check(model_type)
     assert done.passed, done
-    assert SAMPLE[model_type] <= done.ran.keys(), done.ran
+    wanted = {operator for operator in SAMPLE[model_type] if not older_than(SINCE.get(operator, "5.0"))}
+    assert wanted <= done.ran.keys(), done.ran
     assert bastile.get_patched_ops() == []
 
 

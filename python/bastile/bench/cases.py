@@ -5,6 +5,7 @@ Shapes, by operator:
     swiglu                       (rows, columns)
     gated_mlp                    (tokens, hidden size, size between the products)
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
+    causal_conv1d                (tokens, channels), batch 1, windows of four tokens, with SiLU
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
     linear_logprobs              (rows, hidden size, vocabulary): log-probabilities alone
@@ -89,6 +90,9 @@ LIMITS = (
     Case("rope", _ROPE, needs=_within(157, 162)),
     Case("qk_norm_rope", _ROPE, backward=False, needs=_within(78, 88, peers=_FUSED)),
     Case("qk_norm_rope", _ROPE, needs=_bf16(peers=_FUSED)),
+    # Queries, keys and values of Qwen3.5's and Qwen3-Next's linear attention.
+    Case("causal_conv1d", (16384, 8192), backward=False, needs=_bf16(peers={"hf": 1.0})),
+    Case("causal_conv1d", (16384, 8192), needs=_bf16(peers={"hf": 1.0})),
     Case("cross_entropy", (4096, 128256), needs=_within(493, 540, mib=1)),
     Case("cross_entropy", (1024, 128256), needs=_within(123, 140, mib=1)),
     Case("cross_entropy", (4096, 151936), needs=_within(584, 640, mib=1)),
@@ -150,6 +154,7 @@ SMALL = (
     Case("gated_mlp", (512, 1024, 3072), needs=_CPU_MLP),
     Case("rope", (512, 16, 8, 128), needs=_CPU),
     Case("qk_norm_rope", (512, 16, 8, 128), needs=_CPU),
+    Case("causal_conv1d", (512, 2048), needs=_CPU),
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself

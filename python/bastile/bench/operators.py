@@ -112,6 +112,16 @@ def _heads(case: Case) -> int:
     return tokens * (q_heads + k_heads) * dim
 
 
+# ---- convolutions ----------------------------------------------------------------------------------------------------
+
+
+def _conv_inputs(case: Case, random: Random) -> Tensors:
+    """x as a projection leaves it, [1, tokens, channels]; the convolution sees it transposed, and what follows it the
+    transpose of its result."""
+    tokens, channels = case.shape
+    return {name: random(1, tokens, channels) for name in ("x", "upstream 0")} | {"weight": random(channels, 4)}
+
+
 # ---- losses ----------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +265,13 @@ OPERATORS = {
         times=(2, 5),
         model="q and k read and written once; backward: q, k and the gradients read, dq and dk written",
         size=_heads,
+    ),
+    "causal_conv1d": Operator(
+        _conv_inputs,
+        arguments=("x", "weight"),
+        leaves=("x", "weight"),
+        times=(2, 5),
+        model="x read, y written; backward: x and dy read, dx written",
     ),
     "cross_entropy": Operator(
         _loss_inputs,

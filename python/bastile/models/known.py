@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, layer, experts, block of experts,
-    #: router, experts of all tokens, adapted linear, 4-bit linear, 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, layer, experts,
+    #: block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
@@ -373,6 +373,13 @@ FORMS: tuple[Form, ...] = (
         "the same as softmax(scaling q k^T + mask) sigmoid(lse - sinks), v",
         (),
         ("fb7003e82077",),
+    ),
+    # ---- what mixes neighbouring tokens before a recurrence ----------------------------------------------------------
+    Form(
+        "short convolution",
+        "activation(conv1d(x, weight, bias)), of weight's type, in x's",
+        (),
+        ("bc2ec805c833",),
     ),
     # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),

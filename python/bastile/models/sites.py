@@ -130,7 +130,7 @@ class ModelFile:
         """The functions of this kind that the file calls by a global name."""
         for name, item in self.scope.items():
             stock = stock_of(item)
-            function = _function_in(stock)
+            function = function_in(stock)
             if function is None:
                 continue
             if _is_of_models(function, self.name):
@@ -296,7 +296,7 @@ def _methods(owner: Any, code: Code) -> dict[str, Any]:
     return {n: stock_of(getattr(owner, n, None)) for n in code.methods}
 
 
-def _function_in(item: Any) -> FunctionType | None:
+def function_in(item: Any) -> FunctionType | None:
     """A function; Hugging Face's package `kernels` makes a module of one, whose forward calls it."""
     if isinstance(item, nn.Module):
         cells = getattr(type(item).forward, "__closure__", None) or ()

@@ -159,6 +159,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [16, 16], **_three_sections(1, 1, 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "muse_spark_audio": {"num_hidden_layers": 4, "out_hidden_size": 32},

@@ -43,6 +43,9 @@ OPERATORS: dict[str, Operator] = {
     "sink_attention": Operator(
         "sinks", "attention with sinks, by PyTorch's flash attention", r"^eager_attention_forward$", reads="sinks"
     ),
+    "causal_conv1d": Operator(
+        "short_convolution", "the short convolution before a recurrence, with its SiLU", r"^causal_conv1d_fn$"
+    ),
     "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),

@@ -8,6 +8,7 @@ their inputs: the harness restores them.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,11 @@ def _heads_first(function: Function) -> Function:
     return lambda q, k, *rest: function(q.transpose(1, 2), k.transpose(1, 2), *rest)
 
 
+def _channels_first(convolve: Function) -> Function:
+    """Of x [batch, tokens, channels], for what wants and returns [batch, channels, tokens]."""
+    return lambda x, weight: convolve(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
+
+
 def _sequences(own: dict[str, Builder]) -> dict[str, Builder]:
     """What the fused operators do, of a library's single ones."""
     made: dict[str, Builder] = {"add_rms_norm": lambda: _added(own["rms_norm"]())}
@@ -108,6 +114,7 @@ _BASTILE: dict[str, Builder] = {
     "gated_mlp": lambda: _ours("gated_mlp"),
     "rope": lambda: _heads_first(_ours("rope")),
     "qk_norm_rope": lambda: _heads_first(_ours("qk_norm_rope")),
+    "causal_conv1d": lambda: _channels_first(_ours("causal_conv1d")),
     "cross_entropy": _bastile_cross_entropy,
     "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
     "linear_logprobs": _bastile_logprobs,
@@ -141,6 +148,12 @@ def _hf_swiglu() -> Function:
 
 def _hf_rope() -> Function:
     return _heads_first(_get("transformers.models.qwen3.modeling_qwen3", "apply_rotary_pos_emb"))
+
+
+def _hf_causal_conv1d() -> Function:
+    """What runs where the package causal-conv1d is not installed."""
+    function = _get("transformers.models.qwen3_next.modeling_qwen3_next", "causal_conv1d_fn")
+    return _channels_first(inspect.unwrap(function))
 
 
 def _hf_cross_entropy() -> Function:
@@ -210,6 +223,7 @@ _HF: dict[str, Builder] = {
     "rms_norm": _hf_rms_norm,
     "swiglu": _hf_swiglu,
     "rope": _hf_rope,
+    "causal_conv1d": _hf_causal_conv1d,
     "cross_entropy": _hf_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_hf_cross_entropy()),
     "linear_logprobs": lambda: _of_logits(_log_probs),
@@ -444,6 +458,12 @@ PEERS = {
         "TRL",
     ),
     "cce": Peer("Cut Cross-Entropy", "#508080", {"linear_logprobs": _cut_logprobs}, "Cut Cross-Entropy"),
+    "conv": Peer(
+        "the package causal-conv1d",
+        "#a08050",
+        {"causal_conv1d": lambda: _channels_first(_get("causal_conv1d", "causal_conv1d_fn"))},
+        "causal-conv1d",
+    ),
 }
 
 #: What --against may name, and the contenders that it stands for.
@@ -455,5 +475,6 @@ AGAINST = {
     "quack": ("quack",),
     "trl": ("trl",),
     "cce": ("cce",),
+    "conv": ("conv",),
 }
-CUDA_ONLY = ("liger", "cute", "quack", "cce")
+CUDA_ONLY = ("liger", "cute", "quack", "cce", "conv")

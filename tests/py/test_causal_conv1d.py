@@ -1,0 +1,466 @@
+"""The short convolution against float64, on every device at hand, with Transformers' own code as the yardstick; and in
+models, where it takes that code's place."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import bastile
+from bastile.models import short_convolution, small
+from bastile.models.table import OPERATORS
+from bastile.ops.causal_conv1d import causal_conv1d, original
+from bastile.report import Tally
+from oracle import (
+    DTYPES,
+    EMULATED,
+    Case,
+    assert_no_worse,
+    assert_no_worse_pooled,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
+
+ACTIVATIONS = [None, "silu"]
+each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
+each_device = pytest.mark.parametrize("device", devices())
+
+
+def modeling(model_type: str) -> types.ModuleType:
+    return import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+
+
+def stock_function() -> Any:
+    """Transformers' function, which is the same in all its files; before 5.17 it was written out in each module."""
+    return getattr(modeling("qwen3_next"), "causal_conv1d_fn", None) or original
+
+
+def transposed(batch: int, channels: int, tokens: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """As a linear layer's output is given to the convolution."""
+    return random_tensor((batch, tokens, channels), dtype, device).transpose(1, 2)
+
+
+def case(x: torch.Tensor, taps: int, activation: str | None, has_bias: bool = True, dtype: Any = None) -> Case:
+    """dtype: of weight and bias, where it is not x's."""
+    dtype, stock = dtype or x.dtype, stock_function()
+    inputs = {"x": x, "weight": random_tensor((x.shape[1], taps), dtype, x.device)}
+    if has_bias:
+        inputs["bias"] = random_tensor(x.shape[1:2], dtype, x.device)
+
+    def with_activation(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, weight, bias=None: function(x, weight, bias, activation)
+
+    return Case(
+        ours=with_activation(causal_conv1d),
+        stock=with_activation(stock),
+        exact=with_activation(stock),
+        inputs=inputs,
+    )
+
+
+# [B, C, T] and K; each shape has its reason.
+SHAPES = [
+    ((2, 64, 40), 4),  # ordinary: whole vectors, windows of most models
+    ((2, 64, 40), 3),  # LFM2's
+    ((1, 33, 5), 4),  # odd: single-element accesses
+    ((3, 20, 2), 4),  # shorter than a window
+    ((2, 4098, 3), 2),  # 4-byte accesses, several blocks a token
+    ((2, 8, 131), 8),  # the longest window; runs of several tokens, and a rest
+    ((5, 16, 1), 4),  # one token
+    ((2, 24, 9), 1),  # no window at all
+]
+
+
+@each_activation
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "taps"), SHAPES, ids=str)
+def test_matches_float64_as_well_as_transformers(
+    shape: tuple[int, int, int], taps: int, dtype: torch.dtype, device: str, activation: str | None
+) -> None:
+    for has_bias in (True, False):
+        assert_no_worse(case(transposed(*shape, dtype, device), taps, activation, has_bias))
+
+
+@each_activation
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_weight", [None, torch.float32])
+def test_pooled_error_is_no_larger(
+    dtype: torch.dtype, of_weight: torch.dtype | None, device: str, activation: str | None
+) -> None:
+    """Sums over some hundred tokens, in more than one run. Of numbers of 16 bits float32 holds nearly all sums as they
+    are, so that few elements make up the error of dbias."""
+    shape = (2, 32, 40) if EMULATED else (3, 128, 300)
+    is_of_few = of_weight is not None and dtype is not torch.float32 and activation is None
+    names = ("output 0", "dx", "dweight") if is_of_few else ()
+    assert_no_worse_pooled(lambda: case(transposed(*shape, dtype, device), 4, activation, True, of_weight), names)
+
+
+@few_examples
+@given(
+    batch=st.integers(0, 3),
+    channels=st.integers(1, 300),
+    tokens=st.integers(1, 70),
+    taps=st.integers(1, 8),
+    dtype=st.sampled_from(DTYPES),
+    of_weight=st.sampled_from(DTYPES),
+    device=st.sampled_from(devices()),
+    activation=st.sampled_from(ACTIVATIONS),
+    has_bias=st.booleans(),
+)
+def test_any_shape(
+    batch: int,
+    channels: int,
+    tokens: int,
+    taps: int,
+    dtype: torch.dtype,
+    of_weight: torch.dtype,
+    device: str,
+    activation: str | None,
+    has_bias: bool,
+) -> None:
+    x = transposed(batch, channels, tokens, dtype, device)
+    assert_no_worse(case(x, taps, activation, has_bias, of_weight))
+
+
+def results(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, activation: str | None) -> list[torch.Tensor]:
+    leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = causal_conv1d(*leaves, None, activation)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@each_activation
+@each_device
+def test_strided_inputs(device: str, activation: str | None) -> None:
+    """A slice of wider rows, unaligned, contiguous along time, every second channel, one row for all tokens: the bits
+    of dense inputs."""
+    base = random_tensor((2, 50, 200), torch.bfloat16, device)
+    views = [
+        base.transpose(1, 2)[:, 64:128],
+        base.transpose(1, 2)[:, 3:67, 1:],
+        base.transpose(1, 2).contiguous()[:, :64],
+        base.transpose(1, 2)[:, :128:2],
+        base[:, :1, :64].expand(-1, 50, -1).transpose(1, 2),
+        base.transpose(0, 1)[:, :, :64].transpose(1, 2),
+    ]
+    apart = random_tensor((4, 64), torch.bfloat16, device).t()  # windows whose taps lie far from each other
+    for x in views:
+        dy = random_tensor((x.shape[0], 72, x.shape[2]), torch.bfloat16, device)[:, 8:]
+        for upstream in (dy, dy[:, :1, :1].expand_as(dy)):
+            got = results(x, apart, upstream, activation)
+            x_dense, dy_dense = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, upstream))
+            for one, other in zip(got, results(x_dense, apart.contiguous(), dy_dense, activation), strict=True):
+                assert_same_bits(one, other)
+
+
+@each_device
+def test_channels_stay_side_by_side(device: str) -> None:
+    """So that what follows, transposes and splits, copies nothing."""
+    x = transposed(2, 64, 10, torch.float32, device).requires_grad_()
+    y = causal_conv1d(x, random_tensor((64, 4), torch.float32, device))
+    assert y.transpose(1, 2).is_contiguous()
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.transpose(1, 2).is_contiguous()
+
+
+@each_device
+@pytest.mark.parametrize("shape", [(0, 6, 4), (2, 6, 0)], ids=str)
+def test_nothing_to_convolve(shape: tuple[int, int, int], device: str) -> None:
+    x = random_tensor(shape, torch.float32, device).requires_grad_()
+    weight, bias = (random_tensor(s, torch.float32, device).requires_grad_() for s in ((6, 4), (6,)))
+    y = causal_conv1d(x, weight, bias, "silu")
+    gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
+    assert y.shape == gradients[0].shape == shape
+    assert all(not g.any() for g in gradients)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_gradient_alone_and_again(dtype: torch.dtype, device: str) -> None:
+    """The same bits whatever else is wanted, and at each repetition."""
+    x, dy = (transposed(2, 40, 70, dtype, device) for _ in range(2))
+    leaves = (x, random_tensor((40, 4), dtype, device), random_tensor((40,), dtype, device))
+    whole: list[torch.Tensor] = []
+    for wanted in ((0, 1, 2), (0, 1, 2), (0,), (1,), (2,), (0, 2), (1, 2)):
+        given_ = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(leaves)]
+        got = torch.autograd.grad(causal_conv1d(*given_, "silu"), [given_[i] for i in wanted], dy)
+        whole = whole or list(got)
+        for i, gradient in zip(wanted, got, strict=True):
+            assert_same_bits(gradient, whole[i])
+
+
+@each_device
+def test_far_from_zero(device: str) -> None:
+    """Where exponentials overflow or vanish."""
+    x = torch.tensor([-1e20, -1e4, -104.0, -89.0, -20.0, 0.0, 20.0, 89.0, 1e4, 1e20], device=device)[None, None]
+    weight = torch.ones(1, 1, device=device)
+    x.requires_grad_()
+    y = causal_conv1d(x, weight, None, "silu")
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    exact = x.detach().double().requires_grad_()
+    want = torch.nn.functional.silu(exact)
+    (want_dx,) = torch.autograd.grad(want.sum(), exact)
+    torch.testing.assert_close(y.double(), want, atol=1e-30, rtol=1e-6)
+    torch.testing.assert_close(dx.double(), want_dx, atol=1e-30, rtol=1e-5)
+
+
+def test_a_token_without_a_number_reaches_its_windows_alone() -> None:
+    x = torch.ones(1, 2, 40)
+    x[0, 0, 20] = torch.nan
+    x.requires_grad_()
+    y = causal_conv1d(x, torch.ones(2, 4), None, "silu")
+    assert y.isnan().nonzero().tolist() == [[0, 0, t] for t in range(20, 24)]
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert dx.isnan().nonzero().tolist() == [[0, 0, t] for t in range(17, 24)]
+
+
+@each_device
+def test_windows_behind_the_last_token_have_no_gradient(device: str) -> None:
+    """Though they would overflow there, where the first tap meets what is before it."""
+    x = torch.full((1, 2, 2), 1e10, device=device, requires_grad=True)
+    weight = torch.tensor([[1e30, 1.0, 1.0, 1.0]] * 2, device=device, requires_grad=True)
+    gradients = torch.autograd.grad(causal_conv1d(x, weight, None, "silu").sum(), (x, weight))
+    assert gradients[0].tolist() == [[[2.0, 1.0], [2.0, 1.0]]]
+    torch.testing.assert_close(gradients[1].cpu(), torch.tensor([[0, 0, 1e10, 2e10]] * 2))
+
+
+def test_what_no_kernel_serves_runs_the_original() -> None:
+    x, weight = torch.randn(2, 6, 12, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    assert torch.equal(causal_conv1d(x, weight, None, "swish"), original(x, weight, None, "silu"))
+    longer = torch.randn(6, 9)
+    assert torch.equal(causal_conv1d(x.float(), longer), original(x.float(), longer))
+    bias = torch.zeros(6, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError):  # PyTorch's own refusal
+        causal_conv1d(x.float(), weight.float(), bias)
+
+
+def test_errors_name_the_argument() -> None:
+    x, weight = torch.randn(2, 6, 12), torch.randn(6, 4)
+    for bad, message in (
+        ((x[0], weight), r"x has shape \[6, 12\]; \[B, C, T\] is needed"),
+        ((x, weight[:5]), r"weight has shape \[5, 4\]; \[6, K\] is needed"),
+        ((x, weight[:, :0]), r"weight has shape \[6, 0\]"),
+        ((x, weight, weight[:5, 0]), r"bias has shape \[5\]; \[6\] is needed"),
+        ((x, weight, None, "gelu"), "activation is 'gelu'; None, 'silu' or 'swish' is needed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            causal_conv1d(*bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"x is torch.int64"):
+        causal_conv1d(torch.ones(1, 6, 2, dtype=torch.int64), weight)
+    with pytest.raises(TypeError, match="weight is a int"):
+        causal_conv1d(x, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast(dtype: torch.dtype) -> None:
+    """The result has x's type, as Transformers' has, whose convolution autocast rounds; ours keeps the numbers."""
+    x, weight = transposed(2, 32, 40, dtype, "cpu"), random_tensor((32, 4), torch.float32, "cpu")
+    exact = original(x.double(), weight.double(), None, "silu")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, stock = causal_conv1d(x, weight, None, "silu"), stock_function()(x, weight, activation="silu")
+    assert ours.dtype == stock.dtype == dtype
+    assert (ours.double() - exact).norm() <= (stock.double() - exact).norm()
+
+
+def test_compiled_in_one_graph() -> None:
+    x = transposed(2, 32, 20, torch.float32, "cpu").requires_grad_()
+    weight, bias = torch.randn(32, 1, 4, requires_grad=True), torch.randn(32, requires_grad=True)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return causal_conv1d(x, weight.squeeze(1), bias, "silu").transpose(1, 2).contiguous()
+
+    compiled = torch.compile(function, fullgraph=True)(x)
+    assert_same_bits(compiled, function(x))
+    for got, want in zip(
+        torch.autograd.grad(compiled.square().sum(), (x, weight, bias)),
+        torch.autograd.grad(function(x).square().sum(), (x, weight, bias)),
+        strict=True,
+    ):
+        assert_same_bits(got, want)
+
+
+# ---- in models -------------------------------------------------------------------------------------------------------
+
+NAME = "causal_conv1d_fn"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    yield
+    bastile.reset()
+
+
+def hybrid(model_type: str) -> Any:
+    """A small model with short convolutions, whose code the installed release has in a function."""
+    if model_type not in small.causal_types() or not hasattr(modeling(model_type), NAME):
+        pytest.skip("Transformers has no function for it in this release")
+    return small.small_model(model_type)
+
+
+def ran() -> int:
+    return bastile.report(reset=True).ran("causal_conv1d")
+
+
+#: Of the gated delta rule, of Mamba's two, beside attention, and LFM2's without an activation; with how often it runs
+#: in a step of the small model.
+TYPES = {"qwen3_next": 1, "mamba": 2, "mamba2": 2, "bamba": 1, "lfm2": 1}
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_step_of_a_model(model_type: str) -> None:
+    """With this operator alone: the loss and gradients of stock, before, with it, and after."""
+    model = hybrid(model_type)
+    module = modeling(model_type)
+    stock, function = small.step(model), getattr(module, NAME)
+    alone = {name: name == "causal_conv1d" for name in OPERATORS}
+    alone.pop("adamw")
+    ran()
+    bastile.apply_to_model(model, **alone)
+    assert getattr(module, NAME) is function, "of one model"
+    one = small.step(model)
+    assert ran() == TYPES[model_type]
+    bastile.reset(model=model)
+    assert small.step(model)[0] == stock[0]
+    assert ran() == 0
+    assert bastile.apply(**alone, adamw=False, model_types=model_type) == [f"causal_conv1d_{model_type}"]
+    assert getattr(module, NAME) is not function
+    everywhere = small.step(model)
+    assert ran() == TYPES[model_type]
+    bastile.reset()
+    assert getattr(module, NAME) is function
+    assert small.step(model)[0] == stock[0]
+    for loss, gradients in (one, everywhere):
+        torch.testing.assert_close(loss, stock[0], rtol=1e-5, atol=0)
+        assert gradients.keys() == stock[1].keys()
+        for name, want in stock[1].items():
+            torch.testing.assert_close(gradients[name], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_keeps_its_states(model_type: str) -> None:
+    """The prompt by the kernel, single tokens by the function that updates a cache, which stays."""
+    model = hybrid(model_type).eval()
+    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
+
+    def generated() -> Any:
+        return model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
+
+    want = generated()
+    ran()
+    bastile.apply_to_model(model)
+    assert torch.equal(generated(), want)
+    assert ran() == TYPES[model_type]
+
+
+def function_and_ours() -> tuple[Any, Any]:
+    module = modeling("qwen3_next")
+    if not hasattr(module, NAME):
+        pytest.skip("Transformers has no function for it in this release")
+    stock = getattr(module, NAME)
+    bastile.apply(model_types="qwen3_next")
+    return stock, getattr(module, NAME)
+
+
+def test_calls_by_position_and_by_keyword() -> None:
+    stock, ours = function_and_ours()
+    x, weight, bias = torch.randn(2, 8, 12), torch.randn(8, 4), torch.randn(8)
+    ran()
+    want = stock(x, weight, bias, "silu")
+    for got in (
+        ours(x, weight, bias, "silu"),
+        ours(x, weight=weight, bias=bias, activation="silu", seq_idx=None, cache_position=torch.arange(3)),
+        ours(hidden_states=x, weight=weight, bias=bias, activation="swish"),
+    ):
+        torch.testing.assert_close(got, want)
+    assert ran() == 3
+
+
+def test_compiled_as_models_call_it() -> None:
+    _, ours = function_and_ours()
+    x, weight, bias = transposed(2, 8, 12, torch.float32, "cpu"), torch.randn(8, 1, 4), torch.randn(8)
+
+    def function(x: torch.Tensor) -> Any:
+        return ours(x, weight.squeeze(1), bias, activation="silu", seq_idx=None).transpose(1, 2)
+
+    assert_same_bits(torch.compile(function, fullgraph=True, backend="aot_eager")(x), function(x))
+
+
+def test_what_steps_aside() -> None:
+    """Another activation, wide windows, other types; packed sequences, which Transformers' code refuses or ignores as
+    the release has it."""
+    stock, ours = function_and_ours()
+    x, weight = torch.randn(1, 8, 12), torch.randn(8, 4)
+    bastile.report(reset=True)
+    assert torch.equal(ours(x, weight, activation="gelu"), stock(x, weight, activation="gelu"))
+    assert torch.equal(ours(x, weight.repeat(1, 3)), stock(x, weight.repeat(1, 3)))
+    assert torch.equal(ours(x.double(), weight.double()), stock(x.double(), weight.double()))
+
+    def outcome(function: Any) -> Any:
+        try:
+            return function(x, weight, seq_idx=torch.zeros(1, 12, dtype=torch.int32)).tolist()
+        except ValueError as error:
+            return str(error)
+
+    assert outcome(ours) == outcome(stock)
+    (line,) = [line for line in bastile.report() if line.operator == "causal_conv1d"]
+    assert line.ran == 0
+    assert set(line.aside) == {
+        "its activation is not SiLU",
+        "its windows are of more than 8 tokens",
+        "its tensors are of a kind that no kernel serves",
+        "sequences are packed",
+    }
+
+
+def rewrapped(implementation: Any) -> Any:
+    """Transformers' wrapper with something else to call, as where a package is installed."""
+    wrapper = modeling("qwen3_next").causal_conv1d_fn
+    names = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+    names["implementation"] = types.CellType(implementation)
+    names["is_new_implementation"] = types.CellType(True)
+    copy = types.FunctionType(
+        wrapper.__code__,
+        wrapper.__globals__,
+        wrapper.__name__,
+        None,
+        tuple(names[n] for n in wrapper.__code__.co_freevars),
+    )
+    copy.__wrapped__, copy.__module__ = wrapper.__wrapped__, wrapper.__module__
+    return copy
+
+
+def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = modeling("qwen3_next")
+    if not hasattr(module, NAME):
+        pytest.skip("Transformers has no function for it in this release")
+    theirs = types.FunctionType((lambda x, weight, **_: x).__code__, {"__name__": "causal_conv1d.interface"})
+    monkeypatch.setattr(module, NAME, wrapper := rewrapped(theirs))
+    with pytest.raises(RuntimeError, match="the package causal_conv1d runs in its place"):
+        bastile.apply(causal_conv1d=True, model_types="qwen3_next")
+    assert "causal_conv1d_qwen3_next" not in bastile.apply(model_types="qwen3_next")
+    assert getattr(module, NAME) is wrapper
+
+
+def test_a_kernel_of_the_hub_runs() -> None:
+    """The package `kernels` makes a module of the function, and gives it another forward where it has a kernel."""
+
+    class Function(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs)
+
+    module, x, weight = Function(), torch.randn(1, 8, 12), torch.randn(8, 4)
+    ours = short_convolution._convolve(Tally("causal_conv1d", "a test"), module)
+    torch.testing.assert_close(ours(x, weight), original(x, weight))
+    module.forward = lambda *args, **kwargs: "theirs"  # type: ignore[assignment, method-assign]
+    assert ours(x, weight) == "theirs"
