@@ -590,6 +590,7 @@ BST_API bst_status bst_low_rank_glu_backward(const bst_exec *exec, const bst_low
 }
 #endif
 
+#include "bastile/gated_rms_norm.h"
 #include "bastile/optim.h"
 
 #endif

@@ -38,7 +38,12 @@ BENCH_NAMES = {
 #: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py).
 NOT_IN_BENCH = {"dequantize_4bit"}
 #: Of the C API; the last is PyTorch's entry.
-HEADERS = ("include/bastile.h", "include/bastile/optim.h", "include/bastile/torch.h")
+HEADERS = (
+    "include/bastile.h",
+    "include/bastile/gated_rms_norm.h",
+    "include/bastile/optim.h",
+    "include/bastile/torch.h",
+)
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim", "low_rank"}
 #: What ptx.cuh needs for itself.
