@@ -191,6 +191,15 @@ static void bind_quantised(fuzz_call *c, symbols *s) {
     bind(s, 'C', 16), bind(s, 'D', 256);
 }
 
+/* Columns in groups, or all in one. */
+static void bind_groups(fuzz_call *c, symbols *s) {
+    int group = fuzz_attribute(c->function, "group");
+    if (group < 0) return;
+    int64_t width = draw_size(s), count = fuzz_chance(2) ? 1 : 1 + fuzz_below(s->budget < 9 ? s->budget : 9);
+    bind(s, 'H', width * count);
+    c->attributes[group].i = count == 1 && fuzz_chance(2) ? 0 : width;
+}
+
 static void add(fuzz_tensor *t, int64_t size) { t->shape[t->dims++] = size; }
 
 static void draw_shape(fuzz_call *c, int place, symbols *s) {
@@ -285,6 +294,7 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
     bind_related(c, &s);
     bind_quantised(c, &s);
     bind_kept(c, &s);
+    bind_groups(c, &s);
     for (int i = 0; i < c->count; i++) {
         int place = order[i];
         fuzz_tensor *t = &c->of[place];

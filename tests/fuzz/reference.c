@@ -543,6 +543,8 @@ const fuzz_reference fuzz_references[] = {
     {"glu_joined_backward", glu_joined},
     {"norm_forward", norm_forward},
     {"norm_backward", norm_backward},
+    {"gated_rms_norm_forward", fuzz_gated_rms_norm_forward},
+    {"gated_rms_norm_backward", fuzz_gated_rms_norm_backward},
     {"rope_forward", rope_forward},
     {"rope_backward", rope_backward},
     {"cross_entropy_forward", cross_entropy_forward},

@@ -54,6 +54,8 @@ static inline int64_t last(const fuzz_tensor *t) { return t->shape[t->dims - 1];
 /* The logits of a head, to be freed; *most: the size that their errors are relative to. */
 double *fuzz_logits_of(const fuzz_call *c, const char *of_hidden, const char *of_weight, const char *of_bias,
                        double *most);
+void fuzz_gated_rms_norm_forward(fuzz_call *c);
+void fuzz_gated_rms_norm_backward(fuzz_call *c);
 void fuzz_linear_divergence_forward(fuzz_call *c);
 void fuzz_low_rank_backward(fuzz_call *c);
 void fuzz_low_rank_dx(fuzz_call *c);

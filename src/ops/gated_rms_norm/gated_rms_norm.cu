@@ -45,6 +45,7 @@ BST_DEVICE const void *row_start(const gated_rms_norm_args *a, int input, int64_
     return bst_at(a->in[input], bst_row_start(&a->map[input], row, FOLDED) + first_column(), type_of(input));
 }
 
+#ifdef FORWARD
 /* A vector of what is normed, out of vectors of x and of the gate. */
 BST_DEVICE void unpack_normed(float *u, bst_raw x, bst_raw gate) {
     bst_unpack(u, x, X_TYPE, VEC);
@@ -54,7 +55,6 @@ BST_DEVICE void unpack_normed(float *u, bst_raw x, bst_raw gate) {
     BST_EACH(j, VEC) u[j] *= norm_gate_of(g[j], ACTIVATION, EXACT_TYPE).value;
 }
 
-#ifdef FORWARD
 BST_KERNEL(gated_rms_norm_forward, gated_rms_norm_args, BLOCK, 1) {
     BST_SHARED(float, scratch, 32);
     const int lane = lane_of_thread(), first = first_column();

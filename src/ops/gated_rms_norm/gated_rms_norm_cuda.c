@@ -87,13 +87,14 @@ static int64_t held_words(const bst_launch *l, int rows) {
     return vectors_of_thread(l) * (rows * row + l->values[M_DW] * l->values[M_VEC]);
 }
 
-/* Returns the blocks to launch at most. Registers for 512 to 640 threads a multiprocessor, of which a thread has 128 or
- * 96: with a row ahead these have 24 to 48 KiB on their way, where the bandwidth needs some 20 (calculated, H100). */
+/* Returns the blocks to launch at most. Registers for 512 threads a multiprocessor, or where the arithmetic needs fewer
+ * for 640, of which a thread has 128 or 96: with a row ahead these have 24 to 48 KiB on their way, where the bandwidth
+ * needs some 20 (calculated, H100). */
 static int shape_backward(bst_launch *l, const bst_chip *chip) {
     shape_rows(l, 16, 512);
     l->values[M_HELD] = held_words(l, 1) <= 64;
     l->values[M_AHEAD] = l->values[M_HELD] && held_words(l, 2) <= 64;
-    l->values[M_RESIDENT] = 640 / l->block;
+    l->values[M_RESIDENT] = (l->values[M_EXACT_TYPE] == BST_F32 ? 512 : 640) / l->block;
     return chip->processors * (int)l->values[M_RESIDENT];
 }
 
