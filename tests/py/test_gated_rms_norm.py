@@ -98,7 +98,11 @@ def _terms(x, gate, weight, activation="silu", gate_first=False, **_):
     value = ACT[activation](gate.double()).abs()
     least = (x.double().abs() * (value if gate_first else 1)).min().clamp_min(1e-3)
     most = (1 + weight.double().abs().max()) * (1 + value.max()) / least
-    return {"dx": most.item(), "dgate": (most * (1 + x.double().abs().max())).item()} if gate_first else {"dx": most.item()}
+    return (
+        {"dx": most.item(), "dgate": (most * (1 + x.double().abs().max())).item()}
+        if gate_first
+        else {"dx": most.item()}
+    )
 
 
 def inputs(shape, dtype, device, gate_type=None, weight_type=None):

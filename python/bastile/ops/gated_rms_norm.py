@@ -98,8 +98,6 @@ def _check(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, group: int
     need_floats("gated_rms_norm", x=x, gate=gate)
     check_weight("gated_rms_norm", "weight", weight, x)
     if gate.shape != x.shape:
-        raise ValueError(
-            f"gated_rms_norm: gate has shape {list(gate.shape)}; {list(x.shape)}, that of x, is needed"
-        )
+        raise ValueError(f"gated_rms_norm: gate has shape {list(gate.shape)}; {list(x.shape)}, that of x, is needed")
     if group < 0 or (group and x.shape[-1] % group):
         raise ValueError(f"gated_rms_norm: group is {group}, and x has rows of {x.shape[-1]}; a divisor is needed")
