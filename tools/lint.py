@@ -198,7 +198,7 @@ def defined() -> set[str]:
 
 def declared() -> list[str]:
     """Functions that the rooms describe or define, and the header does not declare; and the other way round."""
-    header = "".join((ROOT / name).read_text() for name in HEADERS[:2])
+    header = "".join((ROOT / name).read_text() for name in HEADERS[:-1])
     known = set(re.findall(r"^BST_API bst_status bst_([a-z]\w*)\(const bst_exec ", header, re.M))
     functions = described() | defined()
     return [f"include/bastile.h does not declare bst_{name}" for name in sorted(functions - known)] + [

@@ -1,5 +1,4 @@
-/* gated_rms_norm.h - the RMS norm with a gate, a part of the C API. bastile.h, whose conventions hold here, includes it.
- */
+/* gated_rms_norm.h - the RMS norm with a gate, of the C API. bastile.h, whose conventions hold here, includes it. */
 #ifndef BASTILE_GATED_RMS_NORM_H
 #define BASTILE_GATED_RMS_NORM_H
 
@@ -33,8 +32,8 @@ BST_API bst_status bst_gated_rms_norm_forward(const bst_exec *exec, const DLTens
                                               const DLTensor *weight, double eps,
                                               const bst_gated_rms_norm_options *options, DLTensor *y);
 /* What the gradients of the above are made of: dy of y's type, and forward's inputs, all else being computed again. And
- * where they go, each NULL where not wanted: dx, dgate and dweight as x, gate and weight, dweight summed in float32 in a
- * fixed order. eps and options as for forward. */
+ * where they go, each NULL where not wanted: dx, dgate and dweight as x, gate and weight, dweight summed in float32 in
+ * a fixed order. eps and options as for forward. */
 typedef struct bst_gated_rms_norm_backward_tensors {
     size_t size; /* sizeof(bst_gated_rms_norm_backward_tensors) */
     const DLTensor *dy, *x, *gate, *weight;

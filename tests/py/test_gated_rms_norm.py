@@ -53,10 +53,8 @@ def stock(x, gate, weight, activation="silu", gate_first=False, group=0, promote
     act = ACT[activation](gate.float())
     u = x.float() * act if gate_first else x.float()
     n = normed(u, group)
-    if activation == "sigmoid":
-        n = weight.float() * n  # is not rounded first
-    else:
-        n = weight * n.to(x.dtype)
+    # Kimi Linear's is not rounded first.
+    n = weight.float() * n if activation == "sigmoid" else weight * n.to(x.dtype)
     y = n if gate_first else n * act
     return y if promote else y.to(x.dtype)
 

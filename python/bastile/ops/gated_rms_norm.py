@@ -75,8 +75,8 @@ def gated_rms_norm(
         promote: whether the result has the type that PyTorch gives x * weight, and not x's.
 
     Returns:
-        [..., H], contiguous. Gradients flow to x, gate and weight; nothing but these three is kept for them, and dweight
-        is summed in float32 in a fixed order.
+        [..., H], contiguous. Gradients flow to x, gate and weight; nothing but these three is kept for them, and
+        dweight is summed in float32 in a fixed order.
 
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.

@@ -1,5 +1,5 @@
-/* row_vectors.cuh - how kernels of norms share out rows: each has THREADS threads, which take vectors of VEC of its HIDDEN
- * elements in turn, and a block ROWS rows at a time. All four are macros of the kernel's. */
+/* row_vectors.cuh - how kernels of norms share out rows: each has THREADS threads, which take vectors of VEC of its
+ * HIDDEN elements in turn, and a block has ROWS rows at a time. All four are macros of the kernel's. */
 #ifndef BST_ROW_VECTORS_CUH
 #define BST_ROW_VECTORS_CUH
 

@@ -135,8 +135,8 @@ BST_DEVICE void unpack_terms(terms *t, const row_state *r, const void *weight, i
     }
 }
 
-/* With n = u rstd and du = rstd (m - n mean(m n)): the gate last, dx = du, dgate = dy weight n act'(gate), dweight = sum
- * over rows of dy act(gate) n; first, dx = du act(gate), dgate = du x act'(gate), dweight = sum of dy n. */
+/* With n = u rstd and du = rstd (m - n mean(m n)): the gate last, dx = du, dgate = dy weight n act'(gate), dweight =
+ * sum over rows of dy act(gate) n; first, dx = du act(gate), dgate = du x act'(gate), dweight = sum of dy n. */
 BST_KERNEL(gated_rms_norm_backward, gated_rms_norm_args, BLOCK, RESIDENT) {
     BST_SHARED(float, scratch, 128);
     BST_SHARED(float, sums, ROWS > 1 ? DW * HIDDEN + 1 : 1);

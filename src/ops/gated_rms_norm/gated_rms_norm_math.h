@@ -1,5 +1,5 @@
-/* gated_rms_norm_math.h - one gate of the norm, for CPU and CUDA alike, after gated_arithmetic.h. `activation` and `type`
- * are codes of gated_rms_norm_args.h and dtype.h, constants at every call, so that each branch folds away. */
+/* gated_rms_norm_math.h - one gate of the norm, for CPU and CUDA alike, after gated_arithmetic.h. `activation` and
+ * `type` are codes of gated_rms_norm_args.h and dtype.h, constants at every call, so that each branch folds away. */
 #ifndef BST_GATED_RMS_NORM_MATH_H
 #define BST_GATED_RMS_NORM_MATH_H
 
