@@ -76,6 +76,8 @@ def runs_stock(model: torch.nn.Module) -> bool:
 @settings(few_examples, max_examples=16)
 @given(st.tuples(*[st.booleans()] * len(OPERATORS)))
 def test_apply_changes_what_was_chosen_and_reset_restores_the_very_objects(flags: tuple[bool, ...]) -> None:
+    # What none of the families has is an error where it is asked for by name.
+    flags = tuple(flag and op != "gated_rms_norm" for op, flag in zip(OPERATORS, flags, strict=True))
     before = {family: pieces(family) for family in DENSE}
     given = {op for op, flag in zip(OPERATORS, flags, strict=True) if flag}
     chosen = {op for op in given if given.issuperset(OPERATORS[op].needs)}

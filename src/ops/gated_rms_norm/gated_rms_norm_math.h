@@ -9,7 +9,8 @@ typedef struct norm_gate {
 
 BST_INLINE norm_gate norm_gate_of(float g, int activation, int type) {
     bst_gate a = bst_sigmoid_gate(g, g, g, type);
-    norm_gate silu = {a.value, a.factor * a.slope}, sigmoid = {a.factor, a.factor * (1.0f - a.factor)};
+    float s = g == g ? a.factor : g; /* which for NaN is any number: silu's is multiplied with g */
+    norm_gate silu = {a.value, a.factor * a.slope}, sigmoid = {s, s * (1.0f - s)};
     return activation == GATE_SIGMOID ? sigmoid : silu;
 }
 
