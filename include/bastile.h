@@ -586,48 +586,13 @@ typedef struct bst_low_rank_glu_tensors {
 BST_API bst_status bst_low_rank_glu_backward(const bst_exec *exec, const bst_low_rank_glu_tensors *tensors,
                                              double scale_gate, double scale_up, const bst_glu_options *options);
 
-/* ---- gated_delta_rule -------------------------------------------------------------------------------------------- */
-
-/* Linear attention by the gated delta rule: a head's state S [K, V], before the first token `initial`, or zeros, and
- * for each token, with q and k first divided by sqrt(sum of their squares + eps) where normalize says so,
- *   S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q
- * in float32, and `final` is S behind the last token. Computed over chunks of 64 tokens: g is to be 0 or below.
- * On CUDA tensor cores multiply what a head's numbers are split into, 16 bits of each for types of 16 bits, float32's
- * 24: some 2 chips' shared memory hold, see docs/gated_delta_rule.md.
- * Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024. */
-typedef struct bst_gated_delta_rule_tensors {
-    size_t size;                 /* sizeof(bst_gated_delta_rule_tensors) */
-    const DLTensor *q, *k;       /* [B, T, H, K], 1 <= K <= 128 */
-    const DLTensor *v;           /* [B, T, N, V], 1 <= V <= 256; N is a multiple of H: head n has q and k of n / (N / H) */
-    const DLTensor *g, *beta;    /* [B, T, N], each of any float type */
-    const DLTensor *initial;     /* [B, N, K, V] float32, or NULL: zeros */
-    DLTensor *y;                 /* forward: as v, contiguous */
-    DLTensor *final;             /* forward: as initial, or NULL */
-    const DLTensor *dy, *dfinal; /* backward: as v; as initial, or NULL: zeros */
-    DLTensor *dq, *dk, *dv, *dg, *dbeta; /* backward: as q, k, v, g, beta, contiguous */
-    DLTensor *dinitial;          /* backward: as initial, or NULL */
-} bst_gated_delta_rule_tensors;
-
-typedef struct bst_gated_delta_rule_options {
-    size_t size;   /* sizeof(bst_gated_delta_rule_options) */
-    double scale;  /* 0: 1 / sqrt(K) */
-    int normalize; /* q and k to length 1 */
-    double eps;    /* 0: 1e-6 */
-} bst_gated_delta_rule_options;
-
-/* q, k, v, y, dy are of one type; all but what is contiguous may have any strides, the last dimension being contiguous.
- * The backward pass makes states before each chunk again, and takes for them and their gradients (K V / 8 bytes a token
- * and head of v for types of 16 bits) and as much as the forward pass, 516 bytes a token and head of v, as workspace. */
-BST_API bst_status bst_gated_delta_rule_forward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,
-                                                const bst_gated_delta_rule_options *options);
-BST_API bst_status bst_gated_delta_rule_backward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,
-                                                 const bst_gated_delta_rule_options *options);
-
 #ifdef __cplusplus
 }
 #endif
 
 #include "bastile/causal_conv1d.h"
+#include "bastile/gated_delta_rule.h"
+#include "bastile/gated_rms_norm.h"
 #include "bastile/optim.h"
 
 #endif

@@ -38,7 +38,10 @@ BENCH_NAMES = {
 #: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py).
 NOT_IN_BENCH = {"dequantize_4bit"}
 #: Of the C API; the last is PyTorch's entry.
-HEADERS = ("include/bastile.h", *(f"include/bastile/{name}.h" for name in ("causal_conv1d", "optim", "torch")))
+HEADERS = (
+    "include/bastile.h",
+    *(f"include/bastile/{name}.h" for name in ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "optim", "torch")),
+)
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim", "low_rank"}
 #: What ptx.cuh needs for itself.

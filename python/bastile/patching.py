@@ -75,6 +75,7 @@ def apply(
     causal_conv1d: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
+    gated_rms_norm: bool = True,
     adamw: bool = True,
     recompute: bool = True,
     offload_checkpoints: bool = False,
@@ -107,6 +108,7 @@ def apply(
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
         layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
+        gated_rms_norm: the RMSNorm with a gate of linear attention (Qwen3-Next) and of Mamba-2.
         adamw: where a Trainer of Transformers, or of TRL's, makes torch's AdamW, its default, bastile.optim.AdamW takes
             its place, with the same state_dict, and clips as it reads the gradients (docs/optim.md).
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
@@ -174,6 +176,7 @@ def apply_to_model(
     causal_conv1d: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
+    gated_rms_norm: bool = True,
     recompute: bool = True,
     offload_checkpoints: bool = False,
     cuda_graphs: graphs.Mode = "auto",
@@ -198,6 +201,7 @@ def apply_to_model(
         causal_conv1d: as for `apply`.
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
+        gated_rms_norm: as for `apply`.
         recompute: as for `apply`.
         offload_checkpoints: as for `apply`.
         cuda_graphs: as for `apply`.

@@ -155,6 +155,12 @@ static void bind_related(const fuzz_call *c, symbols *s) {
         if (half) bind(s, half[1], 2 * draw_size(s));
     }
     if (fuzz_attribute(f, "silu") >= 0) bind(s, 'K', 1 + fuzz_below(fuzz_chance(20) ? 12 : 8)); /* short windows */
+    if (fuzz_attribute(f, "normalize") >= 0) { /* heads of values for each of keys, which are not wide */
+        int64_t heads = draw_size(s);
+        bind(s, 'H', heads), bind(s, 'N', heads * (1 + fuzz_below(3)));
+        bind(s, 'K', 1 + fuzz_below(fuzz_chance(20) ? 150 : 40)),
+            bind(s, 'V', 1 + fuzz_below(fuzz_chance(20) ? 300 : 40));
+    }
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) { /* sorted are pairs, in two dimensions */
         s->leading_bound = true;
@@ -190,6 +196,15 @@ static void bind_quantised(fuzz_call *c, symbols *s) {
     s->rows = s->leading_size[0] = (count + 1) / 2;
     bind(s, 'A', blocks), bind(s, 'S', (blocks + nested - 1) / nested);
     bind(s, 'C', 16), bind(s, 'D', 256);
+}
+
+/* Columns in groups, or all in one. */
+static void bind_groups(fuzz_call *c, symbols *s) {
+    int group = fuzz_attribute(c->function, "group");
+    if (group < 0) return;
+    int64_t width = draw_size(s), count = fuzz_chance(2) ? 1 : 1 + fuzz_below(s->budget < 9 ? s->budget : 9);
+    bind(s, 'H', width * count);
+    c->attributes[group].i = count == 1 && fuzz_chance(2) ? 0 : width;
 }
 
 static void add(fuzz_tensor *t, int64_t size) { t->shape[t->dims++] = size; }
@@ -286,6 +301,7 @@ void fuzz_draw(fuzz_call *c, const bst_function *f) {
     bind_related(c, &s);
     bind_quantised(c, &s);
     bind_kept(c, &s);
+    bind_groups(c, &s);
     for (int i = 0; i < c->count; i++) {
         int place = order[i];
         fuzz_tensor *t = &c->of[place];

@@ -543,6 +543,8 @@ const fuzz_reference fuzz_references[] = {
     {"glu_joined_backward", glu_joined},
     {"norm_forward", norm_forward},
     {"norm_backward", norm_backward},
+    {"gated_rms_norm_forward", fuzz_gated_rms_norm_forward},
+    {"gated_rms_norm_backward", fuzz_gated_rms_norm_backward},
     {"rope_forward", rope_forward},
     {"rope_backward", rope_backward},
     {"causal_conv1d_forward", fuzz_causal_conv1d_forward},
@@ -565,10 +567,11 @@ const fuzz_reference fuzz_references[] = {
 };
 
 /* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
-const char *const fuzz_without_reference[] = {"cross_entropy_backward",   "linear_cross_entropy_backward",
-                                              "linear_logprobs_backward", "linear_divergence_backward",
-                                              "low_rank_glu_backward",    "moe_glu_backward",
-                                              "moe_combine_backward",     NULL};
+const char *const fuzz_without_reference[] = {"cross_entropy_backward",    "linear_cross_entropy_backward",
+                                              "linear_logprobs_backward",  "linear_divergence_backward",
+                                              "low_rank_glu_backward",     "moe_glu_backward",
+                                              "moe_combine_backward",      "gated_delta_rule_forward",
+                                              "gated_delta_rule_backward", NULL};
 
 void fuzz_refer(fuzz_call *c) {
     for (const fuzz_reference *r = fuzz_references; r->name; r++)

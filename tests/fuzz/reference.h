@@ -56,6 +56,8 @@ double *fuzz_logits_of(const fuzz_call *c, const char *of_hidden, const char *of
                        double *most);
 void fuzz_causal_conv1d_forward(fuzz_call *c);
 void fuzz_causal_conv1d_backward(fuzz_call *c);
+void fuzz_gated_rms_norm_forward(fuzz_call *c);
+void fuzz_gated_rms_norm_backward(fuzz_call *c);
 void fuzz_linear_divergence_forward(fuzz_call *c);
 void fuzz_low_rank_backward(fuzz_call *c);
 void fuzz_low_rank_dx(fuzz_call *c);

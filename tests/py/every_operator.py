@@ -10,6 +10,7 @@ from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.dropout import dropout
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
+from bastile.ops.gated_rms_norm import gated_rms_norm
 from bastile.ops.glu import glu
 from bastile.ops.linear_divergence import linear_divergence
 from bastile.ops.linear_logprobs import linear_logprobs
@@ -57,6 +58,7 @@ CALLS = {
     "rms_norm": lambda x: rms_norm(x, random(H)),
     "add_rms_norm": lambda x: torch.cat(add_rms_norm(x, x.square(), random(H))),
     "add_layer_norm": lambda x: torch.cat(add_layer_norm(x, x.square(), random(H), random(H))),
+    "gated_rms_norm": lambda x: gated_rms_norm(x, x.cos(), random(H), gate_first=True, group=4),
     "swiglu": lambda x: swiglu(x, x.cos()),
     "glu": lambda x: glu(torch.cat((x, x.cos()), dim=-1), None, "swiglu_oai", interleaved=True),
     "gated_mlp": lambda x: gated_mlp(x, random(16, H), random(16, H), random(H, 16)),

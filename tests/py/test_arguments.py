@@ -9,6 +9,7 @@ import torch
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
+from bastile.ops.gated_rms_norm import gated_rms_norm
 from bastile.ops.moe import moe_experts
 from bastile.ops.norm import layer_norm
 from bastile.ops.projections import projections
@@ -28,6 +29,7 @@ GIVEN: dict[str, tuple[Callable, dict]] = {
     "rms_norm": (rms_norm, {"x": X, "weight": W}),
     "layer_norm": (layer_norm, {"x": X, "weight": W, "bias": W}),
     "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
+    "gated_rms_norm": (gated_rms_norm, {"x": X, "gate": X, "weight": W}),
     "swiglu": (swiglu, {"a": X, "b": X}),
     "gated_mlp": (gated_mlp, {"x": X, "gate_weight": GATE, "up_weight": GATE, "down_weight": DOWN}),
     "rope": (rope, {"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}),

@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_mlp import gated_mlp
+from bastile.ops.gated_rms_norm import gated_rms_norm
 from bastile.ops.moe import moe_experts
 from bastile.ops.norm import layer_norm
 from bastile.ops.projections import projections
@@ -127,6 +128,7 @@ FUNCTIONS = {
     "rms_norm": (rms_norm, [(T, H), (H,)]),
     "layer_norm": (lambda x, w: layer_norm(x, w, random(H).to(w.dtype)), [(T, H), (H,)]),  # linear in its bias
     "add_rms_norm": (lambda *given: add_rms_norm(*given)[0], [(T, H), (T, H), (H,)]),
+    "gated_rms_norm": (gated_rms_norm, [(T, H), (T, H), (H,)]),
     "swiglu": (swiglu, [(T, H), (T, H)]),
     "gated_mlp": (gated_mlp, [(T, H), (16, H), (16, H), (H, 16)]),
     "qk_norm_rope": (

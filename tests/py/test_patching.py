@@ -74,7 +74,7 @@ def runs_stock(model: torch.nn.Module) -> bool:
 
 
 #: These families have no place for it, so that it cannot be asked for by its name.
-NOWHERE = {"causal_conv1d"}
+NOWHERE = {"causal_conv1d", "gated_delta_rule", "gated_rms_norm"}
 
 
 @settings(few_examples, max_examples=16)
@@ -107,7 +107,7 @@ def test_each_operator_is_an_argument(function: Any) -> None:
 def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
-    others = ("moe_experts", "sink_attention", "causal_conv1d", "lora_linear", "layer_norm", "adamw")
+    others = ("moe_experts", "sink_attention", *NOWHERE, "lora_linear", "layer_norm", "adamw")
     assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in USUAL if operator not in others}
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])

@@ -2,6 +2,7 @@
 
 Shapes, by operator:
     rms_norm, add_rms_norm       (rows, columns)
+    gated_rms_norm               (rows, columns), the gate behind the norm; gate_first_rms_norm: before it
     swiglu                       (rows, columns)
     gated_mlp                    (tokens, hidden size, size between the products)
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
@@ -70,6 +71,8 @@ def _experts(*shape: int, limit: float) -> Case:
 _ROPE = (16384, 32, 8, 128)
 #: A fused operator has to beat the sequence that it replaces.
 _FUSED = {"unfused": 1.0}
+#: And the code that it takes the place of, be that compiled.
+_REPLACED = {"hf": 1.0, "compile": 1.0}
 
 #: The fastest of Transformers' ways is to be beaten. (A third, batched_mm, copies the weights for each row: 500 GiB.)
 _EXPERTS = {name: 1 / 1.12 for name in ("hf", "hf-eager")}
@@ -84,6 +87,11 @@ LIMITS = (
     Case("rms_norm", (131072, 128), needs=_within(39, 48)),  # QK-norm
     Case("add_rms_norm", (16384, 4096), backward=False, needs=_bf16(peers=_FUSED)),
     Case("add_rms_norm", (16384, 4096), needs=_bf16(peers=_FUSED)),
+    # Qwen3-Next's heads, 8192 tokens of 32, and a Mamba-2 layer's rows.
+    Case("gated_rms_norm", (262144, 128), backward=False, needs=_bf16(limit=1.15, peers=_REPLACED)),
+    Case("gated_rms_norm", (262144, 128), needs=_bf16(limit=1.15, peers=_REPLACED)),
+    Case("gate_first_rms_norm", (8192, 8192), backward=False, needs=_bf16(limit=1.15, peers=_REPLACED)),
+    Case("gate_first_rms_norm", (8192, 8192), needs=_bf16(limit=1.15, peers=_REPLACED)),
     Case("swiglu", (16384, 12288), needs=_within(752, 762)),
     Case("gated_mlp", (4096, 4096, 12288), needs=_bf16(limit=1.05, peers=_FUSED)),
     Case("rope", _ROPE, backward=False, needs=_within(78, 82)),
@@ -150,6 +158,8 @@ SMALL = (
     Case("rms_norm", (512, 1024), needs=_CPU),
     Case("rms_norm", (8192, 128), needs=_CPU),  # QK-norm
     Case("add_rms_norm", (512, 1024), needs=_CPU),
+    Case("gated_rms_norm", (8192, 128), needs=_CPU),
+    Case("gate_first_rms_norm", (512, 2048), needs=_CPU),
     Case("swiglu", (512, 3072), needs=_CPU),
     Case("gated_mlp", (512, 1024, 3072), needs=_CPU_MLP),
     Case("rope", (512, 16, 8, 128), needs=_CPU),
@@ -172,6 +182,7 @@ _HOST_NORM = {t: Need(peers={"torch": 1.35, "liger": 0.35}) for t in ("bf16", "f
 HOST = (
     Case("rms_norm", (1, 4096), host=True, needs=_HOST_NORM),
     Case("add_rms_norm", (1, 4096), host=True),
+    Case("gated_rms_norm", (1, 4096), host=True),
     Case("swiglu", (1, 4096), host=True),
     Case("gated_mlp", (1, 64, 128), host=True),
     Case("rope", (1, 32, 8, 128), host=True),

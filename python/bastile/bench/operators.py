@@ -75,6 +75,10 @@ def _add_norm_inputs(case: Case, random: Random) -> Tensors:
     return {**_norm_inputs(case, random), **_rows("residual", "upstream 1")(case, random)}
 
 
+def _gated_norm_inputs(case: Case, random: Random) -> Tensors:
+    return {**_norm_inputs(case, random), **_rows("gate")(case, random)}
+
+
 def _low_rank_inputs(case: Case, random: Random) -> Tensors:
     rows, columns, rank = case.shape
     return {"dy": random(rows, columns), "thin": random(rows, rank), "b": random(columns, rank)}
@@ -220,6 +224,14 @@ def _adamw_inputs(case: Case, random: Random) -> Tensors:
     return {**found, "steps": steps}
 
 
+_GATED_NORM = Operator(
+    _gated_norm_inputs,
+    arguments=("x", "gate", "weight"),
+    leaves=("x", "gate", "weight"),
+    times=(3, 8),
+    model="x and gate read, y written; backward: x, gate and dy read, dx and dgate written",
+)
+
 OPERATORS = {
     "rms_norm": Operator(
         _norm_inputs,
@@ -235,6 +247,8 @@ OPERATORS = {
         times=(4, 8),
         model="x and residual read, sum and y written; backward: sum, dsum and dy read, one gradient for both written",
     ),
+    "gated_rms_norm": _GATED_NORM,
+    "gate_first_rms_norm": _GATED_NORM,
     "swiglu": Operator(
         _rows("a", "b", "upstream 0"),
         arguments=("a", "b"),

@@ -33,6 +33,10 @@ def _rotary(**variant: Any) -> dict[str, Any]:
     return {**usual, "arguments": "q k cos sin", "heads": 1, **variant}
 
 
+def _gated(**variant: Any) -> dict[str, Any]:
+    return {"gate_first": False, "promote": False, **variant}
+
+
 def _experts(**variant: Any) -> dict[str, Any]:
     """activation: None is the module's own; alpha, limit: the attributes that hold them."""
     return {"activation": None, "interleaved": False, "has_bias": False, "alpha": None, "limit": None, **variant}
@@ -104,11 +108,50 @@ FORMS: tuple[Form, ...] = (
         ("2ba3a3cb5009",),
         {"casting": "none", "is_of_one_type": True, "is_torchs": True},
     ),
+    # ---- norms with a gate, silu where no attribute says it: before the norm or after it (gate_first), with a result
+    # ---- of the input's type or of the promoted one of input and weight (promote)
     Form(
         "gated norm",
         "((weight * (x * rstd).to(x.dtype)) * activation(gate)).to(x.dtype)",
         _roles("eps weight activation"),
         ("9bf5d600b876",),
+        _gated(),
+    ),
+    Form("gated norm", "the same with silu", _roles("eps weight"), ("4ebe39d462b4",), _gated()),
+    Form(
+        "gated norm",
+        "(weight * (x * rstd) * activation(gate)).to(x.dtype)",
+        _roles("eps weight activation"),
+        ("a22571373f0d",),
+        _gated(),
+    ),
+    Form(
+        "gated norm",
+        "u = x * silu(gate); weight * (u * rstd).to(x.dtype)",
+        _roles("eps weight"),
+        ("c61844a2f1ab",),
+        _gated(gate_first=True, promote=True),
+    ),
+    Form(
+        "gated norm",
+        "the same in groups of columns",
+        _roles("group eps weight"),
+        ("340c4b51f8ca",),
+        _gated(gate_first=True, promote=True),
+    ),
+    Form(
+        "gated norm",
+        "(weight * (x * rstd)).to(x.dtype), in so many groups of columns, silu(gate) before it or behind it",
+        _roles("norm_first groups eps weight"),
+        ("a087a4fbce11",),
+        _gated(),
+    ),
+    Form(
+        "gated norm",
+        "the same, one position without its dimension",
+        _roles("norm_first groups eps weight"),
+        ("14ccd4a8b7f8",),
+        _gated(squeezes=True),
     ),
     # ---- norms with a mean ------------------------------------------------------------------------------------------
     Form(

@@ -11,10 +11,8 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from bastile.guards import mark_as_ours, runs
-from bastile.models.mlp import activation_named
 from bastile.models.sites import Found, ModelFile, Site, file_of
 from bastile.ops._common import on_gpu
-from bastile.ops.glu import glu
 from bastile.ops.norm import layer_norm
 from bastile.ops.rms_norm import Casting, rms_norm
 from bastile.report import Tally
@@ -80,8 +78,6 @@ class Norm:
 def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.forwards("norm"):
         yield file.forward_site("rms_norm", found.owner, partial(norm_forward, Norm.of(found)))
-    for found in file.forwards("gated norm"):
-        yield file.forward_site("rms_norm", found.owner, partial(gated_norm_forward, found))
 
 
 def norms_of(file: ModelFile) -> tuple[Norm, ...]:
@@ -132,24 +128,3 @@ def norm_forward(norm: Norm, tally: Tally, original: Callable[..., Any]) -> Call
         return norm.run(self, args[0])
 
     return mark_as_ours(forward)
-
-
-def gated_norm_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a norm whose result an activated gate multiplies: the norm, and the gated unit of the two."""
-    names = found.names
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 2 or kwargs or not isinstance(args[1], torch.Tensor):
-            tally.step_aside("it was not called with two tensors by position")
-            return original(self, *args, **kwargs)
-        (x, gate), weight = args, getattr(self, names["weight"])
-        act = activation_named(getattr(self, names["activation"]))
-        is_alike = x.shape == gate.shape and x.dtype == gate.dtype == weight.dtype
-        if act is None or not is_alike or not found.is_kept_by(self):
-            tally.step_aside("its weight, gate or activation are not of the kind that Bastile computes")
-            return original(self, *args)
-        tally.count()
-        return glu(gate, rms_norm(x, weight, getattr(self, names["eps"])), act)
-
-    return forward

@@ -50,6 +50,9 @@ OPERATORS: dict[str, Operator] = {
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
     "layer_norm": Operator("layer_norm", "LayerNorm", r"LayerNorm$"),
+    "gated_rms_norm": Operator(
+        "gated_norm", "the RMSNorm with a gate of linear attention and of Mamba-2", r"NormGated$"
+    ),
     "adamw": Operator(
         "optimizer", "the AdamW that a Trainer makes, with its clipping in one pass", r"^Trainer$", of_a_model=False
     ),

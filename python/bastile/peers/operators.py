@@ -110,6 +110,8 @@ def _bastile_divergence() -> Function:
 _BASTILE: dict[str, Builder] = {
     "rms_norm": lambda: _ours("rms_norm"),
     "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
+    "gated_rms_norm": lambda: _ours("gated_rms_norm"),
+    "gate_first_rms_norm": lambda: partial(_ours("gated_rms_norm"), gate_first=True),
     "swiglu": lambda: _ours("swiglu"),
     "gated_mlp": lambda: _ours("gated_mlp"),
     "rope": lambda: _heads_first(_ours("rope")),
@@ -134,11 +136,20 @@ class _Norm:
 
     def __init__(self, weight: torch.Tensor):
         self.weight, self.variance_epsilon = weight, EPS
+        self.activation, self.group_size = "silu", weight.shape[0]  # of one with a gate
 
 
 def _hf_rms_norm() -> Function:
     forward = _get("transformers.models.qwen3.modeling_qwen3", "Qwen3RMSNorm").forward
     return lambda x, weight: forward(_Norm(weight), x)
+
+
+def _hf_gated_rms_norm(model: str, name: str) -> Builder:
+    def build() -> Function:
+        forward = _get(f"transformers.models.{model}.modeling_{model}", name).forward
+        return lambda x, gate, weight: forward(_Norm(weight), x, gate)
+
+    return build
 
 
 def _hf_swiglu() -> Function:
@@ -221,6 +232,8 @@ def _hf_experts_by(implementation: str) -> dict[str, Builder]:
 
 _HF: dict[str, Builder] = {
     "rms_norm": _hf_rms_norm,
+    "gated_rms_norm": _hf_gated_rms_norm("qwen3_next", "Qwen3NextRMSNormGated"),
+    "gate_first_rms_norm": _hf_gated_rms_norm("mamba2", "MambaRMSNormGated"),
     "swiglu": _hf_swiglu,
     "rope": _hf_rope,
     "causal_conv1d": _hf_causal_conv1d,
@@ -249,6 +262,8 @@ def _two_products(dy: torch.Tensor, thin: torch.Tensor, b: torch.Tensor) -> tupl
 
 _TORCH: dict[str, Builder] = {
     "rms_norm": lambda: lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+    "gated_rms_norm": lambda: lambda x, gate, weight: F.rms_norm(x, weight.shape, weight, EPS) * F.silu(gate),
+    "gate_first_rms_norm": lambda: lambda x, gate, weight: F.rms_norm(x * F.silu(gate), weight.shape, weight, EPS),
     "swiglu": lambda: lambda a, b: F.silu(a) * b,
     "cross_entropy": _torch_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_torch_cross_entropy()),

@@ -20,15 +20,12 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "ring.cuh"
+#include "row_vectors.cuh"
 
 #include "norm_args.h"
 
-#define VECTORS    ((HIDDEN + VEC - 1) / VEC)
-#define PER_THREAD ((VECTORS + THREADS - 1) / THREADS)
-#define COVERED    (PER_THREAD * THREADS == VECTORS)
-#define BLOCK      (THREADS * ROWS)
-#define ROUND_N    (CASTING == NORM_LLAMA && !CENTRE) /* before the product with the weight */
-#define HELD       (SOURCE != NORM_AGAIN)
+#define ROUND_N (CASTING == NORM_LLAMA && !CENTRE) /* before the product with the weight */
+#define HELD    (SOURCE != NORM_AGAIN)
 /* Loops over vectors in registers have no rolled form. Of those that are read at each use, two are in flight in the
  * backward pass: the compiler would take so many in float32 that registers spill. */
 #if HELD
@@ -38,10 +35,6 @@
 #else
 #define UNROLL_VECTORS
 #endif
-
-/* The vector `i` of this thread begins at this column; threads of a row read neighbouring vectors. */
-BST_DEVICE int column_of(int i, int lane) { return (i * THREADS + lane) * VEC; }
-BST_DEVICE bool inside(int column) { return COVERED || column < HIDDEN; }
 
 /* What rows are multiplied by, from the weight as it lies in memory. */
 BST_DEVICE void unpack_weight(float *w, bst_raw raw) {
@@ -295,23 +288,6 @@ BST_DEVICE bst_raw weight_of(const source *s, const void *weight, int i, int col
 BST_DEVICE void rows_done(source *s) {}
 #endif
 
-/* Writes this block's partial row. The row groups of a block add theirs up in `sums`, one after the other. */
-BST_DEVICE void store_partial(float *out, float *sums, float of_thread[][VEC], int group, int lane) {
-    for (int g = 0; g < ROWS; g++) {
-        if (g == group) {
-            BST_EACH(i, PER_THREAD) {
-                int column = column_of(i, lane);
-                if (!inside(column)) continue;
-                float *to = (ROWS > 1 ? sums : out) + column;
-                BST_EACH(j, VEC) to[j] = g ? to[j] + of_thread[i][j] : of_thread[i][j];
-            }
-        }
-        if (ROWS > 1) bst_sync();
-    }
-    if (ROWS > 1)
-        for (int c = (int)bst_thread(); c < HIDDEN; c += BLOCK) out[c] = sums[c];
-}
-
 /* With n = x rstd, of x less its mean with CENTRE, and m = dy w: dx = rstd (m - n mean(m n)) + dsum, dweight = sum over
  * rows of dy round(n), dbias = sum of dy. CENTRE: m less mean(m) in dx. */
 BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
@@ -378,9 +354,9 @@ BST_KERNEL(norm_backward, norm_backward_args, BLOCK, 1) {
         rows_done(&s);
     }
     float *out = a.partial + (int64_t)bst_block() * (DW + DB) * HIDDEN;
-    if (DW) store_partial(out, sums, dw, group, lane);
+    if (DW) bst_store_partial(out, sums, dw, group, lane);
     if (DW && DB && ROWS > 1) bst_sync(); /* `sums` has been read */
-    if (DB) store_partial(out + DW * HIDDEN, sums, db, group, lane);
+    if (DB) bst_store_partial(out + DW * HIDDEN, sums, db, group, lane);
 }
 #endif
 
