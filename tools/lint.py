@@ -40,7 +40,10 @@ NOT_IN_BENCH = {"dequantize_4bit"}
 #: Of the C API; the last is PyTorch's entry.
 HEADERS = (
     "include/bastile.h",
-    *(f"include/bastile/{name}.h" for name in ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "optim", "torch")),
+    *(
+        f"include/bastile/{name}.h"
+        for name in ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "optim", "torch")
+    ),
 )
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim", "low_rank"}

@@ -24,6 +24,9 @@ from conftest import modeling, older_than
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 #: A type for each form of code, and what must have run in a step of its small model. Not all are in older releases.
+#: What layers with the gated delta rule have beside.
+DELTA = ("gated_delta_rule", "causal_conv1d", "gated_rms_norm")
+
 SAMPLE: dict[str, set[str]] = {
     "llama": {"rms_norm", "swiglu", "rope", "add_rms_norm", "fused_linear_cross_entropy"},
     "qwen3": {"rms_norm", "swiglu", "qk_norm_rope", "add_rms_norm", "fused_linear_cross_entropy"},
@@ -72,7 +75,7 @@ SAMPLE: dict[str, set[str]] = {
 }
 
 #: Operators whose code was written out in each module before a release, so that there is no place for them.
-SINCE = {"causal_conv1d": "5.17"}
+SINCE = {"causal_conv1d": "5.17", "gated_delta_rule": "5.17"}
 
 #: Types of which ten tokens and bfloat16 are looked at in the ordinary run too.
 THOROUGH = ("llama", "qwen3", "gpt_oss", "gemma3_text", "gpt2", "bart", "deepseek_v3", "qwen3_next", "qwen3_vl")

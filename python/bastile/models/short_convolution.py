@@ -5,23 +5,20 @@ it stays; so does a kernel of the hub."""
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from bastile.guards import mark_as_ours, stock_of
+from bastile.models.packages import asks_for_another, runs_instead
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged, function_in
 from bastile.ops.causal_conv1d import causal_conv1d, refusal
 from bastile.report import Tally
 
 KIND = "short convolution"
-#: What tells packed sequences apart, which the torch code cannot: it ignores it, or refuses the call.
-_PACKED = ("cu_seqlens", "seq_idx")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
@@ -30,7 +27,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
         callers = tuple(cls for cls in file.own_classes() if calls(stock_of(vars(cls)["forward"]), name))
         if not callers:
             file.unknown[name] = "no module's forward calls it"
-        elif (other := _runs_instead(function_in(found.function))) is not None:
+        elif (other := runs_instead(function_in(found.function))) is not None:
             file.unknown[name] = other
         else:
             build = partial(_convolve, Tally.of("causal_conv1d", f"{file.name}.{name}"))
@@ -42,19 +39,6 @@ def _calling(name: str, convolve: Any, forward: Any) -> Any:
     return with_global(forward, name, convolve)
 
 
-def _runs_instead(wrapper: Any) -> str | None:
-    """What Transformers' wrapper of the function, if it has one, calls in its place; None where it calls the function.
-    The wrapper is written for both, and has decided when the file was imported."""
-    if not hasattr(wrapper, "__wrapped__"):
-        return None
-    function, held = inspect.unwrap(wrapper), inspect.getclosurevars(wrapper).nonlocals
-    if "implementation" not in held:
-        return "what its wrapper calls cannot be found"
-    if held["implementation"] is not function:
-        return f"the package {held['implementation'].__module__.partition('.')[0]} runs in its place"
-    return None
-
-
 def _convolve(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def convolve(
@@ -64,13 +48,7 @@ def _convolve(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        why: str | None
-        if isinstance(original, nn.Module) and "forward" in vars(original):
-            why = "a kernel of the hub has taken its place"
-        elif any(kwargs.get(name) is not None for name in _PACKED):
-            why = "sequences are packed"
-        else:
-            why = refusal(hidden_states, weight, bias, activation)
+        why = asks_for_another(original, kwargs) or refusal(hidden_states, weight, bias, activation)
         if why is not None:
             tally.step_aside(why)
             return original(hidden_states, weight, bias, activation=activation, **kwargs)

@@ -46,6 +46,9 @@ OPERATORS: dict[str, Operator] = {
     "causal_conv1d": Operator(
         "short_convolution", "the short convolution before a recurrence, with its SiLU", r"^causal_conv1d_fn$"
     ),
+    "gated_delta_rule": Operator(
+        "delta_rule", "linear attention by the gated delta rule, over chunks", r"^torch_chunk_gated_delta_rule$"
+    ),
     "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),

@@ -3,13 +3,14 @@ Qwen3-Next and OLMo-Hybrid have it."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, first_order_only, need_floats, on_gpu, served
+from bastile.ops._common import Function, first_order_only, need_floats, served
 
 __all__ = ["gated_delta_rule"]
 
@@ -18,7 +19,6 @@ _forward = torch.ops.bastile.gated_delta_rule_forward.default
 _backward = torch.ops.bastile.gated_delta_rule_backward.default
 #: The widest heads of queries and keys, and of values.
 MOST_KEY, MOST_VALUE = 128, 256
-#: Bytes of shared memory that the backward pass takes at the least, see docs/gated_delta_rule.md.
 _EPS = 1e-6
 
 
@@ -76,16 +76,19 @@ def _original(
     return y.to(dtype), state
 
 
-def refusal(q: Tensor, v: Tensor) -> str | None:
-    """Why heads of these sizes are not served; None where they are."""
+def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None) -> str | None:
+    """Why these are not served; None where they are, or where the operator says what is wrong with them."""
+    if not served(q, k, v, g, beta, initial) or not q.dtype == k.dtype == v.dtype:
+        return "its tensors are of a kind that no kernel serves"
     key, value = q.shape[-1], v.shape[-1]
     if key > MOST_KEY or value > MOST_VALUE:
         return f"its heads have {key} and {value} elements; at most {MOST_KEY} and {MOST_VALUE} are served"
-    if on_gpu(q) and q.is_cuda and _shared_memory_of(q.device) < _least_shared_memory(q.dtype, key):
+    if q.is_cuda and _shared_memory_of(q.device) < _least_shared_memory(q.dtype, key):
         return f"this GPU has too little shared memory for heads of {key} elements of {q.dtype}"
     return None
 
 
+@functools.cache
 def _shared_memory_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
@@ -137,8 +140,7 @@ def gated_delta_rule(
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    tensors = (q, k, v, g, beta, initial_state)
-    if not served(*tensors) or not q.dtype == k.dtype == v.dtype:
+    if refusal(q, k, v, g, beta, initial_state) is not None:
         need_floats(_OP, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
         y, final = _original(q, k, v, g, beta, initial_state, scale, eps if normalize else None)
         return y, final if output_final_state else None
