@@ -107,42 +107,48 @@ TEST(errors_name_the_argument_and_write_nothing) {
     CHECK(y[0] == 42 && x[0] == 1 && gate[0] == 1);
 }
 
-/* x, dy, dx and y of `type`, gate and dgate of `gate_type`; `columns` a row, in groups. */
-static void compile_call(DLDataType type, DLDataType gate_type, DLDataType weight_type, int64_t columns, int64_t group,
-                         bool first) {
-    const bst_gated_rms_norm_options options = {sizeof options, first ? BST_NORM_GATE_SILU : BST_NORM_GATE_SIGMOID,
-                                                first, group, false};
+typedef struct call_shape {
+    DLDataType type, gate_type, weight_type; /* type: of x, dy, dx and y */
+    int64_t columns, group;
+    bool first, frozen; /* frozen: the weight has no gradient */
+} call_shape;
+
+static void compile_call(call_shape c) {
+    const bst_gated_rms_norm_options options = {sizeof options, c.first ? BST_NORM_GATE_SILU : BST_NORM_GATE_SIGMOID,
+                                                c.first, c.group, false};
     bst_shape s[8];
-    int64_t shape[] = {4096, columns};
-    DLTensor *x = bst_device_tensor(&s[0], type, 2, shape), *gate = bst_device_tensor(&s[1], gate_type, 2, shape);
-    DLTensor *weight = bst_device_tensor(&s[2], weight_type, 1, shape + 1);
-    DLTensor *y = bst_device_tensor(&s[3], type, 2, shape), *dy = bst_device_tensor(&s[4], type, 2, shape);
-    DLTensor *dx = bst_device_tensor(&s[5], type, 2, shape), *dgate = bst_device_tensor(&s[6], gate_type, 2, shape);
-    DLTensor *dweight = bst_device_tensor(&s[7], weight_type, 1, shape + 1);
+    int64_t shape[] = {4096, c.columns};
+    DLTensor *x = bst_device_tensor(&s[0], c.type, 2, shape), *gate = bst_device_tensor(&s[1], c.gate_type, 2, shape);
+    DLTensor *weight = bst_device_tensor(&s[2], c.weight_type, 1, shape + 1);
+    DLTensor *y = bst_device_tensor(&s[3], c.type, 2, shape), *dy = bst_device_tensor(&s[4], c.type, 2, shape);
+    DLTensor *dx = bst_device_tensor(&s[5], c.type, 2, shape), *dgate = bst_device_tensor(&s[6], c.gate_type, 2, shape);
+    DLTensor *dweight = bst_device_tensor(&s[7], c.weight_type, 1, shape + 1);
     CHECK_OK(bst_gated_rms_norm_forward(&bst_fake_exec, x, gate, weight, 1e-6, &options, y));
-    CHECK_OK(bst_gated_rms_norm_backward(
-        &bst_fake_exec,
-        TENSORS(.dy = dy, .x = x, .gate = gate, .weight = weight, .dx = dx, .dgate = dgate, .dweight = dweight), 1e-6,
-        &options));
+    CHECK_OK(bst_gated_rms_norm_backward(&bst_fake_exec,
+                                         TENSORS(.dy = dy, .x = x, .gate = gate, .weight = weight, .dx = dx,
+                                                 .dgate = dgate, .dweight = c.frozen ? NULL : dweight),
+                                         1e-6, &options));
 }
 
-/* Heads of linear attention, a small model, sizes of Mamba-2, the widest whose rows stay on the chip in each pass, a
- * width that needs narrow accesses, one too wide for registers; groups of Nemotron-H; types as under autocast. */
+/* Heads of linear attention, a small model, sizes of Mamba-2, the widest whose rows stay on the chip in each pass,
+ * with narrow accesses too, one too wide for registers; groups of Nemotron-H; a frozen weight, as with adapters; types
+ * as under autocast. */
 static void compile_calls(void) {
-    static const int64_t widths[] = {128, 1024, 4096, 8192, 12288, 16384, 4097, 65536};
+    static const int64_t widths[] = {128, 1024, 4096, 8192, 12288, 16384, 4097, 6655, 11262, 12284, 65536};
     const DLDataType f32 = bst_test_types[0], bf16 = bst_test_types[1];
-    for (size_t t = 0; t < 3; t++) {
-        /* float16 takes the kernels of bfloat16 but for the conversions: two widths show those. */
-        size_t count = t == 2 ? 2 : sizeof widths / sizeof *widths;
-        for (size_t w = 0; w < count; w++)
-            for (int first = 0; first < 2; first++)
-                compile_call(bst_test_types[t], bst_test_types[t], bst_test_types[t], widths[w], 0, first);
-    }
-    compile_call(bf16, bf16, bf16, 8192, 1024, true);
     for (int first = 0; first < 2; first++) {
-        compile_call(bf16, bf16, f32, 128, 0, first);
-        compile_call(f32, bf16, f32, 4096, 0, first);
+        for (size_t t = 0; t < 3; t++) {
+            /* float16 takes the kernels of bfloat16 but for the conversions: two widths show those. */
+            size_t count = t == 2 ? 2 : sizeof widths / sizeof *widths;
+            const DLDataType type = bst_test_types[t];
+            for (size_t w = 0; w < count; w++) compile_call((call_shape){type, type, type, widths[w], 0, first, false});
+        }
+        for (size_t w = 0; w < 6; w++) compile_call((call_shape){bf16, bf16, bf16, widths[w], 0, first, true});
+        for (size_t w = 0; w < 4; w++) compile_call((call_shape){bf16, bf16, f32, widths[w], 0, first, false});
+        compile_call((call_shape){f32, bf16, f32, 4096, 0, first, false});
+        compile_call((call_shape){f32, f32, f32, 8192, 0, first, true});
     }
+    compile_call((call_shape){bf16, bf16, bf16, 8192, 1024, true, false});
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("gated_rms_norm", compile_calls); }

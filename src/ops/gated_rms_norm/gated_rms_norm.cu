@@ -115,7 +115,7 @@ BST_DEVICE void load_row(row_state *r, const gated_rms_norm_args *a, int64_t row
     }
 }
 
-/* Of a vector: x, what is normed of it, the gate, dy times the weight, and the gradient of what the norm returns. */
+/* Of a vector: x, what is normed of it, the gradient of what the norm returns, dy, the weight, the gate. */
 typedef struct terms {
     float x[VEC], u[VEC], m[VEC], dy[VEC], w[VEC];
     norm_gate gate[VEC];

@@ -81,19 +81,20 @@ static void shape_forward(bst_launch *l) {
     l->values[M_RESIDENT] = 1;
 }
 
-/* Words that a thread needs for so many rows and its share of dweight. */
+/* Words that a thread needs for so many rows and its share of dweight, and for where each vector is. */
 static int64_t held_words(const bst_launch *l, int rows) {
     int64_t row = words(l, M_X_TYPE) + words(l, M_G_TYPE) + words(l, M_Y_TYPE);
-    return vectors_of_thread(l) * (rows * row + l->values[M_DW] * l->values[M_VEC]);
+    return vectors_of_thread(l) * (rows * row + l->values[M_DW] * l->values[M_VEC] + 1);
 }
 
 /* Returns the blocks to launch at most. Registers for 512 threads a multiprocessor, or where the arithmetic needs fewer
  * for 640, of which a thread has 128 or 96: with a row ahead these have 24 to 48 KiB on their way, where the bandwidth
  * needs some 20 (calculated, H100). */
 static int shape_backward(bst_launch *l, const bst_chip *chip) {
+    const int most_words = 68;
     shape_rows(l, 16, 512);
-    l->values[M_HELD] = held_words(l, 1) <= 64;
-    l->values[M_AHEAD] = l->values[M_HELD] && held_words(l, 2) <= 64;
+    l->values[M_HELD] = held_words(l, 1) <= most_words;
+    l->values[M_AHEAD] = held_words(l, 2) <= most_words;
     l->values[M_RESIDENT] = (l->values[M_EXACT_TYPE] == BST_F32 ? 512 : 640) / l->block;
     return chip->processors * (int)l->values[M_RESIDENT];
 }
