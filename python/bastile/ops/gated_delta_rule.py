@@ -29,10 +29,10 @@ class _GatedDeltaRule(Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, g, beta, initial)
         ctx.options = options
-        return y, final if wants_final else None
+        return (y, final) if wants_final else y
 
     @staticmethod
-    def backward(ctx, dy, dfinal):
+    def backward(ctx, dy, dfinal=None):
         saved = ctx.saved_tensors
         q, _, v, *_, initial = saved
         if dy is None and dfinal is None:
@@ -146,4 +146,5 @@ def gated_delta_rule(
         return y, final if output_final_state else None
     rows = [_with_rows(t) for t in (q, k, v, g, beta)]
     initial: Any = None if initial_state is None else initial_state.float().contiguous()
-    return _GatedDeltaRule.apply(*rows, initial, (scale, normalize, eps), output_final_state)
+    result = _GatedDeltaRule.apply(*rows, initial, (scale, normalize, eps), output_final_state)
+    return result if output_final_state else (result, None)
