@@ -10,8 +10,8 @@ extern "C" {
 
 /* Linear attention by the gated delta rule. A head has a state S [K, V], before the first token `initial`, or zeros;
  * for each token, with q and k first divided by sqrt(sum of their squares + eps) where normalize says so,
- *   S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q
- * and `final` is S behind the last token. Computed over chunks of 64 tokens, for which g is to be 0 or below, in
+ *   S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q + skip v
+ * or, where additive says so, S := S + beta k v^T, which is the state space of Mamba-2 (Dao and Gu, 2024); and `final` is S behind the last token. Computed over chunks of 64 tokens, for which g is to be 0 or below, in
  * float32; on CUDA tensor cores multiply parts of 8 bits, two of each number for types of 16 bits and three for float32
  * (docs/gated_delta_rule.md says what becomes of results in float32). BST_UNSUPPORTED where a GPU's blocks have too
  * little shared memory for K: those of compute capability 8.6, 8.9 and 12.0 above 48 in float32.
@@ -21,21 +21,25 @@ typedef struct bst_gated_delta_rule_tensors {
     const DLTensor *q, *k;               /* [B, T, H, K], 1 <= K <= 128 */
     const DLTensor *v;                   /* [B, T, N, V], 1 <= V <= 256; N = H r: head n has q and k of head n / r */
     const DLTensor *g, *beta;            /* [B, T, N], each of any float type */
+    const DLTensor *skip;                /* [N], of any float type, or NULL: zeros */
     const DLTensor *initial;             /* [B, N, K, V] float32, or NULL: zeros */
     DLTensor *y, *final;                 /* forward: as v, contiguous; as initial, or NULL */
     const DLTensor *dy, *dfinal;         /* backward: as v; as initial, or NULL: zeros */
     DLTensor *dq, *dk, *dv, *dg, *dbeta; /* backward: as q, k, v, g, beta, contiguous */
+    DLTensor *dskip;                     /* backward: as skip, or NULL */
     DLTensor *dinitial;                  /* backward: as initial, or NULL */
 } bst_gated_delta_rule_tensors;
 
 typedef struct bst_gated_delta_rule_options {
     size_t size;   /* sizeof(bst_gated_delta_rule_options) */
     double scale;  /* 0: 1 / sqrt(K) */
+    int additive;  /* what a key finds in the state stays there */
+    int wide;      /* y is float32, whatever q is */
     int normalize; /* q and k to length 1 */
     double eps;    /* 0: 1e-6 */
 } bst_gated_delta_rule_options;
 
-/* q, k, v, y and dy are of one type; inputs may have any strides, their last dimension being contiguous. Workspace of a
+/* q, k and v are of one type, and so are y and dy, unless wide says otherwise; inputs may have any strides, their last dimension being contiguous. Workspace of a
  * token and head of v, for types of 16 bits (float32: half as much again): 516 bytes, and in the backward pass, which
  * makes the states before each chunk again, K V / 8 more. */
 BST_API bst_status bst_gated_delta_rule_forward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,

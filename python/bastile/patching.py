@@ -74,6 +74,7 @@ def apply(
     sink_attention: bool = True,
     causal_conv1d: bool = True,
     gated_delta_rule: bool = True,
+    mamba2_scan: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
     gated_rms_norm: bool = True,
@@ -105,8 +106,11 @@ def apply(
             Transformers' eager code (docs/sink_attention.md).
         causal_conv1d: the short convolution of Mamba, the gated delta rule and LFM2, with its activation in one pass
             (docs/causal_conv1d.md); where the package causal-conv1d is installed, Transformers' call of that stays.
-        gated_delta_rule: linear attention of Qwen3.5, Qwen3-Next and OLMo-Hybrid, over chunks (docs/gated_delta_rule.md);
-            where the package flash-linear-attention is installed, Transformers' call of that stays.
+        gated_delta_rule: linear attention of Qwen3.5, Qwen3-Next and OLMo-Hybrid, over chunks
+            (docs/gated_delta_rule.md); where the package flash-linear-attention is installed, Transformers' call of
+            that stays.
+        mamba2_scan: Mamba-2's state space (Granite 4, Nemotron-H, Bamba, Zamba2), over chunks
+            (docs/gated_delta_rule.md); where the package mamba_ssm is installed, Transformers' call of that stays.
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
@@ -178,6 +182,7 @@ def apply_to_model(
     sink_attention: bool = True,
     causal_conv1d: bool = True,
     gated_delta_rule: bool = True,
+    mamba2_scan: bool = True,
     lora_linear: bool = True,
     layer_norm: bool = True,
     gated_rms_norm: bool = True,
@@ -204,6 +209,7 @@ def apply_to_model(
         sink_attention: as for `apply`.
         causal_conv1d: as for `apply`.
         gated_delta_rule: as for `apply`.
+        mamba2_scan: as for `apply`.
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
         gated_rms_norm: as for `apply`.

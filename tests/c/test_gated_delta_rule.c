@@ -8,10 +8,10 @@
 enum { B = 2, T = 135, H = 1, N = 2, K = 19, V = 21 };
 
 static int64_t of_keys[] = {B, T, H, K}, of_values[] = {B, T, N, V}, of_numbers[] = {B, T, N},
-               of_states[] = {B, N, K, V};
+               of_states[] = {B, N, K, V}, of_heads[] = {N};
 
 typedef struct numbers {
-    float q[B][T][H][K], k[B][T][H][K], v[B][T][N][V], g[B][T][N], beta[B][T][N], initial[B][N][K][V];
+    float q[B][T][H][K], k[B][T][H][K], v[B][T][N][V], g[B][T][N], beta[B][T][N], initial[B][N][K][V], skip[N];
 } numbers;
 
 static numbers in, gradient;
@@ -24,6 +24,7 @@ static void fill(void) {
     bst_fill(&in.g[0][0][0], B * T * N, 4, 0.5f);
     bst_fill(&in.beta[0][0][0], B * T * N, 5, 0.5f);
     bst_fill(&in.initial[0][0][0][0], B * N * K * V, 6, 1);
+    bst_fill(in.skip, N, 9, 1);
     bst_fill(&dy[0][0][0][0], B * T * N * V, 7, 1);
     bst_fill(&dfinal[0][0][0][0], B * N * K * V, 8, 1);
     for (int i = 0; i < B * T * N; i++) {
@@ -32,10 +33,15 @@ static void fill(void) {
     }
 }
 
+/* The rule, the same of keys of any length, and Mamba-2's, with a skip. */
+static const bst_gated_delta_rule_options variants[] = {
+    {sizeof *variants, .normalize = 1}, {sizeof *variants}, {sizeof *variants, .scale = 0.5, .additive = 1}};
+enum { VARIANTS = sizeof variants / sizeof *variants };
+
 /* The sum of all results, each times its upstream gradient: its derivatives are the gradients. */
-static double weighted(const numbers *n, bool normalize) {
+static double weighted(const numbers *n, const bst_gated_delta_rule_options *options) {
     static double s[K][V];
-    double sum = 0;
+    double sum = 0, scale = options->scale != 0 ? options->scale : 1 / sqrt(K);
     for (int b = 0; b < B; b++)
         for (int h = 0; h < N; h++) {
             for (int i = 0; i < K; i++)
@@ -46,13 +52,14 @@ static double weighted(const numbers *n, bool normalize) {
                     q[i] = n->q[b][t][h / (N / H)][i], k[i] = n->k[b][t][h / (N / H)][i];
                     of_q += q[i] * q[i], of_k += k[i] * k[i];
                 }
-                for (int i = 0; i < K && normalize; i++) q[i] /= sqrt(of_q + 1e-6), k[i] /= sqrt(of_k + 1e-6);
+                for (int i = 0; i < K && options->normalize; i++) q[i] /= sqrt(of_q + 1e-6), k[i] /= sqrt(of_k + 1e-6);
                 for (int j = 0; j < V; j++) {
-                    double seen = 0, read = 0;
+                    double seen = 0, read = 0, v = n->v[b][t][h][j];
                     for (int i = 0; i < K; i++) seen += (s[i][j] *= exp(n->g[b][t][h])) * k[i];
+                    if (options->additive) seen = 0, read = (double)n->skip[h] * v;
                     for (int i = 0; i < K; i++) {
-                        s[i][j] += (double)n->beta[b][t][h] * k[i] * (n->v[b][t][h][j] - seen);
-                        read += s[i][j] * q[i] / sqrt(K);
+                        s[i][j] += (double)n->beta[b][t][h] * k[i] * (v - seen);
+                        read += s[i][j] * q[i] * scale;
                     }
                     sum += read * (double)dy[b][t][h][j];
                     if (n == &in) CHECK_CLOSE(y[b][t][h][j], read, 1e-5);
@@ -68,46 +75,50 @@ static double weighted(const numbers *n, bool normalize) {
 }
 
 typedef struct tensors {
-    DLTensor q, k, v, g, beta, initial;
+    DLTensor q, k, v, g, beta, initial, skip;
 } tensors;
 
 static tensors tensors_of(numbers *n) {
     return (tensors){bst_f32(n->q, 4, of_keys),    bst_f32(n->k, 4, of_keys),       bst_f32(n->v, 4, of_values),
-                     bst_f32(n->g, 3, of_numbers), bst_f32(n->beta, 3, of_numbers), bst_f32(n->initial, 4, of_states)};
+                     bst_f32(n->g, 3, of_numbers), bst_f32(n->beta, 3, of_numbers), bst_f32(n->initial, 4, of_states),
+                     bst_f32(n->skip, 1, of_heads)};
 }
 
 /* Central differences of some elements of an input. */
-static void check_gradients(float *x, const float *of_x, int64_t count, bool normalize) {
+static void check_gradients(float *x, const float *of_x, int64_t count, const bst_gated_delta_rule_options *options) {
     static numbers near;
     const float step = 1.0f / 256;
     float *moved = (float *)((char *)&near + ((char *)x - (char *)&in));
-    for (int64_t i = 3; i < count; i += count / 7) {
+    for (int64_t i = count > 3 ? 3 : 0; i < count; i += count > 7 ? count / 7 : 1) {
         near = in;
         moved[i] = x[i] + step;
-        double above = weighted(&near, normalize);
+        double above = weighted(&near, options);
         moved[i] = x[i] - step;
-        CHECK_CLOSE(of_x[i], (above - weighted(&near, normalize)) / (2 * (double)step), 2e-3);
+        CHECK_CLOSE(of_x[i], (above - weighted(&near, options)) / (2 * (double)step), 2e-3);
     }
 }
 
 TEST(values_and_gradients) {
     fill();
-    for (int normalize = 1; normalize >= 0; normalize--) {
+    for (int i = 0; i < VARIANTS; i++) {
+        const bst_gated_delta_rule_options *options = &variants[i];
         tensors t = tensors_of(&in), d = tensors_of(&gradient);
         DLTensor ty = bst_f32(y, 4, of_values), tf = bst_f32(final, 4, of_states);
         DLTensor tdy = bst_f32(dy, 4, of_values), tdf = bst_f32(dfinal, 4, of_states);
-        bst_gated_delta_rule_options options = {sizeof options, .normalize = normalize};
-        bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, &t.initial, &ty, &tf};
-        if (!normalize) /* longer keys would make states that grow without end */
-            for (int i = 0; i < B * T * H * K; i++) (&in.k[0][0][0][0])[i] *= 0.25f;
-        CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, &options));
-        weighted(&in, normalize);
+        DLTensor *skip = options->additive ? &t.skip : NULL;
+        if (i == 1) /* longer keys would make states that grow without end */
+            for (int e = 0; e < B * T * H * K; e++) (&in.k[0][0][0][0])[e] *= 0.25f;
+        bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k,       &t.v, &t.g,
+                                              &t.beta,      skip, &t.initial, &ty,  &tf};
+        CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, options));
+        weighted(&in, options);
         given = (bst_gated_delta_rule_tensors){sizeof given,
                                                &t.q,
                                                &t.k,
                                                &t.v,
                                                &t.g,
                                                &t.beta,
+                                               skip,
                                                &t.initial,
                                                .dy = &tdy,
                                                .dfinal = &tdf,
@@ -116,14 +127,16 @@ TEST(values_and_gradients) {
                                                .dv = &d.v,
                                                .dg = &d.g,
                                                .dbeta = &d.beta,
+                                               .dskip = skip ? &d.skip : NULL,
                                                .dinitial = &d.initial};
-        CHECK_OK(bst_gated_delta_rule_backward(NULL, &given, &options));
-        check_gradients(&in.q[0][0][0][0], &gradient.q[0][0][0][0], B * T * H * K, normalize);
-        check_gradients(&in.k[0][0][0][0], &gradient.k[0][0][0][0], B * T * H * K, normalize);
-        check_gradients(&in.v[0][0][0][0], &gradient.v[0][0][0][0], B * T * N * V, normalize);
-        check_gradients(&in.g[0][0][0], &gradient.g[0][0][0], B * T * N, normalize);
-        check_gradients(&in.beta[0][0][0], &gradient.beta[0][0][0], B * T * N, normalize);
-        check_gradients(&in.initial[0][0][0][0], &gradient.initial[0][0][0][0], B * N * K * V, normalize);
+        CHECK_OK(bst_gated_delta_rule_backward(NULL, &given, options));
+        check_gradients(&in.q[0][0][0][0], &gradient.q[0][0][0][0], B * T * H * K, options);
+        check_gradients(&in.k[0][0][0][0], &gradient.k[0][0][0][0], B * T * H * K, options);
+        check_gradients(&in.v[0][0][0][0], &gradient.v[0][0][0][0], B * T * N * V, options);
+        check_gradients(&in.g[0][0][0], &gradient.g[0][0][0], B * T * N, options);
+        check_gradients(&in.beta[0][0][0], &gradient.beta[0][0][0], B * T * N, options);
+        check_gradients(&in.initial[0][0][0][0], &gradient.initial[0][0][0][0], B * N * K * V, options);
+        if (skip) check_gradients(in.skip, gradient.skip, N, options);
     }
 }
 
@@ -135,7 +148,7 @@ TEST(states_are_handed_on) {
     fill();
     tensors t = tensors_of(&in);
     DLTensor ty = bst_f32(y, 4, of_values), tf = bst_f32(final, 4, of_states);
-    bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, &t.initial, &ty, &tf};
+    bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, NULL, &t.initial, &ty, &tf};
     CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, &options));
     for (int half = 0; half < 2; half++) {
         int64_t tokens = half ? T - 50 : 50, begin = half ? 50 : 0;
@@ -148,7 +161,7 @@ TEST(states_are_handed_on) {
         DLTensor state = bst_f32(between, 4, of_states), end = bst_f32(last, 4, of_states);
         DLTensor out = bst_f32(half ? (void *)second : (void *)first, 4, values);
         bst_gated_delta_rule_tensors part = {
-            sizeof part, &q, &k, &v, &g, &beta, half ? &state : &t.initial, &out, half ? &end : &state};
+            sizeof part, &q, &k, &v, &g, &beta, NULL, half ? &state : &t.initial, &out, half ? &end : &state};
         CHECK_OK(bst_gated_delta_rule_forward(NULL, &part, &options));
     }
     for (int i = 0; i < B * N * K * V; i++) CHECK_CLOSE((&last[0][0][0][0])[i], (&final[0][0][0][0])[i], 1e-6);
@@ -165,11 +178,11 @@ TEST(nothing_to_do) {
     int64_t keys[] = {B, 0, H, K}, values[] = {B, 0, N, V}, none[] = {B, 0, N};
     DLTensor q = bst_f32(NULL, 4, keys), v = bst_f32(NULL, 4, values), g = bst_f32(NULL, 3, none);
     DLTensor initial = bst_f32(in.initial, 4, of_states), tf = bst_f32(final, 4, of_states);
-    bst_gated_delta_rule_tensors given = {sizeof given, &q, &q, &v, &g, &g, &initial, &v, &tf};
+    bst_gated_delta_rule_tensors given = {sizeof given, &q, &q, &v, &g, &g, NULL, &initial, &v, &tf};
     CHECK_OK(bst_gated_delta_rule_forward(NULL, &given, NULL));
     CHECK(!memcmp(final, in.initial, sizeof final));
     given = (bst_gated_delta_rule_tensors){
-        sizeof given,       &q,       &q,       &v,       &g,       &g,          &initial,       .dy = &v,
+        sizeof given,       &q,       &q,       &v,       &g,       &g,          .initial = &initial, .dy = &v,
         .dfinal = &initial, .dq = &q, .dk = &q, .dv = &v, .dg = &g, .dbeta = &g, .dinitial = &tf};
     memset(final, 0, sizeof final);
     CHECK_OK(bst_gated_delta_rule_backward(NULL, &given, NULL));
@@ -181,7 +194,7 @@ TEST(errors_name_the_argument_and_write_nothing) {
     memset(y, 0, sizeof y);
     tensors t = tensors_of(&in);
     DLTensor ty = bst_f32(y, 4, of_values), other = t.q, wide = t.q;
-    bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, NULL, &ty};
+    bst_gated_delta_rule_tensors given = {sizeof given, &t.q, &t.k, &t.v, &t.g, &t.beta, .y = &ty};
     int64_t few[] = {B, T, H, K - 1}, many[] = {B, T, N, 257}, three[] = {B, T, 3, K};
     bst_gated_delta_rule_options below = {sizeof below, .eps = -1};
     CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, &below), BST_INVALID);
@@ -202,10 +215,10 @@ TEST(errors_name_the_argument_and_write_nothing) {
     for (int i = 0; i < B * T * N * V; i++) CHECK((&y[0][0][0][0])[i] == 0);
 }
 
-/* Heads of Qwen3.5 in each type, of OLMo-Hybrid, and sizes and strides that need narrow accesses. Of float32 the widest do not fit
+/* Heads of Qwen3.5 in each type, of OLMo-Hybrid, of Mamba-2, and sizes and strides that need narrow accesses. Of float32 the widest do not fit
  * smaller chips, which must be said and nothing else. */
 static void compile_calls(void) {
-    static const int64_t sizes[][2] = {{128, 128}, {96, 192}, {19, 21}};
+    static const int64_t sizes[][2] = {{128, 128}, {96, 192}, {19, 21}, {128, 64}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
         for (size_t type = i ? 1 : 0; type < (i ? 2 : 3); type++) {
             bst_shape s[18];
@@ -216,16 +229,20 @@ static void compile_calls(void) {
             DLTensor *v = bst_device_tensor(&s[2], of, 4, values), *g = bst_device_tensor(&s[3], f32, 3, some);
             DLTensor *beta = bst_device_tensor(&s[4], of, 3, some), *to = bst_device_tensor(&s[5], of, 4, values);
             DLTensor *state = bst_device_tensor(&s[6], f32, 4, states), *end = bst_device_tensor(&s[7], f32, 4, states);
-            bst_gated_delta_rule_options options = {sizeof options, .normalize = i != 2};
-            bst_gated_delta_rule_tensors given = {sizeof given, q, k, v, g, beta, state, to, end};
+            bst_gated_delta_rule_options options = {sizeof options, .additive = i == 3, .normalize = i < 2};
+            DLTensor *skip = i == 3 ? bst_device_tensor(&s[13], of, 1, &values[2]) : NULL;
+            DLTensor *dskip = skip ? bst_device_tensor(&s[14], of, 1, &values[2]) : NULL;
+            bst_gated_delta_rule_tensors given = {sizeof given, q, k, v, g, beta, skip, state, to, end};
             bst_status result = bst_gated_delta_rule_forward(&bst_fake_exec, &given, &options);
-            if (type || i == 2) CHECK_OK(result);
+            if (type) CHECK_OK(result);
             given = (bst_gated_delta_rule_tensors){sizeof given,
                                                    q,
                                                    k,
                                                    v,
                                                    g,
                                                    beta,
+                                                   skip,
+                                                   .dskip = dskip,
                                                    .dy = to,
                                                    .dq = bst_device_tensor(&s[8], of, 4, keys),
                                                    .dk = bst_device_tensor(&s[9], of, 4, keys),
@@ -233,7 +250,7 @@ static void compile_calls(void) {
                                                    .dg = bst_device_tensor(&s[11], f32, 3, some),
                                                    .dbeta = bst_device_tensor(&s[12], of, 3, some)};
             result = bst_gated_delta_rule_backward(&bst_fake_exec, &given, &options);
-            if (type || i == 2) CHECK_OK(result);
+            if (type) CHECK_OK(result);
             if (result != BST_OK) CHECK_STR(bst_last_error(), "take more shared memory than this GPU has");
         }
 }

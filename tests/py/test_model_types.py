@@ -52,11 +52,11 @@ SAMPLE: dict[str, set[str]] = {
     "nanochat": {"rms_norm", "rope"},
     "qwen3_next": {"rms_norm", "qk_norm_rope", "add_rms_norm", "swiglu", *DELTA},
     "glm4_moe": {"rms_norm", "rope", "add_rms_norm", "swiglu"},
-    "falcon_h1": {"swiglu", "rope", "causal_conv1d"},
-    "mamba2": {"rms_norm", "gated_rms_norm", "causal_conv1d", "fused_linear_cross_entropy"},
-    "zamba2": {"rms_norm", "gated_rms_norm"},
-    "bamba": {"rms_norm", "swiglu", "rope", "gated_rms_norm"},
-    "nemotron_h": {"rms_norm", "gated_rms_norm"},
+    "falcon_h1": {"swiglu", "rope", "causal_conv1d", "mamba2_scan"},
+    "mamba2": {"rms_norm", "gated_rms_norm", "causal_conv1d", "mamba2_scan", "fused_linear_cross_entropy"},
+    "zamba2": {"rms_norm", "gated_rms_norm", "mamba2_scan"},
+    "bamba": {"rms_norm", "swiglu", "rope", "gated_rms_norm", "mamba2_scan"},
+    "nemotron_h": {"rms_norm", "gated_rms_norm", "mamba2_scan"},
     "kimi_linear": {"rms_norm", "swiglu", "add_rms_norm", "moe_experts", "gated_rms_norm"},
     "qwen3_5_text": {"rms_norm", "swiglu", "qk_norm_rope", "add_rms_norm", *DELTA},
     "bitnet": {"swiglu", "rope"},
@@ -75,7 +75,7 @@ SAMPLE: dict[str, set[str]] = {
 }
 
 #: Operators whose code was written out in each module before a release, so that there is no place for them.
-SINCE = {"causal_conv1d": "5.17", "gated_delta_rule": "5.17"}
+SINCE = {"causal_conv1d": "5.17", "gated_delta_rule": "5.17", "mamba2_scan": "5.17"}
 
 #: Types of which ten tokens and bfloat16 are looked at in the ordinary run too.
 THOROUGH = ("llama", "qwen3", "gpt_oss", "gemma3_text", "gpt2", "bart", "deepseek_v3", "qwen3_next", "qwen3_vl")

@@ -11,34 +11,19 @@ from typing import Any
 
 import torch
 
-from bastile.guards import mark_as_ours, stock_of
-from bastile.models.packages import asks_for_another, runs_instead
-from bastile.models.rebind import with_global
-from bastile.models.sites import ModelFile, Site, calls, exchanged, function_in
+from bastile.guards import mark_as_ours
+from bastile.models.packages import asks_for_another, function_sites
+from bastile.models.sites import ModelFile, Site
 from bastile.ops.gated_delta_rule import gated_delta_rule, refusal
 from bastile.report import Tally
 
 KIND = "gated delta rule"
 #: Of float32 PyTorch's products are closer to float64, unless they are allowed to be of fewer bits.
-_WIDE = "its tensors are of float32, in which the original code is the more exact"
+WIDE = "its tensors are of float32, in which the original code is the more exact"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    for found in file.functions(KIND):
-        name = found.name
-        callers = tuple(cls for cls in file.own_classes() if calls(stock_of(vars(cls)["forward"]), name))
-        if not callers:
-            file.unknown[name] = "no module's forward calls it"
-        elif (other := runs_instead(function_in(found.function))) is not None:
-            file.unknown[name] = other
-        else:
-            build = partial(_attend, Tally.of("gated_delta_rule", f"{file.name}.{name}"))
-            one_model = partial(exchanged, partial(_calling, name, build(found.function)))
-            yield Site("gated_delta_rule", name, file.module, name, build, callers, one_model)
-
-
-def _calling(name: str, attend: Any, forward: Any) -> Any:
-    return with_global(forward, name, attend)
+    return function_sites(file, "gated_delta_rule", KIND, lambda tally: partial(_attend, tally))
 
 
 def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,11 +40,10 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Any:
-        why = asks_for_another(original, kwargs) or refusal(query, key, value, g, beta, initial_state)
-        if why is None and query.is_cuda and query.dtype is torch.float32 and not _may_be_rounded():
-            why = _WIDE
+        why = asks_for_another(original, kwargs) or refusal(query, key, value, g, beta, None, initial_state)
+        why = why or loses_float32(query)
         if why is not None:
-            tally.step_aside(why, why is _WIDE)
+            tally.step_aside(why, why is WIDE)
             return original(
                 query,
                 key,
@@ -87,6 +71,7 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     return mark_as_ours(attend)
 
 
-def _may_be_rounded() -> bool:
-    """Whether products of float32 may take fewer bits of it."""
-    return torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+def loses_float32(t: torch.Tensor) -> str | None:
+    """Why the original is to compute with a tensor of float32; None where it need not."""
+    may_be_rounded = torch.backends.cuda.matmul.allow_tf32 or torch.get_float32_matmul_precision() != "highest"
+    return WIDE if t.is_cuda and t.dtype is torch.float32 and not may_be_rounded else None

@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule, layer,
-    #: experts, block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule, state space,
+    #: layer, experts, block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
@@ -429,6 +429,12 @@ FORMS: tuple[Form, ...] = (
         "S := exp(g) S, S := S + beta k (v - S^T k)^T, y = S^T q / sqrt(K), by chunks, in float32",
         (),
         ("96631ab16f62", "e7286ff9f928"),
+    ),
+    Form(
+        "state space",
+        "S := exp(dt A) S + dt B x^T, y = S^T C + D x, of dt = clamp(softplus(dt + bias)), by chunks, in float32",
+        (),
+        ("7e90737673ef", "a450b31b6a09"),
     ),
     # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),

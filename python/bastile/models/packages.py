@@ -1,17 +1,45 @@
-"""Functions of Transformers' that a package, or a kernel of the hub, may compute in place of the torch code."""
+"""Functions of Transformers' that a package, or a kernel of the hub, may compute in place of the torch code: where none
+does, operators take the code's place."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
+
+from bastile.guards import stock_of
+from bastile.models.rebind import with_global
+from bastile.models.sites import ModelFile, Replace, Site, calls, exchanged, function_in
+from bastile.report import Tally
 
 #: What tells packed sequences apart, which the torch code cannot: it ignores it, or refuses the call.
 _PACKED = ("cu_seqlens", "seq_idx")
 
 
-def runs_instead(wrapper: Any) -> str | None:
+def function_sites(file: ModelFile, operator: str, kind: str, build: Callable[[Tally], Replace]) -> Iterator[Site]:
+    """The functions of this kind that a module of the file calls by a global name; `build` makes of a tally what makes
+    a replacement of the original."""
+    for found in file.functions(kind):
+        name = found.name
+        callers = tuple(cls for cls in file.own_classes() if calls(stock_of(vars(cls)["forward"]), name))
+        if not callers:
+            file.unknown[name] = "no module's forward calls it"
+        elif (other := _runs_instead(function_in(found.function))) is not None:
+            file.unknown[name] = other
+        else:
+            replace = build(Tally.of(operator, f"{file.name}.{name}"))
+            one_model = partial(exchanged, partial(_calling, name, replace(found.function)))
+            yield Site(operator, name, file.module, name, replace, callers, one_model)
+
+
+def _calling(name: str, replacement: Any, forward: Any) -> Any:
+    return with_global(forward, name, replacement)
+
+
+def _runs_instead(wrapper: Any) -> str | None:
     """What Transformers' wrapper of the function, if it has one, calls in its place; None where it calls the function.
     The wrapper is written for both, and has decided when the file was imported."""
     if not hasattr(wrapper, "__wrapped__"):

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from bastile.guards import mark_as_ours, stock_of
-from bastile.models.packages import asks_for_another, runs_instead
-from bastile.models.rebind import with_global
-from bastile.models.sites import ModelFile, Site, calls, exchanged, function_in
+from bastile.guards import mark_as_ours
+from bastile.models.packages import asks_for_another, function_sites
+from bastile.models.sites import ModelFile, Site
 from bastile.ops.causal_conv1d import causal_conv1d, refusal
 from bastile.report import Tally
 
@@ -22,21 +21,7 @@ KIND = "short convolution"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    for found in file.functions(KIND):
-        name = found.name
-        callers = tuple(cls for cls in file.own_classes() if calls(stock_of(vars(cls)["forward"]), name))
-        if not callers:
-            file.unknown[name] = "no module's forward calls it"
-        elif (other := runs_instead(function_in(found.function))) is not None:
-            file.unknown[name] = other
-        else:
-            build = partial(_convolve, Tally.of("causal_conv1d", f"{file.name}.{name}"))
-            one_model = partial(exchanged, partial(_calling, name, build(found.function)))
-            yield Site("causal_conv1d", name, file.module, name, build, callers, one_model)
-
-
-def _calling(name: str, convolve: Any, forward: Any) -> Any:
-    return with_global(forward, name, convolve)
+    return function_sites(file, "causal_conv1d", KIND, lambda tally: partial(_convolve, tally))
 
 
 def _convolve(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -49,6 +49,7 @@ OPERATORS: dict[str, Operator] = {
     "gated_delta_rule": Operator(
         "delta_rule", "linear attention by the gated delta rule, over chunks", r"^torch_chunk_gated_delta_rule$"
     ),
+    "mamba2_scan": Operator("state_space", "Mamba-2's state space, over chunks", r"^mamba2_chunk_scan$"),
     "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),

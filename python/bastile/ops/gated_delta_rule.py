@@ -24,24 +24,27 @@ _EPS = 1e-6
 
 class _GatedDeltaRule(Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, initial, options, wants_final):
-        y, final = _forward(q, k, v, g, beta, initial, *options, wants_final)
+    def forward(ctx, q, k, v, g, beta, skip, initial, options, wants_final):
+        y, final = _forward(q, k, v, g, beta, skip, initial, *options, wants_final)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, initial)
+        ctx.save_for_backward(q, k, v, g, beta, skip, initial)
         ctx.options = options
         return (y, final) if wants_final else y
 
     @staticmethod
     def backward(ctx, dy, dfinal=None):
         saved = ctx.saved_tensors
-        q, _, v, *_, initial = saved
+        _, _, v, *_, skip, initial = saved
         if dy is None and dfinal is None:
-            return (None,) * 8
+            return (None,) * 9
         sources = dy, dfinal
-        dy = torch.zeros(v.shape, dtype=v.dtype, device=v.device) if dy is None else dy
+        if dy is None:
+            dy = torch.zeros(v.shape, dtype=torch.float32 if ctx.options[2] else v.dtype, device=v.device)
         dfinal = None if dfinal is None else dfinal.contiguous()
-        want_initial = initial is not None and ctx.needs_input_grad[5]
-        grads = _backward(_with_rows(dy), dfinal, *saved, *ctx.options, want_initial)
+        wanted = [
+            t is not None and needed for t, needed in zip((skip, initial), ctx.needs_input_grad[5:7], strict=True)
+        ]
+        grads = _backward(_with_rows(dy), dfinal, *saved, *ctx.options, *wanted)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = [first_order_only(_OP, grad, *sources, *saved) for grad in grads]
         grads = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
@@ -54,31 +57,46 @@ def _with_rows(t: Tensor) -> Tensor:
 
 
 def _original(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None, scale: float, eps: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    skip: Tensor | None,
+    initial: Tensor | None,
+    scale: float,
+    additive: bool,
+    wide: bool,
+    eps: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, a token at a time, in PyTorch's operators: in float32, or float64."""
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    q, k, v, g, beta = [t.to(wide) for t in (q, k, v, g, beta)]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    dtype = exact if wide else q.dtype
+    q, k, v, g, beta = [t.to(exact) for t in (q, k, v, g, beta)]
     if eps is not None:
         q, k = [t * torch.rsqrt(t.square().sum(-1, keepdim=True) + eps) for t in (q, k)]
     times = v.shape[2] // q.shape[2]
     q, k = q.repeat_interleave(times, 2) * scale, k.repeat_interleave(times, 2)
     batch, tokens, heads, size = q.shape
-    state = torch.zeros(batch, heads, size, v.shape[-1], dtype=wide, device=v.device)
+    state = torch.zeros(batch, heads, size, v.shape[-1], dtype=exact, device=v.device)
     state = state + (0 if initial is None else initial)
     rows = []
     for i in range(tokens):
         state = state * g[:, i].exp()[..., None, None]
-        left = (v[:, i] - (state * k[:, i, ..., None]).sum(-2)) * beta[:, i, ..., None]
+        seen = 0 if additive else (state * k[:, i, ..., None]).sum(-2)
+        left = (v[:, i] - seen) * beta[:, i, ..., None]
         state = state + k[:, i, ..., None] * left[..., None, :]
         rows.append((state * q[:, i, ..., None]).sum(-2))
     y = torch.stack(rows, 1) if rows else v
+    y = y if skip is None else y + v * skip.to(exact)[:, None]
     return y.to(dtype), state
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None) -> str | None:
+def refusal(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip: Tensor | None, initial: Tensor | None
+) -> str | None:
     """Why these are not served; None where they are, or where the operator says what is wrong with them."""
-    if not served(q, k, v, g, beta, initial) or not q.dtype == k.dtype == v.dtype:
+    if not served(q, k, v, g, beta, skip, initial) or not q.dtype == k.dtype == v.dtype:
         return "its tensors are of a kind that no kernel serves"
     key, value = q.shape[-1], v.shape[-1]
     if key > MOST_KEY or value > MOST_VALUE:
@@ -90,7 +108,8 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: T
 
 @functools.cache
 def _shared_memory_of(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def _least_shared_memory(dtype: torch.dtype, key: int) -> int:
@@ -108,16 +127,19 @@ def gated_delta_rule(
     beta: Tensor,
     *,
     scale: float | None = None,
+    skip: Tensor | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
+    additive: bool = False,
+    wide: bool = False,
     normalize: bool = False,
     eps: float = _EPS,
 ) -> tuple[Tensor, Tensor | None]:
     """A head's state S [K, V] changes with each token, and y is what the token's query reads of it:
 
-        S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q
+        S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q + skip v
 
-    in float32, with q and k first divided by sqrt(their squares' sum + eps) where `normalize` says so. It is computed
+    or, where `additive` says so, S := S + beta k v^T, which is the state space of Mamba-2 (Dao and Gu, 2024); in float32, with q and k first divided by sqrt(their squares' sum + eps) where `normalize` says so. It is computed
     over chunks of 64 tokens, within which all is products of matrices.
 
     Args:
@@ -127,24 +149,29 @@ def gated_delta_rule(
         g: [B, T, N], of any float type: the logarithm of a decay, 0 or below.
         beta: [B, T, N], of any float type.
         scale: None: 1 / sqrt(K).
+        skip: [N], of any float type. None: zeros.
         initial_state: [B, N, K, V] float32: S before the first token. None: zeros.
         output_final_state: whether S behind the last token is wanted.
+        additive: whether what a key finds in the state stays there.
+        wide: whether y is float32, whatever q is.
         normalize: whether q and k are made rows of length 1.
         eps: for that.
 
     Returns:
-        y, [B, T, N, V] of q's type, contiguous, and S behind the last token, float32, or None. Gradients flow to all
+        y, [B, T, N, V] of q's type or float32, contiguous, and S behind the last token, float32, or None. Gradients flow to all
         tensors, and from both results; what is kept for them is the arguments. A second differentiation is an error.
 
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if refusal(q, k, v, g, beta, initial_state) is not None:
-        need_floats(_OP, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-        y, final = _original(q, k, v, g, beta, initial_state, scale, eps if normalize else None)
+    if refusal(q, k, v, g, beta, skip, initial_state) is not None:
+        need_floats(_OP, q=q, k=k, v=v, g=g, beta=beta, skip=skip, initial_state=initial_state)
+        y, final = _original(q, k, v, g, beta, skip, initial_state, scale, additive, wide, eps if normalize else None)
         return y, final if output_final_state else None
     rows = [_with_rows(t) for t in (q, k, v, g, beta)]
     initial: Any = None if initial_state is None else initial_state.float().contiguous()
-    result = _GatedDeltaRule.apply(*rows, initial, (scale, normalize, eps), output_final_state)
+    skip = None if skip is None else skip.contiguous()
+    options = scale, additive, wide, normalize, eps
+    result = _GatedDeltaRule.apply(*rows, skip, initial, options, output_final_state)
     return result if output_final_state else (result, None)

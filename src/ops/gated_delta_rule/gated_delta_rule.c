@@ -12,8 +12,8 @@ typedef bst_gated_delta_rule_options given_options;
 
 /* ---- description ------------------------------------------------------------------------------------------------- */
 
-enum { Q, K, V, G, BETA, INITIAL, Y, FINAL, DY = Y, DFINAL, DQ, DK, DV, DG, DBETA, DINITIAL };
-enum { SCALE, NORMALIZE, EPS };
+enum { Q, K, V, G, BETA, SKIP, INITIAL, Y, FINAL, DY = Y, DFINAL, DQ, DK, DV, DG, DBETA, DSKIP, DINITIAL };
+enum { SCALE, ADDITIVE, WIDE, NORMALIZE, EPS };
 
 static const char *const meanings[] = {"Bthe batch of q",
                                        "Tthe tokens of q",
@@ -25,6 +25,8 @@ static const char *const meanings[] = {"Bthe batch of q",
 
 static const bst_attribute_rule rules[] = {
     [SCALE] = BST_OPTION('d', scale),
+    [ADDITIVE] = BST_OPTION('b', additive),
+    [WIDE] = BST_OPTION('b', wide),
     [NORMALIZE] = BST_OPTION('b', normalize),
     [EPS] = BST_OPTION('d', eps, BST_EPS_BOUNDS, BST_USUAL(1e-6)),
     {NULL},
@@ -49,6 +51,10 @@ static bst_status check_sizes(const char *op, const bst_view *v) {
                       of_q);
 }
 
+static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
+    return attributes[WIDE].i ? BST_F32 : v[Q].dtype;
+}
+
 #define HEADS(name, flags, shape, ...) {name, flags, BST_FLOATS, shape, BST_LAST, __VA_ARGS__}
 #define OF_Q                           BST_TYPE_OF(Q, "the type of q")
 #define STATE(name, flags, ...) {name, (flags) | BST_OPTIONAL, 1u << BST_F32, "BNKV", BST_CONTIGUOUS, __VA_ARGS__}
@@ -58,24 +64,29 @@ static bst_status check_sizes(const char *op, const bst_view *v) {
 #define INPUTS                                                                                                   \
     HEADS("q", BST_IN, "BTHK", BST_AT(q)), HEADS("k", BST_IN, "BTHK", OF_Q, BST_AT(k)),                          \
         HEADS("v", BST_IN, "BTNV", OF_Q, BST_AT(v), .check = check_sizes), HEADS("g", BST_IN, "BTN", BST_AT(g)), \
-        HEADS("beta", BST_IN, "BTN", BST_AT(beta)), STATE("initial", BST_IN, BST_AT(initial))
+        HEADS("beta", BST_IN, "BTN", BST_AT(beta)),                                                              \
+        {"skip", BST_IN | BST_OPTIONAL, BST_FLOATS, "N", BST_CONTIGUOUS, BST_AT(skip)},                          \
+        STATE("initial", BST_IN, BST_AT(initial))
 
 static const bst_argument forward_arguments[] = {
     INPUTS,
-    [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(V), OF_Q, BST_AT(y)},
+    [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(V),
+           BST_TYPE_RULE(y_type, "the type of q, or with wide float32"), BST_AT(y)},
     [FINAL] = STATE("final", BST_OUT, BST_AT(final)),
     {NULL},
 };
 
 static const bst_argument backward_arguments[] = {
     INPUTS,
-    [DY] = HEADS("dy", BST_IN, NULL, BST_LIKE(V), OF_Q, BST_AT(dy)),
+    [DY] = HEADS("dy", BST_IN, NULL, BST_LIKE(V), BST_TYPE_RULE(y_type, "the type of y"), BST_AT(dy)),
     [DFINAL] = STATE("dfinal", BST_IN, BST_AT(dfinal)),
     [DQ] = LIKE(dq, Q),
     [DK] = LIKE(dk, K),
     [DV] = LIKE(dv, V),
     [DG] = LIKE(dg, G),
     [DBETA] = LIKE(dbeta, BETA),
+    [DSKIP] = {"dskip", BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(SKIP),
+               BST_TYPE_OF(SKIP, "as the inputs have it"), BST_AT(dskip)},
     [DINITIAL] = STATE("dinitial", BST_OUT, BST_AT(dinitial)),
     {NULL},
 };
@@ -90,6 +101,7 @@ static delta_call call_of(const char *op, const bst_view *v, const bst_attribute
                         .v = v[V],
                         .g = v[G],
                         .beta = v[BETA],
+                        .skip = v[SKIP],
                         .initial = v[INITIAL],
                         .batches = v[Q].size[0],
                         .tokens = v[Q].size[1],
@@ -100,6 +112,7 @@ static delta_call call_of(const char *op, const bst_view *v, const bst_attribute
                         .chunks = bst__divided_up(v[Q].size[1], DELTA_CHUNK),
                         .scale = scale != 0 ? (float)scale : (float)(1 / sqrt((double)v[Q].size[3])),
                         .eps = (float)attributes[EPS].d,
+                        .additive = attributes[ADDITIVE].i,
                         .normalize = attributes[NORMALIZE].i};
 }
 
@@ -108,9 +121,12 @@ static bst_status run_cpu(const bst_exec *exec, delta_call *c, bst_body body, bo
     delta_workspace unused;
     c->strips = bst__lesser(c->batches * c->key_heads, bst__processors());
     c->floats = bst__delta_share_out(c, backward, NULL, &unused);
-    BST_TRY(bst__allocate(exec, c->op, c->q.device, (size_t)(c->strips * c->floats) * sizeof(float), &work));
+    BST_TRY(bst__allocate(exec, c->op, c->q.device,
+                          (size_t)(c->strips * c->floats + c->batches * c->heads) * sizeof(float), &work));
     c->work = work;
+    c->skipped = (float *)work + c->strips * c->floats;
     bst__parallel_for(exec, c->strips, 1, body, c);
+    if (backward && c->dskip.data) BST_CPU_SELECT(bst__delta_skip_cpu)(c, 0, 1);
     bst__release(exec, c->q.device, work);
     return BST_OK;
 }
@@ -128,9 +144,10 @@ static bst_status run_backward(const bst_exec *exec, const char *op, const bst_v
                                const bst_attribute *attributes) {
     delta_call c = call_of(op, v, attributes);
     c.dy = v[DY], c.dfinal = v[DFINAL], c.dq = v[DQ], c.dk = v[DK], c.dv = v[DV];
-    c.dg = v[DG], c.dbeta = v[DBETA], c.dinitial = v[DINITIAL];
+    c.dg = v[DG], c.dbeta = v[DBETA], c.dskip = v[DSKIP], c.dinitial = v[DINITIAL];
     if (!c.batches || !c.heads) { /* heads of keys that no value belongs to */
         BST_TRY(bst__zero(exec, op, &c.dq));
+        BST_TRY(bst__zero(exec, op, &c.dskip));
         return bst__zero(exec, op, &c.dk);
     }
     if (c.q.device.device_type == kDLCUDA) return bst__delta_backward_cuda(exec, &c);
@@ -144,7 +161,7 @@ static const bst_function forward = {
     .attributes = rules,
     .run = run_forward,
     BST_GIVEN,
-    BST_TORCH("gated_delta_rule_forward: q k v g beta initial scale normalize eps -> y final?"),
+    BST_TORCH("gated_delta_rule_forward: q k v g beta skip initial scale additive wide normalize eps -> y final?"),
 };
 
 static const bst_function backward = {
@@ -154,8 +171,9 @@ static const bst_function backward = {
     .attributes = rules,
     .run = run_backward,
     BST_GIVEN,
-    BST_TORCH("gated_delta_rule_backward: dy dfinal q k v g beta initial scale normalize eps -> dq dk dv dg dbeta "
-              "dinitial?"),
+    BST_TORCH(
+        "gated_delta_rule_backward: dy dfinal q k v g beta skip initial scale additive wide normalize eps -> dq dk dv "
+        "dg dbeta dskip? dinitial?"),
 };
 
 const bst_function *const bst__gated_delta_rule[] = {&forward, &backward, NULL};

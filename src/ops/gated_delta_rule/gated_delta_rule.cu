@@ -4,10 +4,10 @@
  *
  *     A_ij = beta_i D_ij k_i . k_j for j < i,   T = (1 + A)^-1,   P_ij = scale D_ij q_i . k_j for j <= i
  *     R = k S,   V = T beta (v - exp(G) R)
- *     y = scale exp(G) q S + P V,   S' = exp(G_c) S + sum over i of exp(G_c - G_i) k_i V_i^T
+ *     y = scale exp(G) q S + P V + skip v,   S' = exp(G_c) S + sum over i of exp(G_c - G_i) k_i V_i^T
  *
  * Yang et al., "Gated Delta Networks", 2024, whose W and U are not made here: T multiplies once, after the state was
- * read.
+ * read. ADDITIVE: T is 1 and R is 0, and neither is made.
  *
  * delta_prepare: a block has a chunk of a head, makes sums of g, T and P. T by substitution, four threads a column.
  * delta_scan: a block has BV columns of a head's values, and of the state, which stays in registers, and in shared
@@ -66,7 +66,7 @@ BST_KERNEL(delta_prepare, delta_args, THREADS, PREPARE_BLOCKS) {
         a.sums[block * CHUNK + thread] = so_far;
     }
     float of_k[SUMS(CHUNK, CHUNK)] = {}, of_q[SUMS(CHUNK, CHUNK)] = {};
-    multiply(of_k, CHUNK, CHUNK, DKP, k, false, k, true);
+    if (!ADDITIVE) multiply(of_k, CHUNK, CHUNK, DKP, k, false, k, true);
     multiply(of_q, CHUNK, CHUNK, DKP, q, false, k, true);
     bst_sync();
     char *const scores = (char *)square_of(a.scores, block);
@@ -75,7 +75,7 @@ BST_KERNEL(delta_prepare, delta_args, THREADS, PREPARE_BLOCKS) {
         BST_EACH(i, 2) {
             const int column = p.column + i;
             const float decay = column <= p.row ? exponential(sum[p.row] - sum[column]) : 0;
-            AT(system, p.row, column) = column < p.row ? beta[p.row] * decay * of_k[p.at + i] : 0;
+            if (!ADDITIVE) AT(system, p.row, column) = column < p.row ? beta[p.row] * decay * of_k[p.at + i] : 0;
             score[i] = a.scale * decay * of_q[p.at + i];
         }
         BST_EACH(plane, PLANES) {
@@ -83,6 +83,7 @@ BST_KERNEL(delta_prepare, delta_args, THREADS, PREPARE_BLOCKS) {
             bst_write(scores + 2 * ((plane * CHUNK + p.row) * CHUNK + p.column), raw, 4);
         }
     }
+    if (ADDITIVE) return;
     bst_sync();
     invert(inverse, system);
     bst_sync();
@@ -110,6 +111,7 @@ BST_KERNEL(delta_scan, delta_scan_args, THREADS, SCAN_BLOCKS) {
     const int64_t key_head = head / (a.of.heads / a.of.key_heads);
     float s[SUMS(DKP, BV)] = {};
     bst_wait_for_previous();
+    const float skip = MAKE_Y ? skip_of(&a.of, head) : 0;
     if (a.initial) EACH_PLACE(p, DKP, BV)
     BST_EACH(i, 2) {
         const int64_t column = slice * BV + p.column + i;
@@ -119,7 +121,8 @@ BST_KERNEL(delta_scan, delta_scan_args, THREADS, SCAN_BLOCKS) {
         const int64_t first = chunk * CHUNK, of_chunk = of_all * a.of.chunks + chunk;
         const int count = tokens_of(&a.of, chunk);
         float y[SUMS(CHUNK, BV)] = {}, r[SUMS(CHUNK, BV)] = {}, v[SUMS(CHUNK, BV)] = {};
-        ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
+        if (!ADDITIVE) ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
+        if (ADDITIVE && MAKE_Y) ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
         load_numbers(numbers, &a.of, batch, head, chunk, count);
         EACH_PLACE(p, DKP, BV) write_pair(state, p.row, p.column, s[p.at], s[p.at + 1]);
         if (MAKE_Y) {
@@ -130,23 +133,26 @@ BST_KERNEL(delta_scan, delta_scan_args, THREADS, SCAN_BLOCKS) {
         }
         load_keys(keys, &a.of.k, batch, first, key_head, count, a.of.eps, 0, 0);
         bst_sync();
-        multiply(r, CHUNK, BV, DKP, keys, false, state, false);
+        if (!ADDITIVE) multiply(r, CHUNK, BV, DKP, keys, false, state, false);
         if (!MAKE_Y)
             store_tile(state, (char *)a.states + 2 * (of_chunk * (PLANES * DKP) * (SLICES * BV) + slice * BV),
                        SLICES * BV);
         EACH_PLACE(p, CHUNK, BV) {
             float pair[2];
-            load_values(pair, &a.of.v, batch, first + p.row, head, (int)slice * BV + p.column, p.row < count);
+            load_values(pair, &a.of.v, batch, first + p.row, head, (int)slice * BV + p.column, p.row < count, TYPE);
             const float beta = numbers->beta[p.row], rise = numbers->rise[p.row];
-            write_pair(values, p.row, p.column, beta * (pair[0] - rise * r[p.at]),
-                       beta * (pair[1] - rise * r[p.at + 1]));
+            BST_EACH(i, 2) v[p.at + i] = ADDITIVE ? beta * pair[i] : beta * (pair[i] - rise * r[p.at + i]);
+            if (!ADDITIVE) write_pair(values, p.row, p.column, v[p.at], v[p.at + 1]);
         }
-        bst_copy_async_wait(0);
-        bst_sync();
-        multiply(v, CHUNK, BV, CHUNK, square, false, values, false);
-        bst_sync();
+        if (!ADDITIVE) {
+            bst_copy_async_wait(0);
+            bst_sync();
+            clear(v, SUMS(CHUNK, BV));
+            multiply(v, CHUNK, BV, CHUNK, square, false, values, false);
+            bst_sync();
+        }
         if (MAKE_Y) {
-            ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
+            if (!ADDITIVE) ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
             EACH_PLACE(p, CHUNK, BV) {
                 write_pair(values, p.row, p.column, v[p.at], v[p.at + 1]);
                 BST_EACH(i, 2) y[p.at + i] *= a.of.scale * numbers->rise[p.row];
@@ -154,10 +160,16 @@ BST_KERNEL(delta_scan, delta_scan_args, THREADS, SCAN_BLOCKS) {
             bst_copy_async_wait(0);
             bst_sync();
             multiply(y, CHUNK, BV, CHUNK, square, false, values, false);
-            EACH_PLACE(p, CHUNK, BV)
-            if (p.row < count)
-                store_pair(a.y, ((batch * a.of.tokens + first + p.row) * a.of.heads + head) * DV,
-                           (int)slice * BV + p.column, DV, y + p.at, TYPE);
+            EACH_PLACE(p, CHUNK, BV) {
+                const int column = (int)slice * BV + p.column;
+                const int64_t at = ((batch * a.of.tokens + first + p.row) * a.of.heads + head) * DV;
+                float pair[2];
+                if (a.of.skip) {
+                    load_values(pair, &a.of.v, batch, first + p.row, head, column, p.row < count, TYPE);
+                    BST_EACH(i, 2) y[p.at + i] += skip * pair[i];
+                }
+                if (p.row < count) store_pair(a.y, at, column, DV, y + p.at, Y_TYPE);
+            }
             bst_sync();
         }
         EACH_PLACE(p, CHUNK, BV) {

@@ -11,18 +11,19 @@
  * backward pass alone has is empty in a forward pass, and y and final in a backward one. */
 typedef struct delta_call {
     const char *op;
-    bst_view q, k, v, g, beta, initial, y, final;
-    bst_view dy, dfinal, dq, dk, dv, dg, dbeta, dinitial;
+    bst_view q, k, v, g, beta, skip, initial, y, final;
+    bst_view dy, dfinal, dq, dk, dv, dg, dbeta, dskip, dinitial;
     int64_t batches, tokens, heads, key_heads, key, value, chunks;
     float scale, eps;
-    bool normalize;
+    bool additive, normalize;
     int64_t strips, floats; /* on CPU: heads of keys lie in so many strips, each with so many floats of workspace */
-    float *work;
+    float *work, *skipped;  /* [B, heads], what each has of dskip */
 } delta_call;
 
 /* Over strips. */
 BST_CPU_DECLARE(bst__delta_forward_cpu);
 BST_CPU_DECLARE(bst__delta_backward_cpu);
+BST_CPU_DECLARE(bst__delta_skip_cpu); /* dskip, at the end */
 
 /* What a strip has of it. Sizes: C a chunk, T all tokens, K and V of heads. */
 typedef struct delta_workspace {

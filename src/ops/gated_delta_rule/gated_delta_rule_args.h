@@ -4,10 +4,10 @@
 #define BST_GATED_DELTA_RULE_ARGS_H
 
 /* Tokens of a chunk, within which all is products of matrices. */
-#define DELTA_CHUNK   64
-#define DELTA_THREADS 256
+#define DELTA_CHUNK            64
+#define DELTA_THREADS          256
 #define DELTA_GRADIENT_THREADS 256
-#define DELTA_SYSTEM_PITCH (DELTA_CHUNK + 8) /* floats of a row of A, and of its inverse, while that is made */
+#define DELTA_SYSTEM_PITCH     (DELTA_CHUNK + 8) /* floats of a row of A, and of its inverse, while that is made */
 /* The widest heads: of keys, whose gradients a thread has in its registers, and of values. */
 #define DELTA_MOST_KEY   128
 #define DELTA_MOST_VALUE 256
@@ -33,6 +33,7 @@ typedef struct delta_input {
  * bits, and sums of g, [CHUNK]. */
 typedef struct delta_args {
     delta_input q, k, v, g, beta;
+    const void *skip; /* or NULL */
     void *inverse, *scores;
     float *sums;
     int64_t tokens;
@@ -60,10 +61,11 @@ typedef struct delta_backward_args {
     const void *states;
     void *dstates;
     void *dq, *dk, *dg, *dbeta;
+    float *dskip; /* [B, slices, heads], or NULL */
 } delta_backward_args;
 
-static_assert(sizeof(delta_args) == 216, "host and device must agree");
-static_assert(sizeof(delta_scan_args) == 248, "host and device must agree");
-static_assert(sizeof(delta_backward_args) == 320, "host and device must agree");
+static_assert(sizeof(delta_args) == 224, "host and device must agree");
+static_assert(sizeof(delta_scan_args) == 256, "host and device must agree");
+static_assert(sizeof(delta_backward_args) == 336, "host and device must agree");
 
 #endif

@@ -7,7 +7,9 @@
  *     dk = exp(G_c - G) V dS'^T - beta exp(G) dX S^T + M k + M^T k + N^T q,   M_ij = dA_ij beta_i D_ij
  *     dq = scale exp(G) dy S^T + N k,   N_ij = scale dP_ij D_ij
  *
- * and those of beta and G are sums over rows and columns of the same products. dg_i is the sum of dG from i on.
+ * With a skip dv has skip dy beside. ADDITIVE: T is 1; R, A and what comes of them are 0.
+ *
+ * The gradients of beta and G are sums over rows and columns of the same products. dg_i is the sum of dG from i on.
  *
  * delta_scan_back: a block has BV columns of a head's values, writes dv and, before each chunk, dS', which stays in
  * registers. delta_gradients: a block has a chunk of a head of keys, and goes through its heads of values and their
@@ -29,13 +31,13 @@ BST_DEVICE int64_t states_at(int64_t of_chunk, int64_t slice) {
     return 2 * (of_chunk * (PLANES * DKP) * (SLICES * BV) + slice * BV);
 }
 
-/* A chunk's rows of a slice of values, each times its factor, if any. */
+/* A chunk's rows of a slice of dy, each times its factor, if any. */
 BST_DEVICE void write_values(tile t, const delta_input *in, int64_t batch, int64_t first, int64_t head, int slice,
                              int count, const float *factors) {
     EACH_PLACE(p, CHUNK, BV) {
         float pair[2];
         const float factor = factors ? factors[p.row] : 1.0f;
-        load_values(pair, in, batch, first + p.row, head, slice * BV + p.column, p.row < count);
+        load_values(pair, in, batch, first + p.row, head, slice * BV + p.column, p.row < count, Y_TYPE);
         write_pair(t, p.row, p.column, factor * pair[0], factor * pair[1]);
     }
 }
@@ -45,16 +47,18 @@ BST_KERNEL(delta_scan_back, delta_backward_args, THREADS, SCAN_BLOCKS) {
     BST_DYNAMIC_SHARED(memory);
     BST_SHARED(chunk_numbers, shared_numbers, 1);
     BST_SHARED(float, factors, CHUNK);
+    BST_SHARED(float, scratch, 32);
     chunk_numbers *const numbers = shared_numbers;
     const tile keys = tile_at(memory, PLANES, CHUNK, DKP), state = tile_at(end_of(keys), PLANES, DKP, BV);
     const tile square = tile_at(end_of(state), PLANES, CHUNK, CHUNK);
     const tile values = tile_at(end_of(square), PLANES, CHUNK, BV);
-    const tile dy = tile_at(end_of(values), INPUT_PLANES, CHUNK, BV);
+    const tile dy = tile_at(end_of(values), DY_PLANES, CHUNK, BV);
     const int64_t slice = bst_block() % SLICES, of_all = bst_block() / SLICES;
     const int64_t batch = of_all / a.of.heads, head = of_all % a.of.heads;
     const int64_t key_head = head / (a.of.heads / a.of.key_heads);
-    float ds[SUMS(DKP, BV)] = {};
+    float ds[SUMS(DKP, BV)] = {}, skipped = 0;
     bst_wait_for_previous();
+    const float skip = skip_of(&a.of, head);
     if (a.dfinal) EACH_PLACE(p, DKP, BV)
     BST_EACH(i, 2) {
         const int64_t column = slice * BV + p.column + i;
@@ -78,29 +82,46 @@ BST_KERNEL(delta_scan_back, delta_backward_args, THREADS, SCAN_BLOCKS) {
         BST_EACH(i, 2) dv[p.at + i] *= numbers->fall[p.row];
         multiply(dv, CHUNK, BV, CHUNK, square, true, dy, false);
         bst_sync();
-        ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
-        EACH_PLACE(p, CHUNK, BV) write_pair(values, p.row, p.column, dv[p.at], dv[p.at + 1]);
-        bst_copy_async_wait(0);
-        bst_sync();
-        multiply(dx, CHUNK, BV, CHUNK, square, true, values, false);
-        bst_sync();
+        if (ADDITIVE) {
+            BST_EACH(i, SUMS(CHUNK, BV)) dx[i] = dv[i];
+        } else {
+            ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
+            EACH_PLACE(p, CHUNK, BV) write_pair(values, p.row, p.column, dv[p.at], dv[p.at + 1]);
+            bst_copy_async_wait(0);
+            bst_sync();
+            multiply(dx, CHUNK, BV, CHUNK, square, true, values, false);
+            bst_sync();
+        }
         EACH_PLACE(p, CHUNK, BV) {
             const float beta = numbers->beta[p.row], less = -numbers->rise[p.row];
-            const float pair[2] = {beta * dx[p.at], beta * dx[p.at + 1]};
+            float pair[2] = {beta * dx[p.at], beta * dx[p.at + 1]};
+            if (!ADDITIVE) write_pair(values, p.row, p.column, less * pair[0], less * pair[1]);
+            if (a.of.skip) {
+                float of_v[2], of_dy[2];
+                const int column = (int)slice * BV + p.column;
+                load_values(of_v, &a.of.v, batch, first + p.row, head, column, p.row < count, TYPE);
+                load_values(of_dy, &a.dy, batch, first + p.row, head, column, p.row < count, Y_TYPE);
+                BST_EACH(i, 2) pair[i] += skip * of_dy[i], skipped += of_v[i] * of_dy[i];
+            }
             if (p.row < count)
                 store_pair(a.dv, ((batch * a.of.tokens + first + p.row) * a.of.heads + head) * DV,
                            (int)slice * BV + p.column, DV, pair, TYPE);
-            write_pair(values, p.row, p.column, less * pair[0], less * pair[1]);
         }
         const float whole = numbers->rise[CHUNK - 1];
         BST_EACH(i, SUMS(DKP, BV)) ds[i] *= whole;
-        bst_sync();
-        multiply(ds, DKP, BV, CHUNK, keys, true, values, false);
-        bst_sync();
+        if (!ADDITIVE) {
+            bst_sync();
+            multiply(ds, DKP, BV, CHUNK, keys, true, values, false);
+            bst_sync();
+        }
         load_keys(keys, &a.of.q, batch, first, key_head, count, a.of.eps, factors, 0);
         bst_sync();
         multiply(ds, DKP, BV, CHUNK, keys, true, dy, false);
         bst_sync();
+    }
+    if (a.dskip) {
+        skipped = bst_group_sum(skipped, THREADS, scratch);
+        if (bst_thread() == 0) a.dskip[(batch * SLICES + slice) * a.of.heads + head] = skipped;
     }
     if (a.dinitial) EACH_PLACE(p, DKP, BV)
     if (p.row < DK)
@@ -173,7 +194,7 @@ BST_DEVICE void store_keys(void *out, int64_t row_at, int64_t row_pitch, float *
 /* What values have left of the state's, v - exp(G) R, at a place. */
 BST_DEVICE void load_left_over(float left[2], const delta_input *v, int64_t batch, int64_t first, int64_t head,
                                int slice, int count, place p, float rise, const float *r) {
-    load_values(left, v, batch, first + p.row, head, slice * BV + p.column, p.row < count);
+    load_values(left, v, batch, first + p.row, head, slice * BV + p.column, p.row < count, TYPE);
     BST_EACH(i, 2) left[i] -= rise * r[p.at + i];
 }
 
@@ -193,7 +214,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
     const tile square = tile_at(end_of(dstate), PLANES, CHUNK, CHUNK);
     const tile values = tile_at(end_of(square), PLANES, CHUNK, BV);
     const tile dvalues = tile_at(end_of(values), PLANES, CHUNK, BV);
-    const tile dy = tile_at(end_of(dvalues), INPUT_PLANES, CHUNK, BV);
+    const tile dy = tile_at(end_of(dvalues), DY_PLANES, CHUNK, BV);
     const tile scaled_dy = tile_at(dy.memory, PLANES, CHUNK, BV); /* in its place */
     const int64_t chunk = bst_block() % a.of.chunks, of_keys = bst_block() / a.of.chunks;
     const int64_t batch = of_keys / a.of.key_heads, key_head = of_keys % a.of.key_heads, first = chunk * CHUNK;
@@ -224,24 +245,31 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
             write_values(dy, &a.dy, batch, first, head, slice, count, 0);
             bst_copy_async_wait(0);
             bst_sync();
-            multiply(r, CHUNK, BV, DKP, keys, false, state, false);
+            if (!ADDITIVE) multiply(r, CHUNK, BV, DKP, keys, false, state, false);
             multiply(read, CHUNK, BV, DKP, keys, false, dstate, false);
             EACH_PLACE(p, CHUNK, BV) {
                 float left[2];
                 const float beta = numbers->beta[p.row];
                 load_left_over(left, &a.of.v, batch, first, head, slice, count, p, numbers->rise[p.row], r);
                 BST_EACH(i, 2) dv[p.at + i] = read[p.at + i] *= numbers->fall[p.row];
-                write_pair(values, p.row, p.column, beta * left[0], beta * left[1]);
+                if (ADDITIVE)
+                    BST_EACH(i, 2) v[p.at + i] = beta * left[i];
+                else
+                    write_pair(values, p.row, p.column, beta * left[0], beta * left[1]);
             }
             multiply(dv, CHUNK, BV, CHUNK, square, true, dy, false);
-            bst_sync();
-            ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
-            EACH_PLACE(p, CHUNK, BV) write_pair(dvalues, p.row, p.column, dv[p.at], dv[p.at + 1]);
-            bst_copy_async_wait(0);
-            bst_sync();
-            multiply(v, CHUNK, BV, CHUNK, square, false, values, false);
-            multiply(dx, CHUNK, BV, CHUNK, square, true, dvalues, false);
-            bst_sync();
+            if (ADDITIVE) {
+                BST_EACH(i, SUMS(CHUNK, BV)) dx[i] = dv[i];
+            } else {
+                bst_sync();
+                ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
+                EACH_PLACE(p, CHUNK, BV) write_pair(dvalues, p.row, p.column, dv[p.at], dv[p.at + 1]);
+                bst_copy_async_wait(0);
+                bst_sync();
+                multiply(v, CHUNK, BV, CHUNK, square, false, values, false);
+                multiply(dx, CHUNK, BV, CHUNK, square, true, dvalues, false);
+                bst_sync();
+            }
             float to_g[2] = {0, 0}, to_beta[2] = {0, 0};
             EACH_PLACE(p, CHUNK, BV) {
                 float left[2]; /* made again: it would take registers that there are not */
@@ -254,7 +282,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
                     at_end += kept;
                 }
                 write_pair(values, p.row, p.column, v[p.at], v[p.at + 1]);
-                write_pair(dvalues, p.row, p.column, dx[p.at], dx[p.at + 1]);
+                if (!ADDITIVE) write_pair(dvalues, p.row, p.column, dx[p.at], dx[p.at + 1]);
             }
             add_rows(of_g->rows, to_g[0], to_g[1]);
             add_rows(beta_rows, to_beta[0], to_beta[1]);
@@ -267,25 +295,25 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
             }
             bst_sync();
             multiply(dp, CHUNK, CHUNK, BV, dy, false, values, true);
-            multiply(da, CHUNK, CHUNK, BV, dvalues, false, values, true);
+            if (!ADDITIVE) multiply(da, CHUNK, CHUNK, BV, dvalues, false, values, true);
             bst_sync();
             EACH_PLACE(p, CHUNK, BV) {
                 const float fall = numbers->fall[p.row], less = -numbers->beta[p.row] * numbers->rise[p.row];
                 write_pair(values, p.row, p.column, fall * v[p.at], fall * v[p.at + 1]);
-                write_pair(dvalues, p.row, p.column, less * dx[p.at], less * dx[p.at + 1]);
+                if (!ADDITIVE) write_pair(dvalues, p.row, p.column, less * dx[p.at], less * dx[p.at + 1]);
             }
             write_values(scaled_dy, &a.dy, batch, first, head, slice, count, factors);
             bst_sync();
             multiply(dq, CHUNK, DKP, BV, scaled_dy, false, state, true);
             multiply(dk, CHUNK, DKP, BV, values, false, dstate, true);
-            multiply(dk, CHUNK, DKP, BV, dvalues, false, state, true);
+            if (!ADDITIVE) multiply(dk, CHUNK, DKP, BV, dvalues, false, state, true);
             bst_sync();
         }
         /* Within the chunk: M, then N, in the place of T. */
         float of_k[SUMS(CHUNK, CHUNK)] = {}, to_g[2] = {0, 0}, to_beta[2] = {0, 0};
         float from_g[PAIRS_ACROSS(CHUNK)][2][2] = {};
         const char *const scores = (const char *)square_of(a.of.scores, of_chunk);
-        multiply(of_k, CHUNK, CHUNK, DKP, keys, false, keys, true);
+        if (!ADDITIVE) multiply(of_k, CHUNK, CHUNK, DKP, keys, false, keys, true);
         EACH_PLACE(p, CHUNK, CHUNK) {
             float score[2] = {0, 0}, m[2];
             BST_EACH(plane, PLANES)
@@ -301,16 +329,20 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
                 from_g[p.across][p.half][i] -= change + dp[p.at + i] * score[i];
                 dp[p.at + i] *= a.of.scale * decay;
             }
+            if (ADDITIVE)
+                BST_EACH(i, 2) m[i] = dp[p.at + i];
             write_pair(square, p.row, p.column, m[0], m[1]);
         }
         add_rows(beta_rows, to_beta[0], to_beta[1]);
         add_columns(of_g->columns, from_g);
         bst_sync();
-        multiply(dk, CHUNK, DKP, CHUNK, square, false, keys, false);
-        multiply(dk, CHUNK, DKP, CHUNK, square, true, keys, false);
-        bst_sync();
-        EACH_PLACE(p, CHUNK, CHUNK) write_pair(square, p.row, p.column, dp[p.at], dp[p.at + 1]);
-        bst_sync();
+        if (!ADDITIVE) {
+            multiply(dk, CHUNK, DKP, CHUNK, square, false, keys, false);
+            multiply(dk, CHUNK, DKP, CHUNK, square, true, keys, false);
+            bst_sync();
+            EACH_PLACE(p, CHUNK, CHUNK) write_pair(square, p.row, p.column, dp[p.at], dp[p.at + 1]);
+            bst_sync();
+        }
         multiply(dq, CHUNK, DKP, CHUNK, square, false, keys, false);
         bst_sync();
         load_keys(keys, &a.of.q, batch, first, key_head, count, a.of.eps, 0, inverses + CHUNK);

@@ -86,7 +86,7 @@ static void load_chunk(delta_workspace *w, const delta_call *c, const delta_head
     for (int64_t i = 0; i < count; i++)
         for (int64_t j = 0; j < count; j++) {
             const float of_both = j <= i ? decay(w, i, j) : 0;
-            w->a[i * count + j] *= j < i ? w->beta[i] * of_both : 0;
+            w->a[i * count + j] *= j < i && !c->additive ? w->beta[i] * of_both : 0;
             w->p[i * count + j] *= c->scale * of_both;
         }
 }
@@ -96,14 +96,14 @@ static void solve(delta_workspace *w, const delta_call *c, const delta_head *h, 
                   int64_t count) {
     const int64_t n = c->value;
     clear(w->r, count * n);
-    multiply(w->r, count, n, c->key, w->k, c->key, 1, state);
+    if (!c->additive) multiply(w->r, count, n, c->key, w->k, c->key, 1, state);
     load_values(w->left, c, &c->v, h, first, count);
     for (int64_t i = 0; i < count; i++) {
         for (int64_t j = 0; j < n; j++) {
             w->left[i * n + j] -= w->rise[i] * w->r[i * n + j];
             w->v[i * n + j] = w->beta[i] * w->left[i * n + j];
         }
-        for (int64_t l = 0; l < i; l++)
+        for (int64_t l = 0; l < i && !c->additive; l++)
             for (int64_t j = 0; j < n; j++) w->v[i * n + j] -= w->a[i * count + l] * w->v[l * n + j];
     }
 }
@@ -128,10 +128,17 @@ static void store_state(const delta_call *c, const bst_view *state, const delta_
     if (state->data) memcpy((float *)state->data + (h->batch * c->heads + h->head) * n, from, (size_t)n * 4);
 }
 
+static float skip_of(const delta_call *c, const delta_head *h) {
+    float skip = 0;
+    if (c->skip.data) bst_load(&skip, bst_at(c->skip.data, h->head, c->skip.dtype), c->skip.dtype, 1);
+    return skip;
+}
+
 /* ---- forward ----------------------------------------------------------------------------------------------------- */
 
 static void forward_head(delta_workspace *w, const delta_call *c, const delta_head *h) {
     const int64_t n = c->value;
+    const float skip = skip_of(c, h);
     load_state(w->state, c, &c->initial, h);
     for (int64_t first = 0; first < c->tokens; first += CHUNK) {
         const int64_t count = count_of(c, first);
@@ -141,6 +148,10 @@ static void forward_head(delta_workspace *w, const delta_call *c, const delta_he
         multiply(w->r, count, n, c->key, w->q, c->key, 1, w->state);
         scale_rows(w->r, w->r, w->rise, c->scale, count, n);
         multiply(w->r, count, n, count, w->p, count, 1, w->v);
+        if (c->skip.data) {
+            load_values(w->left, c, &c->v, h, first, count);
+            for (int64_t i = 0; i < count * n; i++) w->r[i] += skip * w->left[i];
+        }
         for (int64_t i = 0; i < count; i++)
             bst_store(bst_at(c->y.data, ((h->batch * c->tokens + first + i) * c->heads + h->head) * n, c->y.dtype),
                       w->r + i * n, c->y.dtype, n);
@@ -153,29 +164,34 @@ static void forward_head(delta_workspace *w, const delta_call *c, const delta_he
 
 /* What a chunk leaves to q, k, v, g, beta, and to the state before it. */
 static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_head *h, const float *state,
-                           int64_t first, int64_t count) {
+                           int64_t first, int64_t count, double *skipped) {
     const int64_t n = c->value, k = c->key, row_at = (h->batch * c->tokens + first) * c->heads + h->head;
     double dg[CHUNK] = {0}, dbeta[CHUNK] = {0}, at_end = 0;
+    const float skip = skip_of(c, h);
     float less[CHUNK], row[DELTA_MOST_VALUE], *dq = w->dq + first * k, *dk = w->dk + first * k;
     load_chunk(w, c, h, first, count);
     solve(w, c, h, state, first, count);
     load_values(w->dy, c, &c->dy, h, first, count);
+    if (c->skip.data) {
+        load_values(w->read, c, &c->v, h, first, count);
+        *skipped += bst_sum_of_products(w->dy, w->read, count * n);
+    }
     clear(w->read, count * n);
     multiply(w->read, count, n, k, w->k, k, 1, w->dstate);
     scale_rows(w->read, w->read, w->fall, 1, count, n);
     memcpy(w->dv, w->read, (size_t)(count * n) * sizeof(float));
     multiply(w->dv, count, n, count, w->p, 1, count, w->dy);
     memcpy(w->dx, w->dv, (size_t)(count * n) * sizeof(float));
-    for (int64_t i = count - 1; i >= 0; i--)
+    for (int64_t i = count - 1; i >= 0 && !c->additive; i--)
         for (int64_t l = 0; l < i; l++)
             for (int64_t j = 0; j < n; j++) w->dx[l * n + j] -= w->a[i * count + l] * w->dx[i * n + j];
     for (int64_t i = 0; i < count; i++) {
         const double kept = bst_sum_of_products(w->v + i * n, w->read + i * n, n);
-        less[i] = -w->beta[i] * w->rise[i];
+        less[i] = c->additive ? 0 : -w->beta[i] * w->rise[i];
         dbeta[i] = bst_sum_of_products(w->dx + i * n, w->left + i * n, n);
         dg[i] = (double)less[i] * bst_sum_of_products(w->dx + i * n, w->r + i * n, n) - kept;
         at_end += kept;
-        for (int64_t j = 0; j < n; j++) row[j] = w->beta[i] * w->dx[i * n + j];
+        for (int64_t j = 0; j < n; j++) row[j] = w->beta[i] * w->dx[i * n + j] + skip * w->dy[i * n + j];
         bst_store(bst_at(c->dv.data, (row_at + i * c->heads) * n, c->dv.dtype), row, c->dv.dtype, n);
     }
     at_end += (double)w->rise[count - 1] * bst_sum_of_products(state, w->dstate, k * n);
@@ -207,7 +223,7 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
         for (int64_t j = 0; j < k; j++) dq[i * k + j] += w->dq_read[i * k + j];
         for (int64_t j = 0; j < count; j++) {
             float *da = &w->da[i * count + j], *dp = &w->dp[i * count + j];
-            const float of_both = j <= i ? decay(w, i, j) : 0, of_a = j < i ? -*da * of_both : 0;
+            const float of_both = j <= i ? decay(w, i, j) : 0, of_a = j < i && !c->additive ? -*da * of_both : 0;
             const double both = j < i ? (double)of_a * bst_sum_of_products(w->k + i * k, w->k + j * k, k) : 0;
             const double change = (double)w->beta[i] * both + (double)*dp * (double)w->p[i * count + j];
             dbeta[i] += both;
@@ -230,6 +246,7 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
 
 static void backward_head(delta_workspace *w, const delta_call *c, const delta_head *h) {
     const int64_t states = c->key * c->value;
+    double skipped = 0;
     load_state(w->state, c, &c->initial, h);
     for (int64_t first = 0; first < c->tokens; first += CHUNK) {
         const int64_t count = count_of(c, first);
@@ -240,7 +257,8 @@ static void backward_head(delta_workspace *w, const delta_call *c, const delta_h
     }
     load_state(w->dstate, c, &c->dfinal, h);
     for (int64_t chunk = c->chunks - 1; chunk >= 0; chunk--)
-        backward_chunk(w, c, h, w->states + chunk * states, chunk * CHUNK, count_of(c, chunk * CHUNK));
+        backward_chunk(w, c, h, w->states + chunk * states, chunk * CHUNK, count_of(c, chunk * CHUNK), &skipped);
+    c->skipped[h->batch * c->heads + h->head] = (float)skipped;
     store_state(c, &c->dinitial, h, w->dstate);
 }
 
@@ -284,4 +302,14 @@ void BST_CPU(bst__delta_forward_cpu)(void *context, int64_t begin, int64_t end) 
 }
 void BST_CPU(bst__delta_backward_cpu)(void *context, int64_t begin, int64_t end) {
     each_head(context, true, begin, end);
+}
+
+void BST_CPU(bst__delta_skip_cpu)(void *context, int64_t begin, int64_t end) {
+    const delta_call *c = context;
+    float sums[BST_TILE];
+    (void)begin, (void)end;
+    BST_TILES(at, n, 0, c->heads, BST_TILE) {
+        bst_sum_rows(sums, c->skipped + at, c->batches, c->heads, n);
+        bst_store(bst_at(c->dskip.data, at, c->dskip.dtype), sums, c->dskip.dtype, n);
+    }
 }

@@ -1,12 +1,14 @@
 /* gated_delta_rule_cuda.c - the gated delta rule on CUDA: workspace, the launches' geometry and arguments. */
 #include <assert.h>
 
+#include "column_sums_args.h"
 #include "cuda/cuda.h"
 #include "ops/gated_delta_rule/gated_delta_rule.h"
 #include "ops/gated_delta_rule/gated_delta_rule_args.h"
 
-enum { TYPE, G_TYPE, BETA_TYPE, DK, DV, VEC, PAIRED, NORMALIZE, BV, SLICES, OWN };
-#define MACROS "TYPE", "G_TYPE", "BETA_TYPE", "DK", "DV", "VEC", "PAIRED", "NORMALIZE"
+enum { TYPE, G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV, VEC, PAIRED, ADDITIVE, NORMALIZE, BV, SLICES, OWN };
+#define MACROS \
+    "TYPE", "G_TYPE", "BETA_TYPE", "SKIP_TYPE", "Y_TYPE", "DK", "DV", "VEC", "PAIRED", "ADDITIVE", "NORMALIZE"
 static const bst_kernel prepare = {"gated_delta_rule.cu", "delta_prepare", {MACROS, NULL}};
 static const bst_kernel scan = {"gated_delta_rule.cu", "delta_scan", {MACROS, "BV", "SLICES", "MAKE_Y", NULL}};
 static const bst_kernel scan_back = {
@@ -46,7 +48,7 @@ static unsigned value_tile(const plan *p, int64_t planes) {
     return (unsigned)DELTA_TILE_BYTES(planes, DELTA_CHUNK, p->launch.values[BV]);
 }
 
-static int64_t input_planes(const delta_call *c, const plan *p) { return c->v.dtype == BST_BF16 ? 1 : p->planes; }
+static int64_t input_planes(const delta_call *c, const plan *p) { return c->dy.dtype == BST_BF16 ? 1 : p->planes; }
 
 static unsigned scan_bytes(const delta_call *c, const plan *p, bool backward) {
     return p->rows + state_tile(p) + p->square + value_tile(p, p->planes) +
@@ -63,7 +65,9 @@ static bst_status make_plan(const delta_call *c, bool backward, plan *p) {
     int64_t *values = p->launch.values, vec = 16 / bst__dtype_size(c->q.dtype);
     while (vec > 1 && !(aligned(&c->q, vec) && aligned(&c->k, vec))) vec /= 2;
     values[TYPE] = c->q.dtype, values[G_TYPE] = c->g.dtype, values[BETA_TYPE] = c->beta.dtype;
-    values[DK] = c->key, values[DV] = c->value, values[VEC] = vec, values[NORMALIZE] = c->normalize;
+    values[DK] = c->key, values[DV] = c->value, values[VEC] = vec;
+    values[ADDITIVE] = c->additive, values[NORMALIZE] = c->normalize, values[SKIP_TYPE] = c->skip.dtype;
+    values[Y_TYPE] = backward ? c->dy.dtype : c->y.dtype;
     values[PAIRED] = 1;
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
         if (bst__given(views[i]) && !aligned(views[i], 2)) values[PAIRED] = 0;
@@ -103,6 +107,7 @@ static bst_status begin(const bst_exec *exec, const delta_call *c, plan *p, delt
                        .v = input_of(&c->v),
                        .g = input_of(&c->g),
                        .beta = input_of(&c->beta),
+                       .skip = c->skip.data,
                        .tokens = c->tokens,
                        .heads = (int32_t)c->heads,
                        .key_heads = (int32_t)c->key_heads,
@@ -138,11 +143,14 @@ bst_status bst__delta_backward_cuda(const bst_exec *exec, const delta_call *c) {
                                 .dk = c->dk.data,
                                 .dg = c->dg.data,
                                 .dbeta = c->dbeta.data};
-    void *work = NULL, *states = NULL;
+    void *work = NULL, *states = NULL, *skipped = NULL;
     BST_TRY(make_plan(c, true, &p));
     bst_status status = begin(exec, c, &p, &args.of, &work);
     int64_t blocks = c->batches * c->heads * p.launch.values[SLICES];
     if (status == BST_OK) status = bst__allocate(exec, c->op, c->q.device, 2 * (size_t)p.states, &states);
+    if (status == BST_OK && c->dskip.data)
+        status = bst__allocate(exec, c->op, c->q.device, (size_t)blocks * sizeof(float), &skipped);
+    args.dskip = skipped;
     args.states = states, args.dstates = (char *)states + p.states;
     delta_scan_args before = {.of = args.of, .initial = c->initial.data, .states = states};
     if (status == BST_OK)
@@ -151,6 +159,12 @@ bst_status bst__delta_backward_cuda(const bst_exec *exec, const delta_call *c) {
     if (status == BST_OK)
         status = run(exec, c, &p, &gradients, c->batches * c->key_heads * c->chunks, gradient_bytes(&p), 0, &args,
                      sizeof args);
+    if (status == BST_OK && skipped) {
+        int64_t rows = c->batches * p.launch.values[SLICES];
+        status = bst__column_sums(exec, c->op, c->q.device.device_id, skipped, rows, c->heads, c->heads, c->dskip.dtype,
+                                  (void *[]){c->dskip.data, NULL});
+    }
+    bst__release(exec, c->q.device, skipped);
     bst__release(exec, c->q.device, states);
     bst__release(exec, c->q.device, work);
     return status;

@@ -3,7 +3,7 @@
  * one by one but for the smallest. Two of them have 16 bits, which what is rounded to 16-bit results does not see;
  * float32 has three.
  *
- * Macros: THREADS (of a block: 256 or 512), TYPE (of q, k, v), G_TYPE, BETA_TYPE, DK, DV (sizes of heads), VEC (elements of q and k that an access has),
+ * Macros: THREADS (of a block: 256 or 512), TYPE (of q, k, v), G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, ADDITIVE, DK, DV (sizes of heads), VEC (elements of q and k that an access has),
  * PAIRED (whether two elements side by side may be accessed at once, everywhere), NORMALIZE. */
 #ifndef BST_GATED_DELTA_RULE_PIECES_CUH
 #define BST_GATED_DELTA_RULE_PIECES_CUH
@@ -20,7 +20,7 @@
 #define PREPARE_BLOCKS 2
 #define SCAN_BLOCKS    (PLANES == 2 ? 2 : 1)
 /* A 16-bit input is one bfloat16, or of float16 the sum of two. */
-#define INPUT_PLANES (TYPE == BST_BF16_CODE ? 1 : PLANES)
+#define DY_PLANES (Y_TYPE == BST_BF16_CODE ? 1 : PLANES)
 
 /* ---- tiles ------------------------------------------------------------------------------------------------------- */
 
@@ -204,15 +204,15 @@ BST_DEVICE void load_keys(tile t, const delta_input *in, int64_t batch, int64_t 
 
 /* Two elements of a row of values; what is beyond its end is zero. */
 BST_DEVICE void load_values(float pair[2], const delta_input *in, int64_t batch, int64_t token, int64_t head,
-                            int column, bool is_there) {
+                            int column, bool is_there, int type) {
     pair[0] = pair[1] = 0;
     if (!is_there) return;
     const int64_t at = token_at(in, batch, token, head) + column;
     if (PAIRED) {
-        if (column < DV) bst_load(pair, in->data, at, TYPE, 2);
+        if (column < DV) bst_load(pair, in->data, at, type, 2);
     } else {
         BST_EACH(i, 2)
-            if (column + i < DV) bst_load(pair + i, in->data, at + i, TYPE, 1);
+            if (column + i < DV) bst_load(pair + i, in->data, at + i, type, 1);
     }
 }
 
@@ -244,6 +244,12 @@ BST_DEVICE void store_tile(tile t, void *to, int64_t pitch) {
 }
 BST_DEVICE const void *square_of(const void *all, int64_t chunk) {
     return (const char *)all + chunk * (2 * PLANES * CHUNK * CHUNK);
+}
+
+BST_DEVICE float skip_of(const delta_args *a, int64_t head) {
+    float skip = 0;
+    if (a->skip) bst_load(&skip, a->skip, head, SKIP_TYPE, 1);
+    return skip;
 }
 
 /* ---- a chunk's numbers ------------------------------------------------------------------------------------------- */
