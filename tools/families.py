@@ -75,10 +75,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         2048, 8192, 32, 8, 100352, shared_intermediate_size=8192, num_local_experts=0, mamba_n_heads=64,
         mamba_d_head=64, mamba_d_state=128, layer_types=["linear_attention"] * 5 + ["full_attention"],
     ),
-    "nemotron_h": _widths(  # Nemotron Nano 9B v2; of its layers each is one of these
-        4480, 15680, 40, 8, 131072, head_dim=128, mamba_num_heads=128, mamba_head_dim=80, ssm_state_size=128,
-        layers_block_type=["mamba", "mlp", "mamba", "mlp", "mamba", "attention"],
-    ),
     "lfm2": _widths(2048, 12288, 32, 8, 65536),  # LFM2 1.2B
 }  # fmt: skip
 

@@ -33,7 +33,7 @@ typedef struct delta_workspace {
     float *dy, *dv, *dx, *read;  /* [C, V] */
     float *da, *dp;              /* [C, C] */
     float *dstate, *columns;     /* [K, V], [V, C or K] */
-    float *dq_read;              /* [C, K] */
+    float *dq_here, *dk_here;    /* [C, K] */
     float *dq, *dk, *states;     /* [T, K], [T, K], [chunks, K, V] */
     double sum[DELTA_CHUNK];     /* of g, whose differences count */
     float rise[DELTA_CHUNK], fall[DELTA_CHUNK], beta[DELTA_CHUNK];
@@ -64,7 +64,8 @@ static inline int64_t bst__delta_share_out(const delta_call *c, bool backward, f
                  {&w->dp, square},
                  {&w->dstate, state},
                  {&w->columns, values > state ? values : state},
-                 {&w->dq_read, keys},
+                 {&w->dq_here, keys},
+                 {&w->dk_here, keys},
                  {&w->dq, all_keys},
                  {&w->dk, all_keys},
                  {&w->states, c->chunks * state}};

@@ -168,7 +168,7 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
     const int64_t n = c->value, k = c->key, row_at = (h->batch * c->tokens + first) * c->heads + h->head;
     double dg[CHUNK] = {0}, dbeta[CHUNK] = {0}, at_end = 0;
     const float skip = skip_of(c, h);
-    float less[CHUNK], row[DELTA_MOST_VALUE], *dq = w->dq + first * k, *dk = w->dk + first * k;
+    float less[CHUNK], row[DELTA_MOST_VALUE], *dq = w->dq_here, *dk = w->dk_here;
     load_chunk(w, c, h, first, count);
     solve(w, c, h, state, first, count);
     load_values(w->dy, c, &c->dy, h, first, count);
@@ -201,15 +201,16 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
     transpose(w->columns, w->v, count, n);
     multiply(w->da, count, count, n, w->dx, n, 1, w->columns);
     multiply(w->dp, count, count, n, w->dy, n, 1, w->columns);
-    clear(w->dq_read, count * k);
+    clear(dq, count * k);
+    clear(dk, count * k);
     transpose(w->columns, w->dstate, k, n);
     scale_rows(w->v, w->v, w->fall, 1, count, n);
     multiply(dk, count, k, n, w->v, n, 1, w->columns);
     transpose(w->columns, state, k, n);
     scale_rows(w->dx, w->dx, less, 1, count, n);
     multiply(dk, count, k, n, w->dx, n, 1, w->columns);
-    multiply(w->dq_read, count, k, n, w->dy, n, 1, w->columns);
-    scale_rows(w->dq_read, w->dq_read, w->rise, c->scale, count, k);
+    multiply(dq, count, k, n, w->dy, n, 1, w->columns);
+    scale_rows(dq, dq, w->rise, c->scale, count, k);
 
     /* The state before the chunk. */
     for (int64_t i = 0; i < k * n; i++) w->dstate[i] *= w->rise[count - 1];
@@ -219,8 +220,7 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
 
     /* Within the chunk: M in the place of dA, N in that of dP. */
     for (int64_t i = 0; i < count; i++) {
-        dg[i] += bst_sum_of_products(w->dq_read + i * k, w->q + i * k, k);
-        for (int64_t j = 0; j < k; j++) dq[i * k + j] += w->dq_read[i * k + j];
+        dg[i] += bst_sum_of_products(dq + i * k, w->q + i * k, k);
         for (int64_t j = 0; j < count; j++) {
             float *da = &w->da[i * count + j], *dp = &w->dp[i * count + j];
             const float of_both = j <= i ? decay(w, i, j) : 0, of_a = j < i && !c->additive ? -*da * of_both : 0;
@@ -237,6 +237,8 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
     multiply(dk, count, k, count, w->da, 1, count, w->k);
     multiply(dk, count, k, count, w->dp, 1, count, w->q);
     multiply(dq, count, k, count, w->dp, count, 1, w->k);
+    /* Short sums, added to those of the other heads. */
+    for (int64_t i = 0; i < count * k; i++) w->dq[first * k + i] += dq[i], w->dk[first * k + i] += dk[i];
     for (int64_t i = count - 1; i >= 0; i--) {
         const float both[] = {(float)(at_end += dg[i]), (float)dbeta[i]};
         bst_store(bst_at(c->dg.data, row_at + i * c->heads, c->dg.dtype), &both[0], c->dg.dtype, 1);
