@@ -45,8 +45,8 @@ def _scan(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         why = asks_for_another(original, kwargs) or refusal(C, B, hidden_states, dt, dt, D, initial_states)
-        if why is None and D is not None and D.dim() != 1:
-            why = "its skip has a number for more than a head"
+        if why is None and D is not None and D.shape != hidden_states.shape[2:3]:
+            why = "its skip is not one number a head"
         why = why or loses_float32(hidden_states)
         if why is not None:
             tally.step_aside(why, why is WIDE)
