@@ -93,7 +93,7 @@ class Case:
     terms: dict[str, float] = field(default_factory=dict)
     #: Roundings to the output's type that an operator documents beyond the last one (sums over chunks).
     extra_roundings: dict[str, float] = field(default_factory=dict)
-    #: Errors that an operator documents, as a part of the result's size.
+    #: Errors that an operator documents, as a part of the result's size, or of its terms' where that is larger.
     of_size: dict[str, float] = field(default_factory=dict)
     #: And as a multiple of stock's.
     times_stock: dict[str, float] = field(default_factory=dict)
@@ -187,14 +187,16 @@ def assert_no_worse(case: Case) -> None:
         # Independent errors add up by their squares.
         extra = case.extra_roundings.get(name, 0) ** 0.5 * _rms(want) * unit / 3**0.5 * (1 + 2.5 / n**0.5)
         times, of_size = case.times_stock.get(name, 1.0), case.of_size.get(name, 0.0)
-        bound = max(allowed * times * math.exp(LUCK / n**0.5), floor, of_size * _rms(want))
+        terms = case.terms.get(name, 0.0)
+        bound = max(allowed * times * math.exp(LUCK / n**0.5), floor, of_size * max(_rms(want), terms))
         assert error <= (bound**2 + extra**2) ** 0.5, (
             f"{name}: error {error:.3g} against float64, stock's is {allowed:.3g}, rounding alone {floor:.3g}"
         )
         worst, stock_worst = (got.double() - want).abs().max().item(), (other.double() - want).abs().max().item()
         ulps = 8 if got.dtype == torch.float32 else 2  # float32 sums in another order scatter more
         bound = max(2, math.exp(LUCK / n**0.5)) * times * stock_worst + floor
-        bound += (2 * ulps * unit + 4 * of_size) * want.abs().max().item()
+        largest = want.abs().max().item()
+        bound += 2 * ulps * unit * largest + 4 * of_size * max(largest, terms)
         assert worst <= bound, (
             f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
         )

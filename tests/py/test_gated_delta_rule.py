@@ -184,11 +184,13 @@ def documented(v: torch.Tensor, beta: torch.Tensor) -> dict[str, Any]:
     """What products of parts allow beyond the rule; see the head."""
     if not rounds_parts(v.device):
         return {}
+    # Of one token, dg is the difference of two numbers like dy · y; where there is no state before it, it is 0.
+    terms = {"dg": 1.0}
     if v.dtype is torch.float32:
         every = ("output 0", "output 1", *(f"d{name}" for name in NAMES))
-        return {"times_stock": {name: THREE_PARTS for name in every} | {"dg": THREE_PARTS_DG}}
+        return {"times_stock": {**dict.fromkeys(every, THREE_PARTS), "dg": THREE_PARTS_DG}, "terms": terms}
     wide = ["output 1", "dg", "dinitial", *(["dbeta"] if beta.dtype is torch.float32 else [])]
-    return {"of_size": dict.fromkeys(wide, TWO_PARTS)}
+    return {"of_size": dict.fromkeys(wide, TWO_PARTS), "terms": terms}
 
 
 # [B, T, H, N, K, V]; each shape has its reason.
