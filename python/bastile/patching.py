@@ -106,8 +106,8 @@ def apply(
         causal_conv1d: the short convolution of Mamba, the gated delta rule and LFM2, with its activation in one pass
             (docs/causal_conv1d.md); where the package causal-conv1d is installed, Transformers' call of that stays.
         gated_delta_rule: linear attention of Qwen3.5, Qwen3-Next and OLMo-Hybrid, over chunks
-            (docs/gated_delta_rule.md); where the package flash-linear-attention is installed, Transformers' call of that
-            stays.
+            (docs/gated_delta_rule.md); where the package flash-linear-attention is installed, Transformers' call of
+            that stays.
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
