@@ -1,5 +1,5 @@
-/* test_gated_delta_rule.c - the gated delta rule through the C API: values and gradients against its definition, a token
- * at a time in double; states; errors; its kernels on every chip. */
+/* test_gated_delta_rule.c - the gated delta rule through the C API: values and gradients against its definition, a
+ * token at a time in double; states; errors; its kernels on every chip. */
 #include <math.h>
 
 #include "chips.h"
@@ -215,8 +215,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
     for (int i = 0; i < B * T * N * V; i++) CHECK((&y[0][0][0][0])[i] == 0);
 }
 
-/* Heads of Qwen3.5 in each type, of OLMo-Hybrid, of Mamba-2, and sizes and strides that need narrow accesses. Of float32 the widest do not fit
- * smaller chips, which must be said and nothing else. */
+/* Heads of Qwen3.5 in each type, of OLMo-Hybrid, of Mamba-2, and sizes and strides that need narrow accesses. Of
+ * float32 the widest do not fit smaller chips, which must be said and nothing else. */
 static void compile_calls(void) {
     static const int64_t sizes[][2] = {{128, 128}, {96, 192}, {19, 21}, {128, 64}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)

@@ -9,6 +9,7 @@ from bastile.ops.causal_conv1d import causal_conv1d
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.dropout import dropout
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.ops.gated_delta_rule import gated_delta_rule
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.gated_rms_norm import gated_rms_norm
 from bastile.ops.glu import glu
@@ -65,6 +66,12 @@ CALLS = {
     "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),
     "qk_norm_rope": lambda x: torch.cat(qk_norm_rope(heads(x), heads(x), random(H), random(H), *tables())),
     "causal_conv1d": lambda x: causal_conv1d(x.t()[None], random(H, 3), random(H), "silu"),
+    "gated_delta_rule": lambda x: gated_delta_rule(
+        *(f(x)[None, :, None] for f in (torch.sin, torch.cos, torch.tanh)),
+        -x[None, :, :1].square(),
+        x[None, :, 1:2].sigmoid(),
+        normalize=True,
+    )[0],
     "cross_entropy": lambda x: cross_entropy(x, torch.arange(T)),
     "fused_linear_cross_entropy": lambda x: fused_linear_cross_entropy(x, random(11, H), torch.arange(T)),
     "linear_logprobs": lambda x: torch.stack(

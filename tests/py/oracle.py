@@ -13,6 +13,8 @@ little less exact, for it also allows
   terms in another order may be off by those where stock's is not;
 - `terms`, where a result is a small difference of large terms, which float32 does not resolve;
 - `extra_roundings` that an operator documents, in variances of one rounding: none by default;
+- what an operator documents of products whose factors are cut to fewer bits than float32 has: `of_size`, a part of the
+  result's size (the worst element: four times that of the largest), or `times_stock`, stock's errors so many times;
 - for the worst single element twice stock's worst and two units in the last place more (float32: eight), because the
   maximum over few elements is a matter of luck. It is there for single wrong elements, which a mean hides.
 """
@@ -91,6 +93,10 @@ class Case:
     terms: dict[str, float] = field(default_factory=dict)
     #: Roundings to the output's type that an operator documents beyond the last one (sums over chunks).
     extra_roundings: dict[str, float] = field(default_factory=dict)
+    #: Errors that an operator documents, as a part of the result's size, or of its terms' where that is larger.
+    of_size: dict[str, float] = field(default_factory=dict)
+    #: And as a multiple of stock's.
+    times_stock: dict[str, float] = field(default_factory=dict)
     #: How many errors are independent of each other, where elements share those of what they are computed from, or many
     #: are zero; None: as many as there are elements.
     independent: int | None = None
@@ -180,13 +186,17 @@ def assert_no_worse(case: Case) -> None:
         floor += 4 * torch.finfo(torch.float32).eps * case.terms.get(name, 0.0)
         # Independent errors add up by their squares.
         extra = case.extra_roundings.get(name, 0) ** 0.5 * _rms(want) * unit / 3**0.5 * (1 + 2.5 / n**0.5)
-        bound = max(allowed * math.exp(LUCK / n**0.5), floor)
+        times, of_size = case.times_stock.get(name, 1.0), case.of_size.get(name, 0.0)
+        terms = case.terms.get(name, 0.0)
+        bound = max(allowed * times * math.exp(LUCK / n**0.5), floor, of_size * max(_rms(want), terms))
         assert error <= (bound**2 + extra**2) ** 0.5, (
             f"{name}: error {error:.3g} against float64, stock's is {allowed:.3g}, rounding alone {floor:.3g}"
         )
         worst, stock_worst = (got.double() - want).abs().max().item(), (other.double() - want).abs().max().item()
         ulps = 8 if got.dtype == torch.float32 else 2  # float32 sums in another order scatter more
-        bound = max(2, math.exp(LUCK / n**0.5)) * stock_worst + 2 * ulps * unit * want.abs().max().item() + floor
+        bound = max(2, math.exp(LUCK / n**0.5)) * times * stock_worst + floor
+        largest = want.abs().max().item()
+        bound += 2 * ulps * unit * largest + 4 * of_size * max(largest, terms)
         assert worst <= bound, (
             f"{name}: worst element off by {worst:.3g}, stock's by {stock_worst:.3g}, bound {bound:.3g}"
         )

@@ -8,6 +8,7 @@ import torch
 
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.ops.gated_delta_rule import gated_delta_rule
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.gated_rms_norm import gated_rms_norm
 from bastile.ops.moe import moe_experts
@@ -30,6 +31,13 @@ GIVEN: dict[str, tuple[Callable, dict]] = {
     "layer_norm": (layer_norm, {"x": X, "weight": W, "bias": W}),
     "add_rms_norm": (add_rms_norm, {"x": X, "residual": X, "weight": W}),
     "gated_rms_norm": (gated_rms_norm, {"x": X, "gate": X, "weight": W}),
+    "gated_delta_rule": (
+        gated_delta_rule,
+        {
+            **{"q": HEADS, "k": HEADS, "v": HEADS, "g": -HEADS[..., 0], "beta": HEADS[..., 0]},
+            "initial_state": torch.ones(1, 4, 8, 8),
+        },
+    ),
     "swiglu": (swiglu, {"a": X, "b": X}),
     "gated_mlp": (gated_mlp, {"x": X, "gate_weight": GATE, "up_weight": GATE, "down_weight": DOWN}),
     "rope": (rope, {"q": HEADS, "k": HEADS, "cos": TABLE, "sin": TABLE}),

@@ -7,6 +7,7 @@ from torch.autograd import forward_ad
 
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
+from bastile.ops.gated_delta_rule import gated_delta_rule
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.gated_rms_norm import gated_rms_norm
 from bastile.ops.moe import moe_experts
@@ -129,6 +130,12 @@ FUNCTIONS = {
     "layer_norm": (lambda x, w: layer_norm(x, w, random(H).to(w.dtype)), [(T, H), (H,)]),  # linear in its bias
     "add_rms_norm": (lambda *given: add_rms_norm(*given)[0], [(T, H), (T, H), (H,)]),
     "gated_rms_norm": (gated_rms_norm, [(T, H), (T, H), (H,)]),
+    "gated_delta_rule": (
+        lambda q, k, v, g, beta, state: gated_delta_rule(
+            q, k, v, -g.square(), beta, initial_state=state, normalize=True
+        )[0],
+        [(1, T, 1, H), (1, T, 1, H), (1, T, 2, H), (1, T, 2), (1, T, 2), (1, 2, H, H)],
+    ),
     "swiglu": (swiglu, [(T, H), (T, H)]),
     "gated_mlp": (gated_mlp, [(T, H), (16, H), (16, H), (H, 16)]),
     "qk_norm_rope": (

@@ -7,6 +7,7 @@ Shapes, by operator:
     gated_mlp                    (tokens, hidden size, size between the products)
     rope, qk_norm_rope           (tokens, query heads, key heads, head size), batch 1
     causal_conv1d                (tokens, channels), batch 1, windows of four tokens, with SiLU
+    gated_delta_rule             (sequences, tokens, heads of keys, heads of values, size of keys, size of values)
     cross_entropy                (rows, vocabulary)
     fused_linear_cross_entropy   (rows, hidden size, vocabulary)
     linear_logprobs              (rows, hidden size, vocabulary): log-probabilities alone
@@ -101,6 +102,8 @@ LIMITS = (
     # Queries, keys and values of Qwen3.5's and Qwen3-Next's linear attention.
     Case("causal_conv1d", (16384, 8192), backward=False, needs=_bf16(peers={"hf": 1.0})),
     Case("causal_conv1d", (16384, 8192), needs=_bf16(peers={"hf": 1.0})),
+    Case("gated_delta_rule", (4, 2048, 16, 32, 128, 128), backward=False, needs=_bf16(peers={"hf": 1.0})),
+    Case("gated_delta_rule", (4, 2048, 16, 32, 128, 128), needs=_bf16(peers={"hf": 1.0}, memory_of=("hf", 1.0))),
     Case("cross_entropy", (4096, 128256), needs=_within(493, 540, mib=1)),
     Case("cross_entropy", (1024, 128256), needs=_within(123, 140, mib=1)),
     Case("cross_entropy", (4096, 151936), needs=_within(584, 640, mib=1)),
@@ -165,6 +168,7 @@ SMALL = (
     Case("rope", (512, 16, 8, 128), needs=_CPU),
     Case("qk_norm_rope", (512, 16, 8, 128), needs=_CPU),
     Case("causal_conv1d", (512, 2048), needs=_CPU),
+    Case("gated_delta_rule", (1, 256, 2, 4, 64, 64)),
     Case("cross_entropy", (256, 32000), needs=_CPU),
     Case("fused_linear_cross_entropy", (1024, 256, 8192), needs=_CPU_LEAN_LOSS),
     Case("fused_linear_cross_entropy", (256, 1024, 32000), needs=_CPU_LOSS),  # most of its memory is dweight itself

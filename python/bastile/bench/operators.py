@@ -116,7 +116,7 @@ def _heads(case: Case) -> int:
     return tokens * (q_heads + k_heads) * dim
 
 
-# ---- convolutions ----------------------------------------------------------------------------------------------------
+# ---- linear attention ------------------------------------------------------------------------------------------------
 
 
 def _conv_inputs(case: Case, random: Random) -> Tensors:
@@ -124,6 +124,21 @@ def _conv_inputs(case: Case, random: Random) -> Tensors:
     transpose of its result."""
     tokens, channels = case.shape
     return {name: random(1, tokens, channels) for name in ("x", "upstream 0")} | {"weight": random(channels, 4)}
+
+
+def _delta_inputs(case: Case, random: Random) -> Tensors:
+    """Decays of which some reach far back, in float32 as models have them."""
+    batch, tokens, keys, values, key, value = case.shape
+    rows = {name: random(batch, tokens, keys, key) for name in ("q", "k")}
+    rows |= {name: random(batch, tokens, values, value) for name in ("v", "upstream 0")}
+    decays = -0.1 * torch.randn(batch, tokens, values, device=random.device).abs()
+    return rows | {"g": decays, "beta": random(batch, tokens, values).sigmoid()}
+
+
+def _delta_elements(case: Case) -> int:
+    batch, tokens, keys, values, key, value = case.shape
+    of_keys, of_values = (6, 5) if case.backward else (2, 2)
+    return batch * tokens * (of_keys * keys * key + of_values * values * value)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------
@@ -286,6 +301,14 @@ OPERATORS = {
         leaves=("x", "weight"),
         times=(2, 5),
         model="x read, y written; backward: x and dy read, dx written",
+    ),
+    "gated_delta_rule": Operator(
+        _delta_inputs,
+        arguments=("q", "k", "v", "g", "beta"),
+        leaves=("q", "k", "v", "g", "beta"),
+        times=(1, 1),
+        model="q, k and v read, y written; backward: q, k, v and dy read, dq, dk and dv written",
+        size=_delta_elements,
     ),
     "cross_entropy": Operator(
         _loss_inputs,

@@ -12,8 +12,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Form:
-    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule, state space,
-    #: layer, experts, block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit linear, head
+    #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule,
+    #: state space, layer, experts, block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit
+    #: linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self

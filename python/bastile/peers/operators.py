@@ -65,6 +65,11 @@ def _channels_first(convolve: Function) -> Function:
     return lambda x, weight: convolve(x.transpose(1, 2), weight, None, activation="silu").transpose(1, 2)
 
 
+def _linear_attention(chunks: Function) -> Function:
+    """y alone, of queries and keys made rows of length 1."""
+    return lambda q, k, v, g, beta: chunks(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0]
+
+
 def _sequences(own: dict[str, Builder]) -> dict[str, Builder]:
     """What the fused operators do, of a library's single ones."""
     made: dict[str, Builder] = {"add_rms_norm": lambda: _added(own["rms_norm"]())}
@@ -107,6 +112,10 @@ def _bastile_divergence() -> Function:
     return lambda *tensors: linear_divergence(*tensors).divergence.sum()
 
 
+def _bastile_delta_rule(*tensors: torch.Tensor) -> torch.Tensor:
+    return _ours("gated_delta_rule")(*tensors, normalize=True)[0]
+
+
 _BASTILE: dict[str, Builder] = {
     "rms_norm": lambda: _ours("rms_norm"),
     "add_rms_norm": lambda: _ours("add_rms_norm", module="rms_norm"),
@@ -117,6 +126,7 @@ _BASTILE: dict[str, Builder] = {
     "rope": lambda: _heads_first(_ours("rope")),
     "qk_norm_rope": lambda: _heads_first(_ours("qk_norm_rope")),
     "causal_conv1d": lambda: _channels_first(_ours("causal_conv1d")),
+    "gated_delta_rule": lambda: _bastile_delta_rule,
     "cross_entropy": _bastile_cross_entropy,
     "fused_linear_cross_entropy": lambda: _ours("fused_linear_cross_entropy"),
     "linear_logprobs": _bastile_logprobs,
@@ -165,6 +175,12 @@ def _hf_causal_conv1d() -> Function:
     """What runs where the package causal-conv1d is not installed."""
     function = _get("transformers.models.qwen3_next.modeling_qwen3_next", "causal_conv1d_fn")
     return _channels_first(inspect.unwrap(function))
+
+
+def _hf_gated_delta_rule() -> Function:
+    """What runs where the package flash-linear-attention is not installed."""
+    function = _get("transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule")
+    return _linear_attention(inspect.unwrap(function))
 
 
 def _hf_cross_entropy() -> Function:
@@ -237,6 +253,7 @@ _HF: dict[str, Builder] = {
     "swiglu": _hf_swiglu,
     "rope": _hf_rope,
     "causal_conv1d": _hf_causal_conv1d,
+    "gated_delta_rule": _hf_gated_delta_rule,
     "cross_entropy": _hf_cross_entropy,
     "fused_linear_cross_entropy": lambda: _of_logits(_hf_cross_entropy()),
     "linear_logprobs": lambda: _of_logits(_log_probs),
@@ -479,6 +496,12 @@ PEERS = {
         {"causal_conv1d": lambda: _channels_first(_get("causal_conv1d", "causal_conv1d_fn"))},
         "causal-conv1d",
     ),
+    "fla": Peer(
+        "flash-linear-attention",
+        "#607080",
+        {"gated_delta_rule": lambda: _linear_attention(_get("fla.ops.gated_delta_rule", "chunk_gated_delta_rule"))},
+        "flash-linear-attention",
+    ),
 }
 
 #: What --against may name, and the contenders that it stands for.
@@ -491,5 +514,6 @@ AGAINST = {
     "trl": ("trl",),
     "cce": ("cce",),
     "conv": ("conv",),
+    "fla": ("fla",),
 }
-CUDA_ONLY = ("liger", "cute", "quack", "cce", "conv")
+CUDA_ONLY = ("liger", "cute", "quack", "cce", "conv", "fla")

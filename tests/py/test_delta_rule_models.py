@@ -1,0 +1,305 @@
+"""The gated delta rule in models: where it takes the place of Transformers' function, with what that computes, and when
+that runs. The operator itself: test_gated_delta_rule.py."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import types
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bastile
+from bastile.models import delta_rule, small
+from bastile.models.table import OPERATORS
+from bastile.report import Tally
+from oracle import EMULATED, assert_same_bits, random_tensor
+
+NAME = "torch_chunk_gated_delta_rule"
+
+
+@pytest.fixture(autouse=True)
+def restored(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.ERROR, "bastile")
+    yield
+    bastile.reset()
+
+
+def modeling(model_type: str) -> types.ModuleType:
+    base = model_type.removesuffix("_text")
+    return import_module(f"transformers.models.{base}.modeling_{base}")
+
+
+def hybrid(model_type: str) -> Any:
+    """A small model with such layers, whose function the installed release has under its name."""
+    if model_type not in small.causal_types() or not hasattr(modeling(model_type), NAME):
+        pytest.skip("Transformers has no function for it in this release")
+    return small.small_model(model_type)
+
+
+def ran() -> int:
+    return bastile.report(reset=True).ran("gated_delta_rule")
+
+
+def counted() -> int:
+    return bastile.report().ran("gated_delta_rule")
+
+
+def asides() -> set[str]:
+    return {why for line in bastile.report() if line.operator == "gated_delta_rule" for why in line.aside}
+
+
+#: Grouped heads; one layer of another kind between; keys and values of other sizes. With how often it runs in a step.
+TYPES = {"qwen3_next": 1, "qwen3_5_text": 1, "olmo_hybrid": 1}
+each_type = pytest.mark.parametrize("model_type", TYPES)
+
+
+def assert_same_step(got: Any, want: Any) -> None:
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
+    assert got[1].keys() == want[1].keys()
+    for name, gradient in want[1].items():
+        torch.testing.assert_close(got[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+@each_type
+def test_a_step_of_a_model(model_type: str) -> None:
+    """With this operator alone: the loss and gradients of stock, before, with it, and after."""
+    model = hybrid(model_type)
+    module = modeling(model_type)
+    stock, function = small.step(model), getattr(module, NAME)
+    alone = {name: name == "gated_delta_rule" for name in OPERATORS}
+    alone.pop("adamw")
+    ran()
+    bastile.apply_to_model(model, **alone)
+    assert getattr(module, NAME) is function, "of one model"
+    one = small.step(model)
+    assert ran() == TYPES[model_type]
+    bastile.reset(model=model)
+    assert small.step(model)[0] == stock[0]
+    assert ran() == 0
+    assert bastile.apply(**alone, adamw=False, model_types=model_type) == [f"gated_delta_rule_{model_type}"]
+    assert getattr(module, NAME) is not function
+    everywhere = small.step(model)
+    assert ran() == TYPES[model_type]
+    bastile.reset()
+    assert getattr(module, NAME) is function
+    assert small.step(model)[0] == stock[0]
+    for got in (one, everywhere):
+        assert_same_step(got, stock)
+
+
+def test_it_can_be_left_out() -> None:
+    hybrid("qwen3_next")
+    module = modeling("qwen3_next")
+    function = getattr(module, NAME)
+    assert "gated_delta_rule_qwen3_next" in bastile.apply(model_types="qwen3_next")
+    assert getattr(module, NAME) is not function
+    bastile.apply(gated_delta_rule=False, model_types="qwen3_next")
+    assert getattr(module, NAME) is function
+
+
+@each_type
+def test_a_padded_batch(model_type: str) -> None:
+    """Transformers sets the hidden states of padding to 0 before the layer's projections, so its queries, keys and
+    values are 0: it writes nothing to a state, and only its decays act on it. The same hidden states, at every real
+    token, and gradients; padding on the left and on the right."""
+    model = hybrid(model_type)
+    ids = torch.randint(3, 90, (3, 75), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[1, :66], mask[2, 40:] = 0, 0
+
+    def outcome() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        logits = model(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+        logits.square().mean().backward()
+        return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    want = outcome()
+    ran()
+    bastile.apply_to_model(model)
+    got = outcome()
+    assert ran() == TYPES[model_type]
+    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+    assert_same_step((got[0].sum() * 0, got[1]), (want[0].sum() * 0, want[1]))
+
+
+@each_type
+def test_generation_keeps_its_states(model_type: str) -> None:
+    """The prompt by the kernel, with the state that it leaves; single tokens by the function for those, which stays."""
+    model = hybrid(model_type).eval()
+    ids = torch.randint(3, 90, (2, 70), generator=torch.Generator().manual_seed(1))
+
+    def generated() -> Any:
+        return model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
+
+    want = generated()
+    ran()
+    bastile.apply_to_model(model)
+    assert torch.equal(generated(), want)
+    assert ran() == TYPES[model_type]
+
+
+@each_type
+def test_a_prompt_in_parts(model_type: str) -> None:
+    """The second part begins with the state that the first one left in the cache."""
+    model = hybrid(model_type).eval()
+    ids = torch.randint(3, 90, (2, 90), generator=torch.Generator().manual_seed(1))
+
+    def logits() -> torch.Tensor:
+        with torch.no_grad():
+            first = model(input_ids=ids[:, :50], use_cache=True)
+            return model(input_ids=ids[:, 50:], past_key_values=first.past_key_values, use_cache=True).logits
+
+    want = logits()
+    ran()
+    bastile.apply_to_model(model)
+    torch.testing.assert_close(logits(), want, rtol=1e-4, atol=1e-5)
+    assert ran() == 2 * TYPES[model_type]
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
+
+
+def function_and_ours() -> tuple[Any, Any]:
+    module = modeling("qwen3_next")
+    if not hasattr(module, NAME):
+        pytest.skip("Transformers has no function for it in this release")
+    stock = getattr(module, NAME)
+    bastile.apply(model_types="qwen3_next")
+    return stock, getattr(module, NAME)
+
+
+def given_tensors(key: int = 8, value: int = 6, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    q, k = (random_tensor((1, 12, 1, key), dtype, device, scale=0.3) for _ in range(2))
+    v = random_tensor((1, 12, 2, value), dtype, device)
+    g, beta = -random_tensor((1, 12, 2), torch.float32, device).abs(), random_tensor((1, 12, 2), dtype, device)
+    return q, k, v, g, beta.sigmoid()
+
+
+def test_calls_by_position_and_by_keyword() -> None:
+    stock, ours = function_and_ours()
+    q, k, v, g, beta = given_tensors()
+    state = torch.randn(1, 2, 8, 6)
+    ran()
+    for arguments, options in (
+        ((q, k, v, g, beta), {}),
+        ((q, k, v, g, beta, 64, state, True, True), {}),
+        ((q, k, v), {"g": g, "beta": beta, "initial_state": state, "output_final_state": True, "cu_seqlens": None}),
+        ((), {"query": q, "key": k, "value": v, "g": g, "beta": beta, "use_qk_l2norm_in_kernel": True}),
+    ):
+        got, want = ours(*arguments, **options), stock(*arguments, **options)
+        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-6)
+        assert (got[1] is None) == (want[1] is None)
+        if got[1] is not None:
+            torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+    assert ran() == 4
+    assert inspect.signature(ours) == inspect.signature(stock)
+
+
+@pytest.mark.parametrize("final", [True, False])
+def test_compiled_as_models_call_it(final: bool) -> None:
+    _, ours = function_and_ours()
+    tensors = given_tensors()
+
+    def function(*tensors: torch.Tensor) -> Any:
+        y, last = ours(*tensors, output_final_state=final, use_qk_l2norm_in_kernel=True, cu_seqlens=None)
+        return (y.flatten(2), last) if final else (y.flatten(2),)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(*tensors)
+    for got, want in zip(compiled, function(*tensors), strict=True):
+        assert_same_bits(got, want)
+
+
+def test_what_steps_aside() -> None:
+    """Packed sequences, which Transformers' torch code refuses or ignores as the release has it; wide heads, other
+    types."""
+    stock, ours = function_and_ours()
+    tensors, wide = given_tensors(), given_tensors(key=130)
+    bastile.report(reset=True)
+    double = [t.double() for t in tensors]
+    for given_ in (wide, double, given_tensors(value=257), [tensors[0].bfloat16(), *tensors[1:]]):
+        assert torch.equal(ours(*given_)[0], stock(*given_)[0])
+
+    def outcome(function: Any, **packed: Any) -> Any:
+        try:
+            return function(*tensors, **packed)[0].tolist()
+        except (TypeError, ValueError) as error:
+            return str(error)
+
+    for packed in ({"cu_seqlens": torch.tensor([0, 5, 12])}, {"seq_idx": torch.zeros(1, 12, dtype=torch.int32)}):
+        assert outcome(ours, **packed) == outcome(stock, **packed)
+    assert counted() == 0
+    assert asides() == {
+        "its heads have 130 and 6 elements; at most 128 and 256 are served",
+        "its heads have 8 and 257 elements; at most 128 and 256 are served",
+        "its tensors are of a kind that no kernel serves",
+        "sequences are packed",
+    }
+
+
+def rewrapped(implementation: Any) -> Any:
+    """Transformers' wrapper with something else to call, as where a package is installed."""
+    wrapper = getattr(modeling("qwen3_next"), NAME)
+    if not hasattr(wrapper, "__wrapped__"):
+        pytest.skip("Transformers has no wrapper for it in this release")
+    names = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+    names["implementation"] = types.CellType(implementation)
+    names["is_new_implementation"] = types.CellType(True)
+    copy = types.FunctionType(
+        wrapper.__code__,
+        wrapper.__globals__,
+        wrapper.__name__,
+        None,
+        tuple(names[n] for n in wrapper.__code__.co_freevars),
+    )
+    copy.__wrapped__, copy.__module__ = wrapper.__wrapped__, wrapper.__module__
+    return copy
+
+
+def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid("qwen3_next")
+    module = modeling("qwen3_next")
+    theirs = types.FunctionType((lambda q, *_, **__: (q, None)).__code__, {"__name__": "fla.ops.gated_delta_rule"})
+    monkeypatch.setattr(module, NAME, wrapper := rewrapped(theirs))
+    with pytest.raises(RuntimeError, match="the package fla runs in its place"):
+        bastile.apply(gated_delta_rule=True, model_types="qwen3_next")
+    assert "gated_delta_rule_qwen3_next" not in bastile.apply(model_types="qwen3_next")
+    assert getattr(module, NAME) is wrapper
+
+
+def test_a_kernel_of_the_hub_runs() -> None:
+    """The package `kernels` makes a module of the function, and gives it another forward where it has a kernel."""
+    stock, _ = function_and_ours()
+    tensors = given_tensors()
+
+    class Function(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return stock(*args, **kwargs)
+
+    module = Function()
+    ours = delta_rule._attend(Tally("gated_delta_rule", "a test"), module)
+    torch.testing.assert_close(ours(*tensors)[0], stock(*tensors)[0], rtol=1e-5, atol=1e-6)
+    module.forward = lambda *args, **kwargs: "theirs"  # type: ignore[assignment, method-assign]
+    assert ours(*tensors) == "theirs"
+
+
+@pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
+def test_float32_on_a_gpu_steps_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the original is the closer to float64, unless its products may be rounded to TF32."""
+    stock, ours = function_and_ours()
+    tensors = given_tensors(device="cuda")
+    bastile.report(reset=True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert torch.equal(ours(*tensors)[0], stock(*tensors)[0])
+    assert counted() == 0
+    assert asides() == {delta_rule._WIDE}
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    ours(*tensors)
+    assert counted() == 1
+    ours(*given_tensors(dtype=torch.bfloat16, device="cuda"))
+    assert counted() == 2
