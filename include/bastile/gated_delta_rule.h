@@ -11,8 +11,9 @@ extern "C" {
 /* Linear attention by the gated delta rule. A head has a state S [K, V], before the first token `initial`, or zeros;
  * for each token, with q and k first divided by sqrt(sum of their squares + eps) where normalize says so,
  *   S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q + skip v
- * or, where additive says so, S := S + beta k v^T, which is the state space of Mamba-2 (Dao and Gu, 2024); and `final` is S behind the last token. Computed over chunks of 64 tokens, for which g is to be 0 or below, in
- * float32; on CUDA tensor cores multiply parts of 8 bits, two of each number for types of 16 bits and three for float32
+ * or, where additive says so, S := S + beta k v^T, which is the state space of Mamba-2 (Dao and Gu, 2024); and `final`
+ * is S behind the last token. Computed over chunks of 64 tokens, for which g is to be 0 or below, in float32; on CUDA
+ * tensor cores multiply parts of 8 bits, two of each number for types of 16 bits and three for float32
  * (docs/gated_delta_rule.md says what becomes of results in float32). BST_UNSUPPORTED where a GPU's blocks have too
  * little shared memory for K: those of compute capability 8.6, 8.9 and 12.0 above 48 in float32.
  * Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024. */
@@ -39,9 +40,9 @@ typedef struct bst_gated_delta_rule_options {
     double eps;    /* 0: 1e-6 */
 } bst_gated_delta_rule_options;
 
-/* q, k and v are of one type, and so are y and dy, unless wide says otherwise; inputs may have any strides, their last dimension being contiguous. Workspace of a
- * token and head of v, for types of 16 bits (float32: half as much again): 516 bytes, and in the backward pass, which
- * makes the states before each chunk again, K V / 8 more. */
+/* q, k and v are of one type, and so are y and dy, unless wide says otherwise; inputs may have any strides, their last
+ * dimension being contiguous. Workspace of a token and head of v, for types of 16 bits (float32: half as much again):
+ * 516 bytes, and in the backward pass, which makes the states before each chunk again, K V / 8 more. */
 BST_API bst_status bst_gated_delta_rule_forward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,
                                                 const bst_gated_delta_rule_options *options);
 BST_API bst_status bst_gated_delta_rule_backward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,

@@ -1,6 +1,6 @@
-"""Mamba-2's state space, which Transformers has as a function of each such model's file: the gated delta rule without its
-delta. Where the package mamba_ssm is installed, Transformers calls that in its place, and it stays; so does a kernel of
-the hub."""
+"""Mamba-2's state space, which Transformers has as a function of each such model's file: the gated delta rule without
+its delta. Where the package mamba_ssm is installed, Transformers calls that in its place, and it stays; so does a
+kernel of the hub."""
 
 from __future__ import annotations
 

@@ -139,8 +139,9 @@ def gated_delta_rule(
 
         S := exp(g) S,   S := S + beta k (v - S^T k)^T,   y = scale S^T q + skip v
 
-    or, where `additive` says so, S := S + beta k v^T, which is the state space of Mamba-2 (Dao and Gu, 2024); in float32, with q and k first divided by sqrt(their squares' sum + eps) where `normalize` says so. It is computed
-    over chunks of 64 tokens, within which all is products of matrices.
+    or, where `additive` says so, S := S + beta k v^T, which is the state space of Mamba-2 (Dao and Gu, 2024); in
+    float32, with q and k first divided by sqrt(their squares' sum + eps) where `normalize` says so. It is computed over
+    chunks of 64 tokens, within which all is products of matrices.
 
     Args:
         q: [B, T, H, K], K at most 128: float32, bfloat16 or float16. It may be a slice of a wider tensor, as all may.
@@ -158,8 +159,9 @@ def gated_delta_rule(
         eps: for that.
 
     Returns:
-        y, [B, T, N, V] of q's type or float32, contiguous, and S behind the last token, float32, or None. Gradients flow to all
-        tensors, and from both results; what is kept for them is the arguments. A second differentiation is an error.
+        y, [B, T, N, V] of q's type or float32, contiguous, and S behind the last token, float32, or None. Gradients
+        flow to all tensors, and from both results; what is kept for them is the arguments. A second differentiation is
+        an error.
 
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.

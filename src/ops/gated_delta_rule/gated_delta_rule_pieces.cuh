@@ -3,8 +3,9 @@
  * one by one but for the smallest. Two of them have 16 bits, which what is rounded to 16-bit results does not see;
  * float32 has three.
  *
- * Macros: THREADS (of a block: 256 or 512), TYPE (of q, k, v), G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, ADDITIVE, DK, DV (sizes of heads), VEC (elements of q and k that an access has),
- * PAIRED (whether two elements side by side may be accessed at once, everywhere), NORMALIZE. */
+ * Macros: THREADS (of a block), TYPE (of q, k, v), G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV (sizes of heads), VEC
+ * (elements of q and k that an access has), PAIRED (whether two elements side by side may be accessed at once,
+ * everywhere), ADDITIVE, NORMALIZE. */
 #ifndef BST_GATED_DELTA_RULE_PIECES_CUH
 #define BST_GATED_DELTA_RULE_PIECES_CUH
 
