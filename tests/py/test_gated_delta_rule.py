@@ -169,7 +169,9 @@ def case(
         q = given_["q"]
         given_ = {name: t for name, t in given_.items() if name != "q"}
         functions = [partial(with_query, function, q) for function in functions]
-    return Case(*functions, inputs=given_, independent=independent, **documented(given_["v"], given_["beta"]))
+    return Case(
+        *functions, inputs=given_, independent=independent, **documented(given_["k"], given_["v"], given_["beta"])
+    )
 
 
 def with_query(function: Callable[..., Any], q: torch.Tensor, *rest: torch.Tensor) -> Any:
@@ -180,16 +182,17 @@ def rounds_parts(device: Any) -> bool:
     return EMULATED or torch.device(device).type == "cuda"
 
 
-def documented(v: torch.Tensor, beta: torch.Tensor) -> dict[str, Any]:
+def documented(k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor) -> dict[str, Any]:
     """What products of parts allow beyond the rule; see the head."""
     if not rounds_parts(v.device):
         return {}
     # Of one token, dg is the difference of two numbers like dy · y; where there is no state before it, it is 0.
-    terms = {"dg": 1.0}
+    # A row of one element has but a sign to be normalised to: its gradient is what eps leaves of such a difference.
+    terms = {"dg": 1.0} | ({"dq": 1.0, "dk": 1.0} if k.shape[-1] == 1 else {})
     if v.dtype is torch.float32:
         every = ("output 0", "output 1", *(f"d{name}" for name in NAMES))
         return {"times_stock": {**dict.fromkeys(every, THREE_PARTS), "dg": THREE_PARTS_DG}, "terms": terms}
-    wide = ["output 1", "dg", "dinitial", *(["dbeta"] if beta.dtype is torch.float32 else [])]
+    wide = ["output 1", "dinitial", *terms, *(["dbeta"] if beta.dtype is torch.float32 else [])]
     return {"of_size": dict.fromkeys(wide, TWO_PARTS), "terms": terms}
 
 
