@@ -12,17 +12,25 @@ typedef struct delta_head {
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-/* out [m, n] += a [m, depth] b [depth, n]; a's rows and columns are so far apart. */
+static void clear(float *out, int64_t n) { memset(out, 0, (size_t)n * sizeof *out); }
+
+/* out [m, n] += a [m, depth] b [depth, n], n at most that of a state's row; a's rows and columns are so far apart. Sums
+ * are short before they are added: a library's products have many at a time, and are as exact. */
 static void multiply(float *restrict out, int64_t m, int64_t n, int64_t depth, const float *restrict a,
                      int64_t row_stride, int64_t column_stride, const float *restrict b) {
+    enum { SHORT = 16 };
+    float sums[DELTA_MOST_VALUE];
     for (int64_t i = 0; i < m; i++)
-        for (int64_t l = 0; l < depth; l++) {
-            const float factor = a[i * row_stride + l * column_stride];
-            for (int64_t j = 0; j < n; j++) out[i * n + j] += factor * b[l * n + j];
+        for (int64_t first = 0; first < depth; first += SHORT) {
+            const int64_t end = bst__lesser(first + SHORT, depth);
+            clear(sums, n);
+            for (int64_t l = first; l < end; l++) {
+                const float factor = a[i * row_stride + l * column_stride];
+                for (int64_t j = 0; j < n; j++) sums[j] += factor * b[l * n + j];
+            }
+            for (int64_t j = 0; j < n; j++) out[i * n + j] += sums[j];
         }
 }
-
-static void clear(float *out, int64_t n) { memset(out, 0, (size_t)n * sizeof *out); }
 
 static void transpose(float *restrict out, const float *restrict in, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i++)
@@ -99,12 +107,13 @@ static void solve(delta_workspace *w, const delta_call *c, const delta_head *h, 
     if (!c->additive) multiply(w->r, count, n, c->key, w->k, c->key, 1, state);
     load_values(w->left, c, &c->v, h, first, count);
     for (int64_t i = 0; i < count; i++) {
+        float *v = w->v + i * n;
         for (int64_t j = 0; j < n; j++) {
             w->left[i * n + j] -= w->rise[i] * w->r[i * n + j];
-            w->v[i * n + j] = w->beta[i] * w->left[i * n + j];
+            v[j] = -w->beta[i] * w->left[i * n + j];
         }
-        for (int64_t l = 0; l < i && !c->additive; l++)
-            for (int64_t j = 0; j < n; j++) w->v[i * n + j] -= w->a[i * count + l] * w->v[l * n + j];
+        if (!c->additive) multiply(v, 1, n, i, w->a + i * count, 0, 1, w->v);
+        for (int64_t j = 0; j < n; j++) v[j] = -v[j];
     }
 }
 
@@ -182,9 +191,12 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
     memcpy(w->dv, w->read, (size_t)(count * n) * sizeof(float));
     multiply(w->dv, count, n, count, w->p, 1, count, w->dy);
     memcpy(w->dx, w->dv, (size_t)(count * n) * sizeof(float));
-    for (int64_t i = count - 1; i >= 0 && !c->additive; i--)
-        for (int64_t l = 0; l < i; l++)
-            for (int64_t j = 0; j < n; j++) w->dx[l * n + j] -= w->a[i * count + l] * w->dx[i * n + j];
+    for (int64_t l = count - 1; l >= 0 && !c->additive; l--) {
+        float *dx = w->dx + l * n;
+        for (int64_t j = 0; j < n; j++) dx[j] = -dx[j];
+        multiply(dx, 1, n, count - 1 - l, w->a + (l + 1) * count + l, 0, count, dx + n);
+        for (int64_t j = 0; j < n; j++) dx[j] = -dx[j];
+    }
     for (int64_t i = 0; i < count; i++) {
         const double kept = bst_sum_of_products(w->v + i * n, w->read + i * n, n);
         less[i] = c->additive ? 0 : -w->beta[i] * w->rise[i];
