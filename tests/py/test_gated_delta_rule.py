@@ -169,9 +169,10 @@ def case(
         q = given_["q"]
         given_ = {name: t for name, t in given_.items() if name != "q"}
         functions = [partial(with_query, function, q) for function in functions]
-    return Case(
-        *functions, inputs=given_, independent=independent, **documented(given_["k"], given_["v"], given_["beta"])
-    )
+    extra = documented(given_["k"], given_["v"], given_["beta"])
+    if only_final and "of_size" in extra:
+        extra["of_size"]["output 0"] = extra["of_size"].pop("output 1")
+    return Case(*functions, inputs=given_, independent=independent, **extra)
 
 
 def with_query(function: Callable[..., Any], q: torch.Tensor, *rest: torch.Tensor) -> Any:
