@@ -166,9 +166,11 @@ def gated_delta_rule(
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if refusal(q, k, v, g, beta, skip, initial_state) is not None:
+    is_served = refusal(q, k, v, g, beta, skip, initial_state) is None
+    if not is_served:
         need_floats(_OP, q=q, k=k, v=v, g=g, beta=beta, skip=skip, initial_state=initial_state)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if not is_served:
         y, final = _original(q, k, v, g, beta, skip, initial_state, scale, additive, wide, eps if normalize else None)
         return y, final if output_final_state else None
     rows = [_with_rows(t) for t in (q, k, v, g, beta)]
