@@ -297,7 +297,7 @@ def test_float32_on_a_gpu_steps_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     assert torch.equal(ours(*tensors)[0], stock(*tensors)[0])
     assert counted() == 0
-    assert asides() == {delta_rule._WIDE}
+    assert asides() == {delta_rule.WIDE}
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     ours(*tensors)
     assert counted() == 1

@@ -216,15 +216,15 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
     const tile dvalues = tile_at(end_of(values), PLANES, CHUNK, BV);
     const tile dy = tile_at(end_of(dvalues), DY_PLANES, CHUNK, BV);
     const tile scaled_dy = tile_at(dy.memory, PLANES, CHUNK, BV); /* in its place */
-    const int64_t chunk = bst_block() % a.of.chunks, of_keys = bst_block() / a.of.chunks;
-    const int64_t batch = of_keys / a.of.key_heads, key_head = of_keys % a.of.key_heads, first = chunk * CHUNK;
+    const int chunk = (int)bst_block() % a.of.chunks, of_keys = (int)bst_block() / a.of.chunks;
+    const int batch = of_keys / a.of.key_heads, key_head = of_keys % a.of.key_heads;
+    const int64_t first = (int64_t)chunk * CHUNK;
     const int group = a.of.heads / a.of.key_heads, count = tokens_of(&a.of, chunk), thread = (int)bst_thread();
     float dq[SUMS(CHUNK, DKP)] = {}, dk[SUMS(CHUNK, DKP)] = {};
     float along[2] = {0, 0}; /* of q . dq, what the heads so far have of it */
     bst_wait_for_previous();
     for (int member = 0; member < group; member++) {
-        const int64_t head = key_head * group + member;
-        const int64_t of_chunk = (batch * a.of.heads + head) * a.of.chunks + chunk;
+        const int head = key_head * group + member, of_chunk = (batch * a.of.heads + head) * a.of.chunks + chunk;
         float da[SUMS(CHUNK, CHUNK)] = {}, dp[SUMS(CHUNK, CHUNK)] = {};
         float at_end = 0; /* of dG_c: what the state after the chunk has of it */
         bst_sync();

@@ -19,7 +19,7 @@
 #define DKP    DELTA_PADDED(DK)
 /* Blocks that a multiprocessor is to hold: of float32 their shared memory does not let it. */
 #define PREPARE_BLOCKS 2
-#define SCAN_BLOCKS    (PLANES == 2 ? 2 : 1)
+#define SCAN_BLOCKS    (PLANES == 2 && BV == 32 ? 2 : 1)
 /* A 16-bit input is one bfloat16, or of float16 the sum of two. */
 #define DY_PLANES (Y_TYPE == BST_BF16_CODE ? 1 : PLANES)
 
