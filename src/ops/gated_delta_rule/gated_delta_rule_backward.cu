@@ -19,8 +19,8 @@
  *
  * Bytes, of a token and head of values with DK = DV = 128 and 16-bit inputs: states and their gradients, 1024 each, are
  * written once and read once; T and P 512, read twice. Operations: 3 times, for the parts, 2 (8 DK DV + 64 (5 DK +
- * 7 DV)): they decide. Measured as in gated_delta_rule.cu: delta_scan_back 0.75 ms, delta_gradients 2.2, which at 250 registers
- * a thread has one block a multiprocessor, and waits for shared memory and for its own results. */
+ * 7 DV)): they decide. Measured as in gated_delta_rule.cu: delta_scan_back 0.75 ms, delta_gradients 2.2, which at 250
+ * registers a thread has one block a multiprocessor, and waits for shared memory and for its own results. */
 #ifdef DSCAN
 #define THREADS DELTA_THREADS
 #else
