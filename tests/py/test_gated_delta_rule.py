@@ -289,8 +289,8 @@ def test_a_decay_of_nothing(dtype: torch.dtype, device: str) -> None:
     y, _ = gated_delta_rule(*list(given_.values())[:5], initial_state=given_["initial"], normalize=True)
     rest, _ = gated_delta_rule(*[t[:, 80:] for t in list(given_.values())[:5]], normalize=True)
     assert y.isfinite().all()
-    # On CUDA sums of g over a chunk are float32, as the original's are: of 2e4 in the last one, so that what two of
-    # them differ by, an exponent, is off by up to its roundoff.
+    # On CUDA sums of g over a chunk are rounded to float32, as the original's are: of 2e4 in the last one, so that what
+    # two of them differ by, an exponent, is off by up to their roundoff.
     near = 2 * torch.finfo(dtype).eps + (2e4 * torch.finfo(torch.float32).eps if rounds_parts(device) else 0)
     torch.testing.assert_close(y[:, 80:], rest, rtol=near, atol=near)
     assert_no_worse(case(given_))

@@ -18,7 +18,7 @@ static const bst_kernel forward_kernel = {"causal_conv1d.cu", "causal_conv1d_for
 static const bst_kernel backward_kernel = {
     "causal_conv1d.cu", "causal_conv1d_backward", {MACROS(NAME) OF_BACKWARD(NAME) "BACKWARD"}};
 
-/* How the work is shared out. None of these is measured yet.
+/* How the work is shared out. Measured as they are (causal_conv1d.cu); no others were tried.
  *
  * ELEMENTS: of a window that a thread holds at most, so that its registers last: forward has the window and the weights
  * there, backward the gradients and their sums too. RUN: tokens of a thread at most; a run reads a few rows of its

@@ -61,10 +61,10 @@ BST_KERNEL(delta_prepare, delta_args, THREADS, PREPARE_BLOCKS) {
     load_keys(q, &a.q, batch, chunk * CHUNK, key_head, count, a.eps, 0, 0);
     bst_sync();
     if (thread < CHUNK) {
-        float so_far = 0;
-        for (int i = 0; i <= thread; i++) so_far += g[i];
-        sum[thread] = so_far;
-        a.sums[block * CHUNK + thread] = so_far;
+        double so_far = 0; /* rounded once: what two of them differ by becomes an exponent */
+        for (int i = 0; i <= thread; i++) so_far += (double)g[i];
+        sum[thread] = (float)so_far;
+        a.sums[block * CHUNK + thread] = (float)so_far;
     }
     float of_k[SUMS(CHUNK, CHUNK)] = {}, of_q[SUMS(CHUNK, CHUNK)] = {};
     if (!ADDITIVE) multiply(of_k, CHUNK, CHUNK, DKP, k, false, k, true);
