@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import bastile
-from bastile.models import short_convolution, small
-from bastile.models.table import OPERATORS
+from bastile.models import short_convolution
 from bastile.ops.causal_conv1d import causal_conv1d, original
 from bastile.report import Tally
 from oracle import (
@@ -30,14 +28,11 @@ from oracle import (
     few_examples,
     random_tensor,
 )
+from replaced_function import Replaced, modeling
 
 ACTIVATIONS = [None, "silu"]
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 each_device = pytest.mark.parametrize("device", devices())
-
-
-def modeling(model_type: str) -> types.ModuleType:
-    return import_module(f"transformers.models.{model_type}.modeling_{model_type}")
 
 
 def stock_function() -> Any:
@@ -292,24 +287,13 @@ def test_compiled_in_one_graph() -> None:
 
 # ---- in models -------------------------------------------------------------------------------------------------------
 
-NAME = "causal_conv1d_fn"
+REPLACED = Replaced("causal_conv1d", "causal_conv1d_fn")
 
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
     yield
     bastile.reset()
-
-
-def hybrid(model_type: str) -> Any:
-    """A small model with short convolutions, whose code the installed release has in a function."""
-    if model_type not in small.causal_types() or not hasattr(modeling(model_type), NAME):
-        pytest.skip("Transformers has no function for it in this release")
-    return small.small_model(model_type)
-
-
-def ran() -> int:
-    return bastile.report(reset=True).ran("causal_conv1d")
 
 
 #: Of the gated delta rule, of Mamba's two, beside attention, and LFM2's without an activation; with how often it runs
@@ -319,63 +303,18 @@ TYPES = {"qwen3_next": 1, "mamba": 2, "mamba2": 2, "bamba": 1, "lfm2": 1}
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_of_a_model(model_type: str) -> None:
-    """With this operator alone: the loss and gradients of stock, before, with it, and after."""
-    model = hybrid(model_type)
-    module = modeling(model_type)
-    stock, function = small.step(model), getattr(module, NAME)
-    alone = {name: name == "causal_conv1d" for name in OPERATORS}
-    alone.pop("adamw")
-    ran()
-    bastile.apply_to_model(model, **alone)
-    assert getattr(module, NAME) is function, "of one model"
-    one = small.step(model)
-    assert ran() == TYPES[model_type]
-    bastile.reset(model=model)
-    assert small.step(model)[0] == stock[0]
-    assert ran() == 0
-    assert bastile.apply(**alone, adamw=False, model_types=model_type) == [f"causal_conv1d_{model_type}"]
-    assert getattr(module, NAME) is not function
-    everywhere = small.step(model)
-    assert ran() == TYPES[model_type]
-    bastile.reset()
-    assert getattr(module, NAME) is function
-    assert small.step(model)[0] == stock[0]
-    for loss, gradients in (one, everywhere):
-        torch.testing.assert_close(loss, stock[0], rtol=1e-5, atol=0)
-        assert gradients.keys() == stock[1].keys()
-        for name, want in stock[1].items():
-            torch.testing.assert_close(gradients[name], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    REPLACED.assert_a_step(model_type, TYPES[model_type])
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_generation_keeps_its_states(model_type: str) -> None:
-    """The prompt by the kernel, single tokens by the function that updates a cache, which stays."""
-    model = hybrid(model_type).eval()
-    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
-
-    def generated() -> Any:
-        return model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
-
-    want = generated()
-    ran()
-    bastile.apply_to_model(model)
-    assert torch.equal(generated(), want)
-    assert ran() == TYPES[model_type]
-
-
-def function_and_ours() -> tuple[Any, Any]:
-    module = modeling("qwen3_next")
-    if not hasattr(module, NAME):
-        pytest.skip("Transformers has no function for it in this release")
-    stock = getattr(module, NAME)
-    bastile.apply(model_types="qwen3_next")
-    return stock, getattr(module, NAME)
+    REPLACED.assert_same_generation(model_type, TYPES[model_type])
 
 
 def test_calls_by_position_and_by_keyword() -> None:
-    stock, ours = function_and_ours()
+    stock, ours = REPLACED.function_and_ours("qwen3_next")
     x, weight, bias = torch.randn(2, 8, 12), torch.randn(8, 4), torch.randn(8)
-    ran()
+    REPLACED.ran()
     want = stock(x, weight, bias, "silu")
     for got in (
         ours(x, weight, bias, "silu"),
@@ -383,11 +322,11 @@ def test_calls_by_position_and_by_keyword() -> None:
         ours(hidden_states=x, weight=weight, bias=bias, activation="swish"),
     ):
         torch.testing.assert_close(got, want)
-    assert ran() == 3
+    assert REPLACED.ran() == 3
 
 
 def test_compiled_as_models_call_it() -> None:
-    _, ours = function_and_ours()
+    _, ours = REPLACED.function_and_ours("qwen3_next")
     x, weight, bias = transposed(2, 8, 12, torch.float32, "cpu"), torch.randn(8, 1, 4), torch.randn(8)
 
     def function(x: torch.Tensor) -> Any:
@@ -399,7 +338,7 @@ def test_compiled_as_models_call_it() -> None:
 def test_what_steps_aside() -> None:
     """Another activation, wide windows, other types; packed sequences, which Transformers' code refuses or ignores as
     the release has it."""
-    stock, ours = function_and_ours()
+    stock, ours = REPLACED.function_and_ours("qwen3_next")
     x, weight = torch.randn(1, 8, 12), torch.randn(8, 4)
     bastile.report(reset=True)
     assert torch.equal(ours(x, weight, activation="gelu"), stock(x, weight, activation="gelu"))
@@ -442,14 +381,14 @@ def rewrapped(implementation: Any) -> Any:
 
 def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     module = modeling("qwen3_next")
-    if not hasattr(module, NAME):
+    if not hasattr(module, REPLACED.name):
         pytest.skip("Transformers has no function for it in this release")
     theirs = types.FunctionType((lambda x, weight, **_: x).__code__, {"__name__": "causal_conv1d.interface"})
-    monkeypatch.setattr(module, NAME, wrapper := rewrapped(theirs))
+    monkeypatch.setattr(module, REPLACED.name, wrapper := rewrapped(theirs))
     with pytest.raises(RuntimeError, match="the package causal_conv1d runs in its place"):
         bastile.apply(causal_conv1d=True, model_types="qwen3_next")
     assert "causal_conv1d_qwen3_next" not in bastile.apply(model_types="qwen3_next")
-    assert getattr(module, NAME) is wrapper
+    assert getattr(module, REPLACED.name) is wrapper
 
 
 def test_a_kernel_of_the_hub_runs() -> None:

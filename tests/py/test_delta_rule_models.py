@@ -7,7 +7,6 @@ import inspect
 import logging
 import types
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,12 +14,12 @@ import torch
 from torch import nn
 
 import bastile
-from bastile.models import delta_rule, small
-from bastile.models.table import OPERATORS
+from bastile.models import delta_rule
 from bastile.report import Tally
 from oracle import EMULATED, assert_same_bits, random_tensor
+from replaced_function import Replaced, assert_same_step, modeling
 
-NAME = "torch_chunk_gated_delta_rule"
+REPLACED = Replaced("gated_delta_rule", "torch_chunk_gated_delta_rule")
 
 
 @pytest.fixture(autouse=True)
@@ -28,22 +27,6 @@ def restored(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.set_level(logging.ERROR, "bastile")
     yield
     bastile.reset()
-
-
-def modeling(model_type: str) -> types.ModuleType:
-    base = model_type.removesuffix("_text")
-    return import_module(f"transformers.models.{base}.modeling_{base}")
-
-
-def hybrid(model_type: str) -> Any:
-    """A small model with such layers, whose function the installed release has under its name."""
-    if model_type not in small.causal_types() or not hasattr(modeling(model_type), NAME):
-        pytest.skip("Transformers has no function for it in this release")
-    return small.small_model(model_type)
-
-
-def ran() -> int:
-    return bastile.report(reset=True).ran("gated_delta_rule")
 
 
 def counted() -> int:
@@ -59,48 +42,19 @@ TYPES = {"qwen3_next": 1, "qwen3_5_text": 1, "olmo_hybrid": 1}
 each_type = pytest.mark.parametrize("model_type", TYPES)
 
 
-def assert_same_step(got: Any, want: Any) -> None:
-    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=0)
-    assert got[1].keys() == want[1].keys()
-    for name, gradient in want[1].items():
-        torch.testing.assert_close(got[1][name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
-
-
 @each_type
 def test_a_step_of_a_model(model_type: str) -> None:
-    """With this operator alone: the loss and gradients of stock, before, with it, and after."""
-    model = hybrid(model_type)
-    module = modeling(model_type)
-    stock, function = small.step(model), getattr(module, NAME)
-    alone = {name: name == "gated_delta_rule" for name in OPERATORS}
-    alone.pop("adamw")
-    ran()
-    bastile.apply_to_model(model, **alone)
-    assert getattr(module, NAME) is function, "of one model"
-    one = small.step(model)
-    assert ran() == TYPES[model_type]
-    bastile.reset(model=model)
-    assert small.step(model)[0] == stock[0]
-    assert ran() == 0
-    assert bastile.apply(**alone, adamw=False, model_types=model_type) == [f"gated_delta_rule_{model_type}"]
-    assert getattr(module, NAME) is not function
-    everywhere = small.step(model)
-    assert ran() == TYPES[model_type]
-    bastile.reset()
-    assert getattr(module, NAME) is function
-    assert small.step(model)[0] == stock[0]
-    for got in (one, everywhere):
-        assert_same_step(got, stock)
+    REPLACED.assert_a_step(model_type, TYPES[model_type])
 
 
 def test_it_can_be_left_out() -> None:
-    hybrid("qwen3_next")
+    REPLACED.hybrid("qwen3_next")
     module = modeling("qwen3_next")
-    function = getattr(module, NAME)
+    function = getattr(module, REPLACED.name)
     assert "gated_delta_rule_qwen3_next" in bastile.apply(model_types="qwen3_next")
-    assert getattr(module, NAME) is not function
+    assert getattr(module, REPLACED.name) is not function
     bastile.apply(gated_delta_rule=False, model_types="qwen3_next")
-    assert getattr(module, NAME) is function
+    assert getattr(module, REPLACED.name) is function
 
 
 @each_type
@@ -108,7 +62,7 @@ def test_a_padded_batch(model_type: str) -> None:
     """Transformers sets the hidden states of padding to 0 before the layer's projections, so its queries, keys and
     values are 0: it writes nothing to a state, and only its decays act on it. The same hidden states, at every real
     token, and gradients; padding on the left and on the right."""
-    model = hybrid(model_type)
+    model = REPLACED.hybrid(model_type)
     ids = torch.randint(3, 90, (3, 75), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[1, :66], mask[2, 40:] = 0, 0
@@ -120,34 +74,23 @@ def test_a_padded_batch(model_type: str) -> None:
         return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     want = outcome()
-    ran()
+    REPLACED.ran()
     bastile.apply_to_model(model)
     got = outcome()
-    assert ran() == TYPES[model_type]
+    assert REPLACED.ran() == TYPES[model_type]
     torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
     assert_same_step((got[0].sum() * 0, got[1]), (want[0].sum() * 0, want[1]))
 
 
 @each_type
 def test_generation_keeps_its_states(model_type: str) -> None:
-    """The prompt by the kernel, with the state that it leaves; single tokens by the function for those, which stays."""
-    model = hybrid(model_type).eval()
-    ids = torch.randint(3, 90, (2, 70), generator=torch.Generator().manual_seed(1))
-
-    def generated() -> Any:
-        return model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
-
-    want = generated()
-    ran()
-    bastile.apply_to_model(model)
-    assert torch.equal(generated(), want)
-    assert ran() == TYPES[model_type]
+    REPLACED.assert_same_generation(model_type, TYPES[model_type], prompt=70)
 
 
 @each_type
 def test_a_prompt_in_parts(model_type: str) -> None:
     """The second part begins with the state that the first one left in the cache."""
-    model = hybrid(model_type).eval()
+    model = REPLACED.hybrid(model_type).eval()
     ids = torch.randint(3, 90, (2, 90), generator=torch.Generator().manual_seed(1))
 
     def logits() -> torch.Tensor:
@@ -156,22 +99,13 @@ def test_a_prompt_in_parts(model_type: str) -> None:
             return model(input_ids=ids[:, 50:], past_key_values=first.past_key_values, use_cache=True).logits
 
     want = logits()
-    ran()
+    REPLACED.ran()
     bastile.apply_to_model(model)
     torch.testing.assert_close(logits(), want, rtol=1e-4, atol=1e-5)
-    assert ran() == 2 * TYPES[model_type]
+    assert REPLACED.ran() == 2 * TYPES[model_type]
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------
-
-
-def function_and_ours() -> tuple[Any, Any]:
-    module = modeling("qwen3_next")
-    if not hasattr(module, NAME):
-        pytest.skip("Transformers has no function for it in this release")
-    stock = getattr(module, NAME)
-    bastile.apply(model_types="qwen3_next")
-    return stock, getattr(module, NAME)
 
 
 def given_tensors(key: int = 8, value: int = 6, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
@@ -182,10 +116,10 @@ def given_tensors(key: int = 8, value: int = 6, dtype: torch.dtype = torch.float
 
 
 def test_calls_by_position_and_by_keyword() -> None:
-    stock, ours = function_and_ours()
+    stock, ours = REPLACED.function_and_ours("qwen3_next")
     q, k, v, g, beta = given_tensors()
     state = torch.randn(1, 2, 8, 6)
-    ran()
+    REPLACED.ran()
     for arguments, options in (
         ((q, k, v, g, beta), {}),
         ((q, k, v, g, beta, 64, state, True, True), {}),
@@ -197,13 +131,13 @@ def test_calls_by_position_and_by_keyword() -> None:
         assert (got[1] is None) == (want[1] is None)
         if got[1] is not None:
             torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
-    assert ran() == 4
+    assert REPLACED.ran() == 4
     assert inspect.signature(ours) == inspect.signature(stock)
 
 
 @pytest.mark.parametrize("final", [True, False])
 def test_compiled_as_models_call_it(final: bool) -> None:
-    _, ours = function_and_ours()
+    _, ours = REPLACED.function_and_ours("qwen3_next")
     tensors = given_tensors()
 
     def function(*tensors: torch.Tensor) -> Any:
@@ -218,7 +152,7 @@ def test_compiled_as_models_call_it(final: bool) -> None:
 def test_what_steps_aside() -> None:
     """Packed sequences, which Transformers' torch code refuses or ignores as the release has it; wide heads, other
     types."""
-    stock, ours = function_and_ours()
+    stock, ours = REPLACED.function_and_ours("qwen3_next")
     tensors, wide = given_tensors(), given_tensors(key=130)
     bastile.report(reset=True)
     double = [t.double() for t in tensors]
@@ -244,7 +178,7 @@ def test_what_steps_aside() -> None:
 
 def rewrapped(implementation: Any) -> Any:
     """Transformers' wrapper with something else to call, as where a package is installed."""
-    wrapper = getattr(modeling("qwen3_next"), NAME)
+    wrapper = getattr(modeling("qwen3_next"), REPLACED.name)
     if not hasattr(wrapper, "__wrapped__"):
         pytest.skip("Transformers has no wrapper for it in this release")
     names = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
@@ -262,19 +196,19 @@ def rewrapped(implementation: Any) -> Any:
 
 
 def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    hybrid("qwen3_next")
+    REPLACED.hybrid("qwen3_next")
     module = modeling("qwen3_next")
     theirs = types.FunctionType((lambda q, *_, **__: (q, None)).__code__, {"__name__": "fla.ops.gated_delta_rule"})
-    monkeypatch.setattr(module, NAME, wrapper := rewrapped(theirs))
+    monkeypatch.setattr(module, REPLACED.name, wrapper := rewrapped(theirs))
     with pytest.raises(RuntimeError, match="the package fla runs in its place"):
         bastile.apply(gated_delta_rule=True, model_types="qwen3_next")
     assert "gated_delta_rule_qwen3_next" not in bastile.apply(model_types="qwen3_next")
-    assert getattr(module, NAME) is wrapper
+    assert getattr(module, REPLACED.name) is wrapper
 
 
 def test_a_kernel_of_the_hub_runs() -> None:
     """The package `kernels` makes a module of the function, and gives it another forward where it has a kernel."""
-    stock, _ = function_and_ours()
+    stock, _ = REPLACED.function_and_ours("qwen3_next")
     tensors = given_tensors()
 
     class Function(nn.Module):
@@ -291,7 +225,7 @@ def test_a_kernel_of_the_hub_runs() -> None:
 @pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
 def test_float32_on_a_gpu_steps_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the original is the closer to float64, unless its products may be rounded to TF32."""
-    stock, ours = function_and_ours()
+    stock, ours = REPLACED.function_and_ours("qwen3_next")
     tensors = given_tensors(device="cuda")
     bastile.report(reset=True)
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import types
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 import bastile
-from bastile.models import small, state_space
-from bastile.models.table import OPERATORS
+from bastile.models import state_space
 from bastile.report import Tally
 from oracle import Case, assert_no_worse, assert_no_worse_pooled, random_tensor
+from replaced_function import Replaced, modeling
 
-NAME = "mamba2_chunk_scan"
+REPLACED = Replaced("mamba2_scan", "mamba2_chunk_scan")
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +28,8 @@ def restored() -> Iterator[None]:
     bastile.reset()
 
 
-def modeling(model_type: str) -> types.ModuleType:
-    return import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-
-
 def stock_function() -> Any:
-    function = getattr(modeling("mamba2"), NAME, None)
+    function = getattr(modeling("mamba2"), REPLACED.name, None)
     if function is None:
         pytest.skip("Transformers has no function for it in this release")
     return inspect.unwrap(function)
@@ -98,61 +92,18 @@ def test_the_rule(dtype: torch.dtype) -> None:
     assert_no_worse_pooled(lambda: case(200, 8, 2, 32, 64, dtype), draws=6)
 
 
-def hybrid(model_type: str) -> Any:
-    if model_type not in small.causal_types() or not hasattr(modeling(model_type), NAME):
-        pytest.skip("Transformers has no function for it in this release")
-    return small.small_model(model_type)
-
-
-def ran() -> int:
-    return bastile.report(reset=True).ran("mamba2_scan")
-
-
 #: With how often it runs in a step of the small model.
 TYPES = {"mamba2": 2, "bamba": 1, "granitemoehybrid": 2, "nemotron_h": 1, "zamba2": 2, "falcon_h1": 2}
 
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_step_of_a_model(model_type: str) -> None:
-    """With this operator alone: the loss and gradients of stock, of one model and of all."""
-    model = hybrid(model_type)
-    module = modeling(model_type)
-    stock, function = small.step(model), getattr(module, NAME)
-    alone = {name: name == "mamba2_scan" for name in OPERATORS}
-    alone.pop("adamw")
-    ran()
-    bastile.apply_to_model(model, **alone)
-    assert getattr(module, NAME) is function, "of one model"
-    one = small.step(model)
-    assert ran() == TYPES[model_type]
-    bastile.reset(model=model)
-    assert bastile.apply(**alone, adamw=False, model_types=model_type) == [f"mamba2_scan_{model_type}"]
-    everywhere = small.step(model)
-    assert ran() == TYPES[model_type]
-    bastile.reset()
-    assert getattr(module, NAME) is function
-    assert small.step(model)[0] == stock[0]
-    for loss, gradients in (one, everywhere):
-        torch.testing.assert_close(loss, stock[0], rtol=1e-5, atol=0)
-        assert gradients.keys() == stock[1].keys()
-        for name, want in stock[1].items():
-            torch.testing.assert_close(gradients[name], want, rtol=1e-3, atol=1e-4 * float(want.abs().max()))
+    REPLACED.assert_a_step(model_type, TYPES[model_type])
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "bamba"])
 def test_generation_keeps_its_states(model_type: str) -> None:
-    """The prompt by the kernel, whose last state the function for single tokens goes on from."""
-    model = hybrid(model_type).eval()
-    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(1))
-
-    def generated() -> Any:
-        return model.generate(input_ids=ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, use_cache=True)
-
-    want = generated()
-    ran()
-    bastile.apply_to_model(model)
-    assert torch.equal(generated(), want)
-    assert ran() == TYPES[model_type]
+    REPLACED.assert_same_generation(model_type, TYPES[model_type])
 
 
 def arguments(dtype: torch.dtype = torch.float32, state: int = 8) -> tuple[torch.Tensor, ...]:
