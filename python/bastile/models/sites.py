@@ -162,7 +162,7 @@ class ModelFile:
             return None
         inner, code = read
         where = _where(name, owner)
-        self.reads[where] = code.attributes
+        self.reads.setdefault(where, code.attributes)  # or what an operator has said of it
         form = KNOWN.get(code.fingerprint)
         if form is None and getattr(owner, "__module__", self.name) != self.name:
             return None  # of another file, which says so itself
