@@ -42,7 +42,7 @@ typedef struct bst_gated_delta_rule_options {
 
 /* q, k and v are of one type, and so are y and dy, unless wide says otherwise; inputs may have any strides, their last
  * dimension being contiguous. Workspace of a token and head of v, for types of 16 bits (float32: half as much again):
- * 516 bytes, and in the backward pass, which makes the states before each chunk again, K V / 8 more. */
+ * 516 bytes (additive: 260), and in the backward pass, which makes the states before each chunk again, K V / 8 more. */
 BST_API bst_status bst_gated_delta_rule_forward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,
                                                 const bst_gated_delta_rule_options *options);
 BST_API bst_status bst_gated_delta_rule_backward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,

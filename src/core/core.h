@@ -117,6 +117,9 @@ static inline int64_t bst__row_start(const bst_rows *r, int64_t row) {
 static inline bool bst__rows_packed(const bst_rows *r) { return r->inner == r->rows && r->inner_stride == r->columns; }
 /* The widest access in elements (a power of two, at most 16 bytes) that every row of this view allows. */
 int bst__row_vector(const bst_view *v, const bst_rows *r);
+/* The largest power of two, at most `most` elements, that divides the address and every stride in use but the last,
+ * which is 1; `most` where there is no memory. For views of any strides, whose rows do not fold. */
+int64_t bst__alignment(const bst_view *v, int64_t most);
 
 static inline int64_t bst__lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t bst__divided_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }

@@ -294,3 +294,13 @@ int bst__row_vector(const bst_view *v, const bst_rows *r) {
     int bytes = (int)(bits & -bits);
     return bytes < size ? 1 : bytes / size;
 }
+
+int64_t bst__alignment(const bst_view *v, int64_t most) {
+    int64_t size = bst__dtype_size(v->dtype);
+    uint64_t bits = (uint64_t)(uintptr_t)v->data;
+    if (!v->data) return most;
+    for (int i = 0; i < v->dims - 1; i++)
+        if (v->size[i] > 1) bits |= (uint64_t)(v->stride[i] * size);
+    while (most > 1 && bits % (uint64_t)(most * size)) most /= 2;
+    return most;
+}

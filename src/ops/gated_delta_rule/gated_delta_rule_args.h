@@ -4,10 +4,9 @@
 #define BST_GATED_DELTA_RULE_ARGS_H
 
 /* Tokens of a chunk, within which all is products of matrices. */
-#define DELTA_CHUNK            64
-#define DELTA_THREADS          256
-#define DELTA_GRADIENT_THREADS 256
-#define DELTA_SYSTEM_PITCH     (DELTA_CHUNK + 8) /* floats of a row of A, and of its inverse, while that is made */
+#define DELTA_CHUNK        64
+#define DELTA_THREADS      256
+#define DELTA_SYSTEM_PITCH (DELTA_CHUNK + 8) /* floats of a row of A, and of its inverse, while that is made */
 /* The widest heads: of keys, whose gradients a thread has in its registers, and of values. */
 #define DELTA_MOST_KEY   128
 #define DELTA_MOST_VALUE 256

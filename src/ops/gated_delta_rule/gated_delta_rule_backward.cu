@@ -21,11 +21,6 @@
  * written once and read once; T and P 512, read twice. Operations: 3 times, for the parts, 2 (8 DK DV + 64 (5 DK +
  * 7 DV)): they decide. Measured as in gated_delta_rule.cu: delta_scan_back 0.75 ms, delta_gradients 2.2, which at 250
  * registers a thread has one block a multiprocessor, and waits for shared memory and for its own results. */
-#ifdef DSCAN
-#define THREADS DELTA_THREADS
-#else
-#define THREADS DELTA_GRADIENT_THREADS
-#endif
 #include "gated_delta_rule_pieces.cuh"
 
 BST_DEVICE int64_t states_at(int64_t of_chunk, int64_t slice) {

@@ -31,15 +31,6 @@ static delta_map map_of(const bst_view *v) {
 }
 static delta_input input_of(const bst_view *v) { return (delta_input){v->data, map_of(v)}; }
 
-/* Whether `elements` side by side can be accessed at once, wherever a row begins. */
-static bool aligned(const bst_view *v, int64_t elements) {
-    int64_t size = bst__dtype_size(v->dtype);
-    uint64_t bits = (uint64_t)(uintptr_t)v->data | (uint64_t)(v->size[v->dims - 1] * size);
-    for (int i = 0; i < v->dims - 1; i++)
-        if (v->size[i] > 1) bits |= (uint64_t)(v->stride[i] * size);
-    return !v->data || bits % (uint64_t)(elements * size) == 0;
-}
-
 /* Bytes of tiles: of states, and beside them of values and of what came in. */
 static unsigned state_tile(const plan *p) {
     return (unsigned)DELTA_TILE_BYTES(p->planes, p->key, p->launch.values[BV]);
@@ -63,14 +54,15 @@ static bst_status make_plan(const delta_call *c, bool backward, plan *p) {
     bst_chip chip;
     BST_TRY(bst__cuda_chip(c->op, c->q.device.device_id, &chip));
     int64_t *values = p->launch.values, vec = 16 / bst__dtype_size(c->q.dtype);
-    while (vec > 1 && !(aligned(&c->q, vec) && aligned(&c->k, vec))) vec /= 2;
+    vec = bst__alignment(&c->k, bst__alignment(&c->q, vec));
+    while (c->key % vec) vec /= 2;
     values[TYPE] = c->q.dtype, values[G_TYPE] = c->g.dtype, values[BETA_TYPE] = c->beta.dtype;
     values[DK] = c->key, values[DV] = c->value, values[VEC] = vec;
     values[ADDITIVE] = c->additive, values[NORMALIZE] = c->normalize, values[SKIP_TYPE] = c->skip.dtype;
     values[Y_TYPE] = backward ? c->dy.dtype : c->y.dtype;
-    values[PAIRED] = 1;
+    values[PAIRED] = c->value % 2 == 0 && (!backward || c->key % 2 == 0);
     for (size_t i = 0; i < sizeof views / sizeof *views; i++)
-        if (bst__given(views[i]) && !aligned(views[i], 2)) values[PAIRED] = 0;
+        if (bst__alignment(views[i], 2) < 2) values[PAIRED] = 0;
     p->launch.overlap = true;
     p->planes = DELTA_PLANES(c->q.dtype), p->key = DELTA_PADDED(c->key);
     p->rows = (unsigned)DELTA_TILE_BYTES(p->planes, DELTA_CHUNK, p->key);
@@ -93,7 +85,7 @@ static bst_status run(const bst_exec *exec, const delta_call *c, plan *p, const 
     p->launch.kernel = kernel;
     p->launch.grid_x = (unsigned)blocks;
     p->launch.shared = shared;
-    p->launch.block = kernel == &gradients ? DELTA_GRADIENT_THREADS : DELTA_THREADS;
+    p->launch.block = DELTA_THREADS;
     p->launch.values[OWN] = own;
     return bst__cuda_launch(exec, c->op, c->q.device.device_id, &p->launch, args, bytes);
 }
@@ -114,8 +106,9 @@ static bst_status begin(const bst_exec *exec, const delta_call *c, plan *p, delt
                        .chunks = (int32_t)c->chunks,
                        .scale = c->scale,
                        .eps = c->eps};
-    BST_TRY(bst__allocate(exec, c->op, c->q.device, 2 * square + sums, work));
-    of->inverse = *work, of->scores = (char *)*work + square, of->sums = (float *)((char *)*work + 2 * square);
+    BST_TRY(bst__allocate(exec, c->op, c->q.device, sums + (c->additive ? square : 2 * square), work));
+    of->sums = *work, of->scores = (char *)*work + sums;
+    if (!c->additive) of->inverse = (char *)of->scores + square;
     enum { MATRICES = 2 * DELTA_CHUNK * DELTA_SYSTEM_PITCH * sizeof(float) }; /* over the keys */
     unsigned shared = 2 * p->rows < MATRICES ? MATRICES : 2 * p->rows;
     return run(exec, c, p, &prepare, p->chunks, shared, 0, of, sizeof *of);

@@ -3,8 +3,8 @@
  * one by one but for the smallest. Two of them have 16 bits, which what is rounded to 16-bit results does not see;
  * float32 has three.
  *
- * Macros: THREADS (of a block), TYPE (of q, k, v), G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV (sizes of heads), VEC
- * (elements of q and k that an access has), PAIRED (whether two elements side by side may be accessed at once,
+ * Macros: TYPE (of q, k, v), G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV (sizes of heads), VEC (elements of q and k
+ * that an access has), PAIRED (whether two elements side by side may be accessed at once,
  * everywhere), ADDITIVE, NORMALIZE. */
 #ifndef BST_GATED_DELTA_RULE_PIECES_CUH
 #define BST_GATED_DELTA_RULE_PIECES_CUH
@@ -14,9 +14,10 @@
 
 #include "gated_delta_rule_args.h"
 
-#define CHUNK  DELTA_CHUNK
-#define PLANES DELTA_PLANES(TYPE)
-#define DKP    DELTA_PADDED(DK)
+#define THREADS DELTA_THREADS
+#define CHUNK   DELTA_CHUNK
+#define PLANES  DELTA_PLANES(TYPE)
+#define DKP     DELTA_PADDED(DK)
 /* Blocks that a multiprocessor is to hold: of float32 their shared memory does not let it. */
 #define PREPARE_BLOCKS 2
 #define SCAN_BLOCKS    (PLANES == 2 && BV == 32 ? 2 : 1)

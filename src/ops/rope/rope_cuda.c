@@ -22,17 +22,6 @@ enum { NORM = W_TYPE + 1, GROUP, THREADS, OWN, EACH = OWN, TRANSPOSED, WANTS = O
 static const bst_kernel kernel = {"rope.cu", "rope", MACROS("EACH", "TRANSPOSED", "ROPE")};
 static const bst_kernel backward_kernel = {"rope.cu", "rope_norm_backward", MACROS("WANTS", "BLOCKS", "BACKWARD")};
 
-/* The largest power of two, at most `most` elements, that divides the address and every stride in use. */
-static int64_t aligned(const bst_view *v, int64_t most) {
-    int64_t size = bst__dtype_size(v->dtype);
-    uint64_t bits = (uint64_t)(uintptr_t)v->data;
-    if (!v->data) return most;
-    for (int i = 0; i < v->dims - 1; i++)
-        if (v->size[i] > 1) bits |= (uint64_t)(v->stride[i] * size);
-    while (most > 1 && bits % (uint64_t)(most * size)) most /= 2;
-    return most;
-}
-
 /* Elements of an access, such that pieces of that size cover a head. */
 static int64_t vector(const rope_call *c, bst_dtype y_type) {
     const rope_heads *q = &c->of[0];
@@ -41,10 +30,11 @@ static int64_t vector(const rope_call *c, bst_dtype y_type) {
                 (c->normed && q->weight.dtype == BST_F32);
     int64_t vec = wide ? 4 : 8;
     while (c->rotary / 2 % vec || (dim > c->rotary && dim % vec)) vec /= 2;
-    vec = aligned(&c->sin, aligned(&c->cos, vec));
+    vec = bst__alignment(&c->sin, bst__alignment(&c->cos, vec));
     for (int i = 0; i < 2; i++) {
         const rope_heads *h = &c->of[i];
-        vec = aligned(&h->weight, aligned(&h->dx, aligned(&h->y, aligned(&h->x, vec))));
+        const bst_view *const views[] = {&h->weight, &h->dx, &h->y, &h->x};
+        for (int j = 0; j < 4; j++) vec = bst__alignment(views[j], vec);
     }
     return vec;
 }
