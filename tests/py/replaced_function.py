@@ -83,6 +83,18 @@ class Replaced:
         assert torch.equal(generated(), want)
         assert self.ran() == times
 
+    def assert_a_package_stays(
+        self, model_type: str, monkeypatch: pytest.MonkeyPatch, package: str, theirs: types.FunctionType
+    ) -> None:
+        """Where Transformers' wrapper calls `theirs`, of a module of the package, the operator has no place."""
+        self.hybrid(model_type)
+        module = modeling(model_type)
+        monkeypatch.setattr(module, self.name, wrapper := _rewrapped(getattr(module, self.name), theirs))
+        with pytest.raises(RuntimeError, match=f"the package {package} runs in its place"):
+            bastile.apply(**{self.operator: True}, model_types=model_type)
+        assert f"{self.operator}_{model_type}" not in bastile.apply(model_types=model_type)
+        assert getattr(module, self.name) is wrapper
+
     def function_and_ours(self, model_type: str) -> tuple[Any, Any]:
         module = modeling(model_type)
         if not hasattr(module, self.name):
@@ -90,3 +102,16 @@ class Replaced:
         stock = getattr(module, self.name)
         bastile.apply(model_types=model_type)
         return stock, getattr(module, self.name)
+
+
+def _rewrapped(wrapper: Any, implementation: types.FunctionType) -> Any:
+    """Transformers' wrapper with something else to call, as where a package is installed."""
+    if not hasattr(wrapper, "__wrapped__"):
+        pytest.skip("Transformers has no wrapper for it in this release")
+    names = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
+    names["implementation"] = types.CellType(implementation)
+    names["is_new_implementation"] = types.CellType(True)
+    cells = tuple(names[n] for n in wrapper.__code__.co_freevars)
+    copy: Any = types.FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, None, cells)
+    copy.__wrapped__, copy.__module__ = wrapper.__wrapped__, wrapper.__module__
+    return copy

@@ -362,33 +362,9 @@ def test_what_steps_aside() -> None:
     }
 
 
-def rewrapped(implementation: Any) -> Any:
-    """Transformers' wrapper with something else to call, as where a package is installed."""
-    wrapper = modeling("qwen3_next").causal_conv1d_fn
-    names = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-    names["implementation"] = types.CellType(implementation)
-    names["is_new_implementation"] = types.CellType(True)
-    copy = types.FunctionType(
-        wrapper.__code__,
-        wrapper.__globals__,
-        wrapper.__name__,
-        None,
-        tuple(names[n] for n in wrapper.__code__.co_freevars),
-    )
-    copy.__wrapped__, copy.__module__ = wrapper.__wrapped__, wrapper.__module__
-    return copy
-
-
 def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = modeling("qwen3_next")
-    if not hasattr(module, REPLACED.name):
-        pytest.skip("Transformers has no function for it in this release")
     theirs = types.FunctionType((lambda x, weight, **_: x).__code__, {"__name__": "causal_conv1d.interface"})
-    monkeypatch.setattr(module, REPLACED.name, wrapper := rewrapped(theirs))
-    with pytest.raises(RuntimeError, match="the package causal_conv1d runs in its place"):
-        bastile.apply(causal_conv1d=True, model_types="qwen3_next")
-    assert "causal_conv1d_qwen3_next" not in bastile.apply(model_types="qwen3_next")
-    assert getattr(module, REPLACED.name) is wrapper
+    REPLACED.assert_a_package_stays("qwen3_next", monkeypatch, "causal_conv1d", theirs)
 
 
 def test_a_kernel_of_the_hub_runs() -> None:

@@ -176,34 +176,9 @@ def test_what_steps_aside() -> None:
     }
 
 
-def rewrapped(implementation: Any) -> Any:
-    """Transformers' wrapper with something else to call, as where a package is installed."""
-    wrapper = getattr(modeling("qwen3_next"), REPLACED.name)
-    if not hasattr(wrapper, "__wrapped__"):
-        pytest.skip("Transformers has no wrapper for it in this release")
-    names = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__, strict=True))
-    names["implementation"] = types.CellType(implementation)
-    names["is_new_implementation"] = types.CellType(True)
-    copy = types.FunctionType(
-        wrapper.__code__,
-        wrapper.__globals__,
-        wrapper.__name__,
-        None,
-        tuple(names[n] for n in wrapper.__code__.co_freevars),
-    )
-    copy.__wrapped__, copy.__module__ = wrapper.__wrapped__, wrapper.__module__
-    return copy
-
-
 def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    REPLACED.hybrid("qwen3_next")
-    module = modeling("qwen3_next")
     theirs = types.FunctionType((lambda q, *_, **__: (q, None)).__code__, {"__name__": "fla.ops.gated_delta_rule"})
-    monkeypatch.setattr(module, REPLACED.name, wrapper := rewrapped(theirs))
-    with pytest.raises(RuntimeError, match="the package fla runs in its place"):
-        bastile.apply(gated_delta_rule=True, model_types="qwen3_next")
-    assert "gated_delta_rule_qwen3_next" not in bastile.apply(model_types="qwen3_next")
-    assert getattr(module, REPLACED.name) is wrapper
+    REPLACED.assert_a_package_stays("qwen3_next", monkeypatch, "fla", theirs)
 
 
 def test_a_kernel_of_the_hub_runs() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,11 @@ def test_what_steps_aside() -> None:
     ):
         torch.testing.assert_close(scan(*given, 4, **more), stock(*given, 4, **more), rtol=0, atol=0)
     assert not tally.ran
+
+
+def test_a_package_in_force_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = types.FunctionType((lambda x, *_, **__: x).__code__, {"__name__": "mamba_ssm.ops.triton"})
+    REPLACED.assert_a_package_stays("mamba2", monkeypatch, "mamba_ssm", theirs)
 
 
 def test_a_kernel_of_the_hub_runs() -> None:
