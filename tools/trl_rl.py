@@ -3,14 +3,16 @@ with bastile.apply(), on one GPU.
 
     python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
         [--no-graphs]
+    python tools/trl_rl.py --trainer grpo --generate --batch 8 --length 192 --steps 4 --untimed 1 [--stock]
 
 Random weights of the named shape in bfloat16, random words, TRL's defaults but for what is named. DPO: `batch` pairs,
 each of two sequences, with a reference model. GRPO: `batch` completions of one prompt, three quarters of a sequence
-each; they are drawn at random, not generated, as generation is vLLM's work. Trainer: without checkpointing, which is
-not its default. Prints one JSON object: the median of the steps after the sixth, by a callback that waits for the
-device; the mean of as many behind them, for which it does not wait, and which are not logged; seconds in which a kernel
-ran, by two further steps under the profiler; peak memory from the sixth step on; the losses; how often Bastile's losses
-and graphs ran. Needs trl and datasets."""
+each; they are drawn at random, not generated, where generation is vLLM's work; --generate: by the model, as TRL has it
+where vLLM is not used. Trainer: without checkpointing, which is not its default. Prints one JSON object: the median of
+the steps after the untimed ones, by a callback that waits for the device; the mean of as many behind them, for which it
+does not wait, and which are not logged; seconds in which a kernel ran, by two further steps under the profiler, but
+where the model generates; peak memory behind the untimed steps; the losses; how often Bastile's losses and graphs ran.
+Needs trl and datasets."""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from bastile.sweep import model as models
 from bastile.sweep.trainer import clock, tokenizer
 
 ROWS = 64
-UNTIMED = 6  # steps in which kernels are chosen, graphs are captured, and memory finds its size
+UNTIMED = 6  # steps in which kernels are chosen, graphs are captured, and memory finds its size; --untimed
+OF_TOKENS = {"transformers.generation.utils.GenerationMixin"}  # the report's name of calls for one token each
 PROFILED = 2  # further steps, the last ones
 
 
@@ -69,20 +72,20 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 17) for ids in completion_ids]
 
 
-def profiled(found: dict[str, float], steps: int) -> Any:
+def profiled(found: dict[str, float], steps: int, options: argparse.Namespace) -> Any:
     """A callback: the device's busy seconds a step, over the last PROFILED of so many steps."""
     from torch.profiler import ProfilerActivity, profile
     from transformers import TrainerCallback
 
     class Profiled(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == steps - PROFILED:
+            if state.global_step == steps - PROFILED and not options.generate:
                 torch.cuda.synchronize()
                 self.profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
                 self.profile.start()
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == steps:
+            if state.global_step == steps and not options.generate:
                 torch.cuda.synchronize()
                 self.profile.stop()
                 ran = [e for e in self.profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -92,7 +95,7 @@ def profiled(found: dict[str, float], steps: int) -> Any:
 
 
 def steps_of(options: argparse.Namespace) -> int:
-    return options.steps + (options.steps - UNTIMED) + PROFILED
+    return options.steps + (options.steps - options.untimed) + (0 if options.generate else PROFILED)
 
 
 def plain_trainer(options: argparse.Namespace, given: dict[str, Any]) -> Any:
@@ -128,7 +131,8 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     more: dict[str, Any] = {}
     if options.trainer == "grpo":
         completion = options.length - options.length // 4
-        model.generate = draws(model, completion, vocabulary)
+        if not options.generate:
+            model.generate = draws(model, completion, vocabulary)
         given |= {"num_generations": options.batch, "max_completion_length": completion}
         more["reward_funcs"] = reward
     else:
@@ -151,11 +155,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(options, folder)
-        count = options.steps - UNTIMED
-        trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED, count, count))
-        trainer.add_callback(profiled(found, steps_of(options)))
+        count = options.steps - options.untimed
+        trainer.add_callback(clock(times, torch.device("cuda"), options.untimed, count, count))
+        trainer.add_callback(profiled(found, steps_of(options), options))
         trainer.train()
-    *timed, queued = times[UNTIMED:]
+    graphs = [line for line in bastile.report() if line.operator == "cuda_graphs"]
+    *timed, queued = times[options.untimed :]
     return {
         "implementation": "stock" if options.stock else "bastile",
         "graphs": not (options.stock or options.no_graphs),
@@ -167,12 +172,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "median_seconds": statistics.median(timed),
         "least_seconds": min(timed),
         "queued_seconds": queued,
-        "busy_seconds": found["busy"],
+        "busy_seconds": found.get("busy"),
+        "generates": options.generate,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "losses_by_bastile": bastile.report().ran("linear_logprobs"),
-        "steps_by_graphs": bastile.report().ran("cuda_graphs"),
+        "steps_by_graphs": sum(line.ran for line in graphs if line.where not in OF_TOKENS),
+        "tokens_by_graphs": sum(line.ran for line in graphs if line.where in OF_TOKENS),
     }
 
 
@@ -182,13 +189,15 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(MODELS), default="qwen3-0.6b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=12, help=f"more than {UNTIMED}; the first {UNTIMED} are not timed")
+    parser.add_argument("--steps", type=int, default=12, help="with those that are not timed")
+    parser.add_argument("--untimed", type=int, default=UNTIMED, help=f"the first steps; {UNTIMED}")
+    parser.add_argument("--generate", action="store_true", help="GRPO's completions by the model itself")
     parser.add_argument("--stock", action="store_true", help="without Bastile")
     parser.add_argument("--no-graphs", action="store_true", help="with Bastile, but without CUDA graphs")
     parser.add_argument("--no-checkpointing", action="store_true", help="which TRL does by default")
     options = parser.parse_args()
-    if options.steps <= UNTIMED:
-        parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")
+    if options.steps <= options.untimed:
+        parser.error(f"--steps is {options.steps}; more than {options.untimed} are needed")
     print(json.dumps(run(options)))
     if not options.stock:
         print(bastile.report(), file=sys.stderr)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from bastile.graphs import stack
+from bastile.graphs import decoding, stack
 from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
 from bastile.models import graphs, loading
 from bastile.models.forms import forget_sources
@@ -39,6 +39,7 @@ def _forget() -> None:
     """What was made for the patches that were in force until now."""
     forget_sources()
     stack.forget()
+    decoding.forget()
     mover.forget()
 
 

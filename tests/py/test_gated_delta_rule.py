@@ -10,7 +10,8 @@ values, the state, and what is read of that; backward as many), and a result may
 * 2^-17, of the result's size over all its elements. The worst element may be four times as far off, as of normal
 numbers. Three parts leave 2^-25, about half a unit of float32, where PyTorch multiplies exactly and rounds sums alone,
 and tensor cores cut off what they add up: on an H100 errors were found to be up to 8 times the original's. So models
-keep the original there, unless its products may take TF32, of 11 bits: those are the yardstick here on a GPU. The
+keep the original there, unless its products may take TF32, of 11 bits: those are the yardstick here on a GPU, but for
+rows of no whole 16 bytes, of which cuBLAS takes no TF32: there those 8 times are the bound. The
 emulated one rounds its sums, and was seen to be off by up to 2.6 times the original's, and 5 for dg, the difference of
 sums over all that follows a token: these factors, rounded up, are the bound there."""
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -46,7 +48,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16] if EMULATED else 
 too_slow_emulated = pytest.mark.skipif(EMULATED, reason="many calls, which take minutes on the emulated GPU")
 NAMES = ("q", "k", "v", "g", "beta", "initial")
 #: The errors of two parts of 8 bits, of a result's size; and of three, in errors of the original's.
-TWO_PARTS, THREE_PARTS, THREE_PARTS_DG = 2.0**-14, 3.0, 6.0
+TWO_PARTS, THREE_PARTS, THREE_PARTS_DG, THREE_PARTS_ON_H100 = 2.0**-14, 3.0, 6.0, 8.0
 
 
 @pytest.fixture(autouse=True)
@@ -205,10 +207,11 @@ def documented(k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor) -> dict[str
     # Of one token, dg is the difference of two numbers like dy · y; where there is no state before it, it is 0.
     # A row of one element has but a sign to be normalised to: its gradient is what eps leaves of such a difference.
     terms = {"dg": 1.0} | ({"dq": 1.0, "dk": 1.0} if k.shape[-1] == 1 else {})
+    every = ("output 0", "output 1", *(f"d{name}" for name in NAMES))
     if v.dtype is torch.float32 and v.is_cuda:
-        return {"terms": terms}
+        is_tf32 = k.shape[-1] % 4 == v.shape[-1] % 4 == 0
+        return {"terms": terms} | ({} if is_tf32 else {"times_stock": dict.fromkeys(every, THREE_PARTS_ON_H100)})
     if v.dtype is torch.float32:
-        every = ("output 0", "output 1", *(f"d{name}" for name in NAMES))
         return {"times_stock": {**dict.fromkeys(every, THREE_PARTS), "dg": THREE_PARTS_DG}, "terms": terms}
     wide = ["output 1", "dinitial", *terms, *(["dbeta"] if beta.dtype is torch.float32 else [])]
     return {"of_size": dict.fromkeys(wide, TWO_PARTS), "terms": terms}
@@ -291,9 +294,12 @@ def test_a_decay_of_nothing(dtype: torch.dtype, device: str) -> None:
     assert y.isfinite().all()
     # On CUDA sums of g over a chunk are rounded to float32, as the original's are: of 2e4 in the last one, so that what
     # two of them differ by, an exponent, is off by up to their roundoff.
-    near = 2 * torch.finfo(dtype).eps + (2e4 * torch.finfo(torch.float32).eps if rounds_parts(device) else 0)
+    of_sums = 2e4 * torch.finfo(torch.float32).eps if rounds_parts(device) else 0
+    near = 2 * torch.finfo(dtype).eps + of_sums
     torch.testing.assert_close(y[:, 80:], rest, rtol=near, atol=near)
-    assert_no_worse(case(given_))
+    found = case(given_)
+    of_size = {"output 1": max(found.of_size.get("output 1", 0.0), of_sums)}  # float32 in any type: all of that error
+    assert_no_worse(replace(found, of_size={**found.of_size, **of_size}))
 
 
 @too_slow_emulated

@@ -50,18 +50,36 @@ def against_these_layers(layers: Sequence[Any]) -> str | None:
     if not all(map(is_checkpointed, layers)):
         return f"layers of the class {type(layers[0]).__qualname__}, which is none of Transformers' layers"
     tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+    if any(t.requires_grad and type(t) not in PLAIN for t in tensors if isinstance(t, nn.Parameter)):
+        return "trained parameters of a tensor class of their own"
+    return _against(tensors, layers, [module for layer in layers for module in layer.modules()])
+
+
+def against_this_model(model: nn.Module) -> str | None:
+    """Against a call of the whole model whose results nobody differentiates. A forward of the model's own, as
+    Accelerate's mixed precision puts there, is part of it."""
+    modules = list(model.modules())
+    hooks = [hook for m in modules for of in (m._forward_hooks, m._forward_pre_hooks) for hook in of.values()]
+    if any(not getattr(hook, "__qualname__", "").endswith(_ASKS_FOR_GRADIENTS) for hook in hooks):
+        return "hooks on the model or a module in it"
+    return _against([*model.parameters(), *model.buffers()], modules, modules[1:])
+
+
+#: Of Transformers, PEFT and TRL, on embeddings of models with frozen weights: without gradients it does nothing.
+_ASKS_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+
+
+def _against(tensors: Sequence[torch.Tensor], called: Sequence[Any], within: Sequence[nn.Module]) -> str | None:
     parameters = [t for t in tensors if isinstance(t, nn.Parameter)]
     if any("DTensor" in (type(t).__name__, type(t.data).__name__) for t in tensors):
         return "sharded parameters (FSDP or tensor parallelism)"
     if any(hasattr(parameter, name) for parameter in parameters for name in _SHARDED):
         return "sharded parameters (FSDP or DeepSpeed)"
-    if any(p.requires_grad and type(p) not in PLAIN for p in parameters):
-        return "trained parameters of a tensor class of their own"
     if len({t.device for t in tensors}) != 1:
         return "layers on several devices"
-    if any(getattr(layer, "_compiled_call_impl", None) is not None for layer in layers):
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in called):
         return "layers that torch.compile has compiled"
-    if not all(_runs_its_class(module) for layer in layers for module in layer.modules()):
+    if not all(map(_runs_its_class, within)):
         return "a module of the layers that has a forward of its own"
     return None
 

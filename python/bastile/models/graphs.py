@@ -14,6 +14,7 @@ from bastile.graphs import caches
 from bastile.graphs.lengths import is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
+from bastile.models import generation
 from bastile.models.backbone import backbones
 from bastile.models.masks import with_positions
 from bastile.models.rebind import as_keywords, parameter_names
@@ -30,6 +31,7 @@ _TELLING = (bool, type(None), str)
 def sites(file: ModelFile) -> Iterator[Site]:
     for cls in backbones(file):
         yield file.forward_site("cuda_graphs", cls, backbone_forward)
+    yield from generation.sites(file)
 
 
 def set_everywhere(mode: Mode) -> None:

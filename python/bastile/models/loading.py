@@ -21,7 +21,15 @@ from bastile.models import between_steps
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 _TORCHS = "torch.nn.modules.normalization"
-_OF_ANY_TYPE = frozenset({"peft.tuners.lora.layer", "peft.tuners.lora.bnb", "transformers.trainer", _TORCHS})
+_OF_ANY_TYPE = frozenset(
+    {
+        "peft.tuners.lora.layer",
+        "peft.tuners.lora.bnb",
+        "transformers.generation.utils",
+        "transformers.trainer",
+        _TORCHS,
+    }
+)
 _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
@@ -51,7 +59,7 @@ def is_model_file(name: str) -> bool:
 
 
 def is_of_any_type(name: str) -> bool:
-    """PEFT's layers, PyTorch's norms, losses and optimisers of trainers."""
+    """PEFT's layers, PyTorch's norms, losses and optimisers of trainers, the loop that generates text."""
     return name in _OF_ANY_TYPE or is_of_losses(name)
 
 

@@ -1,0 +1,122 @@
+"""The call of a model for one token more, captured once and replayed for those that follow, of one text.
+
+What it is given is the same each time but for tensors' values: the last tokens, their positions and the mask, which are
+copied to where the graph reads them, and a cache that lies where it did. The first call for a token runs without a
+graph: it compiles what is to be compiled, and chooses what is to be chosen."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.graphs.arguments import CannotCapture, Given, Place, rebuilt, signature
+from bastile.graphs.recorder import Recorder, Replayed
+from bastile.report import Tally
+
+#: Other kinds of calls than the one that is captured, before none is captured any more.
+_MOST_CHANGES = 2
+
+
+class Shelf:
+    """What a model has of one text for the next: a pool of memory, which a graph holds that is never replayed again.
+    A new pool would send all of PyTorch's free memory back to the driver, and training asks for it again."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.graph: Replayed | None = None
+
+
+_shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
+
+
+def shelf_of(model: nn.Module, recorder: Recorder) -> Shelf:
+    """recorder: for a model that has none."""
+    return _shelves.setdefault(model, Shelf(recorder))
+
+
+def forget() -> None:
+    _shelves.clear()
+
+
+class Decoding:
+    """The calls for one text.
+
+    Args:
+        model: what is called.
+        cache: what it is given under this name (RoomyCache); each call is told to it.
+        name: see cache.
+        shelf: the model's.
+        tally: counts replayed calls, and says why there are none.
+    """
+
+    def __init__(self, model: Any, cache: Any, name: str, shelf: Shelf, tally: Tally) -> None:
+        self.model, self.cache, self.name, self.shelf, self.tally = model, cache, name, shelf, tally
+        self.is_first, self.changes = True, 0
+        self.gave_up = False
+        self.structure: Any = None  # of what is captured; None: nothing is
+        self.places: list[Place] = []
+        self.outputs: Any = None
+
+    def __call__(self, **inputs: Any) -> Any:
+        outputs = self._replayed(inputs) if not (self.is_first or self.gave_up) else None
+        if outputs is None:
+            outputs = self.model(**inputs)
+        self.is_first = False
+        if self.cache.advance():
+            self.structure = None
+        return outputs
+
+    def _replayed(self, inputs: dict[str, Any]) -> Any:
+        """None: this call is for the model."""
+        try:
+            if inputs.get(self.name) is not self.cache:
+                raise CannotCapture("the model was called without its cache")
+            given = Given()
+            structure = given.structure({name: value for name, value in inputs.items() if name != self.name})
+            if structure != self.structure:
+                self._capture(structure, given.tensors)
+            for place, tensor in zip(self.places, given.tensors, strict=True):
+                place.fill(tensor)
+        except (CannotCapture, RuntimeError) as error:  # of CUDA, and for want of memory, too
+            self.structure, self.outputs, self.gave_up = None, None, True
+            why = str(error).strip().partition("\n")[0]
+            self.tally.step_aside(f"the call for one token cannot be captured: {why}")
+            return None
+        assert self.shelf.graph is not None
+        self.shelf.graph.replay()
+        self.tally.count()
+        return self.outputs
+
+    def _capture(self, structure: Any, tensors: list[torch.Tensor]) -> None:
+        if self.structure is not None:
+            self.changes += 1
+            if self.changes > _MOST_CHANGES:
+                raise CannotCapture("arguments that change from token to token")
+        self.places = [Place(signature(tensor)) for tensor in tensors]
+        arguments = {**rebuilt(structure, [place.tensor for place in self.places]), self.name: self.cache}
+        returned: list[Any] = []
+
+        def call() -> list[torch.Tensor | None]:
+            returned[:] = [self.model(**arguments)]
+            return list(_tensors_of(returned[0], self.cache).values())
+
+        with self.shelf.recorder.recording():
+            # The one before holds the pool until this one does.
+            self.shelf.graph, made = self.shelf.recorder.record(call)
+        self.outputs = copy.copy(returned[0])
+        for name, tensor in zip(_tensors_of(returned[0], self.cache), made, strict=True):
+            self.outputs[name] = tensor
+        self.structure = structure
+
+
+def _tensors_of(outputs: Any, cache: Any) -> dict[str, torch.Tensor]:
+    """What a model returned that is not its cache."""
+    found = {name: value for name, value in outputs.items() if value is not cache}
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise CannotCapture(f"the model returns {name}")
+    return found

@@ -1,0 +1,353 @@
+"""Generating text with the calls for one token each as CUDA graphs: the tokens of stock Transformers. Where there is no
+GPU, a recorder that calls the function again stands for CUDA's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bastile
+from bastile.graphs import conditions, decoding
+from bastile.graphs.recorder import RepeatingRecorder
+from bastile.models.small import small_model
+from conftest import DENSE, older_than, tiny_batch, tiny_model
+from graphing import DEVICE, ON_CUDA, allow_graphs
+from oracle import few_examples
+
+TOKENS = 24
+pytestmark = pytest.mark.skipif(older_than("5.17"), reason="earlier releases are tried by `make test-oldest` alone")
+
+
+@pytest.fixture(autouse=True)
+def with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    allow_graphs(monkeypatch)
+    counted()
+    if not ON_CUDA:
+        monkeypatch.setattr(decoding.Decoding, "_capture", _rewound(decoding.Decoding._capture))
+
+
+def _rewound(capture: Callable[..., None]) -> Callable[..., None]:
+    """A graph that is captured computes nothing; this recorder does, and a recurrence's state would go on twice."""
+
+    def captured(self: Any, *args: Any) -> None:
+        states = [
+            tensor
+            for layer in self.cache.layers
+            for name in ("conv_states", "recurrent_states")
+            for tensor in getattr(layer, name, {}).values()
+            if tensor is not None
+        ]
+        before = [tensor.clone() for tensor in states]
+        capture(self, *args)
+        for tensor, was in zip(states, before, strict=True):
+            tensor.copy_(was)
+
+    return captured
+
+
+def counted() -> tuple[int, dict[str, int]]:
+    """Tokens of replayed calls since the last time, and reasons why there were none."""
+    lines = [line for line in bastile.report(reset=True) if line.where.endswith("GenerationMixin")]
+    return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
+
+
+def small(family: str) -> Any:
+    model = tiny_model(family) if family in DENSE else small_model(family)
+    return model.to(DEVICE).eval()
+
+
+def generated(model: Any, tokens: int = TOKENS, rows: int = 3, seed: int = 0, **options: Any) -> Any:
+    """Left-padded prompts of unequal length."""
+    batch = tiny_batch(model, rows=rows, seed=seed)
+    given_ = {name: batch[name].to(DEVICE) for name in ("input_ids", "attention_mask")}
+    usual = {"do_sample": False, "repetition_penalty": 1.5, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(
+        **given_, max_new_tokens=tokens, **{"use_cache": True, "disable_compile": True, **usual, **options}
+    )
+
+
+def stock(model: Any, *args: Any, **options: Any) -> Any:
+    bastile.reset()
+    found = generated(model, *args, **options)
+    bastile.apply()
+    counted()
+    return found
+
+
+def assert_text_of_stock(model: Any, tokens: int = TOKENS, replayed: int | None = None, **options: Any) -> None:
+    want = stock(model, tokens, **options)
+    got = generated(model, tokens, **options)
+    assert want[:, -tokens:].unique().numel() > 5  # else the test could not fail
+    assert torch.equal(got, want)
+    # The first token is the prompt's, the second one's call is not captured.
+    assert counted() == (tokens - 2 if replayed is None else replayed, {})
+
+
+@pytest.mark.parametrize(
+    "family",
+    # Dense; windows; windows and shared keys; experts; latent attention; without rotary embedding; linear attention and
+    # states beside attention; short convolutions.
+    [*sorted(DENSE), "gemma3_text", "gemma4_text", "qwen3_moe", "deepseek_v3", "gpt2", "bloom", "qwen3_5_text", "bamba",
+     "lfm2"],
+)  # fmt: skip
+def test_greedy_tokens(family: str) -> None:
+    assert_text_of_stock(small(family))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_text_that_outgrows_its_room(rows: int) -> None:
+    assert_text_of_stock(tiny_model(max_position_embeddings=512).to(DEVICE).eval(), 300, rows=rows)
+
+
+def test_a_window_shorter_than_the_text() -> None:
+    assert_text_of_stock(small_model("gemma3_text", sliding_window=8).to(DEVICE).eval(), 40, repetition_penalty=5.0)
+
+
+def test_tokens_that_are_drawn() -> None:
+    """By the same generator: the logits are those of calls without graphs."""
+    model = small("qwen3")
+    drawn = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 30}
+    torch.manual_seed(3)
+    want = stock(model, **drawn)
+    torch.manual_seed(3)
+    assert torch.equal(generated(model, **drawn), want)
+    assert counted() == (TOKENS - 2, {})
+
+
+def test_sequences_that_end_early() -> None:
+    model = small("llama")
+    free = stock(model)
+    end = int(free[0, -TOKENS + 4])
+    want = stock(model, eos_token_id=end)
+    assert torch.equal(generated(model, eos_token_id=end), want)
+    assert (want == 0)[:, -1].any() or want.shape[1] < free.shape[1]
+
+
+def test_weights_that_were_trained_since() -> None:
+    model = small("qwen3")
+    bastile.apply()
+    before = generated(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    after = generated(model)
+    assert counted()[0] == 2 * (TOKENS - 2)
+    assert torch.equal(after, stock(model))
+    assert not torch.equal(after, before)
+
+
+def test_training_between_texts() -> None:
+    """Whose layers are graphs too, with memory of their own."""
+    model = tiny_model().to(DEVICE)
+    batch = {name: tensor.to(DEVICE) for name, tensor in tiny_batch(model).items()}
+    bastile.apply(cuda_graphs=True)
+    texts, losses = [], []
+    for _ in range(4):
+        texts.append(generated(model))
+        losses.append(model(**batch, use_cache=False).loss)
+        losses[-1].backward()
+        model.zero_grad()
+    assert counted()[0] == 4 * (TOKENS - 2)
+    assert all(torch.equal(text, stock(model)) for text in texts)
+    assert len({loss.item() for loss in losses}) == 1
+
+
+def test_adapters() -> None:
+    """With the hook on embeddings that trainers put there for them; and without graphs where hooks do more."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model(), config).to(DEVICE).eval()
+    model.enable_input_require_grads()
+    want = stock(model)
+    assert torch.equal(generated(model), want)
+    assert counted() == (TOKENS - 2, {})
+    seen: list[Any] = []
+    model.get_input_embeddings().register_forward_hook(lambda *_: seen.append(None))
+    assert torch.equal(generated(model), want)
+    assert counted() == (0, {"hooks on the model or a module in it": 1})
+    assert len(seen) == TOKENS
+
+
+def test_a_forward_of_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mixed precision is a forward of the model's own, in which graphs may be captured."""
+    accelerate = pytest.importorskip("accelerate")
+    model = small("qwen3")
+    forward = torch.autocast(DEVICE, torch.bfloat16)(type(model).forward)
+    model.forward = accelerate.utils.convert_outputs_to_fp32(forward).__get__(model)
+    bastile.apply()
+    counted()
+    got = generated(model)
+    assert counted() == (TOKENS - 2, {})
+    # Rounded to 16 bits, attention over a longer cache makes other tokens: they are compared with calls of the same.
+    monkeypatch.setattr(conditions, "recorder_for", lambda _: Failing())
+    decoding.forget()
+    assert torch.equal(generated(model), got)
+    assert counted()[0] == 0
+
+
+def as_dynamic(model: Any) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"return_dict_in_generate": True}, "more than tokens is asked for (return_dict_in_generate)"),
+        ({"cache_implementation": "static"}, "no cache, or one that was given or asked for"),
+        ({"use_cache": False}, "no cache, or one that was given or asked for"),
+        ({"prefill_chunk_size": 4}, "compile_config or prefill_chunk_size, which say how the model is to be called"),
+        ({"tokens": 8}, None),
+    ],
+    ids=str,
+)
+def test_what_runs_as_ever(options: dict[str, Any], reason: str | None) -> None:
+    model = small("qwen3")
+    want = stock(model, **options)
+    got = generated(model, **options)
+    assert torch.equal(getattr(got, "sequences", got), getattr(want, "sequences", want))
+    assert counted() == (0, {} if reason is None else {reason: 1})
+
+
+def test_other_ways_of_generating_run_as_ever() -> None:
+    model = small("qwen3")
+    want = stock(model, num_beams=3)
+    assert torch.equal(generated(model, num_beams=3), want)
+    assert counted() == (0, {})
+
+
+def test_a_cache_of_the_users() -> None:
+    """Who may go on with it."""
+    model = small("qwen3")
+    bastile.apply()
+    cache = as_dynamic(model)
+    name = "past_key_values" if older_than("5.24") else "cache"
+    got = generated(model, **{name: cache})
+    assert cache.get_seq_length() == got.shape[1] - 1
+    assert counted() == (0, {"no cache, or one that was given or asked for": 1})
+
+
+def test_switched_off() -> None:
+    model = small("qwen3")
+    want = stock(model)
+    bastile.apply(cuda_graphs=False)
+    assert torch.equal(generated(model), want)
+    assert counted() == (0, {})
+
+
+def test_compiled_layers_run_as_ever() -> None:
+    model = small("qwen3")
+    want = stock(model)
+    for layer in model.model.layers:
+        layer._compiled_call_impl = lambda *args, layer=layer, **kwargs: layer._call_impl(*args, **kwargs)
+    assert torch.equal(generated(model), want)
+    assert counted() == (0, {"layers that torch.compile has compiled": 1})
+
+
+class Failing(RepeatingRecorder):
+    def record(self, function: Any) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nand more")
+
+
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("qwen3")
+    want = stock(model)
+    monkeypatch.setattr(conditions, "recorder_for", lambda _: Failing())
+    assert torch.equal(generated(model), want)
+    why = "the call for one token cannot be captured: CUDA error: operation not permitted when stream is capturing"
+    assert counted() == (0, {why: 1})
+
+
+def test_arguments_that_change_from_token_to_token() -> None:
+    model = small("qwen3")
+    want = stock(model)
+    prepare = model.prepare_inputs_for_generation
+    kinds = iter(range(1000))
+
+    def prepared_anew(input_ids: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**prepare(input_ids, **kwargs), "kind": next(kinds)}
+
+    def forward(input_ids: Any = None, attention_mask: Any = None, kind: Any = None, **kwargs: Any) -> Any:
+        return type(model).forward(model, input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+
+    model.prepare_inputs_for_generation, model.forward = prepared_anew, forward
+    assert torch.equal(generated(model), want)
+    ran, aside = counted()
+    assert ran == 3
+    assert aside == {"the call for one token cannot be captured: arguments that change from token to token": 1}
+
+
+def test_nothing_stays_on_the_model() -> None:
+    model = small("qwen3")
+    bastile.apply()
+    before = dict(vars(model))
+    generated(model)
+    assert vars(model) == before
+
+    class Stop(Exception):
+        pass
+
+    def stop(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if ids.shape[1] > 20:
+            raise Stop
+        return scores
+
+    with pytest.raises(Stop):
+        generated(model, logits_processor=[stop])
+    assert vars(model) == before
+
+
+@few_examples
+@given(st.integers(1, 200), st.integers(1, 300), st.lists(st.sampled_from(["full", "window"]), min_size=1, max_size=3))
+def test_room(prompt: int, tokens: int, kinds: list[str]) -> None:
+    """Each token's place, memory of at most twice what is in it, and zeros behind."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    from bastile.models.roomy_cache import RoomyCache
+
+    usual = DynamicCache()
+    usual.layers = [DynamicLayer() if kind == "full" else DynamicSlidingWindowLayer(4) for kind in kinds]
+    cache = RoomyCache(usual, tokens)
+    states = torch.arange(1.0, prompt + tokens + 1).view(1, 1, -1, 1)
+    assert cache.get_seq_length() == 0
+    assert not cache.is_compileable
+    assert cache.get_mask_sizes(prompt, 0) == (prompt, 0)
+    for layer in range(len(kinds)):
+        keys, values = cache.update(states[:, :, :prompt], -states[:, :, :prompt].expand(1, 1, -1, 2), layer)
+        assert torch.equal(keys, states[:, :, :prompt])
+        assert values.shape == (1, 1, prompt, 2)
+    for at in range(prompt, prompt + tokens - 1):  # the last token is no input
+        assert cache.is_compileable
+        assert cache.get_seq_length() == at
+        for layer in range(len(kinds)):
+            token = states[:, :, at : at + 1]
+            keys, values = cache.update(token, -token.expand(1, 1, 1, 2), layer)
+            assert cache.get_mask_sizes(1, layer) == (keys.shape[2], 0)
+            assert torch.equal(keys[0, 0, : at + 1], states[0, 0, : at + 1])
+            assert torch.equal(values[0, 0, : at + 1, 1], -states[0, 0, : at + 1, 0])
+            assert not keys[0, 0, at + 1 :].any()
+        held = keys.shape[2]
+        assert held - prompt <= max(2 * (at + 1 - prompt), 64) + 127
+        assert cache.advance() == (cache.room != held)
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="memory of a GPU")
+def test_memory_goes_back() -> None:
+    """All but a pool that the next text uses again: no segment of PyTorch's allocator, 2 MiB at least, a text."""
+    model = small("qwen3")
+    bastile.apply()
+    for seed in range(6):
+        generated(model, 100, seed=seed)
+    torch.cuda.synchronize()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for seed in range(12):
+        generated(model, 100, seed=seed)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before
+    assert torch.cuda.memory_reserved() <= reserved + 4 * 2**20
