@@ -216,6 +216,8 @@ def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
             step.get("load_in_4bit", False),
             step.get("offload_checkpoints", False),
             step.get("attention_only", False),
+            step.get("lora", False),
+            step.get("generates", False),
         )
         latest.setdefault(setting, {})[step["implementation"]] = step
     memory = "reserved_gib" if any("reserved_gib" in step for step in run["steps"]) else "peak_gib"
@@ -225,9 +227,11 @@ def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     table = [[f"milliseconds of a step, median and least (peak GiB{which})", *titles, "**Bastile**", "its kernels"]]
     apart = False
     for key in sorted(latest, key=str, reverse=True):
-        (trainer, shape, batch, length, checkpointing, in_4bit, offloads, attention), steps = key, latest[key]
+        (trainer, shape, batch, length, checkpointing, in_4bit, offloads, attention, *others), steps = key, latest[key]
+        lora, generates = others
         more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
         more += ", inputs in the host's memory" * offloads + ", adapters on attention" * attention
+        more += ", LoRA" * lora + ", completions by the model" * generates
         name = f"{'Trainer' if trainer == 'trainer' else trainer.upper()} {shape}, {batch} x {length}{more}".strip()
         cells = {
             one: f"{step['median_ms']:.0f}, {step['least_ms']:.0f}"

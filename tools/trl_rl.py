@@ -12,7 +12,7 @@ where vLLM is not used. Trainer: without checkpointing, which is not its default
 the steps after the untimed ones, by a callback that waits for the device; the mean of as many behind them, for which it
 does not wait, and which are not logged; seconds in which a kernel ran, by two further steps under the profiler, but
 where the model generates; peak memory behind the untimed steps; the losses; how often Bastile's losses and graphs ran.
-Needs trl and datasets."""
+Needs trl and datasets, for --lora peft."""
 
 from __future__ import annotations
 
@@ -137,7 +137,11 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
         more["reward_funcs"] = reward
     else:
         given["max_length"] = options.length
-    if options.trainer == "dpo":
+    if options.lora:
+        from peft import LoraConfig
+
+        more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    elif options.trainer == "dpo":
         more["ref_model"] = build(options)
     return getattr(trl, f"{name}Trainer")(
         model=model,
@@ -169,6 +173,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "batch": options.batch,
         "length": options.length,
         "checkpointing": not options.no_checkpointing,
+        "lora": options.lora,
         "median_seconds": statistics.median(timed),
         "least_seconds": min(timed),
         "queued_seconds": queued,
@@ -191,6 +196,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12, help="with those that are not timed")
     parser.add_argument("--untimed", type=int, default=UNTIMED, help=f"the first steps; {UNTIMED}")
+    parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers; not of Trainer")
     parser.add_argument("--generate", action="store_true", help="GRPO's completions by the model itself")
     parser.add_argument("--stock", action="store_true", help="without Bastile")
     parser.add_argument("--no-graphs", action="store_true", help="with Bastile, but without CUDA graphs")

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 import bastile
 from bastile.graphs import conditions, decoding
 from bastile.graphs.recorder import RepeatingRecorder
-from bastile.models.small import small_model
-from conftest import DENSE, older_than, tiny_batch, tiny_model
+from bastile.models import small
+from conftest import DENSE, modeling, older_than, tiny_batch, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs
 from oracle import few_examples
 
+#: In releases before that, `generate` leaves the cache to the model, and nothing is captured.
+pytestmark = pytest.mark.skipif(older_than("5.1"), reason="text is generated as ever")
+
 TOKENS = 24
-pytestmark = pytest.mark.skipif(older_than("5.17"), reason="earlier releases are tried by `make test-oldest` alone")
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +58,8 @@ def counted() -> tuple[int, dict[str, int]]:
     return sum(line.ran for line in lines), {reason: n for line in lines for reason, n in line.aside.items()}
 
 
-def small(family: str) -> Any:
-    model = tiny_model(family) if family in DENSE else small_model(family)
+def small_one(family: str) -> Any:
+    model = tiny_model(family) if family in DENSE else small.small_model(family)
     return model.to(DEVICE).eval()
 
 
@@ -96,7 +98,11 @@ def assert_text_of_stock(model: Any, tokens: int = TOKENS, replayed: int | None 
      "lfm2"],
 )  # fmt: skip
 def test_greedy_tokens(family: str) -> None:
-    assert_text_of_stock(small(family))
+    if family not in DENSE and family not in small.causal_types():
+        pytest.skip(f"this Transformers has no {family}")
+    if family == "bloom" and older_than("5.18"):
+        pytest.skip("there it looks for a StaticCache")
+    assert_text_of_stock(small_one(family))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -105,12 +111,14 @@ def test_a_text_that_outgrows_its_room(rows: int) -> None:
 
 
 def test_a_window_shorter_than_the_text() -> None:
-    assert_text_of_stock(small_model("gemma3_text", sliding_window=8).to(DEVICE).eval(), 40, repetition_penalty=5.0)
+    assert_text_of_stock(
+        small.small_model("gemma3_text", sliding_window=8).to(DEVICE).eval(), 40, repetition_penalty=5.0
+    )
 
 
 def test_tokens_that_are_drawn() -> None:
     """By the same generator: the logits are those of calls without graphs."""
-    model = small("qwen3")
+    model = small_one("qwen3")
     drawn = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 30}
     torch.manual_seed(3)
     want = stock(model, **drawn)
@@ -120,7 +128,7 @@ def test_tokens_that_are_drawn() -> None:
 
 
 def test_sequences_that_end_early() -> None:
-    model = small("llama")
+    model = small_one("llama")
     free = stock(model)
     end = int(free[0, -TOKENS + 4])
     want = stock(model, eos_token_id=end)
@@ -129,7 +137,7 @@ def test_sequences_that_end_early() -> None:
 
 
 def test_weights_that_were_trained_since() -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     bastile.apply()
     before = generated(model)
     with torch.no_grad():
@@ -176,7 +184,7 @@ def test_adapters() -> None:
 def test_a_forward_of_accelerates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mixed precision is a forward of the model's own, in which graphs may be captured."""
     accelerate = pytest.importorskip("accelerate")
-    model = small("qwen3")
+    model = small_one("qwen3")
     forward = torch.autocast(DEVICE, torch.bfloat16)(type(model).forward)
     model.forward = accelerate.utils.convert_outputs_to_fp32(forward).__get__(model)
     bastile.apply()
@@ -208,7 +216,7 @@ def as_dynamic(model: Any) -> Any:
     ids=str,
 )
 def test_what_runs_as_ever(options: dict[str, Any], reason: str | None) -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     want = stock(model, **options)
     got = generated(model, **options)
     assert torch.equal(getattr(got, "sequences", got), getattr(want, "sequences", want))
@@ -216,7 +224,7 @@ def test_what_runs_as_ever(options: dict[str, Any], reason: str | None) -> None:
 
 
 def test_other_ways_of_generating_run_as_ever() -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     want = stock(model, num_beams=3)
     assert torch.equal(generated(model, num_beams=3), want)
     assert counted() == (0, {})
@@ -224,7 +232,7 @@ def test_other_ways_of_generating_run_as_ever() -> None:
 
 def test_a_cache_of_the_users() -> None:
     """Who may go on with it."""
-    model = small("qwen3")
+    model = small_one("qwen3")
     bastile.apply()
     cache = as_dynamic(model)
     name = "past_key_values" if older_than("5.24") else "cache"
@@ -234,15 +242,24 @@ def test_a_cache_of_the_users() -> None:
 
 
 def test_switched_off() -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     want = stock(model)
     bastile.apply(cuda_graphs=False)
     assert torch.equal(generated(model), want)
     assert counted() == (0, {})
 
 
+def test_code_that_looks_for_a_static_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Bloom's did: what it does for that alone is needed for a cache like it."""
+    model = small_one("qwen3")
+    want = stock(model)
+    monkeypatch.setattr(modeling("qwen3"), "StaticCache", object, raising=False)
+    assert torch.equal(generated(model), want)
+    assert counted() == (0, {"code that looks for Transformers' own static cache": 1})
+
+
 def test_compiled_layers_run_as_ever() -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     want = stock(model)
     for layer in model.model.layers:
         layer._compiled_call_impl = lambda *args, layer=layer, **kwargs: layer._call_impl(*args, **kwargs)
@@ -256,7 +273,7 @@ class Failing(RepeatingRecorder):
 
 
 def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     want = stock(model)
     monkeypatch.setattr(conditions, "recorder_for", lambda _: Failing())
     assert torch.equal(generated(model), want)
@@ -265,7 +282,7 @@ def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments_that_change_from_token_to_token() -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     want = stock(model)
     prepare = model.prepare_inputs_for_generation
     kinds = iter(range(1000))
@@ -284,7 +301,7 @@ def test_arguments_that_change_from_token_to_token() -> None:
 
 
 def test_nothing_stays_on_the_model() -> None:
-    model = small("qwen3")
+    model = small_one("qwen3")
     bastile.apply()
     before = dict(vars(model))
     generated(model)
@@ -340,7 +357,7 @@ def test_room(prompt: int, tokens: int, kinds: list[str]) -> None:
 @pytest.mark.skipif(not ON_CUDA, reason="memory of a GPU")
 def test_memory_goes_back() -> None:
     """All but a pool that the next text uses again: no segment of PyTorch's allocator, 2 MiB at least, a text."""
-    model = small("qwen3")
+    model = small_one("qwen3")
     bastile.apply()
     for seed in range(6):
         generated(model, 100, seed=seed)

@@ -19,6 +19,7 @@ from packaging.version import Version
 import bastile
 from bastile.integrations import log_probs_from_hidden
 from bastile.models.logits.said import counts
+from graphing import allow_graphs
 from oracle import Case, assert_no_worse, random_tensor
 
 trl = pytest.importorskip("trl")
@@ -559,3 +560,15 @@ def partitioned(rank: int, path: str) -> None:
 def test_zero_3_on_two_processes(saved: Any, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     on_processes(2, tmp_path, partitioned, saved("qwen3"))
+
+
+@newest
+def test_completions_whose_tokens_are_graphs(
+    saved: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without vLLM the model itself generates: the same completions, so the same rewards and losses."""
+    allow_graphs(monkeypatch)
+    both("grpo", saved("qwen3"), tmp_path, monkeypatch, max_completion_length=24)
+    (of_tokens,) = [line for line in bastile.report() if line.where.endswith("GenerationMixin")]
+    assert of_tokens.ran == 2 * 22  # two texts, whose first two tokens come without a graph
+    assert of_tokens.aside == {}

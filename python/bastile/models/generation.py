@@ -6,6 +6,7 @@ long before the host has launched the next one."""
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ FILE = "transformers.generation.utils"
 _FEWEST = 16
 
 
-#: Caches that `generate` has made, and nobody else has.
+#: Caches that `generate` has made, and nobody else has. In early releases it leaves that to the model: there text is
+#: generated as ever.
 _of_generate: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -85,17 +87,14 @@ def _sample(tally: Tally, original: Any) -> Any:
         if recorder is None or most < _FEWEST or _mode_of(self) is False:
             return loop(**kwargs)
         name = next((name for name in NAMES if kwargs.get(name) is not None), "")
-        reason = (
-            "shards"
-            if synced_gpus
-            else _why_not(self, generation_config, kwargs.get(name), generation_config.max_length)
-        )
+        usual: Any = kwargs.get(name)
+        reason = _SYNCED if synced_gpus else _why_not(self, generation_config, usual)
         if reason is not None:
             tally.step_aside(reason, is_usual=True)
             return loop(**kwargs)
         from bastile.models.roomy_cache import RoomyCache
 
-        cache = RoomyCache(kwargs[name], most)
+        cache = RoomyCache(usual, most)
         with _calls(self, Decoding(self, cache, name, shelf_of(self, recorder), tally)):
             return loop(**{**kwargs, name: cache})
 
@@ -108,7 +107,10 @@ def _mode_of(model: nn.Module) -> Any:
     return next((graphs.of_models[m] for m in model.modules() if m in graphs.of_models), graphs.everywhere)
 
 
-def _why_not(model: Any, config: Any, cache: Any, most: int) -> str | None:
+_SYNCED = "several processes that generate in step, of shards"
+
+
+def _why_not(model: Any, config: Any, cache: Any) -> str | None:
     if config.return_dict_in_generate:
         return "more than tokens is asked for (return_dict_in_generate)"
     if cache not in _of_generate or config.cache_implementation is not None:
@@ -119,11 +121,14 @@ def _why_not(model: Any, config: Any, cache: Any, most: int) -> str | None:
         return f"{type(model).__name__} is not said to be free of decisions by numbers that the device has"
     if model.config._attn_implementation not in ("sdpa", "eager"):
         return f"attention by {model.config._attn_implementation}"
+    files = {type(module).__module__ for module in model.modules()}
+    if any("StaticCache" in vars(sys.modules.get(name, sys)) for name in files):
+        return "code that looks for Transformers' own static cache"
     reason = conditions.against_this_step() or conditions.against_this_model(model)
     if reason is None:
         from bastile.models.roomy_cache import why_not
 
-        reason = why_not(cache, most)
+        reason = why_not(cache, config.max_length)
     return reason
 
 

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 #: Tokens that there is room for behind a prompt at first.
 _FIRST = 64
-#: Room is a multiple of: libraries choose, and cuDNN builds, a kernel for each length, a quarter of a second on an H100.
+#: Room is a multiple of: for each length cuDNN builds a kernel, which takes a quarter of a second on an H100.
 _MULTIPLE = 128
 _ATTENDS = (DynamicLayer, DynamicSlidingWindowLayer)
 #: What linear attention has of a text is of one size, and written over in place; and what keeps nothing.

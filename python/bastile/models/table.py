@@ -64,7 +64,11 @@ OPERATORS: dict[str, Operator] = {
     "offload_checkpoints": Operator(
         "offloading", "inputs of checkpointed layers kept in the host's memory", r"Model$", on_request=True
     ),
-    "cuda_graphs": Operator("graphs", "decoder layers of a training step as CUDA graphs", r"Model$"),
+    "cuda_graphs": Operator(
+        "graphs",
+        "decoder layers of a training step as CUDA graphs, and calls for one token of generated text",
+        r"Model$",
+    ),
 }
 
 #: Those that run all layers, and compute nothing of their own.
