@@ -136,6 +136,51 @@ def test_sequences_that_end_early() -> None:
     assert (want == 0)[:, -1].any() or want.shape[1] < free.shape[1]
 
 
+@pytest.mark.parametrize("at", [3, 4, 9])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_is_drawn_behind_a_text_that_ends_early(rows: int, at: int) -> None:
+    """Whether all have ended is asked a token later: that token, and what it drew, is taken back."""
+    model = small_one("qwen3")
+    drawn = {"do_sample": True, "temperature": 0.7, "rows": rows}
+    torch.manual_seed(3)
+    free = stock(model, **drawn)
+    ends = free[:, -TOKENS + at].tolist()
+    found = []
+    for apply in (bastile.reset, bastile.apply):
+        apply()
+        torch.manual_seed(3)
+        text = generated(model, eos_token_id=ends, **drawn)
+        found.append((text, generated(model, eos_token_id=ends, **drawn), torch.rand(3, device=DEVICE)))
+    assert found[0][0].shape[1] < free.shape[1]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_calls_of_processors_of_the_users() -> None:
+    """As many as ever: one that counts them, or a streamer, sees each token as it comes."""
+    model = small_one("llama")
+    end = int(stock(model, rows=1)[0, -TOKENS + 6])
+    calls: list[list[int]] = []
+
+    def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls[-1].append(ids.shape[1])
+        return scores
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            calls[-1].append(value.numel())
+
+        def end(self) -> None:
+            calls[-1].append(-1)
+
+    for options in ({"logits_processor": [processor]}, {"streamer": Streamer()}):
+        for apply in (bastile.reset, bastile.apply):
+            apply()
+            calls.append([])
+            generated(model, rows=1, eos_token_id=end, **options)
+        assert calls[-1] == calls[-2]
+        assert 5 < len(calls[-1]) < TOKENS
+
+
 def test_weights_that_were_trained_since() -> None:
     model = small_one("qwen3")
     bastile.apply()

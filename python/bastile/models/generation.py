@@ -19,7 +19,9 @@ from torch import nn
 from bastile.graphs import conditions
 from bastile.graphs.caches import NAMES, given_in
 from bastile.graphs.decoding import Decoding, shelf_of
+from bastile.models import running_ahead
 from bastile.models.rebind import as_keywords, parameter_names
+from bastile.models.running_ahead import run_ahead
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
@@ -38,8 +40,12 @@ def sites(file: ModelFile) -> Iterator[Site]:
     if file.name != FILE or not isinstance(cls, type) or not {"_sample", _MAKES_CACHE} <= vars(cls).keys():
         return
     sample = partial(_sample, Tally.of("cuda_graphs", f"{FILE}.GenerationMixin"))
-    for name, made in (("_sample", sample), (_MAKES_CACHE, _prepare_cache)):
-        yield Site("cuda_graphs", f"GenerationMixin.{name}", cls, name, made, (), made)
+    places: list[tuple[Any, str, Any]] = [(cls, "_sample", sample), (cls, _MAKES_CACHE, _prepare_cache)]
+    check = file.scope.get("StopCheck")  # in newer releases
+    if isinstance(check, type) and {"__call__", "finish"} <= vars(check).keys():
+        places += [(check, "__call__", running_ahead.check), (check, "finish", running_ahead.finish)]
+    for owner, name, made in places:
+        yield Site("cuda_graphs", f"{owner.__name__}.{name}", owner, name, made, (), made)
 
 
 _MAKES_CACHE = "_prepare_cache_for_generation"
@@ -95,7 +101,10 @@ def _sample(tally: Tally, original: Any) -> Any:
         from bastile.models.roomy_cache import RoomyCache
 
         cache = RoomyCache(usual, most)
-        with _calls(self, Decoding(self, cache, name, shelf_of(self, recorder), tally)):
+        decoding = Decoding(self, cache, name, shelf_of(self, recorder), tally)
+        called = logits_processor, stopping_criteria
+        longest = generation_config.max_length
+        with _calls(self, decoding), run_ahead(input_ids.device, longest, *called, streamer=streamer):
             return loop(**{**kwargs, name: cache})
 
     return sample
