@@ -50,9 +50,10 @@ def against_these_layers(layers: Sequence[Any]) -> str | None:
     if not all(map(is_checkpointed, layers)):
         return f"layers of the class {type(layers[0]).__qualname__}, which is none of Transformers' layers"
     tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
-    if any(t.requires_grad and type(t) not in PLAIN for t in tensors if isinstance(t, nn.Parameter)):
+    reason = _against(tensors, layers, [module for layer in layers for module in layer.modules()])
+    if reason is None and any(t.requires_grad and type(t) not in PLAIN for t in tensors if isinstance(t, nn.Parameter)):
         return "trained parameters of a tensor class of their own"
-    return _against(tensors, layers, [module for layer in layers for module in layer.modules()])
+    return reason
 
 
 def against_this_model(model: nn.Module) -> str | None:
