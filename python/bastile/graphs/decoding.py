@@ -7,6 +7,7 @@ graph: it compiles what is to be compiled, and chooses what is to be chosen."""
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from typing import Any
 
@@ -22,12 +23,13 @@ _MOST_CHANGES = 2
 
 
 class Shelf:
-    """What a model has of one text for the next: a pool of memory, which a graph holds that is never replayed again.
-    A new pool would send all of PyTorch's free memory back to the driver, and training asks for it again."""
+    """What a model has of one text for the next: a pool of memory, which a graph holds that is never replayed again. A
+    new pool would send all of PyTorch's free memory back to the driver, and training asks for it again."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.graph: Replayed | None = None
+        self.lock = threading.Lock()  # one text at a time: two would write over each other's memory
 
 
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()

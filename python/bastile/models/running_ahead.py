@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -61,11 +61,22 @@ def run_ahead(device: torch.device, longest: int, *called: Iterable[Any], stream
     """Within, a text is generated so. called: what the loop calls for each token; where that is not Transformers' own,
     it may count its calls, and a streamer is given each token as it comes: then not."""
     others = [one for several in called for one in several if not type(one).__module__.startswith("transformers.")]
-    token = _ahead.set(None if others or streamer is not None else Ahead(device, longest))
+    with _with(None if others or streamer is not None else Ahead(device, longest)):
+        yield
+
+
+@contextmanager
+def _with(ahead: Ahead | None) -> Iterator[None]:
+    token = _ahead.set(ahead)
     try:
         yield
     finally:
         _ahead.reset(token)
+
+
+def not_ahead() -> AbstractContextManager[None]:
+    """Within, a text is generated as ever, though it be in the midst of one that is not."""
+    return _with(None)
 
 
 def check(original: Any) -> Any:
