@@ -25,7 +25,7 @@ from bastile.ops._common import PLAIN
 from bastile.ops._modules import has_hooks, plain_linear
 from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bit
 from bastile.ops.glu import glu_mlp
-from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
+from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears, adapted_mlp
 from bastile.ops.projections import projections
 from bastile.recompute import is_of_last_layer
 from bastile.report import Tally, noting
@@ -352,6 +352,18 @@ def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, 
         return glu_mlp(x, gate, up, down, activation)
     _count((gate, up, down))
     y = adapted_gated_mlp(x, first, second, third, activation, remake=is_of_last_layer(down))
+    return y.to(_result_dtype(down, x))
+
+
+def mlp(x: torch.Tensor, up: nn.Module, down: nn.Module, activation: str) -> torch.Tensor:
+    """The MLP of these layers without a gate, as one node.
+
+    Raises:
+        NotServed: where it serves one of them not; says why.
+    """
+    first, second = adapted(up, x), adapted(down, x)
+    _count((up, down))
+    y = adapted_mlp(x, first, second, activation, remake=is_of_last_layer(down))
     return y.to(_result_dtype(down, x))
 
 
