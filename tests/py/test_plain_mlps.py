@@ -44,6 +44,10 @@ MADE: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ("phi", "PhiMLP"): lambda cls: cls(config(hidden_act="gelu_new")),
     ("gptj", "GPTJMLP"): lambda cls: cls(INNER, config(activation_function="gelu_new", resid_pdrop=0.0)),
     ("codegen", "CodeGenMLP"): lambda cls: cls(INNER, config(activation_function="gelu_new", resid_pdrop=0.0)),
+    ("falcon", "FalconMLP"): lambda cls: cls(
+        config(activation="gelu", bias=False, ffn_hidden_size=INNER, hidden_dropout=0.0)
+    ),
+    ("gpt2", "GPT2MLP"): lambda cls: cls(INNER, config(activation_function="gelu_new", resid_pdrop=0.0)),
     ("siglip", "SiglipMLP"): lambda cls: cls(config(hidden_act="gelu_pytorch_tanh")),
     ("clip", "CLIPMLP"): lambda cls: cls(config(hidden_act="quick_gelu")),
     ("qwen3_vl", "Qwen3VLVisionMLP"): lambda cls: cls(config(hidden_act="gelu_pytorch_tanh")),
@@ -162,6 +166,13 @@ def other_class(module: nn.Module) -> None:
     module.dense_h_to_4h.__class__ = Louder
 
 
+def adds_its_bias(module: nn.Module) -> None:
+    """Under autocast the sum would be of the bias's type."""
+    layer = of_file("falcon", "FalconLinear")(WIDTH, INNER)
+    layer.load_state_dict(module.dense_h_to_4h.state_dict())
+    module.dense_h_to_4h = layer
+
+
 def other_activation(module: nn.Module) -> None:
     module.act = nn.Tanh()
 
@@ -178,6 +189,7 @@ def own_forward(module: nn.Module) -> None:
         (hook_on("dense_4h_to_h"), "hooks"),
         (hook_on("act"), "activation"),
         (other_class, "Louder is no layer that Bastile knows"),
+        (adds_its_bias, "a bias in a type of its own"),
         (other_activation, "activation"),
         (own_forward, "a forward of its own"),
     ],
@@ -277,6 +289,16 @@ FAMILIES = {
     "starcoder2": {**_SMALL, "use_bias": True, "residual_dropout": 0.0, "embedding_dropout": 0.0},
     "gpt_neox": _SMALL,
     "arcee": _SMALL,
+    "falcon": {**_SMALL, "bias": False, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    "gpt2": {
+        "vocab_size": 96,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
     "phi": {**_SMALL, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -374,10 +396,11 @@ def test_merged_adapters_run_as_stock():
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_compiles_without_a_break(autocast):
+@pytest.mark.parametrize("named", [("gpt_neox", "GPTNeoXMLP"), ("gpt2", "GPT2MLP"), ("falcon", "FalconMLP")], ids=str)
+def test_compiles_without_a_break(named, module, autocast):
     torch._dynamo.reset()
-    module, x = gpt_neox(), random_tensor((5, WIDTH), torch.float32, "cpu")
-    bastile.apply()
+    x = random_tensor((5, WIDTH), torch.float32, "cpu")
+    bastile.apply(lora_linear=False)
 
     def run(called: Any) -> list[torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -386,6 +409,17 @@ def test_compiles_without_a_break(autocast):
 
     for got, want in zip(run(torch.compile(module, fullgraph=True, backend="aot_eager")), run(module), strict=True):
         assert_same_bits(got, want)
+
+
+def test_gradients_of_transposed_weights_lie_as_these_do(ran):  # noqa: F811
+    """A Conv1D's: no copy is made of one."""
+    module = MADE["gpt2", "GPT2MLP"](of_file("gpt2", "GPT2MLP"))
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: found.update({name: gradient}))
+    module(random_tensor((5, WIDTH), torch.float32, "cpu")).sum().backward()
+    assert ran == {"adapted_mlp": 1}
+    assert all(found[name].is_contiguous() for name in ("c_fc.weight", "c_proj.weight"))
 
 
 def test_one_model_alone(ran):  # noqa: F811

@@ -13,8 +13,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Form:
     #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule,
-    #: state space, layer, experts, block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit
-    #: linear, head
+    #: state space, layer, experts, block of experts, router, experts of all tokens, linear, linear across, adapted
+    #: linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
@@ -531,6 +531,9 @@ FORMS: tuple[Form, ...] = (
         _roles("gate_up hidden_size activation down"),
         ("3bdf000152a4",),
     ),
+    # ---- linear layers of classes of their own -----------------------------------------------------------------------
+    Form("linear", "x @ weight.T + bias", _roles("weight bias"), ("390f1a9ab032",), exact=True),
+    Form("linear across", "bias + x @ weight", _roles("nf bias weight"), ("9177a6c532a9",), exact=True),
     # ---- linear layers that are more than a weight: of PEFT 0.18 to 0.21, and of bitsandbytes ------------------------
     Form(
         "adapted linear",

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bastile.guards import does_as_its_class
-from bastile.models.adapters import NotServed, gated_mlp, mlp
+from bastile.models.adapters import NotServed, gated_mlp, mlp, prepare_for_compiler
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._glu import ACTIVATION_OF_CONFIG, QUICK_GELU
 from bastile.ops._modules import plain_linear
@@ -26,6 +26,7 @@ _FUNCTIONS = ((F.silu, "silu"), (F.relu, "relu"), (F.gelu, "gelu"))
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
+    prepare_for_compiler(file)
     for found in file.forwards("mlp"):
         yield file.forward_site("swiglu", found.owner, partial(mlp_forward, found))
 
