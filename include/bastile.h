@@ -540,11 +540,13 @@ BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DL
 
 /* ---- low_rank ---------------------------------------------------------------------------------------------------- */
 
-/* A linear layer with its adapter, y [T, N] = x weight^T + scale thin b^T: x [T, K], weight [N, K], thin [T, R], b
- * [N, R], of one type, all in rows with gaps or without. On Hopper, in 16 bits, for large layers, R to 64 and sizes of
- * multiples of 8, in one product, rounded once; else the large product is added to the rounded thin one. */
+/* A linear layer with its adapter, y [T, N] = x weight^T + scale thin b^T + bias: x [T, K], weight [N, K], thin [T, R],
+ * b [N, R], in rows with gaps or without, bias [N] or NULL, of one type. On Hopper, in 16 bits, for large layers, R to
+ * 64 and sizes of multiples of 8, in one product, rounded once; else the large product is added to the rounded sum of
+ * the others. */
 BST_API bst_status bst_low_rank_linear(const bst_exec *exec, const DLTensor *x, const DLTensor *weight,
-                                       const DLTensor *thin, const DLTensor *b, double scale, DLTensor *y);
+                                       const DLTensor *thin, const DLTensor *b, const DLTensor *bias, double scale,
+                                       DLTensor *y);
 
 /* What layers of one input, each y_i = x weight_i^T, and their adapters leave to it: dx [T, K] = g a + sum of
  * dy_i weight_i: dy_i [T, N_i], weight_i [N_i, K], g [T, R], a [R, K], of one type, in rows with gaps or without.

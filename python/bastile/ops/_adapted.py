@@ -175,8 +175,8 @@ class Group:
                 torch.addmm(bias, rows, across, out=y)
             return
         mine, scale = self._mine(thin, i), self.layers[i].scale
-        if bias is None and _is_one_product(rows, weight, b):
-            low_rank.linear_into(rows, weight, mine, b, y, scale)
+        if _is_one_product(rows, weight, b):
+            low_rank.linear_into(rows, weight, mine, b, bias, y, scale)
             return
         if bias is None:
             y.addmm_(mine, b.t(), beta=0, alpha=scale)
