@@ -213,13 +213,13 @@ typedef struct bst_glu_options {
 } bst_glu_options;
 
 /* y = act(a) * b, of the gate a and up b within the limit, in float32 and rounded once. a, b, y [..., I] of one type.
- * options NULL: SwiGLU. Shazeer, "GLU Variants Improve Transformer", 2020; OpenAI, "gpt-oss-120b & gpt-oss-20b Model
- * Card", 2025. */
+ * b NULL: y = act(a), without a limit. options NULL: SwiGLU, or SiLU. Shazeer, "GLU Variants Improve Transformer",
+ * 2020; OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025. */
 BST_API bst_status bst_glu_forward(const bst_exec *exec, const DLTensor *a, const DLTensor *b,
                                    const bst_glu_options *options, DLTensor *y);
-/* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL.
- * y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a weight that y is
- * multiplied with. Each of the three may take the place of dy, a or b, element for element. */
+/* Its gradients, recomputed from a and b: da, db [..., I], of any strides that an input may have; either may be NULL,
+ * as db is without b. y likewise, or NULL: the output once more, with the bits that forward gave, for the gradient of a
+ * weight that y is multiplied with. Each of the three may take the place of dy, a or b, element for element. */
 BST_API bst_status bst_glu_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *a, const DLTensor *b,
                                     const bst_glu_options *options, DLTensor *da, DLTensor *db, DLTensor *y);
 /* The same of gate and up joined in h [..., 2I]. dh as h, which it may be, y [..., I], which may be dy; or NULL. */
@@ -540,11 +540,13 @@ BST_API bst_status bst_dropout(const bst_exec *exec, const DLTensor *x, const DL
 
 /* ---- low_rank ---------------------------------------------------------------------------------------------------- */
 
-/* A linear layer with its adapter, y [T, N] = x weight^T + scale thin b^T: x [T, K], weight [N, K], thin [T, R], b
- * [N, R], of one type, all in rows with gaps or without. On Hopper, in 16 bits, for large layers, R to 64 and sizes of
- * multiples of 8, in one product, rounded once; else the large product is added to the rounded thin one. */
+/* A linear layer with its adapter, y [T, N] = x weight^T + scale thin b^T + bias: x [T, K], weight [N, K], thin [T, R],
+ * b [N, R], in rows with gaps or without, bias [N] or NULL, of one type. On Hopper, in 16 bits, for large layers, R to
+ * 64 and sizes of multiples of 8, in one product, rounded once; else the large product is added to the rounded sum of
+ * the others. */
 BST_API bst_status bst_low_rank_linear(const bst_exec *exec, const DLTensor *x, const DLTensor *weight,
-                                       const DLTensor *thin, const DLTensor *b, double scale, DLTensor *y);
+                                       const DLTensor *thin, const DLTensor *b, const DLTensor *bias, double scale,
+                                       DLTensor *y);
 
 /* What layers of one input, each y_i = x weight_i^T, and their adapters leave to it: dx [T, K] = g a + sum of
  * dy_i weight_i: dy_i [T, N_i], weight_i [N_i, K], g [T, R], a [R, K], of one type, in rows with gaps or without.

@@ -90,7 +90,7 @@ def of_layer(rows: int, columns: int, width: int, rank: int) -> dict[str, float]
     ways: Ways = {
         "frozen": lambda k: torch.mm(x[k], weight[k].t(), out=y),
         "two products": lambda k: y.addmm_(thin, b.t(), beta=0).addmm_(x[k], weight[k].t()),
-        "as one": lambda k: low_rank.linear_into(x[k], weight[k], thin, b, y, 1.0),
+        "as one": lambda k: low_rank.linear_into(x[k], weight[k], thin, b, None, y, 1.0),
     }
     return medians(ways, [])
 

@@ -96,7 +96,7 @@ def apply(
 
     Args:
         rms_norm: RMSNorm.
-        swiglu: the gated activation of the MLP, or the whole MLP where it is one of plain matrices.
+        swiglu: the gated activation of the MLP, or the whole MLP where it is one of plain matrices or has no gate.
         rope: the rotary embedding; in an attention that calls it, queries, keys and values of one input as one node.
         fused_linear_cross_entropy: the loss from the last hidden states; the output's logits are made when they are
             read. With model_types None in every model class of Transformers, of whatever type.

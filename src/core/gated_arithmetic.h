@@ -16,6 +16,13 @@ BST_INLINE bst_gate bst_gelu_tanh(float g, int type);
 /* g F(g), F the normal distribution. */
 BST_INLINE bst_gate bst_gelu(float g, int type);
 
+/* sigmoid(v) + g_dv sigmoid(v) sigmoid(-v), of the smaller one of these two: a rounding of the larger would show in
+ * float32. */
+BST_INLINE float bst_sigmoid_slope(float v, float g_dv, float least) {
+    float most = 1.0f - least;
+    return v < 0 ? least * bst_fma(g_dv, most, 1.0f) : bst_fma(-least, bst_fma(-g_dv, most, 1.0f), 1.0f);
+}
+
 /* As torch.clamp: NaN stays NaN. */
 BST_INLINE float bst_clamp(float v, float low, float high) { return v < low ? low : v > high ? high : v; }
 
@@ -48,6 +55,9 @@ BST_INLINE bst_gate bst_unit_gate(float g, int activation, float alpha, int type
 }
 BST_INLINE float bst_unit_up(float u, int activation) { return activation == BST_SWIGLU_OAI_CODE ? u + 1.0f : u; }
 
+/* The up that leaves the activation alone. */
+BST_INLINE float bst_no_up(int activation) { return activation == BST_SWIGLU_OAI_CODE ? 0.0f : 1.0f; }
+
 typedef struct bst_gated_gradients {
     float dgate, dup, y; /* y: the unit's */
 } bst_gated_gradients;
@@ -68,7 +78,7 @@ BST_INLINE float bst_gated_within(float g, float u, int activation, float alpha,
 }
 
 /* As of torch.clamp: no gradient goes beyond a limit, nor, where there is one, to a NaN. For float32 swiglu_oai's slope
- * is added to, not multiplied with: a rounding less, as its definition has it. */
+ * is of the sigmoid's smaller side. */
 BST_INLINE bst_gated_gradients bst_gated_within_backward(float dy, float g, float u, int activation, float alpha,
                                                          int limited, float limit, int type) {
     float gate = limited && g > limit ? limit : g, up = limited ? bst_clamp(u, -limit, limit) : u;
@@ -76,8 +86,8 @@ BST_INLINE bst_gated_gradients bst_gated_within_backward(float dy, float g, floa
     up = bst_unit_up(up, activation);
     bst_gated_gradients d = bst_gradients_of(dy, of_gate, up, type);
     if (activation == BST_SWIGLU_OAI_CODE && type == BST_F32_CODE) {
-        float scaled = dy * up * of_gate.factor;
-        d.dgate = bst_fma(scaled, bst_oai_inner(gate, alpha) * (1.0f - of_gate.factor), scaled);
+        float v = bst_oai_inner(gate, alpha);
+        d.dgate = dy * up * bst_sigmoid_slope(v, v, bst_sigmoid_gate(1.0f, v < 0 ? v : -v, 0.0f, type).factor);
     }
     if (limited == BST_CLOSED_LIMIT) {
         d.dgate = g <= limit ? d.dgate : 0.0f;

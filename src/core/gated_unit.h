@@ -43,9 +43,9 @@ static inline bst_gate bst_gelu_tanh(float g, int type) {
     float g_dv = h * (BST_GELU_TANH_FIRST + 3 * BST_GELU_TANH_THIRD * square);
     if (type != BST_F32) return bst_sigmoid_gate(g, v, g_dv, type);
     /* Both sides of the sigmoid from its smaller one, whose roundings weigh least. */
-    float e = bst_exp(-fabsf(v)), least = e / (1.0f + e), most = 1.0f - least;
+    float e = bst_exp(-fabsf(v)), least = e / (1.0f + e);
     float value = v < 0 ? g * least : g - h * least;
-    return (bst_gate){value, 1.0f, value, (v < 0 ? least : most) + g_dv * (least * most)};
+    return (bst_gate){value, 1.0f, value, bst_sigmoid_slope(v, g_dv, least)};
 }
 
 /* From the distribution's smaller side. */

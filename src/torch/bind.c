@@ -8,7 +8,7 @@
 #include "bastile/torch.h"
 #include "torch/call.h"
 
-enum { MOST_STEPS = 24, MOST_BINDINGS = 60, NAME = 64 };
+enum { MOST_STEPS = 24, MOST_BINDINGS = 70, NAME = 64 };
 
 /* How one value of PyTorch's stack becomes a tensor or an attribute of the function. */
 typedef struct step {
@@ -121,7 +121,7 @@ static void run(const binding *b, bst_torch_value *stack) {
 /* PyTorch calls a kernel without saying which operator it is: each binding has a function of its own. */
 /* clang-format off */
 #define TEN(X, d) X(d##0) X(d##1) X(d##2) X(d##3) X(d##4) X(d##5) X(d##6) X(d##7) X(d##8) X(d##9)
-#define KERNELS(X) TEN(X, ) TEN(X, 1) TEN(X, 2) TEN(X, 3) TEN(X, 4) TEN(X, 5)
+#define KERNELS(X) TEN(X, ) TEN(X, 1) TEN(X, 2) TEN(X, 3) TEN(X, 4) TEN(X, 5) TEN(X, 6)
 /* clang-format on */
 #define KERNEL(n)                                                                       \
     static void kernel_##n(bst_torch_value *stack, uint64_t inputs, uint64_t outputs) { \

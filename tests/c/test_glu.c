@@ -68,6 +68,38 @@ TEST(each_activation) {
     }
 }
 
+/* Without up, in each type: y and da, over new memory and over a and dy, which then has the bits of forward. */
+TEST(each_activation_alone) {
+    enum { MOST = 3 * 301 };
+    static float a[MOST], of_y[MOST], upstream[MOST], of_a[MOST];
+    const double h = 1e-4;
+    int64_t sizes[] = {3, MOST / 3};
+    for (int t = 0; t < 3; t++) {
+        size_t bytes = (size_t)(t ? 2 : 4) * MOST;
+        for (int i = 0; i < ACTIVATIONS; i++) {
+            bst_fill(a, MOST, 5, 4);
+            bst_fill(upstream, MOST, 6, 4);
+            for (int j = 0; j < MOST && t; j++) { /* some number of 16 bits */
+                memcpy((char *)a + 2 * j, (char *)&a[j] + 2, sizeof(uint16_t));
+                memcpy((char *)upstream + 2 * j, (char *)&upstream[j] + 2, sizeof(uint16_t));
+            }
+            DLTensor ta = bst_tensor(a, 2, sizes, NULL, bst_test_types[t]), ty = ta, tdy = ta, tda = ta;
+            ty.data = of_y, tdy.data = upstream, tda.data = of_a;
+            bst_glu_options options = {sizeof options, activations[i].activation};
+            CHECK_OK(bst_glu_forward(NULL, &ta, NULL, &options, &ty));
+            CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, NULL, &options, &tda, NULL, NULL));
+            for (int j = 0; j < MOST && !t; j++) {
+                double g = a[j], slope = (activations[i].value(g + h) - activations[i].value(g - h)) / (2 * h);
+                CHECK_CLOSE(of_y[j], activations[i].value(g), 4e-6);
+                CHECK_CLOSE(of_a[j], upstream[j] * slope, 1e-5);
+            }
+            CHECK_OK(bst_glu_backward(NULL, &tdy, &ta, NULL, &options, &ta, NULL, &tdy));
+            CHECK(!memcmp(a, of_a, bytes));
+            CHECK(!memcmp(upstream, of_y, bytes));
+        }
+    }
+}
+
 /* Gate and up joined, as halves and interleaved, with a limit that some reach; over new memory, and h and dy. */
 TEST(joined_with_limits) {
     static float h[ROWS][2 * COLUMNS + 1], dh[ROWS][2 * COLUMNS + 1], over[ROWS][COLUMNS];
@@ -227,8 +259,13 @@ TEST(errors_name_the_argument_and_write_nothing) {
     DLTensor shorter = bst_tensor(other, 2, (int64_t[]){ROWS, COLUMNS - 1}, NULL, bst_test_types[0]);
     CHECK_EQ_I(bst_glu_backward(NULL, &ta, &ta, &tb, NULL, &one, NULL, &shorter), BST_INVALID);
     CHECK_STR(bst_last_error(), "glu_backward: y has shape [5, 36]; it must have that of a, [5, 37]");
-    CHECK_EQ_I(bst_glu_forward(NULL, &ta, NULL, NULL, &ty), BST_INVALID);
-    CHECK_STR(bst_last_error(), "b is NULL");
+    bst_glu_options limited = {sizeof limited, .limit = 3};
+    CHECK_EQ_I(bst_glu_forward(NULL, &ta, NULL, &limited, &ty), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_forward: limit is 3; none, 0, is needed without b");
+    CHECK_EQ_I(bst_glu_backward(NULL, &tb, &ta, NULL, &limited, &ty, NULL, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: limit is 3; none, 0, is needed without b");
+    CHECK_EQ_I(bst_glu_backward(NULL, &tb, &ta, NULL, NULL, NULL, &ty, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "glu_backward: db is wanted, but b is NULL");
     DLTensor half = tb;
     half.dtype.bits = 16;
     CHECK_EQ_I(bst_glu_forward(NULL, &ta, &half, NULL, &ty), BST_INVALID);
@@ -247,8 +284,9 @@ static void compile_joined(DLDataType type, int64_t width) {
     CHECK_OK(bst_glu_joined_backward(&bst_fake_exec, of_y[0], of_h[0], &options, of_h[1], of_y[1]));
 }
 
-/* Packed tensors (one kernel for all sizes; here each activation), the halves of one, and a width that needs narrow
- * accesses. float16 takes the kernels of bfloat16 but for the conversions, which the first width shows. */
+/* Packed tensors (one kernel for all sizes; here each activation, with up and alone), the halves of one, and a width
+ * that needs narrow accesses. float16 takes the kernels of bfloat16 but for the conversions, which the first width
+ * shows. */
 static void compile_calls(void) {
     for (size_t t = 0; t < 3; t++) {
         for (int64_t width = 12288; width >= (t == 2 ? 12288 : 12287); width--) {
@@ -264,6 +302,10 @@ static void compile_calls(void) {
                     for (int with_y = 0; with_y < 2; with_y++)
                         CHECK_OK(bst_glu_backward(&bst_fake_exec, tensors[3], tensors[1], tensors[2], &options,
                                                   tensors[4], tensors[5], with_y ? tensors[0] : NULL));
+                    if (halves) continue;
+                    CHECK_OK(bst_glu_forward(&bst_fake_exec, tensors[1], NULL, &options, tensors[0]));
+                    CHECK_OK(bst_glu_backward(&bst_fake_exec, tensors[3], tensors[1], NULL, &options, tensors[4], NULL,
+                                              tensors[0]));
                 }
             }
             compile_joined(bst_test_types[t], width);
@@ -281,6 +323,7 @@ int main(void) {
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(options_are_checked);
     RUN(each_activation);
+    RUN(each_activation_alone);
     RUN(joined_with_limits);
     RUN(gradients_at_a_limit);
     RUN(kernels_compile_for_every_chip);

@@ -91,13 +91,17 @@ TEST(errors_name_the_argument_and_write_nothing) {
 
 static float xs[MOST], weights[MOST];
 
-static void check_linear(int64_t rows, int64_t width, int64_t columns, int64_t rank, int type, int64_t gap,
-                         double scale) {
+static float biases[MOST];
+
+static void check_linear_with(bool bias, int64_t rows, int64_t width, int64_t columns, int64_t rank, int type,
+                              int64_t gap, double scale) {
     matrix x = filled(xs, rows, width, gap, 0, type, 3), weight = filled(weights, columns, width, gap, 0, type, 4);
     matrix thin = filled(thins, rows, rank, gap, 0, type, 5), b = filled(bs, columns, rank, 0, 0, type, 6);
     matrix y = filled(gs, rows, columns, gap, 0, type, 0);
     DLTensor t[] = {tensor_of(&x), tensor_of(&weight), tensor_of(&thin), tensor_of(&b), tensor_of(&y)};
-    CHECK_OK(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], scale, &t[4]));
+    matrix added = filled(biases, 1, columns, 0, 0, type, 7);
+    DLTensor of_bias = bst_tensor(biases, 1, &columns, NULL, bst_test_types[type]);
+    CHECK_OK(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], bias ? &of_bias : NULL, scale, &t[4]));
     /* Two products: the first one's result is rounded, and so may each sum be. */
     const double unit = type == 0 ? 0x1p-24 : type == 1 ? 0x1p-8 : 0x1p-11;
     int64_t wrong = 0;
@@ -106,6 +110,7 @@ static void check_linear(int64_t rows, int64_t width, int64_t columns, int64_t r
             double first = 0, sum = 0, size = 0;
             for (int64_t i = 0; i < rank; i++) first += scale * number(&thin, r, i) * number(&b, c, i);
             for (int64_t i = 0; i < rank; i++) size += fabs(scale * number(&thin, r, i) * number(&b, c, i));
+            if (bias) first += number(&added, 0, c), size += fabs(number(&added, 0, c));
             for (int64_t i = 0; i < width; i++) {
                 double product = number(&x, r, i) * number(&weight, c, i);
                 sum += product, size += fabs(product);
@@ -119,6 +124,12 @@ static void check_linear(int64_t rows, int64_t width, int64_t columns, int64_t r
     for (int64_t i = 0; i < rows * y.strides[0]; i++)
         if (i % y.strides[0] >= columns) beside += memcmp((char *)gs + i * size, "\xff\xff\xff\xff", 2) != 0;
     CHECK_EQ_I(beside, 0);
+}
+
+static void check_linear(int64_t rows, int64_t width, int64_t columns, int64_t rank, int type, int64_t gap,
+                         double scale) {
+    check_linear_with(false, rows, width, columns, rank, type, gap, scale);
+    check_linear_with(true, rows, width, columns, rank, type, gap, scale);
 }
 
 TEST(a_linear_layer_with_its_adapter) {
@@ -135,10 +146,14 @@ TEST(a_linear_layer_with_its_adapter) {
            y = filled(gs, 6, 4, 0, 0, 1, 0);
     matrix thin = filled(thins, 6, 2, 0, 0, 1, 5), b = filled(bs, 4, 3, 0, 0, 1, 6);
     DLTensor t[] = {tensor_of(&x), tensor_of(&weight), tensor_of(&thin), tensor_of(&b), tensor_of(&y)};
-    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], 1, &t[4]), BST_INVALID);
+    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], NULL, 1, &t[4]), BST_INVALID);
     CHECK_STR(bst_last_error(), "low_rank_linear: b has shape [4, 3]");
-    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[0], &t[2], &t[2], 1, &t[4]), BST_INVALID);
+    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[0], &t[2], &t[2], NULL, 1, &t[4]), BST_INVALID);
     CHECK_STR(bst_last_error(), "low_rank_linear: y has shape [6, 4]");
+    matrix fits = filled(bs, 4, 2, 0, 0, 1, 6);
+    t[3] = tensor_of(&fits);
+    CHECK_EQ_I(bst_low_rank_linear(NULL, &t[0], &t[1], &t[2], &t[3], &t[3], 1, &t[4]), BST_INVALID);
+    CHECK_STR(bst_last_error(), "low_rank_linear: bias has");
     for (int i = 0; i < 24; i++) CHECK(((uint16_t *)gs)[i] == 0xffff);
 }
 
@@ -241,7 +256,12 @@ static void compile_linear(void) {
                 DLTensor *t[5];
                 const int64_t shapes[5][2] = {{8192, 4096}, {12288, 4096}, {8192, rank}, {12288, rank}, {8192, 12288}};
                 for (int i = 0; i < 5; i++) t[i] = bst_device_tensor(&s[i], bst_test_types[type], 2, shapes[i]);
-                CHECK_OK(bst_low_rank_linear(&bst_fake_exec, t[0], t[1], t[2], t[3], scale, t[4]));
+                bst_shape of_bias;
+                DLTensor *bias = bst_device_tensor(&of_bias, bst_test_types[type], 1, (const int64_t[]){12288});
+                CHECK_OK(bst_low_rank_linear(&bst_fake_exec, t[0], t[1], t[2], t[3], NULL, scale, t[4]));
+                CHECK_OK(bst_low_rank_linear(&bst_fake_exec, t[0], t[1], t[2], t[3], bias, scale, t[4]));
+                s[0].size[0] = s[2].size[0] = s[4].size[0] = 100; /* too few rows for one product */
+                CHECK_OK(bst_low_rank_linear(&bst_fake_exec, t[0], t[1], t[2], t[3], bias, scale, t[4]));
             }
     for (int type = 1; type < 3; type++)
         for (int64_t rank = 0; rank <= 96; rank += 16) {

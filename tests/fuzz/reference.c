@@ -75,8 +75,10 @@ static void unit_element(fuzz_call *c, int64_t at, const double *gates, int64_t 
 
 static void glu(fuzz_call *c) {
     const fuzz_tensor *a = input(c, "a");
+    const double *ups = numbers(c, "b"), alone = whole(c, "activation") == OAI ? 0 : 1;
     fuzz_tensor *y = output(c, "y"), *da = output(c, "da"), *db = output(c, "db");
-    for (int64_t i = 0; i < a->count; i++) unit_element(c, i, numbers(c, "a"), i, numbers(c, "b"), i, y, da, db);
+    for (int64_t i = 0; i < a->count; i++)
+        unit_element(c, i, numbers(c, "a"), i, ups ? ups : &alone, ups ? i : 0, y, da, db);
 }
 
 static void glu_joined(fuzz_call *c) {

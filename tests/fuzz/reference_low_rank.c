@@ -25,7 +25,7 @@ void fuzz_low_rank_backward(fuzz_call *c) {
 
 void fuzz_low_rank_linear(fuzz_call *c) {
     const fuzz_tensor *x = input(c, "x"), *thin = input(c, "thin");
-    const double *weight = numbers(c, "weight"), *b = numbers(c, "b");
+    const double *weight = numbers(c, "weight"), *b = numbers(c, "b"), *bias = numbers(c, "bias");
     double scale = c->attributes[fuzz_attribute(c->function, "scale")].d;
     fuzz_tensor *y = output(c, "y");
     int64_t width = last(x), rank = last(thin), columns = last(y);
@@ -36,6 +36,7 @@ void fuzz_low_rank_linear(fuzz_call *c) {
             double product = thin->numbers[row * rank + r] * b[column * rank + r];
             small += scale * product, size += fabs(scale * product), before += fabs(product);
         }
+        if (bias) small += bias[column], size += fabs(bias[column]);
         for (int64_t k = 0; k < width; k++) {
             double product = x->numbers[row * width + k] * weight[column * width + k];
             large += product, size += fabs(product);

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
+from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from bastile.ops import _glu
-from bastile.ops._glu import unit_of
+from bastile.ops._glu import Activation, unit_of
 from bastile.ops.gated_mlp import gated_mlp
 from bastile.ops.glu import glu, glu_mlp
 from oracle import (
@@ -171,6 +172,112 @@ def test_all_forms_of_the_backward_pass(width, dtype, device, activation):
     unit.backward_inplace(dy, a, b, True, True, True)
     for got, expected in ((a, da), (b, db), (dy, y)):
         assert_same_bits(got, expected)
+
+
+# ---- activations alone ----------------------------------------------------------------------------------------------
+
+#: What the models' MLPs call.
+ALONE = {
+    "silu": ACT2FN["silu"],
+    "gelu_tanh": ACT2FN["gelu_new"],
+    "gelu": ACT2FN["gelu"],
+    "relu": ACT2FN["relu"],
+    "relu2": ACT2FN["relu2"],
+    "quick_gelu": ACT2FN["quick_gelu"],
+}
+each_alone = pytest.mark.parametrize("activation", ALONE)
+
+
+class Alone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, unit):
+        ctx.save_for_backward(a)
+        ctx.unit = unit
+        return unit.forward(a)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (a,) = ctx.saved_tensors
+        return ctx.unit.backward(dy, a, None, True, False)[0], None
+
+
+def alone_case(activation: str, a: torch.Tensor) -> Case:
+    unit = Activation("glu", activation)
+    return Case(ours=lambda a: Alone.apply(a, unit), stock=ALONE[activation], exact=ALONE[activation], inputs={"a": a})
+
+
+@each_alone
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_alone_matches_float64_as_well_as_transformers(shape, dtype, device, activation):
+    assert_no_worse(alone_case(activation, random_tensor(shape, dtype, device, scale=3.0)))
+
+
+@each_alone
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, -3.0])
+def test_pooled_error_alone(offset, dtype, device, activation):
+    shape = (8, 512) if EMULATED else (64, 512)
+    assert_no_worse_pooled(lambda: alone_case(activation, random_tensor(shape, dtype, device, offset=offset)))
+
+
+@few_examples
+@given(
+    rows=st.integers(0, 9),
+    columns=st.integers(1, 700),
+    dtype=st.sampled_from(DTYPES),
+    device=st.sampled_from(devices()),
+    activation=st.sampled_from(list(ALONE)),
+    scale=st.sampled_from([1e-3, 1.0, 50.0]),
+    wide=st.booleans(),
+)
+def test_any_shape_alone(rows, columns, dtype, device, activation, scale, wide):
+    """Rows without gaps, or a half of each."""
+    a = random_tensor((rows, columns * (1 + wide)), dtype, device, scale=scale)
+    assert_no_worse(alone_case(activation, a[:, :columns]))
+
+
+@each_alone
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [296, 301])
+def test_all_forms_of_the_backward_pass_alone(width, dtype, device, activation):
+    """With y or without, over new memory or the inputs', of tensors with gaps: the same bits; y those of forward."""
+    unit = Activation("glu", activation)
+    dy, a = (random_tensor((3, width), dtype, device) for _ in range(2))
+    y, (da, none) = unit.forward(a), unit.backward(dy, a, None, True, False)
+    assert none is None
+    apart = torch.cat((a, a), 1)[:, width:]
+    assert_same_bits(unit.forward(apart), y)
+    assert_same_bits(unit.backward(dy, apart, None, True, False)[0], da)
+    for want in (True, False):
+        found, _, again = unit.backward_with_y(dy, a, None, want, False)
+        assert_same_bits(again, y)
+        if want:
+            assert_same_bits(found, da)
+    only_a, only_y = (dy.clone(), a.clone()), (dy.clone(), a.clone())
+    unit.backward_inplace(*only_a, None, True, False, False)
+    unit.backward_inplace(*only_y, None, False, False, True)
+    unit.backward_inplace(dy, a, None, True, False, True)
+    assert_same_bits(only_a[1], da)
+    assert_same_bits(only_y[0], y)
+    assert_same_bits(a, da)
+    assert_same_bits(dy, y)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_what_the_compiler_is_told_of_activations_is_true(device):
+    a, dy = (random_tensor((3, 16), torch.bfloat16, device) for _ in range(2))
+    told = Activation("glu", "gelu").told
+    torch.library.opcheck(torch.ops.bastile.activation_forward.default, (*told, a))
+    torch.library.opcheck(torch.ops.bastile.activation_backward.default, (*told, dy, a, True))
+    torch.library.opcheck(torch.ops.bastile.activation_backward_with_y.default, (*told, dy, a, True))
+    torch.library.opcheck(torch.ops.bastile.activation_backward_inplace.default, (*told, dy, a, True, True))
+
+
+# ---- gate and up in one tensor --------------------------------------------------------------------------------------
 
 
 def parts(h: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -252,18 +252,30 @@ def linear(shape, rank, dtype, device):
     return x, weight * width**-0.5, thin, b
 
 
-def exact_linear(x, weight, thin, b, scale):
-    return x.double() @ weight.double().t() + scale * (thin.double() @ b.double().t())
+def exact_linear(x, weight, thin, b, bias, scale):
+    y = x.double() @ weight.double().t() + scale * (thin.double() @ b.double().t())
+    return y if bias is None else y + bias.double()
+
+
+def two_products(x, weight, thin, b, bias, scale):
+    if bias is None:
+        return (thin @ b.t()).mul_(scale).addmm_(x, weight.t())
+    return torch.addmm(bias, thin, b.t(), alpha=scale).addmm_(x, weight.t())
+
+
+def bias_of(shape, dtype, device, has_bias):
+    return random_tensor((shape[2],), dtype, device) if has_bias else None
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_linear_layer_with_its_adapter(dtype, device):
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_layer_with_its_adapter(has_bias, dtype, device):
     for shape, rank in (((37, 40, 24), 16), ((30, 33, 17), 5), ((0, 8, 8), 8), ((9, 8, 16), 0)):
-        given = linear(shape, rank, dtype, device)
+        given = *linear(shape, rank, dtype, device), bias_of(shape, dtype, device, has_bias)
         y = torch.full((shape[0], shape[2] + 8), math.nan, dtype=dtype, device=device)
         linear_into(*given, y[:, : shape[2]], -0.75)
-        other = (given[2] @ given[3].t()).mul_(-0.75).addmm_(given[0], given[1].t())
+        other = two_products(*given, -0.75)
         right = exact_linear(*given, -0.75)
         assert error(y[:, : shape[2]], right) <= 1.02 * error(other, right) + 4e-7
         assert y[:, shape[2] :].isnan().all()
@@ -277,14 +289,15 @@ FULL = [((2048, 4096, 2048), 16), ((2000, 136, 2040), 8), ((8188, 1024, 3072), 4
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize(("shape", "rank"), FULL, ids=str)
-def test_cuda_linear_layers_that_fill_the_chip(shape, rank, scale, dtype):
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_cuda_linear_layers_that_fill_the_chip(has_bias, shape, rank, scale, dtype):
     """Rounded once: no further from float64 than what is rounded once, and nearer than two products."""
-    given = linear(shape, rank, dtype, "cuda")
+    given = *linear(shape, rank, dtype, "cuda"), bias_of(shape, dtype, "cuda", has_bias)
     wide = torch.full((shape[0], shape[2] + 8), math.nan, dtype=dtype, device="cuda")
     y = wide[:, : shape[2]]
     linear_into(*given, y, scale)
     right = exact_linear(*given, scale)
-    other = (given[2] @ given[3].t()).mul_(scale).addmm_(given[0], given[1].t())
+    other = two_products(*given, scale)
     assert wide[:, shape[2] :].isnan().all()
     if torch.cuda.get_device_capability() == (9, 0):
         assert error(y, right) <= 1.002 * error(right.to(dtype), right)

@@ -47,7 +47,7 @@ def differentiated(case: Any) -> Callable[[], Any]:
 
 @pytest.mark.parametrize(("device", "mix"), HALVES, ids=str)
 def test_layers_with_adapters(mix, device):
-    layers = [Layer(128, 96, 16, bias=False), Layer(128, 64, 8, bias=False), Layer(128, 64, 0, bias=False)]
+    layers = [Layer(128, 96, 16, bias=False), Layer(128, 64, 8, bias=True), Layer(128, 64, 0, bias=False)]
     assert counts(differentiated(group_case(layers, (8, 128), mix, device))) == (2, 1)
     assert_no_worse_pooled(lambda: group_case(layers, (256, 128), mix, device))
 

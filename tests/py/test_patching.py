@@ -254,12 +254,12 @@ def test_unsupported_model_types_are_named_with_what_is_supported() -> None:
         bastile.apply(model_types=["qwen3", "gpt9"])
     assert bastile.get_patched_ops() == []
     config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, n_positions=8)
-    other = GPT2Model(config).h[0].mlp
-    with pytest.raises(ValueError, match="no module of GPT2MLP, which has the model type None, runs code that bastile"):
+    other = GPT2Model(config).h[0].attn.c_attn
+    with pytest.raises(ValueError, match="no module of Conv1D, which has the model type None, runs code that bastile"):
         bastile.apply_to_model(other)
     assert runs_stock(other)
     given = bastile.apply_to_model(GPT2LMHeadModel(config))
-    assert given == ["fused_linear_cross_entropy_gpt2", "layer_norm_gpt2"]
+    assert given == ["swiglu_gpt2", "fused_linear_cross_entropy_gpt2", "layer_norm_gpt2"]
     bastile.reset()
     with pytest.raises(ValueError, match="model type None"):
         bastile.apply_to_model(torch.nn.Linear(2, 2))

@@ -46,7 +46,7 @@ SIZES = {
 def ran(monkeypatch) -> Iterator[Counter]:
     """bastile.apply() in force; how often each node ran."""
     counts: Counter = Counter()
-    for name in ("adapted_linears", "adapted_gated_mlp"):
+    for name in ("adapted_linears", "adapted_gated_mlp", "adapted_mlp"):
         stock = getattr(adapters, name)
 
         def counted(*args: Any, name=name, stock=stock, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from bastile.ops._common import PLAIN
 from bastile.ops._modules import has_hooks, plain_linear
 from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bit
 from bastile.ops.glu import glu_mlp
-from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears
+from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears, adapted_mlp
 from bastile.ops.projections import projections
 from bastile.recompute import is_of_last_layer
 from bastile.report import Tally, noting
@@ -65,18 +65,25 @@ def _form_of(forward: Any) -> str | None:
     return None if form is None else form.kind
 
 
+#: Of a weight as it is: torch's own, and Transformers' that are none of torch's class, of which one has it transposed.
+_LINEAR = ("linear", "linear across")
+
+
 def _base(module: Any, x: torch.Tensor) -> Adapted:
     """A layer without adapter."""
     kind = type(module)
-    if kind is nn.Linear:
+    form = "linear" if kind is nn.Linear else _form(kind.forward)
+    if form in _LINEAR:
         own = module._parameters
         weight: Any = own.get("weight")
+        bias = own.get("bias")
         if "forward" in vars(module) or has_hooks(module):
             raise NotServed("a layer has hooks or a forward of its own")
+        if kind is not nn.Linear and form == "linear" and bias is not None:
+            raise NotServed("a layer adds a bias in a type of its own")
         if type(weight) in PLAIN:
-            return Adapted(weight, own.get("bias"))
-        return Adapted(None, own.get("bias"), dequantise=_of_torchao(weight), outputs=module.out_features)
-    form = _form(kind.forward)
+            return Adapted(weight.t() if form == "linear across" else weight, bias)
+        return Adapted(None, bias, dequantise=_of_torchao(weight), outputs=module.out_features)
     if form not in ("4-bit linear", "8-bit linear"):
         raise NotServed(f"{kind.__module__}.{kind.__qualname__} is no layer that Bastile knows")
     if "forward" in vars(module) or has_hooks(module):
@@ -271,15 +278,21 @@ def _dropout(layer: nn.Module) -> float:
 def _result_dtype(module: Any, x: torch.Tensor) -> torch.dtype:
     """bitsandbytes's layers give results of their input's type."""
     base = getattr(module, "base_layer", module)
-    return x.dtype if type(base) is not nn.Linear else _dtype(x)
+    if type(base) is nn.Linear:
+        return _dtype(x)
+    return _dtype(x) if _form(type(base).forward) in _LINEAR else x.dtype
+
+
+def prepare_for_compiler(file: ModelFile) -> None:
+    """For what asks for the form of a layer: else the compiler follows it into the reading of the source. Not as a
+    decorator, which would import the compiler with `bastile.apply()`; the file of a model has imported it."""
+    if not is_torchs(file.name):
+        torch.compiler.assume_constant_result(_form)
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
     """PEFT's layers, each by itself; what serves several layers at once asks `linears` and `gated_mlp`."""
-    if not is_torchs(file.name):
-        # Else the compiler follows it into the reading of the source. Not as a decorator, which would import the
-        # compiler with `bastile.apply()`; the file of a model has imported it.
-        torch.compiler.assume_constant_result(_form)
+    prepare_for_compiler(file)
     for found in file.forwards("adapted linear"):
         yield file.forward_site("lora_linear", found.owner, linear_forward)
 
@@ -352,6 +365,18 @@ def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, 
         return glu_mlp(x, gate, up, down, activation)
     _count((gate, up, down))
     y = adapted_gated_mlp(x, first, second, third, activation, remake=is_of_last_layer(down))
+    return y.to(_result_dtype(down, x))
+
+
+def mlp(x: torch.Tensor, up: nn.Module, down: nn.Module, activation: str) -> torch.Tensor:
+    """The MLP of these layers without a gate, as one node.
+
+    Raises:
+        NotServed: where it serves one of them not; says why.
+    """
+    first, second = adapted(up, x), adapted(down, x)
+    _count((up, down))
+    y = adapted_mlp(x, first, second, activation, remake=is_of_last_layer(down))
     return y.to(_result_dtype(down, x))
 
 

@@ -13,14 +13,16 @@ from typing import Any
 @dataclass(frozen=True)
 class Form:
     #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule,
-    #: state space, layer, experts, block of experts, router, experts of all tokens, adapted linear, 4-bit linear, 8-bit
-    #: linear, head
+    #: state space, layer, experts, block of experts, router, experts of all tokens, linear, linear across, adapted
+    #: linear, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self
     fingerprints: tuple[str, ...]
     variant: Mapping[str, Any] = field(default_factory=dict)  # what the operator is told
     exact: bool = False  # attributes must have the roles' names
+    #: Of code that calls modules one after another and says no more: role -> a pattern of its attribute's name.
+    called: Mapping[str, str] = field(default_factory=dict)
 
 
 def _roles(names: str) -> tuple[str, ...]:
@@ -41,6 +43,13 @@ def _gated(**variant: Any) -> dict[str, Any]:
 def _experts(**variant: Any) -> dict[str, Any]:
     """activation: None is the module's own; alpha, limit: the attributes that hold them."""
     return {"activation": None, "interleaved": False, "has_bias": False, "alpha": None, "limit": None, **variant}
+
+
+def _plain(formula: str, roles: str, *fingerprints: str, **variant: Any) -> Form:
+    """An MLP without a gate. behind: the role of what is called last, if that is no role of its own."""
+    layer = r"(?i)^(?!.*(conv|drop|norm|sample))"
+    called = {"activation": "act|gelu", "up": layer, "down": layer}
+    return Form("mlp", formula, _roles(roles), fingerprints, variant, called=called)
 
 
 _HEADS = "head_dim q_norm q_proj k_norm k_proj v_proj layer_idx config training attention_dropout scaling"
@@ -172,10 +181,7 @@ FORMS: tuple[Form, ...] = (
     ),
     # ---- gated MLPs --------------------------------------------------------------------------------------------------
     Form(
-        "mlp",
-        "down(activation(gate(x)) * up(x))",
-        _roles("down activation gate up"),
-        ("953876bbcff7", "5d6e21c14783"),
+        "mlp", "down(activation(gate(x)) * up(x))", _roles("down activation gate up"), ("953876bbcff7", "5d6e21c14783")
     ),
     Form("mlp", "down(activation(gate(x)) * up(x))", _roles("activation gate up down"), ("923f28481f32",)),
     Form("mlp", "down(silu(gate(x)) * up(x))", _roles("down gate up"), ("6c1021b3da3f",)),
@@ -210,12 +216,7 @@ FORMS: tuple[Form, ...] = (
         _roles("activation gate up dropout down"),
         ("61a7b36c3b9a",),
     ),
-    Form(
-        "mlp",
-        "down(norm(activation(gate(x)) * up(x)))",
-        _roles("down norm activation gate up"),
-        ("cb8d359dd80d",),
-    ),
+    Form("mlp", "down(norm(activation(gate(x)) * up(x)))", _roles("down norm activation gate up"), ("cb8d359dd80d",)),
     Form(
         "mlp",
         "scale * down(activation(gate(x)) * up(x))",
@@ -259,6 +260,18 @@ FORMS: tuple[Form, ...] = (
         ("1a353a3323c2",),
         {"activation": "swiglu_oai"},
     ),
+    # ---- MLPs without a gate; drop, dropout_out: probabilities -------------------------------------------------------
+    _plain("down(activation(up(x)))", "up activation down", "a826049cb143", "cc6bd33421fb"),
+    _plain("down(activation(up(x)))", "down activation up", "8955bd60ffff"),
+    _plain("down(activation(up(x)))", "activation up down", "0d49f3695a71"),
+    _plain("behind(down(activation(up(x))))", "up activation down behind", "f57ec10addc0"),
+    _plain("dropout(down(activation(up(x))))", "up activation down dropout_out training", "33fa2e284622"),
+    _plain("down(dropout(activation(up(x))))", "down dropout activation up", "532d3e779787"),
+    _plain("down(dropout(activation(up(x))))", "activation up drop training down", "1b74bf42a494"),
+    _plain("behind(down(dropout(activation(up(x)))))", "up activation dropout down behind", "32470831e6d2"),
+    _plain("dropout(down(dropout(activation(up(x)))))", "up activation dropout down", "adaf96ae40d1", behind="dropout"),
+    _plain("dropout(down(dropout(...)))", "activation up drop training down dropout_out", "49df563a43e6"),
+    _plain("dropout(down(dropout(...)))", "up activation drop training down dropout_out", "1006e1ef8d2c"),
     # ---- rotary functions: what pairs are (halves, or neighbours: interleaved), whether all of a head turns or its
     # ---- first elements do (partial), what the tables hold, whether the result gets the input's type (casts)
     Form("rotary", "x cos + rotate_half(x) sin", (), ("1a10a7e371ea",), _rotary()),
@@ -518,6 +531,9 @@ FORMS: tuple[Form, ...] = (
         _roles("gate_up hidden_size activation down"),
         ("3bdf000152a4",),
     ),
+    # ---- linear layers of classes of their own -----------------------------------------------------------------------
+    Form("linear", "x @ weight.T + bias", _roles("weight bias"), ("390f1a9ab032",), exact=True),
+    Form("linear across", "bias + x @ weight", _roles("nf bias weight"), ("9177a6c532a9",), exact=True),
     # ---- linear layers that are more than a weight: of PEFT 0.18 to 0.21, and of bitsandbytes ------------------------
     Form(
         "adapted linear",

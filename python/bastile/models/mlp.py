@@ -1,6 +1,6 @@
-"""The forward of a gated MLP: down(activation(gate(x)) * up(x)), gate and up apart or in one projection, with what a
-form has beside: a norm or a dropout before the last layer, factors, a dropout behind it, a limit of gate and up, a cut
-of the gate by a method of the class."""
+"""The forward of an MLP: down(activation(gate(x)) * up(x)), gate and up apart or in one projection, with what a form
+has beside: a norm or a dropout before the last layer, factors, a dropout behind it, a limit of gate and up, a cut of
+the gate by a method of the class; and down(activation(up(x))), with dropouts."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,34 +11,82 @@ from torch import nn
 from torch.nn import functional as F
 
 from bastile.guards import does_as_its_class
-from bastile.models.adapters import gated_mlp
+from bastile.models.adapters import NotServed, gated_mlp, mlp, prepare_for_compiler
 from bastile.models.sites import Found, ModelFile, Site
-from bastile.ops._glu import ACTIVATION_OF_CONFIG
+from bastile.ops._glu import ACTIVATION_OF_CONFIG, QUICK_GELU
 from bastile.ops._modules import plain_linear
 from bastile.ops.gated_mlp import gated_mlp_of_halves
 from bastile.ops.glu import glu
 from bastile.report import Tally
 
+#: What computes the last layer's result, of the module, its input and the activation.
+Output = Callable[[Any, Any, str], Any]
 #: Activations that are functions. No dictionary: torch.compile reads through none whose keys are functions.
 _FUNCTIONS = ((F.silu, "silu"), (F.relu, "relu"), (F.gelu, "gelu"))
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
+    prepare_for_compiler(file)
     for found in file.forwards("mlp"):
         yield file.forward_site("swiglu", found.owner, partial(mlp_forward, found))
 
 
 def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    names, variant = found.names, found.form.variant
+    has_gate = bool(names.keys() & {"gate", "gate_up", "up_gate"})
+    output, classes = (_gated if has_gate else _plain)(found), activations(not has_gate)
+    activation, own_activation = names.get("activation"), variant.get("activation", "silu")
+    scale_out, dropout_out = names.get("scale_out"), names.get("dropout_out")
+    behind = names.get(variant.get("behind", "behind"))
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            tally.step_aside("it was not called with one tensor by position")
+            return original(self, *args, **kwargs)
+        act = own_activation if activation is None else activation_of(getattr(self, activation), classes)
+        if act is None:
+            tally.step_aside("its activation is none that Bastile computes")
+            return original(self, *args)
+        try:
+            y = output(self, args[0], act)
+        except NotServed as why:
+            tally.step_aside(str(why))
+            return original(self, *args)
+        tally.count()
+        if scale_out is not None:
+            y = y * getattr(self, scale_out)
+        if behind is not None:
+            y = getattr(self, behind)(y)
+        return y if dropout_out is None else F.dropout(y, getattr(self, dropout_out), self.training)
+
+    return forward
+
+
+def _plain(found: Found) -> Output:
+    """Of an MLP without a gate. It raises NotServed."""
     names = found.names
-    activation, down = names.get("activation"), names["down"]
+    up, down = names["up"], names["down"]
+    module, function = names.get("dropout"), names.get("drop")  # the activation and the last layer
+
+    def output(self: Any, x: Any, act: str) -> Any:
+        drops = function is not None and self.training and getattr(self, function) > 0
+        if drops or (module is not None and not _does_nothing(getattr(self, module))):
+            raise NotServed("it drops some of what is activated")
+        return mlp(x, getattr(self, up), getattr(self, down), act)
+
+    return output
+
+
+def _gated(found: Found) -> Output:
+    names = found.names
+    down = names["down"]
     gate, up, both = names.get("gate", ""), names.get("up", ""), names.get("gate_up") or names.get("up_gate")
     up_first = "up_gate" in names
     between = names.get("norm") or names.get("dropout")  # the unit and the last layer
-    scale_gate, scale_out, dropout_out = names.get("scale_gate"), names.get("scale_out"), names.get("dropout_out")
-    sparsity = names.get("sparsity")
+    scale_gate, sparsity = names.get("scale_gate"), names.get("sparsity")
     (cut,) = found.methods.values() if sparsity is not None else (None,)
-    limit, alpha, own_activation = names.get("limit"), names.get("alpha"), found.form.variant.get("activation", "silu")
-    classes = activations()
+    limit, alpha = names.get("limit"), names.get("alpha")
 
     def is_cut(self: Any) -> bool:
         return sparsity is not None and getattr(self, sparsity) > 0
@@ -72,22 +120,7 @@ def mlp_forward(found: Found, tally: Tally, original: Callable[..., Any]) -> Cal
         y = unit(self, x, act)
         return getattr(self, down)(y if middle is None else middle(y))
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs:
-            tally.step_aside("it was not called with one tensor by position")
-            return original(self, *args, **kwargs)
-        act = own_activation if activation is None else activation_of(getattr(self, activation), classes)
-        if act is None:
-            tally.step_aside("its activation is none that Bastile computes")
-            return original(self, *args)
-        tally.count()
-        y = output(self, args[0], act)
-        if scale_out is not None:
-            y = y * getattr(self, scale_out)
-        return y if dropout_out is None else F.dropout(y, getattr(self, dropout_out), self.training)
-
-    return forward
+    return output
 
 
 def _does_nothing(module: Any) -> bool:
@@ -96,12 +129,15 @@ def _does_nothing(module: Any) -> bool:
 
 
 @functools.cache
-def activations() -> dict[type, str]:
-    """Classes of activations, and the names that bastile.ops.glu has for them. Asked for where a forward is made: this
-    file is imported where Transformers is not installed, and torch.compile would meet what the forward imports."""
+def activations(alone: bool = False) -> dict[type, str]:
+    """Classes of activations, and the names that bastile.ops.glu has for them; alone: without a gate. Asked for where a
+    forward is made: this file is imported where Transformers is not installed, and torch.compile would meet what the
+    forward imports."""
     from transformers.activations import ACT2FN
 
     names = {type(ACT2FN[name]): of_ours for name, of_ours in ACTIVATION_OF_CONFIG.items() if name in ACT2FN}
+    if alone:
+        names[type(ACT2FN[QUICK_GELU])] = QUICK_GELU
     return {nn.SiLU: "silu", nn.ReLU: "relu", **names}
 
 

@@ -173,10 +173,14 @@ class ModelFile:
         if other is not None:
             self.unknown[where] = f"runs, in {other}, other code than its source says"
             return None
-        if form.exact and code.attributes != form.roles:
-            self.unknown[where] = (
-                f"has attributes that are not known: {', '.join(set(code.attributes) ^ set(form.roles))}"
-            )
+        others = set(code.attributes) ^ set(form.roles) if form.exact and code.attributes != form.roles else set()
+        others |= {
+            name
+            for role, name in zip(form.roles, code.attributes, strict=True)
+            if not re.search(form.called.get(role, ""), name)
+        }
+        if others:
+            self.unknown[where] = f"has attributes that are not known: {', '.join(sorted(others))}"
             return None
         return Found(name, owner, stock, code, form, _methods(owner, code))
 

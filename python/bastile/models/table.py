@@ -22,7 +22,7 @@ class Operator:
 # one model, the later one calls the earlier one for what it does not serve itself.
 OPERATORS: dict[str, Operator] = {
     "rms_norm": Operator("norm", "RMSNorm", r"Norm$"),
-    "swiglu": Operator("mlp", "the gated activation of the MLP", r"MLP$"),
+    "swiglu": Operator("mlp", "the MLP, whose activation may have a gate", r"MLP$"),
     "rope": Operator("rotary", "rotary embedding of queries and keys", r"^apply_.*rotary"),
     "fused_linear_cross_entropy": Operator(
         "causal_lm", "output head and loss at once, without logits", r"ForCausalLM$"

@@ -175,8 +175,8 @@ class Group:
                 torch.addmm(bias, rows, across, out=y)
             return
         mine, scale = self._mine(thin, i), self.layers[i].scale
-        if bias is None and _is_one_product(rows, weight, b):
-            low_rank.linear_into(rows, weight, mine, b, y, scale)
+        if _is_one_product(rows, weight, b):
+            low_rank.linear_into(rows, weight, mine, b, bias, y, scale)
             return
         if bias is None:
             y.addmm_(mine, b.t(), beta=0, alpha=scale)
@@ -274,7 +274,7 @@ class Group:
         """Weights' and biases'."""
         for i, dy in enumerate(gradients):
             if dy is not None and found.wants(i, WEIGHT):
-                found.add(i, WEIGHT, dy.t().mm(rows))
+                found.add(i, WEIGHT, rows.t().mm(dy).t() if _lies_across(self.weights[i]) else dy.t().mm(rows))
             if dy is not None and found.wants(i, BIAS):
                 found.add(i, BIAS, dy.sum(0))
 
@@ -292,6 +292,12 @@ class Group:
         together = product(types[0] if len(set(types)) == 1 else torch.float32, g.t(), rows)
         for i, dtype in zip(which, types, strict=True):
             found.add(i, A, together[self.columns[i]].to(dtype))
+
+
+def _lies_across(weight: Any) -> bool:
+    """Whether a weight's gradient is to have columns of neighbouring elements, as the weight has. The compiler decides
+    for itself."""
+    return not is_compiling() and weight.stride(0) == 1 and weight.stride(1) > 1
 
 
 def _mm(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""The gated MLP of layers with adapters, as one node. See bastile.ops.lora.adapted_gated_mlp.
+"""The MLP of layers with adapters, with a gate or without one, as one node. See adapted_gated_mlp and adapted_mlp of
+bastile.ops.lora. Its first layers are gate and up, or up alone.
 
-In a layer that is checkpointed the node keeps its input, and gate's and up's results are made where they are read: in
+In a layer that is checkpointed the node keeps its input, and the first layers' results are made where they are read: in
 the backward pass, some rows at a time. Then no more of them exists at once than of a part, which is what most of such a
 layer's memory is taken by, and no product is made more often. A node that is told to makes them again so anywhere."""
 
@@ -25,7 +26,7 @@ from bastile.ops._common import (
 from bastile.ops._late import Place, in_backward, in_checkpoint, taken
 from bastile.ops.gated_mlp import unit_gradients
 
-#: Rows are worked off in so many parts; in one more where weights are kept in another form: those of gate and up are
+#: Rows are worked off in so many parts; in one more where weights are kept in another form: the first layers' are
 #: made once, and lie there from part to part. On an H200, Qwen3-8B, 8192 rows: 2 parts take no longer than one, 4 take
 #: 1 % more, and save little beside what else a layer has there.
 _PARTS = 2
@@ -34,10 +35,10 @@ _LEAST_WORK = 100e9
 _ROWS = 128  # a part is a multiple of: products have tiles of as many
 
 
-class GatedMLP(Function):
-    """Keeps x where it is read, gate's and up's results, the thin ones and the seeds of dropouts. The activation comes
-    again out of the kernel that makes its gradients. In parts, which is where there is a rest: x, and gate's and up's
-    results only where a checkpoint's second run went on to what is behind this node."""
+class AdaptedMLP(Function):
+    """Keeps x where it is read, the first layers' results, the thin ones and the seeds of dropouts. The activation
+    comes again out of the kernel that makes its gradients. In parts, which is where there is a rest: x, and the first
+    layers' results only where a checkpoint's second run went on to what is behind this node."""
 
     @staticmethod
     def forward(ctx, x, layers, unit, rest, seeds, *tensors):
@@ -52,14 +53,15 @@ class GatedMLP(Function):
             rest = None
         y = thin_y = None
         if ctx.parts is not None:
-            kept: Any = Place(x), Place(x)
-            a, b = kept[0].token, kept[1].token
+            kept: Any = [Place(x) for _ in first.layers]
+            a, b = of_unit([place.token for place in kept])
         else:
-            kept = a, b = first.results(x, rows, thin)
+            kept = first.results(x, rows, thin)
+            a, b = of_unit(kept)
         if rest is None:
             y = unit.forward(a, b)
             thin_y = second.thin(y.view(-1, y.shape[-1]))
-        keeps_x = ctx.parts is not None or reads_input(wanted[: 2 * TENSORS])
+        keeps_x = ctx.parts is not None or reads_input(wanted[:-TENSORS])
         way_back = None if keeps_x or is_compiling() else x.new_empty(0)
         ctx.save_for_backward(
             x if keeps_x else None, thin, a, b, thin_y, way_back, seeds, *tensors, *first.rounded, *second.rounded
@@ -81,12 +83,17 @@ class GatedMLP(Function):
         with torch.no_grad(), without_autocast(dout.device.type):
             found = _Backward(ctx, dout, saved).gradients()
         if torch.is_grad_enabled() and not is_compiling():
-            x, way_back, tensors = saved[0], saved[5], saved[7 : 7 + 3 * TENSORS]
-            found = [first_order_only("adapted_gated_mlp", d, dout, x, way_back, *tensors) for d in found]
+            x, way_back, tensors = saved[0], saved[5], saved[7 : 7 + len(ctx.layers) * TENSORS]
+            found = [first_order_only(ctx.unit.op, d, dout, x, way_back, *tensors) for d in found]
         return found[0], None, None, None, None, *found[1:]
 
 
-def _finish_unit(group: Group, unit: Any, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+def of_unit(results: Sequence[Any]) -> tuple[Any, Any]:
+    """The first layers' results as the unit takes them: without a gate up's is activated."""
+    return (results[0], None) if len(results) == 1 else (results[0], results[1])
+
+
+def _finish_unit(group: Group, unit: Any, a: torch.Tensor, b: torch.Tensor | None, out: torch.Tensor) -> None:
     rows = unit.forward(a, b).view(-1, a.shape[-1])
     group.fill(rows, group.thin(rows), out)
 
@@ -106,7 +113,7 @@ def _finish(
         first.fill(rows, thin, *results)
     else:
         results = first.results(rows, rows, thin)
-    y = unit.forward(*results)
+    y = unit.forward(*of_unit(results))
     del results
     second.fill(y, second.thin(y), out.view(-1, out.shape[-1]))
 
@@ -114,8 +121,9 @@ def _finish(
 def groups(
     layers: Sequence[Layer], tensors: Sequence[Any], dtype: torch.dtype, seeds: torch.Tensor | None
 ) -> tuple[Group, Group]:
-    """Gate and up, and down. Behind the layers' tensors may stand what was rounded, first that of gate and up."""
-    first, second, rounded = tensors[: 2 * TENSORS], tensors[2 * TENSORS : 3 * TENSORS], tensors[3 * TENSORS :]
+    """The first layers, and down. Behind the layers' tensors may stand what was rounded, that of the first at first."""
+    end = len(layers) * TENSORS
+    first, second, rounded = tensors[: end - TENSORS], tensors[end - TENSORS : end], tensors[end:]
     of_each = of_layers(layers, seeds)
     of_first: Any = None
     of_second: Any = None
@@ -124,13 +132,13 @@ def groups(
         count = adapted + 1 if adapted else 0
         of_first, of_second = rounded[:count], rounded[count:]
     return (
-        Group(layers[:2], first, dtype, of_each[:2], of_first),
-        Group(layers[2:], second, dtype, of_each[2:], of_second),
+        Group(layers[:-1], first, dtype, of_each[:-1], of_first),
+        Group(layers[-1:], second, dtype, of_each[-1:], of_second),
     )
 
 
 def _parts(rows: torch.Tensor, first: Group, second: Group, wanted: Sequence[bool]) -> list[slice] | None:
-    """The rows that the backward pass takes at a time; None: all of them, whose gate's and up's results are kept."""
+    """The rows that the backward pass takes at a time; None: all of them, whose first results are kept."""
     if (
         first.drops  # a mask is a function of an element's number among all
         or second.drops
@@ -144,16 +152,17 @@ def _parts(rows: torch.Tensor, first: Group, second: Group, wanted: Sequence[boo
     parts = min(_PARTS + (held > 0), int(2 * count * width * inner // _LEAST_WORK))
     if parts < 2:
         return None
-    # What is there at once: gate, up and dy of all rows; or of a part, dx, and the weights that are held.
+    # What is there at once: the first results and dy of all rows; or of a part, dx, and the weights that are held.
     result = count * inner
-    if held + count * width + max(3 * result, result + parts * made) // parts >= 3 * result + made:
+    all_results = (len(first.layers) + 1) * result
+    if held + count * width + max(all_results, result + parts * made) // parts >= all_results + made:
         return None
     size = -(-count // (parts * _ROWS)) * _ROWS
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
 
 
 class _Together(NamedTuple):
-    """What the pass over the unit's gradients makes beside them and what gate's and up's adapters read of them."""
+    """What the pass over a gated unit's gradients makes beside them and what gate's and up's adapters read of them."""
 
     da_down: bool
     thin_down: bool
@@ -173,20 +182,21 @@ class _Backward:
         self.drows = dout.reshape(-1, dout.shape[-1])
         self.parts: Any = None
         if ctx.parts is None:
-            kept: Any = a.view(-1, a.shape[-1]), b.view(-1, b.shape[-1])
+            kept: Any = [t.view(-1, t.shape[-1]) for t in (a, b) if t is not None]
         else:
             count = self.drows.shape[0]
-            kept = [taken(t, count, outputs) for t, outputs in zip((a, b), self.first.outputs(), strict=True)]
-        self.kept = None if kept[0] is None else kept  # gate's and up's results; None: they are made here
+            kept = [taken(t, count, outputs) for t, outputs in zip((a, b), self.first.outputs(), strict=False)]
+        self.kept = None if kept[0] is None else kept  # the first layers' results; None: they are made here
         if self.kept is None:
             self.last = not is_batched(dout)  # nobody else has what is made here
             self.parts = ctx.parts if self.last else None
             self.first.hold()
         sums = None if self.parts is None else torch.float32  # of the parts' gradients of adapters, rounded once
-        self.of_first, self.of_second = Found(wanted[: 2 * TENSORS], sums), Found(wanted[2 * TENSORS :], sums)
-        of_gate, of_up, of_down = (wanted[i : i + TENSORS] for i in range(0, len(wanted), TENSORS))
+        self.of_first, self.of_second = Found(wanted[:-TENSORS], sums), Found(wanted[-TENSORS:], sums)
+        *of_first, of_down = (wanted[i : i + TENSORS] for i in range(0, len(wanted), TENSORS))
         reads_y = reads_input(of_down) or (self.thin_y is None and any(of_down))
-        self.wants = self.want_x or any(of_gate), self.want_x or any(of_up), reads_y
+        wants_first = [self.want_x or any(of_layer) for of_layer in of_first]
+        self.wants = wants_first[0], len(wants_first) > 1 and wants_first[1], reads_y
         self.g_first: torch.Tensor | None = None
         self.g_second: torch.Tensor | None = None
         self.dx: torch.Tensor | None = None
@@ -205,20 +215,20 @@ class _Backward:
             for part in self.parts:
                 self._take(part)
             for found, given in (
-                (self.of_first, self.tensors[: 2 * TENSORS]),
-                (self.of_second, self.tensors[2 * TENSORS : 3 * TENSORS]),
+                (self.of_first, self.tensors[: len(first.layers) * TENSORS]),
+                (self.of_second, self.tensors[len(first.layers) * TENSORS :][:TENSORS]),
             ):
                 pairs = zip(found.gradients, given, strict=True)
                 found.gradients = [None if t is None else t.to(its.dtype) for t, its in pairs]
                 found.adapters = None
         if made_late and second.adapted:
             second.add_gradient_of_b(self.of_second, 0, drows, self.thin_y)
-        first.add_gradients_of_a(self.of_first, [drows] * 2, self.g_first, rows)
+        first.add_gradients_of_a(self.of_first, [drows] * len(first.layers), self.g_first, rows)
         dx = None if self.dx is None else self.dx.view(self.shape)
         return [dx, *self.of_first.gradients, *self.of_second.gradients]
 
     def _take(self, part: slice | None) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """What is made of these rows' gate, up and dy; of all rows: their g, thin y and dx."""
+        """What is made of these rows' first results and dy; of all rows: their g, thin y and dx."""
 
         def of(t: Any) -> Any:
             return t if t is None or part is None else t[part]
@@ -228,7 +238,8 @@ class _Backward:
 
         first, second, wants, drows, thin = self.first, self.second, self.wants, of(self.drows), of(self.thin)
         dy: Any = second.input_gradient([drows], of(self.g_second))
-        gate, up = first.results(of(self.rows), of(self.rows), thin) if self.kept is None else self.kept
+        kept = first.results(of(self.rows), of(self.rows), thin) if self.kept is None else self.kept
+        gate, up = of_unit(kept)
         makes_thin = wants[2] and (self.thin_y is None or part is not None)
         together = self._together(dy, makes_thin) if self.last else None
         g: torch.Tensor | None = None
@@ -240,7 +251,7 @@ class _Backward:
             into = place(self.g_first)
             g = dy.new_empty(dy.shape[0], first.rank) if into is None else into
             mine = self._in_one_pass(together, dy, gate, up, thin, of(self.g_second), g)
-        del dy, gate, up
+        del dy, kept, gate, up
         if mine is None:
             mine = second.thin(y, place(self.thin_y)) if makes_thin else of(self.thin_y)
         elif part is not None:
@@ -249,7 +260,7 @@ class _Backward:
         if together is None or not together.da_down:
             second.add_gradients_of_a(self.of_second, [drows], of(self.g_second), y)
         del y
-        gradients = [da if wants[0] else None, db if wants[1] else None]
+        gradients = [da if wants[0] else None, db if wants[1] else None][: len(first.layers)]
         if g is None:
             g = first.through_b(self.of_first, gradients, thin, place(self.g_first))
         first.base_gradients(self.of_first, gradients, of(self.rows))

@@ -1,10 +1,11 @@
-"""Gated units, y = act(a) * b or of GPT-OSS, by the operators from C, and in plain torch."""
+"""Gated units, y = act(a) * b or of GPT-OSS, and activations alone, by the operators from C, and in plain torch."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -35,6 +36,8 @@ ACTIVATION_OF_CONFIG = {
 
 
 OAI = "swiglu_oai"
+#: a sigmoid(1.702 a), GPT-OSS's activation, alone.
+QUICK_GELU = "quick_gelu"
 #: All units, in the order of src/core/activation.h: of the last one up is one more.
 UNITS = (*ACTIVATIONS, OAI)
 ALPHA = 1.702
@@ -43,7 +46,7 @@ OPEN_LIMIT = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2
 
 
 class Unit:
-    """A gated unit with its activation and limit. `op`: what errors begin with."""
+    """A gated unit with its activation and limit; b is up, and None for an Activation. `op`: what errors begin with."""
 
     def __init__(
         self, op: str, activation: str, interleaved: bool = False, alpha: float = ALPHA, limit: float | None = None
@@ -65,22 +68,22 @@ class Unit:
         #: As operators of gate and up in one tensor are told.
         self.joined = code, self.interleaved, self.alpha, self.limit, OPEN_LIMIT
 
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def forward(self, a: torch.Tensor, b: Any) -> torch.Tensor:
         return _ops.glu_forward.default(*self.apart, a, b)
 
     def backward(
-        self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool
+        self, dy: torch.Tensor, a: torch.Tensor, b: Any, want_da: bool, want_db: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return _ops.glu_backward.default(*self.apart, dy, a, b, want_da, want_db)
 
     def backward_with_y(
-        self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool
+        self, dy: torch.Tensor, a: torch.Tensor, b: Any, want_da: bool, want_db: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The forward pass's output, too."""
         return _ops.glu_backward_with_y.default(*self.apart, dy, a, b, want_da, want_db)
 
     def backward_inplace(
-        self, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, want_da: bool, want_db: bool, want_y: bool
+        self, dy: torch.Tensor, a: torch.Tensor, b: Any, want_da: bool, want_db: bool, want_y: bool
     ) -> None:
         """da over a, db over b, that output over dy."""
         _ops.glu_backward_inplace.default(*self.apart, dy, a, b, want_da, want_db, want_y)
@@ -91,7 +94,7 @@ class Unit:
     def backward_joined(self, dy: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
         return _ops.glu_joined_backward.default(*self.joined, dy, h)
 
-    def original(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def original(self, a: torch.Tensor, b: Any) -> torch.Tensor:
         """In plain torch."""
         if self.limit < math.inf:
             a, b = a.clamp(max=self.limit), b.clamp(-self.limit, self.limit)
@@ -118,6 +121,37 @@ class _SwiGLU(Unit):
     backward = staticmethod(_ops.swiglu_backward.default)
     backward_with_y = staticmethod(_ops.swiglu_backward_with_y.default)
     backward_inplace = staticmethod(_ops.swiglu_backward_inplace.default)
+
+
+class Activation(Unit):
+    """y = act(a), as a unit whose b is None."""
+
+    def __init__(self, op: str, activation: str):
+        if activation not in ACTIVATIONS and activation != QUICK_GELU:
+            names = ", ".join(f'"{name}"' for name in (*ACTIVATIONS, QUICK_GELU))
+            raise ValueError(f"{op}: activation is {activation!r}; one of {names} is needed")
+        super().__init__(op, OAI if activation == QUICK_GELU else activation, limit=math.inf)
+        self.told = self.apart[:2]
+
+    def forward(self, a: torch.Tensor, b: Any = None) -> torch.Tensor:
+        return _ops.activation_forward.default(*self.told, a)
+
+    def backward(self, dy: torch.Tensor, a: torch.Tensor, b: Any, want_da: bool, want_db: bool) -> tuple[Any, Any]:
+        return _ops.activation_backward.default(*self.told, dy, a, want_da), None
+
+    def backward_with_y(
+        self, dy: torch.Tensor, a: torch.Tensor, b: Any, want_da: bool, want_db: bool
+    ) -> tuple[Any, Any, torch.Tensor]:
+        da, y = _ops.activation_backward_with_y.default(*self.told, dy, a, want_da)
+        return da, None, y
+
+    def backward_inplace(
+        self, dy: torch.Tensor, a: torch.Tensor, b: Any, want_da: bool, want_db: bool, want_y: bool
+    ) -> None:
+        _ops.activation_backward_inplace.default(*self.told, dy, a, want_da, want_y)
+
+    def original(self, a: torch.Tensor, b: Any = None) -> torch.Tensor:
+        return a * torch.sigmoid(a * self.alpha) if self.activation == OAI else ACTIVATIONS[self.activation](a)
 
 
 def unit_of(

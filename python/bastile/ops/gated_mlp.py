@@ -18,14 +18,19 @@ _USUAL = unit_of("gated_mlp", "silu")
 
 
 def unit_gradients(
-    unit: Unit, dy: torch.Tensor, a: torch.Tensor, b: torch.Tensor, wanted: tuple[bool, bool, bool], in_place: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """da, db and y; in place: over a, b and dy."""
+    unit: Unit,
+    dy: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    wanted: tuple[bool, bool, bool],
+    in_place: bool,
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """da, db and y; in place: over a, b and dy. Without b there is no db to want."""
     want_da, want_db, want_y = wanted
     if in_place:
         unit.backward_inplace(dy, a, b, *wanted)
         for kept, is_changed in ((a, want_da), (b, want_db)):
-            if is_changed:
+            if is_changed and kept is not None:
                 torch.autograd.graph.increment_version(kept)
         return a, b, dy
     if want_y:

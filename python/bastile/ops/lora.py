@@ -1,5 +1,5 @@
 """Linear layers of one input, with or without low-rank adapters, as one node: y = x W^T + bias + s (d(x) A^T) B^T, d
-being the adapter's dropout (Hu et al., "LoRA", 2021); and the gated MLP of such layers.
+being the adapter's dropout (Hu et al., "LoRA", 2021); and MLPs of such layers, with a gate and without.
 
 A layer and its adapter as modules of their own make a pass over memory for each cast, each scale, each sum of results
 and each sum of gradients. Here products do all that: the thin product comes first, and the large one adds its result to
@@ -15,14 +15,14 @@ from torch.compiler import is_compiling
 from torch.nn.functional import dropout, linear
 
 from bastile.ops._adapted import TENSORS, Found, Group, Layer, of_layers, reads_input
-from bastile.ops._adapted_mlp import GatedMLP, groups
+from bastile.ops._adapted_mlp import AdaptedMLP, groups, of_unit
 from bastile.ops._common import Function, cast_as_linear, first_order_only, served, without_autocast
-from bastile.ops._glu import unit_of
+from bastile.ops._glu import Activation, Unit, unit_of
 from bastile.ops._late import late
 from bastile.ops._random import seeds
 from bastile.recompute import again
 
-__all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears"]
+__all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears", "adapted_mlp"]
 
 
 class Adapted(NamedTuple):
@@ -213,26 +213,52 @@ def adapted_gated_mlp(
     Raises:
         RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
     """
-    unit = unit_of("adapted_gated_mlp", activation)
-    _check("adapted_gated_mlp", x, gate, "gate")
-    _check("adapted_gated_mlp", x, up, "up")
-    prepared = _prepared(x, (gate, up, down))
+    return _mlp(unit_of("adapted_gated_mlp", activation), x, {"gate": gate, "up": up}, down, remake)
+
+
+def adapted_mlp(
+    x: torch.Tensor, up: Adapted, down: Adapted, activation: str = "gelu", *, remake: bool = False
+) -> torch.Tensor:
+    """As adapted_gated_mlp, without a gate: down(act(up(x))). Of plain weights and biases it is the MLP of GPT-NeoX,
+    StarCoder2, Nemotron and of most vision towers.
+
+    Args:
+        x: [..., H]; float32, bfloat16 or float16.
+        up: of H inputs and I outputs. down: of I inputs and H outputs.
+        activation: "silu", "gelu_tanh", "gelu", "relu", "relu2", its square, or "quick_gelu", x sigmoid(1.702 x).
+        remake: as in adapted_gated_mlp.
+
+    Returns:
+        [..., H]. As adapted_gated_mlp; kept are x where a gradient reads it, [..., I] numbers, and the adapters' thin
+        results.
+
+    Raises:
+        RuntimeError, ValueError: naming the layer and tensor, what was given and what is needed.
+    """
+    return _mlp(Activation("adapted_mlp", activation), x, {"up": up}, down, remake)
+
+
+def _mlp(unit: Unit, x: torch.Tensor, first: dict[str, Adapted], down: Adapted, remake: bool) -> torch.Tensor:
+    """first: the layers before the unit, by their names."""
+    for name, layer in first.items():
+        _check(unit.op, x, layer, name)
+    prepared = _prepared(x, (*first.values(), down))
     if prepared is None:
-        return _original(unit.original(_original(x, gate), _original(x, up)), down)
+        return _original(unit.original(*of_unit([_original(x, layer) for layer in first.values()])), down)
     x, plain, tensors = prepared
     drawn = _drawn(x, plain)
     if _is_differentiated(x, tensors):
         rest = late(remake)
-        out = GatedMLP.apply(x, plain, unit, rest, drawn, *tensors)
+        out = AdaptedMLP.apply(x, plain, unit, rest, drawn, *tensors)
         out = out[0] if type(out) is tuple else out
         if rest is not None:
             rest.do(out)
         return out
-    first, second = groups(plain, tensors, x.dtype, drawn)
+    before, behind = groups(plain, tensors, x.dtype, drawn)
     rows = x.reshape(-1, x.shape[-1])
-    y = unit.forward(*first.results(x, rows, first.thin(rows)))
+    y = unit.forward(*of_unit(before.results(x, rows, before.thin(rows))))
     rows = y.view(-1, y.shape[-1])
-    return second.results(y, rows, second.thin(rows))[0]
+    return behind.results(y, rows, behind.thin(rows))[0]
 
 
 def _original(x: torch.Tensor, layer: Adapted) -> torch.Tensor:

@@ -15,7 +15,8 @@ __all__ = ["low_rank_backward"]
 #: Of dy, thin, b and scale; of dy, thin, b, where g is to be, and scale, returning db alone.
 backward = torch.ops.bastile.low_rank_backward.default
 backward_into = torch.ops.bastile.low_rank_backward_into.default
-#: y = x weight^T + scale thin b^T of x, weight, thin, b, where y is to be, and scale (bst_low_rank_linear).
+#: y = x weight^T + scale thin b^T + bias of x, weight, thin, b, bias or None, where y is to be, and scale
+#: (bst_low_rank_linear).
 linear_into = torch.ops.bastile.low_rank_linear.default
 #: dx = g a + sum of dy_i weight_i, of dy_0, weight_0 to dy_3, weight_3, g, a, None for what there is not, and where dx
 #: is to be (bst_low_rank_dx).

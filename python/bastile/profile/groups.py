@@ -16,7 +16,7 @@ REGION = "bastile.profile/"
 _OWN = [
     ("norms", r"(add_)?(rms_|layer_)?norm_\w+"),
     ("rotary", r"(qk_norm_)?rope\w*"),  # that norm is computed in the rotation's pass over memory
-    ("activation", r"\w*glu_\w+|moe_\w+"),
+    ("activation", r"\w*glu_\w+|activation_\w+|moe_\w+"),
     ("loss", r"(linear_)?cross_entropy\w*|scale_?"),
 ]
 _ATTENTION = (
@@ -32,7 +32,7 @@ _PRODUCT = (
 _TELLING = [
     ("optimiser", r"Optimizer\.|multi_tensor_apply|_foreach_|_fused_adam|adam|clip_grad"),
     ("loss", r"cross_entropy|CrossEntropy|nll_loss|NllLoss|log_softmax|LogSoftmax|LogSoftMax"),
-    ("activation", r"silu|Silu|gelu|Gelu|swiglu|GLU|GatedMLP|_Experts"),
+    ("activation", r"silu|Silu|gelu|Gelu|swiglu|GLU|GatedMLP|AdaptedMLP|_Experts"),
     ("norms", r"rms_?norm|RMSNorm|RmsNorm|layer_norm|LayerNorm"),
     ("rotary", r"rotary|rope\b|_rope_|Rope(Backward)?$"),
 ]

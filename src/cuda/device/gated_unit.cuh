@@ -49,8 +49,8 @@ BST_DEVICE bst_gate bst_gelu_tanh(float g, int type) {
     if (type != BST_F32_CODE) return bst_sigmoid_gate(g, v, g_dv, type);
     /* Both sides of the sigmoid from its smaller one, whose roundings weigh least. */
     float size = v < 0 ? -v : v, e = size < 87.0f ? bst_exp_exact(-size) : 0.0f;
-    float least = bst_divide(e, 1.0f + e), most = 1.0f - least, value = v < 0 ? g * least : g - h * least;
-    return {value, 1.0f, value, bst_fma(g_dv, least * most, v < 0 ? least : most)};
+    float least = bst_divide(e, 1.0f + e), value = v < 0 ? g * least : g - h * least;
+    return {value, 1.0f, value, bst_sigmoid_slope(v, g_dv, least)};
 }
 
 /* From the distribution's smaller side. */

@@ -131,6 +131,16 @@ BST_DEVICE bst_raw bst_tile_exchanged(const uint32_t pairs[4]) {
     return {{upper ? first : a, upper ? second : b, upper ? c : first, upper ? d : second}};
 }
 
+/* sums of a tile that begins at this column: adds a row to each of theirs, below `columns`, which is even. */
+BST_DEVICE void bst_tile_add_row(float *sums, const void *row, int column, int columns, int type) {
+    const int first = column + (int)bst_lane() % 4 * 2;
+    BST_EACH(i, 32) {
+        float pair[2] = {0, 0};
+        if (first + 8 * i < columns) bst_load(pair, row, first + 8 * i, type, 2);
+        BST_EACH(half, 2) sums[4 * i + 2 * half] += pair[0], sums[4 * i + 2 * half + 1] += pair[1];
+    }
+}
+
 /* y's row that begins at this element, its 256 columns from `column` on, below `columns`: of them sums has this lane's
  * 64, of the upper or lower half of its rows, as products leave them. By all lanes. */
 BST_DEVICE void bst_tile_store_row(void *y, int64_t begin, const float *sums, int half, int column, int columns,

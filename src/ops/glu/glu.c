@@ -1,4 +1,4 @@
-/* glu.c - gated units: checks, then the configuration, then the kernels of the tensors' device. */
+/* glu.c - gated units and activations alone: checks, the configuration, and the kernels of the tensors' device. */
 #include "ops/glu/glu.h"
 
 #include <math.h>
@@ -47,15 +47,15 @@ bst_unit bst__glu_unit(const bst_attribute *attributes) {
 enum { A, B, Y, DY, DA, DB };
 enum { H, H_Y, H_DY, DH };
 
-#define INPUT(name) {name, BST_IN, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(A), BST_TYPE_OF(A, "the type of a")}
+#define INPUT(name, flags) {name, flags, BST_FLOATS, NULL, BST_ROWS, BST_LIKE(A), BST_TYPE_OF(A, "the type of a")}
 /* A result of the backward pass may take the place of an input, element for element, but not lie across one. */
-#define RESULT(name)                  \
+#define RESULT(name, of)              \
     {name,                            \
      BST_OUT | BST_OPTIONAL,          \
      BST_FLOATS,                      \
      NULL,                            \
      BST_ROWS,                        \
-     BST_LIKE(A),                     \
+     BST_LIKE(of),                    \
      BST_TYPE_OF(A, "the type of a"), \
      BST_MAY_BE(1u << A | 1u << B | 1u << DY)}
 #define OF_H(name, flags, layout, ...) \
@@ -63,18 +63,18 @@ enum { H, H_Y, H_DY, DH };
 
 static const bst_argument forward_arguments[] = {
     [A] = {"a", BST_IN, BST_FLOATS, "*I", BST_ROWS},
-    [B] = INPUT("b"),
+    [B] = INPUT("b", BST_IN | BST_OPTIONAL),
     [Y] = {"y", BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(A), BST_TYPE_OF(A, "the type of a")},
     {NULL},
 };
 
 static const bst_argument backward_arguments[] = {
     [A] = {"a", BST_IN, BST_FLOATS, "*I", BST_ROWS},
-    [B] = INPUT("b"),
-    [Y] = RESULT("y"),
-    [DY] = INPUT("dy"),
-    [DA] = RESULT("da"),
-    [DB] = RESULT("db"),
+    [B] = INPUT("b", BST_IN | BST_OPTIONAL),
+    [Y] = RESULT("y", A),
+    [DY] = INPUT("dy", BST_IN),
+    [DA] = RESULT("da", A),
+    [DB] = RESULT("db", B),
     {NULL},
 };
 
@@ -93,9 +93,11 @@ static const bst_argument joined_backward_arguments[] = {
     {NULL},
 };
 
+/* Limits are the gate's and up's together. */
 static bst_status check_apart(const char *op, const bst_view *v, const bst_attribute *attributes) {
-    (void)v;
-    return bst__glu_need_apart(op, attributes);
+    BST_TRY(bst__glu_need_apart(op, attributes));
+    if (bst__given(&v[B]) || bst__glu_unit(attributes).limited == BST_NO_LIMIT) return BST_OK;
+    return bst__error(BST_INVALID, "%s: limit is %g; none, 0, is needed without b", op, attributes[LIMIT].d);
 }
 
 static bst_status check_joined(const char *op, const bst_view *v, const bst_attribute *attributes) {
@@ -107,8 +109,8 @@ static bst_status check_joined(const char *op, const bst_view *v, const bst_attr
 
 /* clang-format off */
 #define MACROS(X) \
-    X(TYPE) X(UNIT) X(LIMITED) X(VEC) X(H_VEC) X(THREADS) X(FLAT) X(COLUMNS) X(CHUNKS) X(FOLDED) X(DGATE) X(DUP) \
-    X(WITH_Y)
+    X(TYPE) X(UNIT) X(LIMITED) X(VEC) X(H_VEC) X(THREADS) X(FLAT) X(COLUMNS) X(CHUNKS) X(FOLDED) X(WITH_UP) X(DGATE) \
+    X(DUP) X(WITH_Y)
 /* clang-format on */
 #define PLACE(name) M_##name,
 #define NAME(name)  #name,
@@ -170,6 +172,7 @@ static bst_status launch(const bst_exec *exec, const char *op, const bst_kernel 
     l.values[M_COLUMNS] = flat ? 0 : columns;
     l.values[M_CHUNKS] = flat ? 1 : chunks;
     l.values[M_FOLDED] = one_stride;
+    l.values[M_WITH_UP] = unit->interleaved || of[GLU_UP];
     l.values[M_DGATE] = of[GLU_DGATE] != NULL;
     l.values[M_DUP] = of[GLU_DUP] != NULL;
     l.values[M_WITH_Y] = of[GLU_Y] != NULL;
@@ -199,18 +202,18 @@ static bst_status run_unit(const bst_exec *exec, const char *op, bool is_backwar
                        : BST_CPU_RUN(exec, model->count, 1, bst__glu_forward_cpu, &call);
 }
 
-static const bst_view *wanted(const bst_view *v) { return v->data ? v : NULL; }
+static const bst_view *given(const bst_view *v) { return bst__given(v) ? v : NULL; }
 
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
                               const bst_attribute *attributes) {
-    const glu_views of = {[GLU_GATE] = &v[A], [GLU_UP] = &v[B], [GLU_Y] = &v[Y]};
+    const glu_views of = {[GLU_GATE] = &v[A], [GLU_UP] = given(&v[B]), [GLU_Y] = &v[Y]};
     bst_unit unit = bst__glu_unit(attributes);
     return v[A].count ? run_unit(exec, op, false, of, &unit) : BST_OK;
 }
 
 static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
                                const bst_attribute *attributes) {
-    const glu_views of = {&v[A], &v[B], wanted(&v[Y]), &v[DY], wanted(&v[DA]), wanted(&v[DB])};
+    const glu_views of = {&v[A], given(&v[B]), given(&v[Y]), &v[DY], given(&v[DA]), given(&v[DB])};
     bst_unit unit = bst__glu_unit(attributes);
     if (!v[A].count || (!of[GLU_Y] && !of[GLU_DGATE] && !of[GLU_DUP])) return BST_OK;
     return run_unit(exec, op, true, of, &unit);
@@ -248,12 +251,12 @@ static bst_status run_joined_forward(const bst_exec *exec, const char *op, const
 
 static bst_status run_joined_backward(const bst_exec *exec, const char *op, const bst_view *v,
                                       const bst_attribute *attributes) {
-    return run_joined(exec, op, &v[H], wanted(&v[H_Y]), &v[H_DY], wanted(&v[DH]), attributes);
+    return run_joined(exec, op, &v[H], given(&v[H_Y]), &v[H_DY], given(&v[DH]), attributes);
 }
 
 /* ---- the functions ----------------------------------------------------------------------------------------------- */
 
-/* swiglu_*: the usual unit, without arguments that say so. */
+/* swiglu_*: the usual unit, without arguments that say so; activation_*: without up. */
 #define OPTIONS        "activation alpha limit open_limit "
 #define JOINED_OPTIONS "activation interleaved alpha limit open_limit "
 
@@ -264,7 +267,8 @@ static const bst_function forward = {
     .check = check_apart,
     .run = run_forward,
     BST_GIVEN_OPTIONS,
-    BST_TORCH("swiglu_forward: a b -> y", "glu_forward: " OPTIONS "a b -> y"),
+    BST_TORCH("swiglu_forward: a b! -> y", "glu_forward: " OPTIONS "a b! -> y",
+              "activation_forward: activation alpha a -> y"),
 };
 
 static const bst_function backward = {
@@ -274,10 +278,13 @@ static const bst_function backward = {
     .check = check_apart,
     .run = run_backward,
     BST_GIVEN_OPTIONS,
-    BST_TORCH("swiglu_backward: dy a b -> da? db?", "swiglu_backward_with_y: dy a b -> da? db? y",
-              "swiglu_backward_inplace: dy a b -> da?=a db?=b y?=dy", "glu_backward: " OPTIONS "dy a b -> da? db?",
-              "glu_backward_with_y: " OPTIONS "dy a b -> da? db? y",
-              "glu_backward_inplace: " OPTIONS "dy a b -> da?=a db?=b y?=dy"),
+    BST_TORCH("swiglu_backward: dy a b! -> da? db?", "swiglu_backward_with_y: dy a b! -> da? db? y",
+              "swiglu_backward_inplace: dy a b! -> da?=a db?=b y?=dy", "glu_backward: " OPTIONS "dy a b! -> da? db?",
+              "glu_backward_with_y: " OPTIONS "dy a b! -> da? db? y",
+              "glu_backward_inplace: " OPTIONS "dy a b! -> da?=a db?=b y?=dy",
+              "activation_backward: activation alpha dy a -> da?",
+              "activation_backward_with_y: activation alpha dy a -> da? y",
+              "activation_backward_inplace: activation alpha dy a -> da?=a y?=dy"),
 };
 
 static const bst_function joined_forward = {

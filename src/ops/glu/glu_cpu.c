@@ -1,5 +1,5 @@
 /* glu_cpu.c - gated units on CPU, in float32: for gate and up apart one loop for each activation and element type, from
- * memory to memory; all others by the tiles that the experts have too. */
+ * memory to memory; all others, and activations alone, by the tiles that the experts have too. */
 #include "ops/glu/glu_cpu.h"
 
 #include "core/gated_unit.h"
@@ -60,22 +60,31 @@ static glu_part part_at(const glu_cpu *a, int64_t e, int64_t n) {
                       .n = n};
 }
 
-/* ---- tiles: units of any layout, with limits --------------------------------------------------------------------- */
+/* ---- tiles: units of any layout, with limits, without up --------------------------------------------------------- */
 
 static bool in_tiles(const glu_cpu *a) {
-    return a->unit.interleaved || a->unit.limited || a->unit.activation == BST_SWIGLU_OAI_CODE;
+    return a->unit.interleaved || a->unit.limited || a->unit.activation == BST_SWIGLU_OAI_CODE || !a->of[GLU_UP].data;
+}
+
+static void load_tile(const glu_cpu *a, const glu_part *part, float pairs[2][BST_PAIRS]) {
+    if (part->up || a->unit.interleaved) {
+        bst_load_pairs(pairs, part->gate, part->up, a->unit.interleaved, a->dtype, part->n);
+        return;
+    }
+    bst_load(pairs[0], part->gate, a->dtype, part->n);
+    for (int64_t i = 0; i < part->n; i++) pairs[1][i] = bst_no_up(a->unit.activation);
 }
 
 static void forward_tile(const glu_cpu *a, const glu_part *part) {
     float pairs[2][BST_PAIRS], y[BST_PAIRS];
-    bst_load_pairs(pairs, part->gate, part->up, a->unit.interleaved, a->dtype, part->n);
+    load_tile(a, part, pairs);
     bst_unit_tile(&a->unit, pairs, y, part->n);
     bst_store(part->y, y, a->dtype, part->n);
 }
 
 static void backward_tile(const glu_cpu *a, const glu_part *part) {
     float pairs[2][BST_PAIRS], dy[BST_PAIRS], y[BST_PAIRS];
-    bst_load_pairs(pairs, part->gate, part->up, a->unit.interleaved, a->dtype, part->n);
+    load_tile(a, part, pairs);
     bst_load(dy, part->dy, a->dtype, part->n);
     bst_unit_backward_tile(&a->unit, pairs, dy, y, 1.0f, part->n);
     if (part->dgate || part->dup)

@@ -59,12 +59,20 @@ typedef struct low_rank_glu_sum_args {
     float scale[2];
 } low_rank_glu_sum_args;
 
+/* Rows of y as a bias. */
+typedef struct low_rank_bias_args {
+    void *y;
+    const void *bias;
+    int64_t y_stride, columns;
+} low_rank_bias_args;
+
 #define LOW_RANK_PRODUCTS 4 /* large ones that are summed up */
 
 /* Sums of products in tiles of tile_product.h. */
 typedef struct low_rank_tiles_args {
     bst_tensor_map thin, b, x[LOW_RANK_PRODUCTS], weight[LOW_RANK_PRODUCTS];
     void *y;
+    const void *bias; /* NULL: none */
     int64_t y_stride;
     int32_t rows, columns;
     int32_t thin_steps, steps[LOW_RANK_PRODUCTS], all_steps; /* boxes that a row of thin, of each x, and of all takes */
@@ -75,7 +83,8 @@ typedef struct low_rank_tiles_args {
 static_assert(sizeof(low_rank_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_sum_args) == 72, "host and device must agree");
 static_assert(sizeof(low_rank_glu_args) == 208, "host and device must agree");
-static_assert(sizeof(low_rank_tiles_args) == 1344, "host and device must agree");
+static_assert(sizeof(low_rank_tiles_args) == 1408, "host and device must agree");
+static_assert(sizeof(low_rank_bias_args) == 32, "host and device must agree");
 static_assert(sizeof(low_rank_glu_sum_args) == 120, "host and device must agree");
 
 #endif

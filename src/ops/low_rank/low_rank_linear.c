@@ -11,7 +11,7 @@ typedef bst_low_rank_dx_tensors given_tensors;
 
 /* ---- descriptions ------------------------------------------------------------------------------------------------ */
 
-enum { X, WEIGHT, THIN, B, INTO, Y };
+enum { X, WEIGHT, THIN, B, BIAS, INTO, Y };
 enum { SCALE };
 
 static const char *const linear_meanings[] = {"Tthe rows of x", "Kthe columns of x", "Nthe rows of weight",
@@ -24,6 +24,7 @@ static const bst_argument linear_arguments[] = {
     [WEIGHT] = {"weight", BST_IN, BST_FLOATS, "NK", BST_ROWS, LIKE_X},
     [THIN] = {"thin", BST_IN, BST_FLOATS, "TR", BST_ROWS, LIKE_X},
     [B] = {"b", BST_IN, BST_FLOATS, "NR", BST_ROWS, LIKE_X},
+    [BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "N", BST_CONTIGUOUS, LIKE_X},
     /* PyTorch's way to say where y is to be. */
     [INTO] = {"into", BST_IN | BST_OPTIONAL, BST_FLOATS, "TN", BST_ROWS, LIKE_X},
     [Y] = {"y", BST_OUT, BST_FLOATS, "TN", BST_ROWS, LIKE_X, BST_MAY_BE(1u << INTO)},
@@ -61,9 +62,10 @@ static const bst_argument dx_arguments[] = {
 
 /* ---- what both are ----------------------------------------------------------------------------------------------- */
 
-/* y = scale thin b^T + sum of x weight^T; across: y = thin b + sum of x weight. */
+/* y = scale thin b^T + sum of x weight^T + bias; across: y = thin b + sum of x weight. */
 typedef struct sum {
     const bst_view *thin, *b; /* NULL: none */
+    const bst_view *bias;     /* likewise */
     const bst_view *x[LOW_RANK_PRODUCTS], *weight[LOW_RANK_PRODUCTS];
     const bst_view *y;
     int products;
@@ -86,13 +88,38 @@ static bst_gemm gemm_of(const sum *s, const bst_view *x, const bst_view *weight,
                       .b_transposed = !s->across,
                       .input_type = type,
                       .output_type = type,
-                      .alpha = adds || !s->thin ? 1 : s->scale,
+                      .alpha = s->thin && x == s->thin ? s->scale : 1,
                       .beta = adds};
+}
+
+static const bst_kernel bias_kernel = {"low_rank.cu", "low_rank_bias", {"TYPE", "VEC", "BIAS", NULL}};
+
+/* Each row of y as the bias, for products to be added to. */
+static bst_status begin_with_bias(const bst_exec *exec, const char *op, const sum *s) {
+    const bst_view *y = s->y;
+    int64_t rows = y->size[0], columns = y->size[1], stride = low_rank_stride(y);
+    if (y->device.device_type != kDLCUDA) {
+        size_t bytes = bst__dtype_size(y->dtype);
+        for (int64_t row = 0; row < rows; row++)
+            memcpy((char *)y->data + (size_t)(row * stride) * bytes, s->bias->data, (size_t)columns * bytes);
+        return BST_OK;
+    }
+    int vec = bst__row_vector(y, &y->rows), of_bias = bst__row_vector(s->bias, &s->bias->rows);
+    if (of_bias < vec) vec = of_bias;
+    low_rank_bias_args a = {y->data, s->bias->data, stride, columns};
+    int64_t chunks = bst__divided_up(columns, (int64_t)LOW_RANK_THREADS * vec);
+    bst_launch l = {.kernel = &bias_kernel,
+                    .values = {y->dtype, vec, 1},
+                    .block = LOW_RANK_THREADS,
+                    .grid_x = (unsigned)(chunks * rows)};
+    BST_TRY(bst__cuda_need_rows(op, rows, chunks));
+    return bst__cuda_launch(exec, op, y->device.device_id, &l, &a, sizeof a);
 }
 
 /* A product of nothing makes zeros, where it is the first. */
 static bst_status one_by_one(const bst_exec *exec, const char *op, const sum *s) {
-    bool adds = false;
+    bool adds = s->bias != NULL;
+    if (adds) BST_TRY(begin_with_bias(exec, op, s));
     for (int i = s->thin ? -1 : 0; i < s->products; i++) {
         bst_gemm product = gemm_of(s, i < 0 ? s->thin : s->x[i], i < 0 ? s->b : s->weight[i], adds);
         if (product.k || !adds) BST_TRY(bst__gemm(exec, op, &product));
@@ -104,14 +131,15 @@ static bst_status one_by_one(const bst_exec *exec, const char *op, const sum *s)
 /* Products of the framework or of a library take no rows that overlap. Said before anything is written. */
 static bst_status need_apart(const char *op, const bst_argument *arguments, const bst_view *v) {
     for (int i = 0; !(arguments[i].flags & BST_OUT); i++) /* which are the last */
-        if (bst__given(&v[i]) && low_rank_stride(&v[i]) < v[i].size[1])
+        if (v[i].dims == 2 && low_rank_stride(&v[i]) < v[i].size[1])
             return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, arguments[i].name);
     return BST_OK;
 }
 
 /* ---- in one product ---------------------------------------------------------------------------------------------- */
 
-static const bst_kernel kernel = {"low_rank_tiles.cu", "low_rank_tiles", {"TYPE", "PARTS", "SCALED", "ACROSS", NULL}};
+static const bst_kernel kernel = {
+    "low_rank_tiles.cu", "low_rank_tiles", {"TYPE", "PARTS", "SCALED", "ACROSS", "BIAS", NULL}};
 
 /* Pairs of tiles of rows that stay in the L2 while all columns pass: 1024 rows. On an H200 at 8192 x 12288, K =
  * 4096, with 2, 4, 8, 16: 1.033, 1.033, 1.044, 1.032 of cuBLASLt's product alone. */
@@ -141,7 +169,8 @@ static bool serves(const bst_chip *chip, const sum *s, low_rank_tiles_args *a) {
         served = served && is_served(s->x[i]) && is_served(s->weight[i]);
         a->all_steps += a->steps[i] = steps_of(s->x[i]);
     }
-    if (!served) return false;
+    /* Which is read in pairs. */
+    if (!served || (s->bias && (uintptr_t)s->bias->data % 4)) return false;
     a->rows = (int32_t)s->y->size[0], a->columns = (int32_t)s->y->size[1];
     a->tiles = (bst_tiles){(int32_t)bst__divided_up(a->rows, PAIR),
                            (int32_t)bst__divided_up(a->columns, BST_TILE_COLUMNS), GROUP};
@@ -159,6 +188,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const sum *s) {
     int device = s->y->device.device_id;
     bst_chip chip;
     low_rank_tiles_args a = {.y = s->y->data, .y_stride = low_rank_stride(s->y), .scale = s->scale};
+    a.bias = s->bias ? s->bias->data : NULL;
     BST_TRY(bst__cuda_chip(op, device, &chip));
     if (!serves(&chip, s, &a)) return one_by_one(exec, op, s);
     int64_t parts = 0;
@@ -168,7 +198,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const sum *s) {
     }
     for (int i = 0; i < s->products; i++) BST_TRY(map(op, s->x[i], s->weight[i], s->across, &a.x[i], &a.weight[i]));
     bst_launch l = {.kernel = &kernel,
-                    .values = {s->y->dtype, parts, s->scale != 1, s->across},
+                    .values = {s->y->dtype, parts, s->scale != 1, s->across, s->bias != NULL},
                     .block = BST_TILE_THREADS,
                     .grid_x = (unsigned)(chip.processors / 2 * 2),
                     .cluster = 2,
@@ -194,7 +224,9 @@ static bst_status check_dx(const char *op, const bst_view *v, const bst_attribut
 }
 
 static bst_status run_linear(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
-    return run(exec, op, &(sum){&v[THIN], &v[B], {&v[X]}, {&v[WEIGHT]}, &v[Y], 1, false, (float)attributes[SCALE].d});
+    const bst_view *bias = bst__given(&v[BIAS]) ? &v[BIAS] : NULL;
+    float scale = (float)attributes[SCALE].d;
+    return run(exec, op, &(sum){&v[THIN], &v[B], bias, {&v[X]}, {&v[WEIGHT]}, &v[Y], 1, false, scale});
 }
 
 static bst_status run_dx(const bst_exec *exec, const char *op, const bst_view *v, const bst_attribute *attributes) {
@@ -213,7 +245,7 @@ const bst_function bst__low_rank_linear = {
     .attributes = linear_rules,
     .check = check_linear,
     .run = run_linear,
-    BST_TORCH("low_rank_linear: x weight thin b into! scale -> y=into"),
+    BST_TORCH("low_rank_linear: x weight thin b bias into! scale -> y=into"),
 };
 
 const bst_function bst__low_rank_dx = {
@@ -227,8 +259,8 @@ const bst_function bst__low_rank_dx = {
 };
 
 bst_status bst_low_rank_linear(const bst_exec *exec, const DLTensor *x, const DLTensor *weight, const DLTensor *thin,
-                               const DLTensor *b, double scale, DLTensor *y) {
-    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [THIN] = thin, [B] = b, [INTO] = NULL, [Y] = y};
+                               const DLTensor *b, const DLTensor *bias, double scale, DLTensor *y) {
+    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [THIN] = thin, [B] = b, [BIAS] = bias, [Y] = y};
     return bst__run(&bst__low_rank_linear, exec, tensors, (bst_attribute[]){[SCALE] = {.d = scale}});
 }
 

@@ -1,8 +1,8 @@
 /* low_rank_tiles.cu - linear layers with their adapters on Hopper's tensor cores, a sum of products rounded once:
- * y = scale thin b^T + x weight^T, and across, which is their input's gradient, dx = g a + sum of dy_i weight_i.
+ * y = scale thin b^T + x weight^T + bias, and across, which is their input's gradient, dx = g a + sum of dy_i weight_i.
  *
  * Macros: TYPE (bf16 or f16), PARTS: 16 columns of thin each that its first piece has, rounded up, 0 without thin;
- * SCALED: scale is not 1, and thin is one piece; ACROSS.
+ * SCALED: scale is not 1, and thin is one piece; ACROSS; BIAS: there is one, added in float32.
  *
  * Tiles of tile_product.cuh: what thin and b make comes first, is scaled in the registers that it is summed in, and
  * then the large products are added to it. So y is rounded once, and written once.
@@ -39,6 +39,7 @@ BST_DEVICE void work(const low_rank_tiles_args *a, bst_pipe *p, bst_place at) {
         bst_next_piece(p);
     }
     bst_tile_multiply(p, sums, a->all_steps - (PARTS != 0), PARTS, TYPE, ACROSS);
+    if (BIAS) bst_tile_add_row(sums, a->bias, at.column, a->columns, TYPE);
     BST_EACH(half, 2) {
         const int row = at.row + p->worker * 64 + warp * 16 + lane / 4 + half * 8;
         bst_tile_store_row(a->y, row * a->y_stride, sums, half, at.column, a->columns, row < a->rows, TYPE);
