@@ -3,7 +3,9 @@ GPU, a recorder that calls the function again stands for CUDA's."""
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -376,6 +378,30 @@ def test_arguments_that_change_from_token_to_token() -> None:
     ran, aside = counted()
     assert ran == 3
     assert aside == {"the call for one token cannot be captured: arguments that change from token to token": 1}
+
+
+def test_no_memory_waits_for_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bastile.models import roomy_cache
+
+    made: list[Any] = []
+    begin = roomy_cache.RoomyCache.begin
+
+    def noted(self: Any, *args: Any) -> None:
+        made.append(weakref.ref(self))
+        begin(self, *args)
+
+    monkeypatch.setattr(roomy_cache.RoomyCache, "begin", noted)
+    model = small_one("qwen3")
+    bastile.apply()
+    gc.disable()
+    try:
+        generated(model)
+        for shelf in decoding._shelves.values():
+            shelf.graph = None  # what stands for one on a CPU holds the call
+        assert made
+        assert all(cache() is None for cache in made)
+    finally:
+        gc.enable()
 
 
 def test_nothing_stays_on_the_model() -> None:

@@ -20,7 +20,7 @@ from bastile.ops.low_rank import (
     linear_into,
     low_rank_backward,
 )
-from oracle import DTYPES, EMULATED, devices, few_examples, random_tensor
+from oracle import DTYPES, EMULATED, LUCK, devices, few_examples, random_tensor
 
 
 def exact(dy, thin, b, scale):
@@ -277,7 +277,10 @@ def test_a_linear_layer_with_its_adapter(has_bias, dtype, device):
         linear_into(*given, y[:, : shape[2]], -0.75)
         other = two_products(*given, -0.75)
         right = exact_linear(*given, -0.75)
-        assert error(y[:, : shape[2]], right) <= 1.02 * error(other, right) + 4e-7
+        # Without a bias these are the same products. With one PyTorch may add it within the first, to the same numbers
+        # in another order: two errors of so many roundings each.
+        near = math.exp(LUCK / max(1, right.numel()) ** 0.5) if has_bias else 1.02
+        assert error(y[:, : shape[2]], right) <= near * error(other, right) + 4e-7
         assert y[:, shape[2] :].isnan().all()
 
 

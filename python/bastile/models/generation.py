@@ -109,10 +109,10 @@ def _sample(tally: Tally, original: Any) -> Any:
             tally.step_aside(reason, is_usual=True)
             with not_ahead():
                 return loop(**kwargs)
-        try:
-            from bastile.models.roomy_cache import RoomyCache
+        from bastile.models.roomy_cache import RoomyCache
 
-            cache = RoomyCache(usual, most)
+        cache = RoomyCache(usual, most)
+        try:
             called = logits_processor, stopping_criteria
             longest = generation_config.max_length
             with (
@@ -121,6 +121,7 @@ def _sample(tally: Tally, original: Any) -> Any:
             ):
                 return loop(**{**kwargs, name: cache})
         finally:
+            cache.release()
             shelf.lock.release()
 
     return sample

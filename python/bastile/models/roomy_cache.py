@@ -111,6 +111,10 @@ class RoomyCache(Cache):
             self.position = torch.full((1,), count, device=device)
             self.length = self.position.squeeze(0)
 
+    def release(self) -> None:
+        """The text is done. Layers and cache have each other, and would wait for Python's garbage collection."""
+        self.layers = []
+
     def advance(self) -> bool:
         """A token's keys and values are there. Whether memory is another one for those that follow."""
         self.seen += 1
