@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import bastile
 from bastile.graphs import conditions, decoding
+from bastile.graphs.caches import NAMES
 from bastile.graphs.recorder import RepeatingRecorder
 from bastile.models import generation, small
 from bastile.models.sites import ModelFile
@@ -109,9 +110,9 @@ def test_greedy_tokens(family: str) -> None:
     assert_text_of_stock(small_one(family))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_text_that_outgrows_its_room(rows: int) -> None:
-    assert_text_of_stock(tiny_model(max_position_embeddings=512).to(DEVICE).eval(), 300, rows=rows)
+@pytest.mark.parametrize(("rows", "tokens"), [(2, 300), (1, 800)])  # which make room twice, and four times
+def test_a_text_that_outgrows_its_room(rows: int, tokens: int) -> None:
+    assert_text_of_stock(tiny_model(max_position_embeddings=1024).to(DEVICE).eval(), tokens, rows=rows)
 
 
 def test_a_window_shorter_than_the_text() -> None:
@@ -256,7 +257,6 @@ def as_dynamic(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"return_dict_in_generate": True}, "more than tokens is asked for (return_dict_in_generate)"),
         ({"cache_implementation": "static"}, "no cache, or one that was given or asked for"),
         ({"use_cache": False}, "no cache, or one that was given or asked for"),
         ({"prefill_chunk_size": 4}, "compile_config or prefill_chunk_size, which say how the model is to be called"),
@@ -308,6 +308,39 @@ def test_other_ways_of_generating_run_as_ever() -> None:
     want = stock(model, num_beams=3)
     assert torch.equal(generated(model, num_beams=3), want)
     assert counted() == (0, {})
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "lfm2"])
+def test_all_that_is_returned(family: str) -> None:
+    """On demand: scores, logits, and the usual cache, with which one may go on."""
+    model = small.small_model(family, sliding_window=8) if family == "gemma3_text" else small_one(family)
+    model = model.to(DEVICE).eval()
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    want = stock(model, **asked)
+    got = generated(model, **asked)
+    assert counted() == (TOKENS - 2, {})
+    assert type(got) is type(want)
+    assert got.keys() == want.keys()
+    assert torch.equal(got.sequences, want.sequences)
+    torch.testing.assert_close(got.scores, want.scores, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-4)
+    mine, theirs = (next(found[name] for name in NAMES if name in found) for found in (got, want))
+    assert type(mine) is type(theirs)
+    assert mine.get_seq_length() == theirs.get_seq_length() == got.sequences.shape[1] - 1
+    for one, other in zip(mine.layers, theirs.layers, strict=True):
+        assert type(one) is type(other)
+        if getattr(other, "keys", None) is not None:
+            torch.testing.assert_close((one.keys, one.values), (other.keys, other.values), rtol=1e-4, atol=1e-4)
+
+
+def test_hidden_states_run_as_ever() -> None:
+    model = small_one("qwen3")
+    asked = {"return_dict_in_generate": True, "output_hidden_states": True}
+    want = stock(model, **asked)
+    got = generated(model, **asked)
+    assert torch.equal(got.sequences, want.sequences)
+    assert len(got.hidden_states) == TOKENS
+    assert counted() == (0, {"the call for one token cannot be captured: the model returns hidden_states": 1})
 
 
 def test_a_cache_of_the_users() -> None:

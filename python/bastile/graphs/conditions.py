@@ -61,13 +61,18 @@ def against_this_model(model: nn.Module) -> str | None:
     Accelerate's mixed precision puts there, is part of it."""
     modules = list(model.modules())
     hooks = [hook for m in modules for of in (m._forward_hooks, m._forward_pre_hooks) for hook in of.values()]
-    if any(not getattr(hook, "__qualname__", "").endswith(_ASKS_FOR_GRADIENTS) for hook in hooks):
+    if not all(map(_does_nothing_here, hooks)):
         return "hooks on the model or a module in it"
     return _against([*model.parameters(), *model.buffers()], modules, modules[1:])
 
 
-#: Of Transformers, PEFT and TRL, on embeddings of models with frozen weights: without gradients it does nothing.
-_ASKS_FOR_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+def _does_nothing_here(hook: Any) -> bool:
+    """That of Transformers, PEFT and TRL on embeddings of models with frozen weights, where there are no gradients; and
+    those that stay where hidden states were once asked for, as long as they are not."""
+    of_embeddings = getattr(hook, "__qualname__", "").endswith(
+        ("make_inputs_require_grads", "make_inputs_require_grad")
+    )
+    return of_embeddings or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def _against(tensors: Sequence[torch.Tensor], called: Sequence[Any], within: Sequence[nn.Module]) -> str | None:

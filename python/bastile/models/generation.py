@@ -113,13 +113,15 @@ def _sample(tally: Tally, original: Any) -> Any:
 
         cache = RoomyCache(usual, most)
         try:
-            called = logits_processor, stopping_criteria
-            longest = generation_config.max_length
-            with (
-                _calls(self, Decoding(self, cache, name, shelf, tally)),
-                run_ahead(input_ids.device, longest, *called, streamer=streamer),
-            ):
-                return loop(**{**kwargs, name: cache})
+            ahead = not_ahead()
+            if streamer is None and not generation_config.return_dict_in_generate:
+                ahead = run_ahead(input_ids.device, generation_config.max_length, logits_processor, stopping_criteria)
+            with _calls(self, Decoding(self, cache, name, shelf, tally)), ahead:
+                result = loop(**{**kwargs, name: cache})
+            if generation_config.return_dict_in_generate and given_in(result) is cache:
+                cache.put_into(usual)
+                result[name] = usual
+            return result
         finally:
             cache.release()
             shelf.lock.release()
@@ -137,8 +139,6 @@ _SYNCED = "several processes that generate in step, of shards"
 
 
 def _why_not(model: Any, config: Any, cache: Any) -> str | None:
-    if config.return_dict_in_generate:
-        return "more than tokens is asked for (return_dict_in_generate)"
     if cache not in _of_generate or config.cache_implementation is not None:
         return "no cache, or one that was given or asked for"
     if config.compile_config is not None or getattr(config, "prefill_chunk_size", None) is not None:

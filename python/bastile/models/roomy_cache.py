@@ -111,6 +111,13 @@ class RoomyCache(Cache):
             self.position = torch.full((1,), count, device=device)
             self.length = self.position.squeeze(0)
 
+    def put_into(self, cache: DynamicCache) -> None:
+        """What is here, into the cache whose place this one took."""
+        layers: list[Any] = cache.layers
+        for mine, theirs in zip(self.layers, layers, strict=True):
+            if isinstance(mine, _Layer) and mine.is_initialized:
+                theirs.update(mine.keys[:, :, : self.seen], mine.values[:, :, : self.seen])
+
     def release(self) -> None:
         """The text is done. Layers and cache have each other, and would wait for Python's garbage collection."""
         self.layers = []

@@ -57,11 +57,12 @@ _ahead: ContextVar[Ahead | None] = ContextVar("bastile_ahead", default=None)
 
 
 @contextmanager
-def run_ahead(device: torch.device, longest: int, *called: Iterable[Any], streamer: Any) -> Iterator[None]:
+def run_ahead(device: torch.device, longest: int, *called: Iterable[Any]) -> Iterator[None]:
     """Within, a text is generated so. called: what the loop calls for each token; where that is not Transformers' own,
-    it may count its calls, and a streamer is given each token as it comes: then not."""
+    it may count its calls: then not. Nor is a text for a streamer, which is given each token as it comes, or one whose
+    cache is returned."""
     others = [one for several in called for one in several if not type(one).__module__.startswith("transformers.")]
-    with _with(None if others or streamer is not None else Ahead(device, longest)):
+    with _with(None if others else Ahead(device, longest)):
         yield
 
 
