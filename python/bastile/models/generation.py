@@ -109,21 +109,18 @@ def _sample(tally: Tally, original: Any) -> Any:
             tally.step_aside(reason, is_usual=True)
             with not_ahead():
                 return loop(**kwargs)
-        from bastile.models.roomy_cache import RoomyCache
-
-        cache = RoomyCache(usual, most)
+        ahead = not_ahead()
+        if streamer is None and not generation_config.return_dict_in_generate:
+            ahead = run_ahead(input_ids.device, generation_config.max_length, logits_processor, stopping_criteria)
         try:
-            ahead = not_ahead()
-            if streamer is None and not generation_config.return_dict_in_generate:
-                ahead = run_ahead(input_ids.device, generation_config.max_length, logits_processor, stopping_criteria)
-            with _calls(self, Decoding(self, cache, name, shelf, tally)), ahead:
-                result = loop(**{**kwargs, name: cache})
-            if generation_config.return_dict_in_generate and given_in(result) is cache:
-                cache.put_into(usual)
-                result[name] = usual
-            return result
+            with ahead, _room_in_place_of(usual, most) as cache:
+                with _calls(self, Decoding(self, cache, name, shelf, tally)):
+                    result = loop(**{**kwargs, name: cache})
+                if generation_config.return_dict_in_generate and given_in(result) is cache:
+                    cache.put_into(usual)
+                    result[name] = usual
+                return result
         finally:
-            cache.release()
             shelf.lock.release()
 
     return sample
@@ -159,14 +156,25 @@ def _why_not(model: Any, config: Any, cache: Any) -> str | None:
 
 
 @contextmanager
+def _room_in_place_of(usual: Any, most: int) -> Iterator[Any]:
+    from bastile.models.roomy_cache import RoomyCache
+
+    cache = RoomyCache(usual, most)
+    try:
+        yield cache
+    finally:
+        cache.release()
+
+
+@contextmanager
 def _calls(model: Any, decoding: Decoding) -> Iterator[None]:
     """Transformers' loop calls what `get_compiled_call` returns, where a model is to be compiled."""
     own, cls = vars(model), type(model)
     of_this_text: dict[int, bool] = {}  # by thread: what asks next for the call, a text in the midst of this one or not
 
-    def asked(kwargs: dict[str, Any], *args: Any, **others: Any) -> Any:
-        is_this = of_this_text[threading.get_ident()] = given_in(kwargs) is decoding.cache
-        return is_this or getattr(cls, _ASKED)(model, kwargs, *args, **others)
+    def asked(model_kwargs: dict[str, Any], *args: Any, **others: Any) -> Any:
+        is_this = of_this_text[threading.get_ident()] = given_in(model_kwargs) is decoding.cache
+        return is_this or getattr(cls, _ASKED)(model, model_kwargs, *args, **others)
 
     def given(*args: Any, **kwargs: Any) -> Any:
         is_this = of_this_text[threading.get_ident()]
