@@ -227,8 +227,8 @@ def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     table = [[f"milliseconds of a step, median and least (peak GiB{which})", *titles, "**Bastile**", "its kernels"]]
     apart = False
     for key in sorted(latest, key=str, reverse=True):
-        (trainer, shape, batch, length, checkpointing, in_4bit, offloads, attention, *others), steps = key, latest[key]
-        lora, generates = others
+        trainer, shape, batch, length, checkpointing, in_4bit, offloads, attention, lora, generates = key
+        steps = latest[key]
         more = ", gradient checkpointing" * checkpointing + ", NF4 base" * in_4bit
         more += ", inputs in the host's memory" * offloads + ", adapters on attention" * attention
         more += ", LoRA" * lora + ", completions by the model" * generates

@@ -72,20 +72,20 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(ids[0] % 17) for ids in completion_ids]
 
 
-def profiled(found: dict[str, float], steps: int, options: argparse.Namespace) -> Any:
+def profiled(found: dict[str, float], steps: int) -> Any:
     """A callback: the device's busy seconds a step, over the last PROFILED of so many steps."""
     from torch.profiler import ProfilerActivity, profile
     from transformers import TrainerCallback
 
     class Profiled(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == steps - PROFILED and not options.generate:
+            if state.global_step == steps - PROFILED:
                 torch.cuda.synchronize()
                 self.profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
                 self.profile.start()
 
         def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-            if state.global_step == steps and not options.generate:
+            if state.global_step == steps:
                 torch.cuda.synchronize()
                 self.profile.stop()
                 ran = [e for e in self.profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -161,7 +161,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         trainer = trainer_of(options, folder)
         count = options.steps - options.untimed
         trainer.add_callback(clock(times, torch.device("cuda"), options.untimed, count, count))
-        trainer.add_callback(profiled(found, steps_of(options), options))
+        if not options.generate:
+            trainer.add_callback(profiled(found, steps_of(options)))
         trainer.train()
     graphs = [line for line in bastile.report() if line.operator == "cuda_graphs"]
     *timed, queued = times[options.untimed :]

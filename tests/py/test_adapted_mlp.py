@@ -13,10 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
-from transformers.activations import ACT2FN
 
 from bastile.ops import _adapted, _adapted_mlp
-from bastile.ops._glu import ACTIVATIONS, QUICK_GELU
 from bastile.ops.lora import Adapted, adapted_mlp
 from memory import Memory, Peak, kept_by
 from oracle import (
@@ -30,13 +28,9 @@ from oracle import (
     random_tensor,
 )
 from products import assert_near
+from test_glu import ALONE as STOCK
+from test_glu import each_alone as each_activation
 from test_lora import MIXES, ONE_PASS, POOLED, SCALE, Layer, peft, total_of, under
-
-#: The models' own activations, by the names that they have here.
-STOCK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    name: ACT2FN[{"gelu_tanh": "gelu_new"}.get(name, name)] for name in (*ACTIVATIONS, QUICK_GELU)
-}
-each_activation = pytest.mark.parametrize("activation", STOCK)
 
 
 def mlp_case(

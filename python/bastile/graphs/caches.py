@@ -15,9 +15,14 @@ import torch
 NAMES = ("cache", "past_key_values")
 
 
+def name_in(arguments: Mapping[str, Any]) -> str:
+    """What the cache is called among a call's keywords, or a model's outputs; "" where there is none."""
+    return next((name for name in NAMES if arguments.get(name) is not None), "")
+
+
 def given_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a call's keywords, or a model's outputs; None where there is none."""
-    return next((arguments[name] for name in NAMES if arguments.get(name) is not None), None)
+    """Likewise, the cache; None where there is none."""
+    return arguments.get(name_in(arguments))
 
 
 def taken_from(arguments: dict[str, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.graphs import conditions
 from bastile.graphs.arguments import CannotCapture, Given, Place, rebuilt, signature
 from bastile.graphs.recorder import Recorder, Replayed
 from bastile.report import Tally
@@ -35,9 +36,12 @@ class Shelf:
 _shelves: weakref.WeakKeyDictionary[nn.Module, Shelf] = weakref.WeakKeyDictionary()
 
 
-def shelf_of(model: nn.Module, recorder: Recorder) -> Shelf:
-    """recorder: for a model that has none."""
-    return _shelves.setdefault(model, Shelf(recorder))
+def shelf_of(model: nn.Module, device: torch.device) -> Shelf | None:
+    """None: there are no graphs on this device."""
+    found = _shelves.get(model)
+    if found is None and (recorder := conditions.recorder_for(device)) is not None:
+        found = _shelves.setdefault(model, Shelf(recorder))
+    return found
 
 
 def forget() -> None:

@@ -2,8 +2,9 @@
 
 Transformers' loop waits for the device after each token, to see whether every sequence has ended; and while the host
 prepares the next token the device has nothing to do. Here it goes on, and reads behind the next token what was asked
-before it. Where all had ended then, that token is taken back, and the random numbers that it drew: what is returned,
-and drawn next, is what would have been."""
+before it, as Transformers itself does on Apple's GPUs (DeferredStopCheck, which leaves the generator as it is). Where
+all had ended then, that token is taken back, and the random numbers that it drew: what is returned, and drawn next, is
+what would have been."""
 
 from __future__ import annotations
 
@@ -56,14 +57,12 @@ class Ahead:
 _ahead: ContextVar[Ahead | None] = ContextVar("bastile_ahead", default=None)
 
 
-@contextmanager
-def run_ahead(device: torch.device, longest: int, *called: Iterable[Any]) -> Iterator[None]:
+def run_ahead(device: torch.device, longest: int, *called: Iterable[Any]) -> AbstractContextManager[None]:
     """Within, a text is generated so. called: what the loop calls for each token; where that is not Transformers' own,
     it may count its calls: then not. Nor is a text for a streamer, which is given each token as it comes, or one whose
     cache is returned."""
     others = [one for several in called for one in several if not type(one).__module__.startswith("transformers.")]
-    with _with(None if others else Ahead(device, longest)):
-        yield
+    return _with(None if others else Ahead(device, longest))
 
 
 @contextmanager
