@@ -42,11 +42,12 @@ class Given:
         self.cache: Any = None
         self._empty: caches.Empty | None = None
 
+    def has(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._places
+
     def place(self, tensor: torch.Tensor) -> int:
         found = self._places.get(id(tensor))
         if found is None:
-            if tensor.requires_grad:
-                raise CannotCapture("an argument of the layers beside the hidden states requires a gradient")
             found = self._places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
             if not tensor.is_inference():
@@ -66,7 +67,7 @@ class Given:
     def structure(self, value: Any) -> Any:
         """Of an argument, with places in place of tensors: what two calls must have in common."""
         if isinstance(value, torch.Tensor):
-            return torch.Tensor, self.place(value), signature(value)
+            return torch.Tensor, self.place(value), signature(value), value.requires_grad
         if isinstance(value, _CONSTANTS):
             return type(value), value
         if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
@@ -94,6 +95,15 @@ def rebuilt(structure: Any, tensors: list[torch.Tensor]) -> Any:
     return content
 
 
+def differentiated(structure: Any) -> list[int]:
+    """The places of an argument's tensors that require a gradient."""
+    if not isinstance(structure, tuple) or not structure:
+        return []
+    if structure[0] is torch.Tensor:
+        return [structure[1]] if structure[3] else []
+    return list(dict.fromkeys(place for each in structure for place in differentiated(each)))
+
+
 class Place:
     """Memory of our own for a tensor of this signature. What is expanded there is expanded here."""
 
@@ -116,4 +126,4 @@ class Place:
         if is_steady and self._filled_with is tensor:
             return
         self._filled_with = tensor if is_steady else None
-        self._target.copy_(tensor.as_strided(self.once, self.stride), non_blocking=True)
+        self._target.copy_(tensor.detach().as_strided(self.once, self.stride), non_blocking=True)

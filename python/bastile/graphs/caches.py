@@ -33,12 +33,20 @@ def taken_from(arguments: dict[str, Any]) -> Any:
     return found
 
 
+def _parts(cache: Any) -> list[Any]:
+    """Of a decoder that has an encoder, that of its own keys and that of the encoder's."""
+    from transformers.cache_utils import EncoderDecoderCache
+
+    return [cache.self_attention_cache, cache.cross_attention_cache] if type(cache) is EncoderDecoderCache else [cache]
+
+
 class Empty:
     """What a cache is like before it is filled. It holds nothing of the cache: it is in the keys of kinds of steps."""
 
     def __init__(self, cache: Any) -> None:
         self._like: Any = None
-        self._kind = type(cache), tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)
+        layers = [[(type(layer), getattr(layer, "sliding_window", None)) for layer in p.layers] for p in _parts(cache)]
+        self._kind = type(cache), tuple(map(tuple, layers))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Empty) and other._kind == self._kind
@@ -61,7 +69,8 @@ class Empty:
 
     def _tensors(self) -> list[tuple[Any, str, torch.Tensor]]:
         """With the layer that has it, and its name there."""
-        named = [(layer, name, value) for layer in self._like.layers for name, value in vars(layer).items()]
+        layers = [layer for part in _parts(self._like) for layer in part.layers]
+        named = [(layer, name, value) for layer in layers for name, value in vars(layer).items()]
         return [found for found in named if isinstance(found[2], torch.Tensor)]
 
 
@@ -69,17 +78,19 @@ def is_new(value: Any) -> bool:
     """Whether this is a cache of the usual class in which nothing is."""
     from transformers.cache_utils import DynamicCache
 
-    if type(value) is not DynamicCache or getattr(value, "offloading", False):
+    parts = _parts(value)
+    if any(type(part) is not DynamicCache or getattr(part, "offloading", False) for part in parts):
         return False
-    return all(not getattr(layer, "is_initialized", True) for layer in value.layers)
+    return all(not getattr(layer, "is_initialized", True) for part in parts for layer in part.layers)
 
 
 def leave_unfilled(cache: Any) -> None:
-    cache.layers = _Unfilled()
+    for part in _parts(cache):
+        part.layers = _Unfilled()
 
 
 def is_unfilled(cache: Any) -> bool:
-    return type(cache.layers) is _Unfilled
+    return all(type(part.layers) is _Unfilled for part in _parts(cache))
 
 
 class _Unfilled:

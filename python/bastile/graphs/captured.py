@@ -20,9 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bastile.graphs import conditions
-from bastile.graphs.arguments import CannotCapture, Place, Signature, rebuilt, signature
+from bastile.graphs.arguments import CannotCapture, Place, Signature, differentiated, rebuilt, signature
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
+from bastile.graphs.returned import hidden_of
 from bastile.ops._common import Function
 from bastile.ops._random import generator_of, set_state, state_of
 
@@ -45,6 +46,8 @@ class Call:
     hidden_requires_grad: bool
     is_chained: bool  # its hidden states are the very tensor that the layer before returned
     checkpoints: bool
+    others: Any = None  # the structure of what it returned beside them
+    against: str | None = None  # why it runs without a graph
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Note:
     draws: bool  # random numbers
     settings: tuple[Any, ...]  # of the forward pass, those that a backward pass looks at
     backward: Autocast | None = None  # how it was set in the backward pass, once there was one
+    ends: frozenset[int] = frozenset()  # layers whose output others than the next layer look at
+    leaving: frozenset[int] = frozenset()  # layers whose output is the model's to keep
 
     @property
     def checkpoints(self) -> bool:
@@ -150,16 +155,20 @@ class Run:
     upstream_pointer: int
     hidden_gradient: Lent | None
     gradients: list[Lent | None]  # of the parameters, for the graph to write into
+    others_gradients: list[torch.Tensor | None]  # of what else it is given and has gradients
     backward: Replayed
 
     def __init__(self, index: int, first: int, layers: list[Layer], draws: bool) -> None:
         self.index, self.first, self.layers = index, first, layers
         self.call = layers[0].call
+        self.differentiated = differentiated(self.call.structure)  # places of others
+        self.leaves = False  # its output is the model's to keep: it gets a copy
+        self.reads_copy = False  # so the run before has given it one
         self.draws_again = draws and self.call.checkpoints
         self.end = first + len(layers)
         self.parameters = [p for layer in layers for p in layer.parameters]
         self.hidden_gradient = None
-        self.wants_gradients = bool(self.parameters) or self.call.hidden_requires_grad
+        self.wants_gradients = bool(self.parameters or self.differentiated) or self.call.hidden_requires_grad
 
     def lent(self) -> Iterable[torch.Tensor | None]:
         """The gradients."""
@@ -182,14 +191,23 @@ def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
         before = layers[-1].call if layers else None
         if before is not None and (
             not call.is_chained
+            or call.against is not None
             or call.structure is not before.structure
             or call.checkpoints is not before.checkpoints
+            or index - 1 in note.ends | note.leaving
             or len(layers) == (most_checkpointed if call.checkpoints else MOST_LAYERS)
         ):
             runs.append(Run(len(runs), index - len(layers), layers, note.draws))
             layers = []
-        layers.append(Layer(module, call))
-    return [*runs, Run(len(runs), len(note.calls) - len(layers), layers, note.draws)]
+        if call.against is None:
+            is_behind = bool(index) and note.calls[index - 1].against is None
+            layers.append(Layer(module, call if is_behind else replace(call, is_chained=False)))
+    if layers:
+        runs.append(Run(len(runs), len(note.calls) - len(layers), layers, note.draws))
+    for run in runs:
+        run.leaves = run.end - 1 in note.leaving
+        run.reads_copy = run.first - 1 in note.leaving
+    return runs
 
 
 class Captured:
@@ -226,7 +244,7 @@ class Captured:
                 hidden = Place(layer.call.hidden).tensor
                 (output,) = self._forward_of(run, hidden, kept)()
                 if run.wants_gradients:
-                    self._backward_of(run, hidden, torch.zeros_like(output), kept)()
+                    self._backward_of(run, hidden, torch.zeros_like(output), [None] * len(run.differentiated), kept)()
 
     def _record(self) -> None:
         kept: list[Any] = [None] * len(self.runs)
@@ -235,13 +253,17 @@ class Captured:
         places = self._record_forward(kept)
         upstream: torch.Tensor | None = None
         gradients: list[Any] = []  # held, for they are to be there when the backward pass has ended
+        totals: dict[int, torch.Tensor] = {}  # by place: the gradients of what the runs behind are given, too
         for run in reversed(self.runs[self.lowest :]):
             is_read_next = run.index + 1 < len(self.runs) and self.runs[run.index + 1].call.is_chained
             if upstream is None or not is_read_next:
                 upstream = torch.zeros_like(run.output.tensor)
                 self._own.append(upstream)
             run.upstream, run.upstream_pointer = self._recorder.borrowed(upstream), upstream.data_ptr()
-            upstream = self._record_backward(run, gradients, places[run.index], upstream, kept)
+            if not is_read_next:
+                totals = {}
+            before = [totals.pop(place, None) for place in run.differentiated]
+            upstream = self._record_backward(run, gradients, totals, places[run.index], upstream, before, kept)
             places[run.index] = None
 
     def _record_forward(self, kept: list[Any]) -> list[Any]:
@@ -258,10 +280,20 @@ class Captured:
             run.output = Lent(self._recorder.borrowed(output))
         return [*places, output]
 
-    def _record_backward(self, run: Run, made: list[Any], *rest: Any) -> torch.Tensor | None:
-        """The gradient of the hidden states; those of the parameters, if they are lent, are added to `made`."""
+    def _record_backward(
+        self, run: Run, made: list[Any], totals: dict[int, torch.Tensor], *rest: Any
+    ) -> torch.Tensor | None:
+        """The gradient of the hidden states; those of the parameters, if they are lent, are added to `made`, and those
+        of what the run before is given too become its `totals`."""
         run.backward, (hidden, *gradients) = self._recorder.record(self._backward_of(run, *rest))
+        others, gradients = gradients[: len(run.differentiated)], gradients[len(run.differentiated) :]
         run.hidden_gradient = None if hidden is None else Lent(self._recorder.borrowed(hidden))
+        goes_on = run.call.is_chained and run.index > self.lowest
+        run.others_gradients = []
+        for place, gradient in zip(run.differentiated, others, strict=True):
+            if gradient is not None and goes_on and place in self.runs[run.index - 1].differentiated:
+                totals[place], gradient = gradient, None
+            run.others_gradients.append(None if gradient is None else self._recorder.borrowed(gradient))
         run.gradients = [None if g is None else Lent(self._recorder.borrowed(g)) for g in gradients]
         if self.lends_gradients:
             made += gradients
@@ -270,42 +302,74 @@ class Captured:
     def _forward_of(self, run: Run, hidden: torch.Tensor, kept: list[Any]) -> Callable[[], Sequence[Any]]:
         def forward() -> Sequence[Any]:
             read = output = hidden.detach().requires_grad_(run.call.hidden_requires_grad)
+            others = [place.tensor for place in self.others]
+            for place in run.differentiated:
+                others[place] = others[place].detach().requires_grad_()
+            called = self._checkpointed if run.call.checkpoints else self._called
             with self._autocast.as_noted(), torch.enable_grad():
                 for layer in run.layers:
-                    output = self._checkpointed(layer, output) if run.call.checkpoints else self._called(layer, output)
-            kept[run.index] = read, output
+                    output = called(layer, output, others)
+                # Made last, so that a backward pass takes their gradient first: what it adds to.
+                sums = [(others[place], others[place].view_as(others[place])) for place in run.differentiated]
+            kept[run.index] = read, sums, output
             return (output.detach(),)
 
         return forward
 
     def _backward_of(
-        self, run: Run, hidden: torch.Tensor, upstream: torch.Tensor, kept: list[Any]
+        self,
+        run: Run,
+        hidden: torch.Tensor,
+        upstream: torch.Tensor,
+        before: Sequence[torch.Tensor | None],
+        kept: list[Any],
     ) -> Callable[[], Sequence[Any]]:
+        """before: of what else has gradients, the sums of those of the runs behind. Autograd would add up each use's
+        gradient one after the other, and so do we, run by run."""
+
         def backward() -> Sequence[Any]:
-            (read, output), kept[run.index] = kept[run.index], None
+            (read, sums, output), kept[run.index] = kept[run.index], None
+            outputs, upstreams = [output], [upstream]
+            for (_, seen), total in zip(sums, before, strict=True):
+                if total is not None:
+                    outputs.insert(0, seen)
+                    upstreams.insert(0, total)
             with self._autocast.off() if self._note.backward is None else self._note.backward.as_noted():
-                wanted = [read] * run.call.hidden_requires_grad + [p for layer in run.layers for p in layer.stand_ins]
-                found = torch.autograd.grad(output, wanted, upstream, allow_unused=True)
+                wanted = [read] * run.call.hidden_requires_grad + [other for other, _ in sums]
+                wanted += [p for layer in run.layers for p in layer.stand_ins]
+                found = torch.autograd.grad(outputs, wanted, upstreams, allow_unused=True)
             return _apart(upstream, *(() if run.call.hidden_requires_grad else (None,)), *found)
 
         return backward
 
-    def _checkpointed(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
+    def _checkpointed(self, layer: Layer, hidden: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
         """Keeps the layer's input alone. The backward pass runs the layer again, as far as it needs."""
         return checkpoint(
-            self._called, layer, hidden, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+            self._called,
+            layer,
+            hidden,
+            others,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            determinism_check="none",
         )
 
-    def _called(self, layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-        args, kwargs = rebuilt(layer.call.structure, [place.tensor for place in self.others])
+    def _called(self, layer: Layer, hidden: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        args, kwargs = rebuilt(layer.call.structure, others)
         with bare(layer.module), _standing_in(layer):
-            output = layer.module(hidden, *args, **kwargs)
-        leads = torch.is_grad_enabled() and (hidden.requires_grad or bool(layer.parameters))
+            output = hidden_of(layer.module(hidden, *args, **kwargs))
+        leads = torch.is_grad_enabled() and (
+            hidden.requires_grad or bool(layer.parameters) or any(other.requires_grad for other in others)
+        )
         if not isinstance(output, torch.Tensor) or output.requires_grad is not leads:
             raise CannotCapture("a layer does not return one tensor that its parameters or hidden states lead to")
         return output
 
     # ---- replaying ----------------------------------------------------------------------------------------------
+
+    def runs_itself(self, index: int) -> bool:
+        """Whether a layer has no graph."""
+        return index < len(self._note.calls) and self._note.calls[index].against is not None
 
     def is_free(self) -> bool:
         """Whether nobody else holds what lies in the pool, gradients of parameters apart."""
@@ -325,7 +389,7 @@ class Captured:
 
     def fits(self, run: Run, hidden: torch.Tensor) -> bool:
         call = run.call
-        if call.is_chained and hidden.data_ptr() != run.hidden_pointer:
+        if call.is_chained and hidden.data_ptr() != run.hidden_pointer and not run.reads_copy:
             return False
         return hidden.requires_grad is call.hidden_requires_grad and signature(hidden) == call.hidden
 
@@ -458,16 +522,16 @@ def _drawing_again(device: torch.device, state: Any) -> Iterator[None]:
 
 
 class Replay(Function):
-    """A run, of its hidden states and the parameters that want gradients."""
+    """A run, of its hidden states, what else it is given and has gradients, and the parameters that want some."""
 
     @staticmethod
-    def forward(ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *parameters: torch.Tensor) -> Any:
+    def forward(ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *others_and_parameters: torch.Tensor) -> Any:
         if hidden.data_ptr() != run.hidden_pointer:
             run.hidden.copy_(hidden)
         ctx.random = state_of(generator_of(hidden.device)) if run.draws_again else None
         run.forward.replay()
         ctx.passage, ctx.run = passage, run
-        return run.output.lend()
+        return run.output.tensor.clone() if run.leaves else run.output.lend()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -485,5 +549,6 @@ class Replay(Function):
             hidden = (
                 hidden.clone()
             )  # it leaves the layers; adapters' input keeps it as its .grad until the loss is gone
+        others = [None if gradient is None else gradient.clone() for gradient in run.others_gradients]
         ctx.passage = ctx.run = None  # many a loop keeps its loss, which holds this, and would hold the graphs
-        return None, None, hidden, *passage.gradients(run)
+        return None, None, hidden, *others, *passage.gradients(run)

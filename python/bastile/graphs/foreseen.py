@@ -59,8 +59,8 @@ def _compare(old: Any, new: Any, places: dict[int, Signature]) -> None:
         if old != new:
             raise _Differs
     elif old and new and old[0] is new[0] is torch.Tensor:
-        (_, place, before), (_, place_now, now) = old, new
-        if place != place_now or len(before[0]) != len(now[0]) or before[2:] != now[2:]:
+        (_, place, before, leads), (_, place_now, now, leads_now) = old, new
+        if place != place_now or len(before[0]) != len(now[0]) or before[2:] != now[2:] or leads != leads_now:
             raise _Differs
         places[place] = now
     elif len(old) != len(new):
@@ -74,5 +74,5 @@ def _resized(structure: Any, others: list[Signature]) -> Any:
     if not isinstance(structure, tuple):
         return structure
     if structure and structure[0] is torch.Tensor:
-        return torch.Tensor, structure[1], others[structure[1]]
+        return torch.Tensor, structure[1], others[structure[1]], structure[3]
     return tuple([_resized(each, others) for each in structure])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -224,6 +225,13 @@ class Stack:
         self._in_vain += captured.is_foreseen
         while len(self.captured) > MOST_CAPTURED:
             del self._used[self.captured.popitem(last=False)[0]]
+
+    def end_behind(self, key: Any, captured: Captured, index: int) -> None:
+        """Others than the next layer look at what this one returns: from the next step on a run ends there."""
+        noted = self.notes.get(key)
+        if self.captured.get(key) is captured and isinstance(noted, Note):
+            del self.captured[key], self._used[key]
+            self.note(key, replace(noted, ends=noted.ends | {index}))
 
     def look_at_backward(self, key: Any, note: Note, output: torch.Tensor) -> None:
         """A step that ends with this output was noted. What shows when its backward pass begins is noted then."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from operator import is_
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
 from bastile.graphs.foreseen import foreseen
 from bastile.graphs.pays import Pays, pays
+from bastile.graphs.returned import hidden_of, others_of, returned
 from bastile.graphs.stack import Stack
 
 Mode = Literal["auto"] | bool
@@ -41,6 +43,7 @@ class Step:
         self.layers = stack.layers
         self.checkpointing = [conditions.checkpoints(layer) for layer in self.layers]
         self.given = Given()
+        self.key: Any = None
         self.next = 0
         self.passage: Passage | None = None
         self.has_replayed = False
@@ -101,8 +104,7 @@ class Step:
                 self._give_up(str(reason))
         output = self._itself(index, args, kwargs)
         if self.noting is not None:
-            self.noting.output = output
-            self.noting.outputs.append(output)
+            self.noting.returned(self.given, output)
         return output
 
     def _itself(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -127,28 +129,36 @@ class Step:
         if self.given.have_changed():
             return None
         if run is None:
+            if passage.captured.runs_itself(index):
+                if not self.stack.reach(index + 1):
+                    return None
+                return self._itself(index, args, kwargs)
             run = passage.captured.at.get(index)
             if run is None or not self.stack.reach(run.end) or not self._fits(run, passage.captured, args, kwargs):
                 return None
             self.has_replayed = True
             self.run, self.hidden = run, args[0]
-            self.output = Replay.apply(passage, run, args[0], *run.parameters)
+            others = [self.given.tensors[place] for place in run.differentiated]
+            self.output = Replay.apply(passage, run, args[0], *others, *run.parameters)
         elif not args or args[0] is not self.output_between or not self._is_given_again(args[1:], kwargs):
             return None
+        others = run.layers[index - run.first].call.others
         if index + 1 == run.end:
             output = self.output
             self.run = self.hidden = self.output = self.output_between = None
-            return output
+            return returned(output, others, self.given.tensors)
         self.output_between = Between.of(partial(self._made, passage, run, index, self.hidden, args[1:], kwargs))
-        return self.output_between
+        return returned(self.output_between, others, self.given.tensors)
 
     def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
-        """What the run's layers up to this one return, called themselves."""
+        """The hidden states that the run's layers up to this one return, called themselves. Next time the run ends
+        here."""
+        self.stack.end_behind(self.key, passage.captured, last)
         if self.given.have_changed() and not passage.is_over:
             # What they were given is where the run's graph has read it.
             rest, kwargs = rebuilt(run.call.structure, [place.tensor.clone() for place in passage.captured.others])
         for index in range(run.first, last + 1):
-            hidden = self._itself(index, (hidden, *rest), kwargs)
+            hidden = hidden_of(self._itself(index, (hidden, *rest), kwargs))
         return hidden
 
     def _is_given_again(self, rest: Any, kwargs: Any) -> bool:
@@ -188,6 +198,7 @@ class Step:
             key = self._key(args, kwargs)
         except CannotCapture as reason:
             return stack.tally.step_aside(str(reason))
+        self.key = key
         captured = stack.see(key)
         if captured is None:
             if not stack.reach(len(self.layers)):
@@ -327,6 +338,15 @@ class _Noting:
         chained = hidden is self.output
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
+    def returned(self, given: Given, output: Any) -> None:
+        """By the layer that was called last."""
+        self.output = hidden_of(output)
+        self.outputs.append(self.output)
+        try:
+            self.calls[-1] = replace(self.calls[-1], others=others_of(output, given))
+        except CannotCapture as reason:
+            self.calls[-1] = replace(self.calls[-1], against=str(reason))
+
     def ended(self, result: Any, stack: Stack, keeps_random: bool = True) -> Note | str:
         """keeps_random: whether checkpointed layers draw the same numbers again."""
         if self.given is None:
@@ -336,15 +356,16 @@ class _Noting:
             return "random numbers (dropout) in checkpointed layers that are not to draw the same ones again"
         if self.given.have_changed():
             return _WRITTEN
-        if not all(type(output) is torch.Tensor for output in self.outputs):
-            return "layers that return more than a tensor"
-        leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if hasattr(result, "values") else result)}
-        if any(id(output) in leaves for output in self.outputs[:-1]):
-            return "hidden states that the model returns"
+        against = [call.against for call in self.calls if call.against is not None]
+        if 2 * len(against) > len(self.calls):
+            return against[0]
+        leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if isinstance(result, Mapping) else result)}
         if stack.watch is None or not stack.watch.begin(everything=True):
             return "modules of the layers that keep something of a call"
         settings = conditions.of_backward(any(call.checkpoints for call in self.calls))
-        return Note(self.calls, [signature(tensor) for tensor in self.given.tensors], drawn, settings)
+        others = [signature(tensor) for tensor in self.given.tensors]
+        leaving = frozenset(index for index, output in enumerate(self.outputs) if id(output) in leaves)
+        return Note(self.calls, others, drawn, settings, leaving=leaving)
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:

@@ -1,8 +1,11 @@
-"""The forward of a model's backbone, whose layers are captured as CUDA graphs: see bastile.graphs."""
+"""The forward of what calls layers one after the other, a model's backbone, encoder or tower of images, in which they are
+captured as CUDA graphs: see bastile.graphs."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,10 +18,12 @@ from bastile.graphs.lengths import is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
 from bastile.models import generation
+from bastile.guards import stock_of
 from bastile.models.backbone import backbones
+from bastile.models.checkpoints import is_checkpointed
 from bastile.models.masks import with_positions
 from bastile.models.rebind import as_keywords, parameter_names
-from bastile.models.sites import ModelFile, Site
+from bastile.models.sites import ModelFile, Site, calls
 from bastile.report import Tally
 
 #: What bastile.apply was told, and bastile.apply_to_model for single models, by their backbones.
@@ -26,12 +31,33 @@ everywhere: Mode = "auto"
 of_models: weakref.WeakKeyDictionary[nn.Module, Mode] = weakref.WeakKeyDictionary()
 
 _TELLING = (bool, type(None), str)
+#: What Transformers calls the list of layers.
+_LISTS = ("layers", "layer", "blocks", "block", "h")
+_within = threading.local()
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    for cls in backbones(file):
-        yield file.forward_site("cuda_graphs", cls, backbone_forward)
+    for cls in stacks(file):
+        yield file.forward_site("cuda_graphs", cls, stack_forward)
     yield from generation.sites(file)
+
+
+def stacks(file: ModelFile) -> Iterator[type]:
+    """The classes whose forward may call a list of layers: whether it is one shows when it runs."""
+    found = dict.fromkeys(backbones(file))
+    for cls in file.own_classes():
+        makes = calls(stock_of(cls.__init__), "ModuleList")  # type: ignore[misc]
+        forward = stock_of(vars(cls)["forward"])
+        if makes and inspect.isfunction(inspect.unwrap(forward)) and any(calls(forward, name) for name in _LISTS):
+            found[cls] = None
+    yield from found
+
+
+def _layers_of(module: nn.Module) -> nn.ModuleList | None:
+    """A list of Transformers' layers that it has; None where there is none, or more than one."""
+    lists = [module._modules.get(name) for name in _LISTS]
+    found = [each for each in lists if isinstance(each, nn.ModuleList) and len(each) and is_checkpointed(each[0])]
+    return found[0] if len(found) == 1 else None
 
 
 def set_everywhere(mode: Mode) -> None:
@@ -39,7 +65,7 @@ def set_everywhere(mode: Mode) -> None:
     everywhere = mode
 
 
-def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     names = parameter_names(original)
     original = with_positions(original)
 
@@ -47,8 +73,8 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.training:
             return original(self, *args, **kwargs)
-        layers = self._modules.get("layers")
-        if not isinstance(layers, nn.ModuleList) or caches.given_in(kwargs) is not None:
+        layers = _layers_of(self)
+        if layers is None or caches.given_in(kwargs) is not None or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
@@ -69,8 +95,12 @@ def backbone_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
 
 
 def _run(step: Step, original: Callable[..., Any], backbone: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with step.calls(), step.stack.tables.calls(backbone):
-        result = original(backbone, *args, **kwargs)
+    _within.step = True  # layers of layers are the outer ones' own
+    try:
+        with step.calls(), step.stack.tables.calls(backbone):
+            result = original(backbone, *args, **kwargs)
+    finally:
+        _within.step = False
     step.end(result)
     return result
 
@@ -82,7 +112,7 @@ def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given
     if stack.lengths.never:
         return None
     varied = stack.lengths.vary
-    longer = lengthened(given, backbone.config, stack.lengths)
+    longer = lengthened(given, getattr(backbone, "config", None), stack.lengths)
     if stack.lengths.vary and not varied:
         stack.start_over()
     return longer
@@ -90,9 +120,9 @@ def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given
 
 def _asked(backbone: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What the model is asked for that its layers may not be told."""
-    config = backbone.config
+    config = getattr(backbone, "config", None)
     return (
-        config._attn_implementation,
+        getattr(config, "_attn_implementation", None),
         getattr(config, "output_hidden_states", None),
         getattr(config, "output_attentions", None),
         *((name, value) for name, value in sorted(kwargs.items()) if isinstance(value, _TELLING)),

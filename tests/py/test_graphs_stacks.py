@@ -1,0 +1,270 @@
+"""Layers that are not a decoder's alone: encoders, encoder-decoders and towers of images as graphs."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import bastile
+from bastile.graphs.recorder import Repeated
+from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, counted, train
+
+
+@pytest.fixture(autouse=True)
+def graphs(monkeypatch):
+    allow_graphs(monkeypatch)
+    yield
+    bastile.reset()
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 97}
+SEQ2SEQ = {
+    "d_model": 32,
+    "encoder_layers": 3,
+    "decoder_layers": 3,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 2,
+}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "vocab_size": 97,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.1,
+}
+RELATIVE = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "share_att_key": True}
+
+
+def built(name, **values):
+    torch.manual_seed(0)
+    model = getattr(transformers, name)
+    with torch.device(DEVICE):
+        return model(model.config_class(**values)).train()
+
+
+def labelled(model, step, labels):
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 97, (2, 11), generator=drawn)
+    mask = torch.ones_like(ids)
+    mask[1, 7 + step % 3 :] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor([0, 1]) if labels == "class" else ids}
+    return {key: value.to(DEVICE) for key, value in batch.items()}
+
+
+def of_classes(model, step):
+    return labelled(model, step, "class")
+
+
+def of_tokens(model, step):
+    return labelled(model, step, "tokens")
+
+
+ENCODERS = [
+    ("BertForSequenceClassification", SMALL, of_classes),
+    ("RobertaForMaskedLM", SMALL, of_tokens),
+    ("ElectraForTokenClassification", {**SMALL, "embedding_size": 32, "num_labels": 97}, of_tokens),
+    ("ModernBertForSequenceClassification", {**SMALL, "pad_token_id": 0}, of_classes),
+    ("DebertaV2ForSequenceClassification", {**SMALL, **RELATIVE, "norm_rel_ebd": "layer_norm"}, of_classes),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "batches"), ENCODERS, ids=[row[0] for row in ENCODERS])
+def test_encoders(name, values, batches):
+    """Dropout and all; DeBERTa returns the hidden states of all layers."""
+    assert_alike(built(name, **values), 3, batches=batches)
+
+
+@pytest.mark.parametrize("name", ["BertForSequenceClassification", "DebertaV2ForSequenceClassification"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_encoders(name, reentrant):
+    values = {**SMALL, **(RELATIVE if name.startswith("Deb") else {})}
+    model = built(name, **values)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_alike(model, 3, batches=of_classes)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("mean", [False, True])
+def test_hidden_states_that_leave(autocast, mean):
+    """Whoever keeps what an encoder returns, as sentence embeddings are, gets memory of its own: the next step's graphs
+    write beside it."""
+
+    class Embedding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = built("BertModel", **SMALL)
+            self.kept = []
+
+        def forward(self, labels, **batch):
+            states = self.encoder(**batch).last_hidden_state
+            self.kept.append(states.detach())
+            pooled = states.mean(1) if mean else states[:, 0]
+            return transformers.modeling_outputs.SequenceClassifierOutput(loss=pooled.square().mean() * labels.sum())
+
+    def around():
+        return torch.autocast(DEVICE, torch.bfloat16, enabled=autocast)
+
+    kept = []
+    for graphs in (False, True):
+        model = Embedding()
+        run = train(model, graphs, batches=of_classes, around=around)
+        assert run.replayed == (3 if graphs else 0), run.aside
+        kept.append(run.losses)
+    assert all(map(torch.equal, *kept))
+
+
+def test_what_an_encoder_returned_stays_as_it_is():
+    bastile.apply(cuda_graphs=True)
+    model = built("BertModel", **SMALL)
+    seen = []
+    for step in range(4):
+        batch = of_classes(model, step % 2)
+        del batch["labels"]
+        torch.manual_seed(step % 2)
+        states = model(**batch).last_hidden_state
+        states.sum().backward()
+        seen.append((states, states.detach().clone()))
+    assert counted()[0] == 3
+    assert all(torch.equal(one, other) for one, other in seen)
+    assert torch.equal(seen[0][0], seen[2][0]) and torch.equal(seen[1][0], seen[3][0])
+
+
+SEQ2SEQS = [
+    ("BartForConditionalGeneration", SEQ2SEQ),
+    ("T5ForConditionalGeneration", T5),
+    ("UMT5ForConditionalGeneration", T5),
+    ("PegasusForConditionalGeneration", SEQ2SEQ),
+]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("name", "values"), SEQ2SEQS, ids=[row[0] for row in SEQ2SEQS])
+def test_encoder_decoders(name, values, checkpointing):
+    """The decoder's layers are given hidden states that have a gradient; T5's first layer makes a bias that has one,
+    and runs itself."""
+    model = built(name, **values)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_alike(model, 6, batches=of_tokens)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_more_layers_of_a_decoder_than_one_graph_has(checkpointing):
+    """What they add to the encoder's gradient is added in the order of steps without graphs."""
+    model = built("BartForConditionalGeneration", **{**SEQ2SEQ, "decoder_layers": 9, "dropout": 0.0})
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_alike(model, 6, batches=of_tokens)
+
+
+def test_whisper():
+    values = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16, "dropout": 0.1}
+
+    def batches(model, step):
+        drawn = torch.Generator().manual_seed(step)
+        sound = torch.randn(2, 8, 24, generator=drawn)
+        labels = torch.randint(3, 97, (2, 9), generator=drawn)
+        return {"input_features": sound.to(DEVICE), "labels": labels.to(DEVICE)}
+
+    assert_alike(built("WhisperForConditionalGeneration", **values), 6, batches=batches)
+
+
+IMAGE, START = 90, 91
+VISION = {
+    "depth": 5,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "deepstack_visual_indexes": [1, 2],
+}
+TEXT = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+}
+GRIDS = [[1, 4, 6], [1, 2, 4]]
+
+
+def of_images(model, step, grids=GRIDS):
+    """Two rows of text, an image in each."""
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 80, (2, 13), generator=drawn)
+    places = [frames * height * width // 4 for frames, height, width in grids]
+    for row, count in enumerate(places):
+        ids[row, 1], ids[row, 2 : 2 + count] = START, IMAGE
+    patches = torch.randn(4 * sum(places), 3 * 2 * 16, generator=drawn)
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids,
+        "pixel_values": patches,
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+    return {key: value.to(DEVICE) for key, value in batch.items()}
+
+
+def with_images(**vision):
+    values = {"text_config": TEXT, "vision_config": {**VISION, **vision}, "image_token_id": IMAGE}
+    return built("Qwen3VLForConditionalGeneration", **values, vision_start_token_id=START)
+
+
+def lines():
+    return {line.where.rpartition(".")[2]: line for line in bastile.report() if line.operator == "cuda_graphs"}
+
+
+def test_a_tower_of_images():
+    """Some layers' results are looked at by others than the next layer: the first time that is seen the layers before
+    run once more, and from then on a graph ends there."""
+    got = assert_alike(with_images(), 10, batches=of_images, steps=6)
+    assert not got.aside
+
+
+def test_layers_within_layers():
+    """Those of a layer that runs as a graph belong to it."""
+    from transformers.models.bert.modeling_bert import BertEncoder, BertLayer
+
+    class Both(BertLayer):
+        def __init__(self, config):
+            super().__init__(config)
+            self.inner = BertEncoder(config)
+
+        def forward(self, hidden_states, attention_mask=None, *args, **kwargs):
+            hidden_states = super().forward(hidden_states, attention_mask, *args, **kwargs)
+            return self.inner(hidden_states, attention_mask).last_hidden_state
+
+    model = built("BertForSequenceClassification", **SMALL)
+    model.bert.encoder.layer = nn.ModuleList([Both(model.config) for _ in range(3)]).to(DEVICE)
+    assert_alike(model, 3, batches=of_classes)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="it replaces what stands for graphs on a CPU")
+def test_frozen_encoders(monkeypatch):
+    """A tower whose weights are frozen has graphs of its forward pass alone."""
+    recorded = []
+    made = Repeated.__init__
+
+    def counting(self, function):
+        recorded.append(function.__qualname__.split(".")[1])
+        made(self, function)
+
+    monkeypatch.setattr(Repeated, "__init__", counting)
+    model = built("BertForSequenceClassification", **SMALL)
+    model.bert.requires_grad_(False)
+    assert_alike(model, 3, batches=of_classes)
+    assert set(recorded) == {"_forward_of"}
