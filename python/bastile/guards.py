@@ -14,6 +14,7 @@ _GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
 
 _OURS = "_bastile_replacement"
 _ORIGINAL = "_bastile_original"
+_NOW = "_bastile_now"
 
 
 def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,6 +37,18 @@ def stock_of(function: Any) -> Any:
     """What Bastile has replaced by this, now or once; anything else is itself."""
     while (mark := getattr(function, _ORIGINAL, None)) is not None and mark[0] is function:
         function = mark[1]
+    return function
+
+
+def say_what_runs(function: Any, now: Callable[[], Any]) -> None:
+    """Marks a function that runs a replacement while that is in force, else the original, with which of them it is."""
+    setattr(function, _NOW, (function, now))
+
+
+def in_force(function: Any) -> Any:
+    """What a call of this runs now; anything that is not marked is itself."""
+    while (mark := getattr(function, _NOW, None)) is not None and mark[0] is function:
+        function = mark[1]()
     return function
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from bastile.guards import is_ours, mark_as_ours, stand_in_for, stock_of
+from bastile.guards import is_ours, mark_as_ours, say_what_runs, stand_in_for, stock_of
 from bastile.models import loading
 from bastile.models.loading import is_model_file
 from bastile.models.rebind import with_globals_of
@@ -68,6 +68,7 @@ def _while_in_force(entry: Applied) -> Any:
         # torch.jit.script compiles the original's source, and looks up what it names among this function's globals.
         call = with_globals_of(original, either)
     stand_in_for(original, call)
+    say_what_runs(call, lambda: replacement if entry.is_in_force else entry.original)
     return mark_as_ours(call) if is_ours(replacement) else call
 
 

@@ -79,6 +79,7 @@ def apply(
     lora_linear: bool = True,
     layer_norm: bool = True,
     gated_rms_norm: bool = True,
+    chunked_attention: bool = True,
     adamw: bool = True,
     recompute: bool = True,
     offload_checkpoints: bool = False,
@@ -117,6 +118,9 @@ def apply(
             have it.
         layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
         gated_rms_norm: the RMSNorm with a gate of linear attention (Qwen3-Next) and of Mamba-2.
+        chunked_attention: the attention of vision and audio towers (Qwen-VL, GLM-V) by Transformers' sdpa or eager
+            function, called once for all images, frames or windows of one size in place of once for each, whose sizes
+            are asked for once a step in place of three times a layer.
         adamw: where a Trainer of Transformers, or of TRL's, makes torch's AdamW, its default, bastile.optim.AdamW takes
             its place, with the same state_dict, and clips as it reads the gradients (docs/optim.md).
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
@@ -188,6 +192,7 @@ def apply_to_model(
     lora_linear: bool = True,
     layer_norm: bool = True,
     gated_rms_norm: bool = True,
+    chunked_attention: bool = True,
     recompute: bool = True,
     offload_checkpoints: bool = False,
     cuda_graphs: graphs.Mode = "auto",
@@ -215,6 +220,7 @@ def apply_to_model(
         lora_linear: as for `apply`.
         layer_norm: as for `apply`.
         gated_rms_norm: as for `apply`.
+        chunked_attention: as for `apply`.
         recompute: as for `apply`.
         offload_checkpoints: as for `apply`.
         cuda_graphs: as for `apply`.

@@ -74,7 +74,7 @@ def runs_stock(model: torch.nn.Module) -> bool:
 
 
 #: These families have no place for it, so that it cannot be asked for by its name.
-NOWHERE = {"causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan"}
+NOWHERE = {"causal_conv1d", "gated_delta_rule", "gated_rms_norm", "mamba2_scan", "chunked_attention"}
 
 
 @settings(few_examples, max_examples=16)

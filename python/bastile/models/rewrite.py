@@ -12,7 +12,8 @@ function stays as it is, so what surrounds them needs no form:
     logits = self.lm_head(x); CrossEntropyLoss()        ->  logits = traced.head(self, self.lm_head, x); ...
 
 What takes their place asks the modules at each call what they compute, and does what the statements say where that is
-nothing that an operator knows. So whatever the names are, a function means what it meant."""
+nothing that an operator knows. So whatever the names are, a function means what it meant. Calls of an attention for
+each chunk of what it is given are found in models/rewrite_chunks.py."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ import copy
 import functools
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from torch.compiler import is_compiling
+
+from bastile.guards import in_force, say_what_runs
 from bastile.models.forms import Code
 
 ADD_NORM, NORM_ADD = "bastile_add_norm", "bastile_norm_add"
@@ -35,12 +40,12 @@ _NORM = re.compile(r"norm|(^|_)ln(_|\d|$)", re.IGNORECASE)
 #: Likewise linear layers that others may share their input with.
 _PROJECTION = re.compile(r"proj|query|key|value|^(q|k|v)(_|$)", re.IGNORECASE)
 
-_Statements = list[ast.stmt]
+Statements = list[ast.stmt]
 
 
 def add_norms(code: Code) -> ast.FunctionDef | None:
     """The function with sums and norms at once; None where no norm of a sum, and no sum of a norm, is in it."""
-    if not _has_norm(code) or _is_closed(code):
+    if not _has_norm(code) or is_closed(code):
         return None
     node = copy.deepcopy(code.node)
     rewriter = _AddNorms(_own_name(node))
@@ -51,7 +56,7 @@ def add_norms(code: Code) -> ast.FunctionDef | None:
 def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | None:
     """The function with norms of queries and keys and one of these rotary functions at once, and with what
     `projections` finds, if it finds anything."""
-    if not code.rotary or not _has_norm(code) or _is_closed(code):
+    if not code.rotary or not _has_norm(code) or is_closed(code):
         return None
     node = copy.deepcopy(code.node)
     rewriter = _NormRotaries(_own_name(node), rotaries)
@@ -63,9 +68,12 @@ def norm_rotaries(code: Code, rotaries: Collection[str]) -> ast.FunctionDef | No
 def projections(code: Code) -> ast.FunctionDef | None:
     """The function with modules of one input, which may be linear layers, called at once: those that a run of
     statements calls in any case, while the input's name means the same."""
-    if _is_closed(code):
-        return None
-    node = copy.deepcopy(code.node)
+    return None if is_closed(code) else projections_in(code, code.node)
+
+
+def projections_in(code: Code, function: Any) -> ast.FunctionDef | None:
+    """As `projections`, of the code's function as it may have been rewritten before."""
+    node = copy.deepcopy(function)
     rewriter = _Projections(_own_name(node), code.methods)
     rewriter.visit(node)
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
@@ -74,12 +82,27 @@ def projections(code: Code) -> ast.FunctionDef | None:
 def head_calls(code: Code) -> ast.FunctionDef | None:
     """The function with calls of modules of its own, any of which may be the output head, by way of `TRACED.head`, and
     with PyTorch's class of losses by way of `TRACED.loss_class`."""
-    if _is_closed(code):
+    if is_closed(code):
         return None
     node = copy.deepcopy(code.node)
     rewriter = _HeadCalls(_own_name(node), code.methods)
     rewriter.visit(node)
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """What a function was made of."""
+
+    made: Any
+    node: ast.FunctionDef
+    helpers: dict[str, Any]
+
+
+def rewriting_of(function: Any) -> Rewriting | None:
+    """What `rewritten` made this function of; None where it did not."""
+    found = getattr(function, _REWRITING, None)
+    return found if found is not None and found.made is function else None  # functools.wraps copies what is there
 
 
 def rewritten(node: ast.FunctionDef, code: Code, original: Any, helpers: dict[str, Any]) -> Any:
@@ -98,14 +121,50 @@ def rewritten(node: ast.FunctionDef, code: Code, original: Any, helpers: dict[st
     exec(compile(module, inner.__code__.co_filename, "exec", dont_inherit=True), inner.__globals__, scope)
     made = scope["make"](*helpers.values())
     made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
-    return functools.update_wrapper(made, original)
+    functools.update_wrapper(made, original)
+    setattr(made, _REWRITING, Rewriting(made, node, helpers))
+    return made
+
+
+_REWRITING = "_bastile_rewriting"
+
+
+def with_others(
+    node: ast.FunctionDef,
+    code: Code,
+    original: Any,
+    helpers: dict[str, Any],
+    again: Callable[[ast.FunctionDef], ast.FunctionDef | None],
+    in_compiled: Any = None,
+) -> Any:
+    """As `rewritten`, and with what another operator, whose replacement the original is, has rewritten of the same
+    function, while that is in force. again: makes of the other's code what `node` is of the function's own.
+    in_compiled: what torch.compile sees, None: this alone."""
+    alone = rewritten(node, code, original, helpers)
+
+    @functools.lru_cache(maxsize=4)
+    def beside(below: Any) -> Any:
+        others = rewriting_of(below)
+        both = None if others is None else again(others.node)
+        if others is None or both is None:
+            return alone
+        return rewritten(both, code, below, {**others.helpers, **helpers})
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if is_compiling():
+            return (in_compiled or alone)(*args, **kwargs)
+        return beside(in_force(original))(*args, **kwargs)
+
+    say_what_runs(forward, lambda: beside(in_force(original)))
+    return forward
 
 
 def _has_norm(code: Code) -> bool:
     return any(map(_NORM.search, code.attributes))
 
 
-def _is_closed(code: Code) -> bool:
+def is_closed(code: Code) -> bool:
     """Whether it may need its class, by `super()` or by name, which a copy of the function does not have."""
     return any(isinstance(each, ast.Name) and each.id in ("super", "__class__") for each in ast.walk(code.node))
 
@@ -114,10 +173,10 @@ def _own_name(node: Any) -> str:
     return node.args.args[0].arg if node.args.args else ""
 
 
-class _Blocks(ast.NodeTransformer):
+class Blocks(ast.NodeTransformer):
     """Visits every list of statements."""
 
-    def block(self, body: _Statements) -> _Statements:
+    def block(self, body: Statements) -> Statements:
         raise NotImplementedError
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
@@ -129,13 +188,13 @@ class _Blocks(ast.NodeTransformer):
         return node
 
 
-class _AddNorms(_Blocks):
+class _AddNorms(Blocks):
     def __init__(self, own: str) -> None:
         self.own = own
         self.sums = 0
 
-    def block(self, body: _Statements) -> _Statements:
-        made: _Statements = []
+    def block(self, body: Statements) -> Statements:
+        made: Statements = []
         for statement in body:
             norm = _assigned_call(statement, self.own)
             made.append(statement)
@@ -146,7 +205,7 @@ class _AddNorms(_Blocks):
                 if isinstance(given.op, ast.Add):
                     call = _call(ADD_NORM, [module, given.left, given.right])
                     first = ast.Subscript(call, ast.Constant(0), ast.Load())
-                    made[-1] = ast.copy_location(ast.Assign([_store(target)], first), statement)
+                    made[-1] = ast.copy_location(ast.Assign([store(target)], first), statement)
                     self.sums += 1
                 continue
             if not isinstance(given, ast.Name):
@@ -167,16 +226,16 @@ class _AddNorms(_Blocks):
             else:
                 continue
             kept = residual or (_UNUSED if target == x else x)
-            pair = ast.Tuple([_store(target), _store(kept)], ast.Store())
-            taken: _Statements = [ast.Assign([pair], _call(ADD_NORM, [module, *operands]))]
+            pair = ast.Tuple([store(target), store(kept)], ast.Store())
+            taken: Statements = [ast.Assign([pair], _call(ADD_NORM, [module, *operands]))]
             if total is not None and residual is not None and target != x:
-                taken.append(ast.Assign([_store(x)], ast.Name(residual, ast.Load())))
+                taken.append(ast.Assign([store(x)], ast.Name(residual, ast.Load())))
             made = [*before, *(ast.copy_location(each, statement) for each in taken)]
         return self._norms_added(made)
 
-    def _norms_added(self, body: _Statements) -> _Statements:
+    def _norms_added(self, body: Statements) -> Statements:
         """With each norm whose result is added, there and then, in one call."""
-        made: _Statements = []
+        made: Statements = []
         for statement in body:
             norm = _assigned_call(made[-1], self.own) if made else None
             total = None if norm is None else _sum(statement, norm[0])
@@ -185,20 +244,20 @@ class _AddNorms(_Blocks):
                 others = [each for each in terms if not _is_name(each, norm[0])]
                 if len(others) == 1 and isinstance(others[0], ast.Name):
                     call = _call(NORM_ADD, [norm[1], norm[2], others[0]])
-                    made[-1] = ast.copy_location(ast.Assign([_store(norm[0])], call), statement)
+                    made[-1] = ast.copy_location(ast.Assign([store(norm[0])], call), statement)
                     self.sums += 1
                     continue
             made.append(statement)
         return made
 
 
-class _NormRotaries(_Blocks):
+class _NormRotaries(Blocks):
     def __init__(self, own: str, rotaries: Collection[str]) -> None:
         self.own = own
         self.rotaries = rotaries
         self.found = 0
 
-    def block(self, body: _Statements) -> _Statements:
+    def block(self, body: Statements) -> Statements:
         for place, statement in enumerate(body):
             turn = self._rotary(statement)
             if turn is None:
@@ -230,7 +289,7 @@ class _NormRotaries(_Blocks):
         names = [each.id for each in (*call.args[:2], *target.elts) if isinstance(each, ast.Name)]
         return (names[0], names[1]) if len(names) == 4 and names[:2] == names[2:] else None
 
-    def _norm(self, before: _Statements, name: str) -> tuple[ast.Attribute, ast.expr | None, bool] | None:
+    def _norm(self, before: Statements, name: str) -> tuple[ast.Attribute, ast.expr | None, bool] | None:
         """The norm whose result is last given to this name, taken out of these statements; under which condition it is
         called, and whether its result is transposed before it is turned."""
         turned = False
@@ -266,14 +325,14 @@ class _NormRotaries(_Blocks):
         return None
 
 
-class _Projections(_Blocks):
+class _Projections(Blocks):
     def __init__(self, own: str, methods: Collection[str]) -> None:
         self.own = own
         self.methods = methods
         self.found = 0
 
-    def block(self, body: _Statements) -> _Statements:
-        made: _Statements = []
+    def block(self, body: Statements) -> Statements:
+        made: Statements = []
         for place, statement in enumerate(body):
             for x in dict.fromkeys(given.id for _, given in self._calls(statement)):
                 together = self._together(body[place:], x)
@@ -282,7 +341,7 @@ class _Projections(_Blocks):
             made.append(statement)
         return made
 
-    def _together(self, body: _Statements, x: str) -> dict[str, tuple[ast.stmt, ast.Call]]:
+    def _together(self, body: Statements, x: str) -> dict[str, tuple[ast.stmt, ast.Call]]:
         """The calls with this input and the statements that they are in, by the attribute that holds the module."""
         found: dict[str, tuple[ast.stmt, ast.Call]] = {}
         for statement in body:
@@ -302,7 +361,7 @@ class _Projections(_Blocks):
         self.found += len(names)
         for name, (statement, call) in zip(names, together.values(), strict=True):
             _replaced(statement, call, ast.Name(name, ast.Load()))
-        targets = ast.Tuple([_store(name) for name in names], ast.Store())
+        targets = ast.Tuple([store(name) for name in names], ast.Store())
         modules = [call.func for _, call in together.values()]
         return ast.Assign([targets], _call(PROJECTED, [ast.Name(x, ast.Load()), *modules]))
 
@@ -321,12 +380,12 @@ class _Projections(_Blocks):
 def _always(node: ast.AST) -> Iterator[ast.AST]:
     """What is evaluated whenever this is, in order."""
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension, ast.stmt, *_COMPREHENSIONS)):
+        if not isinstance(child, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.comprehension, ast.stmt, *COMPREHENSIONS)):
             yield from _always(child)
             yield child
 
 
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class _HeadCalls(ast.NodeTransformer):
@@ -339,10 +398,10 @@ class _HeadCalls(ast.NodeTransformer):
         self.generic_visit(node)
         call = _call_of(node, self.own)
         if getattr(node.func, "id", getattr(node.func, "attr", None)) == "CrossEntropyLoss":
-            node.func = _call_in(TRACED, "loss_class", [node.func])
+            node.func = call_in(TRACED, "loss_class", [node.func])
         elif call is not None and call[0].attr not in self.methods:
             self.found += 1
-            node = ast.copy_location(_call_in(TRACED, "head", [ast.Name(self.own, ast.Load()), *call]), node)
+            node = ast.copy_location(call_in(TRACED, "head", [ast.Name(self.own, ast.Load()), *call]), node)
         return node
 
 
@@ -412,11 +471,11 @@ def _call(name: str, arguments: list[Any]) -> ast.Call:
     return ast.Call(ast.Name(name, ast.Load()), arguments, [])
 
 
-def _call_in(module: str, name: str, arguments: list[Any]) -> ast.Call:
+def call_in(module: str, name: str, arguments: list[Any]) -> ast.Call:
     return ast.Call(ast.Attribute(ast.Name(module, ast.Load()), name, ast.Load()), arguments, [])
 
 
-def _store(name: str) -> ast.Name:
+def store(name: str) -> ast.Name:
     return ast.Name(name, ast.Store())
 
 

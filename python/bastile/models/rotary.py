@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours, stock_of
-from bastile.models import rewrite
+from bastile.models import rewrite, rewrite_chunks
 from bastile.models.adapters import projected
 from bastile.models.forms import Code
 from bastile.models.rebind import with_global
@@ -42,7 +42,11 @@ def sites(file: ModelFile) -> Iterator[Site]:
 
 
 def _projecting(code: Code, node: Any, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
-    return rewrite.rewritten(node, code, original, {rewrite.PROJECTED: projected})
+    helpers = {rewrite.PROJECTED: projected}
+    if rewrite_chunks.chunks_in(node) is None:
+        return rewrite.rewritten(node, code, original, helpers)
+    # models/chunked_attention.py rewrites the same function.
+    return rewrite.with_others(node, code, original, helpers, partial(rewrite.projections_in, code))
 
 
 def _with_rotary(name: str, rotary: Any, forward: Any) -> Any:

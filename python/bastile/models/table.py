@@ -57,6 +57,12 @@ OPERATORS: dict[str, Operator] = {
     "gated_rms_norm": Operator(
         "gated_norm", "the RMSNorm with a gate of linear attention and of Mamba-2", r"NormGated$"
     ),
+    "chunked_attention": Operator(
+        "chunked_attention",
+        "the attention of vision and audio towers, for all images or windows of one size at once",
+        r"Attention$",
+        reads="cu_seqlens",
+    ),
     "adamw": Operator(
         "optimizer", "the AdamW that a Trainer makes, with its clipping in one pass", r"^Trainer$", of_a_model=False
     ),
