@@ -16,9 +16,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 import bastile
 from bastile.graphs import captured
 from bastile.graphs import stack as stacks
-from bastile.graphs.arguments import Given
 from bastile.graphs.caches import Empty
-from bastile.graphs.step import _Noting
 from bastile.graphs.watch import PART
 from conftest import gradients, tiny_model
 from graphing import (
@@ -270,13 +268,6 @@ def _stands_twice(model: Any) -> None:
     model.model.layers[1] = model.model.layers[0]
 
 
-def _gives_what_is_trained(model: Any) -> None:
-    def train(module: Any, inputs: Any, tables: Any) -> Any:
-        return tuple(table.clone().requires_grad_() for table in tables)
-
-    model.model.rotary_emb.register_forward_hook(train)
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -284,7 +275,6 @@ def _gives_what_is_trained(model: Any) -> None:
         (_checkpoints_otherwise, "checkpointing by another function than PyTorch's, or with settings of its own"),
         (_has_a_class_of_its_own, "trained parameters of a tensor class of their own"),
         (_stands_twice, "no layers, or one that stands there twice"),
-        (_gives_what_is_trained, "an argument of the layers beside the hidden states requires a gradient"),
     ],
 )
 def test_what_is_never_captured(change: Callable[[Any], None], reason: str) -> None:
@@ -449,17 +439,6 @@ def test_hidden_states_that_are_asked_for() -> None:
         assert all(torch.isfinite(states).all() for states in output.hidden_states)
         output.loss.backward()
     assert_stock_gradients(model, 0, 1, 2)
-
-
-def test_hidden_states_that_a_model_returns() -> None:
-    """As models do that collect them in their loop; but for the last ones, which are no layer's input."""
-    noting = _Noting("kind", torch.device(DEVICE))
-    between, last = torch.randn(2, 3), torch.randn(2, 3)
-    noting.outputs, noting.given = [between, last], Given()
-    stack = SimpleNamespace(watch=SimpleNamespace(begin=lambda everything: True))
-    told = noting.ended({"last_hidden_state": last, "hidden_states": (between, last)}, stack)  # type: ignore[arg-type]
-    assert told == "hidden states that the model returns"
-    assert isinstance(noting.ended({"last_hidden_state": last}, stack), captured.Note)  # type: ignore[arg-type]
 
 
 # ---- and else --------------------------------------------------------------------------------------------------------

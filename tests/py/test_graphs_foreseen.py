@@ -195,7 +195,9 @@ def test_a_longer_kind_than_ever_has_the_memory_first() -> None:
 
 def given(*values: Any) -> Any:
     places = iter(range(9))
-    return tuple, tuple([(torch.Tensor, next(places), sign(*v)) if type(v) is list else (type(v), v) for v in values])
+    return tuple, tuple(
+        [(torch.Tensor, next(places), sign(*v), False) if type(v) is list else (type(v), v) for v in values]
+    )
 
 
 def sign(*shape: int) -> Any:
@@ -209,14 +211,14 @@ def noted(first: Any, second: Any, *others: Any) -> Note:
 
 def test_sizes_are_exchanged() -> None:
     first = given([2, 8], 5)
-    second = tuple, ((torch.Tensor, 1, sign(2, 8)),)
+    second = tuple, ((torch.Tensor, 1, sign(2, 8), False),)
     found = module.foreseen(noted(first, second, [2, 8], [2, 8]), first, given([2, 6], 5), sign(2, 6, 4))
     assert found is not None
     assert found.others == [sign(2, 6)] * 2
     assert [call.hidden for call in found.calls] == [sign(2, 6, 4)] * 3
     assert found.calls[0].structure == given([2, 6], 5)
     assert found.calls[0].structure is found.calls[2].structure
-    assert found.calls[1].structure == (tuple, ((torch.Tensor, 1, sign(2, 6)),))
+    assert found.calls[1].structure == (tuple, ((torch.Tensor, 1, sign(2, 6), False),))
 
 
 DIFFERS = {
@@ -235,9 +237,9 @@ def test_what_differs_in_more(name: str) -> None:
 
 
 def test_a_later_tensor_that_is_like_none_or_like_two() -> None:
-    first, later = given([2, 8]), (tuple, ((torch.Tensor, 1, sign(2, 7)),))
+    first, later = given([2, 8]), (tuple, ((torch.Tensor, 1, sign(2, 7), False),))
     assert module.foreseen(noted(first, later, [2, 8], [2, 7]), first, given([2, 6]), sign(2, 6, 4)) is None
-    first, later = given([8], [8]), (tuple, ((torch.Tensor, 2, sign(8)),))
+    first, later = given([8], [8]), (tuple, ((torch.Tensor, 2, sign(8), False),))
     assert module.foreseen(noted(first, later, [8], [8], [8]), first, given([6], [6]), sign(2, 6, 4)) is not None
     assert module.foreseen(noted(first, later, [8], [8], [8]), first, given([6], [7]), sign(2, 6, 4)) is None
 

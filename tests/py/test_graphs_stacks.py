@@ -268,3 +268,40 @@ def test_frozen_encoders(monkeypatch):
     model.bert.requires_grad_(False)
     assert_alike(model, 3, batches=of_classes)
     assert set(recorded) == {"_forward_of"}
+
+
+def test_lengths_that_the_host_reads():
+    """How patches are parted into images is a size of what a graph launches: each kind of step has its own, though all
+    tensors are of the same shapes."""
+    model = with_images()
+    others = [[[1, 4, 6], [1, 2, 4]], [[1, 2, 4], [1, 4, 6]], [[1, 4, 4], [1, 4, 4]]]
+
+    def batches(model, step):
+        return of_images(model, step, others[step % 3])
+
+    got = assert_alike(model, None, batches=batches, steps=9)
+    assert not got.aside and got.replayed == 6 + 8
+
+
+def test_lengths_that_a_later_layer_reads_alone():
+    """Qwen2.5-VL's windows are what the first layers are given, and its images what a later one is."""
+    values = {
+        "depth": 4,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "out_hidden_size": 32,
+        "patch_size": 4,
+        "window_size": 16,
+        "fullatt_block_indexes": [2],
+    }
+    text = {name: value for name, value in TEXT.items() if name != "head_dim"}
+    model = built(
+        "Qwen2_5_VLForConditionalGeneration",
+        text_config=text,
+        vision_config=values,
+        image_token_id=IMAGE,
+        vision_start_token_id=START,
+    )
+    got = assert_alike(model, None, batches=of_images, steps=4)
+    assert not got.aside and got.replayed == 6

@@ -1,4 +1,4 @@
-"""What stands for the hidden states between layers that were replayed at once."""
+"""What stands for the hidden states between layers that were replayed at once, or that are to be."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class Between(torch.Tensor):
 
     make: Callable[[], torch.Tensor] | None
     made_once: torch.Tensor | None
+    looked_at: Callable[[], None] | None
 
     @classmethod
-    def of(cls, make: Callable[[], torch.Tensor]) -> Between:
+    def of(cls, make: Callable[[], torch.Tensor], looked_at: Callable[[], None] | None = None) -> Between:
+        """looked_at: called where somebody else does something with it."""
         found = torch.Tensor._make_subclass(cls, _NOTHING)
         with torch._C.DisableTorchFunctionSubclass():
-            found.make, found.made_once = make, None
+            found.make, found.made_once, found.looked_at = make, None, looked_at
         return found
 
     @property
@@ -36,5 +38,18 @@ class Between(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda item: item.made if type(item) is cls else item, (args, kwargs or {}))
+        args, kwargs = themselves((args, kwargs or {}))
         return function(*args, **kwargs)
+
+    def seen(self) -> torch.Tensor:
+        """By somebody else than the next layer."""
+        with torch._C.DisableTorchFunctionSubclass():
+            looked_at = self.looked_at
+        if looked_at is not None:
+            looked_at()
+        return self.made
+
+
+def themselves(tree: Any) -> Any:
+    """With the hidden states in place of what stands for them."""
+    return tree_map(lambda item: item.seen() if type(item) is Between else item, tree)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from bastile.graphs.arguments import CannotCapture, Place, Signature, differenti
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
 from bastile.graphs.returned import hidden_of
+from bastile.models.chunks import Chunks, lengths_of, say
 from bastile.ops._common import Function
 from bastile.ops._random import generator_of, set_state, state_of
 
@@ -61,6 +62,7 @@ class Note:
     backward: Autocast | None = None  # how it was set in the backward pass, once there was one
     ends: frozenset[int] = frozenset()  # layers whose output others than the next layer look at
     leaving: frozenset[int] = frozenset()  # layers whose output is the model's to keep
+    read: dict[int, Chunks] = field(default_factory=dict)  # what the host was told by those of the others that it asked
 
     @property
     def checkpoints(self) -> bool:
@@ -221,6 +223,8 @@ class Captured:
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
+        for place, chunks in note.read.items():
+            say(self.others[place].tensor, chunks)
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not note.checkpoints
@@ -366,6 +370,10 @@ class Captured:
         return output
 
     # ---- replaying ----------------------------------------------------------------------------------------------
+
+    def reads_the_same(self, place: int, tensor: torch.Tensor) -> bool:
+        """Whether the host would be told by this tensor what it was told when the layers were captured."""
+        return place not in self._note.read or lengths_of(tensor) == self._note.read[place].lengths
 
     def runs_itself(self, index: int) -> bool:
         """Whether a layer has no graph."""
@@ -525,7 +533,9 @@ class Replay(Function):
     """A run, of its hidden states, what else it is given and has gradients, and the parameters that want some."""
 
     @staticmethod
-    def forward(ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *others_and_parameters: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, passage: Passage, run: Run, hidden: torch.Tensor, *others_and_parameters: torch.Tensor
+    ) -> Any:
         if hidden.data_ptr() != run.hidden_pointer:
             run.hidden.copy_(hidden)
         ctx.random = state_of(generator_of(hidden.device)) if run.draws_again else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
 from bastile.graphs.tables import Tables
 from bastile.graphs.watch import Watch
+from bastile.models.chunks import lengths_of
 from bastile.report import Tally
 
 #: Kinds of steps with graphs, and those that have been seen once. Batches of all lengths between two of which one is
@@ -57,6 +57,7 @@ class Stack:
     def __init__(self, tally: Tally) -> None:
         self.tally = tally
         self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
+        self.read: dict[Any, Sequence[int]] = {}  # by key but its last part, of which given tensors the host reads some
         self.pays: dict[Any, Pays] = {}  # by key, what is being measured
         self.ratios: dict[Any, float] = {}  # by key, what came of it
         self.captured: OrderedDict[Any, Captured] = OrderedDict()
@@ -112,7 +113,7 @@ class Stack:
 
     def _look_at(self, layers: Sequence[Any]) -> None:
         self.retire()
-        for table in (self.notes, self.pays, self.ratios, self._seen):
+        for table in (self.notes, self.read, self.pays, self.ratios, self._seen):
             table.clear()
         self.layers = list(layers)
         device = _device_of(layers)
@@ -205,6 +206,18 @@ class Stack:
             self._seen.setdefault(key, deque(maxlen=WORTH)).append(self.steps)
         return found
 
+    def with_what_is_read(self, key: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        """The key of a step whose first layer is given these tensors. What the layers read of them on the host, which
+        may wait for the device, is part of it: the lengths of sequences that stand one behind another."""
+        return *key, tuple([lengths_of(tensors[place]) for place in self.read.get(key, ()) if place < len(tensors)])
+
+    def reads(self, key: Any, note: Note, tensors: Sequence[torch.Tensor]) -> Any:
+        """A step of this key, whose first layer was given these tensors, was noted. Its key from now on."""
+        self.read[key[:-1]] = sorted(note.read)
+        while len(self.read) > _MOST_SEEN:
+            del self.read[next(iter(self.read))]
+        return self.with_what_is_read(key[:-1], tensors)
+
     def is_full(self) -> bool:
         return len(self.captured) >= MOST_CAPTURED
 
@@ -225,13 +238,6 @@ class Stack:
         self._in_vain += captured.is_foreseen
         while len(self.captured) > MOST_CAPTURED:
             del self._used[self.captured.popitem(last=False)[0]]
-
-    def end_behind(self, key: Any, captured: Captured, index: int) -> None:
-        """Others than the next layer look at what this one returns: from the next step on a run ends there."""
-        noted = self.notes.get(key)
-        if self.captured.get(key) is captured and isinstance(noted, Note):
-            del self.captured[key], self._used[key]
-            self.note(key, replace(noted, ends=noted.ends | {index}))
 
     def look_at_backward(self, key: Any, note: Note, output: torch.Tensor) -> None:
         """A step that ends with this output was noted. What shows when its backward pass begins is noted then."""

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from bastile.graphs import caches, conditions
 from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
-from bastile.graphs.between import Between
+from bastile.graphs.between import Between, themselves
 from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
 from bastile.graphs.foreseen import foreseen
 from bastile.graphs.pays import Pays, pays
 from bastile.graphs.returned import hidden_of, others_of, returned
 from bastile.graphs.stack import Stack
+from bastile.models.chunks import asked
 
 Mode = Literal["auto"] | bool
 
@@ -43,11 +44,12 @@ class Step:
         self.layers = stack.layers
         self.checkpointing = [conditions.checkpoints(layer) for layer in self.layers]
         self.given = Given()
-        self.key: Any = None
+        self.first_given = 0  # so many tensors its first layer was given beside the hidden states
         self.next = 0
         self.passage: Passage | None = None
         self.has_replayed = False
         self.noting: _Noting | None = None
+        self.noted: _Noting | None = None  # what was to be, even if it was given up
         self.measuring: Pays | None = None
         again = [layer for layer, on in zip(self.layers, self.checkpointing, strict=True) if on]
         self._keeps_random = all(map(conditions.keeps_random_state, again))
@@ -63,22 +65,28 @@ class Step:
         """Within, the step is called in the layers' place."""
         return called_instead(self.layers, [partial(self._call, index) for index in range(len(self.layers))])
 
-    def end(self, result: Any) -> None:
-        """The backbone has returned this."""
+    def end(self, result: Any) -> Any:
+        """The backbone has returned this. What it is to return."""
         if self.measuring is not None:
             self.measuring.end()
+        if self.noted is not None:
+            left, result = self.noted.left(result)
         if self.noting is not None:
-            found = self.noting.ended(result, self.stack, self._keeps_random)
-            self.stack.note(self.noting.key, found)
+            found = self.noting.ended(left, self.stack, self._keeps_random)
+            key = self.noting.key
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
-            else:
-                self.stack.look_at_backward(self.noting.key, found, self.noting.output)
+            elif found.read:
+                key = self.stack.reads(key, found, self.given.tensors[: self.first_given])
+            self.stack.note(key, found)
+            if not isinstance(found, str):
+                self.stack.look_at_backward(key, found, self.noting.output)
         if self.passage is not None:
             self.passage.captured.is_foreseen = False  # it was right
             self.stack.tally.count()
         if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
             caches.leave_unfilled(self.given.cache)
+        return result
 
     # ---- calls of layers ----------------------------------------------------------------------------------------
 
@@ -104,7 +112,7 @@ class Step:
                 self._give_up(str(reason))
         output = self._itself(index, args, kwargs)
         if self.noting is not None:
-            self.noting.returned(self.given, output)
+            return self.noting.returned(self.given, output, is_last=index + 1 == len(self.layers))
         return output
 
     def _itself(self, index: int, args: Any, kwargs: Any) -> Any:
@@ -151,9 +159,7 @@ class Step:
         return returned(self.output_between, others, self.given.tensors)
 
     def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
-        """The hidden states that the run's layers up to this one return, called themselves. Next time the run ends
-        here."""
-        self.stack.end_behind(self.key, passage.captured, last)
+        """The hidden states that the run's layers up to this one return, called themselves."""
         if self.given.have_changed() and not passage.is_over:
             # What they were given is where the run's graph has read it.
             rest, kwargs = rebuilt(run.call.structure, [place.tensor.clone() for place in passage.captured.others])
@@ -183,8 +189,10 @@ class Step:
                 filled = len(self.given.tensors) if run.index else 0
                 if self.given.structure([rest, kwargs]) != run.call.structure:
                     return False
-                for place, tensor in zip(captured.others[filled:], self.given.tensors[filled:], strict=False):
-                    place.fill(tensor, self.stack.tables.is_steady(tensor))
+                for index, tensor in enumerate(self.given.tensors[filled:], filled):
+                    if not captured.reads_the_same(index, tensor):
+                        return False
+                    captured.others[index].fill(tensor, self.stack.tables.is_steady(tensor))
         except CannotCapture:
             return False
         self._structure, self._previous = run.call.structure, (rest, kwargs)
@@ -198,7 +206,6 @@ class Step:
             key = self._key(args, kwargs)
         except CannotCapture as reason:
             return stack.tally.step_aside(str(reason))
-        self.key = key
         captured = stack.see(key)
         if captured is None:
             if not stack.reach(len(self.layers)):
@@ -208,7 +215,7 @@ class Step:
             if noted is None:
                 noted = self._foreseen(key)
             if noted is None:
-                self.noting = _Noting(key, args[0].device)
+                self.noting = self.noted = _Noting(key, args[0].device)
                 return None
             captured = self._captured(key, noted, args[0].device, is_new)
             if captured is None:
@@ -231,7 +238,7 @@ class Step:
                     raise CannotCapture("reentrant checkpointing of hidden states that require no gradient")
         self._autocast = Autocast(hidden.device.type)
         stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
-        return (
+        key = (
             self.given.structure([args[1:], kwargs]),
             signature(hidden),
             hidden.requires_grad,
@@ -242,6 +249,8 @@ class Step:
             stream,
             self.asked,
         )
+        self.first_given = len(self.given.tensors)
+        return self.stack.with_what_is_read(key, self.given.tensors)
 
     def _foreseen(self, key: Any) -> Note | None:
         """What would be noted of the first step of a kind: of one that has graphs and differs in sizes alone. Such a
@@ -323,6 +332,8 @@ class _Noting:
         self.calls: list[Call] = []
         self.output: Any = None  # of the layer before
         self.outputs: list[Any] = []
+        self.given_out: dict[int, tuple[int, Any]] = {}  # by number: which layer's output, as others get to see it
+        self.looked_at: set[int] = set()  # layers whose output others than the next one do something with
         self.given: Given | None = None
         self.random = conditions.random_state(device)
 
@@ -338,17 +349,36 @@ class _Noting:
         chained = hidden is self.output
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
-    def returned(self, given: Given, output: Any) -> None:
-        """By the layer that was called last."""
-        self.output = hidden_of(output)
-        self.outputs.append(self.output)
+    def returned(self, given: Given, output: Any, is_last: bool) -> Any:
+        """By the layer that was called last. What takes the place of it, by which others are seen to look at it."""
+        self.output = hidden = hidden_of(output)
+        index = len(self.outputs)
+        self.outputs.append(hidden)
         try:
-            self.calls[-1] = replace(self.calls[-1], others=others_of(output, given))
+            others = others_of(output, given)
         except CannotCapture as reason:
             self.calls[-1] = replace(self.calls[-1], against=str(reason))
+            return output
+        self.calls[-1] = replace(self.calls[-1], others=others)
+        if not is_last:
+            hidden = Between.of(lambda: self.outputs[index], partial(self.looked_at.add, index))
+        self.given_out[id(hidden)] = index, hidden
+        return returned(hidden, others, given.tensors)
 
-    def ended(self, result: Any, stack: Stack, keeps_random: bool = True) -> Note | str:
-        """keeps_random: whether checkpointed layers draw the same numbers again."""
+    def left(self, result: Any) -> tuple[set[int], Any]:
+        """The layers whose output is in what the backbone returns, and that with the outputs themselves."""
+        leaves = tree_leaves(list(result.values()) if isinstance(result, Mapping) else result)
+        left = {self.given_out[id(leaf)][0] for leaf in leaves if id(leaf) in self.given_out}
+        if isinstance(result, Mapping):
+            for name, value in result.items():
+                if any(type(leaf) is Between for leaf in tree_leaves(value)):
+                    result[name] = themselves(value)  # type: ignore[index]
+        else:
+            result = themselves(result)
+        return left, result
+
+    def ended(self, left: set[int], stack: Stack, keeps_random: bool = True) -> Note | str:
+        """left: the layers whose output leaves. keeps_random: whether checkpointed ones draw the same numbers again."""
         if self.given is None:
             return "layers that are not called"
         drawn = conditions.random_state(self.device) != self.random
@@ -359,13 +389,14 @@ class _Noting:
         against = [call.against for call in self.calls if call.against is not None]
         if 2 * len(against) > len(self.calls):
             return against[0]
-        leaves = {id(leaf) for leaf in tree_leaves(list(result.values()) if isinstance(result, Mapping) else result)}
         if stack.watch is None or not stack.watch.begin(everything=True):
             return "modules of the layers that keep something of a call"
         settings = conditions.of_backward(any(call.checkpoints for call in self.calls))
         others = [signature(tensor) for tensor in self.given.tensors]
-        leaving = frozenset(index for index, output in enumerate(self.outputs) if id(output) in leaves)
-        return Note(self.calls, others, drawn, settings, leaving=leaving)
+        told = ((place, asked(tensor)) for place, tensor in enumerate(self.given.tensors))
+        read = {place: chunks for place, chunks in told if chunks is not None}
+        ends = frozenset(self.looked_at - left)
+        return Note(self.calls, others, drawn, settings, ends=ends, leaving=frozenset(left), read=read)
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:

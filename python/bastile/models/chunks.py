@@ -103,6 +103,16 @@ def lengths_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
     return chunks_of(cu_seqlens).lengths
 
 
+def asked(boundaries: torch.Tensor) -> Chunks | None:
+    """The chunks, where the tensor has been asked for them and is what it was."""
+    return _found(boundaries)
+
+
+def say(boundaries: torch.Tensor, chunks: Chunks) -> None:
+    """That these are what a tensor is going to hold, to whoever asks it before it is written to again."""
+    _known[boundaries] = version(boundaries), chunks
+
+
 def are_known(cu_seqlens: torch.Tensor) -> bool:
     """Whether `lengths_of` answers without asking the tensor."""
     return _found(cu_seqlens) is not None or on_host(cu_seqlens) is not None

@@ -17,8 +17,8 @@ from bastile.graphs import caches
 from bastile.graphs.lengths import is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
-from bastile.models import generation
 from bastile.guards import stock_of
+from bastile.models import generation
 from bastile.models.backbone import backbones
 from bastile.models.checkpoints import is_checkpointed
 from bastile.models.masks import with_positions
@@ -101,8 +101,7 @@ def _run(step: Step, original: Callable[..., Any], backbone: nn.Module, *args: A
             result = original(backbone, *args, **kwargs)
     finally:
         _within.step = False
-    step.end(result)
-    return result
+    return step.end(result)
 
 
 def _lengthened(stack: Stack, backbone: Any, original: Callable[..., Any], given: dict[str, Any]) -> Any:
