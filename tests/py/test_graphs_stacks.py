@@ -69,6 +69,16 @@ def of_tokens(model, step):
     return labelled(model, step, "tokens")
 
 
+def assert_as_without(model, batches):
+    if not (ON_CUDA and isinstance(model, transformers.DebertaV2ForSequenceClassification)):
+        assert_alike(model, 3, batches=batches)
+        return
+    # Whose gradients of relative positions PyTorch adds up in whatever order they come.
+    got, want = (train(model, graphs, batches=batches) for graphs in (True, False))
+    assert got.replayed == 3, got.aside
+    torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=1e-6)
+
+
 ENCODERS = [
     ("BertForSequenceClassification", SMALL, of_classes),
     ("RobertaForMaskedLM", SMALL, of_tokens),
@@ -81,7 +91,7 @@ ENCODERS = [
 @pytest.mark.parametrize(("name", "values", "batches"), ENCODERS, ids=[row[0] for row in ENCODERS])
 def test_encoders(name, values, batches):
     """Dropout and all; DeBERTa returns the hidden states of all layers."""
-    assert_alike(built(name, **values), 3, batches=batches)
+    assert_as_without(built(name, **values), batches)
 
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "DebertaV2ForSequenceClassification"])
@@ -90,7 +100,7 @@ def test_checkpointed_encoders(name, reentrant):
     values = {**SMALL, **(RELATIVE if name.startswith("Deb") else {})}
     model = built(name, **values)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_alike(model, 3, batches=of_classes)
+    assert_as_without(model, of_classes)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -136,7 +146,8 @@ def test_what_an_encoder_returned_stays_as_it_is():
         seen.append((states, states.detach().clone()))
     assert counted()[0] == 3
     assert all(torch.equal(one, other) for one, other in seen)
-    assert torch.equal(seen[0][0], seen[2][0]) and torch.equal(seen[1][0], seen[3][0])
+    assert torch.equal(seen[0][0], seen[2][0])
+    assert torch.equal(seen[1][0], seen[3][0])
 
 
 SEQ2SEQS = [
@@ -280,7 +291,8 @@ def test_lengths_that_the_host_reads():
         return of_images(model, step, others[step % 3])
 
     got = assert_alike(model, None, batches=batches, steps=9)
-    assert not got.aside and got.replayed == 6 + 8
+    assert not got.aside
+    assert got.replayed == 6 + 8
 
 
 def test_lengths_that_a_later_layer_reads_alone():
@@ -304,4 +316,5 @@ def test_lengths_that_a_later_layer_reads_alone():
         vision_start_token_id=START,
     )
     got = assert_alike(model, None, batches=of_images, steps=4)
-    assert not got.aside and got.replayed == 6
+    assert not got.aside
+    assert got.replayed == 6

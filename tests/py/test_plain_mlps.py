@@ -1,5 +1,5 @@
-"""MLPs without a gate in Transformers' models after bastile.apply(): real classes against float64, whose own code is
-the yardstick; whole models, with PEFT's adapters too; and what is left to the original."""
+"""MLPs without a gate, and T5's with one, in Transformers' models after bastile.apply(): real classes against float64,
+whose own code is the yardstick; whole models, with PEFT's adapters too; and what is left to the original."""
 
 from __future__ import annotations
 
@@ -59,6 +59,12 @@ MADE: dict[tuple[str, str], Callable[[Any], nn.Module]] = {
     ),
     ("detr", "DetrMLP"): lambda cls: cls(
         config(activation_function="relu", activation_dropout=0.0, dropout=0.0), WIDTH, INNER
+    ),
+    ("t5", "T5DenseActDense"): lambda cls: cls(
+        config(d_model=WIDTH, d_ff=INNER, dropout_rate=0.0, dense_act_fn="relu")
+    ),
+    ("t5", "T5DenseGatedActDense"): lambda cls: cls(
+        config(d_model=WIDTH, d_ff=INNER, dropout_rate=0.0, dense_act_fn="gelu_new")
     ),
     ("vitdet", "VitDetMlp"): lambda cls: cls(config(hidden_act="gelu", dropout_prob=0.0), WIDTH, INNER),
 }
@@ -429,3 +435,23 @@ def test_one_model_alone(ran):  # noqa: F811
     for model in (served, other):
         step(model)
     assert ran == {"adapted_mlp": LAYERS}
+
+
+@pytest.mark.parametrize("name", ["T5DenseActDense", "T5DenseGatedActDense"])
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_last_layer_that_is_kept_in_float32(name: str, drops: bool) -> None:
+    """As T5's is where the rest is in 16 bits: what it is given is cast to its type, and what it returns has it."""
+    torch.manual_seed(3)
+    made = of_file("t5", name)(config(d_model=WIDTH, d_ff=INNER, dropout_rate=0.5 * drops, dense_act_fn="relu"))
+    made.to(torch.bfloat16).train().wo.float()
+    stock, x = stock_of(made), random_tensor((4, 9, WIDTH), torch.bfloat16, "cpu")
+    bastile.apply()
+    got, want = [], []
+    for module, found in ((made, got), (stock, want)):
+        torch.manual_seed(4)
+        found.append(module(x))
+        found[0].square().sum().backward()
+        found += [p.grad for p in module.parameters()]
+    assert [t.dtype for t in got] == [t.dtype for t in want]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))

@@ -1,5 +1,5 @@
-"""The forward of what calls layers one after the other, a model's backbone, encoder or tower of images, in which they are
-captured as CUDA graphs: see bastile.graphs."""
+"""The forward of what calls layers one after the other, a model's backbone, an encoder or a tower of images, in which
+they are captured as CUDA graphs: see bastile.graphs."""
 
 from __future__ import annotations
 

@@ -214,7 +214,14 @@ FORMS: tuple[Form, ...] = (
         "mlp",
         "down(dropout(activation(gate(x)) * up(x)))",
         _roles("activation gate up dropout down"),
-        ("61a7b36c3b9a",),
+        ("61a7b36c3b9a", "a9d285cac888"),
+    ),
+    Form(
+        "mlp",
+        "down(dropout(activation(gate(x)) * up(x)).to(down.weight.dtype))",
+        _roles("activation gate up dropout down"),
+        ("df8b2f825e7f",),
+        {"casts": True},
     ),
     Form("mlp", "down(norm(activation(gate(x)) * up(x)))", _roles("down norm activation gate up"), ("cb8d359dd80d",)),
     Form(
@@ -268,6 +275,12 @@ FORMS: tuple[Form, ...] = (
     _plain("dropout(down(activation(up(x))))", "up activation down dropout_out training", "33fa2e284622"),
     _plain("down(dropout(activation(up(x))))", "down dropout activation up", "532d3e779787"),
     _plain("down(dropout(activation(up(x))))", "activation up drop training down", "1b74bf42a494"),
+    _plain(
+        "down(dropout(activation(up(x))).to(down.weight.dtype))",
+        "up activation dropout down",
+        "a78658cd145b",
+        casts=True,
+    ),
     _plain("behind(down(dropout(activation(up(x)))))", "up activation dropout down behind", "32470831e6d2"),
     _plain("dropout(down(dropout(activation(up(x)))))", "up activation dropout down", "adaf96ae40d1", behind="dropout"),
     _plain("dropout(down(dropout(...)))", "activation up drop training down dropout_out", "49df563a43e6"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,11 +69,14 @@ def _plain(found: Found) -> Output:
     names = found.names
     up, down = names["up"], names["down"]
     module, function = names.get("dropout"), names.get("drop")  # the activation and the last layer
+    casts = found.form.variant.get("casts", False)
 
     def output(self: Any, x: Any, act: str) -> Any:
         drops = function is not None and self.training and getattr(self, function) > 0
         if drops or (module is not None and not _does_nothing(getattr(self, module))):
             raise NotServed("it drops some of what is activated")
+        if casts and not _are_of_one_type(x, getattr(self, up), getattr(self, down)):
+            raise NotServed("its last layer computes in another type")
         return mlp(x, getattr(self, up), getattr(self, down), act)
 
     return output
@@ -87,6 +91,7 @@ def _gated(found: Found) -> Output:
     scale_gate, sparsity = names.get("scale_gate"), names.get("sparsity")
     (cut,) = found.methods.values() if sparsity is not None else (None,)
     limit, alpha = names.get("limit"), names.get("alpha")
+    casts = found.form.variant.get("casts", False)
 
     def is_cut(self: Any) -> bool:
         return sparsity is not None and getattr(self, sparsity) > 0
@@ -111,6 +116,8 @@ def _gated(found: Found) -> Output:
     def output(self: Any, x: Any, act: str) -> Any:
         middle = None if between is None else getattr(self, between)
         is_plain = limit is None and (middle is None or _does_nothing(middle))
+        if casts:
+            is_plain = is_plain and _are_of_one_type(x, getattr(self, gate), getattr(self, down))
         if both is None and scale_gate is None and is_plain and not is_cut(self):
             return gated_mlp(x, getattr(self, gate), getattr(self, up), getattr(self, down), act)
         if both is not None and is_plain:
@@ -118,9 +125,23 @@ def _gated(found: Found) -> Output:
             if plain_linear(first) and plain_linear(last):
                 return gated_mlp_of_halves(x, first.weight, last.weight, act, up_first=up_first)
         y = unit(self, x, act)
-        return getattr(self, down)(y if middle is None else middle(y))
+        y = y if middle is None else middle(y)
+        return getattr(self, down)(_cast_for(getattr(self, down), y) if casts else y)
 
     return output
+
+
+def _cast_for(layer: Any, y: torch.Tensor) -> torch.Tensor:
+    """As T5 does, whose last layers may be kept in float32."""
+    weight = getattr(layer, "weight", None)
+    of_another = isinstance(weight, torch.Tensor) and weight.dtype not in (y.dtype, torch.int8)
+    return y.to(weight.dtype) if of_another else y  # type: ignore[union-attr]
+
+
+def _are_of_one_type(x: torch.Tensor, *layers: Any) -> bool:
+    """Whether a cast to a layer's type changes nothing: autocast casts all there is, else all have one type."""
+    kinds = {getattr(getattr(layer, "weight", None), "dtype", None) for layer in layers}
+    return torch.is_autocast_enabled(x.device.type) or len(kinds) == 1
 
 
 def _does_nothing(module: Any) -> bool:
