@@ -2,6 +2,7 @@
 questions are left, and what stays as Transformers has it."""
 
 import ast
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import bastile
-from bastile.models import chunked_attention, chunks, rewrite_chunks, rotary, small
+from bastile.models import chunked_attention, chunks, rewrite_chunks, rotary, small, support
 from bastile.models.forms import Source
 from bastile.models.table import OPERATORS
 from conftest import gradients, older_than
@@ -302,11 +303,17 @@ def test_an_attention_of_a_users_own_is_called_chunk_by_chunk(monkeypatch: pytes
     assert {"its attention is not Transformers' own sdpa or eager one"} == {*told[0]}
 
 
-def test_a_function_registered_in_the_place_of_sdpa_is_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_everywhere", [False, True])
+def test_a_function_in_the_place_of_sdpa_is_a_users_own(is_everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it says that it is Transformers'."""
+
+    @functools.wraps(sdpa_attention_forward)
     def attend(*args: Any, **kwargs: Any) -> Any:
         return sdpa_attention_forward(*args, **kwargs)
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", attend)
+    if is_everywhere:
+        monkeypatch.setattr(transformers.integrations.sdpa_attention, "sdpa_attention_forward", attend)
     model = model_of("qwen3_vl")
     bastile.apply_to_model(model, **of_a_model())
     with counted(monkeypatch) as ours:
@@ -318,12 +325,17 @@ def test_dropout_is_drawn_chunk_by_chunk() -> None:
     model = model_of("paddleocr_vl", "eager", attention_dropout=0.5)
     batch = batch_of("paddleocr_vl", model, SIZES["alike"])
     found = []
+    bastile.report(reset=True)
     for is_ours in (False, True):
         if is_ours:
             bastile.apply_to_model(model, **of_a_model())
         torch.manual_seed(0)
         found.append(step(model, batch)[0])
     assert torch.equal(*found)
+    told = [line for line in bastile.report(reset=True) if line.operator == "chunked_attention"]
+    assert [line.ran for line in told] == [0]
+    model.eval()(**batch)
+    assert bastile.report().ran("chunked_attention") == 2
 
 
 def test_compiled_code_is_the_original() -> None:
@@ -339,6 +351,15 @@ def test_compiled_code_is_the_original() -> None:
     assert float((got[0] - want[0]).abs()) <= 1e-5
     assert bastile.report().ran("chunked_attention") == 1
     torch.compiler.reset()
+
+
+def test_what_is_told_of_a_type() -> None:
+    found = support.support("qwen3_vl")
+    assert found.places["chunked_attention"] == ["Qwen3VLVisionAttention.forward"]
+    assert "chunked_attention" not in found.stock
+    assert "chunked_attention" not in {**support.support("bert").stock, **support.support("llama").places}
+    with pytest.raises(RuntimeError, match="no place for bastile's chunked_attention in llama"):
+        bastile.apply(chunked_attention=True, model_types="llama")
 
 
 def test_every_tower_of_transformers_is_served() -> None:
