@@ -31,8 +31,8 @@ _DEVICES = ("cpu", "cuda")
 _EAGER = frozenset({"8c2cd897f49b", "39f6c9721d4a", "e5d13522414c", "7a1161956485", "5211cf994faf"})
 #: Of an eager attention at a time, where no backward pass needs them: a quarter of a GiB.
 _MOST_WEIGHTS = 1 << 26
-#: Tensors that are meant for text's attention and reach a tower's too: Transformers' own functions do not read them, nor
-#: any of no dimension, such as the number of a batch's items. Any other may be of each chunk.
+#: Tensors that are meant for text's attention and reach a tower's too. Transformers' own functions do not read them,
+#: nor any of no dimension, such as the number of a batch's items; any other may be of each chunk.
 _NOT_READ = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "position_ids"})
 
 
