@@ -142,6 +142,22 @@ def test_what_is_empty_or_does_not_fit_is_the_original_s(lengths: list[int]) -> 
         result(lambda: stock(sdpa_attention_forward, q, k, v, lengths)),
     )
     assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    helper = chunked_attention.Chunked(Tally("chunked_attention", "a test"))
+    given = {"attention_mask": None, "scaling": 0.3}
+    result(lambda: helper.with_weights(sdpa_attention_forward, Attention(), q, k, v, boundaries(lengths), **given))
+    assert helper.tally.ran == 0
+
+
+def test_several_gradients_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chunks._WORTH, "cpu", 1 << 30)
+    joint, q, k, v = heads(12)
+    y = ours(eager(), q, k, v, boundaries([4, 2, 4, 2]))[0]
+    dy = torch.randn(3, *y.shape)
+    want = torch.stack([torch.autograd.grad(y, joint, one, retain_graph=True)[0] for one in dy])
+    (got,) = torch.autograd.grad(y, joint, dy, retain_graph=True, is_grads_batched=True)
+    torch.testing.assert_close(got, want)
+    (first,) = torch.autograd.grad(y, joint, dy[0], create_graph=True)
+    assert torch.autograd.grad(first.square().sum(), joint)[0].abs().sum() > 0
 
 
 def test_masks_and_biases_are_given_to_each_chunk() -> None:

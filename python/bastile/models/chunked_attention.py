@@ -28,10 +28,11 @@ from bastile.report import Tally
 OPERATOR = "chunked_attention"
 _DEVICES = ("cpu", "cuda")
 #: The code of functions named eager_attention_forward whose sequences of a batch have nothing to do with each other.
-_EAGER = frozenset({"8c2cd897f49b", "39f6c9721d4a", "e5d13522414c"})
+_EAGER = frozenset({"8c2cd897f49b", "39f6c9721d4a", "e5d13522414c", "7a1161956485", "5211cf994faf"})
 #: Of an eager attention at a time, where no backward pass needs them: a quarter of a GiB.
 _MOST_WEIGHTS = 1 << 26
-#: Tensors that text's attention may be told, and which Transformers' own functions do not read. Scalars they read none.
+#: Tensors that are meant for text's attention and reach a tower's too. Transformers' own functions do not read them,
+#: nor any of no dimension, such as the number of a batch's items; any other may be of each chunk.
 _NOT_READ = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx", "position_ids"})
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastile.host_copies import on_host
-from bastile.ops._common import Function
+from bastile.ops._common import Function, is_batched
 from bastile.ops._valid_rows import version
 
 #: By the tensor of boundaries: its version then, and the chunks. What asks twice at once makes the same twice.
@@ -135,7 +135,8 @@ class _Rows(Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         order, back = ctx.saved_tensors
-        return reordered(dy, back, order), None, None
+        dx = dy.index_select(0, back) if is_batched(dy) else reordered(dy, back, order)
+        return dx, None, None
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
