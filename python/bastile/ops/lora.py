@@ -20,6 +20,7 @@ from bastile.ops._common import Function, cast_as_linear, first_order_only, serv
 from bastile.ops._glu import Activation, Unit, unit_of
 from bastile.ops._late import late
 from bastile.ops._random import seeds
+from bastile.ops._widened import missing, widened
 from bastile.recompute import again
 
 __all__ = ["Adapted", "adapted_gated_mlp", "adapted_linears", "adapted_mlp"]
@@ -238,11 +239,19 @@ def adapted_mlp(
     return _mlp(Activation("adapted_mlp", activation), x, {"up": up}, down, remake)
 
 
+def _inner(layer: Adapted) -> int | None:
+    """The width of the layer's result, where it is known."""
+    known = [each.shape[0] for each in (layer.weight, layer.b, layer.bias) if each is not None]
+    return known[0] if known else layer.outputs
+
+
 def _mlp(unit: Unit, x: torch.Tensor, first: dict[str, Adapted], down: Adapted, remake: bool) -> torch.Tensor:
     """first: the layers before the unit, by their names."""
     for name, layer in first.items():
         _check(unit.op, x, layer, name)
-    prepared = _prepared(x, (*first.values(), down))
+    layers = [*first.values(), down]
+    by = missing(x, _inner(layers[0]))
+    prepared = _prepared(x, widened(layers, by) if by else layers)
     if prepared is None:
         return _original(unit.original(*of_unit([_original(x, layer) for layer in first.values()])), down)
     x, plain, tensors = prepared
