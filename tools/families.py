@@ -13,6 +13,7 @@ import argparse
 import gc
 import json
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -99,10 +100,12 @@ def step_of(kind: str, options: argparse.Namespace) -> tuple[Any, Any]:
     return model, step
 
 
-def run(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run(made: Callable[[], tuple[Any, Any]], name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """made: a model, and a step of its training that returns the loss."""
     put_in = bastile.apply() if name == "bastile" else []
+    bastile.report(reset=True)
     try:
-        model, step = step_of(kind, options)
+        model, step = made()
         for _ in range(UNTIMED):
             step()
         found, _ = measure(step, _DEVICE, options.steps, partial(marked, model))
@@ -113,30 +116,40 @@ def run(kind: str, name: str, options: argparse.Namespace) -> dict[str, Any]:
     return {**found, "kernels": longest[: options.kernels], "report": said}
 
 
+def compare(row: dict[str, Any], made: Callable[[], tuple[Any, Any]], options: argparse.Namespace) -> None:
+    """Adds what a step takes to the row, stock and with ours, and prints it."""
+    for name in ("stock", "bastile"):
+        try:
+            row[name] = run(made, name, options)
+        except Exception as error:  # whatever a model's own code raises here: the others are still wanted
+            row[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(json.dumps(row), flush=True)
+    times = [
+        f"{1e3 * row[n]['seconds_per_step']:.1f}" if "error" not in row[n] else row[n]["error"]
+        for n in ("stock", "bastile")
+    ]
+    print(row["type"], *times, file=sys.stderr, flush=True)
+
+
+def parser_of(description: str | None, types: Iterable[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(types), help="model types, with commas between")
+    parser.add_argument("--steps", type=int, default=5, help="that are timed, after nine others")
+    parser.add_argument("--kernels", type=int, default=12, help="how many of the longest are shown")
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(FAMILIES), help="model types, with commas between")
+    parser = parser_of(__doc__, FAMILIES)
     parser.add_argument("--lora", action="store_true", help="adapters on all linear layers, and nothing else trained")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--steps", type=int, default=5, help="that are timed, after nine others")
-    parser.add_argument("--kernels", type=int, default=12, help="how many of the longest are shown")
     options = parser.parse_args()
     for kind in options.only.split(","):
         row: dict[str, Any] = {"type": kind, "lora": options.lora, "batch": options.batch, "length": options.length}
-        for name in ("stock", "bastile"):
-            try:
-                row[name] = run(kind, name, options)
-            except Exception as error:  # whatever a model's own code raises here: the others are still wanted
-                row[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
-            gc.collect()
-            torch.cuda.empty_cache()
-        print(json.dumps(row), flush=True)
-        times = [
-            f"{1e3 * row[n]['seconds_per_step']:.1f}" if "error" not in row[n] else row[n]["error"]
-            for n in ("stock", "bastile")
-        ]
-        print(kind, *times, file=sys.stderr, flush=True)
+        compare(row, partial(step_of, kind, options), options)
 
 
 if __name__ == "__main__":
