@@ -295,7 +295,7 @@ def test_a_wrong_call_would_be_seen(unknown: Any, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 5, 16)
     want = run(unknown, x)
     stock = decoder.add_layer_norm
-    monkeypatch.setattr(decoder, "add_layer_norm", lambda x, r, *others: (stock(x, r, *others)[0], x))
+    monkeypatch.setattr(decoder, "add_layer_norm", lambda x, r, *others, **more: (stock(x, r, *others, **more)[0], x))
     bastile.apply_to_model(unknown)
     with pytest.raises(AssertionError):
         same(run(unknown, x), want)
