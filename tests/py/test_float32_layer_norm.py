@@ -82,7 +82,7 @@ def test_weights_of_any_type_or_none(shape, columns, leave, device):
     assert_no_worse(random_case(shape, torch.bfloat16, device, columns=torch.bfloat16, leave="w"))
 
 
-# As in BERT's layers: a product's 16 bits and what runs from layer to layer in float32. 65536: a sum that is read again.
+# As in BERT's layers: a product's 16 bits and what runs from layer to layer in float32. 65536: its sum is read again.
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("types", [(h, F32) for h in HALVES] + [(F32, h) for h in HALVES], ids=str)
 @pytest.mark.parametrize("shape", [(6, 48), (5, 37), (0, 48), (1, 48), (2, 65536)], ids=str)
@@ -117,9 +117,7 @@ def test_the_sum_is_rounded_before_it_is_normed(dtype, device):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(
-    ("columns", "add"), [(None, None), (None, "x"), (F32, None), (F32, "x"), (F32, F32)], ids=str
-)
+@pytest.mark.parametrize(("columns", "add"), [(None, None), (None, "x"), (F32, None), (F32, "x"), (F32, F32)], ids=str)
 def test_pooled_error_is_no_larger(columns, add, dtype, device):
     shape = (8, 512) if EMULATED else (64, 512)
     add = dtype if add == "x" else add

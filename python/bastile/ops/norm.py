@@ -93,7 +93,8 @@ def layer_norm(
     """
     if not _served("layer_norm", x, None, weight, bias):
         if float32_output and x.dtype.itemsize == 2:
-            x, weight, bias = [None if t is None else t.float() for t in (x, weight, bias)]
+            weight, bias = [None if t is None else t.float() for t in (weight, bias)]
+            x = x.float()
         return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return _LayerNorm.apply(x, None, weight, bias, eps, _IN_FLOAT32 if float32_output else _LAYER)
 
@@ -109,9 +110,9 @@ def add_layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The addition of a residual and the LayerNorm of the sum, in one pass; backward too.
 
-    Returns y and sum = x + residual, rounded to the type that torch gives it, also where y is float32. Either of the two
-    may be float32 and the other of 16 bits; bfloat16 and float16 are added by torch. The rest is as for `layer_norm`;
-    changing the sum in place is an error where there is a backward pass.
+    Returns y and sum = x + residual, rounded to the type that torch gives it, also where y is float32. Either of the
+    two may be float32 and the other of 16 bits; bfloat16 and float16 are added by torch. The rest is as for
+    `layer_norm`; changing the sum in place is an error where there is a backward pass.
     """
     if not _served("add_layer_norm", x, residual, weight, bias) or not adds_as_torch(x, residual):
         total = x + residual
