@@ -266,18 +266,26 @@ def test_a_model_is_no_further_from_float64_than_stock(name, half, place, norms_
     assert means.mean() <= 2.5 * means.std() / len(models) ** 0.5
 
 
-@pytest.mark.parametrize("name", ["bert", "siglip with adapters", "starcoder2 with adapters"])
-def test_without_autocast_nothing_is_float32(name, place, norms_alone):
-    """16 bits stay 16 bits."""
+@pytest.mark.parametrize("autocasts", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_are_given_the_types_of_stock(name, autocasts, place, norms_alone):
+    """Behind norms, and behind the sums that they take in; without autocast all has 16 bits."""
     model, batch = made(name, 0, torch.bfloat16, place.device)
-    model.bfloat16()
-    batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in batch.items()}
-    seen = []
+    if not autocasts:
+        model.bfloat16()
+        batch = {key: t.bfloat16() if t.is_floating_point() else t for key, t in batch.items()}
+    seen: list[torch.dtype] = []
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
-    step(model, batch, nullcontext())
-    assert set(seen) == {torch.bfloat16}
+    types = []
+    for _ in range(2):
+        step(model, batch, place.autocast(torch.bfloat16) if autocasts else nullcontext())
+        types.append([*seen])
+        seen.clear()
+        bastile.reset()
+    assert types[0] == types[1]
+    assert autocasts or set(types[0]) == {torch.bfloat16}
 
 
 def test_the_same_twice(place, norms_alone):
