@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.models.bert import modeling_bert
 
 import bastile
 from bastile.models import norm
@@ -140,6 +141,27 @@ def test_pytorch_s_rms_norm_is_left_to_autocast_where_that_may_cast(place):
     told = [line for line in bastile.report() if line.operator == "rms_norm"]
     assert sum(line.ran for line in told) == 2 - place.casts
     assert [line.aside for line in told if line.aside] == [{"autocast decides on its type": 1}] * place.casts
+
+
+def test_the_type_of_a_sum_decides(place):
+    """bfloat16 and float32 are a float32 sum, for which the weight must have its type without autocast."""
+    layer = modeling_bert.BertSelfOutput(transformers.BertConfig(**SIZES)).to(place.device)
+    layer.dense.bfloat16()
+    x, residual = (random_tensor((4, 32), dtype, place.device) for dtype in (torch.bfloat16, F32))
+    want = layer(x, residual)
+    bastile.apply()
+    bastile.report(reset=True)
+    torch.testing.assert_close(layer(x, residual), want, rtol=1e-6, atol=1e-5)
+    assert bastile.report().ran("add_rms_norm") == 1
+    layer.LayerNorm.bfloat16()
+    with pytest.raises(RuntimeError, match="type"):  # as stock has it
+        layer(x, residual)
+    with (
+        place.autocast(torch.bfloat16),
+        pytest.raises(RuntimeError, match="type") if not place.casts else nullcontext(),
+    ):
+        assert layer(x, residual).dtype is F32
+    assert bastile.report().ran("add_rms_norm") == 1 + place.casts
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
