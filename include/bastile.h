@@ -149,12 +149,12 @@ typedef struct bst_exec {
 
 /* ---- norm -------------------------------------------------------------------------------------------------------- */
 
-/* How the product with the weight is rounded, n = x / sqrt(mean(x^2) + eps) being computed in float32 in each case,
- * with eps finite and not below 0:
+/* How n weight is rounded; n = x / sqrt(mean(x^2) + eps) is computed in float32, with eps finite and not below 0:
  *   LLAMA  y = round_x(n) * weight, in the promoted type of x and weight   (Llama, Qwen, Mistral)
  *   GEMMA  y = round_x(n * (1 + weight))                                   (Gemma)
- *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm) */
-typedef enum bst_casting { BST_CASTING_LLAMA = 0, BST_CASTING_GEMMA = 1, BST_CASTING_NONE = 2 } bst_casting;
+ *   NONE   y = round_x(n * weight)                                         (torch.nn.functional.rms_norm)
+ *   FLOAT32  y = n * weight, in float32; not where rope norms              (layer_norm under autocast on CUDA) */
+typedef enum bst_casting { BST_CASTING_LLAMA, BST_CASTING_GEMMA, BST_CASTING_NONE, BST_CASTING_FLOAT32 } bst_casting;
 
 /* RMS as above; LAYER: n = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps), LLAMA as NONE: y is rounded once. */
 typedef enum bst_norm_kind { BST_NORM_RMS = 0, BST_NORM_LAYER = 1 } bst_norm_kind;
@@ -169,9 +169,9 @@ typedef struct bst_norm_options {
 /* y = norm(x) * weight + bias, or, where residual is given, sum = x + residual, rounded, and y that of the sum.
  * x [..., H], 1 <= H <= 65536; residual of x's shape and type, or of any where x is float32, and sum as x; or both
  * NULL; weight [H] or NULL (ones; zeros for GEMMA), of any of the three types; bias [H] or NULL (zeros), of weight's
- * type, or without one of x's; y as x (RMS and LLAMA: the promoted type of x and weight); mean, of LAYER alone, and
- * rstd, float32, one a row, saved for the backward pass, or NULL. options NULL: RMS and LLAMA; its after, of x's shape
- * and y's type, is added to y before that is rounded, and its gradient is dy. eps is no option: 0 is a number too.
+ * type, or without one of x's; y as x, but of the type that casting gives; mean, of LAYER alone, and rstd, float32, one
+ * a row, saved for the backward pass, or NULL. options NULL: RMS and LLAMA; its after, of x's shape and y's type, is
+ * added to y before that is rounded, and its gradient is dy. eps is no option: 0 is a number too.
  * Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019; Ba et al., "Layer Normalization", 2016. */
 BST_API bst_status bst_norm_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *residual,
                                     const DLTensor *weight, const DLTensor *bias, double eps,

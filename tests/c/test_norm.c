@@ -66,6 +66,18 @@ TEST(values_and_gradients_with_a_residual) { compare_with_double(true, BST_NORM_
 TEST(layer_norm) { compare_with_double(false, BST_NORM_LAYER); }
 TEST(layer_norm_with_a_residual) { compare_with_double(true, BST_NORM_LAYER); }
 
+/* Numbers that bfloat16 holds, in both types. */
+static void fill_both(float *wide, uint16_t *narrow, int64_t count, unsigned seed) {
+    bst_fill(wide, count, seed, 1);
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, wide + i, sizeof bits);
+        bits &= 0xffff0000u;
+        memcpy(wide + i, &bits, sizeof bits);
+        narrow[i] = (uint16_t)(bits >> 16);
+    }
+}
+
 /* As under autocast: what runs from layer to layer in float32, what a product adds to it in bfloat16. */
 TEST(a_residual_of_a_narrower_type) {
     static float x[ROWS][HIDDEN], y[ROWS][HIDDEN], sum[ROWS][HIDDEN], wide_y[ROWS][HIDDEN], wide_sum[ROWS][HIDDEN];
@@ -73,14 +85,7 @@ TEST(a_residual_of_a_narrower_type) {
     static uint16_t narrow[ROWS][HIDDEN];
     int64_t shape[] = {ROWS, HIDDEN};
     bst_fill(&x[0][0], ROWS * HIDDEN, 1, 1);
-    bst_fill(&wide[0][0], ROWS * HIDDEN, 4, 1);
-    for (int i = 0; i < ROWS * HIDDEN; i++) {
-        uint32_t bits;
-        memcpy(&bits, &wide[0][0] + i, sizeof bits);
-        bits &= 0xffff0000u; /* the value that bfloat16 holds, in both */
-        memcpy(&wide[0][0] + i, &bits, sizeof bits);
-        (&narrow[0][0])[i] = (uint16_t)(bits >> 16);
-    }
+    fill_both(&wide[0][0], &narrow[0][0], ROWS * HIDDEN, 4);
     DLTensor tx = bst_f32(x, 2, shape), ty = bst_f32(y, 2, shape), tsum = bst_f32(sum, 2, shape);
     DLTensor twide = bst_f32(wide, 2, shape), twide_y = bst_f32(wide_y, 2, shape), tnarrow = twide;
     DLTensor twide_sum = bst_f32(wide_sum, 2, shape);
@@ -90,6 +95,52 @@ TEST(a_residual_of_a_narrower_type) {
     CHECK_OK(bst_norm_forward(NULL, &tx, &twide, NULL, NULL, 1e-6, NULL, &twide_y, &twide_sum, NULL, NULL));
     CHECK(!memcmp(y, wide_y, sizeof y) && !memcmp(sum, wide_sum, sizeof sum));
 }
+
+/* FLOAT32: what bfloat16 gives is, to the bit, what its numbers give in float32; dx is that, rounded. */
+static void compare_with_float32(bst_norm_kind kind) {
+    static float wide_x[ROWS][HIDDEN], w[HIDDEN], b[HIDDEN], dy[ROWS][HIDDEN], wide_dx[ROWS][HIDDEN];
+    static float y[2][ROWS][HIDDEN], dw[2][HIDDEN], mean[2][ROWS], rstd[2][ROWS];
+    static uint16_t x[ROWS][HIDDEN], dx[ROWS][HIDDEN];
+    const bool centre = kind == BST_NORM_LAYER;
+    int64_t shape[] = {ROWS, HIDDEN}, columns[] = {HIDDEN}, rows[] = {ROWS};
+    fill_both(&wide_x[0][0], &x[0][0], ROWS * HIDDEN, 1);
+    bst_fill(w, HIDDEN, 2, 1);
+    bst_fill(&dy[0][0], ROWS * HIDDEN, 3, 1);
+    bst_fill(b, HIDDEN, 4, 1);
+    DLTensor tw = bst_f32(w, 1, columns), tb = bst_f32(b, 1, columns), tdy = bst_f32(dy, 2, shape);
+    for (int narrow = 0; narrow < 2; narrow++) {
+        const bst_norm_options options = {sizeof options, narrow ? BST_CASTING_FLOAT32 : BST_CASTING_NONE, kind, NULL};
+        DLTensor tx = bst_f32(wide_x, 2, shape), tdx = bst_f32(wide_dx, 2, shape), ty = bst_f32(y[narrow], 2, shape);
+        DLTensor tm = bst_f32(mean[narrow], 1, rows), tr = bst_f32(rstd[narrow], 1, rows);
+        DLTensor tdw = bst_f32(dw[narrow], 1, columns), *kept = centre ? &tm : NULL, rounded = tx;
+        rounded.dtype = bst_test_types[1];
+        if (narrow) tx.data = x, tdx.data = dx, tx.dtype = tdx.dtype = bst_test_types[1];
+        CHECK_OK(bst_norm_forward(NULL, &tx, NULL, &tw, &tb, 1e-6, &options, &ty, NULL, kept, &tr));
+        CHECK_OK(bst_norm_backward(NULL,
+                                   BST_NORM_TENSORS(.dy = &tdy, .x = &tx, .weight = &tw, .mean = kept, .rstd = &tr,
+                                                    .dx = &tdx, .dweight = &tdw),
+                                   &options));
+        if (!narrow) continue;
+        CHECK_EQ_I(bst_norm_forward(NULL, &tx, NULL, &tw, &tb, 1e-6, &options, &rounded, NULL, kept, &tr), BST_INVALID);
+        CHECK_STR(bst_last_error(), "norm_forward: y is bfloat16; float32 is needed");
+        CHECK_EQ_I(
+            bst_norm_backward(NULL, BST_NORM_TENSORS(.dy = &rounded, .x = &tx, .mean = kept, .rstd = &tr, .dx = &tdx),
+                              &options),
+            BST_INVALID);
+        CHECK_STR(bst_last_error(), "norm_backward: dy is bfloat16; float32 is needed");
+    }
+    CHECK(!memcmp(y[0], y[1], sizeof *y) && !memcmp(dw[0], dw[1], sizeof *dw));
+    CHECK(!memcmp(rstd[0], rstd[1], sizeof *rstd) && !memcmp(mean[0], mean[1], sizeof *mean));
+    for (int i = 0; i < ROWS * HIDDEN; i++) {
+        uint32_t bits = (uint32_t)(&dx[0][0])[i] << 16;
+        float got, exact = (&wide_dx[0][0])[i];
+        memcpy(&got, &bits, sizeof got);
+        CHECK_CLOSE(got, exact, 0x1p-8 * fabs((double)exact));
+    }
+}
+
+TEST(a_float32_result_of_bfloat16) { compare_with_float32(BST_NORM_RMS); }
+TEST(a_float32_layer_norm_of_bfloat16) { compare_with_float32(BST_NORM_LAYER); }
 
 /* after: added to y before it is rounded. */
 TEST(a_residual_behind_the_norm) {
@@ -188,29 +239,33 @@ static void compile_call(DLDataType type, DLDataType weight_type, int64_t width,
                                NULL));
 }
 
-static void compile_layer_norm(DLDataType type, int64_t width) {
-    bst_shape s[11];
+/* float32: y is, whatever x has. */
+static void compile_layer_norm(DLDataType type, int64_t width, bool float32) {
+    bst_shape s[12];
     int64_t shape[] = {4096, width};
-    const bst_norm_options layer = {sizeof layer, .kind = BST_NORM_LAYER};
+    const bst_norm_options layer = {sizeof layer, float32 ? BST_CASTING_FLOAT32 : BST_CASTING_NONE, BST_NORM_LAYER,
+                                    NULL};
     DLTensor *rows[5], *columns[4], *mean = bst_device_tensor(&s[9], bst_test_types[0], 1, shape);
     for (int i = 0; i < 5; i++) rows[i] = bst_device_tensor(&s[i], type, 2, shape);
     for (int i = 0; i < 4; i++) columns[i] = bst_device_tensor(&s[5 + i], type, 1, shape + 1);
     DLTensor *rstd = bst_device_tensor(&s[10], bst_test_types[0], 1, shape);
-    CHECK_OK(bst_norm_forward(&bst_fake_exec, rows[0], rows[1], columns[0], columns[1], 1e-5, &layer, rows[2], rows[3],
-                              mean, rstd));
-    CHECK_OK(bst_norm_backward(
-        &bst_fake_exec,
-        BST_NORM_TENSORS(.dy = rows[0], .x = rows[1], .dsum = rows[2], .weight = columns[0], .mean = mean, .rstd = rstd,
-                         .dx = rows[3], .dweight = columns[2], .dbias = columns[3]),
-        &layer));
+    DLTensor *y = bst_device_tensor(&s[11], float32 ? bst_test_types[0] : type, 2, shape);
+    CHECK_OK(bst_norm_forward(&bst_fake_exec, rows[0], rows[1], columns[0], columns[1], 1e-5, &layer, y, rows[3], mean,
+                              rstd));
+    CHECK_OK(
+        bst_norm_backward(&bst_fake_exec,
+                          BST_NORM_TENSORS(.dy = y, .x = rows[1], .dsum = rows[2], .weight = columns[0], .mean = mean,
+                                           .rstd = rstd, .dx = rows[3], .dweight = columns[2], .dbias = columns[3]),
+                          &layer));
 }
 
 /* As under autocast, with float32 weights. */
-static void compile_narrow_residual(int64_t width) {
+static void compile_narrow_residual(int64_t width, bst_norm_kind kind) {
+    const bst_norm_options options = {sizeof options, .kind = kind};
     bst_shape x, residual, y, sum;
     int64_t shape[] = {4096, width};
     CHECK_OK(bst_norm_forward(&bst_fake_exec, bst_device_tensor(&x, bst_test_types[0], 2, shape),
-                              bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, NULL, 1e-6, NULL,
+                              bst_device_tensor(&residual, bst_test_types[1], 2, shape), NULL, NULL, 1e-6, &options,
                               bst_device_tensor(&y, bst_test_types[0], 2, shape),
                               bst_device_tensor(&sum, bst_test_types[0], 2, shape), NULL, NULL));
 }
@@ -238,13 +293,16 @@ static void compile_calls(void) {
      * stays in the forward kernel's registers. */
     for (int add = 0; add < 2; add++) compile_call(bst_test_types[1], bst_test_types[0], 4096, add);
     compile_call(bst_test_types[1], bst_test_types[1], 32768, true);
-    compile_narrow_residual(4096);
+    for (int kind = BST_NORM_RMS; kind <= BST_NORM_LAYER; kind++) compile_narrow_residual(4096, (bst_norm_kind)kind);
     /* Widths of models with norms behind their blocks, the widest that registers hold, and one too wide for them. */
     static const int64_t behind[] = {2304, 4096, 32768, 65536};
     for (int w = 0; w < 4; w++) compile_after(bst_test_types[1], behind[w]);
     /* Each way of loading: rings of a thread and of bulk copies, the widest held, one too wide for registers. */
     static const int64_t layer_widths[] = {768, 4096, 4097, 8192, 20000};
-    for (size_t w = 0; w < 5; w++) compile_layer_norm(bst_test_types[w == 3 ? 0 : 1], layer_widths[w]);
+    for (size_t w = 0; w < 5; w++) {
+        compile_layer_norm(bst_test_types[w == 3 ? 0 : 1], layer_widths[w], false);
+        compile_layer_norm(bst_test_types[1], layer_widths[w], true);
+    }
 }
 
 TEST(kernels_compile_for_every_chip) { bst_for_every_chip("norm", compile_calls); }
@@ -255,6 +313,8 @@ int main(void) {
     RUN(layer_norm);
     RUN(layer_norm_with_a_residual);
     RUN(a_residual_of_a_narrower_type);
+    RUN(a_float32_result_of_bfloat16);
+    RUN(a_float32_layer_norm_of_bfloat16);
     RUN(a_residual_behind_the_norm);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(errors_of_residual_and_sum);

@@ -295,7 +295,7 @@ def test_a_wrong_call_would_be_seen(unknown: Any, monkeypatch: pytest.MonkeyPatc
     x = torch.randn(2, 5, 16)
     want = run(unknown, x)
     stock = decoder.add_layer_norm
-    monkeypatch.setattr(decoder, "add_layer_norm", lambda x, r, *others: (stock(x, r, *others)[0], x))
+    monkeypatch.setattr(decoder, "add_layer_norm", lambda x, r, *others, **more: (stock(x, r, *others, **more)[0], x))
     bastile.apply_to_model(unknown)
     with pytest.raises(AssertionError):
         same(run(unknown, x), want)
@@ -316,7 +316,7 @@ def test_pytorch_s_own_norm_is_served_in_training(monkeypatch: pytest.MonkeyPatc
         assert layer(x.bfloat16()).dtype is torch.bfloat16
     several = nn.LayerNorm((3, 16))
     torch.testing.assert_close(several(x), nn.functional.layer_norm(x, (3, 16)))
-    assert bastile.report().ran("layer_norm") == 1
+    assert bastile.report().ran("layer_norm") == 2
     torch.jit.script(nn.LayerNorm(4))  # which reads the source of forward
     monkeypatch.setattr(norm, "_ELEMENTS", 0)
     bastile.reset()

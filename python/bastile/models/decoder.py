@@ -53,7 +53,7 @@ def layer_forward(
         if norm is None:
             tally.step_aside(_TOUCHED)
         elif residual is None or _are_alike(x, residual):
-            why = norm.refuses(module, x)
+            why = norm.refuses(module, x, residual)
             if why is None:
                 tally.count()
                 return _at_once(norm, module, x, residual)
@@ -106,6 +106,7 @@ def _at_once(norm: Norm, module: Any, x: Any, residual: Any) -> tuple[Any, Any]:
     weight, eps = norm.weight_of(module), norm.eps_of(module)
     if norm.casting is not None:
         return add_rms_norm(x, residual, weight, eps, casting=norm.casting)
+    given = weight, norm.bias_of(module), eps
     if residual is None:
-        return layer_norm(x, weight, norm.bias_of(module), eps), x
-    return add_layer_norm(x, residual, weight, norm.bias_of(module), eps)
+        return layer_norm(x, *given, float32_output=norm.autocasts(x)), x
+    return add_layer_norm(x, residual, *given, float32_output=norm.autocasts(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,7 @@ from bastile.recompute import offer
 __all__ = ["BastileRMSNorm", "add_rms_norm", "rms_norm", "rms_norm_add"]
 
 Casting = Literal["llama", "gemma", "none"]
+_Types = tuple[torch.dtype, torch.dtype]
 _CASTING: dict[Casting, int] = {"llama": 0, "gemma": 1, "none": 2}
 
 _forward = torch.ops.bastile.rms_norm_forward.default
@@ -54,12 +56,9 @@ class _AddRMSNorm(Function):
         if residual is None:
             total = x
             y, rstd = _forward(x, weight, eps, casting)
-        elif x.dtype is residual.dtype:
-            y, total, rstd = _add_forward(x, residual, weight, eps, casting)
         else:
-            wide, narrow = (x, residual) if x.dtype is torch.float32 else (residual, x)
-            y, total, rstd = _add_forward(wide, narrow, weight, eps, casting)
-            ctx.types = x.dtype, residual.dtype
+            ctx.types, terms = of_two_types(x, residual)
+            y, total, rstd = _add_forward(*terms, weight, eps, casting)
         ctx.save_for_backward(total, weight, rstd)
         ctx.casting = casting
         if not any(ctx.needs_input_grad[:2]):
@@ -80,16 +79,28 @@ class _AddRMSNorm(Function):
             if torch.is_grad_enabled() and not is_compiling():
                 dx = first_order_only("add_rms_norm", dx, dy, dsum, total, weight)
                 dweight = first_order_only("add_rms_norm", dweight, dy, total, weight)
-        dresidual = dx
-        if ctx.types is not None and dx is not None:
-            dx, dresidual = [dx.to(t) if w else None for t, w in zip(ctx.types, ctx.needs_input_grad, strict=False)]
-        return (
-            dx if want_dx else None,
-            dresidual if want_dresidual else None,
-            dweight if want_dweight else None,
-            None,
-            None,
-        )
+        return *gradients_of_terms(dx, ctx.types, ctx.needs_input_grad), dweight if want_dweight else None, None, None
+
+
+def adds_as_torch(x: torch.Tensor, residual: torch.Tensor) -> bool:
+    """Whether kernels give the sum of two such types as torch does: not of bfloat16 and float16, which is float32."""
+    return x.dtype is residual.dtype or torch.float32 in (x.dtype, residual.dtype)
+
+
+def of_two_types(x: torch.Tensor, residual: torch.Tensor) -> tuple[_Types | None, tuple[torch.Tensor, torch.Tensor]]:
+    """The terms' types, None where they are of one, and the terms, the wider one first, which kernels call x."""
+    if x.dtype is residual.dtype:
+        return None, (x, residual)
+    return (x.dtype, residual.dtype), (x, residual) if x.dtype is torch.float32 else (residual, x)
+
+
+def gradients_of_terms(
+    dsum: torch.Tensor | None, types: _Types | None, wanted: Sequence[bool]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of a sum as that of each of its terms that wants one, in the term's type."""
+    if dsum is None or types is None:
+        return dsum if wanted[0] else None, dsum if wanted[1] else None
+    return dsum.to(types[0]) if wanted[0] else None, dsum.to(types[1]) if wanted[1] else None
 
 
 class _RMSNormAdd(Function):
@@ -210,7 +221,7 @@ def add_rms_norm(
             )
         total = x if residual is None else x + residual
         return _reference(total, weight, eps, casting), total
-    if residual is not None and residual.dtype != x.dtype and torch.float32 not in (x.dtype, residual.dtype):
+    if residual is not None and not adds_as_torch(x, residual):
         x, residual = x + residual, None
     if residual is None and not x.requires_grad:  # no gradient will meet another
         y, total = _RMSNorm.apply(x, weight, eps, code), x

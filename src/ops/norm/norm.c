@@ -23,12 +23,13 @@ static bst_status check_width(const char *op, const bst_view *v) {
 #define AS_X           BST_LIKE(X), BST_TYPE_OF(X, "as x has it")
 #define MEAN_OF(flags) {"mean", flags | BST_OPTIONAL, 1u << BST_F32, "#", BST_CONTIGUOUS, BST_AT(mean)}
 #define KINDS          BST_OPTION('i', kind, BST_NORM_RMS, BST_NORM_LAYER, "0 (rms) or 1 (layer)")
-#define CASTINGS       BST_OPTION('i', casting, BST_CASTING_LLAMA, BST_CASTING_NONE, "0 (llama), 1 (gemma) or 2 (none)")
+#define CASTINGS \
+    BST_OPTION('i', casting, BST_CASTING_LLAMA, BST_CASTING_FLOAT32, "0 (llama), 1 (gemma), 2 (none) or 3 (float32)")
 
 static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
     bool rounds_n = attributes[KIND].i == BST_NORM_RMS && attributes[CASTING].i == BST_CASTING_LLAMA;
     bool promoted = rounds_n && v[WEIGHT].dtype != v[X].dtype;
-    return promoted ? BST_F32 : v[X].dtype;
+    return promoted || attributes[CASTING].i == BST_CASTING_FLOAT32 ? BST_F32 : v[X].dtype;
 }
 
 /* The sum of two types has the wider one, which x is to have. */

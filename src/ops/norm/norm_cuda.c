@@ -37,7 +37,8 @@ static bst_launch launch_of(const bst_kernel *kernel, const bst_view *v, const i
     l.values[M_X_TYPE] = v[X].dtype;
     l.values[M_W_TYPE] = v[WEIGHT].dtype;
     l.values[M_Y_TYPE] = y_type;
-    l.values[M_CASTING] = attributes[CASTING].i;
+    int64_t casting = attributes[CASTING].i; /* y's type alone tells kernels FLOAT32 */
+    l.values[M_CASTING] = casting == BST_CASTING_FLOAT32 ? BST_CASTING_NONE : casting;
     l.values[M_HAS_WEIGHT] = v[WEIGHT].data != NULL;
     l.values[M_CENTRE] = attributes[KIND].i == BST_NORM_LAYER;
     l.values[M_VEC] = 8;
