@@ -134,7 +134,9 @@ def test_errors_are_no_larger_than_the_class_s_own(named, module, dtype, autocas
         return case_of(module, stock, dtype, autocast)
 
     assert_no_worse_pooled(draw)
-    assert ran == {"adapted_mlp": drawn}
+    # Plain layers with a gate are another node.
+    assert ran == ({} if "Gated" in named[1] else {"adapted_mlp": drawn})
+    assert counts()["ran"] % drawn == 0 < counts()["ran"]
 
 
 @each_class
@@ -454,4 +456,4 @@ def test_a_last_layer_that_is_kept_in_float32(name: str, drops: bool) -> None:
         found += [p.grad for p in module.parameters()]
     assert [t.dtype for t in got] == [t.dtype for t in want]
     for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2 * float(other.detach().abs().max()))

@@ -45,6 +45,11 @@ def _experts(**variant: Any) -> dict[str, Any]:
     return {"activation": None, "interleaved": False, "has_bias": False, "alpha": None, "limit": None, **variant}
 
 
+def _mlp(formula: str, roles: str, *fingerprints: str, **variant: Any) -> Form:
+    """With a gate. casts: what the last layer is given is cast to its weight's type."""
+    return Form("mlp", formula, _roles(roles), fingerprints, variant)
+
+
 def _plain(formula: str, roles: str, *fingerprints: str, **variant: Any) -> Form:
     """An MLP without a gate. behind: the role of what is called last, if that is no role of its own."""
     layer = r"(?i)^(?!.*(conv|drop|norm|sample))"
@@ -185,36 +190,23 @@ FORMS: tuple[Form, ...] = (
     ),
     Form("mlp", "down(activation(gate(x)) * up(x))", _roles("activation gate up down"), ("923f28481f32",)),
     Form("mlp", "down(silu(gate(x)) * up(x))", _roles("down gate up"), ("6c1021b3da3f",)),
-    Form(
-        "mlp",
+    _mlp(
         "gate, up = gate_up(x).chunk(2); down(activation(gate) * up)",
-        _roles("gate_up activation down"),
-        ("a1b728476cc8", "5355bea2a19f"),
+        "gate_up activation down",
+        "a1b728476cc8",
+        "5355bea2a19f",
     ),
-    Form(
-        "mlp",
-        "gate, up = gate_up(x).view(2, I); down(activation(gate) * up)",
-        _roles("gate_up activation down"),
-        ("0d4e33447242",),
-    ),
-    Form(
-        "mlp",
-        "up, gate = up_gate(x).chunk(2); down(activation(gate) * up)",
-        _roles("up_gate activation down"),
-        ("52072e911b9d",),
-    ),
-    Form("mlp", "gate = activation(gate(x)); down(gate * up(x))", _roles("activation gate down up"), ("22d8c7dbcdb5",)),
+    _mlp("gate, up = gate_up(x).view(2, I); down(activation(gate) * up)", "gate_up activation down", "0d4e33447242"),
+    _mlp("up, gate = up_gate(x).chunk(2); down(activation(gate) * up)", "up_gate activation down", "52072e911b9d"),
+    _mlp("gate = activation(gate(x)); down(gate * up(x))", "activation gate down up", "22d8c7dbcdb5"),
     Form(
         "mlp",
         "dropout(down(activation(gate(x)) * up(x)))",
         _roles("down activation gate up dropout_out training"),
         ("0649a6c29cd3",),
     ),
-    Form(
-        "mlp",
-        "down(dropout(activation(gate(x)) * up(x)))",
-        _roles("activation gate up dropout down"),
-        ("61a7b36c3b9a", "a9d285cac888"),
+    _mlp(
+        "down(dropout(activation(gate(x)) * up(x)))", "activation gate up dropout down", "61a7b36c3b9a", "a9d285cac888"
     ),
     Form(
         "mlp",
@@ -224,12 +216,7 @@ FORMS: tuple[Form, ...] = (
         {"casts": True},
     ),
     Form("mlp", "down(norm(activation(gate(x)) * up(x)))", _roles("down norm activation gate up"), ("cb8d359dd80d",)),
-    Form(
-        "mlp",
-        "scale * down(activation(gate(x)) * up(x))",
-        _roles("down activation gate up scale_out"),
-        ("b0d8e4ef71f0",),
-    ),
+    _mlp("scale * down(activation(gate(x)) * up(x))", "down activation gate up scale_out", "b0d8e4ef71f0"),
     Form(
         "mlp",
         "scale * down(up(x) * activation(scale * gate(x)))",

@@ -44,14 +44,14 @@ def _with_zeros(layer: Any, rows: int = 0, columns: int = 0) -> Any:
         weight = pad(weight, (0, columns, 0, rows))
     else:
         weight, make = None, partial(_made, weight, make, rows, columns)
-    bias, a, b = layer.bias, layer.a, layer.b
+    bias, a, b, outputs = layer.bias, layer.a, layer.b, _outputs(layer)
     return layer._replace(
         weight=weight,
         bias=None if bias is None else pad(bias, (0, rows)),
         a=None if a is None else pad(a, (0, columns)),
         b=None if b is None else pad(b, (0, 0, 0, rows)),
         dequantise=make,
-        outputs=None if _outputs(layer) is None else _outputs(layer) + rows,
+        outputs=None if outputs is None else outputs + rows,
     )
 
 
