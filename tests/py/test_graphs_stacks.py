@@ -178,6 +178,27 @@ def test_more_layers_of_a_decoder_than_one_graph_has(checkpointing):
     assert_alike(model, 6, batches=of_tokens)
 
 
+def test_layers_that_are_left_out_at_random(monkeypatch):
+    """Such a step goes on without graphs; after three of them its kind does from the start."""
+    steps = iter([1.0, 1.0, 1.0, 0.0, 0.0, 0.0, *[1.0] * 4] * 2)  # once without graphs, once with them
+    drawn = torch.rand
+
+    def scripted(*size, **how):
+        if size != ([],):
+            return drawn(*size, **how)
+        scripted.calls += 1
+        if scripted.calls % 6 == 1:  # three layers of each half ask in a step
+            scripted.now = next(steps)
+        return torch.tensor(scripted.now if scripted.calls % 6 == 2 else 1.0)
+
+    scripted.calls = 0
+    monkeypatch.setattr(torch, "rand", scripted)
+    values = {**SEQ2SEQ, "dropout": 0.0, "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4}
+    model = built("BartForConditionalGeneration", **values)
+    got = assert_alike(model, 9 + 2, batches=of_tokens, steps=10)
+    assert got.aside == {"layers that are not called one after the other": 3 + 4}
+
+
 def test_whisper():
     values = {**SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 16, "dropout": 0.1}
 

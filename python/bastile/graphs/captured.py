@@ -220,11 +220,12 @@ class Captured:
     ) -> None:
         """is_new: no such step has run; the note is one of others."""
         self.is_foreseen = is_new  # until a step has been called as the note says
+        self.broken_off = 0  # steps that were to be replayed and became something else on the way
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
         for place, chunks in note.read.items():
-            say(self.others[place].tensor, chunks)
+            say(self.others[place].tensor, Chunks(chunks.lengths))
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not note.checkpoints

@@ -32,6 +32,8 @@ _CROWDED = (
     "more kinds of steps than graphs are kept for; where they are lengths of batches, pad_to_multiple_of of the data "
     "collator makes few of many"
 )
+#: So many replayed steps of a kind may turn out to be something else, as where layers are left out at random.
+_MOST_BROKEN_OFF = 2
 _WRITTEN = "arguments of the layers that are written to between them"
 _DIFFERS = "a layer got other arguments than when it was captured"
 _CHANGED = "layers that have changed"
@@ -126,8 +128,11 @@ class Step:
             self.stack.tally.step_aside(reason)
         if self.noting is not None:
             self.stack.note(self.noting.key, reason)
-        if self.passage is not None and self.passage.captured.is_foreseen:
-            self.passage.give_up(reason)
+        if self.passage is not None:
+            captured = self.passage.captured
+            captured.broken_off += 1
+            if captured.is_foreseen or captured.broken_off > _MOST_BROKEN_OFF:
+                self.passage.give_up(reason)
         self.passage = self.noting = None
         self.run = self.hidden = self.output = self.output_between = None
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bastile.guards import stock_of
-from bastile.models import rewrite, rewrite_chunks
+from bastile.models import rewrite, rewrite_chunks, varlen
 from bastile.models.chunks import Chunks, Group, chunks_of, reordered
 from bastile.models.forms import Code, is_known
 from bastile.models.sites import ModelFile, Site
@@ -101,7 +101,11 @@ class Chunked:
             self.tally.step_aside(why, is_usual)
             return (*_one_by_one(attend, module, qkv, chunks, given), chunks)
         self.tally.count()
-        return (*_at_once(partial(attend, module, **given), qkv, chunks), chunks)
+        gathers = chunks.is_gathered(qkv[0])
+        groups = chunks.kinds if gathers else chunks.runs
+        if varlen.is_new(attend, qkv, chunks, groups, given):
+            return varlen.attention(qkv, boundaries, chunks, given), None, chunks
+        return (*_at_once(partial(attend, module, **given), qkv, chunks, groups, gathers), chunks)
 
 
 def _refusal(attend: Any, qkv: tuple[Any, ...], boundaries: Any, given: dict[str, Any]) -> tuple[str | None, bool]:
@@ -149,10 +153,11 @@ def _one_by_one(attend: Any, module: Any, qkv: tuple[Any, ...], chunks: Chunks, 
     return torch.cat([output[0] for output in outputs], dim=1), [output[1] for output in outputs]
 
 
-def _at_once(attend: Any, qkv: tuple[torch.Tensor, ...], chunks: Chunks) -> tuple[torch.Tensor, Any]:
-    """q, k and v: [1, heads, rows, width]. The output: [1, rows, heads, width]."""
-    gathers = chunks.is_gathered(qkv[0])
-    groups = chunks.kinds if gathers else chunks.runs
+def _at_once(
+    attend: Any, qkv: tuple[torch.Tensor, ...], chunks: Chunks, groups: list[Group], gathers: bool
+) -> tuple[torch.Tensor, Any]:
+    """q, k and v: [1, heads, rows, width]. The output: [1, rows, heads, width]. gathers: whether chunks of one length
+    are put side by side first."""
     if gathers:
         order, back = chunks.rows(qkv[0].device)
         qkv = tuple([reordered(t[0].transpose(0, 1), order, back).transpose(0, 1)[None] for t in qkv])

@@ -39,6 +39,8 @@ class Chunks:
 
     lengths: tuple[int, ...]
     _rows: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False, repr=False)
+    #: How they are computed, by heads and types: what all layers have in common.
+    ways: dict[Any, bool] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def runs(self) -> list[Group]:

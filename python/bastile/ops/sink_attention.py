@@ -28,8 +28,8 @@ __all__ = ["sink_attention"]
 
 #: What flash attention serves on CUDA.
 HALVES = (torch.bfloat16, torch.float16)
-_MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
-_OLDEST = (8, 0)  # compute capability, likewise
+MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
+OLDEST = (8, 0)  # compute capability, likewise
 
 _forward = torch.ops.aten._flash_attention_forward.default
 _backward = torch.ops.aten._flash_attention_backward.default
@@ -77,9 +77,9 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> str | None:
         return "queries, keys, values and sinks are of different types or devices"
     if q.device.type not in ("cpu", "cuda"):
         return f"there is no flash attention on {q.device.type}"
-    if q.is_cuda and (q.dtype not in HALVES or q.shape[3] > _MOST_DIM or q.shape[3] % 8):
+    if q.is_cuda and (q.dtype not in HALVES or q.shape[3] > MOST_DIM or q.shape[3] % 8):
         return f"there is no flash attention on CUDA of {q.dtype} and heads of {q.shape[3]}"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < _OLDEST:
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < OLDEST:
         return "there is no flash attention on GPUs older than compute capability 8.0"
     return None
 
