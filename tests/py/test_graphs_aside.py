@@ -427,7 +427,7 @@ def test_hidden_states_between_runs_that_someone_keeps(monkeypatch: pytest.Monke
     loss = loss_of(model)
     [graphs] = next(iter(stacks._stacks.values())).captured.values()
     held = graphs.runs[0].output.lend()
-    with pytest.raises(RuntimeError, match=r"hidden states between captured decoder layers.*have been kept"):
+    with pytest.raises(RuntimeError, match=r"hidden states between captured layers.*have been kept"):
         loss.backward()
     del held
 

@@ -154,7 +154,7 @@ def test_a_second_backward_pass_raises() -> None:
     model = model_with_graphs()
     loss = loss_of(model)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward through captured decoder layers a second time"):
+    with pytest.raises(RuntimeError, match="backward through captured layers a second time"):
         loss.backward()
 
 

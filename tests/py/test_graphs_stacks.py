@@ -1,11 +1,14 @@
 """Layers that are not a decoder's alone: encoders, encoder-decoders and towers of images as graphs."""
 
+import gc
+
 import pytest
 import torch
 import transformers
 from torch import nn
 
 import bastile
+from bastile.graphs.between import Between
 from bastile.graphs.recorder import Repeated
 from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, counted, train
 
@@ -148,6 +151,25 @@ def test_what_an_encoder_returned_stays_as_it_is():
     assert all(torch.equal(one, other) for one, other in seen)
     assert torch.equal(seen[0][0], seen[2][0])
     assert torch.equal(seen[1][0], seen[3][0])
+
+
+def test_a_noted_step_leaves_nothing_to_garbage_collection():
+    """What stands for the hidden states between its layers goes when the step does."""
+
+    def held():
+        found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        return sum(type(each) is Between or tuple(each.shape) == (2, 11, SMALL["hidden_size"]) for each in found)
+
+    bastile.apply(cuda_graphs=True)
+    model = built("BertForSequenceClassification", **SMALL)
+    gc.collect()
+    gc.disable()
+    try:
+        model(**of_classes(model, 0)).loss.backward()
+        assert counted() == (0, {})  # it was noted
+        assert held() == 0
+    finally:
+        gc.enable()
 
 
 SEQ2SEQS = [

@@ -96,7 +96,7 @@ def is_unfilled(cache: Any) -> bool:
 class _Unfilled:
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            "bastile: the keys and values of a training step whose decoder layers were replayed as CUDA graphs are not "
+            "bastile: the keys and values of a training step whose layers were replayed as CUDA graphs are not "
             "in its cache; bastile.apply(cuda_graphs=False) runs the layers without graphs"
         )
 

@@ -461,7 +461,7 @@ def _standing_in(layer: Layer) -> Iterator[None]:
 
 
 _ONCE = (
-    "bastile: trying to backward through captured decoder layers a second time, or after another step has begun: what "
+    "bastile: trying to backward through captured layers a second time, or after another step has begun: what "
     "their graphs keep for the backward pass is there once. bastile.apply(cuda_graphs=False) runs them without graphs"
 )
 
@@ -491,12 +491,12 @@ class Passage:
             raise RuntimeError(_ONCE)
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "bastile: the gradients of captured decoder layers cannot be differentiated again (create_graph=True); "
+                "bastile: the gradients of captured layers cannot be differentiated again (create_graph=True); "
                 "bastile.apply(cuda_graphs=False) runs them without graphs"
             )
         if self._is_kept(run):
             raise RuntimeError(
-                "bastile: hidden states between captured decoder layers, or their gradients, have been kept, and the "
+                "bastile: hidden states between captured layers, or their gradients, have been kept, and the "
                 "backward pass is to write there; bastile.apply(cuda_graphs=False) runs the layers without graphs"
             )
         if self._reached == len(self.captured.runs):

@@ -314,7 +314,7 @@ class Step:
             captured = Captured(stack.recorder, self.layers, noted, self._autocast, is_new)
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
-            _log.debug("capturing decoder layers failed", exc_info=True)
+            _log.debug("capturing layers failed", exc_info=True)
             self.noting = None
             stack.note(key, f"capturing failed ({type(error).__name__}: {first})")
             stack.tally.step_aside(str(stack.notes[key]))
@@ -366,7 +366,8 @@ class _Noting:
             return output
         self.calls[-1] = replace(self.calls[-1], others=others)
         if not is_last:
-            hidden = Between.of(lambda: self.outputs[index], partial(self.looked_at.add, index))
+            # Neither holds what is noted, which holds them.
+            hidden = Between.of(partial(hidden_of, hidden), partial(self.looked_at.add, index))
         self.given_out[id(hidden)] = index, hidden
         return returned(hidden, others, given.tensors)
 

@@ -72,7 +72,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     "cuda_graphs": Operator(
         "graphs",
-        "decoder layers of a training step as CUDA graphs, and calls for one token of generated text",
+        "layers of a training step as CUDA graphs, and calls for one token of generated text",
         r"Model$",
     ),
 }
