@@ -283,6 +283,8 @@ def test_a_linear_layer_with_its_adapter(has_bias, dtype, device):
         # begins with a bias, 1.2 x the error in 16 bits: no more than the layers apart, and then luck of so many.
         other = layers_apart(*given, -0.75) if has_bias else two_products(*given[:4], -0.75)
         near = math.exp(LUCK / max(1, right.numel()) ** 0.5) if has_bias else 1.02
+        if has_bias and not rank and device == "cuda":  # rounded twice where the layer alone is once
+            near *= 2**0.5
         assert error(y[:, : shape[2]], right) <= near * error(other, right) + 4e-7
         assert y[:, shape[2] :].isnan().all()
 
