@@ -259,7 +259,7 @@ def test_unsupported_model_types_are_named_with_what_is_supported() -> None:
         bastile.apply_to_model(other)
     assert runs_stock(other)
     given = bastile.apply_to_model(GPT2LMHeadModel(config))
-    assert given == ["swiglu_gpt2", "fused_linear_cross_entropy_gpt2", "layer_norm_gpt2"]
+    assert given == ["swiglu_gpt2", "fused_linear_cross_entropy_gpt2", "layer_norm_gpt2", "cuda_graphs_gpt2"]
     bastile.reset()
     with pytest.raises(ValueError, match="model type None"):
         bastile.apply_to_model(torch.nn.Linear(2, 2))
