@@ -75,8 +75,9 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
         ),
         *(
             (operator, row.backbone_class, ["layers"], ["input_ids", "inputs_embeds"])
-            for operator in ("recompute", "offload_checkpoints", "cuda_graphs")
+            for operator in ("recompute", "offload_checkpoints")
         ),
+        ("cuda_graphs", row.backbone_class, ["layers"], []),
     ]
     # Some go into PEFT and PyTorch, where their statements are (test_rewrite.py), or into functions of a module's.
     elsewhere = {"lora_linear", "layer_norm", "gated_rms_norm", "add_rms_norm", "sink_attention", "causal_conv1d"}
