@@ -19,7 +19,7 @@ import transformers
 from torch import nn
 
 from bastile.sweep.model import fill, random_tokens
-from families import compare, parser_of
+from families import compare, parser_of, step_with, widths
 
 _DEVICE = torch.device("cuda")
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
@@ -105,20 +105,6 @@ def images(name: str, batch: int, text: dict[str, Any], vision: dict[str, Any]) 
     return _with_adapters(model), given
 
 
-def _text(
-    hidden: int, inner: int, heads: int, groups: int, vocabulary: int, layers: int, **more: Any
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": groups,
-        "vocab_size": vocabulary,
-        "num_hidden_layers": layers,
-        **more,
-    }
-
-
 def _rope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 1e6, **more}}
 
@@ -144,18 +130,18 @@ MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
     ),  # Whisper large v3
     "qwen2_5_vl": partial(
         images, "Qwen2_5_VLForConditionalGeneration", 4,
-        _text(3584, 18944, 28, 4, 152064, 7, **_rope(16, 24, 24)),
+        widths(3584, 18944, 28, 4, 152064, 7, **_rope(16, 24, 24)),
         {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
     ),  # Qwen2.5-VL 7B
     "qwen3_vl": partial(
         images, "Qwen3VLForConditionalGeneration", 4,
-        _text(4096, 12288, 32, 8, 151936, 8, head_dim=128, **_rope(24, 20, 20, mrope_interleaved=True)),
+        widths(4096, 12288, 32, 8, 151936, 8, head_dim=128, **_rope(24, 20, 20, mrope_interleaved=True)),
         {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096,
          "deepstack_visual_indexes": [1, 3, 5]},
     ),  # Qwen3-VL 8B
     "gemma3": partial(
         images, "Gemma3ForConditionalGeneration", 4,
-        _text(2560, 10240, 8, 4, 262208, 7, head_dim=256),
+        widths(2560, 10240, 8, 4, 262208, 7, head_dim=256),
         {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27,
          "image_size": 896, "patch_size": 14},
     ),  # Gemma 3 4B
@@ -165,15 +151,11 @@ MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
 def step_of(made: Callable[[], tuple[Any, dict[str, torch.Tensor]]]) -> tuple[Any, Any]:
     model, batch = made()
 
-    def step() -> torch.Tensor:
+    def loss() -> torch.Tensor:
         with torch.autocast(_DEVICE.type, torch.bfloat16):
-            loss: torch.Tensor = model(**batch).loss
-        loss.backward()
-        for parameter in model.parameters():
-            parameter.grad = None
-        return loss.detach()
+            return model(**batch).loss  # type: ignore[no-any-return]
 
-    return model, step
+    return model, step_with(model, loss)
 
 
 def main() -> None:

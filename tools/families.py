@@ -30,8 +30,8 @@ _DEVICE = torch.device("cuda")
 UNTIMED = 6  # steps in which kernels are compiled, and CUDA graphs made where they pay
 
 
-def _widths(
-    hidden: int, inner: int, heads: int, groups: int, vocabulary: int, layers: int = 6, **others: Any
+def widths(
+    hidden: int, inner: int, heads: int, groups: int, vocabulary: int, layers: int, **others: Any
 ) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -40,6 +40,13 @@ def _widths(
         "num_key_value_heads": groups,
         "vocab_size": vocabulary,
         "num_hidden_layers": layers,
+        **others,
+    }
+
+
+def _widths(*sizes: int, layers: int = 6, **others: Any) -> dict[str, Any]:
+    return {
+        **widths(*sizes, layers=layers),
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
         "pad_token_id": 0,
@@ -90,14 +97,20 @@ def step_of(kind: str, options: argparse.Namespace) -> tuple[Any, Any]:
         add_adapters(model, 16, False, 0)
     ids = random_tokens(config.vocab_size, options.batch, options.length, _DEVICE, 1)
 
+    return model, step_with(model, lambda: model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def step_with(model: Any, loss_of: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A forward and a backward pass, whose gradients are dropped."""
+
     def step() -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+        loss = loss_of()
+        loss.backward()  # type: ignore[no-untyped-call]
         for parameter in model.parameters():
             parameter.grad = None
         return loss.detach()
 
-    return model, step
+    return step
 
 
 def run(made: Callable[[], tuple[Any, Any]], name: str, options: argparse.Namespace) -> dict[str, Any]:

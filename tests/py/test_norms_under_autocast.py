@@ -40,10 +40,11 @@ class Place:
         return torch.autocast(self.device, dtype)
 
 
-@pytest.fixture(params=["cpu", "as on cuda", "cuda"])
+needs_gpu = pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(params=["cpu", "as on cuda", pytest.param("cuda", marks=needs_gpu)])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    if request.param == "cuda" and (EMULATED or not torch.cuda.is_available()):
-        pytest.skip("there is no GPU")
     found = Place("cuda" if request.param == "cuda" else "cpu", request.param != "cpu")
     stock = nn.functional.layer_norm
 

@@ -265,8 +265,6 @@ class Captured:
                 upstream = torch.zeros_like(run.output.tensor)
                 self._own.append(upstream)
             run.upstream, run.upstream_pointer = self._recorder.borrowed(upstream), upstream.data_ptr()
-            if not is_read_next:
-                totals = {}
             before = [totals.pop(place, None) for place in run.differentiated]
             upstream = self._record_backward(run, gradients, totals, places[run.index], upstream, before, kept)
             places[run.index] = None
@@ -293,7 +291,7 @@ class Captured:
         run.backward, (hidden, *gradients) = self._recorder.record(self._backward_of(run, *rest))
         others, gradients = gradients[: len(run.differentiated)], gradients[len(run.differentiated) :]
         run.hidden_gradient = None if hidden is None else Lent(self._recorder.borrowed(hidden))
-        goes_on = run.call.is_chained and run.index > self.lowest
+        goes_on = hidden is not None and run.call.is_chained and run.index > self.lowest
         run.others_gradients = []
         for place, gradient in zip(run.differentiated, others, strict=True):
             if gradient is not None and goes_on and place in self.runs[run.index - 1].differentiated:

@@ -336,7 +336,6 @@ class _Noting:
         self.key, self.device = key, device
         self.calls: list[Call] = []
         self.output: Any = None  # of the layer before
-        self.outputs: list[Any] = []
         self.given_out: dict[int, tuple[int, Any]] = {}  # by number: which layer's output, as others get to see it
         self.looked_at: set[int] = set()  # layers whose output others than the next one do something with
         self.given: Given | None = None
@@ -357,8 +356,7 @@ class _Noting:
     def returned(self, given: Given, output: Any, is_last: bool) -> Any:
         """By the layer that was called last. What takes the place of it, by which others are seen to look at it."""
         self.output = hidden = hidden_of(output)
-        index = len(self.outputs)
-        self.outputs.append(hidden)
+        index = len(self.calls) - 1
         try:
             others = others_of(output, given)
         except CannotCapture as reason:

@@ -129,19 +129,14 @@ def _refusal(attend: Any, qkv: tuple[Any, ...], boundaries: Any, given: dict[str
 def _parameters(attend: Any) -> frozenset[str] | None:
     """The arguments of an attention in which the sequences of a batch have nothing to do with each other, by
     Transformers' code; None of any other."""
-    from transformers.integrations import sdpa_attention
-
     stock = stock_of(attend)
-    file = getattr(getattr(stock, "__code__", None), "co_filename", None)  # which functools.wraps does not copy
-    is_sdpa = stock is sdpa_attention.sdpa_attention_forward and file == sdpa_attention.__file__
-    return frozenset(inspect.signature(stock).parameters) if is_sdpa or is_known(stock, _EAGER) else None
+    is_served = varlen.is_sdpa(attend) or is_known(stock, _EAGER)
+    return frozenset(inspect.signature(stock).parameters) if is_served else None
 
 
 def _is_too_much(attend: Any, q: torch.Tensor, chunks: Chunks) -> bool:
     """Whether an attention that makes its weights, of which a call keeps nothing, would have many of them at a time."""
-    from transformers.integrations import sdpa_attention
-
-    if torch.is_grad_enabled() or stock_of(attend) is sdpa_attention.sdpa_attention_forward:
+    if torch.is_grad_enabled() or varlen.is_sdpa(attend):
         return False
     return q.shape[1] * max(count * length**2 for count, length in chunks.kinds) > _MOST_WEIGHTS
 

@@ -89,7 +89,7 @@ def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def chunks_of(boundaries: torch.Tensor) -> Chunks:
     """The chunks between these boundaries. Asks them, which waits for their device, if it is not known."""
-    found = _found(boundaries)
+    found = asked(boundaries)
     if found is None:
         host = on_host(boundaries)
         ends = (boundaries if host is None else host).tolist()
@@ -107,7 +107,9 @@ def lengths_of(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
 
 def asked(boundaries: torch.Tensor) -> Chunks | None:
     """The chunks, where the tensor has been asked for them and is what it was."""
-    return _found(boundaries)
+    version_then, found = _known.get(boundaries, (None, None))
+    is_same = found is not None and not boundaries.is_inference() and version_then == version(boundaries)
+    return found if is_same else None
 
 
 def say(boundaries: torch.Tensor, chunks: Chunks) -> None:
@@ -117,13 +119,7 @@ def say(boundaries: torch.Tensor, chunks: Chunks) -> None:
 
 def are_known(cu_seqlens: torch.Tensor) -> bool:
     """Whether `lengths_of` answers without asking the tensor."""
-    return _found(cu_seqlens) is not None or on_host(cu_seqlens) is not None
-
-
-def _found(boundaries: torch.Tensor) -> Chunks | None:
-    version_then, found = _known.get(boundaries, (None, None))
-    is_same = found is not None and not boundaries.is_inference() and version_then == version(boundaries)
-    return found if is_same else None
+    return asked(cu_seqlens) is not None or on_host(cu_seqlens) is not None
 
 
 class _Rows(Function):

@@ -51,13 +51,21 @@ def _dtype(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
 
 
-def _is_served(attend: Any, qkv: Sequence[torch.Tensor], given: Any) -> bool:
+@functools.lru_cache(maxsize=64)
+def is_sdpa(attend: Any) -> bool:
+    """Whether an attention is Transformers' own by PyTorch's, by its code too."""
     from transformers.integrations import sdpa_attention
 
+    stock = stock_of(attend)
+    file = getattr(getattr(stock, "__code__", None), "co_filename", None)  # which functools.wraps does not copy
+    return stock is sdpa_attention.sdpa_attention_forward and file == sdpa_attention.__file__
+
+
+def _is_served(attend: Any, qkv: Sequence[torch.Tensor], given: Any) -> bool:
     q, k, v = qkv
     return (
         q.is_cuda
-        and stock_of(attend) is sdpa_attention.sdpa_attention_forward
+        and is_sdpa(attend)
         and q.shape == k.shape == v.shape
         and _dtype(q) in flash.HALVES
         and q.shape[3] % 8 == 0

@@ -44,7 +44,7 @@ def _with_zeros(layer: Any, rows: int = 0, columns: int = 0) -> Any:
         weight = pad(weight, (0, columns, 0, rows))
     else:
         weight, make = None, partial(_made, weight, make, rows, columns)
-    bias, a, b, outputs = layer.bias, layer.a, layer.b, _outputs(layer)
+    bias, a, b, outputs = layer.bias, layer.a, layer.b, layer.known_outputs
     return layer._replace(
         weight=weight,
         bias=None if bias is None else pad(bias, (0, rows)),
@@ -53,10 +53,6 @@ def _with_zeros(layer: Any, rows: int = 0, columns: int = 0) -> Any:
         dequantise=make,
         outputs=None if outputs is None else outputs + rows,
     )
-
-
-def _outputs(layer: Any) -> int | None:
-    return layer.outputs if layer.weight is None else layer.weight.shape[0]
 
 
 def _made(

@@ -48,6 +48,12 @@ class Adapted(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self.weight, self.bias, self.a, self.b
 
+    @property
+    def known_outputs(self) -> int | None:
+        """N, where something tells it."""
+        known = [each.shape[0] for each in (self.weight, self.b, self.bias) if each is not None]
+        return known[0] if known else self.outputs
+
 
 #: Bytes from which on a node's input, in a checkpoint, is made again in place of being kept until its backward pass,
 #: which comes last in a layer. It costs a pass over memory, 35 us of an H200 for 64 MiB.
@@ -239,18 +245,12 @@ def adapted_mlp(
     return _mlp(Activation("adapted_mlp", activation), x, {"up": up}, down, remake)
 
 
-def _inner(layer: Adapted) -> int | None:
-    """The width of the layer's result, where it is known."""
-    known = [each.shape[0] for each in (layer.weight, layer.b, layer.bias) if each is not None]
-    return known[0] if known else layer.outputs
-
-
 def _mlp(unit: Unit, x: torch.Tensor, first: dict[str, Adapted], down: Adapted, remake: bool) -> torch.Tensor:
     """first: the layers before the unit, by their names."""
     for name, layer in first.items():
         _check(unit.op, x, layer, name)
     layers = [*first.values(), down]
-    by = missing(x, _inner(layers[0]))
+    by = missing(x, layers[0].known_outputs)
     prepared = _prepared(x, widened(layers, by) if by else layers)
     if prepared is None:
         return _original(unit.original(*of_unit([_original(x, layer) for layer in first.values()])), down)
