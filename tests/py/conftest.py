@@ -27,6 +27,7 @@ from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
+from bastile.graphs.conditions import settings
 from bastile.models import adapters, attention, decoder, experts, mlp, norm, rotary
 from bastile.models.logits import losses
 from bastile.models.logits.tensor import OnDemand
@@ -61,9 +62,12 @@ def the_same_numbers_each_time(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def stock_after_each_test() -> Iterator[None]:
+    before = settings()
+    bastile.report(reset=True)
     yield
     bastile.reset()
     assert bastile.get_patched_ops() == []
+    assert settings() == before, "a test leaves PyTorch's settings as it found them"
 
 
 def older_than(release: str) -> bool:

@@ -203,11 +203,11 @@ def test_float32_on_a_gpu_steps_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = REPLACED.function_and_ours("qwen3_next")
     tensors = given_tensors(device="cuda")
     bastile.report(reset=True)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
     assert torch.equal(ours(*tensors)[0], stock(*tensors)[0])
     assert counted() == 0
     assert asides() == {delta_rule.WIDE}
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     ours(*tensors)
     assert counted() == 1
     ours(*given_tensors(dtype=torch.bfloat16, device="cuda"))

@@ -18,7 +18,7 @@ of sums over all that follows a token: these factors, rounded up, are the bound 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -53,14 +53,11 @@ TWO_PARTS, THREE_PARTS, THREE_PARTS_DG, OF_TF32 = 2.0**-14, 3.0, 6.0, 2.0**-11
 
 
 @pytest.fixture(autouse=True)
-def yardstick(request: pytest.FixtureRequest) -> Iterator[None]:
+def yardstick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the original's products of float32 are of TF32, as where models call the operator."""
     given_ = getattr(request.node, "callspec", None)
-    is_wide = given_ is not None and given_.params.get("dtype") is torch.float32
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = before or is_wide
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    if given_ is not None and given_.params.get("dtype") is torch.float32:
+        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
 
 
 def stock_function() -> Any:

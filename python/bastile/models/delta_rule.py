@@ -75,7 +75,5 @@ def loses_float32(t: torch.Tensor) -> str | None:
     """Why the original is to compute with a tensor of float32; None where it need not."""
     if not t.is_cuda or t.dtype is not torch.float32:
         return None
-    try:
-        return None if torch.backends.cuda.matmul.allow_tf32 else WIDE
-    except RuntimeError:  # where PyTorch's newer setting of the same is in use, it does not tell
-        return WIDE
+    # Not allow_tf32, which raises once TrainingArguments(tf32=True) has set it the new way.
+    return None if torch.backends.cuda.matmul.fp32_precision == "tf32" else WIDE
