@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,18 @@ few_examples = settings(
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )
+
+
+@contextmanager
+def products_of_float32(precision: str) -> Iterator[None]:
+    """As cuBLAS is to compute them: "ieee" or "tf32". By hand, for pytest's monkeypatch would delete the setting."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def devices() -> list[str]:

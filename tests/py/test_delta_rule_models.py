@@ -16,7 +16,7 @@ from torch import nn
 import bastile
 from bastile.models import delta_rule
 from bastile.report import Tally
-from oracle import EMULATED, assert_same_bits, random_tensor
+from oracle import EMULATED, assert_same_bits, products_of_float32, random_tensor
 from replaced_function import Replaced, assert_same_step, modeling
 
 REPLACED = Replaced("gated_delta_rule", "torch_chunk_gated_delta_rule")
@@ -198,17 +198,17 @@ def test_a_kernel_of_the_hub_runs() -> None:
 
 
 @pytest.mark.skipif(EMULATED or not torch.cuda.is_available(), reason="needs a GPU")
-def test_float32_on_a_gpu_steps_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_on_a_gpu_steps_aside() -> None:
     """Where the original is the closer to float64, unless its products may be rounded to TF32."""
     stock, ours = REPLACED.function_and_ours("qwen3_next")
     tensors = given_tensors(device="cuda")
     bastile.report(reset=True)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
-    assert torch.equal(ours(*tensors)[0], stock(*tensors)[0])
+    with products_of_float32("ieee"):
+        assert torch.equal(ours(*tensors)[0], stock(*tensors)[0])
     assert counted() == 0
     assert asides() == {delta_rule.WIDE}
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
-    ours(*tensors)
+    with products_of_float32("tf32"):
+        ours(*tensors)
     assert counted() == 1
     ours(*given_tensors(dtype=torch.bfloat16, device="cuda"))
     assert counted() == 2

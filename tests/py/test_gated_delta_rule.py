@@ -18,7 +18,8 @@ of sums over all that follows a token: these factors, rounded up, are the bound 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -39,6 +40,7 @@ from oracle import (
     assert_same_bits,
     devices,
     few_examples,
+    products_of_float32,
     random_tensor,
 )
 
@@ -53,11 +55,12 @@ TWO_PARTS, THREE_PARTS, THREE_PARTS_DG, OF_TF32 = 2.0**-14, 3.0, 6.0, 2.0**-11
 
 
 @pytest.fixture(autouse=True)
-def yardstick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def yardstick(request: pytest.FixtureRequest) -> Iterator[None]:
     """On a GPU the original's products of float32 are of TF32, as where models call the operator."""
     given_ = getattr(request.node, "callspec", None)
-    if given_ is not None and given_.params.get("dtype") is torch.float32:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    is_wide = given_ is not None and given_.params.get("dtype") is torch.float32
+    with products_of_float32("tf32") if is_wide else nullcontext():
+        yield
 
 
 def stock_function() -> Any:
