@@ -27,8 +27,9 @@ from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
+from bastile import patching
 from bastile.graphs.conditions import settings
-from bastile.models import adapters, attention, decoder, experts, mlp, norm, rotary
+from bastile.models import adapters, attention, decoder, experts, forms, mlp, norm, rotary
 from bastile.models.logits import losses
 from bastile.models.logits.tensor import OnDemand
 from families import FAMILIES
@@ -51,6 +52,9 @@ inductor = pytest.mark.xfail(
     raises=RuntimeError,  # BackendCompilerFailed is one
     strict=True,
 )
+
+# What a worker has imported grows with each test, and each that patches would read all of it again.
+forms.forget_sources = patching.forget_sources = lambda: None
 
 
 @pytest.fixture(autouse=True)

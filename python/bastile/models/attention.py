@@ -49,7 +49,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
             yield from file.wrapped_sites("qk_norm_rope", found.owner, build)
     known = {found.owner for found in file.forwards("attention")}
     for cls in (each for each in file.own_classes() if norms and rotaries and each not in known):
-        read = file.read(cls, partial(rewrite.norm_rotaries, rotaries=rotaries))
+        read = file.read(cls, rewrite.norm_rotaries, frozenset(rotaries))
         if read is not None:
             yield from file.wrapped_sites("qk_norm_rope", cls, partial(rewritten_forward, *read, norms, rotaries))
 

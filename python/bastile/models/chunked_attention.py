@@ -21,7 +21,7 @@ from bastile.guards import stock_of
 from bastile.models import rewrite, rewrite_chunks, varlen
 from bastile.models.chunks import Chunks, Group, chunks_of, reordered
 from bastile.models.forms import Code, is_known
-from bastile.models.sites import ModelFile, Site
+from bastile.models.sites import ModelFile, Site, calls
 from bastile.ops._common import has_values, in_transform
 from bastile.report import Tally
 
@@ -38,6 +38,8 @@ _NOT_READ = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"
 
 def sites(file: ModelFile) -> Iterator[Site]:
     for cls in file.own_classes():
+        if not calls(stock_of(vars(cls)["forward"]), "tolist"):
+            continue  # as few do that need no reading of their source then
         where = f"{cls.__name__}.forward"
         read = file.read(cls, rewrite_chunks.chunks)
         if read is not None:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import linecache
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +48,17 @@ class Code:
     def fingerprint(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()[:12]
 
+    @cached_property
+    def _made(self) -> dict[Any, Any]:
+        return {}
+
+    def made_by(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function makes of this code, which it leaves as it is: made once."""
+        key = function, *args
+        if key not in self._made:
+            self._made[key] = function(self, *args)
+        return self._made[key]
+
 
 class Source:
     """A file of Python code."""
@@ -59,6 +70,7 @@ class Source:
         self.modules: dict[str, str] = {}  # what names of modules mean: F -> torch.nn.functional
         self.imports: list[ast.stmt] = []
         self._by_line: dict[int, tuple[_Function, ast.ClassDef | None]] = {}
+        self._codes: dict[int, Code] = {}  # likewise
         for node in self.tree.body:
             if isinstance(node, _FUNCTIONS):
                 self.functions[node.name] = node
@@ -83,7 +95,11 @@ class Source:
     def at(self, line: int, name: str) -> Code | None:
         """The function of this name whose code begins there."""
         node, owner = self._by_line.get(line, (None, None))
-        return _reduced(self, node, owner) if node is not None and node.name == name else None
+        if node is None or node.name != name:
+            return None
+        if line not in self._codes:
+            self._codes[line] = _reduced(self, node, owner)
+        return self._codes[line]
 
     def method(self, class_name: str, name: str) -> Code | None:
         """A class's own method."""

@@ -37,7 +37,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
             attentions.setdefault(cls, []).append(name)
     for cls, rotaries in attentions.items():
         read = file.read(cls, rewrite.projections)
-        if read is not None and rewrite.norm_rotaries(read[0], rotaries) is None:
+        if read is not None and read[0].made_by(rewrite.norm_rotaries, frozenset(rotaries)) is None:
             yield from file.wrapped_sites("rope", cls, partial(_projecting, *read))
 
 

@@ -147,11 +147,11 @@ class ModelFile:
             self._seen[stock] = self._look(cls.__name__, cls, stock)
         return self._seen[stock]
 
-    def read(self, cls: type, rewritten: Callable[[Code], Any]) -> tuple[Code, Any] | None:
+    def read(self, cls: type, rewritten: Callable[..., Any], *args: Any) -> tuple[Code, Any] | None:
         """The code of a class's forward, known or not, and what a function makes of it; None where that is None, or
         where other code runs than its source says."""
         read = self._read(cls.__name__, cls, stock_of(vars(cls)["forward"]))
-        made = None if read is None else rewritten(read[1])
+        made = None if read is None else read[1].made_by(rewritten, *args)
         return (
             (read[1], made) if read is not None and made is not None and runs(read[1].node, read[1], read[0]) else None
         )
