@@ -2,7 +2,7 @@
 
 A new operator is a row here, its parameter in bastile.apply and, if one model can have it, bastile.apply_to_model, and
 a module with `sites(file)`, which finds its places. What a piece of a model computes is known by its code:
-models/known.py."""
+models/known."""
 
 from dataclasses import dataclass
 
