@@ -339,8 +339,7 @@ def test_lengths_that_the_host_reads():
     assert got.replayed == 6 + 8
 
 
-def test_lengths_that_a_later_layer_reads_alone():
-    """Qwen2.5-VL's windows are what the first layers are given, and its images what a later one is."""
+def with_windows():
     values = {
         "depth": 4,
         "hidden_size": 32,
@@ -352,13 +351,45 @@ def test_lengths_that_a_later_layer_reads_alone():
         "fullatt_block_indexes": [2],
     }
     text = {name: value for name, value in TEXT.items() if name != "head_dim"}
-    model = built(
+    return built(
         "Qwen2_5_VLForConditionalGeneration",
         text_config=text,
         vision_config=values,
         image_token_id=IMAGE,
         vision_start_token_id=START,
     )
-    got = assert_alike(model, None, batches=of_images, steps=4)
+
+
+def test_lengths_that_a_later_layer_reads_alone():
+    """Qwen2.5-VL's windows are what the first layers are given, and its images what a later one is."""
+    got = assert_alike(with_windows(), None, batches=of_images, steps=4)
     assert not got.aside
     assert got.replayed == 6
+
+
+LENGTHS = [30, 36, 37, 43, 25, 38, 28, 41, 26, 34, 27, 40, 31, 42, 24, 35, 44, 29, 33, 39]
+
+
+@pytest.mark.parametrize("made", [with_images, with_windows])
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_texts_of_many_lengths_with_images(made, is_masked):
+    """Positions have several axes, and Qwen3-VL adds features of images to the first layers' hidden states: lengths
+    become few there, too, with the results of their own."""
+
+    def batches(model, step):
+        batch = of_images(model, step)
+        more = torch.randint(3, 80, (2, LENGTHS[step] - 13), generator=torch.Generator().manual_seed(step))
+        ids = torch.cat((batch["input_ids"], more.to(DEVICE)), 1)
+        mask = torch.ones_like(ids)
+        if is_masked:
+            mask[1, -1 - step % 3 :] = 0
+        new = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        return {**batch, **new, "mm_token_type_ids": (ids == IMAGE).int()}
+
+    model = made()
+    want, got = (train(model, graphs, steps=len(LENGTHS), batches=batches) for graphs in (False, True))
+    torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.parameters, want.parameters, rtol=1e-3, atol=1e-4)
+    assert not got.aside
+    # The tower in all steps but the first; the text from the ninth length on, but for the first of two kinds each.
+    assert got.replayed == 19 + 10

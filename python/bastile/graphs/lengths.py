@@ -22,7 +22,9 @@ from bastile.host_copies import on_host, remember
 VARIES = 9
 _LEAST_STEP = 16
 _TOKENS = ("input_ids", "inputs_embeds")
-_OF_EACH_TOKEN = (*_TOKENS, "attention_mask", "position_ids")
+_OF_EACH_TOKEN = (*_TOKENS, "attention_mask", "position_ids", "visual_pos_masks")
+#: What a batch's images bring, whatever its length: Qwen3-VL adds it up where visual_pos_masks says.
+_OF_IMAGES = "deepstack_visual_embeds"
 _MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
 _ASKS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -78,10 +80,9 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
         return None
     for name, value in given.items():
         if name in _OF_EACH_TOKEN:
-            dims = 3 if name == "inputs_embeds" else 2
-            if value is not None and not (_is_plain(value, dims) and value.shape[1] == length):
+            if value is not None and not _is_of_each_token(name, value, rows, length):
                 return None
-        elif not _is_of_the_batch(value):
+        elif name != _OF_IMAGES and not _is_of_the_batch(value):
             return None
     to = lengths.of(rows, length)
     if to == length or to > _most_positions(config):
@@ -109,8 +110,12 @@ def _is_asked(here: Any, everywhere: Any) -> bool:
     return bool(everywhere if here is None else here)
 
 
-def _is_plain(value: Any, dims: int) -> bool:
-    return type(value) is torch.Tensor and value.dim() == dims
+def _is_of_each_token(name: str, value: Any, rows: int, length: int) -> bool:
+    """Positions: of each axis, too, as models of images have them."""
+    if type(value) is not torch.Tensor:
+        return False
+    shape = tuple(value.shape[1:] if name == "position_ids" and value.dim() == 3 else value.shape)
+    return shape[:2] == (rows, length) and len(shape) == (3 if name == "inputs_embeds" else 2)
 
 
 def _is_of_the_batch(value: Any) -> bool:
@@ -122,7 +127,7 @@ def _longer(name: str, tensor: torch.Tensor, by: int) -> torch.Tensor:
     """Tokens that are seen by nobody but by each other: so a mask of ones stays one, for which kernels need no mask."""
     if name == "position_ids":
         behind = torch.arange(1, by + 1, device=tensor.device, dtype=tensor.dtype)
-        return torch.cat((tensor, tensor[:, -1:] + behind), 1)
+        return torch.cat((tensor, tensor[..., -1:] + behind), -1)
     last = [0] * (2 * (tensor.dim() - 2))
     return nn.functional.pad(tensor, [*last, 0, by], value=1 if name == "attention_mask" else 0)
 
