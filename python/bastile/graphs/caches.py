@@ -96,8 +96,8 @@ def is_unfilled(cache: Any) -> bool:
 class _Unfilled:
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(
-            "bastile: the keys and values of a training step whose layers were replayed as CUDA graphs are not "
-            "in its cache; bastile.apply(cuda_graphs=False) runs the layers without graphs"
+            "bastile: the keys and values of a training step whose layers are CUDA graphs are not in its cache; "
+            "bastile.apply(cuda_graphs=False) runs the layers without graphs"
         )
 
     __len__ = __iter__ = __getitem__ = __setitem__ = __getattr__ = __bool__ = _refuse

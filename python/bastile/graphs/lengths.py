@@ -22,7 +22,8 @@ from bastile.host_copies import on_host, remember
 VARIES = 9
 _LEAST_STEP = 16
 _TOKENS = ("input_ids", "inputs_embeds")
-_OF_EACH_TOKEN = (*_TOKENS, "attention_mask", "position_ids", "visual_pos_masks")
+_MASK = "attention_mask"
+_OF_EACH_TOKEN = (*_TOKENS, _MASK, "position_ids", "visual_pos_masks")
 #: What a batch's images bring, whatever its length: Qwen3-VL adds it up where visual_pos_masks says.
 _OF_IMAGES = "deepstack_visual_embeds"
 _MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
@@ -111,11 +112,18 @@ def _is_asked(here: Any, everywhere: Any) -> bool:
 
 
 def _is_of_each_token(name: str, value: Any, rows: int, length: int) -> bool:
-    """Positions: of each axis, too, as models of images have them."""
+    """Positions: of each axis, too, as models of images have them. Masks: also those that were made before, for each
+    kind of layers."""
+    if name == _MASK and isinstance(value, dict):
+        return all(mask is None or _is_made(mask, length) for mask in value.values())
     if type(value) is not torch.Tensor:
         return False
     shape = tuple(value.shape[1:] if name == "position_ids" and value.dim() == 3 else value.shape)
     return shape[:2] == (rows, length) and len(shape) == (3 if name == "inputs_embeds" else 2)
+
+
+def _is_made(mask: Any, length: int) -> bool:
+    return type(mask) is torch.Tensor and mask.dim() == 4 and tuple(mask.shape[2:]) == (length, length)
 
 
 def _is_of_the_batch(value: Any) -> bool:
@@ -123,13 +131,21 @@ def _is_of_the_batch(value: Any) -> bool:
     return value is None or isinstance(value, (bool, str)) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
-def _longer(name: str, tensor: torch.Tensor, by: int) -> torch.Tensor:
+def _longer(name: str, tensor: Any, by: int) -> Any:
     """Tokens that are seen by nobody but by each other: so a mask of ones stays one, for which kernels need no mask."""
+    if isinstance(tensor, dict):
+        return {kind: None if mask is None else _longer_mask(mask, by) for kind, mask in tensor.items()}
     if name == "position_ids":
         behind = torch.arange(1, by + 1, device=tensor.device, dtype=tensor.dtype)
         return torch.cat((tensor, tensor[..., -1:] + behind), -1)
     last = [0] * (2 * (tensor.dim() - 2))
-    return nn.functional.pad(tensor, [*last, 0, by], value=1 if name == "attention_mask" else 0)
+    return nn.functional.pad(tensor, [*last, 0, by], value=1 if name == _MASK else 0)
+
+
+def _longer_mask(mask: torch.Tensor, by: int) -> torch.Tensor:
+    """One that was made before: of bools, or of what is added to scores."""
+    seen, unseen = (True, False) if mask.dtype is torch.bool else (0.0, torch.finfo(mask.dtype).min)
+    return nn.functional.pad(nn.functional.pad(mask, [0, by], value=unseen), [0, 0, 0, by], value=seen)
 
 
 def shortened(result: Any, length: int) -> bool:
@@ -152,7 +168,8 @@ def _is_cut(cache: Any, by: int) -> bool:
         return False
     if caches.is_unfilled(cache):
         return True
-    if not all(type(layer) is DynamicLayer for layer in cache.layers):
-        return False
-    cache.crop(-by)
+    if all(type(layer) is DynamicLayer for layer in cache.layers):
+        cache.crop(-by)
+    else:  # a window's keys that the padding has pushed out are gone
+        caches.leave_unfilled(cache)
     return True
