@@ -156,6 +156,8 @@ static void bind_related(const fuzz_call *c, symbols *s) {
     }
     if (fuzz_attribute(f, "silu") >= 0) bind(s, 'K', 1 + fuzz_below(fuzz_chance(20) ? 12 : 8)); /* short windows */
     if (fuzz_attribute(f, "normalize") >= 0) { /* heads of values for each of keys, which are not wide */
+        int64_t most = s->large ? 2048 : 256;  /* of each token a state of K x V is read, which costs a thousandfold */
+        if (s->budget > most) s->budget = most;
         int64_t heads = draw_size(s);
         bind(s, 'H', heads), bind(s, 'N', heads * (1 + fuzz_below(3)));
         bind(s, 'K', 1 + fuzz_below(fuzz_chance(20) ? 150 : 40)),
