@@ -16,7 +16,8 @@ import bastile
 from bastile.graphs import lengths as module
 from bastile.graphs.pays import Pays
 from bastile.graphs.stack import _stacks
-from conftest import tiny_batch, tiny_model
+from bastile.models import small
+from conftest import older_than, tiny_batch, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, counted
 from test_gpt_oss import tiny_gpt_oss
 
@@ -97,6 +98,17 @@ def test_layers_of_two_kinds_of_masks_and_experts() -> None:
     got = trained(model, True, "right", use_cache=False)
     assert_close(got, want)
     assert ON_CUDA or counted()[0] >= PADDED - 2  # on a GPU any number, as in test_graphs.py
+
+
+@pytest.mark.skipif(older_than("5.17"), reason="states are made ready otherwise")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2", "bamba", "falcon_h1", "olmo_hybrid"])
+def test_layers_with_a_state(kind: str) -> None:
+    """Which goes from one token to the next, and never back; convolutions likewise."""
+    model = small.small_model(kind).train()
+    want = trained(model, False, "right", use_cache=False)
+    got = trained(model, True, "right", use_cache=False)
+    assert_close(got, want)
+    assert counted()[0] >= PADDED - 2
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

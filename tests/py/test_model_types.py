@@ -96,6 +96,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_step_is_what_it_is_in_stock_transformers(model_type: str) -> None:
     if model_type not in ALL_TYPES:
         pytest.skip(f"Transformers {transformers.__version__} has no {model_type}")
+    if older_than("5.17"):
+        try:
+            small.step(small.small_model(model_type))
+        except AttributeError as error:
+            pytest.skip(f"Transformers {transformers.__version__}'s own code fails: {error}")
     done = support.check(model_type)
     assert done.passed, done
     wanted = {operator for operator in SAMPLE[model_type] if not older_than(SINCE.get(operator, "5.0"))}

@@ -3,6 +3,7 @@ and all else, which is part of what was captured."""
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from operator import attrgetter
 from typing import Any
 
@@ -74,6 +75,8 @@ class Given:
             return type(value), tuple([self.structure(each) for each in value])
         if isinstance(value, dict) and type(value) is dict:
             return dict, tuple([(name, self.structure(each)) for name, each in value.items() if name not in _UNREAD])
+        if caches.is_shared(value):
+            return type(value), tuple([(name, self.structure(each)) for name, each in value.items()])
         if self._empty is None and caches.is_new(value):
             self.cache, self._empty = value, caches.Empty(value)
         if self._empty is not None and value is self.cache:
@@ -90,9 +93,13 @@ def rebuilt(structure: Any, tensors: list[torch.Tensor]) -> Any:
         return content.made()
     if kind in (tuple, list):
         return kind([rebuilt(each, tensors) for each in content])
-    if kind is dict:
-        return {name: rebuilt(each, tensors) for name, each in content}
+    if _is_of_dictionaries(kind):
+        return kind({name: rebuilt(each, tensors) for name, each in content})
     return content
+
+
+def _is_of_dictionaries(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, MutableMapping)
 
 
 def differentiated(structure: Any) -> list[int]:

@@ -84,6 +84,12 @@ def is_new(value: Any) -> bool:
     return all(not getattr(layer, "is_initialized", True) for part in parts for layer in part.layers)
 
 
+def is_shared(value: Any) -> bool:
+    """Whether these are the keys and values that layers leave for later ones, Gemma 4's: a dictionary of a class of its
+    own, in older releases a plain one."""
+    return type(value).__name__ == "KVSharingDict" and type(value).__module__ == "transformers.cache_utils"
+
+
 def leave_unfilled(cache: Any) -> None:
     for part in _parts(cache):
         part.layers = _Unfilled()

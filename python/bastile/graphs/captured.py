@@ -164,7 +164,7 @@ class Run:
         self.index, self.first, self.layers = index, first, layers
         self.call = layers[0].call
         self.differentiated = differentiated(self.call.structure)  # places of others
-        self.leaves = False  # its output is the model's to keep: it gets a copy
+        self.leaves = False  # its output is the model's to keep, or a layer's without a graph: these get a copy
         self.reads_copy = False  # so the run before has given it one
         self.draws_again = draws and self.call.checkpoints
         self.end = first + len(layers)
@@ -207,7 +207,8 @@ def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
     if layers:
         runs.append(Run(len(runs), len(note.calls) - len(layers), layers, note.draws))
     for run in runs:
-        run.leaves = run.end - 1 in note.leaving
+        runs_itself = run.end < len(note.calls) and note.calls[run.end].against is not None
+        run.leaves = runs_itself or run.end - 1 in note.leaving
         run.reads_copy = run.first - 1 in note.leaving
     return runs
 
@@ -377,6 +378,10 @@ class Captured:
     def runs_itself(self, index: int) -> bool:
         """Whether a layer has no graph."""
         return index < len(self._note.calls) and self._note.calls[index].against is not None
+
+    def structure_of(self, index: int) -> Any:
+        """What a layer is given beside the hidden states."""
+        return self._note.calls[index].structure
 
     def is_free(self) -> bool:
         """Whether nobody else holds what lies in the pool, gradients of parameters apart."""

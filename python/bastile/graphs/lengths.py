@@ -23,10 +23,30 @@ VARIES = 9
 _LEAST_STEP = 16
 _TOKENS = ("input_ids", "inputs_embeds")
 _MASK = "attention_mask"
-_OF_EACH_TOKEN = (*_TOKENS, _MASK, "position_ids", "visual_pos_masks")
+#: What is a token's own, and its dimensions. Labels go through to the layers, where nobody reads them.
+_OF_EACH_TOKEN = {
+    "input_ids": 2,
+    "inputs_embeds": 3,
+    _MASK: 2,
+    "position_ids": 2,
+    "visual_pos_masks": 2,
+    "per_layer_inputs": 4,
+    "labels": 2,
+}
+#: What they are behind the batch's own, where it is not zero.
+_BEHIND = {_MASK: 1, "labels": -100}
 #: What a batch's images bring, whatever its length: Qwen3-VL adds it up where visual_pos_masks says.
 _OF_IMAGES = "deepstack_visual_embeds"
-_MASKS = frozenset({"create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask"})
+#: Makers of masks that let no token see what comes behind it; the last is of layers with a state that goes from one
+#: token to the next.
+_MASKS = frozenset(
+    {
+        "create_causal_mask",
+        "create_sliding_window_causal_mask",
+        "create_chunked_causal_mask",
+        "create_recurrent_attention_mask",
+    }
+)
 _ASKS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -119,7 +139,7 @@ def _is_of_each_token(name: str, value: Any, rows: int, length: int) -> bool:
     if type(value) is not torch.Tensor:
         return False
     shape = tuple(value.shape[1:] if name == "position_ids" and value.dim() == 3 else value.shape)
-    return shape[:2] == (rows, length) and len(shape) == (3 if name == "inputs_embeds" else 2)
+    return len(shape) == _OF_EACH_TOKEN[name] and shape[0] in (1, rows) and shape[1] == length
 
 
 def _is_made(mask: Any, length: int) -> bool:
@@ -127,8 +147,10 @@ def _is_made(mask: Any, length: int) -> bool:
 
 
 def _is_of_the_batch(value: Any) -> bool:
-    """Whether an argument has nothing of single tokens."""
-    return value is None or isinstance(value, (bool, str)) or (isinstance(value, torch.Tensor) and not value.dim())
+    """Whether an argument has nothing of single tokens. Zero is all of them, where it says how many to keep."""
+    if isinstance(value, torch.Tensor):
+        return not value.dim()
+    return value is None or isinstance(value, (bool, str)) or (type(value) is int and value == 0)
 
 
 def _longer(name: str, tensor: Any, by: int) -> Any:
@@ -139,7 +161,7 @@ def _longer(name: str, tensor: Any, by: int) -> Any:
         behind = torch.arange(1, by + 1, device=tensor.device, dtype=tensor.dtype)
         return torch.cat((tensor, tensor[..., -1:] + behind), -1)
     last = [0] * (2 * (tensor.dim() - 2))
-    return nn.functional.pad(tensor, [*last, 0, by], value=1 if name == _MASK else 0)
+    return nn.functional.pad(tensor, [*last, 0, by], value=_BEHIND.get(name, 0))
 
 
 def _longer_mask(mask: torch.Tensor, by: int) -> torch.Tensor:

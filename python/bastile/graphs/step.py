@@ -143,7 +143,10 @@ class Step:
             return None
         if run is None:
             if passage.captured.runs_itself(index):
-                if not self.stack.reach(index + 1):
+                structure = passage.captured.structure_of(index)
+                if not self.stack.reach(index + 1) or not self._is_given(
+                    structure, passage.captured, index, args, kwargs
+                ):
                     return None
                 return self._itself(index, args, kwargs)
             run = passage.captured.at.get(index)
@@ -186,21 +189,28 @@ class Step:
         """Whether a run's first layer is called as it was when captured; tensors are then where its graph reads."""
         if not args or not isinstance(args[0], torch.Tensor):
             return False
-        rest = args[1:]
         try:
-            if not captured.fits(run, args[0]):
-                return False
-            if run.call.structure is not self._structure or not self._is_given_again(rest, kwargs):
-                filled = len(self.given.tensors) if run.index else 0
-                if self.given.structure([rest, kwargs]) != run.call.structure:
-                    return False
-                for index, tensor in enumerate(self.given.tensors[filled:], filled):
-                    if not captured.reads_the_same(index, tensor):
-                        return False
-                    captured.others[index].fill(tensor, self.stack.tables.is_steady(tensor))
+            fits = captured.fits(run, args[0])
         except CannotCapture:
             return False
-        self._structure, self._previous = run.call.structure, (rest, kwargs)
+        return fits and self._is_given(run.call.structure, captured, run.first, args, kwargs)
+
+    def _is_given(self, structure: Any, captured: Captured, index: int, args: Any, kwargs: Any) -> bool:
+        """Whether this layer's arguments beside the hidden states are of this structure; tensors are then where graphs
+        read."""
+        rest = args[1:]
+        if structure is not self._structure or not self._is_given_again(rest, kwargs):
+            filled = len(self.given.tensors) if index else 0
+            try:
+                if self.given.structure([rest, kwargs]) != structure:
+                    return False
+            except CannotCapture:
+                return False
+            for place, tensor in enumerate(self.given.tensors[filled:], filled):
+                if not captured.reads_the_same(place, tensor):
+                    return False
+                captured.others[place].fill(tensor, self.stack.tables.is_steady(tensor))
+        self._structure, self._previous = structure, (rest, kwargs)
         return True
 
     # ---- at the first layer -------------------------------------------------------------------------------------
@@ -340,6 +350,7 @@ class _Noting:
         self.looked_at: set[int] = set()  # layers whose output others than the next one do something with
         self.given: Given | None = None
         self.random = conditions.random_state(device)
+        self.before: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []  # what is called has been given, as it was
 
     def call(self, given: Given, checkpoints: bool, args: Any, kwargs: Any) -> None:
         if not args or not isinstance(args[0], torch.Tensor):
@@ -351,6 +362,7 @@ class _Noting:
         if self.calls and self.calls[-1].structure == structure:
             structure = self.calls[-1].structure  # one object, so that equality is seen at once
         chained = hidden is self.output
+        self.before = [(each, dict(each)) for each in (*args[1:], *kwargs.values()) if isinstance(each, Mapping)]
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
     def returned(self, given: Given, output: Any, is_last: bool) -> Any:
@@ -358,6 +370,8 @@ class _Noting:
         self.output = hidden = hidden_of(output)
         index = len(self.calls) - 1
         try:
+            if self._has_left_something():
+                raise CannotCapture("layers that leave something for others in a dictionary")
             others = others_of(output, given)
         except CannotCapture as reason:
             self.calls[-1] = replace(self.calls[-1], against=str(reason))
@@ -368,6 +382,12 @@ class _Noting:
             hidden = Between.of(partial(hidden_of, hidden), partial(self.looked_at.add, index))
         self.given_out[id(hidden)] = index, hidden
         return returned(hidden, others, given.tensors)
+
+    def _has_left_something(self) -> bool:
+        """In a dictionary that the layer was given, for later ones or whoever calls them."""
+        return any(
+            now.keys() != was.keys() or any(now[name] is not was[name] for name in was) for now, was in self.before
+        )
 
     def left(self, result: Any) -> tuple[set[int], Any]:
         """The layers whose output is in what the backbone returns, and that with the outputs themselves."""
