@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,8 +79,20 @@ def test_too_few_others() -> None:
     assert set(got.aside) == {"layers that leave something for others in a dictionary"}
 
 
-def test_many_lengths() -> None:
-    model = made(**WITH_INPUTS)
+def of_images() -> Any:
+    """Which hands its text model what that would make of the tokens, and the labels."""
+    import transformers
+
+    config = small.small_config("gemma4")
+    for name, value in WITH_INPUTS.items():
+        setattr(config.text_config, name, value)
+    torch.manual_seed(0)
+    return transformers.Gemma4ForConditionalGeneration(config).to(DEVICE).train()
+
+
+@pytest.mark.parametrize("model", [lambda: made(**WITH_INPUTS), of_images], ids=["text", "images"])
+def test_many_lengths(model: Callable[[], Any]) -> None:
+    model = model()
     want = trained(model, False, "right", use_cache=False)
     got = trained(model, True, "right", use_cache=False)
     assert_close(got, want)
