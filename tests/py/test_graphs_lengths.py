@@ -101,9 +101,10 @@ def test_layers_of_two_kinds_of_masks_and_experts() -> None:
 
 
 @pytest.mark.skipif(older_than("5.17"), reason="states are made ready otherwise")
-@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2", "bamba", "falcon_h1", "olmo_hybrid"])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "qwen3_next", "lfm2", "bamba", "falcon_h1", "olmo_hybrid", "dots1"])
 def test_layers_with_a_state(kind: str) -> None:
-    """Which goes from one token to the next, and never back; convolutions likewise."""
+    """Which goes from one token to the next, and never back; convolutions likewise. The last makes its masks in
+    functions within its forward."""
     model = small.small_model(kind).train()
     want = trained(model, False, "right", use_cache=False)
     got = trained(model, True, "right", use_cache=False)

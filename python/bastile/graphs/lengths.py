@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -84,11 +85,17 @@ class Lengths:
 
 def is_causal(forward: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
     """Whether a backbone lets no token see what comes behind it, as far as its code and its layers say."""
-    code = getattr(inspect.unwrap(forward), "__code__", None)
-    names = {name for name in (() if code is None else code.co_names) if name.endswith("_mask")}
-    masks = {name for name in names if name.startswith("create_")}
+    names = _names_in(getattr(inspect.unwrap(forward), "__code__", None))
+    masks = {name for name in names if name.startswith("create_") and name.endswith("_mask")}
     attentions = [module for layer in layers for module in layer.modules() if hasattr(module, "is_causal")]
     return bool(masks) and masks <= _MASKS and bool(attentions) and all(module.is_causal for module in attentions)
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """Those of the functions within, too: some models make a mask when a layer first wants it."""
+    if code is None:
+        return set()
+    return set(code.co_names).union(*(_names_in(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[dict[str, Any], int] | None:
