@@ -107,13 +107,8 @@ def run(kind: str, folder: Path, **options: Any) -> tuple[list[dict[str, float]]
 
     trainer, config = (getattr(trl, kind.upper() + part) for part in ("Trainer", "Config"))
     adapters = options.pop("adapters", False)
-    of_grpo = {"max_completion_length": 5, "temperature": 0.7, "num_generations": 2, "beta": 0.0}
-    more: dict[str, Any] = of_grpo if kind == "grpo" else {"max_length": None}
-    arguments = config(
-        output_dir=str(folder), max_steps=options.pop("steps", 2), per_device_train_batch_size=2, learning_rate=0.01,
-        optim="sgd", lr_scheduler_type="constant", logging_steps=1, report_to="none", save_strategy="no",
-        disable_tqdm=True, use_cpu=True, bf16=False, **more, **options,
-    )  # fmt: skip
+    own = {**trl_runs.GENERATION, "beta": 0.0} if kind == "grpo" else {"max_length": None}
+    arguments = config(**{"output_dir": str(folder), **trl_runs.USUAL, **own, **options})
     given: dict[str, Any] = {"reward_funcs": _length} if kind == "grpo" else {}
     if adapters:
         given["peft_config"] = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
@@ -169,7 +164,7 @@ def test_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same pictures again and again: the tower's layers and the text's become graphs."""
     allow_graphs(monkeypatch)
     monkeypatch.setattr(f"{__name__}.rows", _of_one(rows))
-    options = {"steps": 6, "gradient_checkpointing": False}
+    options = {"max_steps": 6, "gradient_checkpointing": False}
     stock, _ = run("sft", tmp_path, **options)
     bastile.apply()
     ours, ran = run("sft", tmp_path, **options)

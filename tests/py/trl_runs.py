@@ -132,7 +132,21 @@ def find(name: str) -> Any:
 
 
 _SAMPLED = {"max_completion_length": 5, "temperature": 0.7}
-_GENERATION = {**_SAMPLED, "num_generations": 2, "beta": 0.1}
+GENERATION = {**_SAMPLED, "num_generations": 2, "beta": 0.1}
+#: Of every run's config.
+USUAL: dict[str, Any] = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 0.01,
+    "optim": "sgd",  # Adam's first steps are signs of gradients, which rounding may turn
+    "lr_scheduler_type": "constant",
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
 #: kind of a run -> trainer, its data, options of its config, more arguments of the trainer.
 KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     "sft": ("SFT", _texts, {}, {}),
@@ -143,8 +157,8 @@ KINDS: dict[str, tuple[str, Callable[[], dict[str, Any]], dict[str, Any], dict[s
     "sft chunked": ("SFT", _texts, {"loss_type": "chunked_nll"}, {}),
     "dpo": ("DPO", _pairs, {}, {}),
     "kto": ("KTO", _labelled, {}, {}),
-    "grpo": ("GRPO", _prompts, _GENERATION, {"reward": True}),
-    "rloo": ("RLOO", _prompts, _GENERATION, {"reward": True}),
+    "grpo": ("GRPO", _prompts, GENERATION, {"reward": True}),
+    "rloo": ("RLOO", _prompts, GENERATION, {"reward": True}),
     "distillation": ("Distillation", _prompts, {**_SAMPLED, "beta": 0.5}, {"teacher": True}),
     "distillation forward": ("Distillation", _prompts, {**_SAMPLED, "beta": 0.0}, {"teacher": True}),
     "distillation reverse": ("Distillation", _prompts, {**_SAMPLED, "beta": 1.0}, {"teacher": True}),
@@ -160,17 +174,7 @@ def trainer(kind: str, path: str, folder: Path, model: Any = None, peft_config: 
     cls, config = find(f"{name}Trainer"), find(f"{name}Config")
     given: dict[str, Any] = {
         "output_dir": str(folder),
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 0.01,
-        "optim": "sgd",  # Adam's first steps are signs of gradients, which rounding may turn
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
+        **USUAL,
         **own,
         **options,
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from bastile.graphs import caches
 from bastile.host_copies import on_host, remember
+from bastile.models.forms import codes
 
 #: So many different lengths must have come before any is padded. Fewer have a graph each, and the very bits of steps
 #: without.
@@ -85,17 +85,12 @@ class Lengths:
 
 def is_causal(forward: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
     """Whether a backbone lets no token see what comes behind it, as far as its code and its layers say."""
-    names = _names_in(getattr(inspect.unwrap(forward), "__code__", None))
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    # Of functions within, too: some models make a mask when a layer first wants it.
+    names = set() if code is None else {name for each in codes(code) for name in each.co_names}
     masks = {name for name in names if name.startswith("create_") and name.endswith("_mask")}
     attentions = [module for layer in layers for module in layer.modules() if hasattr(module, "is_causal")]
     return bool(masks) and masks <= _MASKS and bool(attentions) and all(module.is_causal for module in attentions)
-
-
-def _names_in(code: CodeType | None) -> set[str]:
-    """Those of the functions within, too: some models make a mask when a layer first wants it."""
-    if code is None:
-        return set()
-    return set(code.co_names).union(*(_names_in(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[dict[str, Any], int] | None:

@@ -39,7 +39,7 @@ _NOT_READ = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx"
 def sites(file: ModelFile) -> Iterator[Site]:
     for cls in file.own_classes():
         if not calls(stock_of(vars(cls)["forward"]), "tolist"):
-            continue  # as few do that need no reading of their source then
+            continue  # most ask no tensor for its numbers: their source need not be read
         where = f"{cls.__name__}.forward"
         read = file.read(cls, rewrite_chunks.chunks)
         if read is not None:

@@ -153,16 +153,16 @@ def runs(node: _Function, code: Code, function: Any) -> bool:
         bare = ast.copy_location(ast.parse("class _: pass").body[0], node)
         bare.body = [_undecorated(node)]
     compiled = compile(ast.Module([*code.imports, bare], []), "<form>", "exec", dont_inherit=True)
-    made = next(c for c in _within(compiled) if c.co_name == node.name)
+    made = next(c for c in codes(compiled) if c.co_name == node.name)
     return _same(made, live)
 
 
-def _within(code: CodeType) -> Iterator[CodeType]:
-    """The functions and classes of some code, and what is in these."""
+def codes(code: CodeType) -> Iterator[CodeType]:
+    """Some code, its functions and classes, and what is in these."""
+    yield code
     for each in code.co_consts:
         if isinstance(each, CodeType):
-            yield each
-            yield from _within(each)
+            yield from codes(each)
 
 
 def _undecorated(node: _Function) -> _Function:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
-from types import CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from bastile.guards import stock_of
-from bastile.models.forms import Code, code_of, runs
+from bastile.models.forms import Code, code_of, codes, runs
 from bastile.models.known import KNOWN, Form
 from bastile.models.rebind import with_wrapped, wrapped_cell
 from bastile.models.table import OPERATORS
@@ -259,13 +259,8 @@ def exchanged(build: Replace, forward: Any) -> Any:
 
 def calls(function: Any, name: str) -> bool:
     """Whether the code of a function, or of what it wraps, or code within it, mentions this global or attribute."""
-    return _mentions(getattr(inspect.unwrap(function), "__code__", None), name)
-
-
-def _mentions(code: CodeType | None, name: str) -> bool:
-    return code is not None and (
-        name in code.co_names or any(_mentions(c, name) for c in code.co_consts if isinstance(c, CodeType))
-    )
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and any(name in each.co_names for each in codes(code))
 
 
 def folder_of(name: str) -> str:
