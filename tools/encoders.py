@@ -78,7 +78,7 @@ def whisper(batch: int, **values: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return model, {"input_features": sound, "labels": tokens_of(model, batch, 128)["input_ids"]}
 
 
-def _with_adapters(model: Any) -> Any:
+def with_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -102,12 +102,14 @@ def images(name: str, batch: int, text: dict[str, Any], vision: dict[str, Any]) 
         given["pixel_values"] = torch.randn(batch * 1024, 6 * patch * patch, device=_DEVICE, generator=drawn)
         given["image_grid_thw"] = torch.tensor([[1, 32, 32]] * batch, device=_DEVICE)
         given["mm_token_type_ids"] = (ids == config.image_token_id).int()
-    return _with_adapters(model), given
+    return with_adapters(model), given
 
 
-def _rope(*sections: int, **more: Any) -> dict[str, Any]:
+def rope(*sections: int, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 1e6, **more}}
 
+
+QWEN3_VL_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
 
 #: In brackets whose widths they are.
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
@@ -130,14 +132,13 @@ MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
     ),  # Whisper large v3
     "qwen2_5_vl": partial(
         images, "Qwen2_5_VLForConditionalGeneration", 4,
-        widths(3584, 18944, 28, 4, 152064, 7, **_rope(16, 24, 24)),
+        widths(3584, 18944, 28, 4, 152064, 7, **rope(16, 24, 24)),
         {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
     ),  # Qwen2.5-VL 7B
     "qwen3_vl": partial(
         images, "Qwen3VLForConditionalGeneration", 4,
-        widths(4096, 12288, 32, 8, 151936, 8, head_dim=128, **_rope(24, 20, 20, mrope_interleaved=True)),
-        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "out_hidden_size": 4096,
-         "deepstack_visual_indexes": [1, 3, 5]},
+        widths(4096, 12288, 32, 8, 151936, 8, head_dim=128, **rope(24, 20, 20, mrope_interleaved=True)),
+        {**QWEN3_VL_TOWER, "out_hidden_size": 4096, "deepstack_visual_indexes": [1, 3, 5]},
     ),  # Qwen3-VL 8B
     "gemma3": partial(
         images, "Gemma3ForConditionalGeneration", 4,

@@ -3,6 +3,7 @@ that runs. The operator itself: test_gated_delta_rule.py."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import types
@@ -93,16 +94,20 @@ def test_a_prompt_in_parts(model_type: str) -> None:
     model = REPLACED.hybrid(model_type).eval()
     ids = torch.randint(3, 90, (2, 90), generator=torch.Generator().manual_seed(1))
 
-    def logits() -> torch.Tensor:
+    def logits(model: nn.Module) -> torch.Tensor:
         with torch.no_grad():
             first = model(input_ids=ids[:, :50], use_cache=True)
-            return model(input_ids=ids[:, 50:], past_key_values=first.past_key_values, use_cache=True).logits
+            return model(input_ids=ids[:, 50:], past_key_values=first.past_key_values, use_cache=True).logits.double()
 
-    want = logits()
+    double = copy.deepcopy(model).double()
+    double.config._experts_implementation = "eager"  # the others' products take no float64
+    exact, stock = logits(double), logits(model)
     REPLACED.ran()
     bastile.apply_to_model(model)
-    torch.testing.assert_close(logits(), want, rtol=1e-4, atol=1e-5)
+    ours = logits(model)
     assert REPLACED.ran() == 2 * TYPES[model_type]
+    errors = [(got - exact).norm().item() for got in (ours, stock)]
+    assert errors[0] <= 1.2 * errors[1]  # 7760 numbers, most of whose errors come of other layers
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------

@@ -149,7 +149,7 @@ def run(kind: str, folder: Path, **options: Any) -> tuple[list[dict[str, float]]
 def test_the_numbers_of_stock(
     kind: str, options: dict[str, Any], chunked: int, losses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allow_graphs(monkeypatch)
+    allow_graphs(monkeypatch, "cpu")
     stock, nothing = run(kind, tmp_path, **options)
     assert not nothing
     bastile.apply()
@@ -162,7 +162,7 @@ def test_the_numbers_of_stock(
 
 def test_with_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same pictures again and again: the tower's layers and the text's become graphs."""
-    allow_graphs(monkeypatch)
+    allow_graphs(monkeypatch, "cpu")
     monkeypatch.setattr(f"{__name__}.rows", _of_one(rows))
     options = {"max_steps": 6, "gradient_checkpointing": False}
     stock, _ = run("sft", tmp_path, **options)

@@ -1,0 +1,182 @@
+"""Milliseconds and peak memory of a step of Transformers' Trainer on batches of ever new lengths, with LoRA, stock and
+with bastile.apply(), on one GPU: shapes of published models, random weights, tokens and images.
+
+    python tools/lengths.py [--only gemma4,qwen3_vl] [--batch 4] [--longest 768] [--same] [--no-graphs]
+
+Each batch is as long as the longest of its rows, which have between an eighth of --longest and --longest tokens; rows
+of models of images have one image each, of a size of its own. --same: all rows have --longest tokens, and images one
+size. Adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. The mean of the steps
+behind the untimed ones, for which nobody waits and which are not logged, and the median of a few for which a callback
+waits. One process, stock first. Prints a JSON object a model as it goes. Needs peft and accelerate."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from encoders import QWEN3_VL_TOWER, built, rope, with_adapters
+
+import bastile
+from bastile.sweep.trainer import clock
+from families import widths
+
+UNTIMED, WAITED = 30, 8  # steps in which lengths become few and graphs are captured; steps that a callback waits for
+_KINDS = ["sliding_attention"] * 5 + ["full_attention"]
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+
+
+def texts(name: str, **values: Any) -> Any:
+    return built(name, torch.bfloat16, **values)
+
+
+def images() -> Any:
+    text = widths(2048, 6144, 16, 8, 151936, 28, head_dim=128, **rope(24, 20, 20, mrope_interleaved=True))
+    return built(
+        "Qwen3VLForConditionalGeneration",
+        torch.bfloat16,
+        text_config=text,
+        vision_config={
+            **QWEN3_VL_TOWER,
+            "depth": 24,
+            "hidden_size": 1024,
+            "intermediate_size": 4096,
+            "out_hidden_size": 2048,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+    )
+
+
+#: In brackets whose shapes they are.
+MODELS: dict[str, Callable[[], Any]] = {
+    "gemma3_text": partial(texts, "Gemma3ForCausalLM", **widths(1152, 6912, 4, 1, 262144, 26, **_GEMMA)),  # Gemma 3 1B
+    "gemma4": partial(
+        texts, "Gemma4ForCausalLM",
+        **widths(2560, 10240, 8, 2, 262144, 42, **_GEMMA, layer_types=_KINDS * 7, num_kv_shared_layers=18),
+    ),  # Gemma 4 E4B
+    "qwen3_5": partial(
+        texts, "Qwen3_5ForCausalLM", **widths(1024, 3584, 8, 2, 248320, 24, head_dim=256, tie_word_embeddings=True)
+    ),  # Qwen3.5 0.8B
+    "lfm2": partial(
+        texts, "Lfm2ForCausalLM",
+        **widths(2048, 12288, 32, 8, 65536, 16, full_attn_idxs=[2, 5, 8, 10, 12, 14], tie_word_embeddings=True),
+    ),  # LFM2 1.2B
+    "qwen3_vl": images,  # Qwen3-VL 2B
+}  # fmt: skip
+
+
+class Batches:
+    """A collator: a batch of the numbers of its rows, each row of its own length, the same in every run."""
+
+    def __init__(self, config: Any, longest: int, same: bool) -> None:
+        self.config, self.longest, self.same = config, longest, same
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        drawn = [torch.Generator().manual_seed(row["number"]) for row in rows]
+        pictures = [self.picture(generator) for generator in drawn] if hasattr(self.config, "vision_config") else None
+        each = [self.row(generator, at, pictures) for at, generator in enumerate(drawn)]
+        ids = torch.nn.utils.rnn.pad_sequence(each, True)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in each], True)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        if pictures is not None:
+            patch = self.config.vision_config.patch_size
+            count = sum(high * wide for high, wide in pictures)
+            batch["pixel_values"] = torch.randn(count, 6 * patch * patch, generator=drawn[0])
+            batch["image_grid_thw"] = torch.tensor([(1, *size) for size in pictures])
+            batch["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
+        return batch
+
+    def row(self, drawn: torch.Generator, at: int, pictures: list[tuple[int, int]] | None) -> torch.Tensor:
+        count = self.longest if self.same else int(torch.randint(self.longest // 8, self.longest, (), generator=drawn))
+        ids = torch.randint(10, 60000, (count,), generator=drawn)
+        if pictures is None:
+            return ids
+        tokens = pictures[at][0] * pictures[at][1] // 4
+        start = torch.tensor([self.config.vision_start_token_id])
+        return torch.cat([start, torch.full((tokens,), self.config.image_token_id), ids])
+
+    def picture(self, drawn: torch.Generator) -> tuple[int, int]:
+        """Patches high and wide: 256 to 576 pixels each way."""
+        if self.same:
+            return 26, 26
+        high, wide = (2 * torch.randint(8, 19, (2,), generator=drawn)).tolist()
+        return high, wide
+
+
+def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict[str, Any]:
+    if name == "bastile":
+        bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
+    bastile.report(reset=True)
+    times: list[float] = []
+    steps = UNTIMED + WAITED + options.steps
+    try:
+        model = with_adapters(made())
+        model.train()
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = transformers.Trainer(
+                model,
+                transformers.TrainingArguments(
+                    folder,
+                    per_device_train_batch_size=options.batch,
+                    max_steps=steps,
+                    bf16=True,
+                    logging_steps=1,
+                    report_to="none",
+                    save_strategy="no",
+                    disable_tqdm=True,
+                    remove_unused_columns=False,
+                ),
+                train_dataset=[{"number": number} for number in range(steps * options.batch)],
+                data_collator=Batches(model.config, options.longest, options.same),
+            )
+            trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED, WAITED, options.steps))
+            trainer.train()
+        said = str(bastile.report()) if name == "bastile" else ""
+    finally:
+        bastile.reset()
+    *waited, queued = times[UNTIMED:]
+    return {
+        "queued_seconds": queued,
+        "median_seconds": statistics.median(waited),
+        "first_seconds": sum(times[:UNTIMED]),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][:12],
+        "report": said,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(MODELS), help="which models, with commas between")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--longest", type=int, default=768, help="tokens of the longest row")
+    parser.add_argument("--steps", type=int, default=32, help=f"that are timed, after {UNTIMED + WAITED} others")
+    parser.add_argument("--same", action="store_true", help="all batches of one length")
+    parser.add_argument("--no-graphs", action="store_true", help="with bastile, but without CUDA graphs")
+    parser.add_argument("--no-stock", action="store_true")
+    options = parser.parse_args()
+    for kind in options.only.split(","):
+        row: dict[str, Any] = {"type": kind, **{k: getattr(options, k) for k in ("batch", "longest", "same")}}
+        for name in ["bastile"] if options.no_stock else ["stock", "bastile"]:
+            try:
+                row[name] = run(MODELS[kind], name, options)
+            except Exception as error:  # whatever a model's own code raises here: the others are still wanted
+                row[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            print(kind, name, {**row[name], "report": ""}, file=sys.stderr, flush=True)
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
