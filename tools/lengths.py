@@ -30,6 +30,7 @@ from bastile.sweep.trainer import clock
 from families import widths
 
 UNTIMED, WAITED = 30, 8  # steps in which lengths become few and graphs are captured; steps that a callback waits for
+_MOST_PATCHES = 1 << 14
 _KINDS = ["sliding_attention"] * 5 + ["full_attention"]
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 
@@ -78,18 +79,19 @@ class Batches:
 
     def __init__(self, config: Any, longest: int, same: bool) -> None:
         self.config, self.longest, self.same = config, longest, same
+        vision = getattr(config, "vision_config", None)
+        self.patches = None if vision is None else torch.randn(_MOST_PATCHES, 6 * vision.patch_size**2)
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
         drawn = [torch.Generator().manual_seed(row["number"]) for row in rows]
-        pictures = [self.picture(generator) for generator in drawn] if hasattr(self.config, "vision_config") else None
+        pictures = None if self.patches is None else [self.picture(generator) for generator in drawn]
         each = [self.row(generator, at, pictures) for at, generator in enumerate(drawn)]
         ids = torch.nn.utils.rnn.pad_sequence(each, True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in each], True)
         batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        if pictures is not None:
-            patch = self.config.vision_config.patch_size
+        if pictures is not None and self.patches is not None:
             count = sum(high * wide for high, wide in pictures)
-            batch["pixel_values"] = torch.randn(count, 6 * patch * patch, generator=drawn[0])
+            batch["pixel_values"] = self.patches[:count].clone()
             batch["image_grid_thw"] = torch.tensor([(1, *size) for size in pictures])
             batch["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
         return batch

@@ -26,7 +26,7 @@ def forgetful(monkeypatch):
 
 @pytest.fixture
 def served(monkeypatch):
-    monkeypatch.setattr(varlen, "_is_served", lambda *_: True)
+    monkeypatch.setattr(varlen, "is_served", lambda *_: True)
     capturing = SimpleNamespace(now=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
     return capturing
@@ -137,7 +137,7 @@ def test_what_it_does_not_serve():
     given = {"is_causal": False, "scaling": 0.1}
 
     def serves(attend=sdpa_attention_forward, q=q, **more):
-        return varlen._is_served(attend, (q, q, q), {**given, **more})
+        return varlen.is_served(attend, (q, q, q), {**given, **more})
 
     assert serves()
     assert not serves(is_causal=True)

@@ -24,7 +24,7 @@ from bastile.graphs.arguments import CannotCapture, Place, Signature, differenti
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
 from bastile.graphs.returned import hidden_of
-from bastile.models.chunks import Chunks, lengths_of, say
+from bastile.models.chunks import Chunks, lengths_of, open_up, opened, say
 from bastile.ops._common import Function
 from bastile.ops._random import generator_of, set_state, state_of
 
@@ -63,10 +63,16 @@ class Note:
     ends: frozenset[int] = frozenset()  # layers whose output others than the next layer look at
     leaving: frozenset[int] = frozenset()  # layers whose output is the model's to keep
     read: dict[int, Chunks] = field(default_factory=dict)  # what the host was told by those of the others that it asked
+    open: dict[int, int] = field(default_factory=dict)  # boundaries that are read on the device: see models.chunks
 
     @property
     def checkpoints(self) -> bool:
         return any(call.checkpoints for call in self.calls)
+
+    @property
+    def returns_hidden(self) -> bool:
+        """Whether each layer returns the hidden states alone."""
+        return all(call.others is None and call.against is None for call in self.calls)
 
     def in_backward(self, device: str) -> Note | str:
         """With what can be seen in the backward pass, now; or why such a step cannot be captured."""
@@ -227,6 +233,8 @@ class Captured:
         self.others = [Place(each) for each in note.others]
         for place, chunks in note.read.items():
             say(self.others[place].tensor, Chunks(chunks.lengths))
+        for place, longest in note.open.items():
+            _open(self.others[place].tensor, longest, note.calls[0].hidden[0])
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
         self.lends_gradients = not note.checkpoints
@@ -373,7 +381,9 @@ class Captured:
 
     def reads_the_same(self, place: int, tensor: torch.Tensor) -> bool:
         """Whether the host would be told by this tensor what it was told when the layers were captured."""
-        return place not in self._note.read or lengths_of(tensor) == self._note.read[place].lengths
+        if place in self._note.read:
+            return lengths_of(tensor) == self._note.read[place].lengths
+        return opened(tensor) == self._note.open.get(place)
 
     def runs_itself(self, index: int) -> bool:
         """Whether a layer has no graph."""
@@ -404,6 +414,13 @@ class Captured:
         if call.is_chained and hidden.data_ptr() != run.hidden_pointer and not run.reads_copy:
             return False
         return hidden.requires_grad is call.hidden_requires_grad and signature(hidden) == call.hidden
+
+
+def _open(boundaries: torch.Tensor, longest: int, shape: torch.Size) -> None:
+    """With some that a batch of this shape may have, for the runs before the first one is there."""
+    rows = shape[:-1].numel()
+    boundaries.copy_((torch.arange(len(boundaries)) * (longest or rows)).clamp_(max=rows))
+    open_up(boundaries, longest)
 
 
 class Autocast:

@@ -99,7 +99,7 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
     if len(tokens) != 1 or not isinstance(tokens[0], torch.Tensor) or tokens[0].dim() < 2:
         return None
     rows, length = tokens[0].shape[:2]
-    if not length or any(_is_asked(given.get(name), getattr(config, name, False)) for name in _ASKS):
+    if not length or asks_for_more(given, config):
         return None
     for name, value in given.items():
         if name in _OF_EACH_TOKEN:
@@ -127,6 +127,11 @@ def _most_positions(config: Any) -> float:
         values = one.values() if isinstance(one, dict) else ()
         own += [each.get("original_max_position_embeddings") for each in values if isinstance(each, dict)]
     return min((most for most in own if isinstance(most, int)), default=0)
+
+
+def asks_for_more(given: dict[str, Any], config: Any) -> bool:
+    """Whether a backbone is to return what single layers have made."""
+    return any(_is_asked(given.get(name), getattr(config, name, False)) for name in _ASKS)
 
 
 def _is_asked(here: Any, everywhere: Any) -> bool:

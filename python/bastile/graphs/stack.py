@@ -14,6 +14,7 @@ from torch import nn
 from bastile.graphs import conditions
 from bastile.graphs.captured import Captured, Note, Passage, Run
 from bastile.graphs.lengths import Lengths
+from bastile.graphs.packed import Packed, Packs
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
@@ -78,6 +79,7 @@ class Stack:
         self._most_tokens = 0  # of what is in the pool
         self._in_vain = 0  # captures since a graph was used again
         self.lengths = Lengths()
+        self.packs = Packs()
         self.tables = Tables()
         self.is_wary = False  # some layers were found changed in the middle of a step
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
@@ -136,6 +138,17 @@ class Stack:
         before it is done."""
         self.watch = None
         self._drop()
+
+    def packed(self, args: Any, kwargs: Any) -> Packed | None:
+        """How a step whose first layer is called with these is padded, if it is: see bastile.graphs.packed."""
+        lengths = self.packs.lengths
+        varied = lengths.vary
+        found = self.packs.of(self.layers, args, kwargs)
+        if lengths.vary and not varied:
+            self.start_over()
+        if found is None or not any(isinstance(note, Note) and note.returns_hidden for note in self.notes.values()):
+            return None
+        return found
 
     def start_over(self) -> None:
         """Kinds that there have been will hardly come again, and others will: their graphs go, and their memory."""

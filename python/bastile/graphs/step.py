@@ -20,10 +20,11 @@ from bastile.graphs.between import Between, themselves
 from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
 from bastile.graphs.foreseen import foreseen
+from bastile.graphs.packed import Packed
 from bastile.graphs.pays import Pays, pays
 from bastile.graphs.returned import hidden_of, others_of, returned
 from bastile.graphs.stack import Stack
-from bastile.models.chunks import asked
+from bastile.models.chunks import asked, opened
 
 Mode = Literal["auto"] | bool
 
@@ -56,6 +57,8 @@ class Step:
         again = [layer for layer, on in zip(self.layers, self.checkpointing, strict=True) if on]
         self._keeps_random = all(map(conditions.keeps_random_state, again))
         self._thread = threading.get_ident()
+        self.may_pad = False  # what goes through its layers, where that is sequences that stand one behind another
+        self.packed: Packed | None = None  # how it is padded
         self.run: Run | None = None  # which has been replayed, and whose layers are still being called
         self.hidden: Any = None  # what its first layer was given
         self.output: Any = None  # its last layer's
@@ -65,7 +68,7 @@ class Step:
 
     def calls(self) -> AbstractContextManager[None]:
         """Within, the step is called in the layers' place."""
-        return called_instead(self.layers, [partial(self._call, index) for index in range(len(self.layers))])
+        return called_instead(self.layers, [partial(self._padded, index) for index in range(len(self.layers))])
 
     def end(self, result: Any) -> Any:
         """The backbone has returned this. What it is to return."""
@@ -76,6 +79,8 @@ class Step:
         if self.noting is not None:
             found = self.noting.ended(left, self.stack, self._keeps_random)
             key = self.noting.key
+            if self.packed is not None and self.packed.was_asked():
+                self.stack.packs.give_up()
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
             elif found.read:
@@ -91,6 +96,19 @@ class Step:
         return result
 
     # ---- calls of layers ----------------------------------------------------------------------------------------
+
+    def _padded(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        if index == 0 and self.next == 0 and self.may_pad and threading.get_ident() == self._thread:
+            self.packed = self.stack.packed(args, kwargs)
+        packed = self.packed
+        if packed is not None and not packed.takes(args, kwargs):
+            self.stack.packs.give_up()
+            self._give_up("layers that are given what cannot be padded")
+            self.packed = packed = None
+        if packed is None:
+            return self._call(index, *args, **kwargs)
+        args, kwargs = packed.longer(args, kwargs, is_first=index == 0)
+        return packed.cut(self._call(index, *args, **kwargs), is_last=index + 1 == len(self.layers))
 
     def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
@@ -262,7 +280,7 @@ class Step:
             self._autocast.key(),
             conditions.settings(),
             stream,
-            self.asked,
+            (self.asked, self.packed is not None and tuple(self.packed.longest)),
         )
         self.first_given = len(self.given.tensors)
         return self.stack.with_what_is_read(key, self.given.tensors)
@@ -313,6 +331,7 @@ class Step:
                 stack.ratios[key] = ratio
             if not pays(stack.ratios[key]):
                 stack.lengths.do_not_pay(_tokens(key))
+                stack.packs.lengths.do_not_pay(_tokens(key))
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
                 return None
         if not stack.has_room(key):
@@ -326,6 +345,8 @@ class Step:
             first = (str(error).splitlines() or [""])[0]
             _log.debug("capturing layers failed", exc_info=True)
             self.noting = None
+            if self.packed is not None:
+                stack.packs.give_up()
             stack.note(key, f"capturing failed ({type(error).__name__}: {first})")
             stack.tally.step_aside(str(stack.notes[key]))
             return None
@@ -419,8 +440,10 @@ class _Noting:
         others = [signature(tensor) for tensor in self.given.tensors]
         told = ((place, asked(tensor)) for place, tensor in enumerate(self.given.tensors))
         read = {place: chunks for place, chunks in told if chunks is not None}
+        read_there = ((place, opened(tensor)) for place, tensor in enumerate(self.given.tensors))
+        on_device = {place: longest for place, longest in read_there if longest is not None}
         ends = frozenset(self.looked_at - left)
-        return Note(self.calls, others, drawn, settings, ends=ends, leaving=frozenset(left), read=read)
+        return Note(self.calls, others, drawn, settings, ends=ends, leaving=frozenset(left), read=read, open=on_device)
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:

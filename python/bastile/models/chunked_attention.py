@@ -19,7 +19,7 @@ import torch
 
 from bastile.guards import stock_of
 from bastile.models import rewrite, rewrite_chunks, varlen
-from bastile.models.chunks import Chunks, Group, chunks_of, reordered
+from bastile.models.chunks import Chunks, Group, chunks_of, lengths_to_read, opened, reordered
 from bastile.models.forms import Code, is_known
 from bastile.models.sites import ModelFile, Site, calls
 from bastile.ops._common import has_values, in_transform
@@ -91,7 +91,14 @@ class Chunked:
     def _run(self, attend: Any, module: Any, qkv: Any, boundaries: Any, given: Any) -> tuple[Any, Any, Chunks]:
         """The output, weights, and the chunks. Weights: None where none were made, else the list of them."""
         why, is_usual = _refusal(attend, qkv, boundaries, given)
-        if why is None or (has_values(boundaries) and not in_transform(boundaries)):
+        longest = opened(boundaries)
+        if longest is not None and why is None and varlen.is_served(attend, qkv, given):
+            self.tally.count()
+            rows = qkv[0].shape[2]  # one chunk, for all that is known of them
+            return varlen.attention(qkv, boundaries, longest or rows, given), None, Chunks((rows,))
+        if longest is not None:
+            chunks = Chunks(tuple(length for length in lengths_to_read(boundaries) if length))
+        elif why is None or (has_values(boundaries) and not in_transform(boundaries)):
             chunks = chunks_of(boundaries)
         else:
             chunks = Chunks(tuple((boundaries[1:] - boundaries[:-1]).tolist()))
@@ -106,7 +113,7 @@ class Chunked:
         gathers = chunks.is_gathered(qkv[0])
         groups = chunks.kinds if gathers else chunks.runs
         if varlen.is_new(attend, qkv, chunks, groups, given):
-            return varlen.attention(qkv, boundaries, chunks, given), None, chunks
+            return varlen.attention(qkv, boundaries, max(chunks.lengths), given), None, chunks
         return (*_at_once(partial(attend, module, **given), qkv, chunks, groups, gathers), chunks)
 
 

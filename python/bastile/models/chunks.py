@@ -21,6 +21,8 @@ from bastile.ops._valid_rows import version
 
 #: By the tensor of boundaries: its version then, and the chunks. What asks twice at once makes the same twice.
 _known: Any = WeakTensorKeyDictionary()
+#: By boundaries that are read on the device alone: how long the longest sequence may be; 0: as all of them.
+_open: Any = WeakTensorKeyDictionary()
 #: What one call of an attention costs beyond its work, both ways, in elements that could be copied meanwhile. On an
 #: H100 some 10 us, in which 16 MiB are read and written; on a CPU as many us, and 256 KiB.
 _WORTH = {"cuda": 1 << 23, "cpu": 1 << 16}
@@ -66,7 +68,7 @@ class Chunks:
         found = self._rows.get((device, stream))
         if found is None:
             with torch.inference_mode(False):  # a later training step reads them too
-                found = tuple(_sent(each, device) for each in self._orders())  # type: ignore[assignment]
+                found = tuple(sent(each, device) for each in self._orders())  # type: ignore[assignment]
             self._rows[device, stream] = found  # type: ignore[assignment]
         return found  # type: ignore[return-value]
 
@@ -82,7 +84,7 @@ def _parts(count: int, length: int) -> list[Group]:
     return [(min(_MOST, count - first), length) for first in range(0, count, _MOST)]
 
 
-def _sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     """On the device, without waiting for it."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
@@ -115,6 +117,23 @@ def asked(boundaries: torch.Tensor) -> Chunks | None:
 def say(boundaries: torch.Tensor, chunks: Chunks) -> None:
     """That these are what a tensor is going to hold, to whoever asks it before it is written to again."""
     _known[boundaries] = version(boundaries), chunks
+
+
+def open_up(boundaries: torch.Tensor, longest: int) -> None:
+    """That whoever can is to read these on the device, not to ask them. They begin with 0 and end with all rows;
+    sequences may be empty, and the longest has at most so many rows, 0: all."""
+    _open[boundaries] = longest
+
+
+def opened(boundaries: torch.Tensor) -> int | None:
+    """How long the longest may be, where they are to be read on the device."""
+    found: int | None = _open.get(boundaries)
+    return found
+
+
+def lengths_to_read(boundaries: torch.Tensor) -> tuple[int, ...]:
+    """For who cannot read such boundaries on a GPU, which waits. It is known from then on that they were asked."""
+    return tuple(boundaries.diff().tolist()) if boundaries.device.type == "cpu" else chunks_of(boundaries).lengths
 
 
 def are_known(cu_seqlens: torch.Tensor) -> bool:

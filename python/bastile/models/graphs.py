@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bastile.graphs import caches
-from bastile.graphs.lengths import is_causal, lengthened, shortened
+from bastile.graphs.lengths import asks_for_more, is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
 from bastile.guards import stock_of
@@ -81,6 +81,7 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         if step is None:
             return original(self, *args, **kwargs)
         given = as_keywords(names, args, kwargs)
+        step.may_pad = not asks_for_more(given, getattr(self, "config", None))
         longer = _lengthened(stack, self, original, given) if len(args) <= len(names) else None
         if longer is None:
             return _run(step, original, self, *args, **kwargs)

@@ -25,7 +25,7 @@ _MOST = 4096
 def is_new(attend: Any, qkv: Sequence[torch.Tensor], chunks: Chunks, groups: Sequence[Group], given: Any) -> bool:
     """Whether these chunks are to be computed so. The same for all layers that ask of these chunks, and again when they
     are checkpointed; while a graph is captured, for which no plan can be built, unless there is one."""
-    if not _is_served(attend, qkv, given):
+    if not is_served(attend, qkv, given):
         return False
     q = qkv[0]
     of = q.shape[1], q.shape[3], _dtype(q), q.device
@@ -61,7 +61,8 @@ def is_sdpa(attend: Any) -> bool:
     return stock is sdpa_attention.sdpa_attention_forward and file == sdpa_attention.__file__
 
 
-def _is_served(attend: Any, qkv: Sequence[torch.Tensor], given: Any) -> bool:
+def is_served(attend: Any, qkv: Sequence[torch.Tensor], given: Any) -> bool:
+    """Whether flash attention computes what this attention does."""
     q, k, v = qkv
     return (
         q.is_cuda
@@ -82,9 +83,10 @@ def _is_there(device: torch.device) -> bool:
     return flash.is_known() and torch.cuda.get_device_capability(device) >= flash.OLDEST
 
 
-def attention(qkv: Sequence[torch.Tensor], boundaries: torch.Tensor, chunks: Chunks, given: Any) -> torch.Tensor:
-    """q, k and v: [1, heads, rows, width]. The output: [1, rows, heads, width]."""
-    dtype, cut, longest = _dtype(qkv[0]), boundaries.to(torch.int32), max(chunks.lengths)
+def attention(qkv: Sequence[torch.Tensor], boundaries: torch.Tensor, longest: int, given: Any) -> torch.Tensor:
+    """q, k and v: [1, heads, rows, width]. longest: at least as many rows as any sequence has. The output: [1, rows,
+    heads, width]."""
+    dtype, cut = _dtype(qkv[0]), boundaries.to(torch.int32)
     rows = [t[0].transpose(0, 1).to(dtype) for t in qkv]
     found = _forward(*rows, cut, cut, longest, longest, 0.0, False, False, scale=given.get("scaling"))
     return found[0][None]
