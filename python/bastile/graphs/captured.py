@@ -499,6 +499,7 @@ class Passage:
         not to be what was captured."""
         self.captured, self.gradients, self.give_up = captured, gradients, give_up
         self.is_over = False  # a later one has the memory
+        self.when_finished: Callable[[], None] | None = None
         self._reached = len(captured.runs)
 
     @property
@@ -524,6 +525,8 @@ class Passage:
             if reason is not None:
                 self.give_up(reason)
         self._reached = run.index
+        if self.when_finished is not None and self.is_finished:
+            self.when_finished()
 
     def _is_kept(self, run: Run) -> bool:
         """Whether someone holds what this run's backward pass may be the first to write over: its output, which the

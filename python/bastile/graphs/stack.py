@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,26 +36,38 @@ MOST_IN_VAIN = 8
 #: each step has no use for graphs.
 _MOST_CHANGES = 4
 _QUIET_STEPS = 16
+#: Forward passes before one backward pass that have graphs: a question, a text that answers it, and some that do not.
+MOST_BESIDE = 8
 
 _stacks: weakref.WeakKeyDictionary[nn.Module, Stack] = weakref.WeakKeyDictionary()
 
 
 def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
+    """For the forward pass that begins: beside others that have not had their backward pass, one with memory of its
+    own."""
     found = _stacks.get(backbone)
     if found is None:
         found = _stacks[backbone] = Stack(tally)
+    for _ in range(MOST_BESIDE - 1):
+        if not found.is_waiting() or not found.may_have_one_beside:
+            break
+        if found.beside is None:
+            found.beside = Stack(tally, found)
+        found = found.beside
     return found
 
 
 def forget() -> None:
     """All that has been captured: the layers may do something else from now on."""
     for stack in list(_stacks.values()):
-        stack.retire()
+        for each in stack.and_beside():
+            each.retire()
     _stacks.clear()
 
 
 class Stack:
-    def __init__(self, tally: Tally) -> None:
+    def __init__(self, tally: Tally, beside: Stack | None = None) -> None:
+        """beside: the same layers' for other passes. What is known of a kind of step holds for both."""
         self.tally = tally
         self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
         self.read: dict[Any, Sequence[int]] = {}  # by key but its last part, of which given tensors the host reads some
@@ -81,6 +93,12 @@ class Stack:
         self.lengths = Lengths()
         self.packs = Packs()
         self.tables = Tables()
+        self.beside: Stack | None = None
+        #: A pass that another one came after has had its backward pass then, and so will others.
+        self.may_have_one_beside = beside is not None
+        if beside is not None:
+            self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
+            self.lengths, self.packs, self.tables = beside.lengths, beside.packs, beside.tables
         self.is_wary = False  # some layers were found changed in the middle of a step
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
@@ -115,8 +133,9 @@ class Stack:
 
     def _look_at(self, layers: Sequence[Any]) -> None:
         self.retire()
-        for table in (self.notes, self.read, self.pays, self.ratios, self._seen):
-            table.clear()
+        if self.layers:  # what others beside have found out holds for these, when they are first looked at
+            for table in (self.notes, self.read, self.pays, self.ratios, self._seen):
+                table.clear()
         self.layers = list(layers)
         device = _device_of(layers)
         if device != self.device:
@@ -145,7 +164,7 @@ class Stack:
         varied = lengths.vary
         found = self.packs.of(self.layers, args, kwargs)
         if lengths.vary and not varied:
-            self.start_over()
+            self.start_over()  # those beside, when they are full
         if found is None or not any(isinstance(note, Note) and note.returns_hidden for note in self.notes.values()):
             return None
         return found
@@ -174,6 +193,23 @@ class Stack:
             self._last = None
 
     # ---- a step -------------------------------------------------------------------------------------------------
+
+    def is_waiting(self) -> bool:
+        """Whether the last pass has not had its backward pass, and still can."""
+        before = self._passage()
+        if before is None or before.is_finished:
+            return False
+        before.when_finished = self._one_beside_pays
+        return True
+
+    def _one_beside_pays(self) -> None:
+        self.may_have_one_beside = True
+
+    def and_beside(self) -> Iterator[Stack]:
+        stack: Stack | None = self
+        while stack is not None:
+            yield stack
+            stack = stack.beside
 
     def begin(self, key: Any, captured: Captured) -> Passage | str:
         """The memory of the pool becomes this step's, of this kind; or why it cannot."""
