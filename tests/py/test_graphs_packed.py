@@ -202,7 +202,7 @@ def test_what_is_not_known_is_left(other: dict[str, Any]) -> None:
     kwargs = {**given(37, [30, 7]), **other}
     packed = packs().of(layers(), (torch.ones(37, 4),), kwargs)
     assert packed is None or not packed.takes((torch.ones(37, 4),), kwargs)
-    assert Packed(37, 48).takes((torch.ones(37, 4),), given(37, [30, 7]))
+    assert Packed(37, 48, 0).takes((torch.ones(37, 4),), given(37, [30, 7]))
 
 
 def test_layers_that_mix_rows() -> None:

@@ -163,7 +163,7 @@ def _is_of_the_batch(value: Any) -> bool:
 def _longer(name: str, tensor: Any, by: int) -> Any:
     """Tokens that are seen by nobody but by each other: so a mask of ones stays one, for which kernels need no mask."""
     if isinstance(tensor, dict):
-        return {kind: None if mask is None else _longer_mask(mask, by) for kind, mask in tensor.items()}
+        return {kind: None if mask is None else longer_mask(mask, by) for kind, mask in tensor.items()}
     if name == "position_ids":
         behind = torch.arange(1, by + 1, device=tensor.device, dtype=tensor.dtype)
         return torch.cat((tensor, tensor[..., -1:] + behind), -1)
@@ -171,7 +171,7 @@ def _longer(name: str, tensor: Any, by: int) -> Any:
     return nn.functional.pad(tensor, [*last, 0, by], value=_BEHIND.get(name, 0))
 
 
-def _longer_mask(mask: torch.Tensor, by: int) -> torch.Tensor:
+def longer_mask(mask: torch.Tensor, by: int) -> torch.Tensor:
     """One that was made before: of bools, or of what is added to scores."""
     seen, unseen = (True, False) if mask.dtype is torch.bool else (0.0, torch.finfo(mask.dtype).min)
     return nn.functional.pad(nn.functional.pad(mask, [0, by], value=unseen), [0, 0, 0, by], value=seen)

@@ -14,7 +14,9 @@ from torch import nn
 from bastile.graphs import conditions
 from bastile.graphs.captured import Captured, Note, Passage, Run
 from bastile.graphs.lengths import Lengths
-from bastile.graphs.packed import Packed, Packs
+from bastile.graphs.longer import Longer
+from bastile.graphs.masked import Masks
+from bastile.graphs.packed import Packs
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
@@ -91,14 +93,15 @@ class Stack:
         self._most_tokens = 0  # of what is in the pool
         self._in_vain = 0  # captures since a graph was used again
         self.lengths = Lengths()
-        self.packs = Packs()
+        self.packs, self.masks = Packs(), Masks()
         self.tables = Tables()
         self.beside: Stack | None = None
         #: A pass that another one came after has had its backward pass then, and so will others.
         self.may_have_one_beside = beside is not None
         if beside is not None:
             self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
-            self.lengths, self.packs, self.tables = beside.lengths, beside.packs, beside.tables
+            self.lengths, self.tables = beside.lengths, beside.tables
+            self.packs, self.masks = beside.packs, beside.masks
         self.is_wary = False  # some layers were found changed in the middle of a step
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
@@ -158,16 +161,24 @@ class Stack:
         self.watch = None
         self._drop()
 
-    def packed(self, args: Any, kwargs: Any) -> Packed | None:
-        """How a step whose first layer is called with these is padded, if it is: see bastile.graphs.packed."""
-        lengths = self.packs.lengths
-        varied = lengths.vary
-        found = self.packs.of(self.layers, args, kwargs)
-        if lengths.vary and not varied:
+    def longer(self, args: Any, kwargs: Any) -> Longer | None:
+        """How a step whose first layer is called with these is padded there, if it is: see bastile.graphs.longer."""
+        each = self.packs.lengths, self.masks.lengths
+        varied = [lengths.vary for lengths in each]
+        found = self.packs.of(self.layers, args, kwargs) or self.masks.of(self.layers, args, kwargs)
+        if [lengths.vary for lengths in each] != varied:
             self.start_over()  # those beside, when they are full
-        if found is None or not any(isinstance(note, Note) and note.returns_hidden for note in self.notes.values()):
-            return None
-        return found
+        is_known = any(isinstance(note, Note) and note.returns_hidden for note in self.notes.values())
+        return found if is_known else None
+
+    def never_longer(self) -> None:
+        """Steps that are padded there cannot be captured."""
+        self.packs.lengths.never = self.masks.lengths.never = True
+
+    def do_not_pay(self, tokens: int) -> None:
+        """Graphs of so many tokens, nor of more."""
+        for lengths in (self.lengths, self.packs.lengths, self.masks.lengths):
+            lengths.do_not_pay(tokens)
 
     def start_over(self) -> None:
         """Kinds that there have been will hardly come again, and others will: their graphs go, and their memory."""

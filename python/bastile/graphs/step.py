@@ -20,7 +20,7 @@ from bastile.graphs.between import Between, themselves
 from bastile.graphs.calls import called_instead, itself
 from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
 from bastile.graphs.foreseen import foreseen
-from bastile.graphs.packed import Packed
+from bastile.graphs.longer import Longer
 from bastile.graphs.pays import Pays, pays
 from bastile.graphs.returned import hidden_of, others_of, returned
 from bastile.graphs.stack import Stack
@@ -57,8 +57,8 @@ class Step:
         again = [layer for layer, on in zip(self.layers, self.checkpointing, strict=True) if on]
         self._keeps_random = all(map(conditions.keeps_random_state, again))
         self._thread = threading.get_ident()
-        self.may_pad = False  # what goes through its layers, where that is sequences that stand one behind another
-        self.packed: Packed | None = None  # how it is padded
+        self.may_pad = False  # what goes through its layers
+        self.longer: Longer | None = None  # how it is
         self.run: Run | None = None  # which has been replayed, and whose layers are still being called
         self.hidden: Any = None  # what its first layer was given
         self.output: Any = None  # its last layer's
@@ -79,8 +79,8 @@ class Step:
         if self.noting is not None:
             found = self.noting.ended(left, self.stack, self._keeps_random)
             key = self.noting.key
-            if self.packed is not None and self.packed.was_asked():
-                self.stack.packs.give_up()
+            if self.longer is not None and self.longer.was_asked():
+                self.stack.never_longer()
             if isinstance(found, str):
                 self.stack.tally.step_aside(found)
             elif found.read:
@@ -99,16 +99,16 @@ class Step:
 
     def _padded(self, index: int, *args: Any, **kwargs: Any) -> Any:
         if index == 0 and self.next == 0 and self.may_pad and threading.get_ident() == self._thread:
-            self.packed = self.stack.packed(args, kwargs)
-        packed = self.packed
-        if packed is not None and not packed.takes(args, kwargs):
-            self.stack.packs.give_up()
+            self.longer = self.stack.longer(args, kwargs)
+        longer = self.longer
+        if longer is not None and not longer.takes(args, kwargs):
+            self.stack.never_longer()
             self._give_up("layers that are given what cannot be padded")
-            self.packed = packed = None
-        if packed is None:
+            self.longer = longer = None
+        if longer is None:
             return self._call(index, *args, **kwargs)
-        args, kwargs = packed.longer(args, kwargs, is_first=index == 0)
-        return packed.cut(self._call(index, *args, **kwargs), is_last=index + 1 == len(self.layers))
+        args, kwargs = longer.longer(args, kwargs, is_first=index == 0)
+        return longer.cut(self._call(index, *args, **kwargs), is_last=index + 1 == len(self.layers))
 
     def _call(self, index: int, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:
@@ -280,7 +280,7 @@ class Step:
             self._autocast.key(),
             conditions.settings(),
             stream,
-            (self.asked, self.packed is not None and tuple(self.packed.longest)),
+            (self.asked, self.longer is not None and self.longer.kind),
         )
         self.first_given = len(self.given.tensors)
         return self.stack.with_what_is_read(key, self.given.tensors)
@@ -330,8 +330,7 @@ class Step:
                     return None
                 stack.ratios[key] = ratio
             if not pays(stack.ratios[key]):
-                stack.lengths.do_not_pay(_tokens(key))
-                stack.packs.lengths.do_not_pay(_tokens(key))
+                stack.do_not_pay(_tokens(key))
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
                 return None
         if not stack.has_room(key):
@@ -345,8 +344,8 @@ class Step:
             first = (str(error).splitlines() or [""])[0]
             _log.debug("capturing layers failed", exc_info=True)
             self.noting = None
-            if self.packed is not None:
-                stack.packs.give_up()
+            if self.longer is not None:
+                stack.never_longer()
             stack.note(key, f"capturing failed ({type(error).__name__}: {first})")
             stack.tally.step_aside(str(stack.notes[key]))
             return None

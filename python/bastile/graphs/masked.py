@@ -1,0 +1,106 @@
+"""Batches of encoders, in which each token sees all others but those that are masked, of ever new lengths: made few.
+
+As those of causal models (bastile.graphs.lengths), but what is behind a batch's own tokens would be seen by them, so it
+is masked; and not where the model is called, but where its layers are, for encoders seldom call those themselves."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bastile.graphs.lengths import Lengths, longer_mask
+from bastile.graphs.longer import Longer, are_of_rows
+
+_MASK, _CAUSAL = "attention_mask", "is_causal"
+#: Tensors of each token, and which dimension tokens are.
+_OF_TOKENS = {"position_embeddings": 1, "position_ids": 1}
+
+
+class Masks:
+    """Of one stack's steps."""
+
+    def __init__(self) -> None:
+        self.lengths = Lengths()
+        self._names: list[str] = []  # of a layer's parameters
+        self._config: Any = None  # of its attention
+
+    def of(self, layers: Sequence[Any], args: Any, kwargs: Any) -> Masked | None:
+        """How a step is padded whose first layer is called with these; None where it is left as it is."""
+        if self.lengths.never or not args or type(args[0]) is not torch.Tensor:
+            return None
+        if self.lengths.never is None:
+            self._names = list(inspect.signature(type(layers[0]).forward).parameters)[1:]
+            attentions = [module for layer in layers for module in layer.modules() if hasattr(module, _CAUSAL)]
+            self._config = getattr(attentions[0], "config", None) if attentions else None
+            # Then an attention is masked by what it is given alone.
+            see_all = bool(attentions) and not any(module.is_causal for module in attentions)
+            self.lengths.never = not (see_all and _MASK in self._names and are_of_rows(layers))
+        hidden = args[0]
+        is_sdpa = getattr(self._config, "_attn_implementation", None) == "sdpa"
+        if self.lengths.never or not is_sdpa or hidden.dim() != 3 or not hidden.numel():
+            return None
+        rows, length = hidden.shape[:2]
+        found = Masked(rows, length, hidden.device, self._names)
+        if not found.takes(args, kwargs):
+            return None
+        found.to = self.lengths.of(rows, length)
+        return found if found.to > length else None
+
+
+class Masked(Longer):
+    def __init__(self, batch: int, length: int, device: torch.device, names: Sequence[str]) -> None:
+        """names: of a layer's parameters."""
+        super().__init__(length, length, 1)
+        self._batch, self._device, self._names = batch, device, names
+        self._none: torch.Tensor | None = None  # in the place of no mask
+
+    def takes(self, args: Any, kwargs: Any) -> bool:
+        if not args or len(args) > len(self._names):
+            return False
+        return all(self._is_known(name, value) for name, value in self._named(args, kwargs).items())
+
+    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        """But the hidden states."""
+        return {**dict(zip(self._names[1:], args[1:], strict=False)), **kwargs}
+
+    def _is_known(self, name: str, value: Any) -> bool:
+        if value is None or type(value) is str:
+            return True
+        if type(value) is bool:
+            return name != _CAUSAL or not value
+        if name == _MASK:
+            shape = (self._batch, 1, self.rows, self.rows)
+            return type(value) is torch.Tensor and value.dtype is torch.bool and tuple(value.shape) == shape
+        if name not in _OF_TOKENS:
+            return isinstance(value, torch.Tensor) and not value.dim()
+        leaves = value if type(value) in (tuple, list) else [value]
+        return all(type(t) is torch.Tensor and t.dim() > 1 and t.shape[1] == self.rows for t in leaves)
+
+    def longer(self, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
+        hidden = self.hidden(args[0])
+        rest = [self._of(name, value) for name, value in zip(self._names[1:], args[1:], strict=False)]
+        named = {name: self._of(name, value) for name, value in kwargs.items()}
+        if _MASK not in named and self._names.index(_MASK) >= len(args):
+            named[_MASK] = self._of(_MASK, None)
+        return (hidden, *rest), named
+
+    def _of(self, name: str, value: Any) -> Any:
+        return self._mask(value) if name == _MASK else self.of_value(value)
+
+    def _mask(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """Behind are tokens that see all others."""
+        found = self._none if mask is None else self.known(mask)
+        if found is None:
+            seen = torch.ones(self._batch, 1, self.rows, self.rows, dtype=torch.bool, device=self._device)
+            found = longer_mask(seen if mask is None else mask, self.to - self.rows)
+            if mask is None:
+                self._none = found
+            else:
+                self.keep(mask, found)
+        return found
+
+    def padded(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.of_rows(tensor, 1)
