@@ -1,11 +1,14 @@
-"""Milliseconds and peak memory of a step of Transformers' Trainer on batches of ever new lengths, with LoRA, stock and
-with bastile.apply(), on one GPU: shapes of published models, random weights, tokens and images.
+"""Milliseconds and peak memory of a step of Transformers' Trainer on batches of ever new lengths, stock and with
+bastile.apply(), on one GPU: shapes of published models, random weights, tokens and images.
 
     python tools/lengths.py [--only gemma4,qwen3_vl] [--batch 4] [--longest 768] [--same] [--no-graphs]
 
 Each batch is as long as the longest of its rows, which have between an eighth of --longest and --longest tokens; rows
 of models of images have one image each, of a size of its own. --same: all rows have --longest tokens, and images one
-size. Adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. The mean of the steps
+size. Decoders: adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. BERT: all
+weights, in float32 under autocast, of eight times as many rows, an eighth as long; a classifier, and one whose
+embeddings of the first half of a batch are to be nearest to those of the second, as Sentence Transformers trains them,
+with two forward passes before each backward pass. The mean of the steps
 behind the untimed ones, for which nobody waits and which are not logged, and the median of a few for which a callback
 waits. One process, stock first. Prints a JSON object a model as it goes. Needs peft and accelerate."""
 
@@ -39,6 +42,10 @@ def texts(name: str, **values: Any) -> Any:
     return built(name, torch.bfloat16, **values)
 
 
+def encoder(name: str) -> Any:
+    return built(name)
+
+
 def images() -> Any:
     text = widths(2048, 6144, 16, 8, 151936, 28, head_dim=128, **rope(24, 20, 20, mrope_interleaved=True))
     return built(
@@ -56,6 +63,12 @@ def images() -> Any:
     )
 
 
+def windows() -> Any:
+    tower = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    text = widths(2048, 11008, 16, 2, 151936, 36, **rope(16, 24, 24))
+    return built("Qwen2_5_VLForConditionalGeneration", torch.bfloat16, text_config=text, vision_config=tower)
+
+
 #: In brackets whose shapes they are.
 MODELS: dict[str, Callable[[], Any]] = {
     "gemma3_text": partial(texts, "Gemma3ForCausalLM", **widths(1152, 6912, 4, 1, 262144, 26, **_GEMMA)),  # Gemma 3 1B
@@ -71,6 +84,9 @@ MODELS: dict[str, Callable[[], Any]] = {
         **widths(2048, 12288, 32, 8, 65536, 16, full_attn_idxs=[2, 5, 8, 10, 12, 14], tie_word_embeddings=True),
     ),  # LFM2 1.2B
     "qwen3_vl": images,  # Qwen3-VL 2B
+    "qwen2_5_vl": windows,  # Qwen2.5-VL 3B
+    "bert": partial(encoder, "BertForSequenceClassification"),  # BERT base
+    "bert_embeddings": partial(encoder, "BertModel"),
 }  # fmt: skip
 
 
@@ -113,6 +129,32 @@ class Batches:
         return high, wide
 
 
+class OfEncoders(Batches):
+    """Many short rows, with a class each."""
+
+    def __init__(self, config: Any, longest: int, same: bool) -> None:
+        super().__init__(config, longest // 8, same)
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__([{"number": 8 * row["number"] + more} for row in rows for more in range(8)])
+        batch["input_ids"] %= self.config.vocab_size
+        return {**batch, "labels": batch["input_ids"][:, 0] % 2}
+
+
+class OfPairs(transformers.Trainer):
+    """Trains embeddings: of a pair, each is to be nearer to the other than to the rest of the batch."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+        halves = zip(inputs["input_ids"].chunk(2), inputs["attention_mask"].chunk(2), strict=True)
+        one, other = [self.embedded(model, *half) for half in halves]
+        return torch.nn.functional.cross_entropy(20 * one @ other.t(), torch.arange(len(one), device=one.device))
+
+    def embedded(self, model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(mean, dim=-1)
+
+
 def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict[str, Any]:
     if name == "bastile":
         bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
@@ -120,10 +162,13 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
     times: list[float] = []
     steps = UNTIMED + WAITED + options.steps
     try:
-        model = with_adapters(made())
+        model = made()
+        encodes = type(model).__name__.startswith("Bert")
+        if not encodes:
+            model = with_adapters(model)
         model.train()
         with tempfile.TemporaryDirectory() as folder:
-            trainer = transformers.Trainer(
+            trainer = (OfPairs if type(model).__name__ == "BertModel" else transformers.Trainer)(
                 model,
                 transformers.TrainingArguments(
                     folder,
@@ -137,7 +182,7 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
                     remove_unused_columns=False,
                 ),
                 train_dataset=[{"number": number} for number in range(steps * options.batch)],
-                data_collator=Batches(model.config, options.longest, options.same),
+                data_collator=(OfEncoders if encodes else Batches)(model.config, options.longest, options.same),
             )
             trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED, WAITED, options.steps))
             trainer.train()
