@@ -93,51 +93,40 @@ MODELS: dict[str, Callable[[], Any]] = {
 class Batches:
     """A collator: a batch of the numbers of its rows, each row of its own length, the same in every run."""
 
-    def __init__(self, config: Any, longest: int, same: bool) -> None:
+    def __init__(self, config: Any, rows: int, longest: int, same: bool) -> None:
         self.config, self.longest, self.same = config, longest, same
         vision = getattr(config, "vision_config", None)
         self.patches = None if vision is None else torch.randn(_MOST_PATCHES, 6 * vision.patch_size**2)
+        self.rows = [self.row(torch.Generator().manual_seed(number)) for number in range(rows)]
+
+    def row(self, drawn: torch.Generator) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Tokens, and how many patches an image before them is high and wide, if there is one."""
+        count = self.longest if self.same else int(torch.randint(self.longest // 8, self.longest, (), generator=drawn))
+        most = min(self.config.get_text_config().vocab_size, 60000)  # below those that stand for images
+        ids = torch.randint(10, most, (count,), generator=drawn)
+        if self.patches is None:
+            return ids, (0, 0)
+        high, wide = (26, 26) if self.same else (2 * torch.randint(8, 19, (2,), generator=drawn)).tolist()
+        start = torch.tensor([self.config.vision_start_token_id])
+        return torch.cat([start, torch.full((high * wide // 4,), self.config.image_token_id), ids]), (high, wide)
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        drawn = [torch.Generator().manual_seed(row["number"]) for row in rows]
-        pictures = None if self.patches is None else [self.picture(generator) for generator in drawn]
-        each = [self.row(generator, at, pictures) for at, generator in enumerate(drawn)]
-        ids = torch.nn.utils.rnn.pad_sequence(each, True)
+        each, pictures = zip(*[self.rows[row["number"]] for row in rows], strict=True)
+        ids = torch.nn.utils.rnn.pad_sequence(list(each), True)
         mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in each], True)
         batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        if pictures is not None and self.patches is not None:
-            count = sum(high * wide for high, wide in pictures)
-            batch["pixel_values"] = self.patches[:count].clone()
+        if self.patches is not None:
+            batch["pixel_values"] = self.patches[: sum(high * wide for high, wide in pictures)].clone()
             batch["image_grid_thw"] = torch.tensor([(1, *size) for size in pictures])
             batch["mm_token_type_ids"] = (ids == self.config.image_token_id).int()
         return batch
 
-    def row(self, drawn: torch.Generator, at: int, pictures: list[tuple[int, int]] | None) -> torch.Tensor:
-        count = self.longest if self.same else int(torch.randint(self.longest // 8, self.longest, (), generator=drawn))
-        ids = torch.randint(10, 60000, (count,), generator=drawn)
-        if pictures is None:
-            return ids
-        tokens = pictures[at][0] * pictures[at][1] // 4
-        start = torch.tensor([self.config.vision_start_token_id])
-        return torch.cat([start, torch.full((tokens,), self.config.image_token_id), ids])
-
-    def picture(self, drawn: torch.Generator) -> tuple[int, int]:
-        """Patches high and wide: 256 to 576 pixels each way."""
-        if self.same:
-            return 26, 26
-        high, wide = (2 * torch.randint(8, 19, (2,), generator=drawn)).tolist()
-        return high, wide
-
 
 class OfEncoders(Batches):
-    """Many short rows, with a class each."""
-
-    def __init__(self, config: Any, longest: int, same: bool) -> None:
-        super().__init__(config, longest // 8, same)
+    """Rows with a class each."""
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
-        batch = super().__call__([{"number": 8 * row["number"] + more} for row in rows for more in range(8)])
-        batch["input_ids"] %= self.config.vocab_size
+        batch = super().__call__(rows)
         return {**batch, "labels": batch["input_ids"][:, 0] % 2}
 
 
@@ -164,6 +153,7 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
     try:
         model = made()
         encodes = type(model).__name__.startswith("Bert")
+        batch, longest = (8 * options.batch, options.longest // 8) if encodes else (options.batch, options.longest)
         if not encodes:
             model = with_adapters(model)
         model.train()
@@ -172,7 +162,7 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
                 model,
                 transformers.TrainingArguments(
                     folder,
-                    per_device_train_batch_size=options.batch,
+                    per_device_train_batch_size=batch,
                     max_steps=steps,
                     bf16=True,
                     logging_steps=1,
@@ -181,8 +171,8 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
                     disable_tqdm=True,
                     remove_unused_columns=False,
                 ),
-                train_dataset=[{"number": number} for number in range(steps * options.batch)],
-                data_collator=(OfEncoders if encodes else Batches)(model.config, options.longest, options.same),
+                train_dataset=[{"number": number} for number in range(steps * batch)],
+                data_collator=(OfEncoders if encodes else Batches)(model.config, steps * batch, longest, options.same),
             )
             trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED, WAITED, options.steps))
             trainer.train()
