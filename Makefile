@@ -4,7 +4,7 @@
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
 #   make test-oldest   the tests of models with the oldest Transformers that is supported
 #   make test-torch    the Python tests with the newest PyTorch, which is large
-#   make test-trl      the trainers' tests with earlier releases of TRL and PEFT, with DeepSpeed and torchao
+#   make test-trl      the trainers' tests with earlier releases of TRL and PEFT, DeepSpeed, torchao, Sentence Transformers
 #   make test-models   one training step of each model type of Transformers
 #   make lint    format and style only
 #   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
@@ -106,7 +106,7 @@ $(TRL)/stamp: requirements/trl.txt
 
 test-trl: install $(TRL)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py tests/py/test_peft_deepspeed.py \
-	    tests/py/test_peft_torchao.py tests/py/test_shardings.py
+	    tests/py/test_peft_torchao.py tests/py/test_shardings.py tests/py/test_sentence_transformers.py
 	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_walks.py
 	for release in $(TRL_RELEASES); do \
 	    PYTHONPATH=$(TRL)/$$release:$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py || exit; \

@@ -5,7 +5,8 @@
 
 A block stands between `<!-- measured: bench/results/FILE.json [word ...] -->` and `<!-- /measured -->`. What is written
 depends on what wrote the file: `bastile bench` (words: the operators to show; none: all), `bastile sweep` (`floor`: its
-column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py, tools/families.py."""
+column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py, tools/families.py, tools/lengths.py,
+tools/trl_lora.py."""
 
 import argparse
 import json
@@ -278,6 +279,46 @@ def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     ]
 
 
+def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/lengths.py."""
+
+    def cell(found: dict[str, Any]) -> str:
+        return f"{milliseconds(found['queued_seconds'])} ({found['peak_reserved_bytes'] / GIB:.1f})"
+
+    table = [["milliseconds of a step (GiB reserved)", "Transformers", "**Bastile**", "faster"]]
+    for row in run["lengths"]:
+        stock, ours = row["stock"], row["bastile"]
+        gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.1f} x"
+        table.append([row["title"], cell(stock), f"**{cell(ours)}**", gain])
+    return [
+        f"{run['device']}, {run['date']}; {versions_of(run['versions'])}.",
+        f"`{run['command']}`, [all figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
+def floors(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_lora.py --floor."""
+    head = ["milliseconds of a step (peak GiB)", "median", "one after the other", "products and attention alone"]
+    table = [head]
+    for step in run["floors"]:
+        name = (
+            f"{step['shape']}, {step['batch']} x {step['length']}" + ", gradient checkpointing" * step["checkpointing"]
+        )
+        floor = step["floor_seconds"]
+        times = [
+            f"{milliseconds(step[each])}, {step[each] / floor:.3f} x" for each in ("median_seconds", "queued_seconds")
+        ]
+        table.append([f"{name} ({step['peak_bytes'] / GIB:.1f})", *times, milliseconds(floor)])
+    return [
+        f"{run['device']}, {run['date']}; TRL {run['versions']['trl']}, {versions_of(run['versions'])}.",
+        f"`{run['command']}`, [all figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
 def text_of(path: Path, words: list[str], link: str) -> str:
     run = json.loads(path.read_text())
     if "results" in run:
@@ -286,6 +327,10 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = demo
     elif "steps" in run:
         write = trainers
+    elif "lengths" in run:
+        write = lengths
+    elif "floors" in run:
+        write = floors
     elif "families" in run:
         write = families
     elif "models" in run:
