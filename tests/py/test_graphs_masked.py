@@ -14,7 +14,7 @@ from torch import nn
 import bastile
 from bastile.graphs.masked import Masks
 from bastile.graphs.stack import Stack, _stacks
-from conftest import gradients
+from conftest import gradients, older_than
 from graphing import DEVICE, allow_graphs
 from test_chunked_attention import assert_near
 from test_graphs_lengths import LENGTHS, PADDED
@@ -98,6 +98,8 @@ def of_encoders() -> tuple[Stack, Any]:
 @pytest.mark.parametrize("name", TYPES)
 def test_the_numbers_of_steps_without_graphs(name: str, masked: bool) -> None:
     """Where nothing is masked the layers are given no mask, and get one."""
+    if older_than("5.17") and name.startswith(("Modern", "Esm", "Bart")):
+        pytest.skip("its attention has code of its own there, or does not say that it is not causal")
     model = made(name)
     want = trained(model, False, masked)
     got = trained(model, True, masked)

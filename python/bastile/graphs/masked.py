@@ -16,7 +16,7 @@ from bastile.graphs.longer import Longer, are_of_rows
 
 _MASK, _CAUSAL = "attention_mask", "is_causal"
 #: Tensors of each token, and which dimension tokens are.
-_OF_TOKENS = {"position_embeddings": 1, "position_ids": 1}
+_OF_TOKENS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
 
 
 class Masks:
@@ -76,8 +76,8 @@ class Masked(Longer):
             return type(value) is torch.Tensor and value.dtype is torch.bool and tuple(value.shape) == shape
         if name not in _OF_TOKENS:
             return isinstance(value, torch.Tensor) and not value.dim()
-        leaves = value if type(value) in (tuple, list) else [value]
-        return all(type(t) is torch.Tensor and t.dim() > 1 and t.shape[1] == self.rows for t in leaves)
+        leaves, dim = value if type(value) in (tuple, list) else [value], _OF_TOKENS[name]
+        return all(type(t) is torch.Tensor and t.dim() > dim and t.shape[dim] == self.rows for t in leaves)
 
     def longer(self, args: Any, kwargs: Any, is_first: bool) -> tuple[Any, Any]:
         hidden = self.hidden(args[0])
@@ -103,4 +103,4 @@ class Masked(Longer):
         return found
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.of_rows(tensor, 1)
+        return self.of_rows(tensor, min(tensor.dim() - 1, 1))
