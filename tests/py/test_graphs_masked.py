@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,12 +63,14 @@ def made(name: str, **more: Any) -> Any:
 KEPT: list[Any] = []
 
 
-def trained(model: nn.Module, graphs: bool, masked: bool = True, **more: Any) -> list[Any]:
+def trained(
+    model: nn.Module, graphs: bool, masked: bool = True, lengths: Sequence[int] = LENGTHS, **more: Any
+) -> list[Any]:
     bastile.apply(cuda_graphs=graphs)
     bastile.report(reset=True)
     model = copy.deepcopy(model).to(DEVICE).train()
     found = []
-    for step, length in enumerate(LENGTHS):
+    for step, length in enumerate(lengths):
         drawn = torch.Generator().manual_seed(step)
         ids = torch.randint(5, 90, (2, length), generator=drawn)
         given = {"input_ids": ids}
@@ -110,6 +113,22 @@ def test_the_numbers_of_steps_without_graphs(name: str, masked: bool) -> None:
     assert not line.aside
     assert line.ran >= PADDED - FIRST
     assert {key[1][0][1] for key in stack.captured} <= {16, 32}
+
+
+def test_layers_in_one_graph() -> None:
+    """The padding goes from layer to layer, and is cut off behind the last one alone."""
+    trained(made("BertForMaskedLM"), True)
+    stack, _ = of_encoders()
+    assert stack.captured
+    assert all(len(captured.runs) == 1 for captured in stack.captured.values())
+
+
+def test_batches_of_which_nothing_is_masked_are_no_kind_of_their_own() -> None:
+    """One of three; nor is one with a mask that is as long by itself as others are when they are padded."""
+    trained(made("BertForMaskedLM"), True, lengths=[*LENGTHS, 16, 32, 16, 32])
+    stack, line = of_encoders()
+    assert len(stack.captured) == 2
+    assert line.ran >= PADDED + 4 - FIRST
 
 
 def test_eager_attention_is_left() -> None:
@@ -172,6 +191,17 @@ def test_the_padding_is_masked() -> None:
     again, same = found.longer((hidden, mask), {"position_embeddings": tables}, is_first=False)
     assert again[1] is seen
     assert same["position_embeddings"] is named["position_embeddings"]
+
+
+def test_a_mask_that_has_been_written_to() -> None:
+    mask, hidden = torch.ones(2, 1, 37, 37, dtype=torch.bool), torch.ones(2, 37, 4)
+    found = masks().of([Layer()], (hidden, mask), {})
+    assert found is not None
+    before = found.longer((hidden, mask), {}, is_first=True)[0][1]
+    mask[1, ..., 30:] = False
+    after = found.longer((hidden, mask), {}, is_first=False)[0][1]
+    assert torch.equal(after[..., :37, :37], mask)
+    assert before[..., :37, :37].all()
 
 
 @pytest.mark.parametrize("given", [((None,), {}), ((), {}), ((), {"attention_mask": None})])

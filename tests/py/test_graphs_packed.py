@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import bastile
+from bastile.graphs import packed
 from bastile.graphs.packed import Packed, Packs
 from bastile.graphs.stack import Stack, _stacks
 from bastile.models import chunks
@@ -80,6 +81,17 @@ def test_the_numbers_of_steps_without_graphs(kind: str) -> None:
     assert line.ran >= 8
     assert len(stack.captured) <= 4
     assert all(key[1][0][-2] in (96, 112, 128, 160, 192, 224, 256) for key in stack.captured)
+
+
+@pytest.mark.skipif(ON_CUDA, reason="float32")
+def test_how_long_the_longest_may_be_is_part_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that cannot be as long as all together: attention starts as many blocks as it was captured with."""
+    monkeypatch.setattr(packed, "_MOST_EMPTY", 0)
+    stack, line = assert_alike("qwen2_vl", model_of("qwen2_vl"))
+    assert not line.aside
+    kinds = {key: key[-2][-1] for key in stack.notes if key[-2][-1] and type(key[-2][-1][0]) is int}
+    assert len(set(kinds.values())) > 1
+    assert all(tuple(note.open.values()) == kinds[key] for key, note in stack.notes.items() if key in kinds)
 
 
 @pytest.mark.skipif(ON_CUDA, reason="float32")
@@ -163,15 +175,15 @@ def packs() -> Packs:
 
 
 def test_the_padding_is_a_sequence_of_its_own() -> None:
-    packed = packs().of(layers(), (torch.ones(37, 4),), kwargs := given(37, [30, 7]))
-    assert packed is not None
-    (hidden,), longer = packed.longer((torch.ones(37, 4),), kwargs, is_first=True)
+    found = packs().of(layers(), (torch.ones(37, 4),), kwargs := given(37, [30, 7]))
+    assert found is not None
+    (hidden,), longer = found.longer((torch.ones(37, 4),), kwargs, is_first=True)
     assert hidden.shape == (48, 4)
     assert hidden[37:].eq(0).all()
     assert longer["tables"][0].shape == (48, 3)
     assert longer["cu_seqlens"].tolist() == [0, 30, 37, 48, 48, 48, 48, 48, 48]
     assert chunks.opened(longer["cu_seqlens"]) == 0
-    again = packed.longer((torch.ones(37, 4),), kwargs, is_first=False)[1]
+    again = found.longer((torch.ones(37, 4),), kwargs, is_first=False)[1]
     assert again["tables"] is longer["tables"]
     assert again["cu_seqlens"] is longer["cu_seqlens"]
 
@@ -179,12 +191,12 @@ def test_the_padding_is_a_sequence_of_its_own() -> None:
 def test_many_windows() -> None:
     """No sequence of the padding is longer than what is said of them all."""
     lengths = [64] * 1000 + [40]
-    packed = packs().of(layers(), (torch.ones(64040, 1),), kwargs := given(64040, lengths))
-    assert packed is not None
-    ends = packed.longer((torch.ones(64040, 1),), kwargs, is_first=True)[1]["cu_seqlens"]
+    found = packs().of(layers(), (torch.ones(64040, 1),), kwargs := given(64040, lengths))
+    assert found is not None
+    ends = found.longer((torch.ones(64040, 1),), kwargs, is_first=True)[1]["cu_seqlens"]
     assert chunks.opened(ends) == 64
     assert ends.diff().max() == 64
-    assert (ends[0], ends[-1], len(ends)) == (0, packed.to, 2049)
+    assert (ends[0], ends[-1], len(ends)) == (0, found.to, 2049)
     assert ends[:1002].tolist() == kwargs["cu_seqlens"].tolist()
 
 
@@ -201,8 +213,8 @@ def test_many_windows() -> None:
 )
 def test_what_is_not_known_is_left(other: dict[str, Any]) -> None:
     kwargs = {**given(37, [30, 7]), **other}
-    packed = packs().of(layers(), (torch.ones(37, 4),), kwargs)
-    assert packed is None or not packed.takes((torch.ones(37, 4),), kwargs)
+    found = packs().of(layers(), (torch.ones(37, 4),), kwargs)
+    assert found is None or not found.takes((torch.ones(37, 4),), kwargs)
     assert Packed(37, 48, 0).takes((torch.ones(37, 4),), given(37, [30, 7]))
 
 

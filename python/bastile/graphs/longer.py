@@ -37,10 +37,9 @@ class Longer(ABC):
         self._given_out: Any = None
         self._inner: Any = None  # what that stands for
 
-    @property
-    def kind(self) -> Any:
-        """What else tells one kind of such a step from another."""
-        return ()
+    def kind(self, asked: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What else tells one kind of such a step from another. asked: of those that are as long by themselves."""
+        return asked
 
     @abstractmethod
     def takes(self, args: Any, kwargs: Any) -> bool:

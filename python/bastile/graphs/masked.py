@@ -57,6 +57,9 @@ class Masked(Longer):
         self._batch, self._device, self._names = batch, device, names
         self._none: torch.Tensor | None = None  # in the place of no mask
 
+    def kind(self, asked: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([each for each in asked if each != (_MASK, None)])  # no mask becomes one
+
     def takes(self, args: Any, kwargs: Any) -> bool:
         if not args or len(args) > len(self._names):
             return False

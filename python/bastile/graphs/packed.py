@@ -53,9 +53,8 @@ class Packed(Longer):
         self.longest: list[int] = []  # how long the sequences of the first layer's boundaries may be
         self._ends: list[torch.Tensor] = []
 
-    @property
-    def kind(self) -> Any:
-        return tuple(self.longest)
+    def kind(self, asked: tuple[Any, ...]) -> tuple[Any, ...]:
+        return *asked, tuple(self.longest)
 
     def takes(self, args: Any, kwargs: Any) -> bool:
         if not args or kwargs.get(_BOUNDARIES) is None:

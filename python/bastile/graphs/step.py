@@ -41,7 +41,7 @@ _CHANGED = "layers that have changed"
 
 
 class Step:
-    def __init__(self, stack: Stack, mode: Mode, asked: Any) -> None:
+    def __init__(self, stack: Stack, mode: Mode, asked: tuple[Any, ...]) -> None:
         """asked: what else tells one kind of step from another."""
         self.stack, self.mode, self.asked = stack, mode, asked
         self.layers = stack.layers
@@ -280,7 +280,7 @@ class Step:
             self._autocast.key(),
             conditions.settings(),
             stream,
-            (self.asked, self.longer is not None and self.longer.kind),
+            self.asked if self.longer is None else self.longer.kind(self.asked),
         )
         self.first_given = len(self.given.tensors)
         return self.stack.with_what_is_read(key, self.given.tensors)
