@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bastile.graphs.between import Between
 from bastile.graphs.returned import hidden_of
+from bastile.ops._valid_rows import version
 
 #: Modules without others in them, by where they are defined: each row of theirs is of one row.
 _OF_ROWS = (
@@ -101,11 +102,11 @@ class Longer(ABC):
         return self.padded(tensor) if tensor.dim() else tensor
 
     def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        was, version, found = self._made.get(id(tensor), (None, 0, None))
-        return found if was is tensor and version == tensor._version else None
+        was, then, found = self._made.get(id(tensor), (None, 0, None))
+        return found if was is tensor and then == version(tensor) else None
 
     def keep(self, tensor: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
-        self._made[id(tensor)] = tensor, tensor._version, padded
+        self._made[id(tensor)] = tensor, version(tensor), padded
         return padded
 
 
