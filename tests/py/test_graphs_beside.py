@@ -57,7 +57,10 @@ def test_each_pass_has_memory_of_its_own(passes: int, accumulate: int) -> None:
     # The first step is noted; in the second, passes wait for the first one's backward pass for the last time.
     assert aside == {WAITS: passes - 1}
     assert replayed == 1 + 4 * passes
-    assert len(list(stacks._stacks[kept.model].and_beside())) == passes  # type: ignore[index]
+    first, *others = stacks._stacks[kept.model].and_beside()  # type: ignore[index]
+    assert len(others) == passes - 1
+    assert all(captured.lends_gradients for captured in first.captured.values())
+    assert not any(captured.lends_gradients for other in others for captured in other.captured.values())
 
 
 def test_a_pass_that_has_no_backward_pass_gets_none_beside() -> None:

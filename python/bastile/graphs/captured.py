@@ -6,7 +6,8 @@ Gradients of parameters are lent, too: the next step writes there, and by then m
 Of those that have not they become copies, then and from then on.
 
 Where layers are checkpointed gradients are always copies. What they take then is the memory that the loss had, which is
-free by that time; in the pool of such a step, which keeps little else, it would be more memory for good."""
+free by that time; in the pool of such a step, which keeps little else, it would be more memory for good. So are those of
+a pass beside another one, for autograd adds them to the other's."""
 
 from __future__ import annotations
 
@@ -223,9 +224,16 @@ class Captured:
     """The graphs of a stack."""
 
     def __init__(
-        self, recorder: Recorder, modules: Sequence[nn.Module], note: Note, autocast: Autocast, is_new: bool = False
+        self,
+        recorder: Recorder,
+        modules: Sequence[nn.Module],
+        note: Note,
+        autocast: Autocast,
+        is_new: bool = False,
+        lends_gradients: bool = True,
     ) -> None:
-        """is_new: no such step has run; the note is one of others."""
+        """is_new: no such step has run; the note is one of others. lends_gradients: those of parameters may lie in the
+        pool until the next step, where they are not to be copied anyway."""
         self.is_foreseen = is_new  # until a step has been called as the note says
         self.broken_off = 0  # steps that were to be replayed and became something else on the way
         self.runs = runs_of(modules, note)
@@ -237,7 +245,7 @@ class Captured:
             _open(self.others[place].tensor, longest, note.calls[0].hidden[0])
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
-        self.lends_gradients = not note.checkpoints
+        self.lends_gradients = lends_gradients and not note.checkpoints
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording(self._warm_up if is_new else None):
             self._record()

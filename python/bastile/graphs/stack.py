@@ -95,9 +95,10 @@ class Stack:
         self.lengths = Lengths()
         self.packs, self.masks = Packs(), Masks()
         self.tables = Tables()
+        self.is_beside = beside is not None
         self.beside: Stack | None = None
         #: A pass that another one came after has had its backward pass then, and so will others.
-        self.may_have_one_beside = beside is not None
+        self.may_have_one_beside = self.is_beside
         if beside is not None:
             self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
             self.lengths, self.tables = beside.lengths, beside.tables

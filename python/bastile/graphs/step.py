@@ -339,7 +339,7 @@ class Step:
         assert stack.recorder is not None
         stack.make_way(_tokens(key))
         try:
-            captured = Captured(stack.recorder, self.layers, noted, self._autocast, is_new)
+            captured = Captured(stack.recorder, self.layers, noted, self._autocast, is_new, not stack.is_beside)
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             _log.debug("capturing layers failed", exc_info=True)
