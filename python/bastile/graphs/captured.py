@@ -6,8 +6,8 @@ Gradients of parameters are lent, too: the next step writes there, and by then m
 Of those that have not they become copies, then and from then on.
 
 Where layers are checkpointed gradients are always copies. What they take then is the memory that the loss had, which is
-free by that time; in the pool of such a step, which keeps little else, it would be more memory for good. So are those of
-a pass beside another one, for autograd adds them to the other's."""
+free by that time; in the pool of such a step, which keeps little else, it would be more memory for good. So are those
+of a pass beside another one, for autograd adds them to the other's."""
 
 from __future__ import annotations
 
