@@ -42,10 +42,6 @@ def texts(name: str, **values: Any) -> Any:
     return built(name, torch.bfloat16, **values)
 
 
-def encoder(name: str) -> Any:
-    return built(name)
-
-
 def images() -> Any:
     text = widths(2048, 6144, 16, 8, 151936, 28, head_dim=128, **rope(24, 20, 20, mrope_interleaved=True))
     return built(
@@ -85,8 +81,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),  # LFM2 1.2B
     "qwen3_vl": images,  # Qwen3-VL 2B
     "qwen2_5_vl": windows,  # Qwen2.5-VL 3B
-    "bert": partial(encoder, "BertForSequenceClassification"),  # BERT base
-    "bert_embeddings": partial(encoder, "BertModel"),
+    "bert": partial(built, "BertForSequenceClassification"),  # BERT base
+    "bert_embeddings": partial(built, "BertModel"),
 }  # fmt: skip
 
 

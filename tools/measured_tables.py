@@ -272,7 +272,7 @@ def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     table = [["milliseconds of a step (peak GiB)", "Transformers", "**Bastile**", "faster"]]
     table += [[f"`{row['type']}`", cell(row, "stock"), f"**{cell(row, 'bastile')}**", gain(row)] for row in rows]
     return [
-        f"{run['device']}, {run['date']}; {versions_of(run['versions'])}.",
+        f"{made(run['device'], run, run['versions'])}.",
         f"`{run['command']}`, [all figures]({link}).",
         "",
         *rows_of(table),
@@ -291,7 +291,7 @@ def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.1f} x"
         table.append([row["title"], cell(stock), f"**{cell(ours)}**", gain])
     return [
-        f"{run['device']}, {run['date']}; {versions_of(run['versions'])}.",
+        f"{made(run['device'], run, run['versions'])}.",
         f"`{run['command']}`, [all figures]({link}).",
         "",
         *rows_of(table),

@@ -89,8 +89,13 @@ def is_causal(forward: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:
     # Of functions within, too: some models make a mask when a layer first wants it.
     names = set() if code is None else {name for each in codes(code) for name in each.co_names}
     masks = {name for name in names if name.startswith("create_") and name.endswith("_mask")}
-    attentions = [module for layer in layers for module in layer.modules() if hasattr(module, "is_causal")]
+    attentions = attentions_of(layers)
     return bool(masks) and masks <= _MASKS and bool(attentions) and all(module.is_causal for module in attentions)
+
+
+def attentions_of(layers: Sequence[nn.Module]) -> list[Any]:
+    """What in layers says whether it is causal."""
+    return [module for layer in layers for module in layer.modules() if hasattr(module, "is_causal")]
 
 
 def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[dict[str, Any], int] | None:

@@ -68,7 +68,7 @@ class Longer(ABC):
         if is_last:
             found = self._cut(inner).clone()  # whoever keeps it is not to keep a graph's memory
         elif type(inner) is Between:
-            found = Between.of(lambda: self._cut(_seen(inner)))
+            found = Between.of(lambda: self._cut(inner.seen()))
         else:
             found = self._cut(inner)
         self._given_out = found
@@ -117,8 +117,3 @@ def are_of_rows(layers: Sequence[Any]) -> bool:
     leaves = {type(module) for module in modules if next(module.children(), None) is None}
     known = [cls.__name__.endswith("Norm") or f"{cls.__module__}.".startswith(_OF_ROWS) for cls in leaves]
     return all(known) and not any(isinstance(module, nn.MultiheadAttention) for module in modules)
-
-
-def _seen(between: Between) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        return between.seen()

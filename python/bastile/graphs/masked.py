@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bastile.graphs.lengths import Lengths, longer_mask
+from bastile.graphs.lengths import Lengths, attentions_of, longer_mask
 from bastile.graphs.longer import Longer, are_of_rows
 
 _MASK, _CAUSAL = "attention_mask", "is_causal"
@@ -33,7 +33,7 @@ class Masks:
             return None
         if self.lengths.never is None:
             self._names = list(inspect.signature(type(layers[0]).forward).parameters)[1:]
-            attentions = [module for layer in layers for module in layer.modules() if hasattr(module, _CAUSAL)]
+            attentions = attentions_of(layers)
             self._config = getattr(attentions[0], "config", None) if attentions else None
             # Then an attention is masked by what it is given alone.
             see_all = bool(attentions) and not any(module.is_causal for module in attentions)

@@ -169,8 +169,9 @@ class Stack:
         found = self.packs.of(self.layers, args, kwargs) or self.masks.of(self.layers, args, kwargs)
         if [lengths.vary for lengths in each] != varied:
             self.start_over()  # those beside, when they are full
-        is_known = any(isinstance(note, Note) and note.returns_hidden for note in self.notes.values())
-        return found if is_known else None
+        if found is None or not any(isinstance(n, Note) and n.returns_hidden for n in self.notes.values()):
+            return None
+        return found
 
     def never_longer(self) -> None:
         """Steps that are padded there cannot be captured."""
