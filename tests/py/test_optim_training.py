@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import bastile
@@ -192,6 +193,40 @@ def sharded(rank: int) -> None:
 
 def test_shards_and_replicas(tmp_path: Path) -> None:
     on_processes(2, tmp_path, sharded)
+
+
+def sharded_unevenly(rank: int) -> None:
+    """Parameters of which this process has more or less than the other one, or nothing."""
+    from torch.distributed.fsdp import fully_shard
+
+    def made() -> torch.nn.ParameterDict:
+        drawn = torch.Generator().manual_seed(1)
+        sizes = {"one_row": (1, 5), "three_rows": (3, 7), "one": (1,), "even": (4, 2)}
+        return torch.nn.ParameterDict({name: torch.randn(size, generator=drawn) for name, size in sizes.items()})
+
+    found = []
+    for optimizer_of, model in ((torch.optim.AdamW, made()), (AdamW, fully_shard(made()))):
+        optimizer = optimizer_of(model.parameters(), lr=1e-2)
+        for step in range(3):
+            for p in model.parameters():
+                mine = (p.to_local() if isinstance(p, DTensor) else p).detach()
+                gradient = (mine + step).sin()
+                p.grad = (
+                    DTensor.from_local(gradient, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+                    if isinstance(p, DTensor)
+                    else gradient
+                )
+            if optimizer_of is AdamW:
+                clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        found.append([getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
+def test_shards_of_different_sizes(tmp_path: Path) -> None:
+    on_processes(2, tmp_path, sharded_unevenly)
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------

@@ -213,6 +213,19 @@ def test_who_shards_keeps_torchs(kind: str, tmp_path: Path) -> None:
     assert [kind in why for line in bastile.report() for why in line.aside] == [True]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_fsdp2_does_not(device: str, tmp_path: Path) -> None:
+    """Not even in a process that gets its weights from another one later: all must choose alike."""
+    bastile.apply()
+    trainer = trainer_of(tmp_path)
+    trainer.model = trainer.model.to(device)
+    trainer.accelerator = SimpleNamespace(
+        distributed_type=DistributedType.FSDP, is_fsdp2=True, clip_grad_norm_=None, state=SimpleNamespace()
+    )
+    trainer.create_optimizer()
+    assert type(trainer.optimizer) is AdamW
+
+
 def test_it_can_be_left_out(tmp_path: Path) -> None:
     names = bastile.apply(adamw=False)
     assert "adamw" not in names

@@ -19,7 +19,8 @@ from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
 TRAINER = "transformers.trainer"
-#: Ways of running in which Accelerate leaves parameters whole and the optimiser to itself.
+#: Ways of running in which Accelerate leaves parameters whole and the optimiser to itself. FSDP2, beside them, hands
+#: the optimiser its shards.
 _WHOLE = frozenset({"NO", "MULTI_GPU", "MULTI_CPU"})
 #: Of a callback: what is called between clipping and the end of the step.
 _BETWEEN = ("on_pre_optimizer_step", "on_optimizer_step")
@@ -56,7 +57,8 @@ def _create_optimizer(tally: Tally, original: Any) -> Any:
 
 def _why_not(trainer: Any, optimizer: torch.optim.Optimizer) -> str | None:
     kind = trainer.accelerator.distributed_type.name
-    if kind not in _WHOLE:
+    shards = getattr(trainer.accelerator, "is_fsdp2", False)
+    if kind not in _WHOLE and not shards:
         return f"{kind} has a say in the optimiser"
     from bastile.optim.adamw import TORCHS_ALONE, serves
 
@@ -64,7 +66,9 @@ def _why_not(trainer: Any, optimizer: torch.optim.Optimizer) -> str | None:
         return f"{' or '.join(TORCHS_ALONE)}, which torch's AdamW alone has"
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if type(p) is not nn.Parameter or not serves(p):
+            # Processes that FSDP2 sends their weights later have them on no device yet; all must choose alike.
+            is_to_come = shards and p.is_meta and p.is_floating_point() and p.dtype != torch.float64
+            if not (is_to_come or (type(p) is nn.Parameter and serves(p))):
                 return f"a parameter is a {type(p).__name__} of {p.dtype} on {p.device.type}"
     return "it has hooks" if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else None
 

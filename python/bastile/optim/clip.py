@@ -10,6 +10,7 @@ import torch
 
 from bastile.ops._common import PLAIN, served
 from bastile.ops.optim import grad_norm, scale_
+from bastile.optim.moments import local
 
 if TYPE_CHECKING:
     from bastile.optim.adamw import AdamW
@@ -87,6 +88,10 @@ def _served(gradients: list[torch.Tensor]) -> bool:
     )
 
 
+def _is_sharded(gradients: list[torch.Tensor]) -> bool:
+    return any(hasattr(g, "to_local") for g in gradients)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements fill their memory, each once."""
     if tensor.is_contiguous():
@@ -157,10 +162,18 @@ def clip_in_step(trainer: Any, *, unless: Callable[[], bool] | None = None) -> N
         if optimizer is None or float(norm_type) != 2.0 or not optimizer.has_exactly(given):
             return before(given, max_norm, norm_type)
         accelerator.unscale_gradients()
-        if unless is not None and unless():
+        at_once = unless is not None and unless()
+        gradients = [g for p in given if (g := p.grad) is not None]
+        if at_once and not _is_sharded(gradients):
             return clip_grad_norm_(given, max_norm)
         with torch.no_grad():
-            return _clip_next_step(optimizer, [g for p in given if (g := p.grad) is not None], max_norm)
+            if not at_once:
+                return _clip_next_step(optimizer, gradients, max_norm)
+            # As if within the step: all processes exchange the same, whether or not each has somebody who looks.
+            norm, coefficient = total_norm(gradients, max_norm)
+            for g in map(local, gradients):
+                g.mul_(coefficient.to(g.device))
+            return norm
 
     accelerator.clip_grad_norm_ = clip
 
