@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bastile.graphs.between import Between
+from bastile.graphs.captured import Note
 from bastile.graphs.returned import hidden_of
 from bastile.ops._valid_rows import version
 
@@ -54,6 +55,10 @@ class Longer(ABC):
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
         """One of the tensors that a layer is given, but its hidden states and what has a name of its own."""
 
+    def suits(self, note: Note) -> bool:
+        """Whether what layers return in such a step is cut where it has to be."""
+        return note.returns_hidden
+
     def was_asked(self) -> bool:
         """Whether the host has asked for numbers of the padding that it was not to ask for."""
         return False
@@ -72,7 +77,12 @@ class Longer(ABC):
         else:
             found = self._cut(inner)
         self._given_out = found
-        return found if inner is output else type(output)((found, *output[1:]))
+        if inner is output:
+            return found
+        for other in output[1:]:
+            if isinstance(other, torch.Tensor):
+                self.keep(other, other)  # layers that get it are as long
+        return type(output)((found, *output[1:]))
 
     def _cut(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden.narrow(self.dim, 0, self.rows)
@@ -110,10 +120,11 @@ class Longer(ABC):
         return padded
 
 
-def are_of_rows(layers: Sequence[Any]) -> bool:
+def are_of_rows(layers: Sequence[Any], have_tables: bool = False) -> bool:
     """Whether nothing in layers but their attention has to do with more than one row at a time, as far as their modules
-    say."""
+    say. have_tables: attention may have an nn.Embedding."""
     modules = [module for layer in layers for module in layer.modules()]
     leaves = {type(module) for module in modules if next(module.children(), None) is None}
+    leaves -= {nn.Embedding} if have_tables else set()
     known = [cls.__name__.endswith("Norm") or f"{cls.__module__}.".startswith(_OF_ROWS) for cls in leaves]
     return all(known) and not any(isinstance(module, nn.MultiheadAttention) for module in modules)

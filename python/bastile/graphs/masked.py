@@ -11,12 +11,19 @@ from typing import Any
 
 import torch
 
+from bastile.graphs.captured import Note
 from bastile.graphs.lengths import Lengths, attentions_of, longer_mask
 from bastile.graphs.longer import Longer, are_of_rows
 
-_MASK, _CAUSAL = "attention_mask", "is_causal"
+MASK, _CAUSAL = "attention_mask", "is_causal"
 #: Tensors of each token, and which dimension tokens are.
 _OF_TOKENS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
+
+
+#: What T5's layers make of the first one's table and hand on: of two tokens each, as many as the layers see.
+_HANDED_ON = ("position_bias", "encoder_decoder_position_bias")
+#: A config's whose tables of these have an entry for every distance.
+_BUCKETS = "relative_attention_num_buckets"
 
 
 class Masks:
@@ -27,6 +34,10 @@ class Masks:
         self._names: list[str] = []  # of a layer's parameters
         self._config: Any = None  # of its attention
 
+    @property
+    def all_lengths(self) -> tuple[Lengths, ...]:
+        return (self.lengths,)
+
     def of(self, layers: Sequence[Any], args: Any, kwargs: Any) -> Masked | None:
         """How a step is padded whose first layer is called with these; None where it is left as it is."""
         if self.lengths.never or not args or type(args[0]) is not torch.Tensor:
@@ -35,13 +46,24 @@ class Masks:
             self._names = list(inspect.signature(type(layers[0]).forward).parameters)[1:]
             attentions = attentions_of(layers)
             self._config = getattr(attentions[0], "config", None) if attentions else None
-            # Then an attention is masked by what it is given alone.
-            see_all = bool(attentions) and not any(module.is_causal for module in attentions)
-            self.lengths.never = not (see_all and _MASK in self._names and are_of_rows(layers))
+            has_buckets = isinstance(getattr(self._config, _BUCKETS, None), int)
+            self.lengths.never = not (
+                bool(attentions)
+                and MASK in self._names
+                and self._are_masked(layers, attentions)
+                and are_of_rows(layers, has_buckets)
+            )
         hidden = args[0]
         is_sdpa = getattr(self._config, "_attn_implementation", None) == "sdpa"
         if self.lengths.never or not is_sdpa or hidden.dim() != 3 or not hidden.numel():
             return None
+        return self._padded(hidden, args, kwargs)
+
+    def _are_masked(self, layers: Sequence[Any], attentions: Sequence[Any]) -> bool:
+        """Whether what tokens see is what layers' masks say."""
+        return not any(module.is_causal for module in attentions)
+
+    def _padded(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> Masked | None:
         rows, length = hidden.shape[:2]
         found = Masked(rows, length, hidden.device, self._names)
         if not found.takes(args, kwargs):
@@ -58,7 +80,10 @@ class Masked(Longer):
         self._none: torch.Tensor | None = None  # in the place of no mask
 
     def kind(self, asked: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple([each for each in asked if each != (_MASK, None)])  # no mask becomes one
+        return tuple([each for each in asked if each != (MASK, None)])  # no mask becomes one
+
+    def suits(self, note: Note) -> bool:
+        return super().suits(note) or _HANDED_ON[0] in self._names
 
     def takes(self, args: Any, kwargs: Any) -> bool:
         if not args or len(args) > len(self._names):
@@ -74,9 +99,11 @@ class Masked(Longer):
             return True
         if type(value) is bool:
             return name != _CAUSAL or not value
-        if name == _MASK:
+        if name == MASK:
             shape = (self._batch, 1, self.rows, self.rows)
             return type(value) is torch.Tensor and value.dtype is torch.bool and tuple(value.shape) == shape
+        if name in _HANDED_ON:
+            return isinstance(value, torch.Tensor) and self.known(value) is value
         if name not in _OF_TOKENS:
             return isinstance(value, torch.Tensor) and not value.dim()
         leaves, dim = value if type(value) in (tuple, list) else [value], _OF_TOKENS[name]
@@ -86,14 +113,19 @@ class Masked(Longer):
         hidden = self.hidden(args[0])
         rest = [self._of(name, value) for name, value in zip(self._names[1:], args[1:], strict=False)]
         named = {name: self._of(name, value) for name, value in kwargs.items()}
-        if _MASK not in named and self._names.index(_MASK) >= len(args):
-            named[_MASK] = self._of(_MASK, None)
+        for name in self._needed():
+            if name not in named and self._names.index(name) >= len(args):
+                named[name] = self._of(name, None)
         return (hidden, *rest), named
 
-    def _of(self, name: str, value: Any) -> Any:
-        return self._mask(value) if name == _MASK else self.of_value(value)
+    def _needed(self) -> tuple[str, ...]:
+        """What layers are given though they were called without."""
+        return (MASK,)
 
-    def _mask(self, mask: torch.Tensor | None) -> torch.Tensor:
+    def _of(self, name: str, value: Any) -> Any:
+        return self._mask(value) if name == MASK else self.of_value(value)
+
+    def _mask(self, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Behind are tokens that see all others."""
         found = self._none if mask is None else self.known(mask)
         if found is None:

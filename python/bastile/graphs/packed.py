@@ -33,6 +33,10 @@ class Packs:
     def __init__(self) -> None:
         self.lengths = Lengths()
 
+    @property
+    def all_lengths(self) -> tuple[Lengths, ...]:
+        return (self.lengths,)
+
     def of(self, layers: Sequence[Any], args: Any, kwargs: Any) -> Packed | None:
         """How a step is padded whose first layer is called with these; None where it is left as it is."""
         boundaries = kwargs.get(_BOUNDARIES)

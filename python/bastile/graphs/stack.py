@@ -20,6 +20,7 @@ from bastile.graphs.packed import Packs
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
+from bastile.graphs.seq2seq import Decoders
 from bastile.graphs.tables import Tables
 from bastile.graphs.watch import Watch
 from bastile.models.chunks import lengths_of
@@ -93,7 +94,7 @@ class Stack:
         self._most_tokens = 0  # of what is in the pool
         self._in_vain = 0  # captures since a graph was used again
         self.lengths = Lengths()
-        self.packs, self.masks = Packs(), Masks()
+        self.packs, self.masks, self.decoders = Packs(), Masks(), Decoders()
         self.tables = Tables()
         self.is_beside = beside is not None
         self.beside: Stack | None = None
@@ -102,7 +103,7 @@ class Stack:
         if beside is not None:
             self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
             self.lengths, self.tables = beside.lengths, beside.tables
-            self.packs, self.masks = beside.packs, beside.masks
+            self.packs, self.masks, self.decoders = beside.packs, beside.masks, beside.decoders
         self.is_wary = False  # some layers were found changed in the middle of a step
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
@@ -164,22 +165,24 @@ class Stack:
 
     def longer(self, args: Any, kwargs: Any) -> Longer | None:
         """How a step whose first layer is called with these is padded there, if it is: see bastile.graphs.longer."""
-        each = self.packs.lengths, self.masks.lengths
+        ways = self.packs, self.masks, self.decoders
+        each = [lengths for way in ways for lengths in way.all_lengths]
         varied = [lengths.vary for lengths in each]
-        found = self.packs.of(self.layers, args, kwargs) or self.masks.of(self.layers, args, kwargs)
+        found = next((step for way in ways if (step := way.of(self.layers, args, kwargs)) is not None), None)
         if [lengths.vary for lengths in each] != varied:
             self.start_over()  # those beside, when they are full
-        if found is None or not any(isinstance(n, Note) and n.returns_hidden for n in self.notes.values()):
+        if found is None or not any(isinstance(note, Note) and found.suits(note) for note in self.notes.values()):
             return None
         return found
 
     def never_longer(self) -> None:
         """Steps that are padded there cannot be captured."""
-        self.packs.lengths.never = self.masks.lengths.never = True
+        for way in (self.packs, self.masks, self.decoders):
+            way.lengths.never = True
 
     def do_not_pay(self, tokens: int) -> None:
         """Graphs of so many tokens, nor of more."""
-        for lengths in (self.lengths, self.packs.lengths, self.masks.lengths):
+        for lengths in (self.lengths, self.packs.lengths, self.masks.lengths, self.decoders.lengths):
             lengths.do_not_pay(tokens)
 
     def start_over(self) -> None:

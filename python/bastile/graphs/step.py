@@ -91,7 +91,8 @@ class Step:
         if self.passage is not None:
             self.passage.captured.is_foreseen = False  # it was right
             self.stack.tally.count()
-        if self.has_replayed and self.given.cache is not None and not any(self.checkpointing):
+        is_empty = self.longer is not None or (self.has_replayed and not any(self.checkpointing))
+        if self.given.cache is not None and is_empty:
             caches.leave_unfilled(self.given.cache)
         return result
 

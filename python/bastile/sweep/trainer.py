@@ -84,7 +84,8 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
     nobody waits. build: the model with random weights.
 
     plan: as the sweep's, with "implementation", "batch", "dtype", "checkpointing", and "lora" (a rank, or 0) with
-    "load_in_4bit" and, where not all linear layers have adapters, "targets", the names of those that do."""
+    "load_in_4bit" and, where not all linear layers have adapters, "targets", the names of those that do; "arguments":
+    more of TRL's settings."""
     implementation, untimed = plan["implementation"], plan["warm_up"]
     timed = plan["repeats"]
     steps = untimed + 2 * timed
@@ -122,6 +123,7 @@ def measure(build: Callable[[], Any], length: int, device: torch.device, plan: d
                 seed=plan["seed"],
                 dataset_kwargs={"skip_prepare_dataset": True},
                 **WAYS[implementation],
+                **plan.get("arguments", {}),
             ),
             train_dataset=Dataset.from_dict({"input_ids": tokens.tolist()}),
             processing_class=tokenizer(),
