@@ -5,10 +5,11 @@ bastile.apply(), on one GPU: shapes of published models, random weights, tokens 
 
 Each batch is as long as the longest of its rows, which have between an eighth of --longest and --longest tokens; rows
 of models of images have one image each, of a size of its own. --same: all rows have --longest tokens, and images one
-size. Decoders: adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. BERT: all
-weights, in float32 under autocast, of eight times as many rows, an eighth as long; a classifier, and one whose
+size. Decoders: adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. The others: all
+weights, in float32 under autocast. BERT: eight times as many rows, an eighth as long; a classifier, and one whose
 embeddings of the first half of a batch are to be nearest to those of the second, as Sentence Transformers trains them,
-with two forward passes before each backward pass. The mean of the steps
+with two forward passes before each backward pass. Encoder-decoders: four times as many rows, half as long, and answers
+of a quarter of the tokens that they answer; Whisper: transcripts of an eighth of the tokens. The mean of the steps
 behind the untimed ones, for which nobody waits and which are not logged, and the median of a few for which a callback
 waits. One process, stock first. Prints a JSON object a model as it goes. Needs peft and accelerate."""
 
@@ -83,6 +84,15 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": windows,  # Qwen2.5-VL 3B
     "bert": partial(built, "BertForSequenceClassification"),  # BERT base
     "bert_embeddings": partial(built, "BertModel"),
+    "t5": partial(
+        built, "T5ForConditionalGeneration", d_model=768, d_kv=64, d_ff=2048, num_layers=12, num_heads=12,
+        feed_forward_proj="gated-gelu", decoder_start_token_id=0,
+    ),  # FLAN-T5 base
+    "bart": partial(built, "BartForConditionalGeneration"),  # BART large
+    "whisper": partial(
+        built, "WhisperForConditionalGeneration", d_model=768, encoder_layers=12, decoder_layers=12,
+        encoder_attention_heads=12, decoder_attention_heads=12, encoder_ffn_dim=3072, decoder_ffn_dim=3072,
+    ),  # Whisper small
 }  # fmt: skip
 
 
@@ -126,6 +136,27 @@ class OfEncoders(Batches):
         return {**batch, "labels": batch["input_ids"][:, 0] % 2}
 
 
+class OfAnswers(Batches):
+    """Rows that are answered by the first quarter of their tokens."""
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        answers = [self.rows[row["number"]][0] for row in rows]
+        answers = [ids[: len(ids) // 4] for ids in answers]
+        return {**batch, "labels": torch.nn.utils.rnn.pad_sequence(answers, True, -100)}
+
+
+class OfSound(Batches):
+    """Half a minute each, and what is said in it."""
+
+    def __init__(self, config: Any, *args: Any) -> None:
+        super().__init__(config, *args)
+        self.sound = torch.randn(64, config.num_mel_bins, 3000)
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        return {"input_features": self.sound[: len(rows)].clone(), "labels": super().__call__(rows)["labels"]}
+
+
 class OfPairs(transformers.Trainer):
     """Trains embeddings: of a pair, each is to be nearer to the other than to the rest of the batch."""
 
@@ -148,10 +179,16 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
     steps = UNTIMED + WAITED + options.steps
     try:
         model = made()
-        encodes = type(model).__name__.startswith("Bert")
-        batch, longest = (8 * options.batch, options.longest // 8) if encodes else (options.batch, options.longest)
-        if not encodes:
+        collator, more, shorter = Batches, 1, 1
+        if type(model).__name__.startswith("Bert"):
+            collator, more, shorter = OfEncoders, 8, 8
+        elif type(model).__name__.startswith("Whisper"):
+            collator, more, shorter = OfSound, 4, 8
+        elif model.config.is_encoder_decoder:
+            collator, more, shorter = OfAnswers, 4, 2
+        else:
             model = with_adapters(model)
+        batch, longest = more * options.batch, options.longest // shorter
         model.train()
         with tempfile.TemporaryDirectory() as folder:
             trainer = (OfPairs if type(model).__name__ == "BertModel" else transformers.Trainer)(
@@ -168,7 +205,7 @@ def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict
                     remove_unused_columns=False,
                 ),
                 train_dataset=[{"number": number} for number in range(steps * batch)],
-                data_collator=(OfEncoders if encodes else Batches)(model.config, steps * batch, longest, options.same),
+                data_collator=collator(model.config, steps * batch, longest, options.same),
             )
             trainer.add_callback(clock(times, torch.device("cuda"), UNTIMED, WAITED, options.steps))
             trainer.train()

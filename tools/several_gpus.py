@@ -2,13 +2,13 @@
 with bastile.apply() or stock.
 
     torchrun --nproc-per-node 2 tools/several_gpus.py --shape qwen3-8b --batch 4 --length 2048 [--lora 16]
-        [--checkpointing] [--fsdp] [--with stock|liger] [--no-graphs]
+        [--checkpointing] [--fsdp] [--float32] [--with stock|liger] [--no-graphs]
 
-Random weights of the named shape in bfloat16, random tokens, --batch rows for each process, TRL's defaults but for what
-is named. Prints one JSON object: the median of the steps after the fourth, by a callback that waits for the device; the
-mean of as many behind them, for which it does not wait; peak memory from the fourth on; the losses. Seconds are those
-of the first process, memory is that of the process that needs most. Start it with one process for what a GPU does
-alone. Needs trl, peft and datasets."""
+Random weights of the named shape in bfloat16 or float32, random tokens, --batch rows for each process, TRL's defaults
+but for what is named. Prints one JSON object: the median of the steps after the eighth, by a callback that waits for
+the device; the mean of as many behind them, for which it does not wait; peak memory from the eighth on; the losses.
+Seconds are those of the first process, memory is that of the process that needs most. Start it with one process for
+what a GPU does alone. Needs trl, peft and datasets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if options.implementation == "bastile":
         bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
     shape = options.shape
-    return trainer.measure(lambda: build(shape, torch.bfloat16, device, 0), options.length, device, plan)
+    dtype = torch.float32 if options.float32 else torch.bfloat16
+    return trainer.measure(lambda: build(shape, dtype, device, 0), options.length, device, plan)
 
 
 def main() -> None:
@@ -62,6 +63,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers (0: all weights)")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2, in place of DistributedDataParallel")
+    parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast: TRL's own default")
     parser.add_argument("--no-graphs", action="store_true", help="with bastile, but without CUDA graphs")
     options = parser.parse_args()
     if options.steps <= UNTIMED:
@@ -78,7 +80,7 @@ def main() -> None:
         peaks = everyone
     if int(os.environ.get("RANK", 0)) == 0:
         row = {name: getattr(options, name) for name in ("implementation", "shape", "batch", "length", "lora")}
-        row.update({name: getattr(options, name) for name in ("checkpointing", "fsdp", "no_graphs")})
+        row.update({name: getattr(options, name) for name in ("checkpointing", "fsdp", "float32", "no_graphs")})
         row.update(processes=len(peaks), median_seconds=found["seconds"], queued_seconds=found["queued_seconds"])
         if device.type == "cuda":
             row.update(peak_bytes=max(peak for peak, _ in peaks), reserved_bytes=max(more for _, more in peaks))

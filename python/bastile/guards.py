@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from bastile.ops._modules import has_hooks
+from bastile.ops._modules import stand_in_for as stand_in_for
+from bastile.ops._modules import stock_of as stock_of
 
 #: Packages whose hooks make weights whole for the time of a call, and change no number.
 _GATHERS = ("torch.distributed.fsdp.", "deepspeed.")
 
 _OURS = "_bastile_replacement"
-_ORIGINAL = "_bastile_original"
 _NOW = "_bastile_now"
 
 
@@ -26,18 +27,6 @@ def mark_as_ours(replacement: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_ours(function: Any) -> bool:
     return function is not None and getattr(function, _OURS, None) is function
-
-
-def stand_in_for(original: Any, replacement: Callable[..., Any]) -> None:
-    """Marks a function with the one whose place it takes."""
-    setattr(replacement, _ORIGINAL, (replacement, original))
-
-
-def stock_of(function: Any) -> Any:
-    """What Bastile has replaced by this, now or once; anything else is itself."""
-    while (mark := getattr(function, _ORIGINAL, None)) is not None and mark[0] is function:
-        function = mark[1]
-    return function
 
 
 def say_what_runs(function: Any, now: Callable[[], Any]) -> None:

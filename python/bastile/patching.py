@@ -27,7 +27,7 @@ from bastile.own_methods import give, given_to, reaches, runs_stock
 from bastile.report import noting
 
 #: Whose classes are PEFT's, PyTorch's and trainers': no type needs a place for them.
-_OF_ANY_TYPE = frozenset({"lora_linear", "layer_norm", "adamw"})
+_OF_ANY_TYPE = frozenset({"lora_linear", "autocast_linear", "layer_norm", "adamw"})
 
 _lock = threading.RLock()
 _everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
@@ -77,6 +77,7 @@ def apply(
     gated_delta_rule: bool = True,
     mamba2_scan: bool = True,
     lora_linear: bool = True,
+    autocast_linear: bool = True,
     layer_norm: bool = True,
     gated_rms_norm: bool = True,
     chunked_attention: bool = True,
@@ -116,6 +117,9 @@ def apply(
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
             down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
             have it.
+        autocast_linear: with model_types None, nn.Linear of trained float32 weights under autocast to 16 bits, as
+            Trainer(bf16=True) has it: the products of its backward pass write float32 (docs/autocast_linear.md). In
+            training, of any model, for the class is PyTorch's.
         layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
         gated_rms_norm: the RMSNorm with a gate of linear attention (Qwen3-Next) and of Mamba-2.
         chunked_attention: the attention of vision and audio towers (Qwen-VL, GLM-V) by Transformers' sdpa or eager

@@ -20,16 +20,14 @@ from torch import nn
 from bastile.models import between_steps
 
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
-_TORCHS = "torch.nn.modules.normalization"
-_OF_ANY_TYPE = frozenset(
-    {
-        "peft.tuners.lora.layer",
-        "peft.tuners.lora.bnb",
-        "transformers.generation.utils",
-        "transformers.trainer",
-        _TORCHS,
-    }
-)
+LINEAR = "torch.nn.modules.linear"
+_TORCHS = frozenset({LINEAR, "torch.nn.modules.normalization"})
+_OF_ANY_TYPE = _TORCHS | {
+    "peft.tuners.lora.layer",
+    "peft.tuners.lora.bnb",
+    "transformers.generation.utils",
+    "transformers.trainer",
+}
 _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
@@ -69,8 +67,8 @@ def is_of_losses(name: str) -> bool:
 
 
 def is_torchs(name: str) -> bool:
-    """PyTorch's norms: whose model they are in, nobody can tell."""
-    return name == _TORCHS
+    """PyTorch's linear layers and norms: whose model they are in, nobody can tell."""
+    return name in _TORCHS
 
 
 def model_files() -> list[str]:

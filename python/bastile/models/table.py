@@ -53,6 +53,9 @@ OPERATORS: dict[str, Operator] = {
     "lora_linear": Operator(
         "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
+    "autocast_linear": Operator(
+        "linear", "linear layers of float32 under autocast, with gradients in float32", r"^Linear$", of_a_model=False
+    ),
     "layer_norm": Operator("layer_norm", "LayerNorm", r"LayerNorm$"),
     "gated_rms_norm": Operator(
         "gated_norm", "the RMSNorm with a gate of linear attention and of Mamba-2", r"NormGated$"

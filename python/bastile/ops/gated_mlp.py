@@ -11,6 +11,7 @@ from bastile.ops import low_rank
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
 from bastile.ops._late import Late, late
+from bastile.ops._products import product
 
 __all__ = ["gated_mlp", "gated_mlp_of_halves"]
 
@@ -40,17 +41,18 @@ def unit_gradients(
 
 class _GatedMLP(Function):
     """Keeps x, a = x Wg^T and b = x Wu^T. y comes out of the kernel that makes da and db, and the second half of dx is
-    added to the first by the product that makes it."""
+    added to the first by the product that makes it. Weights of another type than x's, under autocast, are cast here."""
 
     @staticmethod
     def forward(ctx, x, gate, up, down, unit, rest=None):
         rows = x.reshape(-1, x.shape[-1])
+        are_kept, (gate, up, down) = _cast(ctx, x, gate, up, down)
         a, b = rows.mm(gate.t()), rows.mm(up.t())
         want_x, want_gate, want_up, *_ = ctx.needs_input_grad
         weights = (gate, up) if want_x else (None, None)
         keeps_x = want_gate or want_up
         # For first_order_only, where an input that the gradients depend on is not kept: an output without elements.
-        way_back = None if (keeps_x and want_x) or torch.compiler.is_compiling() else x.new_empty(0)
+        way_back = None if (keeps_x and want_x and are_kept) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if keeps_x else None, *weights, down, a, b, way_back)
         ctx.shape, ctx.unit = x.shape, unit
         out = _last_layer(rest, unit, a, b, down, x)
@@ -63,6 +65,12 @@ class _GatedMLP(Function):
             with torch.autocast(device, enabled=False):
                 return _gradients(ctx, dout)
         return _gradients(ctx, dout)
+
+
+def _cast(ctx, x, *weights):
+    """Whether these are of x's type, and they in that."""
+    ctx.of_weights = tuple([weight.dtype for weight in weights])
+    return all([dtype is x.dtype for dtype in ctx.of_weights]), [weight.to(x.dtype) for weight in weights]
 
 
 def _last_layer(
@@ -96,13 +104,14 @@ def _gradients(ctx, dout):
     drows = dout.reshape(-1, dout.shape[-1])
     wanted = want_x or want_gate, want_x or want_up, want_down
     a, b, y = unit_gradients(ctx.unit, drows.mm(down), a, b, wanted, last)
+    of_gate, of_up, of_down = ctx.of_weights
     if want_down:
-        ddown = drows.t().mm(y)
+        ddown = product(drows.t(), y, of_down)
     del y
     if want_gate or want_up:
         rows = x.reshape(-1, x.shape[-1])
     if want_gate:
-        dgate = a.t().mm(rows)
+        dgate = product(a.t(), rows, of_gate)
     if want_x and not torch.is_grad_enabled():
         dx = low_rank.input_gradient((a, b), (gate, up))
     in_parts = want_x and dx is None
@@ -110,7 +119,7 @@ def _gradients(ctx, dout):
         dx = a.mm(gate)
     del a
     if want_up:
-        dup = b.t().mm(rows)
+        dup = product(b.t(), rows, of_up)
     if in_parts:
         dx.addmm_(b, up)
     if want_x:
@@ -127,10 +136,11 @@ class _GatedMLPOfHalves(Function):
 
     @staticmethod
     def forward(ctx, x, weight, down, unit, up_first, rest):
+        are_kept, (weight, down) = _cast(ctx, x, weight, down)
         h = x.reshape(-1, x.shape[-1]).mm(weight.t())
         want_x, want_weight, *_ = ctx.needs_input_grad
         # For first_order_only: see _GatedMLP.
-        way_back = None if (want_x and want_weight) or torch.compiler.is_compiling() else x.new_empty(0)
+        way_back = None if (want_x and want_weight and are_kept) or torch.compiler.is_compiling() else x.new_empty(0)
         ctx.save_for_backward(x if want_weight else None, weight if want_x else None, down, h, way_back)
         ctx.shape, ctx.unit, ctx.up_first = x.shape, unit, up_first
         out = _last_layer(rest, unit, *_halves(h, up_first), down, x)
@@ -153,10 +163,11 @@ def _gradients_of_halves(ctx, dout):
     # Written over, they are h's halves still.
     dh = h if last else torch.cat((db, da) if ctx.up_first else (da, db), 1)
     del a, b, da, db, h
+    of_weight, of_down = ctx.of_weights
     if want_down:
-        ddown = drows.t().mm(y)
+        ddown = product(drows.t(), y, of_down)
     if want_weight:
-        dweight = dh.t().mm(x.reshape(-1, x.shape[-1]))
+        dweight = product(dh.t(), x.reshape(-1, x.shape[-1]), of_weight)
     if want_x:
         dx = dh.mm(weight).view(ctx.shape)
     gradients = dx, dweight, ddown
@@ -218,15 +229,24 @@ def gated_mlp(
         _check(*given)
         return _original(*given, gated)
     _check(*given)
-    x, gate, up, down = given = cast_as_linear(*given)
-    if not x.dtype == gate.dtype == up.dtype == down.dtype:
+    x, gate, up, down = given
+    cast = _cast_input(*given)
+    if cast is None:
         return _original(*given, gated)
+    x = cast
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
         rest = late()
         left = () if rest is None else (rest,)
-        return _finished(rest, _GatedMLP.apply(*given, gated, *left))
+        return _finished(rest, _GatedMLP.apply(x, gate, up, down, gated, *left))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(linear(x, gate), linear(x, up)), down)
+
+
+def _cast_input(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor | None:
+    """x as a linear layer casts it; None where the weights are of another type, and not cast."""
+    (cast,) = cast_as_linear(x)
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    return cast if is_cast or all([weight.dtype is cast.dtype for weight in weights]) else None
 
 
 def _original(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gated: Unit) -> torch.Tensor:
@@ -279,15 +299,13 @@ def gated_mlp_of_halves(
     ):
         if not fits:
             raise RuntimeError(f"{op}: {name} has shape {list(t.shape)}; {needed} is needed")
-    is_served = served(*given)
-    if is_served:
-        x, weight, down = given = cast_as_linear(*given)
-        is_served = x.dtype == weight.dtype == down.dtype
     x, weight, down = given
-    if not is_served:
+    cast = _cast_input(*given) if served(*given) else None
+    if cast is None:
         return linear(gated.original(*_halves(linear(x, weight), up_first)), down)
+    x = cast
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         rest = late()
-        return _finished(rest, _GatedMLPOfHalves.apply(*given, gated, up_first, rest))
+        return _finished(rest, _GatedMLPOfHalves.apply(x, weight, down, gated, up_first, rest))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(*_halves(linear(x, weight), up_first)), down)

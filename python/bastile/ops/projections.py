@@ -12,22 +12,25 @@ from torch.nn.functional import linear
 
 from bastile.ops import low_rank
 from bastile.ops._common import FLOATS, PLAIN, Function, first_order_only, in_transform, is_batched
+from bastile.ops._products import add_product, product
 
 __all__ = ["projections"]
 
 
 class _Projections(Function):
-    """dtype: None, or what autocast makes of x, which is cast here: its gradients are then summed in its own type."""
+    """dtype: None, or what autocast makes of x and the weights, which are cast here: gradients have their own types, in
+    which x's is summed."""
 
     @staticmethod
     def forward(ctx, x, dtype, *weights):
         ctx.set_materialize_grads(False)
         ctx.shape, ctx.cast_from, way_back = x.shape, None, None
-        if dtype is not None and x.dtype is not dtype:
-            ctx.cast_from = x.dtype
-            if not is_compiling():  # for first_order_only, as what is kept is no longer x: an output without elements
+        ctx.of_weights = [weight.dtype for weight in weights]
+        if dtype is not None and any([t.dtype is not dtype for t in (x, *weights)]):
+            if not is_compiling():  # for first_order_only, as inputs are not what is kept: an output without elements
                 way_back = x.new_empty(0)
-            x = x.to(dtype)
+            ctx.cast_from = None if x.dtype is dtype else x.dtype
+            x, *weights = [t.to(dtype) for t in (x, *weights)]
         ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, way_back, *weights)
         products = [linear(x, weight) for weight in weights]
         return tuple(products) if way_back is None else (*products, way_back)
@@ -45,10 +48,10 @@ class _Projections(Function):
 
 
 def _gradients(ctx, gradients, x, way_back, weights):
-    """Of x and the weights. Made of what autograd knows, so they can be differentiated, but for an x that was cast.
+    """Of x and the weights. Made of what autograd knows, so they can be differentiated, but where something was cast.
 
-    The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and what is rounded
-    here is rounded there too: each product, and the sum of those to the type of x."""
+    The sum begins with the last weight, as autograd's does: so its partial sums are autograd's, and nothing is rounded
+    here that is not rounded there too: each product, and the sum of those to the type of x."""
     wanted, cast_from = ctx.needs_input_grad, ctx.cast_from
     rows = x if x is None else x.flatten(0, -2)
     which = [i for i in range(len(weights) - 1, -1, -1) if gradients[i] is not None]
@@ -64,14 +67,11 @@ def _gradients(ctx, gradients, x, way_back, weights):
     in_parts = dx is None
     for i, dy in zip(which, dys, strict=True):
         if in_parts and dx is None:
-            dx = dy.mm(weights[i])
-            dx = dx if cast_from is None else dx.to(cast_from)
-        elif in_parts and cast_from is None:
-            dx.addmm_(dy, weights[i])
+            dx = product(dy, weights[i], cast_from or dy.dtype)
         elif in_parts:
-            dx.add_(dy.mm(weights[i]))
+            add_product(dx, dy, weights[i])
         if wanted[i + 2]:
-            dweights[i] = dy.t().mm(rows)
+            dweights[i] = product(dy.t(), rows, ctx.of_weights[i])
     dx = dx if dx is None else dx.view(ctx.shape)
     if way_back is not None and torch.is_grad_enabled() and not is_compiling():
         sources = *gradients, *weights, way_back
@@ -98,7 +98,7 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
     Args:
         x: [..., H], any type and strides.
         weights: [N, H] each, each with its own N, of x's type (under autocast all are cast as linear layers cast them,
-            x once for all).
+            x once for all; gradients of what is cast are then products' own sums, which CUDA does not round).
 
     Returns:
         One [..., N] for each weight, the bits that the layers give. Gradients flow to x and the weights, where they are
@@ -106,12 +106,12 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
         weights, as the products read them. Where that gains nothing (one weight, an x without gradient) or is not
         served (an x of one dimension, devices other than CPU and CUDA, types that autocast does not cast under it,
         subclasses of tensors, functorch), each product is a node of its own. A second differentiation is an error where
-        x was cast.
+        something was cast.
     """
     if torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights) and x.requires_grad:
         dtype = _cast_type(x) if _is_any_autocast_enabled() else None
         if dtype is None:
             return _Projections.apply(x, None, *weights)
         if all([t.dtype in FLOATS for t in (x, *weights)]):
-            return _Projections.apply(x, dtype, *[weight.to(dtype) for weight in weights])[: len(weights)]
+            return _Projections.apply(x, dtype, *weights)[: len(weights)]
     return tuple([linear(x, weight) for weight in weights])
