@@ -131,7 +131,8 @@ def run(made: Callable[[], tuple[Any, Any]], name: str, options: argparse.Namesp
 
 def compare(row: dict[str, Any], made: Callable[[], tuple[Any, Any]], options: argparse.Namespace) -> None:
     """Adds what a step takes to the row, stock and with ours, and prints it."""
-    for name in ("stock", "bastile"):
+    names = ("bastile",) if options.no_stock else ("stock", "bastile")
+    for name in names:
         try:
             row[name] = run(made, name, options)
         except Exception as error:  # whatever a model's own code raises here: the others are still wanted
@@ -139,10 +140,7 @@ def compare(row: dict[str, Any], made: Callable[[], tuple[Any, Any]], options: a
         gc.collect()
         torch.cuda.empty_cache()
     print(json.dumps(row), flush=True)
-    times = [
-        f"{1e3 * row[n]['seconds_per_step']:.1f}" if "error" not in row[n] else row[n]["error"]
-        for n in ("stock", "bastile")
-    ]
+    times = [f"{1e3 * row[n]['seconds_per_step']:.1f}" if "error" not in row[n] else row[n]["error"] for n in names]
     print(row["type"], *times, file=sys.stderr, flush=True)
 
 
@@ -151,6 +149,7 @@ def parser_of(description: str | None, types: Iterable[str]) -> argparse.Argumen
     parser.add_argument("--only", default=",".join(types), help="model types, with commas between")
     parser.add_argument("--steps", type=int, default=5, help="that are timed, after nine others")
     parser.add_argument("--kernels", type=int, default=12, help="how many of the longest are shown")
+    parser.add_argument("--no-stock", action="store_true")
     return parser
 
 

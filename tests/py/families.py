@@ -65,6 +65,12 @@ class Family:
         return [f"{op}_{self.model_type}" for op in self._placed if op in wanted]
 
 
+def everywhere(patches: Iterable[str], family: str) -> list[str]:
+    """These names of a family's patches, and of what bastile.apply() puts into PyTorch's linear layers beside."""
+    have = {*patches, f"autocast_linear_{family}"}
+    return [name for operator in OPERATORS if (name := f"{operator}_{family}") in have]
+
+
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (

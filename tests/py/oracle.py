@@ -241,6 +241,16 @@ def assert_offsets_have_64_bits(function: Callable, *tensors: torch.Tensor, dim:
         assert_same_bits(far, near)
 
 
+def assert_rounds_to(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    """Of a gradient that a GPU's product has left in float32, and one that was rounded to `dtype` before: within two of
+    its units. On a CPU both were rounded, to the same bits."""
+    assert got.dtype is want.dtype is torch.float32
+    if got.is_cuda:
+        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+    else:
+        assert_same_bits(got, want)
+
+
 def assert_same_bits(a: torch.Tensor, b: torch.Tensor) -> None:
     """Equal to the last bit, NaN included."""
     assert a.dtype == b.dtype

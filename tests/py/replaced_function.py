@@ -49,7 +49,8 @@ class Replaced:
         module = modeling(model_type)
         stock, function = small.step(model), getattr(module, self.name)
         alone = {name: name == self.operator for name in OPERATORS}
-        alone.pop("adamw")
+        for name in ("adamw", "autocast_linear"):  # not of one model
+            alone.pop(name)
         self.ran()
         bastile.apply_to_model(model, **alone)
         assert getattr(module, self.name) is function, "of one model"

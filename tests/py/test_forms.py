@@ -26,7 +26,7 @@ from bastile.models.sites import file_of, sites
 from bastile.models.small import causal_types
 from bastile.models.table import OPERATORS, USUAL
 from conftest import modeling, tiny_batch, tiny_model
-from families import FAMILIES
+from families import FAMILIES, everywhere
 
 NORM = """
 import torch
@@ -257,7 +257,7 @@ def test_code_of_users_is_known_by_the_same_rule(own: Any, before: bool, calls: 
     model(**tiny_batch(model)).loss.backward()
     assert own.OwnNorm.forward.__qualname__ == "OwnNorm.forward"
     assert calls == OF_OWN
-    assert bastile.get_patched_ops(model) == [name for name in FAMILIES["llama"].patches()]
+    assert bastile.get_patched_ops(model) == everywhere(FAMILIES["llama"].patches(), "llama")
     bastile.reset()
     calls.clear()
     model(**tiny_batch(model))
@@ -361,14 +361,14 @@ def test_apply_imports_no_model_file_and_serves_those_that_come_later() -> None:
 def test_names_are_those_of_operators_and_with_the_type_where_one_is_given() -> None:
     model = tiny_model("llama")
     assert bastile.apply() == list(USUAL) == bastile.get_patched_ops()
-    assert bastile.get_patched_ops(model) == FAMILIES["llama"].patches()
+    assert bastile.get_patched_ops(model) == everywhere(FAMILIES["llama"].patches(), "llama")
     llama = FAMILIES["llama"].patches([op for op in USUAL if op != "rope"])
     assert bastile.apply(rope=False, model_types="llama") == llama
     assert bastile.get_patched_ops() == [*USUAL, *llama]
-    assert bastile.get_patched_ops(model) == llama
+    assert bastile.get_patched_ops(model) == everywhere(llama, "llama")
     assert bastile.reset(["swiglu", "rms_norm_llama"]) == ["swiglu", "rms_norm_llama"]
     left = [name for name in llama if name not in ("swiglu_llama", "rms_norm_llama")]
-    assert bastile.get_patched_ops(model) == left
+    assert bastile.get_patched_ops(model) == everywhere(left, "llama")
     assert bastile.reset() == [*(op for op in USUAL if op != "swiglu"), *left]
     assert bastile.get_patched_ops() == []
 

@@ -23,7 +23,16 @@ from bastile.ops.rms_norm import rms_norm
 from bastile.ops.swiglu import BastileSwiGLUMLP, swiglu
 from bastile.recompute import recomputing
 from memory import Memory, Peak, kept_by
-from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
+from oracle import (
+    DTYPES,
+    Case,
+    assert_no_worse,
+    assert_rounds_to,
+    assert_same_bits,
+    devices,
+    few_examples,
+    random_tensor,
+)
 from products import assert_near
 
 NAMES = ("x", "gate", "up", "down")
@@ -251,8 +260,10 @@ def test_autocast_casts_as_linear_layers_do(dtype, device):
             if name == "x":
                 assert got.dtype == want.dtype == tensors["x"].dtype
                 torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
-            else:
+            elif name == "out":
                 assert_same_bits(got, want)
+            else:
+                assert_rounds_to(got, want, dtype)
     with torch.autocast(device, dtype):
         double = {name: t.double() for name, t in tensors.items()}
         assert gated_mlp(*double.values()).dtype == torch.float64
@@ -413,7 +424,10 @@ def test_compiles_without_a_break(autocast, device):
         compiled(*got.values()).square().sum().backward()
         function(*want.values()).square().sum().backward()
         for name in NAMES:
-            assert_same_bits(got[name].grad, want[name].grad)
+            if autocast and name != "x":  # what is compiled rounds, too
+                assert_rounds_to(got[name].grad, want[name].grad, torch.bfloat16)
+            else:
+                assert_same_bits(got[name].grad, want[name].grad)
 
 
 @pytest.mark.parametrize("device", devices())

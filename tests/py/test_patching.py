@@ -21,7 +21,7 @@ from bastile.models.table import OPERATORS, USUAL
 from bastile.ops.rms_norm import BastileRMSNorm
 from bastile.ops.swiglu import BastileSwiGLUMLP
 from conftest import DENSE, calls_of_a_step, modeling, on_demand, tiny_batch, tiny_model
-from families import FAMILIES
+from families import FAMILIES, everywhere
 from oracle import few_examples
 
 families = pytest.mark.parametrize("family", sorted(DENSE))
@@ -107,7 +107,7 @@ def test_each_operator_is_an_argument(function: Any) -> None:
 def test_families_lack_what_they_have_no_place_for() -> None:
     assert bastile.apply(model_types="llama") == all_of("llama")
     assert "qk_norm_rope_llama" not in all_of("llama")
-    others = ("moe_experts", "sink_attention", *NOWHERE, "lora_linear", "layer_norm", "adamw")
+    others = ("moe_experts", "sink_attention", *NOWHERE, "lora_linear", "autocast_linear", "layer_norm", "adamw")
     assert set(all_of("qwen3")) == {f"{operator}_qwen3" for operator in USUAL if operator not in others}
     with pytest.raises(ValueError, match="unknown patch 'qk_norm_rope_llama'"):
         bastile.reset(["qk_norm_rope_llama"])
@@ -294,12 +294,12 @@ def test_class_and_model_patches_are_taken_out_apart(family: str, calls: dict[st
     bastile.apply(swiglu=False)
     own = ("swiglu", "fused_linear_cross_entropy", "recompute", "cuda_graphs")
     assert bastile.apply_to_model(model, rms_norm=False, rope=False) == [f"{name}_{family}" for name in own]
-    assert bastile.get_patched_ops(model) == all_of(family)
+    assert bastile.get_patched_ops(model) == everywhere(all_of(family), family)
     model(**tiny_batch(model))
     assert calls == calls_of_a_step(family)
     bastile.reset(model=model)
     assert runs_stock(model)
-    assert bastile.get_patched_ops(model) == all_of(family, "swiglu")
+    assert bastile.get_patched_ops(model) == everywhere(all_of(family, "swiglu"), family)
     calls.clear()
     model(**tiny_batch(model))
     assert calls == calls_of_a_step(family, swiglu=True)
@@ -366,7 +366,7 @@ def test_a_model_without_a_language_model_head_gets_the_rest(family: str) -> Non
     assert bastile.apply_to_model(classifier) == names
     bastile.reset()
     bastile.apply()
-    assert bastile.get_patched_ops(classifier) == names
+    assert bastile.get_patched_ops(classifier) == everywhere(names, family)
 
 
 def test_a_subclass_with_its_own_forward_keeps_it() -> None:

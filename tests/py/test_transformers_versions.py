@@ -19,7 +19,7 @@ from bastile.graphs import caches
 from bastile.models import attention, experts, loading
 from bastile.models.table import OPERATORS, USUAL
 from conftest import DENSE, modeling, older_than, on_demand, tiny_batch, tiny_model
-from families import FAMILIES, PLACES, Family
+from families import FAMILIES, PLACES, Family, everywhere
 from test_gpt_oss import tiny_gpt_oss
 from test_patching import EVERY
 
@@ -81,7 +81,7 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
     ]
     # Some go into PEFT and PyTorch, where their statements are (test_rewrite.py), or into functions of a module's.
     elsewhere = {"lora_linear", "layer_norm", "gated_rms_norm", "add_rms_norm", "sink_attention", "causal_conv1d"}
-    elsewhere |= {"gated_delta_rule", "mamba2_scan", "chunked_attention", "adamw"}
+    elsewhere |= {"gated_delta_rule", "mamba2_scan", "chunked_attention", "adamw", "autocast_linear"}
     assert {place[0] for place in found} == set(OPERATORS) - elsewhere
     return [place for place in found if place[0] in row.operators]
 
@@ -200,7 +200,7 @@ def test_what_one_type_lacks_leaves_only_what_needs_it_stock(family: str, monkey
     monkeypatch.setattr(owner, "forward", changed(owner.forward, {row.norm_eps: "epsilon"}))
     rest = [n for n in row.patches() if not n.startswith(("rms_norm", "add_rms_norm", "qk_norm_rope"))]
     assert bastile.apply() == list(USUAL) == bastile.get_patched_ops()
-    assert bastile.get_patched_ops(model) == rest
+    assert bastile.get_patched_ops(model) == everywhere(rest, family)
     bastile.reset()
     assert bastile.apply(model_types=[family]) == rest == bastile.get_patched_ops()
     bastile.reset()

@@ -14,7 +14,9 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
+from torch._C import _is_any_autocast_enabled
 
 from bastile.graphs.caches import taken_from
 from bastile.guards import is_ours
@@ -30,6 +32,10 @@ from bastile.report import Tally
 
 #: The arguments that the replacement reads. All others go to the attention function.
 NEEDED = ("hidden_states", "position_embeddings", "attention_mask")
+#: Attention functions that under autocast begin by casting queries and keys to its type, but for the first, which may
+#: repeat keys for each query head before: then their gradients are summed in the type that they came in.
+_CASTING = frozenset({"sdpa", "flash_attention_2", "flash_attention_3"})
+_REPEATS = "sdpa"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
@@ -118,6 +124,15 @@ def _same_norm(norms: tuple[Norm, ...], q_norm: nn.Module, k_norm: nn.Module) ->
     return norm
 
 
+def _casts(implementation: str, q: torch.Tensor, repeats: bool) -> bool:
+    """Whether the first thing that this attention function does is a cast of queries and keys to the type that q has.
+    repeats: whether keys are fewer, and a mask is given."""
+    if not _is_any_autocast_enabled() or implementation not in _CASTING or (repeats and implementation == _REPEATS):
+        return False
+    device = q.device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is q.dtype
+
+
 def attention_forward(
     found: Found,
     scope: ModuleType,
@@ -160,6 +175,10 @@ def attention_forward(
         projected = linears(hidden, (self.q_proj, self.k_proj, self.v_proj))
         q, k, v = [each.view(heads).transpose(1, 2) for each in projected]
         q_norm, k_norm = getattr(self, q_name), getattr(self, k_name)
+        implementation, functions = self.config._attn_implementation, scope.ALL_ATTENTION_FUNCTIONS
+        # Rounded once, as the attention would: what it reads first is then half as long, and its gradient likewise.
+        repeats = mask is not None and q.shape[1] != k.shape[1]
+        is_cast = cache is None and _casts(implementation, q, repeats)
         q, k = qk_norm_rope(
             q,
             k,
@@ -168,7 +187,7 @@ def attention_forward(
             *tables(rotary, cos, sin),
             norm.eps_of(q_norm),
             casting=norm.casting or "none",
-            **read_as,
+            **{**read_as, "keep_type": read_as["keep_type"] or is_cast},
         )
 
         told: tuple[Any, ...] = ()
@@ -178,7 +197,6 @@ def attention_forward(
             more = {"kwargs": given} if tells_cache_the_rest else {}  # where a paged cache notes something
             k, v = cache.update(k, v, self.layer_idx, *told, **more)
 
-        implementation, functions = self.config._attn_implementation, scope.ALL_ATTENTION_FUNCTIONS
         attend = scope.eager_attention_forward
         if asks_interface:
             attend = functions.get_interface(implementation, attend)
