@@ -6,7 +6,7 @@
 A block stands between `<!-- measured: bench/results/FILE.json [word ...] -->` and `<!-- /measured -->`. What is written
 depends on what wrote the file: `bastile bench` (words: the operators to show; none: all), `bastile sweep` (`floor`: its
 column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py, tools/families.py, tools/lengths.py,
-tools/trl_lora.py."""
+tools/several_gpus.py, tools/encoders.py with a part of the patches, tools/trl_lora.py."""
 
 import argparse
 import json
@@ -319,6 +319,47 @@ def floors(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     ]
 
 
+def several(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/several_gpus.py."""
+
+    def cell(found: dict[str, Any]) -> str:
+        return f"{milliseconds(found['queued_seconds'])} ({found['peak_bytes'] / GIB:.1f})"
+
+    table = [["milliseconds of a step (peak GiB)", "TRL", "**Bastile**", "faster", "on one GPU alone"]]
+    for row in run["several"]:
+        stock, ours, alone = row["stock"], row["bastile"], row.get("bastile_alone")
+        gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.2f} x"
+        one = milliseconds(alone["queued_seconds"]) if alone else ""
+        table.append([row["title"], cell(stock), f"**{cell(ours)}**", gain, one])
+    return [
+        f"{run['device']}, {run['date']}; TRL {run['versions']['trl']}, {versions_of(run['versions'])}.",
+        f"`{run['command']}`, [all figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
+def autocast(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/encoders.py, with autocast_linear and without."""
+
+    def kernels(found: dict[str, Any]) -> float:
+        return sum(found["groups"].values())
+
+    table = [["milliseconds of kernels", "`nn.Linear`", "**`autocast_linear`**", "of it", "GiB, each"]]
+    for model in run["autocast"]:
+        before, now = model["without"], model["with"]
+        memory = ", ".join(f"{found['peak_memory'] / GIB:.1f}" for found in (before, now))
+        times = [f"{1e3 * kernels(found):.1f}" for found in (before, now)]
+        part = f"{kernels(now) / kernels(before):.2f}"
+        table.append([model["title"], times[0], f"**{times[1]}**", part, memory])
+    return [
+        f"{made(run['device'], run, run['versions'])}.",
+        f"[All figures]({link}).",
+        "",
+        *rows_of(table),
+    ]
+
+
 def text_of(path: Path, words: list[str], link: str) -> str:
     run = json.loads(path.read_text())
     if "results" in run:
@@ -329,6 +370,10 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = trainers
     elif "lengths" in run:
         write = lengths
+    elif "several" in run:
+        write = several
+    elif "autocast" in run:
+        write = autocast
     elif "floors" in run:
         write = floors
     elif "families" in run:
