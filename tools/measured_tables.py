@@ -50,6 +50,17 @@ def versions_of(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {versions[key]}" for key, name in said.items() if versions.get(key))
 
 
+def by_command(run: dict[str, Any], link: str) -> list[str]:
+    """What stands above the table of a tool's run."""
+    versions = run["versions"]
+    trl = f"TRL {versions['trl']}, " if "trl" in versions else ""
+    return [
+        f"{run['device']}, {run['date']}; {trl}{versions_of(versions)}.",
+        f"`{run['command']}`, [all figures]({link}).",
+        "",
+    ]
+
+
 def made(where: str, run: dict[str, Any], versions: dict[str, str]) -> str:
     return f"{where}, {run['date'][:10]}; {versions_of(versions)}"
 
@@ -271,12 +282,7 @@ def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
 
     table = [["milliseconds of a step (peak GiB)", "Transformers", "**Bastile**", "faster"]]
     table += [[f"`{row['type']}`", cell(row, "stock"), f"**{cell(row, 'bastile')}**", gain(row)] for row in rows]
-    return [
-        f"{made(run['device'], run, run['versions'])}.",
-        f"`{run['command']}`, [all figures]({link}).",
-        "",
-        *rows_of(table),
-    ]
+    return [*by_command(run, link), *rows_of(table)]
 
 
 def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
@@ -290,12 +296,7 @@ def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         stock, ours = row["stock"], row["bastile"]
         gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.1f} x"
         table.append([row["title"], cell(stock), f"**{cell(ours)}**", gain])
-    return [
-        f"{made(run['device'], run, run['versions'])}.",
-        f"`{run['command']}`, [all figures]({link}).",
-        "",
-        *rows_of(table),
-    ]
+    return [*by_command(run, link), *rows_of(table)]
 
 
 def floors(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
@@ -311,12 +312,7 @@ def floors(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
             f"{milliseconds(step[each])}, {step[each] / floor:.3f} x" for each in ("median_seconds", "queued_seconds")
         ]
         table.append([f"{name} ({step['peak_bytes'] / GIB:.1f})", *times, milliseconds(floor)])
-    return [
-        f"{run['device']}, {run['date']}; TRL {run['versions']['trl']}, {versions_of(run['versions'])}.",
-        f"`{run['command']}`, [all figures]({link}).",
-        "",
-        *rows_of(table),
-    ]
+    return [*by_command(run, link), *rows_of(table)]
 
 
 def several(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
@@ -331,12 +327,7 @@ def several(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.2f} x"
         one = milliseconds(alone["queued_seconds"]) if alone else ""
         table.append([row["title"], cell(stock), f"**{cell(ours)}**", gain, one])
-    return [
-        f"{run['device']}, {run['date']}; TRL {run['versions']['trl']}, {versions_of(run['versions'])}.",
-        f"`{run['command']}`, [all figures]({link}).",
-        "",
-        *rows_of(table),
-    ]
+    return [*by_command(run, link), *rows_of(table)]
 
 
 def autocast(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
