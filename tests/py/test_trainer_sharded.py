@@ -19,7 +19,11 @@ from bastile.optim import AdamW
 from processes import on_processes
 
 PROCESSES, STEPS, SAVED = 2, 4, 2
-LAYER = "LlamaDecoderLayer"
+SHARDED = {
+    "version": 2,
+    "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    "state_dict_type": "SHARDED_STATE_DICT",
+}
 
 
 class Looks(TrainerCallback):
@@ -53,7 +57,7 @@ def run(folder: Path, *callbacks: Any, resume: Path | None = None) -> tuple[Trai
         TrainingArguments(
             str(folder), per_device_train_batch_size=2, max_steps=STEPS, save_steps=SAVED, logging_steps=1,
             learning_rate=1e-2, max_grad_norm=0.1, report_to="none", disable_tqdm=True, use_cpu=True, fsdp=True,
-            fsdp_config={"transformer_layer_cls_to_wrap": [LAYER], "state_dict_type": "SHARDED_STATE_DICT"},
+            fsdp_config=SHARDED,
         ),
         train_dataset=[{"input_ids": row, "labels": row} for row in rows],
         callbacks=list(callbacks),
