@@ -269,6 +269,18 @@ def test_autocast_casts_as_linear_layers_do(dtype, device):
         assert gated_mlp(*double.values()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_derivative_by_what_autocast_has_cast_is_an_error(name):
+    """Not one that leaves it out in silence."""
+    given = leaves(inputs((9, 64), 96, torch.float32, "cpu"))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = gated_mlp(*given.values())
+    # Of a sum: the upstream gradient leads nowhere.
+    gradients = torch.autograd.grad(out.sum(), list(given.values()), create_graph=True)
+    with pytest.raises(RuntimeError, match="gated_mlp"):
+        torch.autograd.grad(sum(g.square().sum() for g in gradients), given[name])
+
+
 def test_a_backward_pass_within_autocast_of_what_ran_without():
     tensors = inputs((9, 64), 96, torch.float32, "cpu")
     want = run(gated_mlp, leaves(tensors))[1]
