@@ -37,6 +37,8 @@ TYPES: dict[str, dict[str, Any]] = {
     "MT5ForConditionalGeneration": {**_T5, "feed_forward_proj": "gated-gelu"},
     "WhisperForConditionalGeneration": {**_BART, **_WHISPER},
 }
+#: In earlier releases attention has code of its own, or does not say that it is not causal: nothing is padded there.
+says_what_it_sees = pytest.mark.skipif(older_than("5.17"), reason="attention does not say what it sees")
 #: Pairs of lengths are 16 or 32 of either, so four come for a first time, and each of them may do so twice.
 PAIRS = 8
 
@@ -90,12 +92,11 @@ def same(got: list[Any], want: list[Any]) -> None:
         assert_near(mine, theirs, 1e-5)
 
 
+@says_what_it_sees
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "no mask"])
 @pytest.mark.parametrize("name", TYPES)
 def test_the_numbers_of_steps_without_graphs(name: str, masked: bool) -> None:
     """Of ever new lengths of both, but of Whisper's sound, which is always as long."""
-    if older_than("5.17"):
-        pytest.skip("attention has code of its own there, or does not say that it is not causal")
     model = made(name, TYPES)
     want = trained(model, False, masked=masked)
     got = trained(model, True, masked=masked)
@@ -108,7 +109,7 @@ def test_the_numbers_of_steps_without_graphs(name: str, masked: bool) -> None:
     assert stack.decoders.sources.vary is not name.startswith("Whisper")
 
 
-@pytest.mark.skipif(older_than("5.17"), reason="attention does not say that it is not causal")
+@says_what_it_sees
 @pytest.mark.parametrize("varies", ["sources", "answers"])
 def test_one_of_both_that_varies(varies: str) -> None:
     """The other one stays as long as it is."""
@@ -121,7 +122,7 @@ def test_one_of_both_that_varies(varies: str) -> None:
     assert {key[1][0][1] for key in stack.captured} <= ({16, 32} if varies == "answers" else {13})
 
 
-@pytest.mark.skipif(older_than("5.17"), reason="attention does not say that it is not causal")
+@says_what_it_sees
 def test_without_a_cache() -> None:
     """As trainers have it."""
     model = made("BartForConditionalGeneration", TYPES, use_cache=False)
@@ -130,7 +131,7 @@ def test_without_a_cache() -> None:
     assert of_decoders()[1].ran >= PADDED - PAIRS
 
 
-@pytest.mark.skipif(older_than("5.17"), reason="attention does not say that it is not causal")
+@says_what_it_sees
 def test_a_cache_of_a_padded_step_says_that_it_is_not_filled() -> None:
     model = made("BartForConditionalGeneration", TYPES).to(DEVICE).train()
     bastile.apply(cuda_graphs=True)
@@ -144,7 +145,7 @@ def test_a_cache_of_a_padded_step_says_that_it_is_not_filled() -> None:
     assert of_decoders()[0].decoders.lengths.vary
 
 
-@pytest.mark.skipif(older_than("5.17"), reason="attention does not say that it is not causal")
+@says_what_it_sees
 def test_batches_that_bring_no_mask_are_no_kind_of_their_own() -> None:
     model = made("BartForConditionalGeneration", TYPES)
     trained(model, True, LENGTHS, LENGTHS)
@@ -158,7 +159,7 @@ def test_batches_that_bring_no_mask_are_no_kind_of_their_own() -> None:
     assert len(stack.captured) == kinds
 
 
-@pytest.mark.skipif(older_than("5.17"), reason="attention does not say that it is not causal")
+@says_what_it_sees
 def test_eager_attention_is_left() -> None:
     model = made("BartForConditionalGeneration", TYPES, attn_implementation="eager")
     want, got = (trained(model, graphs) for graphs in (False, True))

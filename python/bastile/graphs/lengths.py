@@ -57,6 +57,11 @@ def padded(length: int) -> int:
     return -(-length // step) * step
 
 
+def power_of_two(count: int, least: int) -> int:
+    """The next one, where padding to one of four between two of them would still make too many kinds."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
 class Lengths:
     """Of one backbone's batches."""
 

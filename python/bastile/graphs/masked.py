@@ -18,8 +18,6 @@ from bastile.graphs.longer import Longer, are_of_rows
 MASK, _CAUSAL = "attention_mask", "is_causal"
 #: Tensors of each token, and which dimension tokens are.
 _OF_TOKENS = {"position_embeddings": 1, "position_ids": 1, "cache_position": 0}
-
-
 #: What T5's layers make of the first one's table and hand on: of two tokens each, as many as the layers see.
 _HANDED_ON = ("position_bias", "encoder_decoder_position_bias")
 #: A config's whose tables of these have an entry for every distance.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bastile.graphs.lengths import Lengths
+from bastile.graphs.lengths import Lengths, power_of_two
 from bastile.graphs.longer import Longer, are_of_rows
 from bastile.models.chunks import asked, chunks_of, open_up, sent
 
@@ -97,10 +97,10 @@ class Packed(Longer):
             lengths = chunks_of(boundaries).lengths
             # A kernel starts blocks for as many sequences of the greatest length. What a later layer is given is not
             # known when a kind of step is looked up, so that is made for any.
-            is_any = not is_first or _power(len(lengths) + 1) * self.to <= _MOST_EMPTY
-            longest = self.to if is_any else _power(max(lengths))
+            is_any = not is_first or power_of_two(len(lengths) + 1, _LEAST) * self.to <= _MOST_EMPTY
+            longest = self.to if is_any else power_of_two(max(lengths), _LEAST)
             ends = [0, *accumulate(lengths), *range(self.rows + longest, self.to, longest), self.to]
-            ends += [self.to] * (_power(len(ends) - 1) + 1 - len(ends))
+            ends += [self.to] * (power_of_two(len(ends) - 1, _LEAST) + 1 - len(ends))
             found = self.keep(boundaries, sent(torch.tensor(ends, dtype=boundaries.dtype), boundaries.device))
             open_up(found, 0 if is_any else longest)
             self._ends.append(found)
@@ -129,7 +129,3 @@ def _dim_of(tensor: torch.Tensor, rows: int) -> int | None:
     if tensor.shape[0] == rows:
         return 0
     return 1 if tensor.dim() > 1 and tuple(tensor.shape[:2]) == (1, rows) else None
-
-
-def _power(count: int) -> int:
-    return max(_LEAST, 1 << (count - 1).bit_length())

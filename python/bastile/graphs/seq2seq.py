@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from bastile.graphs import caches
-from bastile.graphs.lengths import Lengths
+from bastile.graphs.lengths import Lengths, attentions_of, power_of_two
 from bastile.graphs.masked import Masked, Masks
 
 _STATES, _STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"
@@ -34,7 +34,7 @@ class Decoders(Masks):
 
     def _are_masked(self, layers: Sequence[Any], attentions: Sequence[Any]) -> bool:
         """One attention of a layer is causal, another one sees the encoder's states."""
-        each = [[module.is_causal for module in attentions if module in set(layer.modules())] for layer in layers]
+        each = [[module.is_causal for module in attentions_of([layer])] for layer in layers]
         return {_STATES, _STATES_MASK} <= set(self._names) and all(sorted(kinds) == [False, True] for kinds in each)
 
     def _padded(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> Masked | None:
@@ -44,9 +44,9 @@ class Decoders(Masks):
             return None
         found.to, found.to_states = self.lengths.of(rows, length), self.sources.of(rows, found.states)
         if self.sources.vary and not self.lengths.never:
-            found.to_states = _power(found.states)
+            found.to_states = power_of_two(found.states, _LEAST)
             if found.to > length:
-                found.to = _power(length)
+                found.to = power_of_two(length, _LEAST)
         return found if found.to > length or found.to_states > found.states else None
 
 
@@ -114,7 +114,3 @@ class Decoded(Masked):
             return self._unmasked
         more = pad(mask, [0, behind], value=False)
         return self.keep(mask, pad(more, [0, 0, 0, self.to - self.rows], value=True) if mask.shape[2] > 1 else more)
-
-
-def _power(count: int) -> int:
-    return max(_LEAST, 1 << (count - 1).bit_length())

@@ -163,9 +163,14 @@ class Stack:
         self.watch = None
         self._drop()
 
+    @property
+    def _ways(self) -> tuple[Packs, Masks, Decoders]:
+        """To pad a step where its layers are called."""
+        return self.packs, self.masks, self.decoders
+
     def longer(self, args: Any, kwargs: Any) -> Longer | None:
         """How a step whose first layer is called with these is padded there, if it is: see bastile.graphs.longer."""
-        ways = self.packs, self.masks, self.decoders
+        ways = self._ways
         each = [lengths for way in ways for lengths in way.all_lengths]
         varied = [lengths.vary for lengths in each]
         found = next((step for way in ways if (step := way.of(self.layers, args, kwargs)) is not None), None)
@@ -177,12 +182,12 @@ class Stack:
 
     def never_longer(self) -> None:
         """Steps that are padded there cannot be captured."""
-        for way in (self.packs, self.masks, self.decoders):
+        for way in self._ways:
             way.lengths.never = True
 
     def do_not_pay(self, tokens: int) -> None:
         """Graphs of so many tokens, nor of more."""
-        for lengths in (self.lengths, self.packs.lengths, self.masks.lengths, self.decoders.lengths):
+        for lengths in (self.lengths, *[way.lengths for way in self._ways]):
             lengths.do_not_pay(tokens)
 
     def start_over(self) -> None:

@@ -27,6 +27,7 @@ from bastile.models.norm import Norm, norm_of, norms_of
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.rotary import fits, is_usual, layout, tables
 from bastile.models.sites import Found, ModelFile, Site
+from bastile.ops._common import cast_type
 from bastile.ops.qk_norm_rope import qk_norm_rope
 from bastile.report import Tally
 
@@ -129,8 +130,7 @@ def _casts(implementation: str, q: torch.Tensor, repeats: bool) -> bool:
     repeats: whether keys are fewer, and a mask is given."""
     if not _is_any_autocast_enabled() or implementation not in _CASTING or (repeats and implementation == _REPEATS):
         return False
-    device = q.device.type
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is q.dtype
+    return cast_type(q) is q.dtype
 
 
 def attention_forward(

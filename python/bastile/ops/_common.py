@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 
 #: Element types the kernels serve; anything else runs the original torch code.
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = FLOATS[1:]
 _DEVICES = ("cpu", "cuda")
 _WITH_VALUES = (torch.Tensor, torch.nn.Parameter)
 #: Tensors whose operations are PyTorch's own: those that stand for one when shapes alone are wanted too.
@@ -109,12 +110,17 @@ def is_set(variable: str, usual: bool) -> bool:
     return setting == "1"
 
 
+def cast_type(x: torch.Tensor) -> torch.dtype | None:
+    """The type to which autocast casts what a linear layer multiplies; None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def cast_as_linear(x: torch.Tensor, *weights: torch.Tensor | None) -> tuple[Any, ...]:
     """These as a linear layer casts them: under autocast to its type."""
-    device = x.device.type
-    if device not in _DEVICES or not torch.is_autocast_enabled(device):
+    dtype = cast_type(x) if x.device.type in _DEVICES else None
+    if dtype is None:
         return x, *weights
-    dtype = torch.get_autocast_dtype(device)
     return tuple([None if t is None else t.to(dtype) for t in (x, *weights)])
 
 

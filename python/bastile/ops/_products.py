@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from bastile.ops._common import is_batched
-
-_HALVES = (torch.bfloat16, torch.float16)
+from bastile.ops._common import HALVES, is_batched
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,6 +42,6 @@ def _keeps_sums(a: torch.Tensor, dtype: torch.dtype) -> bool:
     return (
         a.is_cuda
         and dtype is torch.float32
-        and a.dtype in _HALVES
+        and a.dtype in HALVES
         and not (is_compiling() or torch.is_grad_enabled() or is_batched(a))
     )

@@ -10,12 +10,10 @@ from torch._C import _is_any_autocast_enabled  # a fraction of the host time of 
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
-from bastile.ops._common import FLOATS, Function, first_order_only, served
+from bastile.ops._common import HALVES, Function, cast_type, first_order_only, served
 from bastile.ops._products import column_sums, product
 
 __all__ = ["autocast_linear"]
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class _AutocastLinear(Function):
@@ -70,9 +68,8 @@ def autocast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     """
     if _is_any_autocast_enabled() and torch.is_grad_enabled() and not is_compiling():
         given = (x, weight) if bias is None else (x, weight, bias)
-        if served(*given) and x.dim() > 1 and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            is_cast = any([t.dtype is torch.float32 and t.requires_grad for t in given])
-            if is_cast and dtype in _HALVES and all([t.dtype in FLOATS for t in given]):
+        if served(*given) and x.dim() > 1 and any([t.dtype is torch.float32 and t.requires_grad for t in given]):
+            dtype = cast_type(x)
+            if dtype in HALVES:
                 return _AutocastLinear.apply(x, weight, bias, dtype)[0]
     return linear(x, weight, bias)

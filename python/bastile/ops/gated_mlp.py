@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from bastile.ops import low_rank
-from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, release_on_last_pass, served
+from bastile.ops._common import Function, cast_type, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
 from bastile.ops._late import Late, late
 from bastile.ops._products import product
@@ -244,9 +244,10 @@ def gated_mlp(
 
 def _cast_input(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor | None:
     """x as a linear layer casts it; None where the weights are of another type, and not cast."""
-    (cast,) = cast_as_linear(x)
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    return cast if is_cast or all([weight.dtype is cast.dtype for weight in weights]) else None
+    dtype = cast_type(x)
+    if dtype is not None:
+        return x.to(dtype)
+    return x if all([weight.dtype is x.dtype for weight in weights]) else None
 
 
 def _original(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, gated: Unit) -> torch.Tensor:

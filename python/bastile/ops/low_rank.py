@@ -8,7 +8,7 @@ import torch
 from torch.compiler import is_compiling
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import PLAIN, is_batched, need_floats, on_gpu, served
+from bastile.ops._common import HALVES, PLAIN, is_batched, need_floats, on_gpu, served
 
 __all__ = ["low_rank_backward"]
 
@@ -93,7 +93,4 @@ def in_rows(matrix: torch.Tensor) -> bool:
 
 def may_be_one_product(rows: torch.Tensor) -> bool:
     """Whether products of these rows may be summed up by an operator of ours."""
-    return on_gpu(rows) and rows.dtype in _HALVES and not is_compiling() and not is_batched(rows)
-
-
-_HALVES = (torch.bfloat16, torch.float16)
+    return on_gpu(rows) and rows.dtype in HALVES and not is_compiling() and not is_batched(rows)

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from bastile.ops import low_rank
-from bastile.ops._common import FLOATS, PLAIN, Function, first_order_only, in_transform, is_batched
+from bastile.ops._common import FLOATS, PLAIN, Function, cast_type, first_order_only, in_transform, is_batched
 from bastile.ops._products import add_product, product
 
 __all__ = ["projections"]
@@ -86,12 +86,6 @@ def _served(x: torch.Tensor, weights: tuple[torch.Tensor, ...]) -> bool:
     return not in_transform(x, *weights)
 
 
-def _cast_type(x: torch.Tensor) -> torch.dtype | None:
-    """The type to which autocast casts what a linear layer multiplies; None where it is off."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """x @ weight.T for each weight, as linear layers without bias compute it.
 
@@ -109,7 +103,7 @@ def projections(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, 
         something was cast.
     """
     if torch.is_grad_enabled() and len(weights) > 1 and _served(x, weights) and x.requires_grad:
-        dtype = _cast_type(x) if _is_any_autocast_enabled() else None
+        dtype = cast_type(x) if _is_any_autocast_enabled() else None
         if dtype is None:
             return _Projections.apply(x, None, *weights)
         if all([t.dtype in FLOATS for t in (x, *weights)]):
