@@ -60,6 +60,7 @@ def _why_not(trainer: Any, optimizer: torch.optim.Optimizer) -> str | None:
     shards = getattr(trainer.accelerator, "is_fsdp2", False)
     if kind not in _WHOLE and not shards:
         return f"{kind} has a say in the optimiser"
+    from bastile.ops._common import FLOATS
     from bastile.optim.adamw import TORCHS_ALONE, serves
 
     if any(group.get(name) for group in optimizer.param_groups for name in TORCHS_ALONE):
@@ -67,7 +68,7 @@ def _why_not(trainer: Any, optimizer: torch.optim.Optimizer) -> str | None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             # Processes that FSDP2 sends their weights later have them on no device yet; all must choose alike.
-            is_to_come = shards and p.is_meta and p.is_floating_point() and p.dtype != torch.float64
+            is_to_come = shards and p.is_meta and p.dtype in FLOATS
             if not (is_to_come or (type(p) is nn.Parameter and serves(p))):
                 return f"a parameter is a {type(p).__name__} of {p.dtype} on {p.device.type}"
     return "it has hooks" if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks else None
