@@ -1,12 +1,14 @@
-"""Seconds a step and peak memory of TRL's SFT, DPO or GRPO of a whole model, or of Transformers' own Trainer, stock or
-with bastile.apply(), on one GPU.
+"""Seconds a step and peak memory of TRL's SFT, DPO, KTO, reward or GRPO trainer, of a whole model or of adapters, or of
+Transformers' own Trainer, stock or with bastile.apply(), on one GPU.
 
     python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
-        [--no-graphs]
+        [--no-graphs] [--lora] [--float32] [--ragged]
     python tools/trl_rl.py --trainer grpo --generate --batch 8 --length 192 --steps 4 --untimed 1 [--stock]
 
-Random weights of the named shape in bfloat16, random words, TRL's defaults but for what is named. DPO: `batch` pairs,
-each of two sequences, with a reference model. GRPO: `batch` completions of one prompt, three quarters of a sequence
+Random weights of the named shape in bfloat16, or with --float32, as TRL itself loads a model by its name, in float32
+under autocast; random words, TRL's defaults but for what is named. All rows have --length tokens; --ragged: between an
+eighth of it and all, so that no two batches are alike. DPO, reward: `batch` pairs, each of two sequences; DPO and KTO
+have a reference model. GRPO: `batch` completions of one prompt, three quarters of a sequence
 each; they are drawn at random, not generated, where generation is vLLM's work; --generate: by the model, as TRL has it
 where vLLM is not used. Trainer: without checkpointing, which is not its default. Prints one JSON object: the median of
 the steps after the untimed ones, by a callback that waits for the device; the mean of as many behind them, for which it
@@ -38,23 +40,48 @@ PROFILED = 2  # further steps, the last ones
 
 
 def build(options: argparse.Namespace) -> Any:
-    return models.build(options.shape, torch.bfloat16, torch.device("cuda"), 0)
+    made = models.build(options.shape, torch.bfloat16, torch.device("cuda"), 0)
+    return made.float() if options.float32 else made
 
 
-def texts(count: int, length: int, vocabulary: int, seed: int) -> list[str]:
-    drawn = torch.randint(3, vocabulary, (count, length), generator=torch.Generator().manual_seed(seed))
-    return [" ".join(f"w{n}" for n in row) for row in drawn.tolist()]
+def judge(options: argparse.Namespace) -> Any:
+    """The model with a head of one score, as reward models have it."""
+    from transformers import AutoModelForSequenceClassification
+
+    backbone = build(options)
+    backbone.config.num_labels, backbone.config.pad_token_id = 1, 0
+    with torch.device("cuda"):
+        made = AutoModelForSequenceClassification.from_config(backbone.config, dtype=backbone.dtype)
+    made.model = backbone.model
+    return made.train()
 
 
-def data(options: argparse.Namespace, vocabulary: int) -> dict[str, list[str]]:
-    """Rows whose sequences have `length` tokens, their end among them."""
+def texts(options: argparse.Namespace, length: int, vocabulary: int, seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    count = rows_of(options)
+    drawn = torch.randint(3, vocabulary, (count, length), generator=generator).tolist()
+    if options.ragged:
+        ends = torch.randint(length // 8, length + 1, (count,), generator=generator).tolist()
+        drawn = [row[:end] for row, end in zip(drawn, ends, strict=True)]
+    return [" ".join(f"w{n}" for n in row) for row in drawn]
+
+
+def rows_of(options: argparse.Namespace) -> int:
+    """As many as are trained on where no two batches are to be alike."""
+    return steps_of(options) * options.batch if options.ragged else ROWS
+
+
+def data(options: argparse.Namespace, vocabulary: int) -> dict[str, list[Any]]:
+    """Rows whose sequences have `length` tokens, their end among them, or up to as many."""
     if options.trainer == "sft":
-        return {"text": texts(ROWS, options.length - 1, vocabulary, 1)}
+        return {"text": texts(options, options.length - 1, vocabulary, 1)}
     prompt = options.length // 4
-    found = {"prompt": texts(ROWS, prompt, vocabulary, 1)}
-    if options.trainer == "dpo":
-        for seed, name in enumerate(("chosen", "rejected"), 2):
-            found[name] = [" " + text for text in texts(ROWS, options.length - prompt - 1, vocabulary, seed)]
+    found: dict[str, list[Any]] = {"prompt": texts(options, prompt, vocabulary, 1)}
+    names = {"dpo": ("chosen", "rejected"), "reward": ("chosen", "rejected"), "kto": ("completion",)}
+    for seed, name in enumerate(names.get(options.trainer, ()), 2):
+        found[name] = [" " + text for text in texts(options, options.length - prompt - 1, vocabulary, seed)]
+    if options.trainer == "kto":
+        found["label"] = [number % 2 == 0 for number in range(rows_of(options))]
     return found
 
 
@@ -125,9 +152,9 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     }
     if options.trainer == "trainer":
         return plain_trainer(options, given)
-    model = build(options)
+    model = judge(options) if options.trainer == "reward" else build(options)
     vocabulary = model.config.vocab_size
-    name = options.trainer.upper()
+    name = "Reward" if options.trainer == "reward" else options.trainer.upper()
     more: dict[str, Any] = {}
     if options.trainer == "grpo":
         completion = options.length - options.length // 4
@@ -140,8 +167,9 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     if options.lora:
         from peft import LoraConfig
 
-        more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    elif options.trainer == "dpo":
+        kind = "SEQ_CLS" if options.trainer == "reward" else "CAUSAL_LM"
+        more["peft_config"] = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=kind)
+    elif options.trainer in ("dpo", "kto"):
         more["ref_model"] = build(options)
     return getattr(trl, f"{name}Trainer")(
         model=model,
@@ -175,6 +203,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "length": options.length,
         "checkpointing": not options.no_checkpointing,
         "lora": options.lora,
+        "float32": options.float32,
+        "ragged": options.ragged,
         "median_seconds": statistics.median(timed),
         "least_seconds": min(timed),
         "queued_seconds": queued,
@@ -191,13 +221,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainer", choices=["sft", "dpo", "grpo", "trainer"], default="dpo")
+    parser.add_argument("--trainer", choices=["sft", "dpo", "kto", "reward", "grpo", "trainer"], default="dpo")
     parser.add_argument("--shape", choices=sorted(MODELS), default="qwen3-0.6b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12, help="with those that are not timed")
     parser.add_argument("--untimed", type=int, default=UNTIMED, help=f"the first steps; {UNTIMED}")
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers; not of Trainer")
+    parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast")
+    parser.add_argument("--ragged", action="store_true", help="rows of all lengths; not of Trainer")
     parser.add_argument("--generate", action="store_true", help="GRPO's completions by the model itself")
     parser.add_argument("--stock", action="store_true", help="without Bastile")
     parser.add_argument("--no-graphs", action="store_true", help="with Bastile, but without CUDA graphs")

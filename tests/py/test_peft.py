@@ -247,6 +247,11 @@ def merged(model: PeftModel) -> None:
     model.merge_adapter()
 
 
+def merged_and_disabled(model: PeftModel) -> None:
+    merged(model)
+    without_adapters(model)
+
+
 def second_adapter(model: PeftModel) -> None:
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "other"])
@@ -270,8 +275,7 @@ def said(found: set[str], *words: str) -> bool:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (without_adapters, "merged or disabled"),
-        (merged, "merged or disabled"),
+        (merged_and_disabled, "merged and disabled"),
         (second_adapter, "several adapters are active"),
         (a_hook, "hooks"),
     ],
@@ -288,6 +292,23 @@ def test_what_runs_as_stock(ran, change, why):
     assert said(reasons(), why)
     bastile.reset()
     assert_same_bits(ours, layer(x))
+
+
+@pytest.mark.parametrize("diverged", [False, True])
+@pytest.mark.parametrize("change", [without_adapters, merged])
+def test_adapters_that_are_off_are_served(ran, change, diverged):
+    """One that has diverged is nothing, once it is off."""
+    model = with_lora(base())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name and diverged and change is without_adapters:
+            parameter.data.fill_(float("nan"))
+    change(model)
+    with torch.no_grad():
+        got = model(**batch()).logits
+        assert ran == {"adapted_linears": 2 * LAYERS, "adapted_gated_mlp": LAYERS}
+        assert not reasons()
+        bastile.reset()
+        torch.testing.assert_close(got, model(**batch()).logits, rtol=1e-5, atol=1e-5)
 
 
 def embeddings(**more: Any) -> PeftModel:

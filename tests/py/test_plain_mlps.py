@@ -392,15 +392,15 @@ def test_a_model_in_16_bits_is_no_further_from_float64_than_stock(family, autoca
     assert means.mean() <= 2.5 * means.std() / len(models) ** 0.5
 
 
-def test_merged_adapters_run_as_stock():
+def test_merged_adapters_are_served():
     model = with_lora(model_of("gpt_neox"))
     model.merge_adapter()
     mlp, x = model.base_model.model.gpt_neox.layers[0].mlp, random_tensor((3, 32), torch.float32, "cpu")
     want = mlp(x)
     bastile.apply()
     bastile.report(reset=True)
-    assert_same_bits(mlp(x), want)
-    assert counts() == {"aside": 1}
+    torch.testing.assert_close(mlp(x), want)
+    assert counts() == {"ran": 1}
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -198,3 +198,61 @@ def test_what_moves_between_modules_is_seen(walks):
     assert_as_stock()
     first.mlp.register_parameter("late", nn.Parameter(torch.zeros(1)))
     assert_as_stock()
+
+
+@pytest.mark.parametrize("name", ["plain", "tied", "adapted", "shared"])
+def test_modules_are_those_of_pytorch_in_its_order(name, walks):
+    model = models()[name]
+    inner = model if isinstance(model, PreTrainedModel) else model.base_model.model
+    inner.model.layers[0].mlp.up_proj._modules["names"] = Names(4, 4)
+    stock = list(nn.Module.named_modules(model))
+    inner.model.layers[0].mlp.up_proj._modules.pop("names")
+    assert [title for title, _ in stock if title.endswith("names")] == []
+    for more in ({}, {"remove_duplicate": False}, {"prefix": "outer"}):
+        stock = list(nn.Module.named_modules(model, **more))
+        walks.clear()
+        found = list(model.named_modules(**more))
+        assert walks == []
+        assert len(found) == len(stock) > 9
+        assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(found, stock, strict=True))
+    given = {inner.model.norm, inner.model.layers[0]}
+    assert [t for t, _ in model.named_modules(set(given))] == [t for t, _ in nn.Module.named_modules(model, set(given))]
+    walks.clear()
+    found = list(model.modules())
+    assert walks == []
+    assert all(a is b for a, b in zip(found, nn.Module.modules(model), strict=True))
+
+
+class Parts(nn.Linear):
+    """Has more to show than it holds."""
+
+    def named_modules(self, memo: Any = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        yield from super().named_modules(memo, prefix, remove_duplicate)
+        yield f"{prefix}.hidden", self.hidden
+
+    hidden = nn.Identity()
+
+
+def test_a_module_that_shows_its_parts_itself_does_so(walks):
+    model = tiny_model()
+    model.model.layers[0].mlp.up_proj = Parts(4, 4)
+    stock = list(nn.Module.named_modules(model))
+    assert stock == list(model.named_modules())
+    assert ("model.layers.0.mlp.up_proj.hidden", Parts.hidden) in stock
+    assert Parts.hidden in list(model.modules())
+
+
+def test_a_walk_sees_what_changes_while_it_walks(walks):
+    """Many an adapter is put in so: what takes a module's place further on is what is found there."""
+
+    def replaced(walk: Any) -> list[str]:
+        model, found = tiny_model(), []
+        for title, module in walk(model):
+            found.append(f"{title} {type(module).__name__}")
+            if title == "model.layers.0.self_attn":
+                model.model.layers[0].mlp = nn.Sequential(nn.Identity(), nn.Dropout())
+        return found
+
+    got = replaced(lambda model: model.named_modules())
+    assert got == replaced(nn.Module.named_modules)
+    assert "model.layers.0.mlp.1 Dropout" in got

@@ -65,6 +65,7 @@ class Note:
     leaving: frozenset[int] = frozenset()  # layers whose output is the model's to keep
     read: dict[int, Chunks] = field(default_factory=dict)  # what the host was told by those of the others that it asked
     open: dict[int, int] = field(default_factory=dict)  # boundaries that are read on the device: see models.chunks
+    differentiates: bool = True
 
     @property
     def checkpoints(self) -> bool:
@@ -146,9 +147,9 @@ def copies(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 class Layer:
     """One layer of a run."""
 
-    def __init__(self, module: nn.Module, call: Call) -> None:
+    def __init__(self, module: nn.Module, call: Call, differentiates: bool) -> None:
         self.module, self.call = module, call
-        self.parameters = [p for p in dict.fromkeys(module.parameters()) if p.requires_grad]
+        self.parameters = [p for p in dict.fromkeys(module.parameters()) if differentiates and p.requires_grad]
         # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
         self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
 
@@ -167,17 +168,18 @@ class Run:
     others_gradients: list[torch.Tensor | None]  # of what else it is given and has gradients
     backward: Replayed
 
-    def __init__(self, index: int, first: int, layers: list[Layer], draws: bool) -> None:
+    def __init__(self, index: int, first: int, layers: list[Layer], note: Note) -> None:
         self.index, self.first, self.layers = index, first, layers
         self.call = layers[0].call
-        self.differentiated = differentiated(self.call.structure)  # places of others
+        self.differentiated = differentiated(self.call.structure) if note.differentiates else []  # places of others
         self.leaves = False  # its output is the model's to keep, or a layer's without a graph: these get a copy
         self.reads_copy = False  # so the run before has given it one
-        self.draws_again = draws and self.call.checkpoints
+        self.draws_again = note.draws and self.call.checkpoints
         self.end = first + len(layers)
         self.parameters = [p for layer in layers for p in layer.parameters]
         self.hidden_gradient = None
-        self.wants_gradients = bool(self.parameters or self.differentiated) or self.call.hidden_requires_grad
+        leads = bool(self.parameters or self.differentiated) or self.call.hidden_requires_grad
+        self.wants_gradients = leads and note.differentiates
 
     def lent(self) -> Iterable[torch.Tensor | None]:
         """The gradients."""
@@ -206,16 +208,18 @@ def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
             or index - 1 in note.ends | note.leaving
             or len(layers) == (most_checkpointed if call.checkpoints else MOST_LAYERS)
         ):
-            runs.append(Run(len(runs), index - len(layers), layers, note.draws))
+            runs.append(Run(len(runs), index - len(layers), layers, note))
             layers = []
         if call.against is None:
             is_behind = bool(index) and note.calls[index - 1].against is None
-            layers.append(Layer(module, call if is_behind else replace(call, is_chained=False)))
+            layers.append(Layer(module, call if is_behind else replace(call, is_chained=False), note.differentiates))
     if layers:
-        runs.append(Run(len(runs), len(note.calls) - len(layers), layers, note.draws))
+        runs.append(Run(len(runs), len(note.calls) - len(layers), layers, note))
     for run in runs:
         runs_itself = run.end < len(note.calls) and note.calls[run.end].against is not None
-        run.leaves = runs_itself or run.end - 1 in note.leaving
+        # Who collects what nobody differentiates may keep all of it.
+        is_result = run.end == len(note.calls) and not note.differentiates
+        run.leaves = runs_itself or is_result or run.end - 1 in note.leaving
         run.reads_copy = run.first - 1 in note.leaving
     return runs
 
@@ -262,7 +266,7 @@ class Captured:
         device = self._note.calls[0].hidden[3]
         with _drawing_again(device, state_of(generator_of(device))):
             for layer in [layer for run in self.runs for layer in run.layers]:
-                run, kept = Run(0, 0, [layer], self._note.draws), [None]
+                run, kept = Run(0, 0, [layer], self._note), [None]
                 hidden = Place(layer.call.hidden).tensor
                 (output,) = self._forward_of(run, hidden, kept)()
                 if run.wants_gradients:
@@ -326,12 +330,13 @@ class Captured:
             for place in run.differentiated:
                 others[place] = others[place].detach().requires_grad_()
             called = self._checkpointed if run.call.checkpoints else self._called
-            with self._autocast.as_noted(), torch.enable_grad():
+            with self._autocast.as_noted(), torch.set_grad_enabled(self._note.differentiates):
                 for layer in run.layers:
                     output = called(layer, output, others)
                 # Made last, so that a backward pass takes their gradient first: what it adds to.
                 sums = [(others[place], others[place].view_as(others[place])) for place in run.differentiated]
-            kept[run.index] = read, sums, output
+            if self._note.differentiates:
+                kept[run.index] = read, sums, output
             return (output.detach(),)
 
         return forward
@@ -588,9 +593,8 @@ class Replay(Function):
             run.backward.replay()
         hidden = None if run.hidden_gradient is None else run.hidden_gradient.lend()
         if hidden is not None and not run.call.is_chained:
-            hidden = (
-                hidden.clone()
-            )  # it leaves the layers; adapters' input keeps it as its .grad until the loss is gone
+            # It leaves the layers; adapters' input keeps it as its .grad until the loss is gone.
+            hidden = hidden.clone()
         others = [None if gradient is None else gradient.clone() for gradient in run.others_gradients]
         ctx.passage = ctx.run = None  # many a loop keeps its loss, which holds this, and would hold the graphs
         return None, None, hidden, *others, *passage.gradients(run)

@@ -42,15 +42,21 @@ _QUIET_STEPS = 16
 #: Forward passes before one backward pass that have graphs: a question, a text that answers it, and some that do not.
 MOST_BESIDE = 8
 
+#: States of the layers in which passes that nobody differentiates have graphs: with adapters and without, in training
+#: and in evaluation.
+MOST_STATES = 4
+
 _stacks: weakref.WeakKeyDictionary[nn.Module, Stack] = weakref.WeakKeyDictionary()
 
 
 def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
     """For the forward pass that begins: beside others that have not had their backward pass, one with memory of its
-    own."""
+    own; likewise where nobody differentiates it, for each state that the layers are in."""
     found = _stacks.get(backbone)
     if found is None:
         found = _stacks[backbone] = Stack(tally)
+    if not torch.is_grad_enabled():
+        return found.undifferentiated()
     for _ in range(MOST_BESIDE - 1):
         if not found.is_waiting() or not found.may_have_one_beside:
             break
@@ -63,15 +69,16 @@ def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
 def forget() -> None:
     """All that has been captured: the layers may do something else from now on."""
     for stack in list(_stacks.values()):
-        for each in stack.and_beside():
+        for each in (*stack.and_beside(), *stack.states):
             each.retire()
     _stacks.clear()
 
 
 class Stack:
-    def __init__(self, tally: Tally, beside: Stack | None = None) -> None:
-        """beside: the same layers' for other passes. What is known of a kind of step holds for both."""
-        self.tally = tally
+    def __init__(self, tally: Tally, beside: Stack | None = None, *, differentiates: bool = True) -> None:
+        """beside: the same layers' for other passes. What is known of lengths holds for both; and what is known of a
+        kind of step, where both are differentiated."""
+        self.tally, self.differentiates = tally, differentiates
         self.notes: OrderedDict[Any, Note | str] = OrderedDict()  # by key; a str: why it cannot be captured
         self.read: dict[Any, Sequence[int]] = {}  # by key but its last part, of which given tensors the host reads some
         self.pays: dict[Any, Pays] = {}  # by key, what is being measured
@@ -98,16 +105,34 @@ class Stack:
         self.tables = Tables()
         self.is_beside = beside is not None
         self.beside: Stack | None = None
+        self.states: list[Stack] = []  # of passes that nobody differentiates, the latest last
         #: A pass that another one came after has had its backward pass then, and so will others.
         self.may_have_one_beside = self.is_beside
         if beside is not None:
-            self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
+            if differentiates:
+                self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
             self.lengths, self.tables = beside.lengths, beside.tables
             self.packs, self.masks, self.decoders = beside.packs, beside.masks, beside.decoders
         self.is_wary = False  # some layers were found changed in the middle of a step
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
+
+    def undifferentiated(self) -> Stack:
+        """The one of these layers as they are now for a pass that nobody differentiates: who switches adapters off
+        and on again between such passes has graphs for both, and they lie beside what a step in between keeps for its
+        backward pass."""
+        found = next((each for each in reversed(self.states) if each.never is not None or each.is_as_it_was()), None)
+        if found is None and len(self.states) < MOST_STATES:
+            found = Stack(self.tally, self, differentiates=False)
+        elif found is None:
+            found = self.states[0]
+        self.states = [*[each for each in self.states if each is not found], found]
+        return found
+
+    def is_as_it_was(self) -> bool:
+        """Whether its first layers are as they were when it last looked at them all."""
+        return self.watch is not None and self.watch.begin(everything=False)
 
     def cannot(self, layers: Sequence[Any]) -> str | None:
         """Why this step runs without graphs."""

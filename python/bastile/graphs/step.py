@@ -45,7 +45,8 @@ class Step:
         """asked: what else tells one kind of step from another."""
         self.stack, self.mode, self.asked = stack, mode, asked
         self.layers = stack.layers
-        self.checkpointing = [conditions.checkpoints(layer) for layer in self.layers]
+        #: What nobody differentiates has no second run.
+        self.checkpointing = [stack.differentiates and conditions.checkpoints(layer) for layer in self.layers]
         self.given = Given()
         self.first_given = 0  # so many tensors its first layer was given beside the hidden states
         self.next = 0
@@ -283,6 +284,8 @@ class Step:
             stream,
             self.asked if self.longer is None else self.longer.kind(self.asked),
         )
+        if self.given.cache is not None and not self.stack.differentiates:
+            raise CannotCapture("keys and values of a pass without gradients, which may be there to be read")
         self.first_given = len(self.given.tensors)
         return self.stack.with_what_is_read(key, self.given.tensors)
 
@@ -443,7 +446,17 @@ class _Noting:
         read_there = ((place, opened(tensor)) for place, tensor in enumerate(self.given.tensors))
         on_device = {place: longest for place, longest in read_there if longest is not None}
         ends = frozenset(self.looked_at - left)
-        return Note(self.calls, others, drawn, settings, ends=ends, leaving=frozenset(left), read=read, open=on_device)
+        return Note(
+            self.calls,
+            others,
+            drawn,
+            settings,
+            ends=ends,
+            leaving=frozenset(left),
+            read=read,
+            open=on_device,
+            differentiates=stack.differentiates,
+        )
 
 
 def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step | None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from bastile.ops._valid_rows import gather, scatter
+from bastile.ops._valid_rows import ValidCount, gather, scatter
 from bastile.ops.linear_divergence import Divergence, Kind, linear_divergence
 from bastile.ops.linear_logprobs import NO_TARGET, LogProbs, linear_logprobs
 
@@ -52,6 +52,7 @@ def log_probs_from_hidden(
     softcap: float | None = None,
     ignore_index: int | None = -100,
     outputs: Sequence[str] = (),
+    valid_rows: ValidCount | None = None,
 ) -> LogProbs:
     """bastile.ops.linear_logprobs.linear_logprobs for trainers: for each target its log-probability, and no logits.
 
@@ -68,6 +69,8 @@ def log_probs_from_hidden(
         softcap: between the two; 0 or None: none.
         ignore_index: target of rows that count for nothing; None: all count, and nobody waits to learn how many.
         outputs: as for linear_logprobs, such as ("entropy",).
+        valid_rows: the count of this very target, where it was begun before the backbone ran: nobody waits for it then.
+            Not with temperatures of which there are several.
 
     Returns:
         LogProbs: log_probs and what `outputs` names, float32 in target's shape; the others are None.
@@ -93,7 +96,7 @@ def log_probs_from_hidden(
             softcap=softcap,
             ignore_index=NO_TARGET if ignore_index is None else ignore_index,
             outputs=outputs,
-            valid_rows=target.numel() if ignore_index is None else None,
+            valid_rows=target.numel() if ignore_index is None else valid_rows,
         )
 
 

@@ -2,7 +2,8 @@
 
 What TRL calls changed with its releases; each is known by its parameters, wherever a release has it:
 
-    ChunkedLogProbFunction.apply        1.15 and later: all of SFT, DPO, KTO, GRPO, RLOO; 1.4 to 1.14, as
+    add_fused_lm_head                   1.15 and later: all of SFT, DPO, KTO, GRPO, RLOO: see bastile.integrations.trl_head
+    ChunkedLogProbFunction.apply        what that calls, where it runs itself; 1.4 to 1.14, as
                                         _ChunkedLogProbFunction: asynchronous GRPO, in 1.14 also DPO, KTO and GRPO
     ChunkedDivergenceFunction.apply     1.16: distillation
     _chunked_cross_entropy_loss         1.4 to 1.14: SFT with loss_type="chunked_nll", its default from 1.7 on
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from bastile.guards import stock_of
+from bastile.integrations import trl_head
 from bastile.integrations.functions import (
     DIVERGENCE,
     Defaults,
@@ -292,6 +294,7 @@ _LOSSES: dict[str, Any] = {
         (("logits", "index", "temperature", "row_mask"), ("logits", "index")),
         functools.partial(_of_logits, way=_selected),
     ),
+    trl_head.NAME: (trl_head.KNOWN, trl_head.head),
     "entropy_from_logits": ((("logits", "chunk_size"),), functools.partial(_of_logits, way=_entropy)),
     "selective_log_softmax_and_entropy": ((_BOTH,), functools.partial(_of_logits, way=_selected_and_entropy)),
 }

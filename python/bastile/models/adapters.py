@@ -242,27 +242,66 @@ def _with_adapter(module: Any, x: torch.Tensor) -> Adapted:
         raise NotServed("a layer with an adapter has hooks or a forward of its own")
     inner = module._modules  # Module's own lookup is slow
     base = _base(inner["base_layer"], x)
-    if module.merged or module.disable_adapters:
-        raise NotServed("adapters are merged or disabled")
-    all_a = inner["lora_A"]._modules
+    if module.disable_adapters:
+        return _switched_off(module, base, x)
+    if module.merged:
+        return base
+    found = _matrices(module, x)
+    if found is None:
+        return base
+    name, a, b = found
+    dropout = _dropout(inner["lora_dropout"]._modules[name])
+    scale = float(module.scaling[name])
+    return Adapted(base.weight, base.bias, a, b, scale, dropout, base.dequantise, base.outputs)
+
+
+def _matrices(module: Any, x: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+    """The active adapter's name, A and B; None where there is none."""
+    all_a, all_b = module._modules["lora_A"]._modules, module._modules["lora_B"]._modules
     active = [name for name in module.active_adapters if name in all_a]
     if not active:
-        return base
+        return None
     if len(active) > 1:
         raise NotServed("several adapters are active at once")
     (name,) = active
     if name in module.lora_variant:
         raise NotServed(f"the adapter is a {type(module.lora_variant[name]).__name__}")
-    a, b = all_a[name], inner["lora_B"]._modules[name]
+    a, b = all_a[name], all_b[name]
     if not (plain_linear(a) and plain_linear(b)):
         raise NotServed("an adapter's matrices have biases, hooks or a forward of their own")
     of_a: Any = a._parameters["weight"]
     of_b: Any = b._parameters["weight"]
     if of_a.dtype is not x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise NotServed(f"without autocast adapters of {of_a.dtype} compute in their own type")
-    dropout = _dropout(inner["lora_dropout"]._modules[name])
-    scale = float(module.scaling[name])
-    return Adapted(base.weight, base.bias, of_a, of_b, scale, dropout, base.dequantise, base.outputs)
+    return name, of_a, of_b
+
+
+def _switched_off(module: Any, base: Adapted, x: torch.Tensor) -> Adapted:
+    """A layer whose adapters are disabled. With zeros in an adapter's place it is computed by the kernels that compute
+    it with the adapter: so a policy that has not moved yet has the very log-probabilities of its reference, as without
+    Bastile. By others each would be rounded in its own way, and preference losses are made of the difference."""
+    if module.merged:
+        raise NotServed("adapters are merged and disabled: they are taken out of the weight first")
+    try:
+        found = None if torch.compiler.is_compiling() else _matrices(module, x)
+    except NotServed:  # PEFT computes it with the adapter, by the base layer and what is added to its result
+        return base
+    return base if found is None else base._replace(a=_zeros_like(found[1]), b=_zeros_like(found[2]))
+
+
+#: By shape, type and device.
+_ZEROS: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def _zeros_like(matrix: torch.Tensor) -> torch.Tensor:
+    is_kept = not isinstance(matrix, FakeTensor) and not (matrix.is_cuda and torch.cuda.is_current_stream_capturing())
+    key = matrix.shape, matrix.dtype, matrix.device
+    zeros = _ZEROS.get(key) if is_kept else None
+    if zeros is None:
+        zeros = matrix.new_zeros(matrix.shape)
+        if is_kept:
+            _ZEROS[key] = zeros
+    return zeros
 
 
 def _dropout(layer: nn.Module) -> float:

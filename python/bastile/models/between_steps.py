@@ -6,14 +6,22 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from bastile.models import masks, parameter_count, running_loss, waits, walks
+from bastile.models import (
+    adapter_switch,
+    checkpointing_switch,
+    masks,
+    parameter_count,
+    running_loss,
+    waits,
+    walks,
+)
 
 #: By module: the class in it, or None for the module itself, and what is put into that.
 _PIECES: dict[str, tuple[str | None, tuple[Any, ...]]] = {
-    "peft.peft_model": ("PeftModel", (walks,)),
+    "peft.peft_model": ("PeftModel", (adapter_switch, walks)),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", (walks,)),
     "transformers.masking_utils": (None, (masks,)),
-    "transformers.modeling_utils": ("PreTrainedModel", (parameter_count, walks)),
+    "transformers.modeling_utils": ("PreTrainedModel", (checkpointing_switch, parameter_count, walks)),
     "transformers.trainer": ("Trainer", (running_loss, waits)),
 }
 MODULES = frozenset(_PIECES)

@@ -71,7 +71,9 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.training:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return original(self, *args, **kwargs)
+        if not self.training if torch.is_grad_enabled() else _leaves_keys(self, as_keywords(names, args, kwargs)):
             return original(self, *args, **kwargs)
         layers = _layers_of(self)
         if layers is None or caches.given_in(kwargs) is not None or getattr(_within, "step", False):
@@ -93,6 +95,12 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def _leaves_keys(backbone: Any, given: dict[str, Any]) -> bool:
+    """Whether a pass without gradients is to return keys and values, as where text is generated."""
+    asked = given.get("use_cache")
+    return bool(getattr(getattr(backbone, "config", None), "use_cache", False) if asked is None else asked)
 
 
 def _run(step: Step, original: Callable[..., Any], backbone: nn.Module, *args: Any, **kwargs: Any) -> Any:

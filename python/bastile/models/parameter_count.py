@@ -18,7 +18,7 @@ from torch import nn
 
 from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import is_known
-from bastile.models.structure import modules_of, tables_of
+from bastile.models.structure import modules_of, names_as_torch, tables_of
 
 _NAME = "num_parameters"
 _FINGERPRINTS = frozenset({"a690284ceb48"})  # of its code, from Transformers 5.0 on
@@ -76,7 +76,7 @@ def _kept(original: Callable[..., int]) -> Callable[..., int]:
 def _names_as_torch(model: nn.Module) -> bool:
     """Whether the model names its modules and parameters as torch does, and not by a method of its own."""
     names = "named_modules", "named_parameters", "_named_members"
-    return all(getattr(type(model), n) is getattr(nn.Module, n) and n not in vars(model) for n in names)
+    return names_as_torch(type(model), *names) and not vars(model).keys() & set(names)
 
 
 class _Counts:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -19,6 +19,7 @@ from torch import nn
 
 _children, _own = attrgetter("_modules"), attrgetter("_parameters")
 _values = dict.values
+class_of: Callable[[Any], Any] = type  # as a key of tables, which mypy takes classes of modules not to be
 
 
 class _Structure:
@@ -70,6 +71,74 @@ def walk(model: nn.Module) -> Iterator[Any]:
             rest.extend([each for each in reversed(_children(module).values()) if each is not None])
 
 
+def each(self: nn.Module) -> Iterator[nn.Module]:
+    """What `modules()` yields, in its order, each when it is asked for; what is within a part whose class has another
+    `named_modules` is its own. PyTorch's is a generator within a generator for each level."""
+    if not _walks_plainly(class_of(self)):
+        yield from (module for _, module in self.named_modules())
+        return
+    seen: set[nn.Module] = {self}
+    yield self
+    levels = [iter(self._modules.values())]
+    while levels:
+        for module in levels[-1]:
+            if module is None or module in seen:
+                continue
+            if not _walks_plainly(class_of(module)):
+                yield from (part for _, part in module.named_modules(seen))
+                continue
+            seen.add(module)
+            yield module
+            if module._modules:
+                levels.append(iter(module._modules.values()))
+                break
+        else:
+            levels.pop()
+
+
+def each_named(
+    self: nn.Module, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Likewise, what `named_modules()` yields."""
+    seen = set() if memo is None else memo
+    if self in seen:
+        return
+    if remove_duplicate:
+        seen.add(self)
+    yield prefix, self
+    levels = [(prefix and f"{prefix}.", iter(self._modules.items()))]
+    while levels:
+        before, parts = levels[-1]
+        for name, module in parts:
+            if module is None or module in seen:
+                continue
+            title = before + name
+            if not _walks_plainly(class_of(module)):
+                yield from module.named_modules(seen, title, remove_duplicate)
+                continue
+            if remove_duplicate:
+                seen.add(module)
+            yield title, module
+            if module._modules:
+                levels.append((f"{title}.", iter(module._modules.items())))
+                break
+        else:
+            levels.pop()
+
+
+@functools.lru_cache(maxsize=1024)
+def _walks_plainly(kind: Any) -> bool:
+    return names_as_torch(kind, "named_modules")
+
+
+def names_as_torch(kind: Any, *methods: str) -> bool:
+    """Whether these methods of a class of modules are torch's, or those that do the same here."""
+    return all(getattr(kind, name) in (getattr(nn.Module, name), _SAME.get(name)) for name in methods)
+
+
+_SAME = {"modules": each, "named_modules": each_named}
+
+
 def _walked(model: nn.Module) -> list[Any] | None:
     found = list(walk(model))
     return None if found[-1] is None else found
@@ -81,10 +150,8 @@ def _are_plain(modules: list[Any]) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _is_plain(kind: Any) -> bool:
-    return not issubclass(kind, torch.jit.ScriptModule) and all(
-        getattr(kind, name) is getattr(nn.Module, name)
-        for name in ("modules", "named_modules", "named_parameters", "_named_members", "children", "named_children")
-    )
+    names = ("modules", "named_modules", "named_parameters", "_named_members", "children", "named_children")
+    return not issubclass(kind, torch.jit.ScriptModule) and names_as_torch(kind, *names)
 
 
 def tables_of(modules: list[Any]) -> list[dict[str, Any]]:

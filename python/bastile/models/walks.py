@@ -3,7 +3,9 @@
 `train()` sets a flag that is set already, and `zero_grad()` and the clipping of gradients ask for `parameters()`, whose
 names nobody reads; of a model with adapters, of thousands of modules, PyTorch's and Transformers' own code takes some
 30 ms for it, while a GPU waits. Here `train()` sees whether anything would change, `parameters()` makes no names, and
-`zero_grad()` has no generator beneath it. A model of which a class has such methods of its own runs PyTorch's code."""
+`zero_grad()` has no generator beneath it. A model of which a class has such methods of its own runs PyTorch's code.
+What Transformers, PEFT, Accelerate and TRL look for by `modules()` and `named_modules()` of their own they find in a
+third and in half of the time: the same modules in the same order, but not by a generator for each level."""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from torch import nn
 
 from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import is_known
-from bastile.models.structure import modules_of, parameters_of, walk
+from bastile.models.structure import each, each_named, modules_of, parameters_of, walk
 
 #: Of PreTrainedModel.train's code, from Transformers 5.0 on: it is PyTorch's, and what is done where kernels of the Hub
 #: are in use.
@@ -68,7 +70,12 @@ def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     return None
 
 
-_REPLACED: dict[str, Any] = {"parameters": _parameters, "zero_grad": _zero_grad}
+_REPLACED: dict[str, Any] = {
+    "modules": each,
+    "named_modules": each_named,
+    "parameters": _parameters,
+    "zero_grad": _zero_grad,
+}
 
 
 def _each(model: nn.Module) -> Iterator[nn.Parameter]:

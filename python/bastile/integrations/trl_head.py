@@ -1,0 +1,112 @@
+"""TRL's head on its models, `model(..., fused_lm_head=True)`, without a wait for the device.
+
+TRL picks the rows that count by their mask, and the host waits for all that it has launched, to learn how many they are:
+in every pass, so that in a step of DPO the GPU has nothing to do while adapters are switched off, the reference's pass
+is prepared, and its own result is waited for. Here labels are counted ahead of the backbone, and the rows that count
+are taken behind it by a number that has long been there. What is computed, and what is returned, is TRL's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.guards import in_force, stock_of
+from bastile.integrations.functions import Defaults, Parameters, given
+from bastile.integrations.hidden import log_probs_from_hidden
+from bastile.models.forms import is_known
+from bastile.ops._valid_rows import ValidCount, is_worthwhile
+from bastile.report import Tally
+
+NAME = "add_fused_lm_head"
+#: Its parameters, from TRL 1.15 on.
+KNOWN = (("model", "temperature", "cast_lm_head_to_fp32", "outputs"),)
+#: Of its code, in TRL 1.15 and 1.16.
+_FINGERPRINTS = frozenset({"287872b23128", "57c86146a7a0"})
+_IGNORED = -100
+_DEVICES = ("cpu", "cuda")
+_STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def head(tally: Tally, original: Any, parameters: Parameters, defaults: Defaults) -> Callable[..., Any]:
+    """In the place of TRL's function, which gives a model its forward."""
+    stock = stock_of(original)
+    if not is_known(stock, _FINGERPRINTS):
+        return original  # what it calls is served, and waits
+    home = sys.modules[stock.__module__]
+
+    @functools.wraps(original)
+    def add_fused_lm_head(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        model = given(parameters, defaults, args, kwargs)["model"]
+        added = vars(model).get("forward")
+        if isinstance(added, MethodType):
+            now = functools.partial(_is_in_force, home, add_fused_lm_head)
+            model.forward = MethodType(_forward(tally, added.__func__, now), model)
+
+    return add_fused_lm_head
+
+
+def _is_in_force(home: Any, ours: Any) -> bool:
+    return in_force(getattr(home, NAME)) is ours
+
+
+def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Callable[..., Any]:
+    """added: what TRL's function has made, whose own variables say what is to be computed."""
+    told = inspect.getclosurevars(added).nonlocals
+    config, result = told["text_config"], added.__globals__["FusedCausalLMOutput"]
+    options = {
+        "temperature": told["temperature"],
+        "logit_scale": told["logit_scale"],
+        "softcap": told["final_logit_softcapping"],
+        "outputs": [name for name in _STATISTICS if name in told["outputs"]],
+    }
+
+    @functools.wraps(added)
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        wants_router = kwargs.get("output_router_logits", getattr(config, "output_router_logits", False))
+        is_more = told["cast_lm_head_to_fp32"] or wants_router or torch.compiler.is_compiling()
+        head = self.get_output_embeddings() if fused_lm_head and not is_more and is_in_force() else None
+        if head is None or head.weight.device.type not in _DEVICES:
+            more = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return added(self, *args, fused_lm_head=fused_lm_head, **more, **kwargs)
+        # The last label belongs to no row, so that hidden states are taken as they lie.
+        is_shifted = shift_labels is not None
+        target = shift_labels if is_shifted else nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        target = target.to(head.weight.device).contiguous()
+        count = ValidCount(target, _IGNORED) if is_worthwhile(target.numel(), target) else None
+        states = getattr(self, told["backbone_attr"])(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+        head = self.get_output_embeddings()  # FSDP may have exchanged its weight meanwhile
+        found = log_probs_from_hidden(
+            states.to(head.weight.device),
+            head.weight,
+            target,
+            bias=head.bias,
+            ignore_index=_IGNORED,
+            valid_rows=count,
+            **options,
+        )
+        tally.count()
+        of_rows = {name: getattr(found, name) for name in ("log_probs", *_STATISTICS)}
+        mask = target != _IGNORED
+        if not is_shifted:
+            mask = mask[:, :-1]
+            of_rows = {name: None if each is None else each[:, :-1] for name, each in of_rows.items()}
+        divisor = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return result(loss=-of_rows["log_probs"].sum() / divisor, label_mask=mask, **of_rows)
+
+    return forward

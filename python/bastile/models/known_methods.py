@@ -1,0 +1,40 @@
+"""Methods of other packages' classes that run in every step, whose code is known: what is put in their place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bastile.guards import stand_in_for, stock_of
+from bastile.models.forms import is_known
+
+
+class KnownMethod:
+    """One method of a class. Where its code is another, it stays."""
+
+    def __init__(self, name: str, fingerprints: frozenset[str], make: Callable[[Any, KnownMethod], Any]) -> None:
+        """make: of the original and this, what is to be called in its place. While this is not in force it calls the
+        original: what others have put around it stays when it is taken out."""
+        self.name, self.fingerprints, self.make = name, fingerprints, make
+        self._is_put = False
+
+    def put_into(self, cls: Any) -> None:
+        self._is_put = True
+        there = vars(cls).get(self.name)
+        if there is not None and stock_of(there) is there and is_known(inspect.unwrap(there), self.fingerprints):
+            made = self.make(there, self)
+            stand_in_for(there, made)
+            setattr(cls, self.name, made)
+
+    def take_out_of(self, cls: Any) -> None:
+        self._is_put = False
+        there = vars(cls).get(self.name)
+        if there is not None and stock_of(there) is not there:
+            setattr(cls, self.name, stock_of(there))
+
+    @property
+    def is_in_force(self) -> bool:
+        return self._is_put and not torch.compiler.is_compiling()
