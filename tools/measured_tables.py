@@ -266,6 +266,19 @@ def trainers(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     ]
 
 
+def ragged(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_rl.py --ragged."""
+    steps = {(step["trainer"], step["implementation"]): step for step in run["steps"]}
+    table = [["milliseconds of a step (peak GiB, reserved)", "TRL", "**Bastile**", "faster"]]
+    for trainer in dict.fromkeys(name for name, _ in steps):
+        stock, ours = (steps[trainer, name] for name in ("stock", "bastile"))
+        cells = [f"{s['queued_ms']:.0f} ({s['peak_gib']:.1f}, {s['reserved_gib']:.1f})" for s in (stock, ours)]
+        name = "reward" if trainer == "reward" else trainer.upper()
+        gain = f"{stock['queued_ms'] / ours['queued_ms']:.1f} x"
+        table.append([f"{name} {ours['shape']}, {ours['batch']} x {ours['length']}", cells[0], f"**{cells[1]}**", gain])
+    return [*by_command(run, link), *rows_of(table)]
+
+
 def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     """Of tools/families.py. words: the types to show; none: all."""
     rows = [row for row in run["families"] if not words or row["type"] in words]
@@ -358,7 +371,7 @@ def text_of(path: Path, words: list[str], link: str) -> str:
     elif "runs" in run:
         write = demo
     elif "steps" in run:
-        write = trainers
+        write = ragged if run["steps"][0].get("ragged") else trainers
     elif "lengths" in run:
         write = lengths
     elif "several" in run:

@@ -50,6 +50,7 @@ def judge(options: argparse.Namespace) -> Any:
 
     backbone = build(options)
     backbone.config.num_labels, backbone.config.pad_token_id = 1, 0
+    torch.manual_seed(0)
     with torch.device("cuda"):
         made = AutoModelForSequenceClassification.from_config(backbone.config, dtype=backbone.dtype)
     made.model = backbone.model

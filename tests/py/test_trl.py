@@ -18,6 +18,8 @@ from packaging.version import Version
 
 import bastile
 from bastile.integrations import log_probs_from_hidden
+from bastile.graphs import stack as stacks
+from bastile.models import graphs
 from bastile.models.logits.said import counts
 from graphing import allow_graphs
 from oracle import Case, assert_no_worse, random_tensor
@@ -567,8 +569,28 @@ def test_completions_whose_tokens_are_graphs(
     saved: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without vLLM the model itself generates: the same completions, so the same rewards and losses."""
-    allow_graphs(monkeypatch)
+    allow_graphs(monkeypatch, "cpu")  # where the trainers are
     both("grpo", saved("qwen3"), tmp_path, monkeypatch, max_completion_length=24)
     (of_tokens,) = [line for line in bastile.report() if line.where.endswith("GenerationMixin")]
     assert of_tokens.ran == 2 * 22  # two texts, whose first two tokens come without a graph
     assert of_tokens.aside == {}
+
+
+@newest
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
+def test_a_reference_without_adapters_is_graphs(
+    kind: str, saved: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy with its adapters switched off: from the second pass of a kind on, beside the policy's own."""
+    options = {"beta": 0.1, "max_steps": 6, "num_train_epochs": 6} if kind == "grpo" else {"max_steps": 6}
+    monkeypatch.setattr(graphs, "everywhere", True)
+    allow_graphs(monkeypatch, "cpu")  # where the trainers are
+    adapters = lambda: needs_peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")  # noqa: E731
+    run = both(kind, saved("qwen3"), tmp_path, monkeypatch, peft_config=adapters, **options)
+    assert not run.aside
+    (layers,) = [line for line in bastile.report() if line.operator == "cuda_graphs" and "Model" in line.where]
+    assert layers.ran >= (6 if kind == "kto" else 3)
+    assert not layers.aside
+    (stack,) = [stack for stack in stacks._stacks.values() if stack.states]
+    assert stack.captured
+    assert any(state.captured for state in stack.states)

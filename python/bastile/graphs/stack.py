@@ -226,7 +226,8 @@ class Stack:
         hardly a piece of it would be large enough. The others are captured again when they come, in pieces of this
         one's."""
         assert self.recorder is not None
-        self._reserved.before_graphs(self.recorder)
+        if self.differentiates:
+            self._reserved.before_graphs(self.recorder)
         if tokens > self._most_tokens:
             self._drop()
             self._most_tokens = tokens
@@ -275,7 +276,8 @@ class Stack:
             before.is_over = True
         gradients = self._gradients if captured.lends_gradients else Run.copied
         assert self.recorder is not None
-        self._reserved.begin(self.recorder)
+        if self.differentiates:  # others come in the middle of a step
+            self._reserved.begin(self.recorder)
         passage = Passage(captured, gradients, partial(_give_up, weakref.ref(self), key))
         self._passage, self._last = weakref.ref(passage), captured
         captured.begin()

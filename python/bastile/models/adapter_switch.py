@@ -45,7 +45,7 @@ def _made(original: Callable[..., Any], method: KnownMethod) -> Callable[..., An
             self._adapters_disabled = True
             yield
         finally:
-            _switch(_layers_of(self), True)
+            _switch(layers, True)  # what has been put in meanwhile is on
             self._adapters_disabled = False
 
     return disable_adapter

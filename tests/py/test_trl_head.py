@@ -1,0 +1,170 @@
+"""TRL's head on a model, after bastile.apply(): TRL's numbers, without a wait for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import bastile
+from conftest import tiny_model
+from graphing import DEVICE, ON_CUDA
+
+trl = pytest.importorskip("trl")
+if Version(trl.__version__) < Version("1.15"):
+    pytest.skip("its models have no such head", allow_module_level=True)
+from trl.trainer import utils  # noqa: E402
+
+WHERE = "trl.trainer.utils.add_fused_lm_head"
+STATISTICS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+}
+OTHERS: dict[str, Any] = {"gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 2.0}}
+
+
+def model_of(family: str) -> Any:
+    if family not in OTHERS:
+        return tiny_model(family)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **OTHERS[family])).train()
+
+
+def with_head(family: str = "qwen3", **options: Any) -> Any:
+    model = model_of(family).to(DEVICE)
+    utils.add_fused_lm_head(model, **{"outputs": STATISTICS, **options})
+    return model
+
+
+def ran(where: str = WHERE) -> int:
+    return sum(line.ran for line in bastile.report(reset=True) if line.where == where)
+
+
+def given(ignored: float, rows: int = 4, columns: int = 90) -> dict[str, torch.Tensor]:
+    """So many tokens that rows that do not count are left out."""
+    drawn = torch.Generator().manual_seed(3)
+    ids = torch.randint(1, 100, (rows, columns), generator=drawn)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=drawn) < ignored, -100)
+    return {"input_ids": ids.to(DEVICE), "labels": labels.to(DEVICE)}
+
+
+def results(model: Any, **batch: Any) -> list[Any]:
+    """All that it gives, and the gradients of some of it."""
+    out = model(**batch, fused_lm_head=True)
+    model.zero_grad()
+    total = out.loss + out.entropy.square().sum() + out.log_probs.square().sum()
+    total.backward()
+    fields = [getattr(out, name) for name in ("loss", "label_mask", *STATISTICS)]
+    return [type(out).__name__, *fields, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
+
+
+def assert_alike(ours: list[Any], stock: list[Any]) -> None:
+    assert len(ours) == len(stock) > 12
+    assert ours[0] == stock[0] == "FusedCausalLMOutput"
+    for mine, theirs in zip(ours[1:], stock[1:], strict=True):
+        assert mine.dtype is theirs.dtype
+        assert mine.shape == theirs.shape
+        assert (mine.double() - theirs.double()).norm() <= 1e-4 * theirs.double().norm() + 1e-6
+
+
+@pytest.mark.parametrize("ignored", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "granite"])
+def test_what_trl_gives(family: str, ignored: float) -> None:
+    """Gemma 2 caps its logits, Granite divides them; where nothing counts, the loss is zero, and still leads back."""
+    batch, options = given(ignored), {"temperature": 0.7}
+    stock = results(with_head(family, **options), **batch)
+    bastile.apply()
+    model = with_head(family, **options)
+    ran()
+    assert_alike(results(model, **batch), stock)
+    assert ran() == 1
+    shifted = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    assert_alike(
+        results(model, **batch, shift_labels=shifted, num_items_in_batch=torch.tensor(7, device=DEVICE)),
+        results(with_head_of_trl(family, **options), **batch, shift_labels=shifted, num_items_in_batch=7),
+    )
+
+
+def with_head_of_trl(*args: Any, **options: Any) -> Any:
+    bastile.reset()
+    return with_head(*args, **options)
+
+
+def test_what_is_not_asked_for_is_not_there() -> None:
+    bastile.apply()
+    out = with_head(outputs=("log_probs",))(**given(0.3), fused_lm_head=True)
+    assert [name for name in STATISTICS if getattr(out, name) is None] == list(STATISTICS[1:])
+
+
+def test_without_the_head_it_is_the_model_s_own_forward() -> None:
+    bastile.apply()
+    model, batch = with_head(), given(0.3)
+    out = model(**batch)
+    assert out.logits.shape == (*batch["input_ids"].shape, 101)
+    assert ran() == 0
+    assert out.loss is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "more"), [({"cast_lm_head_to_fp32": True}, {}), ({}, {"output_router_logits": False})]
+)
+def test_what_is_more_is_trl_s_own(options: dict[str, Any], more: dict[str, Any]) -> None:
+    bastile.apply()
+    model = with_head(**options)
+    ran()
+    model(**given(0.3), **more, fused_lm_head=True)
+    assert ran() == (0 if options else 1)
+
+
+def test_a_mixture_s_own_loss_is_trl_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = with_head()
+    batch = given(0.3)
+    asked: list[Any] = []
+    monkeypatch.setattr(model.model, "forward", lambda *args, **kwargs: asked.append(kwargs) or 1 / 0)
+    bastile.apply()
+    ours = with_head()
+    monkeypatch.setattr(ours.model, "forward", lambda *args, **kwargs: asked.append(kwargs) or 1 / 0)
+    for each in (model, ours):
+        with pytest.raises(ZeroDivisionError):
+            each(**batch, fused_lm_head=True, output_router_logits=True)
+    assert asked[0].keys() == asked[1].keys()
+    assert ran() == 0
+
+
+def test_models_made_while_it_was_in_force_run_trl_s_code_after_reset() -> None:
+    bastile.apply()
+    model, batch = with_head(), given(0.3)
+    ran()
+    before = results(model, **batch)
+    assert ran() == 1
+    bastile.reset()
+    assert_alike(results(model, **batch), before)
+    bastile.report(reset=True)
+    bastile.apply()
+    results(model, **batch)
+    assert ran() == 0  # of another apply than this one; what TRL's code calls is served
+    assert bastile.report().ran("linear_logprobs") == 0
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="a CPU waits for nothing")
+def test_nobody_waits_for_the_device() -> None:
+    bastile.apply()
+    model, batch = with_head(), given(0.5, 8, 400)
+    results(model, **batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(model, **batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
