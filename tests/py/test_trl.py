@@ -17,8 +17,8 @@ import torch
 from packaging.version import Version
 
 import bastile
-from bastile.integrations import log_probs_from_hidden
 from bastile.graphs import stack as stacks
+from bastile.integrations import log_probs_from_hidden
 from bastile.models import graphs
 from bastile.models.logits.said import counts
 from graphing import allow_graphs

@@ -2,7 +2,7 @@
 
 What TRL calls changed with its releases; each is known by its parameters, wherever a release has it:
 
-    add_fused_lm_head                   1.15 and later: all of SFT, DPO, KTO, GRPO, RLOO: see bastile.integrations.trl_head
+    add_fused_lm_head                   1.15 and later: all of SFT, DPO, KTO, GRPO, RLOO (trl_head.py)
     ChunkedLogProbFunction.apply        what that calls, where it runs itself; 1.4 to 1.14, as
                                         _ChunkedLogProbFunction: asynchronous GRPO, in 1.14 also DPO, KTO and GRPO
     ChunkedDivergenceFunction.apply     1.16: distillation
