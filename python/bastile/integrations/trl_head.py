@@ -1,9 +1,10 @@
 """TRL's head on its models, `model(..., fused_lm_head=True)`, without a wait for the device.
 
 TRL picks the rows that count by their mask, and the host waits for all that it has launched, to learn how many they
-are: in every pass, so that in a step of DPO the GPU has nothing to do while adapters are switched off, the reference's
-pass is prepared, and its own result is waited for. Here labels are counted ahead of the backbone, and the rows that count
-are taken behind it by a number that has long been there. What is computed, and what is returned, is TRL's."""
+are: in every pass, so that in a step of DPO the GPU has nothing to do while adapters are switched off, the
+reference's pass is prepared, and its own result is waited for. Here labels are counted ahead of the backbone, and the
+rows that count are taken behind it by a number that has long been there. What is computed, and what is returned, is
+TRL's."""
 
 from __future__ import annotations
 
