@@ -47,17 +47,29 @@ def assert_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("mode", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_bits_of_passes_without_graphs(mode: bool, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "not reentrant"])
+def test_the_bits_of_passes_without_graphs(mode: bool, checkpointing: str | None) -> None:
     model = tiny_model()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     want = evaluated(model, False, mode=mode)
     assert counted() == (0, {})
     got = evaluated(model, True, mode=mode)
     assert counted() == (3, {})  # the first is noted
     assert_bits(got, want)
+
+
+def test_who_collects_results_keeps_them() -> None:
+    model = tiny_model().to(DEVICE).eval()
+    found = []
+    for on in (False, True):
+        bastile.apply(cuda_graphs=on)
+        with torch.no_grad():
+            found.append([model.model(batch_of(model, n)["input_ids"], use_cache=False)[0][:, 0] for n in range(5)])
+    assert counted() == (4, {})
+    assert_bits(found[1], found[0])
 
 
 def test_random_numbers_are_those_that_would_be_drawn() -> None:
@@ -153,6 +165,28 @@ def test_each_state_of_the_layers_has_its_graphs_up_to_so_many(monkeypatch: pyte
         parameter.requires_grad_(True)
     assert_bits([logits(*states[0])], first[:1])
     assert len(stack.states) == len(states)
+
+
+def test_states_that_differ_in_the_last_layers_alone() -> None:
+    last = {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [8], "init_lora_weights": False}
+    model = with_lora(tiny_model(num_hidden_layers=9), **last).to(DEVICE)
+    ids = batch_of(model, 0)["input_ids"]
+
+    def logits(off: bool) -> torch.Tensor:
+        with torch.no_grad(), model.disable_adapter() if off else nullcontext():
+            return model(input_ids=ids, use_cache=False).logits
+
+    bastile.apply(cuda_graphs=False)
+    want = [logits(False), logits(True)]
+    bastile.apply(cuda_graphs=True)
+    counted()
+    for _ in range(6):
+        assert_bits([logits(False), logits(True)], want)
+    replayed, _ = counted()
+    assert replayed >= 2 * 4
+    (stack,) = [stack for stack in stacks._stacks.values() if stack.states]
+    assert len(stack.states) == 2
+    assert max(state.changes for state in stack.states) == 1
 
 
 def test_who_wants_keys_and_values_gets_them() -> None:

@@ -311,6 +311,20 @@ def test_adapters_that_are_off_are_served(ran, change, diverged):
         torch.testing.assert_close(got, model(**batch()).logits, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_whose_adapter_is_off_has_zeros_in_its_place():
+    """So that the kernels are those that compute it with the adapter; of one that PEFT computes itself, none."""
+    bastile.apply()
+    for more, has_zeros in (({}, True), ({"use_dora": True}, False)):
+        model = with_lora(base(), **more)
+        without_adapters(model)
+        module = model.base_model.model.model.layers[0].mlp.up_proj
+        found = adapters.adapted(module, random_tensor((3, SIZES["hidden_size"]), torch.float32, "cpu"))
+        assert found.weight is module.base_layer.weight
+        for zeros, matrix in ((found.a, module.lora_A), (found.b, module.lora_B)):
+            assert (zeros is not None) is has_zeros
+            assert zeros is None or (zeros.shape == matrix["default"].weight.shape and not zeros.any())
+
+
 def embeddings(**more: Any) -> PeftModel:
     return with_lora(base(), target_modules=["embed_tokens", "q_proj"], **more)
 

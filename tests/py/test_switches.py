@@ -54,6 +54,14 @@ def frozen() -> PeftModel:
     return model
 
 
+def named_by_a_word() -> PeftModel:
+    model = adapted()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module._active_adapter = "default"
+    return model
+
+
 MODELS: dict[str, Callable[[], PeftModel]] = {
     "all linear layers": adapted,
     "some": lambda: adapted(target_modules=["q_proj"], layers_to_transform=[1]),
@@ -68,6 +76,7 @@ MODELS: dict[str, Callable[[], PeftModel]] = {
     "partly off": partly_off,
     "off": off,
     "frozen": frozen,
+    "named by a word": named_by_a_word,
     "IA3": lambda: get_peft_model(tiny_model(), IA3Config(target_modules=["v_proj"], feedforward_modules=[])),
     "prompts": lambda: get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
 }

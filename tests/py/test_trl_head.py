@@ -32,7 +32,11 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "initializer_range": 0.2,
 }
-OTHERS: dict[str, Any] = {"gemma2": {"final_logit_softcapping": 3.0}, "granite": {"logits_scaling": 2.0}}
+OTHERS: dict[str, Any] = {
+    "gemma2": {"final_logit_softcapping": 3.0},
+    "granite": {"logits_scaling": 2.0},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
 
 
 def model_of(family: str) -> Any:
@@ -128,7 +132,20 @@ def test_what_is_more_is_trl_s_own(options: dict[str, Any], more: dict[str, Any]
     assert ran() == (0 if options else 1)
 
 
-def test_a_mixture_s_own_loss_is_trl_s(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_s_own_loss_is_trl_s() -> None:
+    batch = given(0.3)
+
+    def losses() -> list[torch.Tensor]:
+        out = with_head("qwen3_moe")(**batch, fused_lm_head=True, output_router_logits=True)
+        return [out.loss.detach(), out.aux_loss.detach()]
+
+    stock = losses()
+    bastile.apply()
+    torch.testing.assert_close(losses(), stock, rtol=1e-4, atol=1e-5)
+    assert ran() == 0
+
+
+def test_what_the_backbone_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     model = with_head()
     batch = given(0.3)
     asked: list[Any] = []
@@ -138,9 +155,9 @@ def test_a_mixture_s_own_loss_is_trl_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours.model, "forward", lambda *args, **kwargs: asked.append(kwargs) or 1 / 0)
     for each in (model, ours):
         with pytest.raises(ZeroDivisionError):
-            each(**batch, fused_lm_head=True, output_router_logits=True)
-    assert asked[0].keys() == asked[1].keys()
-    assert ran() == 0
+            each(**batch, fused_lm_head=True, position_ids=None)
+    assert asked[0].keys() == asked[1].keys() == {"input_ids", "position_ids", "use_cache"}
+    assert not asked[1]["use_cache"]
 
 
 def test_models_made_while_it_was_in_force_run_trl_s_code_after_reset() -> None:

@@ -114,6 +114,7 @@ class Stack:
             self.lengths, self.tables = beside.lengths, beside.tables
             self.packs, self.masks, self.decoders = beside.packs, beside.masks, beside.decoders
         self.is_wary = False  # some layers were found changed in the middle of a step
+        self._differs_behind = False  # and were, or later ones than the first, once
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
 
     # ---- before a step ------------------------------------------------------------------------------------------
@@ -125,14 +126,16 @@ class Stack:
         found = next((each for each in reversed(self.states) if each.never is not None or each.is_as_it_was()), None)
         if found is None and len(self.states) < MOST_STATES:
             found = Stack(self.tally, self, differentiates=False)
+            found._differs_behind = any(each._differs_behind for each in self.states)
         elif found is None:
             found = self.states[0]
         self.states = [*[each for each in self.states if each is not found], found]
         return found
 
     def is_as_it_was(self) -> bool:
-        """Whether its first layers are as they were when it last looked at them all."""
-        return self.watch is not None and self.watch.begin(everything=False)
+        """Whether its layers are as they were when it last looked at them all: the first ones, as long as states have
+        differed there."""
+        return self.watch is not None and self.watch.begin(everything=self._differs_behind)
 
     def cannot(self, layers: Sequence[Any]) -> str | None:
         """Why this step runs without graphs."""
@@ -147,6 +150,7 @@ class Stack:
                 if self.watch is not None:
                     self.changes = self.changes + 1 if self.quiet < _QUIET_STEPS else 1
                     self.quiet = 0
+                    self._differs_behind = True
                 self._look_at(self.layers)
             self.quiet += 1
             self.is_wary = False
@@ -159,6 +163,7 @@ class Stack:
     def reach(self, end: int) -> bool:
         """A step that has begun needs the layers before this one to be as they were. Whether they are."""
         self.is_wary = self.watch is None or not self.watch.reach(end)
+        self._differs_behind |= self.is_wary
         return not self.is_wary
 
     def _look_at(self, layers: Sequence[Any]) -> None:
