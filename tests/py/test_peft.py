@@ -325,6 +325,18 @@ def test_a_layer_whose_adapter_is_off_has_zeros_in_its_place():
             assert zeros is None or (zeros.shape == matrix["default"].weight.shape and not zeros.any())
 
 
+def test_adapters_that_are_first_off_in_inference_mode(monkeypatch):
+    """What is made there may be kept for passes of which gradients are wanted."""
+    monkeypatch.setattr(adapters, "_ZEROS", {})
+    bastile.apply()
+    model = with_lora(base())
+    without_adapters(model)
+    with torch.inference_mode():
+        model(**batch())
+    model.base_model.model.model.embed_tokens.weight.requires_grad_(True)
+    assert torch.isfinite(step(model)["loss"])
+
+
 def embeddings(**more: Any) -> PeftModel:
     return with_lora(base(), target_modules=["embed_tokens", "q_proj"], **more)
 

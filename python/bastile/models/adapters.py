@@ -21,7 +21,7 @@ from bastile.models.forms import code_of
 from bastile.models.known import KNOWN
 from bastile.models.loading import is_torchs
 from bastile.models.sites import ModelFile, Site
-from bastile.ops._common import PLAIN
+from bastile.ops._common import PLAIN, has_values
 from bastile.ops._modules import has_hooks, plain_linear
 from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bit
 from bastile.ops.glu import glu_mlp
@@ -294,14 +294,14 @@ _ZEROS: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
 def _zeros_like(matrix: torch.Tensor) -> torch.Tensor:
-    is_kept = not isinstance(matrix, FakeTensor) and not (matrix.is_cuda and torch.cuda.is_current_stream_capturing())
+    """Made once, but for tensors without values and within a graph that is captured, to whom memory belongs there."""
+    if not has_values(matrix) or (matrix.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return matrix.new_zeros(matrix.shape)
     key = matrix.shape, matrix.dtype, matrix.device
-    zeros = _ZEROS.get(key) if is_kept else None
-    if zeros is None:
-        zeros = matrix.new_zeros(matrix.shape)
-        if is_kept:
-            _ZEROS[key] = zeros
-    return zeros
+    if key not in _ZEROS:
+        with torch.inference_mode(False):  # they outlive the mode in which they are made
+            _ZEROS[key] = matrix.new_zeros(matrix.shape)
+    return _ZEROS[key]
 
 
 def _dropout(layer: nn.Module) -> float:
