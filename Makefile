@@ -74,7 +74,7 @@ py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 
 # The oldest Transformers lies in a folder of its own, before the others on Python's path.
 OLDEST := build/oldest
-MODEL_TESTS := autocast_linear chunked_attention chunks compile experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_lengths graphs_masked graphs_packed graphs_seq2seq model_types parameter_count patching running_loss sink_attention state_space trainer_optimizer trainer_sharded training transformers_versions
+MODEL_TESTS := autocast_linear chunked_attention chunks compile experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_undifferentiated model_types parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
 $(OLDEST)/stamp: requirements/oldest.txt
 	rm -rf $(OLDEST)
 	$(PY) -m pip install -q --target $(OLDEST) -r $<
@@ -107,7 +107,7 @@ $(TRL)/stamp: requirements/trl.txt
 test-trl: install $(TRL)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py tests/py/test_peft_deepspeed.py \
 	    tests/py/test_peft_torchao.py tests/py/test_shardings.py tests/py/test_sentence_transformers.py
-	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_walks.py
+	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_walks.py tests/py/test_switches.py
 	for release in $(TRL_RELEASES); do \
 	    PYTHONPATH=$(TRL)/$$release:$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py || exit; \
 	done
