@@ -201,6 +201,22 @@ def test_checkpointing_is_left_as_transformers_leaves_it(made: Callable[[], Any]
     assert want[1] != want[0]
 
 
+def test_embeddings_have_one_hook_however_often_it_is_switched() -> None:
+    """Of Transformers' own, each time one more is there, and called in every pass."""
+    bastile.apply()
+    model = adapted()
+    embeddings = model.get_input_embeddings()
+    model.gradient_checkpointing_enable()
+    hooks = len(embeddings._forward_hooks)
+    for _ in range(3):
+        model.gradient_checkpointing_disable()
+        model.gradient_checkpointing_enable()
+    assert len(embeddings._forward_hooks) == hooks
+    assert embeddings(torch.ones(1, 1, dtype=torch.int64)).requires_grad
+    model.base_model.model.disable_input_require_grads()
+    assert len(embeddings._forward_hooks) == hooks - 1
+
+
 def test_a_model_without_it_says_so() -> None:
     model = tiny_model()
     bastile.apply()

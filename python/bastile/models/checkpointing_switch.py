@@ -50,6 +50,35 @@ def _of_class(kind: Any) -> tuple[bool, bool]:
     return hasattr(kind, _FLAG), kind.__getattr__ is nn.Module.__getattr__
 
 
-#: Of Transformers 5.0, 5.10 and 5.17 on.
-_METHOD = KnownMethod("_set_gradient_checkpointing", frozenset({"41f875bb8ce4", "bd5e23b1a6b2", "5cd6a78b093b"}), _made)
-put_into, take_out_of = _METHOD.put_into, _METHOD.take_out_of
+def _hooks_once(original: Callable[..., None], method: KnownMethod) -> Callable[..., None]:
+    """Each time that checkpointing is switched on, embeddings get a hook that has their results require gradients, and
+    the one before is forgotten, but stays: ten thousand steps later as many are called in each pass. Here it goes."""
+
+    @functools.wraps(original)
+    def enable_input_require_grads(self: Any) -> None:
+        before = getattr(self, _HOOKS, None) if method.is_in_force else None
+        original(self)
+        for hook in before or ():
+            hook.remove()
+
+    return enable_input_require_grads
+
+
+_HOOKS = "_require_grads_hooks"
+
+
+#: Of Transformers 5.0, 5.10 and 5.17 on; and of 5.0 on.
+_METHODS = (
+    KnownMethod("_set_gradient_checkpointing", frozenset({"41f875bb8ce4", "bd5e23b1a6b2", "5cd6a78b093b"}), _made),
+    KnownMethod("enable_input_require_grads", frozenset({"fa2f754a0f3e"}), _hooks_once),
+)
+
+
+def put_into(cls: Any) -> None:
+    for method in _METHODS:
+        method.put_into(cls)
+
+
+def take_out_of(cls: Any) -> None:
+    for method in _METHODS:
+        method.take_out_of(cls)
