@@ -383,7 +383,8 @@ def test_experts_under_autocast_have_their_weights_type(
     kind: torch.dtype, hidden_type: torch.dtype, calls: dict[str, int]
 ) -> None:
     """Autocast casts no grouped product of Transformers', nor does it cast ours: the same as without it."""
-    experts = tiny_gpt_oss(dtype=kind).model.layers[0].mlp.experts
+    model = tiny_gpt_oss(dtype=kind)
+    experts, usual = model.model.layers[0].mlp.experts, model.config._experts_implementation
     hidden, indices = torch.randn(7, 32).to(hidden_type), torch.randint(5, (7, 2))
     weights, upstream = torch.rand(7, 2).bfloat16(), torch.randn(7, 32).to(hidden_type)
 
@@ -395,7 +396,9 @@ def test_experts_under_autocast_have_their_weights_type(
         out.backward(upstream.to(out.dtype))
         return [out.detach(), *(t.grad.clone() for t in (*leaves, *experts.parameters()))]
 
-    exact = run(False, hidden.float(), torch.float32)
+    model.set_experts_implementation("eager")  # grouped products take no float64
+    exact = run(False, hidden.double(), torch.float64)
+    model.set_experts_implementation(usual)
     try:
         stock = run(True)
     except RuntimeError as error:
@@ -406,7 +409,7 @@ def test_experts_under_autocast_have_their_weights_type(
     for ours, without, theirs, precise in zip(got, plain, stock, exact, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, without)
-        # As near to float32 as stock is, up to the rounding of the last step.
+        # As near to float64 as stock is, up to the rounding of the last step.
         allowed = (theirs.double() - precise.double()).norm() + torch.finfo(ours.dtype).eps * precise.double().norm()
         assert (ours.double() - precise.double()).norm() <= 1.5 * allowed
 
