@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,23 @@ def test_who_has_kept_the_method_has_peft_s_after_reset(monkeypatch: pytest.Monk
     with kept(adapted()):
         pass
     assert found == [1]
+
+
+def test_what_others_have_wrapped_around_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    original = PeftModel.disable_adapter
+
+    @functools.wraps(original)
+    def theirs(self: PeftModel) -> Any:
+        called.append(1)
+        return original(self)
+
+    monkeypatch.setattr(PeftModel, "disable_adapter", theirs)
+    bastile.apply()
+    with adapted().disable_adapter():
+        pass
+    assert called == [1]
+    bastile.reset()
 
 
 class Flagged(nn.Module):

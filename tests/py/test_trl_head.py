@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import bastile
 from conftest import tiny_model
 from graphing import DEVICE, ON_CUDA
+from test_logits_models import SMALL
 
 trl = pytest.importorskip("trl")
 if Version(trl.__version__) < Version("1.15"):
@@ -21,17 +22,6 @@ from trl.trainer import utils  # noqa: E402
 WHERE = "trl.trainer.utils.add_fused_lm_head"
 STATISTICS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-}
 OTHERS: dict[str, Any] = {
     "gemma2": {"final_logit_softcapping": 3.0},
     "granite": {"logits_scaling": 2.0},
@@ -43,7 +33,7 @@ def model_of(family: str) -> Any:
     if family not in OTHERS:
         return tiny_model(family)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **OTHERS[family])).train()
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **OTHERS[family])).train()
 
 
 def with_head(family: str = "qwen3", **options: Any) -> Any:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import is_known
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _bare(function: Any) -> Any:
+    """What contextlib's own wrapper calls; anything else, others' wrappers too, is itself."""
+    return function.__wrapped__ if getattr(function, "__code__", None) is _nothing.__code__ else function
 
 
 class KnownMethod:
@@ -24,7 +34,7 @@ class KnownMethod:
     def put_into(self, cls: Any) -> None:
         self._is_put = True
         there = vars(cls).get(self.name)
-        if there is not None and stock_of(there) is there and is_known(inspect.unwrap(there), self.fingerprints):
+        if there is not None and stock_of(there) is there and is_known(_bare(there), self.fingerprints):
             made = self.make(there, self)
             stand_in_for(there, made)
             setattr(cls, self.name, made)

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.guards import stand_in_for, stock_of
-from bastile.models.forms import is_known
+from bastile.models.known_methods import KnownMethod
 from bastile.models.structure import each, each_named, modules_of, parameters_of, walk
 
 #: Of PreTrainedModel.train's code, from Transformers 5.0 on: it is PyTorch's, and what is done where kernels of the Hub
@@ -34,9 +33,7 @@ def put_into(cls: Any) -> None:
     for name, replacement in _REPLACED.items():
         if getattr(cls, name) is getattr(nn.Module, name):
             setattr(cls, name, replacement)
-    train = vars(cls).get("train")
-    if train is not None and stock_of(train) is train and is_known(train, _FINGERPRINTS):
-        cls.train = _train(train)
+    _TRAIN.put_into(cls)
 
 
 def take_out_of(cls: Any) -> None:
@@ -46,9 +43,7 @@ def take_out_of(cls: Any) -> None:
     for name, replacement in _REPLACED.items():
         if vars(cls).get(name) is replacement:
             delattr(cls, name)
-    train = vars(cls).get("train")
-    if stock_of(train) is not train:
-        cls.train = stock_of(train)
+    _TRAIN.take_out_of(cls)
 
 
 @functools.wraps(nn.Module.parameters)
@@ -96,15 +91,15 @@ def _each(model: nn.Module) -> Iterator[nn.Parameter]:
     yield from every
 
 
-def _train(original: Callable[..., Any]) -> Callable[..., Any]:
+def _train(original: Callable[..., Any], method: KnownMethod) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(self: Any, mode: bool = True) -> Any:
-        if _is_in_force and not torch.compiler.is_compiling() and _changes_nothing(self, mode, train):
-            return self
-        return original(self, mode)
+        return self if method.is_in_force and _changes_nothing(self, mode, train) else original(self, mode)
 
-    stand_in_for(original, train)
     return train
+
+
+_TRAIN = KnownMethod("train", _FINGERPRINTS, _train)
 
 
 def _changes_nothing(model: Any, mode: object, train: Any) -> bool:
