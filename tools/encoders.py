@@ -21,7 +21,7 @@ from torch import nn
 from bastile.sweep.model import fill, random_tokens
 from families import compare, parser_of, step_with, widths
 
-_DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda")
 _LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 _DISENTANGLED = {
     "relative_attention": True,
@@ -36,7 +36,7 @@ _FLAN = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 24, "num_heads
 
 def built(name: str, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
     cls: Any = getattr(transformers, name)
-    with torch.device(_DEVICE):
+    with torch.device(DEVICE):
         model = cls(cls.config_class(**values)).to(dtype).train()
     fill(model, 0)
     return model
@@ -44,25 +44,25 @@ def built(name: str, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
 
 def padded(batch: int, length: int) -> torch.Tensor:
     """A mask of rows that end at different places, the first at the last."""
-    ends = length - torch.arange(batch, device=_DEVICE) * 7 % (length // 3)
-    return (torch.arange(length, device=_DEVICE) < ends[:, None]).long()
+    ends = length - torch.arange(batch, device=DEVICE) * 7 % (length // 3)
+    return (torch.arange(length, device=DEVICE) < ends[:, None]).long()
 
 
 def tokens_of(model: nn.Module, batch: int, length: int) -> dict[str, torch.Tensor]:
-    ids = random_tokens(model.config.vocab_size, batch, length, _DEVICE, 1)  # type: ignore[union-attr, arg-type]
+    ids = random_tokens(model.config.vocab_size, batch, length, DEVICE, 1)  # type: ignore[union-attr, arg-type]
     return {"input_ids": ids, "attention_mask": padded(batch, length)}
 
 
 def classifier(name: str, batch: int, length: int, **values: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     model = built(f"{name}ForSequenceClassification", **values)
-    return model, {**tokens_of(model, batch, length), "labels": torch.arange(batch, device=_DEVICE) % 2}
+    return model, {**tokens_of(model, batch, length), "labels": torch.arange(batch, device=DEVICE) % 2}
 
 
 def masked(name: str, batch: int, length: int, **values: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     """A seventh of the tokens is asked for."""
     model = built(f"{name}ForMaskedLM", **values)
     given = tokens_of(model, batch, length)
-    labels = torch.where(torch.arange(length, device=_DEVICE) % 7 == 0, given["input_ids"], -100)
+    labels = torch.where(torch.arange(length, device=DEVICE) % 7 == 0, given["input_ids"], -100)
     return model, {**given, "labels": labels}
 
 
@@ -73,8 +73,8 @@ def translator(name: str, batch: int, length: int, answer: int, **values: Any) -
 
 def whisper(batch: int, **values: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     model = built("WhisperForConditionalGeneration", **values)
-    drawn = torch.Generator(_DEVICE).manual_seed(1)
-    sound = torch.randn(batch, 128, 3000, device=_DEVICE, generator=drawn)
+    drawn = torch.Generator(DEVICE).manual_seed(1)
+    sound = torch.randn(batch, 128, 3000, device=DEVICE, generator=drawn)
     return model, {"input_features": sound, "labels": tokens_of(model, batch, 128)["input_ids"]}
 
 
@@ -88,19 +88,19 @@ def images(name: str, batch: int, text: dict[str, Any], vision: dict[str, Any]) 
     """Rows of 768 tokens, of which 256 stand for an image of 1024 patches, or of 4096."""
     model = built(name, torch.bfloat16, text_config=text, vision_config=vision)
     config = model.config
-    ids = random_tokens(140000, batch, 768, _DEVICE, 1)
+    ids = random_tokens(140000, batch, 768, DEVICE, 1)
     ids[:, 10:266] = config.image_token_id
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-    drawn = torch.Generator(_DEVICE).manual_seed(1)
+    drawn = torch.Generator(DEVICE).manual_seed(1)
     if "image_size" in vision:
         size = vision["image_size"]
-        given["pixel_values"] = torch.randn(batch, 3, size, size, device=_DEVICE, generator=drawn)
+        given["pixel_values"] = torch.randn(batch, 3, size, size, device=DEVICE, generator=drawn)
         given["token_type_ids"] = (ids == config.image_token_id).int()
     else:
         ids[:, 9] = config.vision_start_token_id
         patch = config.vision_config.patch_size
-        given["pixel_values"] = torch.randn(batch * 1024, 6 * patch * patch, device=_DEVICE, generator=drawn)
-        given["image_grid_thw"] = torch.tensor([[1, 32, 32]] * batch, device=_DEVICE)
+        given["pixel_values"] = torch.randn(batch * 1024, 6 * patch * patch, device=DEVICE, generator=drawn)
+        given["image_grid_thw"] = torch.tensor([[1, 32, 32]] * batch, device=DEVICE)
         given["mm_token_type_ids"] = (ids == config.image_token_id).int()
     return with_adapters(model), given
 
@@ -153,7 +153,7 @@ def step_of(made: Callable[[], tuple[Any, dict[str, torch.Tensor]]]) -> tuple[An
     model, batch = made()
 
     def loss() -> torch.Tensor:
-        with torch.autocast(_DEVICE.type, torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             return model(**batch).loss  # type: ignore[no-any-return]
 
     return model, step_with(model, loss)

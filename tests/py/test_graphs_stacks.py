@@ -443,3 +443,53 @@ def test_masks_that_were_made_before(attention, has_image):
     torch.testing.assert_close(got.parameters, want.parameters, rtol=1e-3, atol=1e-4)
     assert not got.aside
     assert got.replayed == 19 * has_image + 10
+
+
+def smolvlm():
+    """Which makes the cache that its text model fills."""
+    text = {"model_type": "llama", **SMALL, "num_key_value_heads": 2, "pad_token_id": 0}
+    vision = {**SMALL, "image_size": 28, "patch_size": 14}
+    vision.pop("vocab_size")
+    return built(
+        "SmolVLMForConditionalGeneration",
+        text_config=text,
+        vision_config=vision,
+        image_token_id=90,
+        scale_factor=2,
+        pad_token_id=0,
+    )
+
+
+def of_pictures(model, step):
+    drawn = torch.Generator().manual_seed(step)
+    ids = torch.randint(3, 80, (2, 11), generator=drawn)
+    ids[:, 2] = 90
+    pixels = torch.randn(2, 1, 3, 28, 28, generator=drawn)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids, "pixel_values": pixels}
+    return {key: value.to(DEVICE) for key, value in batch.items()}
+
+
+def test_a_cache_that_the_model_makes_for_its_text_model():
+    run = assert_alike(smolvlm(), 2 * 3, batches=of_pictures)
+    assert not run.aside
+
+
+def test_a_cache_that_the_model_is_given():
+    """Is filled, for somebody may read it."""
+
+    class WithCache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model, self.kept = smolvlm(), []
+
+        def forward(self, **batch):
+            self.kept.append(transformers.DynamicCache())
+            return self.model(**batch, past_key_values=self.kept[-1])
+
+    bastile.apply(cuda_graphs=True)
+    model = WithCache()
+    for step in range(3):
+        batch = of_pictures(model, step)
+        model(**batch).loss.backward()
+        assert model.kept[-1].get_seq_length() == 11
+    assert counted()[0] == 2  # the tower's

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bastile.graphs import conditions
+from bastile.graphs import collected, conditions
 from bastile.graphs.arguments import CannotCapture, Place, Signature, differentiated, rebuilt, signature
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
@@ -381,7 +381,7 @@ class Captured:
 
     def _called(self, layer: Layer, hidden: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
         args, kwargs = rebuilt(layer.call.structure, others)
-        with bare(layer.module), _standing_in(layer):
+        with bare(layer.module), _standing_in(layer), collected.nothing():
             output = hidden_of(layer.module(hidden, *args, **kwargs))
         leads = torch.is_grad_enabled() and (
             hidden.requires_grad or bool(layer.parameters) or any(other.requires_grad for other in others)

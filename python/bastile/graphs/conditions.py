@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
+from bastile.graphs.collected import collects
 from bastile.graphs.recorder import CudaRecorder, Recorder
 from bastile.guards import function_of, stock_of
 from bastile.models.checkpoints import is_checkpointed
@@ -72,7 +73,7 @@ def _does_nothing_here(hook: Any) -> bool:
     of_embeddings = getattr(hook, "__qualname__", "").endswith(
         ("make_inputs_require_grads", "make_inputs_require_grad")
     )
-    return of_embeddings or getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    return of_embeddings or collects(hook)
 
 
 def _against(tensors: Sequence[torch.Tensor], called: Sequence[Any], within: Sequence[nn.Module]) -> str | None:

@@ -46,6 +46,9 @@ MOST_BESIDE = 8
 #: and in evaluation.
 MOST_STATES = 4
 
+#: Why a step runs without graphs.
+HOOKED = "hooks in the layers, which a graph would not call"
+
 _stacks: weakref.WeakKeyDictionary[nn.Module, Stack] = weakref.WeakKeyDictionary()
 
 
@@ -157,7 +160,7 @@ class Stack:
         if self.never is None and self.changes > _MOST_CHANGES:
             self.never = "the layers' parameters, modules or settings change again and again"
         if self.never is None and self.watch is not None and self.watch.has_hooks():
-            return "hooks in the layers, which a graph would not call"
+            return HOOKED
         return self.never
 
     def reach(self, end: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_leaves
 
-from bastile.graphs import caches, conditions
+from bastile.graphs import caches, collected, conditions
 from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
 from bastile.graphs.between import Between, themselves
 from bastile.graphs.calls import called_instead, itself
@@ -23,7 +23,7 @@ from bastile.graphs.foreseen import foreseen
 from bastile.graphs.longer import Longer
 from bastile.graphs.pays import Pays, pays
 from bastile.graphs.returned import hidden_of, others_of, returned
-from bastile.graphs.stack import Stack
+from bastile.graphs.stack import HOOKED, Stack
 from bastile.models.chunks import asked, opened
 
 Mode = Literal["auto"] | bool
@@ -88,7 +88,8 @@ class Step:
                 key = self.stack.reads(key, found, self.given.tensors[: self.first_given])
             self.stack.note(key, found)
             if not isinstance(found, str):
-                self.stack.look_at_backward(key, found, self.noting.output)
+                for output in (self.noting.output, *[hidden for _, hidden in self.noting.collected]):
+                    self.stack.look_at_backward(key, found, output)
         if self.passage is not None:
             self.passage.captured.is_foreseen = False  # it was right
             self.stack.tally.count()
@@ -123,6 +124,8 @@ class Step:
         if self.passage is not None:
             output = self._replayed(self.passage, index, args, kwargs)
             if output is not None:
+                if not self.passage.captured.runs_itself(index):
+                    collected.collect(self.layers[index], args, output)
                 return output
             self._give_up(_CHANGED if self.stack.is_wary else _DIFFERS)
         if args and type(args[0]) is Between:
@@ -191,8 +194,9 @@ class Step:
         if self.given.have_changed() and not passage.is_over:
             # What they were given is where the run's graph has read it.
             rest, kwargs = rebuilt(run.call.structure, [place.tensor.clone() for place in passage.captured.others])
-        for index in range(run.first, last + 1):
-            hidden = hidden_of(self._itself(index, (hidden, *rest), kwargs))
+        with collected.nothing():  # a second time
+            for index in range(run.first, last + 1):
+                hidden = hidden_of(self._itself(index, (hidden, *rest), kwargs))
         return hidden
 
     def _is_given_again(self, rest: Any, kwargs: Any) -> bool:
@@ -237,6 +241,8 @@ class Step:
 
     def _decide(self, args: Any, kwargs: Any) -> None:
         stack = self.stack
+        if stack.watch is not None and stack.watch.is_asked_for_more():
+            return stack.tally.step_aside(HOOKED)
         try:
             key = self._key(args, kwargs)
         except CannotCapture as reason:
@@ -282,6 +288,7 @@ class Step:
             self._autocast.key(),
             conditions.settings(),
             stream,
+            collected.asked(),
             self.asked if self.longer is None else self.longer.kind(self.asked),
         )
         if self.given.cache is not None and not self.stack.differentiates:
@@ -372,6 +379,7 @@ class _Noting:
         self.output: Any = None  # of the layer before
         self.given_out: dict[int, tuple[int, Any]] = {}  # by number: which layer's output, as others get to see it
         self.looked_at: set[int] = set()  # layers whose output others than the next one do something with
+        self.collected: list[tuple[int, torch.Tensor]] = []  # by hooks: outputs of these layers
         self.given: Given | None = None
         self.random = conditions.random_state(device)
         self.before: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []  # what is called has been given, as it was
@@ -393,6 +401,8 @@ class _Noting:
         """By the layer that was called last. What takes the place of it, by which others are seen to look at it."""
         self.output = hidden = hidden_of(output)
         index = len(self.calls) - 1
+        if collected.has(hidden):
+            self.collected.append((index, hidden))
         try:
             if self._has_left_something():
                 raise CannotCapture("layers that leave something for others in a dictionary")
@@ -417,6 +427,7 @@ class _Noting:
         """The layers whose output is in what the backbone returns, and that with the outputs themselves."""
         leaves = tree_leaves(list(result.values()) if isinstance(result, Mapping) else result)
         left = {self.given_out[id(leaf)][0] for leaf in leaves if id(leaf) in self.given_out}
+        left |= {index for index, _ in self.collected}
         if isinstance(result, Mapping):
             for name, value in result.items():
                 if any(type(leaf) is Between for leaf in tree_leaves(value)):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.graphs import collected
 from bastile.graphs.calls import is_called_instead
 
 #: Layers in a part.
@@ -47,10 +48,17 @@ class Watch:
         self._layers = layers
         self._parts = [_Part(layers[first : first + PART]) for first in range(0, len(layers), PART)]
         self._hooks = [hooks for part in self._parts for hooks in part.hooks]
+        self._behind = [vars(layer)[HOOKS[0]] for layer in layers]
         self._looked_at = 0  # of the parts, in this step
 
     def has_hooks(self) -> bool:
-        return any(self._hooks)
+        """But those by which Transformers collects what layers return."""
+        found = [hooks for hooks in (*self._behind, *self._hooks) if hooks]
+        return not all(collected.collects(hook) for hooks in found for hook in hooks.values())
+
+    def is_asked_for_more(self) -> bool:
+        """Whether those collect something now that graphs do not hand out."""
+        return not collected.suits(self._behind, self._hooks)
 
     def begin(self, everything: bool) -> bool:
         """A step begins. Whether the first layers, or all, are as they were."""
@@ -74,7 +82,8 @@ class _Part:
         scopes = [vars(module) for module in modules]
         self._modules = modules  # held, so that no other has one's number
         self._classes: list[Any] = list(dict.fromkeys(map(type, modules)))
-        self.hooks = [scope[name] for scope in scopes for name in HOOKS]
+        of_layers = set(map(id, map(vars, layers)))
+        self.hooks = [scope[n] for scope in scopes for n in HOOKS if n != HOOKS[0] or id(scope) not in of_layers]
         tables = [scope[name] for scope in scopes for name in _TABLES]
         self._own = [(vars(layer), layer) for layer in layers]
         self._sized = [*[vars(module) for module in modules if module not in layers], *tables]

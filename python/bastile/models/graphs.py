@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.graphs import caches
+from bastile.graphs import caches, collected
 from bastile.graphs.lengths import asks_for_more, is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
@@ -37,8 +37,12 @@ _within = threading.local()
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    for cls in stacks(file):
+    found = list(stacks(file))
+    for cls in found:
         yield file.forward_site("cuda_graphs", cls, stack_forward)
+    for cls in file.own_classes():
+        if cls not in found and calls(stock_of(vars(cls)["forward"]), "DynamicCache"):
+            yield file.forward_site("cuda_graphs", cls, makes_cache)
     yield from generation.sites(file)
 
 
@@ -76,15 +80,16 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         if not self.training if torch.is_grad_enabled() else _leaves_keys(self, as_keywords(names, args, kwargs)):
             return original(self, *args, **kwargs)
         layers = _layers_of(self)
-        if layers is None or caches.given_in(kwargs) is not None or getattr(_within, "step", False):
+        if layers is None or _is_given_cache(kwargs) or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
         if step is None:
             return original(self, *args, **kwargs)
         given = as_keywords(names, args, kwargs)
-        step.may_pad = not asks_for_more(given, getattr(self, "config", None))
-        longer = _lengthened(stack, self, original, given) if len(args) <= len(names) else None
+        step.may_pad = not collected.collector() and not asks_for_more(given, getattr(self, "config", None))
+        is_left = collected.collector() or len(args) > len(names)
+        longer = None if is_left else _lengthened(stack, self, original, given)
         if longer is None:
             return _run(step, original, self, *args, **kwargs)
         given, length = longer
@@ -95,6 +100,29 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         return original(self, *args, **kwargs)
 
     return forward
+
+
+def makes_cache(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what makes the cache that its text model then fills, as Idefics and SmolVLM: nobody else has it yet."""
+    names = parameter_names(original)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or caches.given_in(as_keywords(names, args, kwargs)) is not None:
+            return original(self, *args, **kwargs)
+        before, _within.makes_cache = getattr(_within, "makes_cache", False), True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _within.makes_cache = before
+
+    return forward
+
+
+def _is_given_cache(kwargs: dict[str, Any]) -> bool:
+    """By somebody who may read it."""
+    cache = caches.given_in(kwargs)
+    return cache is not None and not (getattr(_within, "makes_cache", False) and caches.is_new(cache))
 
 
 def _leaves_keys(backbone: Any, given: dict[str, Any]) -> bool:

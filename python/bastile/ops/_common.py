@@ -110,6 +110,12 @@ def is_set(variable: str, usual: bool) -> bool:
     return setting == "1"
 
 
+def no_view(y: torch.Tensor) -> torch.Tensor:
+    """The same memory, for autograd no view of another tensor: what an autograd function returns may be written to by
+    whoever gets it only then."""
+    return torch.ops.aten._unsafe_view.default(y, y.shape) if y._is_view() else y
+
+
 def cast_type(x: torch.Tensor) -> torch.dtype | None:
     """The type to which autocast casts what a linear layer multiplies; None where it is off."""
     device = x.device.type

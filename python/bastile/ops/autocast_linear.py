@@ -10,7 +10,7 @@ from torch._C import _is_any_autocast_enabled  # a fraction of the host time of 
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
-from bastile.ops._common import HALVES, Function, cast_type, first_order_only, served
+from bastile.ops._common import HALVES, Function, cast_type, first_order_only, no_view, served
 from bastile.ops._products import column_sums, product
 
 __all__ = ["autocast_linear"]
@@ -27,7 +27,7 @@ class _AutocastLinear(Function):
         way_back = x.new_empty(0)  # for first_order_only, as inputs are not kept: an output without elements
         x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x if want_weight else None, weight if want_x else None, way_back)
-        return linear(x, weight, None if bias is None else bias.to(dtype)), way_back
+        return no_view(linear(x, weight, None if bias is None else bias.to(dtype))), way_back
 
     @staticmethod
     def backward(ctx, dy, _):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, first_order_only, need_floats, served
+from bastile.ops._common import Function, first_order_only, need_floats, no_view, served
 
 __all__ = ["causal_conv1d"]
 
@@ -25,7 +25,8 @@ class _CausalConv1d(Function):
     def forward(ctx, x, weight, bias, silu):
         ctx.save_for_backward(x, weight, bias)
         ctx.silu = silu
-        return _forward(x.transpose(1, 2), weight, bias, silu).transpose(1, 2)
+        y = _forward(x.transpose(1, 2), weight, bias, silu).transpose(1, 2)
+        return y if torch.compiler.is_compiling() else no_view(y)
 
     @staticmethod
     def backward(ctx, dy):
