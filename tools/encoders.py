@@ -37,7 +37,7 @@ _FLAN = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 24, "num_heads
 def built(name: str, dtype: torch.dtype = torch.float32, **values: Any) -> Any:
     cls: Any = getattr(transformers, name)
     with torch.device(DEVICE):
-        model = cls(cls.config_class(**values)).to(dtype).train()
+        model = cls(cls.config_class(**values)).to(DEVICE, dtype).train()
     fill(model, 0)
     return model
 

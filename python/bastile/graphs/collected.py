@@ -39,8 +39,8 @@ def collects(hook: Any) -> bool:
 
 def _name_of(hook: Any) -> Any:
     """By which it hands over what it collects; None where that does not show."""
-    names = hook.__code__.co_freevars
-    return hook.__closure__[names.index("key")].cell_contents if "key" in names else None
+    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
+    return cells["key"].cell_contents if "key" in cells else None
 
 
 def suits(of_layers: Iterable[Mapping[int, Any]], within: Iterable[Mapping[int, Any]]) -> bool:

@@ -10,7 +10,7 @@ from torch._C import _is_any_autocast_enabled  # a fraction of the host time of 
 from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
-from bastile.ops._common import HALVES, Function, cast_type, first_order_only, no_view, served
+from bastile.ops._common import HALVES, Function, cast_type, first_order_only, no_view, served, without_autocast
 from bastile.ops._products import column_sums, product
 
 __all__ = ["autocast_linear"]
@@ -33,7 +33,7 @@ class _AutocastLinear(Function):
     def backward(ctx, dy, _):
         if dy is None:
             return None, None, None, None
-        with torch.autocast(dy.device.type, enabled=False):  # what the products read has one type
+        with without_autocast(dy.device.type):  # what the products read has one type
             return *_gradients(ctx, dy), None
 
 
