@@ -84,6 +84,11 @@ def answers(name: str, batch: int, length: int, tokens: int, *size: int, **value
     return with_adapters(model), given
 
 
+#: As speech models are fine-tuned.
+_TUNED = {
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
+    **dict.fromkeys(("layerdrop", "mask_time_prob"), 0.0),
+}
 _LLAMA_VISION = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
 _SIGLIP = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
 _SMALL_SIGLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
@@ -108,10 +113,11 @@ MODELS: dict[str, Callable[[], Made]] = {
         of_pairs, "SiglipModel", 64, 224, 64, text_config=_SMALL_SIGLIP, vision_config=_SMALL_SIGLIP
     ),  # SigLIP base
     "wav2vec2": partial(
-        of_speech, "Wav2Vec2ForCTC", 8, 10, ctc_loss_reduction="mean", mask_time_prob=0.0
+        of_speech, "Wav2Vec2ForCTC", 8, 10, ctc_loss_reduction="mean", **_TUNED
     ),  # wav2vec 2.0 base
     "wav2vec2_bert": partial(
-        of_images, "Wav2Vec2BertForSequenceClassification", 8, 500, 160, given="input_features", num_hidden_layers=12
+        of_images, "Wav2Vec2BertForSequenceClassification", 8, 500, 160, given="input_features", num_hidden_layers=12,
+        **_TUNED,
     ),  # half of w2v-BERT 2.0
     "layoutlmv3": partial(
         of_documents, "LayoutLMv3ForTokenClassification", 8, 512, max_position_embeddings=514

@@ -56,7 +56,7 @@ def suits(of_layers: Iterable[Mapping[int, Any]], within: Iterable[Mapping[int, 
 def has(hidden: Any) -> bool:
     """Whether these are the hidden states that were collected last."""
     found = collector().get(_HIDDEN)
-    return bool(found) and found[-1] is hidden
+    return found[-1] is hidden if found else False
 
 
 def collect(layer: Any, args: Any, output: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.graphs import conditions
+from bastile.graphs import conditions, host_time
 from bastile.graphs.captured import Captured, Note, Passage, Run
 from bastile.graphs.lengths import Lengths
 from bastile.graphs.longer import Longer
@@ -41,6 +41,9 @@ _MOST_CHANGES = 4
 _QUIET_STEPS = 16
 #: Forward passes before one backward pass that have graphs: a question, a text that answers it, and some that do not.
 MOST_BESIDE = 8
+
+#: So many steps one after the other must have run without graphs until the host's time counts in these layers.
+_IN_VAIN = 4
 
 #: States of the layers in which passes that nobody differentiates have graphs: with adapters and without, in training
 #: and in evaluation.
@@ -72,6 +75,7 @@ def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
 def forget() -> None:
     """All that has been captured: the layers may do something else from now on."""
     for stack in list(_stacks.values()):
+        host_time.say(stack.layers, False)
         for each in (*stack.and_beside(), *stack.states):
             each.retire()
     _stacks.clear()
@@ -116,6 +120,8 @@ class Stack:
                 self.notes, self.read, self.ratios = beside.notes, beside.read, beside.ratios
             self.lengths, self.tables = beside.lengths, beside.tables
             self.packs, self.masks, self.decoders = beside.packs, beside.masks, beside.decoders
+        self.has_graphs = True  # or may get some, as far as is known
+        self.without = 0  # steps since there were graphs, or it was seen whether there could be
         self.is_wary = False  # some layers were found changed in the middle of a step
         self._differs_behind = False  # and were, or later ones than the first, once
         self._gradients = Run.lent  # how they are handed out: by who has held some while the next step began
@@ -186,6 +192,19 @@ class Stack:
             self.never = f"tensors on {device}, which has no CUDA graphs"
         if self.never is None:
             self.watch = Watch(layers)
+        self._say(self.never is None)
+
+    def _say(self, has_graphs: bool) -> None:
+        self.has_graphs, self.without = has_graphs, 0
+        if self.differentiates and not self.is_beside:
+            host_time.say(self.layers, has_graphs)
+
+    def ran(self, without_graphs: bool) -> None:
+        """A step has run, without graphs although these pay. What follows from several is followed from now on, but
+        not where layers are checkpointed: the second run of a layer is to compute what the first one has."""
+        self.without = self.without + 1 if without_graphs else 0
+        if self.has_graphs and self.without >= _IN_VAIN and not any(map(conditions.checkpoints, self.layers)):
+            self._say(False)
 
     def _has_moved(self) -> bool:
         return _device_of(self.layers) != self.device
@@ -234,6 +253,8 @@ class Stack:
         hardly a piece of it would be large enough. The others are captured again when they come, in pieces of this
         one's."""
         assert self.recorder is not None
+        if not self.has_graphs:
+            self._say(True)
         if self.differentiates:
             self._reserved.before_graphs(self.recorder)
         if tokens > self._most_tokens:

@@ -55,6 +55,7 @@ class Step:
         self.noting: _Noting | None = None
         self.noted: _Noting | None = None  # what was to be, even if it was given up
         self.measuring: Pays | None = None
+        self.is_slower = False  # the device is, than the host
         again = [layer for layer, on in zip(self.layers, self.checkpointing, strict=True) if on]
         self._keeps_random = all(map(conditions.keeps_random_state, again))
         self._thread = threading.get_ident()
@@ -73,6 +74,7 @@ class Step:
 
     def end(self, result: Any) -> Any:
         """The backbone has returned this. What it is to return."""
+        self.stack.ran(without_graphs=not (self.passage or self.noting or self.measuring or self.is_slower))
         if self.measuring is not None:
             self.measuring.end()
         if self.noted is not None:
@@ -341,6 +343,7 @@ class Step:
                     return None
                 stack.ratios[key] = ratio
             if not pays(stack.ratios[key]):
+                self.is_slower = True
                 stack.do_not_pay(_tokens(key))
                 stack.tally.step_aside("the device is not waiting for the host", is_usual=True)
                 return None
@@ -474,6 +477,7 @@ def begin(stack: Stack, layers: Sequence[Any], mode: Mode, asked: Any) -> Step |
     """None: this step runs without graphs."""
     reason = stack.cannot(layers)
     if reason is not None:
+        stack.ran(without_graphs=True)
         if stack.recorder is not None or mode is True:
             stack.tally.step_aside(reason, is_usual=stack.recorder is None)
         return None
