@@ -22,7 +22,7 @@ from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Rep
 from bastile.graphs.foreseen import foreseen
 from bastile.graphs.longer import Longer
 from bastile.graphs.pays import Pays, pays
-from bastile.graphs.returned import hidden_of, others_of, returned
+from bastile.graphs.returned import has_own, hidden_of, others_of, returned
 from bastile.graphs.stack import HOOKED, Stack
 from bastile.models.chunks import asked, opened
 
@@ -132,6 +132,8 @@ class Step:
             self._give_up(_CHANGED if self.stack.is_wary else _DIFFERS)
         if args and type(args[0]) is Between:
             args = args[0].made, *args[1:]
+        if any(type(each) is Between for each in (*args[1:], *kwargs.values())):  # of what was returned beside those
+            args, kwargs = themselves((args, kwargs))
         if self.noting is not None:
             try:
                 self.noting.call(self.given, bool(self.checkpointing[index]), args, kwargs)
@@ -186,20 +188,28 @@ class Step:
         others = run.layers[index - run.first].call.others
         if index + 1 == run.end:
             output = self.output
+            made = partial(self._other, passage, run, index, self.hidden, args[1:], kwargs)
             self.run = self.hidden = self.output = self.output_between = None
-            return returned(output, others, self.given.tensors)
-        self.output_between = Between.of(partial(self._made, passage, run, index, self.hidden, args[1:], kwargs))
-        return returned(self.output_between, others, self.given.tensors)
+            return returned(output, others, self.given.tensors, made)
+        how = passage, run, index, self.hidden, args[1:], kwargs
+        self.output_between = Between.of(partial(self._made, *how))
+        return returned(self.output_between, others, self.given.tensors, partial(self._other, *how))
 
-    def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any) -> Any:
-        """The hidden states that the run's layers up to this one return, called themselves."""
+    def _other(self, *how: Any) -> Any:
+        """What makes the tensor at this place, the last of the arguments, in what a layer returns."""
+        return lambda: self._made(*how[:-1], place=how[-1])
+
+    def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any, place: int = 0) -> Any:
+        """The hidden states that the run's layers up to this one return, called themselves; or what the last of them
+        returns at another place."""
         if self.given.have_changed() and not passage.is_over:
             # What they were given is where the run's graph has read it.
             rest, kwargs = rebuilt(run.call.structure, [place.tensor.clone() for place in passage.captured.others])
         with collected.nothing():  # a second time
             for index in range(run.first, last + 1):
-                hidden = hidden_of(self._itself(index, (hidden, *rest), kwargs))
-        return hidden
+                output = self._itself(index, (hidden, *rest), kwargs)
+                hidden = hidden_of(output)
+        return output[place] if place else hidden
 
     def _is_given_again(self, rest: Any, kwargs: Any) -> bool:
         """Whether these are the very arguments of the layer before."""
@@ -382,6 +392,7 @@ class _Noting:
         self.output: Any = None  # of the layer before
         self.given_out: dict[int, tuple[int, Any]] = {}  # by number: which layer's output, as others get to see it
         self.looked_at: set[int] = set()  # layers whose output others than the next one do something with
+        self.asked_for_more: set[int] = set()  # layers of which somebody looks at what they return beside
         self.collected: list[tuple[int, torch.Tensor]] = []  # by hooks: outputs of these layers
         self.given: Given | None = None
         self.random = conditions.random_state(device)
@@ -418,7 +429,10 @@ class _Noting:
             # Neither holds what is noted, which holds them.
             hidden = Between.of(partial(hidden_of, hidden), partial(self.looked_at.add, index))
         self.given_out[id(hidden)] = index, hidden
-        return returned(hidden, others, given.tensors)
+        if not has_own(others):
+            return returned(hidden, others, given.tensors)
+        made = lambda place: partial(output.__getitem__, place)  # noqa: E731
+        return returned(hidden, others, given.tensors, made, partial(self.asked_for_more.add, index))
 
     def _has_left_something(self) -> bool:
         """In a dictionary that the layer was given, for later ones or whoever calls them."""
@@ -448,6 +462,8 @@ class _Noting:
             return "random numbers (dropout) in checkpointed layers that are not to draw the same ones again"
         if self.given.have_changed():
             return _WRITTEN
+        for index in self.asked_for_more:
+            self.calls[index] = replace(self.calls[index], against="layers that return more than a tensor")
         against = [call.against for call in self.calls if call.against is not None]
         if 2 * len(against) > len(self.calls):
             return against[0]
