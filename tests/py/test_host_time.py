@@ -53,10 +53,36 @@ def test_where_graphs_may_be():
     assert not host_time.is_free(model.classifier, torch.ones(1))
 
 
+def without_graphs():
+    bastile.apply(cuda_graphs=True)
+    model = small()
+    for layer in model.bert.encoder.layer:
+        layer.register_forward_hook(lambda module, args, output: None)
+    for step in range(_IN_VAIN):
+        ran(model, of_classes(model, step))
+    return model
+
+
 def test_where_there_are_none():
-    """As where graphs are off: nothing, until a call is large."""
+    """Nothing, until a call is large."""
+    model = without_graphs()
+    assert ran(model, of_classes(model, 0)) == [0, 0, 0]
+
+
+def test_where_graphs_are_off():
+    """Everything, so that numbers are those of graphs."""
     bastile.apply(cuda_graphs=False)
     model = small()
+    layers = len(model.bert.encoder.layer)
+    assert ran(model, of_classes(model, 0)) == [6 * layers + 2, 1, 2 * layers]
+    bastile.reset()
+    bastile.apply_to_model(model, cuda_graphs=False)
+    assert ran(model, of_classes(model, 0)) == [0, 1, 2 * layers]
+    bastile.apply_to_model(model)
+    for layer in model.bert.encoder.layer:
+        layer.register_forward_hook(lambda module, args, output: None)
+    for step in range(_IN_VAIN):
+        ran(model, of_classes(model, step))
     assert ran(model, of_classes(model, 0)) == [0, 0, 0]
 
 
@@ -64,14 +90,9 @@ def test_large_calls(monkeypatch):
     monkeypatch.setattr(linear, "_LEAST", 22 * 32 * 48)
     monkeypatch.setattr(norm, "_ELEMENTS", 22 * 32)
     monkeypatch.setattr(norm, "_ELEMENTS_CAST", 22 * 32)
-    bastile.apply(cuda_graphs=False)
-    model = small()
-    layers = len(model.bert.encoder.layer)
-    assert ran(model, of_classes(model, 0)) == [
-        2 * layers,
-        1,
-        2 * layers,
-    ]  # the two wide ones, and the embeddings' norm
+    model = without_graphs()
+    layers = len(model.bert.encoder.layer)  # in each of which two linear layers are that wide
+    assert ran(model, of_classes(model, 0)) == [2 * layers, 1, 2 * layers]
     monkeypatch.setattr(linear, "_LEAST", 22 * 32 * 48 + 1)
     monkeypatch.setattr(norm, "_ELEMENTS", 22 * 32 + 1)
     monkeypatch.setattr(norm, "_ELEMENTS_CAST", 22 * 32 + 1)
@@ -136,6 +157,8 @@ def test_reset_forgets_them():
     layer = model.bert.encoder.layer[0]
     assert host_time.is_free(layer, torch.ones(1))
     bastile.apply(cuda_graphs=False)
+    assert host_time.is_free(layer, torch.ones(1))
+    bastile.apply(cuda_graphs=True)
     assert not host_time.is_free(layer, torch.ones(1))
 
 

@@ -14,14 +14,17 @@ from torch import nn
 
 from bastile.ops._common import has_values, on_gpu
 
+#: Not where graphs are off: numbers are those of graphs then, to the last bit.
+counts = True
+
 #: The modules of layers that are graphs, or may become some, by number.
 _in_graphs: dict[int, weakref.ref[nn.Module]] = {}
 
 
 def is_free(module: nn.Module, x: torch.Tensor) -> bool:
     """Whether a call of this module with such an input costs the host nothing that anybody waits for: on a CPU, where
-    shapes alone are wanted, and within graphs."""
-    if not on_gpu(x) or not has_values(x):
+    shapes alone are wanted, within graphs, and where these are off."""
+    if not counts or not on_gpu(x) or not has_values(x):
         return True
     found = _in_graphs.get(id(module))
     return found is not None and found() is module

@@ -186,18 +186,13 @@ class Step:
         elif not args or args[0] is not self.output_between or not self._is_given_again(args[1:], kwargs):
             return None
         others = run.layers[index - run.first].call.others
+        made = partial(self._made, passage, run, index, self.hidden, args[1:], kwargs)
         if index + 1 == run.end:
             output = self.output
-            made = partial(self._other, passage, run, index, self.hidden, args[1:], kwargs)
             self.run = self.hidden = self.output = self.output_between = None
-            return returned(output, others, self.given.tensors, made)
-        how = passage, run, index, self.hidden, args[1:], kwargs
-        self.output_between = Between.of(partial(self._made, *how))
-        return returned(self.output_between, others, self.given.tensors, partial(self._other, *how))
-
-    def _other(self, *how: Any) -> Any:
-        """What makes the tensor at this place, the last of the arguments, in what a layer returns."""
-        return lambda: self._made(*how[:-1], place=how[-1])
+            return returned(output, others, self.given.tensors, partial(partial, made))
+        self.output_between = Between.of(made)
+        return returned(self.output_between, others, self.given.tensors, partial(partial, made))
 
     def _made(self, passage: Passage, run: Run, last: int, hidden: Any, rest: Any, kwargs: Any, place: int = 0) -> Any:
         """The hidden states that the run's layers up to this one return, called themselves; or what the last of them

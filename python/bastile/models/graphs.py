@@ -7,13 +7,13 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from bastile.graphs import caches, collected
+from bastile.graphs import caches, collected, host_time
 from bastile.graphs.lengths import asks_for_more, is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
@@ -67,6 +67,14 @@ def _layers_of(module: nn.Module) -> nn.ModuleList | None:
 def set_everywhere(mode: Mode) -> None:
     global everywhere
     everywhere = mode
+    host_time.counts = mode is not False
+
+
+def set_for(model: nn.Module, backbones: Iterable[nn.Module], mode: Mode) -> None:
+    """For one model, and those of its modules that call layers."""
+    for backbone in backbones:
+        of_models[backbone] = mode
+    host_time.say([model], mode is False)
 
 
 def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
