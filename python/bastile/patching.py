@@ -259,8 +259,8 @@ def apply_to_model(
     for module, fitting in wanted.items():
         if fitting or given_to(module):
             give(module, fitting, methods)
-    stacks = [m for m, fitting in wanted.items() if any(site.operator == "cuda_graphs" for site in fitting)]
-    graphs.set_for(core, stacks, cuda_graphs)
+        if any(site.operator == "cuda_graphs" for site in fitting):
+            graphs.of_models[module] = cuda_graphs
     if operators:
         _models.add(core)
     else:

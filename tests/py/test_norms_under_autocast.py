@@ -19,7 +19,6 @@ from torch import nn
 from transformers.models.bert import modeling_bert
 
 import bastile
-from bastile.graphs import host_time
 from bastile.models import norm
 from memory import Memory
 from oracle import DTYPES, EMULATED, assert_same_bits, random_tensor
@@ -58,7 +57,6 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pl
     monkeypatch.setattr(nn.functional, "layer_norm", layer_norm)
     if request.param == "as on cuda":
         monkeypatch.setattr(norm, "on_gpu", lambda _: True)
-        monkeypatch.setattr(host_time, "on_gpu", lambda _: True)
     for bound in ("_ELEMENTS", "_ELEMENTS_CAST"):
         monkeypatch.setattr(norm, bound, 0)
     return found

@@ -1,8 +1,9 @@
 """Where the host's time counts.
 
-Some operators save the GPU a few microseconds of what it moves, and cost the host more of them than the kernels whose
-place they take: each is a node of autograd in Python. Layers that are CUDA graphs, or may become some, cost it nothing,
-so there they always pay. Elsewhere they do where the call is so large that the GPU is the slower one."""
+Two operators save the GPU a few microseconds of what it moves and cost the host more of them than the one or two
+kernels whose place they take, for each is a node of autograd in Python. Layers that are CUDA graphs, or may become
+some, cost it nothing, and around them there are few calls. Where there are no graphs, because layers cannot have them
+or a model has no stack of layers, such an operator runs where the call alone is large."""
 
 from __future__ import annotations
 
@@ -14,34 +15,58 @@ from torch import nn
 
 from bastile.ops._common import has_values, on_gpu
 
-#: Not where graphs are off: numbers are those of graphs then, to the last bit.
-counts = True
+#: Calls since the last stack of layers ran until it is seen that there is none.
+_MANY = 512
 
-#: The modules of layers that are graphs, or may become some, by number.
-_in_graphs: dict[int, weakref.ref[nn.Module]] = {}
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-def is_free(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a call of this module with such an input costs the host nothing that anybody waits for: on a CPU, where
-    shapes alone are wanted, within graphs, and where these are off."""
-    if not counts or not on_gpu(x) or not has_values(x):
+class _State:
+    """Of the process."""
+
+    def __init__(self) -> None:
+        self.asked = True  # not where graphs are off: numbers are those of graphs then, to the last bit
+        self.calls = 0  # since a stack of layers has run
+        #: What is computed twice is to be computed alike: then nothing changes from one call to the next.
+        self.has_seen_checkpoints = False
+        self.without: dict[int, weakref.ref[nn.Module]] = {}  # modules of layers that have no graphs, by number
+
+
+state = _State()
+
+
+def counts(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the host's time does in a call of this module with such an input."""
+    if not state.asked or not on_gpu(x) or not has_values(x):
+        return False
+    found = state.without.get(id(module))
+    if found is not None and found() is module:
         return True
-    found = _in_graphs.get(id(module))
-    return found is not None and found() is module
+    if state.has_seen_checkpoints:
+        return False
+    state.calls += 1
+    if _hooks(False) is not None:
+        state.has_seen_checkpoints = True
+        return False
+    return state.calls > _MANY
 
 
-def say(layers: Iterable[nn.Module], are_graphs: bool) -> None:
-    """Whether these layers are graphs, or may become some."""
+def of_stack() -> None:
+    """A stack of layers runs, with graphs or without."""
+    state.calls = 0
+
+
+def say(layers: Iterable[nn.Module], have_graphs: bool) -> None:
+    """Whether these layers have graphs, or may get some."""
     for module in [module for layer in layers for module in layer.modules()]:
-        if are_graphs:
-            number = id(module)
-            _in_graphs[number] = weakref.ref(module, lambda _, number=number: _forget(number))  # type: ignore[misc]
+        number = id(module)
+        if have_graphs:
+            state.without.pop(number, None)
         else:
-            _in_graphs.pop(id(module), None)
+            state.without[number] = weakref.ref(module, lambda gone, number=number: _forget(number, gone))  # type: ignore[misc]
 
 
-def _forget(number: int) -> None:
+def _forget(number: int, gone: weakref.ref[nn.Module]) -> None:
     """The module is gone; another one may have its number since."""
-    found = _in_graphs.get(number)
-    if found is not None and found() is None:
-        del _in_graphs[number]
+    if state.without.get(number) is gone:
+        del state.without[number]

@@ -75,7 +75,7 @@ def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
 def forget() -> None:
     """All that has been captured: the layers may do something else from now on."""
     for stack in list(_stacks.values()):
-        host_time.say(stack.layers, False)
+        host_time.say(stack.layers, True)
         for each in (*stack.and_beside(), *stack.states):
             each.retire()
     _stacks.clear()

@@ -18,7 +18,7 @@ from torch.compiler import is_compiling
 from bastile.models import rewrite
 from bastile.models.checkpoints import is_checkpointed, runs_again, watched
 from bastile.models.forms import Code
-from bastile.models.norm import Norm, norm_of, norms_of, pays, torch_norms
+from bastile.models.norm import Norm, norm_of, norms_of, pays_with_sum, torch_norms
 from bastile.models.sites import ModelFile, Site
 from bastile.ops import _rounding
 from bastile.ops.norm import add_layer_norm, layer_norm
@@ -52,7 +52,7 @@ def layer_forward(
         norm = norm_of(module, norms)
         if norm is None:
             tally.step_aside(_TOUCHED)
-        elif (residual is None or _are_alike(x, residual)) and not _costs_more(norm, module, x):
+        elif (residual is None or _are_alike(x, residual)) and pays_with_sum(norm, module, x):
             why = norm.refuses(module, x, residual)
             if why is None:
                 tally.count()
@@ -100,12 +100,6 @@ def _running(layer: Any) -> AbstractContextManager[None]:
 
 def _are_alike(x: Any, residual: Any) -> bool:
     return isinstance(x, torch.Tensor) and isinstance(residual, torch.Tensor) and x.shape == residual.shape
-
-
-def _costs_more(norm: Norm, module: Any, x: torch.Tensor) -> bool:
-    """In training, where the host's time counts, of PyTorch's own LayerNorm, which is one kernel."""
-    asked = norm.is_torchs and norm.casting is None and torch.is_grad_enabled() and not is_compiling()
-    return asked and not pays(norm, module, x)
 
 
 def _at_once(norm: Norm, module: Any, x: Any, residual: Any) -> tuple[Any, Any]:

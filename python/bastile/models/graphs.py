@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,14 +67,7 @@ def _layers_of(module: nn.Module) -> nn.ModuleList | None:
 def set_everywhere(mode: Mode) -> None:
     global everywhere
     everywhere = mode
-    host_time.counts = mode is not False
-
-
-def set_for(model: nn.Module, backbones: Iterable[nn.Module], mode: Mode) -> None:
-    """For one model, and those of its modules that call layers."""
-    for backbone in backbones:
-        of_models[backbone] = mode
-    host_time.say([model], mode is False)
+    host_time.state.asked = mode is not False
 
 
 def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +83,7 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         layers = _layers_of(self)
         if layers is None or _is_given_cache(kwargs) or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
+        host_time.of_stack()
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
         if step is None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
-from bastile.graphs.host_time import is_free
+from bastile.graphs.host_time import counts
 from bastile.guards import mark_as_ours, stock_of
 from bastile.models.forms import is_known
 from bastile.models.loading import LINEAR
@@ -41,7 +41,7 @@ def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., 
         if len(args) != 1 or kwargs or weight.dtype is not torch.float32 or not weight.requires_grad:
             return original(self, *args, **kwargs)
         x = args[0]
-        if not is_free(self, x) and x.numel() * weight.shape[0] < _LEAST:
+        if counts(self, x) and x.numel() * weight.shape[0] < _LEAST:
             return original(self, x)
         tally.count()
         return autocast_linear(x, weight, self.bias)

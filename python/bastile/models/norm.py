@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from bastile.graphs.host_time import is_free
+from bastile.graphs.host_time import counts
 from bastile.guards import mark_as_ours, runs
 from bastile.models.sites import Found, ModelFile, Site, file_of
 from bastile.ops._common import on_gpu
@@ -118,24 +118,36 @@ def norm_of(module: nn.Module, norms: Iterable[Norm]) -> Norm | None:
     return None
 
 
-#: Below so many elements PyTorch's own norms stay on CUDA where the host's time counts: forward and backward of
-#: 8192 x 768 take an H200 64 us and with ours 31, but the host 37 more; of 2048 x 768 19.3 and 17.9.
-_ELEMENTS = 1 << 23
+#: Below so many elements PyTorch's own norms stay on CUDA: forward and backward of 2048 x 768 take an H200 19.3 us and
+#: with ours 17.9, of 8192 x 768 64 and 31, but the host 37 us more, for which so small a model may be waiting.
+_ELEMENTS = 1 << 21
 
 #: The same where autocast would cast 16 bits to float32, and their gradient back, in passes of their own. Of an element
-#: 14 bytes are then moved in place of 32, without autocast 10 in place of 14; and the host has some 20 of the 37 us
-#: back, for it launches two kernels less, and of weights in 16 bits more.
-_ELEMENTS_CAST = 1 << 21
+#: 14 bytes are then moved in place of 32, without autocast 10 in place of 14: so many save 9 MB, as those above do,
+#: and the host has some 20 of the 37 us back, for it launches two kernels less, and of weights in 16 bits more.
+_ELEMENTS_CAST = 1 << 19
+
+#: So many times as many where it is known that the host's time counts: so many save the GPU as much as they cost it.
+_WHERE_IT_COUNTS = 4
 
 
 def pays(norm: Norm, module: nn.Module, x: torch.Tensor) -> bool:
     """Whether to take the place of one of PyTorch's own norms, which are one kernel forward already."""
     if not torch.is_grad_enabled() or is_compiling():
         return False
-    if is_free(module, x):
+    if not on_gpu(x):
         return True
-    is_cast = x.dtype.itemsize == 2 and norm.autocasts(x)
-    return x.numel() >= (_ELEMENTS_CAST if is_cast else _ELEMENTS)
+    return x.numel() >= _least(norm, x) * (_WHERE_IT_COUNTS if counts(module, x) else 1)
+
+
+def pays_with_sum(norm: Norm, module: nn.Module, x: torch.Tensor) -> bool:
+    """As pays, where the norm takes in an addition, or its backward pass one: but where the host's time counts."""
+    asked = norm.is_torchs and norm.casting is None and torch.is_grad_enabled() and not is_compiling()
+    return not asked or x.numel() >= _least(norm, x) * _WHERE_IT_COUNTS or not counts(module, x)
+
+
+def _least(norm: Norm, x: torch.Tensor) -> int:
+    return _ELEMENTS_CAST if x.dtype.itemsize == 2 and norm.autocasts(x) else _ELEMENTS
 
 
 def norm_forward(norm: Norm, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
