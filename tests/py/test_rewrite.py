@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import bastile
 from bastile.models import decoder, norm, rewrite, small
 from bastile.models.forms import Code, Source
+from conftest import gradients
 
 HEAD = "class Layer(nn.Module):\n    def forward(self, x, mask=None, **kwargs):\n"
 
@@ -337,3 +339,29 @@ def test_an_attention_of_any_code_with_a_norm_that_is_hooked() -> None:
         torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=1e-5)
     assert seen[0] == seen[1]  # [B, S, heads, D], as the attention gives it
     assert bastile.report().ran("qk_norm_rope") == 0
+
+
+def test_norms_of_heads_that_have_no_weight() -> None:
+    """Of a class whose instances may have one: NeoMME's. Its norms and its rotary function are served apart."""
+    if not hasattr(transformers, "NeoMMEForMaskedLM"):
+        pytest.skip("this Transformers has no NeoMME")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 97, "embedding_rank": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    model: Any = small.prepared(transformers.NeoMMEForMaskedLM(transformers.NeoMMEConfig(**sizes, **heads)))
+    ids = torch.arange(24).view(2, 12) + 3
+
+    def step() -> tuple[Any, Any]:
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss.backward()
+        return loss.detach(), gradients(model)
+
+    want, want_gradients = step()
+    bastile.apply_to_model(model)
+    bastile.report(reset=True)
+    got, got_gradients = step()
+    torch.testing.assert_close(got, want)
+    for name, gradient in want_gradients.items():
+        torch.testing.assert_close(got_gradients[name], gradient, rtol=1e-3, atol=1e-5)
+    ran = bastile.report()
+    assert (ran.ran("qk_norm_rope"), ran.ran("rope") > 0) == (0, True)

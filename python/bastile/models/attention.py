@@ -61,6 +61,11 @@ def sites(file: ModelFile) -> Iterator[Site]:
             yield from file.wrapped_sites("qk_norm_rope", cls, partial(rewritten_forward, *read, norms, rotaries))
 
 
+_NOT_ITS_OWN = (
+    "the norms of queries and keys, or the rotary function, are not the class's own, differ or have no weight"
+)
+
+
 def rewritten_forward(
     code: Code,
     node: Any,
@@ -101,9 +106,7 @@ def rewritten_forward(
             casting = norm.casting or "none"
             return qk_norm_rope(q, k, *weights, *turned, norm.eps_of(q_norm), casting=casting, **layout(rotary))
         if q_norm is not None or k_norm is not None:
-            tally.step_aside(
-                "the norms of queries and keys, or the rotary function, are not the class's own, or differ"
-            )
+            tally.step_aside(_NOT_ITS_OWN)
         return turn(_normed(q_norm, q, q_turned), _normed(k_norm, k, k_turned), cos, sin)
 
     helpers = {rewrite.NORM_ROTARY: norm_rotary, rewrite.PROJECTED: projected}
@@ -122,7 +125,8 @@ def _same_norm(norms: tuple[Norm, ...], q_norm: nn.Module, k_norm: nn.Module) ->
     norm = norm_of(q_norm, norms)
     if norm is None or norm_of(k_norm, norms) is not norm or norm.eps_of(q_norm) != norm.eps_of(k_norm):
         return None
-    return norm
+    has_weights = norm.weight_of(q_norm) is not None and norm.weight_of(k_norm) is not None
+    return norm if has_weights else None
 
 
 def _casts(implementation: str, q: torch.Tensor, repeats: bool) -> bool:
@@ -156,9 +160,7 @@ def attention_forward(
         norm = _same_norm(norms, getattr(self, q_name), getattr(self, k_name))
         turn = getattr(scope, rotary.name)
         if norm is None or not (turn is rotary.function or is_ours(turn)):
-            tally.step_aside(
-                "the norms of queries and keys, or the rotary function, are not the class's own, or differ"
-            )
+            tally.step_aside(_NOT_ITS_OWN)
             return original(self, *args, **kwargs)
         if (
             len(args) > len(names)

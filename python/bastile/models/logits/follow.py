@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from bastile.guards import gathers
 from bastile.models.logits.pending import Step
 from bastile.models.logits.tensor import Logits, copied, followed, in_place, with_step
+from bastile.ops._common import HALVES
 
 _T = torch.Tensor
 
@@ -143,13 +145,36 @@ def _tanh_(logits: Logits) -> Any:
 
 @followed(_T.add, _T.__add__, torch.add)
 def _add(logits: Logits, other: Any, **options: Any) -> Any:
-    """A bias that is no part of the head, [V] or [1, V]."""
+    """A bias that is no part of the head, [V] or [1, V]. Under autocast BART's is of float32 where logits have 16 bits,
+    which hold it too."""
     if options or not isinstance(other, _T) or isinstance(other, Logits) or logits.part.move is not None:
         return NotImplemented
     fits = other.dim() > 0 and other.numel() == other.shape[-1] == logits.pending.vocabulary
-    if not fits or other.dtype is not logits.dtype or other.dim() > logits.dim() or other.requires_grad:
+    if not fits or other.dim() > logits.dim() or other.requires_grad:
+        return NotImplemented
+    if other.dtype is torch.float32 and logits.dtype in HALVES and _hold(logits.dtype, other):
+        logits = _cast(logits, torch.float32)
+    if other.dtype is not logits.dtype:
         return NotImplemented
     return with_step(logits, Step("add", lambda z: z + other, other.reshape(-1)))
+
+
+#: By number: a bias, how often it had been written to, and by type whether this holds its numbers.
+_held: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[torch.dtype, bool]]] = {}
+
+
+def _hold(dtype: torch.dtype, bias: torch.Tensor) -> bool:
+    """Whether this type does its numbers: asked once, for the host waits for the answer."""
+    found, version, answers = _held.get(id(bias), (None, 0, {}))
+    if found is None or found() is not bias or version != bias._version:
+        answers = {}
+        number = id(bias)
+        _held[number] = weakref.ref(bias, lambda _: _held.pop(number, None)), bias._version, answers
+    if dtype not in answers:
+        if bias.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        answers[dtype] = bool(torch.equal(bias.to(dtype).to(bias.dtype), bias))
+    return answers[dtype]
 
 
 @followed(_T.log_softmax, torch.log_softmax, F.log_softmax)
