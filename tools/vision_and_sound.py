@@ -15,9 +15,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from encoders import DEVICE, built, classifier, masked, tokens_of, with_adapters
 
-from bastile.sweep.model import random_tokens
+from bastile.sweep.model import fill, random_tokens
 from families import compare, parser_of, step_with, widths
 
 Made = tuple[Any, dict[str, Any]]
@@ -81,6 +82,49 @@ def answers(name: str, batch: int, length: int, tokens: int, *size: int, **value
     given["pixel_values"] = drawn(batch, *size)
     if name.startswith("PaliGemma"):
         given["token_type_ids"] = (ids != token).long()
+    return with_adapters(model), given
+
+
+def of_captions(name: str, batch: int, side: int, length: int, **values: Any) -> Made:
+    """Images, and texts that tell what is there."""
+    model = built(name, **values)
+    ids = random_tokens(30000, batch, length, DEVICE, 1)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    return model, {**given, "pixel_values": drawn(batch, 3, side, side)}
+
+
+def of_scans(encoder: str, decoder: str, batch: int, side: int, length: int, *of_both: dict[str, Any]) -> Made:
+    """An encoder of images whose text a decoder writes."""
+    configs = [
+        getattr(transformers, f"{name}Config")(**values)
+        for name, values in zip((encoder, decoder), of_both, strict=True)
+    ]
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(*configs)
+    config.decoder_start_token_id, config.pad_token_id = 2, 1
+    with torch.device(DEVICE):
+        model = transformers.VisionEncoderDecoderModel(config=config).to(DEVICE).train()
+    fill(model, 0)
+    labels = random_tokens(30000, batch, length, DEVICE, 1)
+    return model, {"pixel_values": drawn(batch, 3, side, side), "labels": labels}
+
+
+def of_boxes(name: str, batch: int, side: int, boxes: int, **values: Any) -> Made:
+    model = built(name, **values)
+    corner = torch.rand(boxes, 4, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1)) * 0.4 + 0.1
+    labels = [{"class_labels": classes(boxes, 5), "boxes": corner} for _ in range(batch)]
+    return model, {"pixel_values": drawn(batch, 3, side, side), "labels": labels}
+
+
+def of_questions(name: str, batch: int, length: int, tokens: int, *size: int, **values: Any) -> Made:
+    """Rows of which so many tokens stand for a sound."""
+    model = built(name, torch.bfloat16, **values)
+    token = next(t for t in (getattr(model.config, n, None) for n in ("audio_token_id", "audio_token_index")) if t)
+    ids = random_tokens(30000, batch, length, DEVICE, 1)
+    ids[:, 1 : 1 + tokens] = token
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+    given["input_features"] = drawn(batch, *size)
+    if name.startswith("Qwen2Audio"):
+        given["feature_attention_mask"] = torch.ones(batch, size[-1], dtype=torch.long, device=DEVICE)
     return with_adapters(model), given
 
 
@@ -159,6 +203,40 @@ MODELS: dict[str, Callable[[], Made]] = {
         text_config={"model_type": "qwen2", **widths(896, 4864, 14, 2, 151674, 24)},
         vision_config={"image_size": [448, 448], **_LLAMA_VISION},
     ),  # InternVL 2.5 1B
+    "mpnet": partial(masked, "MPNet", 16, 256),  # MPNet base
+    "blip": partial(
+        of_captions, "BlipForConditionalGeneration", 16, 384, 32, text_config={"encoder_hidden_size": 768},
+        vision_config={"image_size": 384},
+    ),  # BLIP base
+    "git": partial(of_captions, "GitForCausalLM", 16, 224, 64, num_hidden_layers=6),  # GIT base
+    "trocr": partial(
+        of_scans, "ViT", "TrOCR", 16, 384, 48,
+        {"image_size": 384, "qkv_bias": False},
+        {"d_model": 1024, "decoder_layers": 12, "decoder_ffn_dim": 4096, "decoder_attention_heads": 16,
+         "cross_attention_hidden_size": 768, "vocab_size": 50265},
+    ),  # TrOCR base
+    "donut": partial(
+        of_scans, "DonutSwin", "MBart", 2, 960, 256,
+        {"image_size": [960, 960], "embed_dim": 128, "depths": [2, 2, 14, 2], "num_heads": [4, 8, 16, 32],
+         "window_size": 10},
+        {"decoder_layers": 4, "vocab_size": 57525, "is_decoder": True, "add_cross_attention": True},
+    ),  # near Donut base
+    "yolos": partial(
+        of_boxes, "YolosForObjectDetection", 8, 512, 6, image_size=[512, 864], hidden_size=384, num_attention_heads=6,
+        intermediate_size=1536, num_labels=8,
+    ),  # YOLOS small
+    "qwen2_audio": partial(
+        of_questions, "Qwen2AudioForConditionalGeneration", 4, 1024, 750, 128, 3000,
+        text_config={"model_type": "qwen2", **widths(4096, 11008, 32, 32, 156032, 4)}, audio_token_index=151646,
+        audio_config={"d_model": 1280, "encoder_layers": 8, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120},
+    ),  # an eighth and a quarter of Qwen2-Audio 7B
+    "falcon": partial(
+        of_text, "FalconForCausalLM", 2, 2048, hidden_size=4544, num_hidden_layers=2, num_attention_heads=71,
+    ),  # Falcon 7B's
+    "mpt": partial(of_text, "MptForCausalLM", 2, 1024, d_model=2048, n_heads=16, n_layers=8),
+    "gptj": partial(
+        of_text, "GPTJForCausalLM", 2, 1024, n_embd=2048, n_layer=8, n_head=16, rotary_dim=64, n_positions=2048
+    ),
 }  # fmt: skip
 
 

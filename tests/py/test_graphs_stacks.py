@@ -9,8 +9,10 @@ import transformers
 from torch import nn
 
 import bastile
+from bastile.graphs import stack
 from bastile.graphs.between import Between
 from bastile.graphs.recorder import Repeated
+from bastile.models.checkpoints import is_layer
 from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, counted, train
 
 
@@ -89,6 +91,12 @@ ENCODERS = [
     ("ElectraForTokenClassification", {**SMALL, "embedding_size": 32, "num_labels": 97}, of_tokens),
     ("ModernBertForSequenceClassification", {**SMALL, "pad_token_id": 0}, of_classes),
     ("DebertaV2ForSequenceClassification", {**SMALL, **RELATIVE, "norm_rel_ebd": "layer_norm"}, of_classes),
+    ("MPNetForSequenceClassification", SMALL, of_classes),
+    (
+        "XLNetForSequenceClassification",
+        {"d_model": 32, "n_layer": 3, "n_head": 4, "d_inner": 48, "vocab_size": 97},
+        of_classes,
+    ),
 ]
 
 
@@ -96,6 +104,23 @@ ENCODERS = [
 def test_encoders(name, values, batches):
     """Dropout and all; DeBERTa returns the hidden states of all layers."""
     assert_as_without(built(name, **values), batches)
+
+
+def test_which_modules_are_layers():
+    """Older models' too, which are never checkpointed; but not what keeps statistics of its calls."""
+
+    def layer(name, module, *parts):
+        found = type(name, (nn.Module,), {"__module__": module})()
+        for index, part in enumerate(parts):
+            found.add_module(str(index), part)
+        return found
+
+    of_models = "transformers.models.new.modeling_new"
+    assert is_layer(layer("NewLayer", of_models, nn.Linear(2, 2)))
+    assert is_layer(layer("NewBlock", of_models))
+    assert not is_layer(layer("NewStage", of_models))
+    assert not is_layer(layer("NewLayer", "somebody.modeling_new"))
+    assert not is_layer(layer("NewLayer", of_models, nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))))
 
 
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "DebertaV2ForSequenceClassification"])
@@ -217,6 +242,7 @@ def test_layers_that_are_left_out_at_random(monkeypatch):
 
     scripted.calls = 0
     monkeypatch.setattr(torch, "rand", scripted)
+    monkeypatch.setattr(stack, "_IN_VAIN", 100)  # numbers are those of graphs until then
     values = {**SEQ2SEQ, "dropout": 0.0, "encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4}
     model = built("BartForConditionalGeneration", **values)
     got = assert_alike(model, 9 + 2, batches=of_tokens, steps=10)

@@ -27,8 +27,8 @@ def graphs(monkeypatch):
     for module in (host_time, norm):
         monkeypatch.setattr(module, "on_gpu", lambda _: True)
     monkeypatch.setattr(host_time, "state", host_time._State())
-    monkeypatch.setattr(norm, "_ELEMENTS", 22 * 8 + 1)
-    monkeypatch.setattr(norm, "_ELEMENTS_CAST", 22 * 8 + 1)
+    monkeypatch.setattr(norm, "_ELEMENTS", 22 * 4 + 1)
+    monkeypatch.setattr(norm, "_ELEMENTS_CAST", 22 * 4 + 1)
     yield
     bastile.reset()
 
@@ -100,7 +100,7 @@ def test_large_calls(monkeypatch):
     assert ran(model, of_classes(model, 0)) == [2 + 2 * LAYERS, 1, 0]
     monkeypatch.setattr(linear, "_LEAST", 22 * 32 * 48 + 1)
     assert ran(model, of_classes(model, 0)) == AROUND
-    monkeypatch.setattr(norm, "_WHERE_IT_COUNTS", 3)
+    monkeypatch.setattr(norm, "_WHERE_IT_COUNTS", 7)
     assert ran(model, of_classes(model, 0)) == [2, 1, 2 * LAYERS]
 
 

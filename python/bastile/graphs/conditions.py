@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from bastile.graphs.collected import collects
 from bastile.graphs.recorder import CudaRecorder, Recorder
 from bastile.guards import function_of, stock_of
-from bastile.models.checkpoints import is_checkpointed
+from bastile.models.checkpoints import is_layer
 from bastile.ops._common import PLAIN, in_transform
 from bastile.ops._random import generator_of
 from bastile.recompute import is_recomputing
@@ -48,7 +48,7 @@ def against_these_layers(layers: Sequence[Any]) -> str | None:
     """What stays as it is as long as the layers do."""
     if not layers or len(set(layers)) < len(layers):
         return "no layers, or one that stands there twice"
-    if not all(map(is_checkpointed, layers)):
+    if not all(map(is_layer, layers)):
         return f"layers of the class {type(layers[0]).__qualname__}, which is none of Transformers' layers"
     tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
     reason = _against(tensors, layers, [module for layer in layers for module in layer.modules()])
@@ -100,7 +100,7 @@ def _runs_its_class(module: nn.Module) -> bool:
 def checkpoints(layer: Any) -> bool | None:
     """Whether the layer's next call is checkpointed; None where by a function that is not PyTorch's, or told more than
     how."""
-    if not (layer.gradient_checkpointing and layer.training):
+    if not (getattr(layer, "gradient_checkpointing", False) and layer.training):
         return False
     function = layer._gradient_checkpointing_func
     if not isinstance(function, partial) or function.func is not checkpoint or function.args:

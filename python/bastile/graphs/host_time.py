@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from bastile.ops._common import has_values, on_gpu
+from bastile.recompute import is_recomputing
 
 #: Calls since the last stack of layers ran until it is seen that there is none.
 _MANY = 512
@@ -45,7 +46,7 @@ def counts(module: nn.Module, x: torch.Tensor) -> bool:
     if state.has_seen_checkpoints:
         return False
     state.calls += 1
-    if _hooks(False) is not None:
+    if _hooks(False) is not None and not is_recomputing():
         state.has_seen_checkpoints = True
         return False
     return state.calls > _MANY

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from torch.compiler import is_compiling
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from bastile.offload.mover import bytes_held
 from bastile.ops._common import has_values
@@ -43,6 +45,16 @@ def is_checkpointed(layer: object) -> bool:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return isinstance(layer, GradientCheckpointingLayer)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether this is one of a stack's layers: one that Transformers may checkpoint, or of an older model that never
+    is, as MPNet's. What keeps statistics of its calls is not: it may be run once more than it is called."""
+    if is_checkpointed(module):
+        return True
+    cls = type(module)
+    named = cls.__module__.startswith("transformers.models.") and cls.__name__.endswith(("Layer", "Block"))
+    return named and not any(isinstance(each, _BatchNorm) for each in module.modules())
 
 
 @contextmanager

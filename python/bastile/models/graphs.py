@@ -20,7 +20,7 @@ from bastile.graphs.step import Mode, Step, begin
 from bastile.guards import stock_of
 from bastile.models import generation
 from bastile.models.backbone import backbones
-from bastile.models.checkpoints import is_checkpointed
+from bastile.models.checkpoints import is_layer
 from bastile.models.masks import with_positions
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site, calls
@@ -60,7 +60,7 @@ def stacks(file: ModelFile) -> Iterator[type]:
 def _layers_of(module: nn.Module) -> nn.ModuleList | None:
     """A list of Transformers' layers that it has; None where there is none, or more than one."""
     lists = [module._modules.get(name) for name in _LISTS]
-    found = [each for each in lists if isinstance(each, nn.ModuleList) and len(each) and is_checkpointed(each[0])]
+    found = [each for each in lists if isinstance(each, nn.ModuleList) and len(each) and is_layer(each[0])]
     return found[0] if len(found) == 1 else None
 
 

@@ -128,7 +128,7 @@ _ELEMENTS = 1 << 21
 _ELEMENTS_CAST = 1 << 19
 
 #: So many times as many where it is known that the host's time counts: so many save the GPU as much as they cost it.
-_WHERE_IT_COUNTS = 4
+_WHERE_IT_COUNTS = 8
 
 
 def pays(norm: Norm, module: nn.Module, x: torch.Tensor) -> bool:
