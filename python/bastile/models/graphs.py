@@ -41,7 +41,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
     for cls in found:
         yield file.forward_site("cuda_graphs", cls, stack_forward)
     for cls in file.own_classes():
-        if cls not in found and calls(stock_of(vars(cls)["forward"]), "DynamicCache"):
+        has_layers = calls(stock_of(cls.__init__), "ModuleList")  # type: ignore[misc]
+        if found and not has_layers and calls(stock_of(vars(cls)["forward"]), "DynamicCache"):
             yield file.forward_site("cuda_graphs", cls, makes_cache)
     yield from generation.sites(file)
 
