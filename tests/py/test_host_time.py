@@ -68,6 +68,14 @@ def test_where_graphs_may_be_and_where_they_are_off(mode):
     assert not any(counts(module, X) for layer in model.bert.encoder.layer for module in layer.modules())
 
 
+def test_many_calls_within_a_stack(monkeypatch):
+    """Say nothing, whether it has graphs yet or none."""
+    monkeypatch.setattr(host_time, "_MANY", 5)
+    bastile.apply(cuda_graphs=True)
+    model = small()
+    assert ran(model, of_classes(model, 0)) == ALL
+
+
 def test_layers_that_turn_out_to_have_no_graphs():
     """A few steps later the host's time counts there, as long as that is so."""
     bastile.apply(cuda_graphs=True)

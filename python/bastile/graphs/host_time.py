@@ -8,7 +8,8 @@ or a model has no stack of layers, such an operator runs where the call alone is
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -27,7 +28,8 @@ class _State:
 
     def __init__(self) -> None:
         self.asked = True  # not where graphs are off: numbers are those of graphs then, to the last bit
-        self.calls = 0  # since a stack of layers has run
+        self.stacks = 0  # of layers that are running
+        self.calls = 0  # since one has
         #: What is computed twice is to be computed alike: then nothing changes from one call to the next.
         self.has_seen_checkpoints = False
         self.without: dict[int, weakref.ref[nn.Module]] = {}  # modules of layers that have no graphs, by number
@@ -43,7 +45,7 @@ def counts(module: nn.Module, x: torch.Tensor) -> bool:
     found = state.without.get(id(module))
     if found is not None and found() is module:
         return True
-    if state.has_seen_checkpoints:
+    if state.stacks or state.has_seen_checkpoints:
         return False
     state.calls += 1
     if _hooks(False) is not None and not is_recomputing():
@@ -52,9 +54,15 @@ def counts(module: nn.Module, x: torch.Tensor) -> bool:
     return state.calls > _MANY
 
 
-def of_stack() -> None:
-    """A stack of layers runs, with graphs or without."""
-    state.calls = 0
+@contextmanager
+def of_stack() -> Iterator[None]:
+    """Within, a stack of layers runs, with graphs or without."""
+    state.stacks += 1
+    try:
+        yield
+    finally:
+        state.stacks -= 1
+        state.calls = 0
 
 
 def say(layers: Iterable[nn.Module], have_graphs: bool) -> None:

@@ -68,7 +68,7 @@ def _layers_of(module: nn.Module) -> nn.ModuleList | None:
 def set_everywhere(mode: Mode) -> None:
     global everywhere
     everywhere = mode
-    host_time.state.asked = mode is not False
+    host_time.state.asked, host_time.state.calls = mode is not False, 0
 
 
 def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,25 +84,33 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         layers = _layers_of(self)
         if layers is None or _is_given_cache(kwargs) or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
-        host_time.of_stack()
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
-        if step is None:
-            return original(self, *args, **kwargs)
-        given = as_keywords(names, args, kwargs)
-        step.may_pad = not collected.collector() and not asks_for_more(given, getattr(self, "config", None))
-        is_left = collected.collector() or len(args) > len(names)
-        longer = None if is_left else _lengthened(stack, self, original, given)
-        if longer is None:
-            return _run(step, original, self, *args, **kwargs)
-        given, length = longer
-        result = _run(step, original, self, **given)
-        if shortened(result, length):
-            return result
-        stack.lengths.never = True
-        return original(self, *args, **kwargs)
+        with host_time.of_stack():
+            if step is None:
+                return original(self, *args, **kwargs)
+            given = as_keywords(names, args, kwargs) if len(args) <= len(names) else None
+            return _stepped(step, original, self, given, *args, **kwargs)
 
     return forward
+
+
+def _stepped(
+    step: Step, original: Callable[..., Any], backbone: Any, given: dict[str, Any] | None, *args: Any, **kwargs: Any
+) -> Any:
+    """given: the arguments by name; None where they are more than have one."""
+    step.may_pad, longer = False, None
+    if given is not None and not collected.collector():
+        step.may_pad = not asks_for_more(given, getattr(backbone, "config", None))
+        longer = _lengthened(step.stack, backbone, original, given)
+    if longer is None:
+        return _run(step, original, backbone, *args, **kwargs)
+    given, length = longer
+    result = _run(step, original, backbone, **given)
+    if shortened(result, length):
+        return result
+    step.stack.lengths.never = True
+    return original(backbone, *args, **kwargs)
 
 
 def makes_cache(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:

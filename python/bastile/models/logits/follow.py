@@ -165,11 +165,11 @@ _held: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[torch.dtype, bool]]]
 
 def _hold(dtype: torch.dtype, bias: torch.Tensor) -> bool:
     """Whether this type does its numbers: asked once, for the host waits for the answer."""
-    found, version, answers = _held.get(id(bias), (None, 0, {}))
-    if found is None or found() is not bias or version != bias._version:
+    number, now = id(bias), 0 if bias.is_inference() else bias._version
+    found, version, answers = _held.get(number, (None, 0, {}))
+    if found is None or found() is not bias or version != now:
         answers = {}
-        number = id(bias)
-        _held[number] = weakref.ref(bias, lambda _: _held.pop(number, None)), bias._version, answers
+        _held[number] = weakref.ref(bias, lambda _: _held.pop(number, None)), now, answers
     if dtype not in answers:
         if bias.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
