@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import transformers
-from encoders import DEVICE, built, classifier, masked, tokens_of, with_adapters
+from encoders import DEVICE, built, classifier, masked, step_of, tokens_of, with_adapters
 
 from bastile.sweep.model import fill, random_tokens
-from families import compare, parser_of, step_with, widths
+from families import compare, parser_of, widths
 
 Made = tuple[Any, dict[str, Any]]
 
@@ -238,16 +238,6 @@ MODELS: dict[str, Callable[[], Made]] = {
         of_text, "GPTJForCausalLM", 2, 1024, n_embd=2048, n_layer=8, n_head=16, rotary_dim=64, n_positions=2048
     ),
 }  # fmt: skip
-
-
-def step_of(made: Callable[[], Made]) -> tuple[Any, Any]:
-    model, batch = made()
-
-    def loss() -> torch.Tensor:
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            return model(**batch).loss  # type: ignore[no-any-return]
-
-    return model, step_with(model, loss)
 
 
 def main() -> None:
