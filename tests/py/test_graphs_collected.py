@@ -73,6 +73,13 @@ def test_features_of_several_layers():
     torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=1e-6)
 
 
+def test_another_layer_each_time():
+    """Is another kind of step, for the tower alone."""
+    model, batches = of_images("LlavaForConditionalGeneration")
+    which = [lambda model, layer=layer: setattr(model.config, "vision_feature_layer", layer) for layer in (-1, -2)]
+    assert_alike(model, 4 + 5, batches=batches, steps=6, before=which * 3)
+
+
 class Asked(nn.Module):
     """Whose loss is of hidden states too."""
 

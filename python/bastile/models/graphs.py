@@ -132,8 +132,7 @@ def makes_cache(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any
 
 def _is_given_cache(kwargs: dict[str, Any]) -> bool:
     """By somebody who may read it."""
-    cache = caches.given_in(kwargs)
-    return cache is not None and not (getattr(_within, "makes_cache", False) and caches.is_new(cache))
+    return caches.given_in(kwargs) is not None and not getattr(_within, "makes_cache", False)
 
 
 def _leaves_keys(backbone: Any, given: dict[str, Any]) -> bool:
