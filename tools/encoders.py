@@ -159,11 +159,11 @@ def step_of(made: Callable[[], tuple[Any, dict[str, torch.Tensor]]]) -> tuple[An
     return model, step_with(model, loss)
 
 
-def main() -> None:
-    options = parser_of(__doc__, MODELS).parse_args()
+def main(description: str | None, models: dict[str, Callable[[], tuple[Any, dict[str, Any]]]]) -> None:
+    options = parser_of(description, models).parse_args()
     for name in options.only.split(","):
-        compare({"type": name}, partial(step_of, MODELS[name]), options)
+        compare({"type": name}, partial(step_of, models[name]), options)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, MODELS)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import transformers
-from encoders import DEVICE, built, classifier, masked, step_of, tokens_of, with_adapters
+from encoders import DEVICE, built, classifier, main, masked, tokens_of, with_adapters
 
 from bastile.sweep.model import fill, random_tokens
-from families import compare, parser_of, widths
+from families import widths
 
 Made = tuple[Any, dict[str, Any]]
 
@@ -240,11 +240,5 @@ MODELS: dict[str, Callable[[], Made]] = {
 }  # fmt: skip
 
 
-def main() -> None:
-    options = parser_of(__doc__, MODELS).parse_args()
-    for name in options.only.split(","):
-        compare({"type": name}, partial(step_of, MODELS[name]), options)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, MODELS)

@@ -32,7 +32,7 @@ class _State:
         self.calls = 0  # since one has
         #: What is computed twice is to be computed alike: then nothing changes from one call to the next.
         self.has_seen_checkpoints = False
-        self.without: dict[int, weakref.ref[nn.Module]] = {}  # modules of layers that have no graphs, by number
+        self.without: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of layers that have no graphs
 
 
 state = _State()
@@ -42,8 +42,7 @@ def counts(module: nn.Module, x: torch.Tensor) -> bool:
     """Whether the host's time does in a call of this module with such an input."""
     if not state.asked or not on_gpu(x) or not has_values(x):
         return False
-    found = state.without.get(id(module))
-    if found is not None and found() is module:
+    if module in state.without:
         return True
     if state.stacks or state.has_seen_checkpoints:
         return False
@@ -67,15 +66,8 @@ def of_stack() -> Iterator[None]:
 
 def say(layers: Iterable[nn.Module], have_graphs: bool) -> None:
     """Whether these layers have graphs, or may get some."""
-    for module in [module for layer in layers for module in layer.modules()]:
-        number = id(module)
-        if have_graphs:
-            state.without.pop(number, None)
-        else:
-            state.without[number] = weakref.ref(module, lambda gone, number=number: _forget(number, gone))  # type: ignore[misc]
-
-
-def _forget(number: int, gone: weakref.ref[nn.Module]) -> None:
-    """The module is gone; another one may have its number since."""
-    if state.without.get(number) is gone:
-        del state.without[number]
+    modules = [module for layer in layers for module in layer.modules()]
+    if have_graphs:
+        state.without.difference_update(modules)
+    else:
+        state.without.update(modules)

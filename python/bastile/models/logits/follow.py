@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastile.guards import gathers
 from bastile.models.logits.pending import Step
@@ -159,22 +159,22 @@ def _add(logits: Logits, other: Any, **options: Any) -> Any:
     return with_step(logits, Step("add", lambda z: z + other, other.reshape(-1)))
 
 
-#: By number: a bias, how often it had been written to, and by type whether this holds its numbers.
-_held: dict[int, tuple[weakref.ref[torch.Tensor], int, dict[torch.dtype, bool]]] = {}
+#: Of a bias: how often it had been written to, and by type whether this holds its numbers.
+_held = WeakTensorKeyDictionary()
 
 
 def _hold(dtype: torch.dtype, bias: torch.Tensor) -> bool:
     """Whether this type does its numbers: asked once, for the host waits for the answer."""
-    number, now = id(bias), 0 if bias.is_inference() else bias._version
-    found, version, answers = _held.get(number, (None, 0, {}))
-    if found is None or found() is not bias or version != now:
+    now = 0 if bias.is_inference() else bias._version
+    version, answers = _held.get(bias, (None, {}))
+    if version != now:
         answers = {}
-        _held[number] = weakref.ref(bias, lambda _: _held.pop(number, None)), now, answers
+        _held[bias] = now, answers
     if dtype not in answers:
         if bias.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        answers[dtype] = bool(torch.equal(bias.to(dtype).to(bias.dtype), bias))
-    return answers[dtype]
+        answers[dtype] = torch.equal(bias.to(dtype).to(bias.dtype), bias)
+    return bool(answers[dtype])
 
 
 @followed(_T.log_softmax, torch.log_softmax, F.log_softmax)
