@@ -1,14 +1,14 @@
-"""Seconds a step and peak memory of TRL's SFT on several GPUs, one process each, by DistributedDataParallel or FSDP2:
-with bastile.apply() or stock.
+"""Seconds a step and peak memory of TRL's SFT on several GPUs, one process each, by DistributedDataParallel, FSDP2 or
+DeepSpeed: with bastile.apply() or stock.
 
     torchrun --nproc-per-node 2 tools/several_gpus.py --shape qwen3-8b --batch 4 --length 2048 [--lora 16]
-        [--checkpointing] [--fsdp] [--float32] [--with stock|liger] [--no-graphs]
+        [--checkpointing] [--fsdp | --zero 2|3] [--float32] [--with stock|liger] [--no-graphs]
 
 Random weights of the named shape in bfloat16 or float32, random tokens, --batch rows for each process, TRL's defaults
 but for what is named. Prints one JSON object: the median of the steps after the eighth, by a callback that waits for
 the device; the mean of as many behind them, for which it does not wait; peak memory from the eighth on; the losses.
 Seconds are those of the first process, memory is that of the process that needs most. Start it with one process for
-what a GPU does alone. Needs trl, peft and datasets."""
+what a GPU does alone. Needs trl, peft and datasets, and deepspeed for --zero."""
 
 from __future__ import annotations
 
@@ -28,6 +28,16 @@ from bastile.sweep.model import build
 
 UNTIMED = 8  # steps in which kernels are chosen, memory finds its size and graphs are captured
 
+#: What Accelerate's and TRL's examples write into a configuration, beside the stage.
+DEEPSPEED = {
+    "bf16": {"enabled": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_allow_untested_optimizer": True,
+}
+
 
 def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
@@ -35,6 +45,11 @@ def run(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         arguments.update(fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]})
         if options.checkpointing:
             arguments["fsdp_config"]["activation_checkpointing"] = True
+    if options.zero:
+        stage: dict[str, Any] = {"stage": options.zero}
+        if options.leaves:
+            stage["leaf_module"] = {"classes": ["Qwen3DecoderLayer"]}
+        arguments["deepspeed"] = {**DEEPSPEED, "zero_optimization": stage}
     plan = {
         "implementation": {"stock": "hf"}.get(options.implementation, options.implementation),
         "batch": options.batch,
@@ -63,9 +78,13 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers (0: all weights)")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--fsdp", action="store_true", help="FSDP2, in place of DistributedDataParallel")
+    parser.add_argument("--zero", type=int, choices=[2, 3], default=0, help="DeepSpeed's ZeRO of this stage")
+    parser.add_argument("--leaves", action="store_true", help="with --zero 3: each decoder layer's weights at a time")
     parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast: TRL's own default")
     parser.add_argument("--no-graphs", action="store_true", help="with bastile, but without CUDA graphs")
     options = parser.parse_args()
+    if options.fsdp and options.zero:
+        parser.error("--fsdp and --zero exclude each other")
     if options.steps <= UNTIMED:
         parser.error(f"--steps is {options.steps}; more than {UNTIMED} are needed")
     device = torch.device("cpu")
@@ -79,8 +98,9 @@ def main() -> None:
         distributed.all_gather_object(everyone, peaks[0])
         peaks = everyone
     if int(os.environ.get("RANK", 0)) == 0:
-        row = {name: getattr(options, name) for name in ("implementation", "shape", "batch", "length", "lora")}
-        row.update({name: getattr(options, name) for name in ("checkpointing", "fsdp", "float32", "no_graphs")})
+        names = ["implementation", "shape", "batch", "length", "lora"]
+        names += ["checkpointing", "fsdp", "zero", "leaves", "float32", "no_graphs"]
+        row = {name: getattr(options, name) for name in names}
         row.update(processes=len(peaks), median_seconds=found["seconds"], queued_seconds=found["queued_seconds"])
         if device.type == "cuda":
             row.update(peak_bytes=max(peak for peak, _ in peaks), reserved_bytes=max(more for _, more in peaks))

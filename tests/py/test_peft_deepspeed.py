@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,14 +14,19 @@ from test_peft import LAYERS, base, batch, with_lora
 pytest.importorskip("deepspeed")
 
 
-def process(rank: int, stage: int) -> None:
-    """Two steps, stock and patched. ZeRO-2 shards gradients and what the optimiser keeps; ZeRO-3 weights too, each of
-    which is whole only while its own layer runs, so that layers run one by one."""
+FEW, MANY = 1, 10**9
+
+
+def process(rank: int, stage: int, at_a_time: int) -> None:
+    """Two steps, stock and patched. ZeRO-2 shards gradients and what the optimiser keeps; ZeRO-3 weights too. Where
+    these are gathered module by module each is whole only while its own module runs, so that modules run one by one.
+    at_a_time: how many parameters may be whole at a time, by which layers may be too large to be gathered whole."""
     import deepspeed
 
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": at_a_time}
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
@@ -37,12 +44,13 @@ def process(rank: int, stage: int) -> None:
         with deepspeed.zero.GatheredParameters(trained) if stage == 3 else torch.no_grad():
             found.append([loss.detach(), *(p.detach().clone() for p in trained)])
     ran = bastile.report().ran("lora_linear")
-    assert ran == (2 * 7 * LAYERS if stage == 2 else 0), f"{ran} layers ran as nodes"
-    if stage == 3:
+    one_by_one = at_a_time == FEW
+    assert ran == (0 if one_by_one else 2 * 7 * LAYERS), f"{ran} layers ran as nodes"
+    if one_by_one:
         assert "hooks" in str(bastile.report())
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero(stage, tmp_path):
-    on_processes(2, tmp_path, process, stage)
+@pytest.mark.parametrize(("stage", "at_a_time"), [(2, MANY), (3, MANY), (3, FEW)])
+def test_zero(stage: int, at_a_time: int, tmp_path: Path) -> None:
+    on_processes(2, tmp_path, process, stage, at_a_time)

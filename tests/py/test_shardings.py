@@ -21,8 +21,10 @@ TYPES = {
     "llama": {**RAN, "rope": 2},
     "gemma3_text": {**RAN, "qk_norm_rope": 2},  # its head is its embedding
 }
-#: Under ZeRO-3 each norm's weight is whole only in its own call: what takes in more than a norm steps aside.
-ZERO_3 = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "swiglu": 2, "rope": 2}
+#: Where ZeRO-3 gathers module by module, layers that are too large to be gathered whole, each norm's weight is whole
+#: only in its own call: what takes in more than a norm steps aside.
+ONE_BY_ONE = {"fused_linear_cross_entropy": 1, "rms_norm": 5, "swiglu": 2, "rope": 2}
+FEW, MANY = 1, 10**9
 
 
 def assert_ran(expected: dict[str, int]) -> None:
@@ -68,14 +70,17 @@ def with_fsdp2(rank: int, way: Any, wants: dict[str, Any]) -> None:
             near(gradient.full_tensor(), want["gradients"][name])
 
 
-def with_zero(rank: int, stage: int, wants: dict[str, Any]) -> None:
-    """Each process has half of a step's weights (3), or of its gradients and moments (2)."""
+def with_zero(rank: int, way: tuple[int, int], wants: dict[str, Any]) -> None:
+    """Each process has half of a step's weights (3), or of its gradients and moments (2). way: the stage, and how many
+    parameters may be whole at a time."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
+    stage, at_a_time = way
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": at_a_time}
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": zero,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
@@ -91,7 +96,8 @@ def with_zero(rank: int, stage: int, wants: dict[str, Any]) -> None:
             for name, parameter in model.named_parameters():
                 near(safe_get_full_grad(parameter), want["gradients"][name])
             engine.step()
-        assert_ran({name: 2 * times for name, times in (ZERO_3 if stage == 3 else TYPES[model_type]).items()})
+        ran = ONE_BY_ONE if at_a_time == FEW else TYPES[model_type]
+        assert_ran({name: 2 * times for name, times in ran.items()})
 
 
 def on_two_processes(folder: Path, function: Any, way: Any, types: list[str]) -> None:
@@ -107,7 +113,7 @@ def test_fsdp2(way: Any, tmp_path: Path) -> None:
     on_two_processes(tmp_path, with_fsdp2, way, list(TYPES))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "at_a_time"), [(2, MANY), (3, MANY), (3, FEW)])
+def test_zero(stage: int, at_a_time: int, tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is needed: make test-trl")
-    on_two_processes(tmp_path, with_zero, stage, ["llama"])
+    on_two_processes(tmp_path, with_zero, (stage, at_a_time), ["llama"])

@@ -24,7 +24,7 @@ _functions = torch._C._len_torch_function_stack
 _function_at = torch._C._get_function_stack_at
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 #: What sharding libraries put on parameters.
-_SHARDED = ("ds_id", "_hp_mapping", "_is_sharded", "_fsdp_flattened")
+_SHARDED = ("ds_id", "_is_sharded", "_fsdp_flattened")
 
 
 def against_this_step() -> str | None:

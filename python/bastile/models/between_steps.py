@@ -14,10 +14,12 @@ from bastile.models import (
     running_loss,
     waits,
     walks,
+    zero3,
 )
 
 #: By module: the class in it, or None for the module itself, and what is put into that.
 _PIECES: dict[str, tuple[str | None, tuple[Any, ...]]] = {
+    "deepspeed.runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload", (zero3,)),
     "peft.peft_model": ("PeftModel", (adapter_switch, walks)),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", (walks,)),
     "transformers.masking_utils": (None, (masks,)),
