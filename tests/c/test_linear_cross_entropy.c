@@ -182,7 +182,7 @@ TEST(chunks_of_few_rows) {
 TEST(chunks_by_default_are_of_the_gpu_s_memory) {
     static const struct {
         int64_t gib, rows, chunk;
-        bool rounded;
+        bool rounded, alone;
     } cases[] = {
         {0, 5741, 5741, true},    /* not known, or large: all that fits 1664 MiB, */
         {0, 8192, 4096, true},    /* and else chunks of 4096 rows, */
@@ -196,6 +196,10 @@ TEST(chunks_by_default_are_of_the_gpu_s_memory) {
         {24, 65536, 1311, true},  /* an eighth would be more than 1664 MiB; 1408 rows, whole tiles, than 384 */
         {8, 8192, 1024, true},    /* no less than 256 MiB: 883 rows, but an eighth */
         {8, 4096, 820, false},
+        {80, 4096, 2048, false, true}, /* hidden alone has a gradient: as few as cost little, */
+        {80, 2048, 2048, false, true},
+        {80, 8192, 1024, false, true}, /* and fewer where logits are many */
+        {8, 4096, 820, false, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         int64_t rows = bst__linear_cross_entropy_chunk_rows(&(linear_cross_entropy_chunks){
@@ -203,6 +207,7 @@ TEST(chunks_by_default_are_of_the_gpu_s_memory) {
             .width = 4096,
             .row_bytes = 151936 * 2,
             .rounded = cases[i].rounded,
+            .hidden_alone = cases[i].alone,
             .processors = 132,
             .memory = cases[i].gib << 30,
         });

@@ -20,9 +20,10 @@ _forward = torch.ops.bastile.linear_cross_entropy_forward.default
 _backward = torch.ops.bastile.linear_cross_entropy_backward.default
 
 #: Logits that may exist at once on CUDA: at V = 151936 in bf16, 5741 tokens. Up to here, all logits of a call are made
-#: in one piece, and both gradient products run in the backward pass; beyond, chunks are worked off in the forward pass:
-#: of 4096 rows, which cost no time, or as large as a setting allows. On a GPU of less than 104 GiB it is a 64th of its
-#: memory, but no less than the second number: as the C library has it (linear_cross_entropy_chunks.c).
+#: in one piece, and both gradient products run in the backward pass; beyond, and of a frozen head, chunks are worked
+#: off in the forward pass: of 4096 rows, or of 1024 to 2048, which cost next to no time, or as large as a setting
+#: allows. On a GPU of less than 104 GiB it is a 64th of its memory, but no less than the second number: as the C
+#: library has it (linear_cross_entropy_chunks.c).
 DEFAULT_LOGITS_BYTES, LEAST_LOGITS_BYTES = 1664 << 20, 256 << 20
 
 #: Rows of a chunk by default, the fewest that a setting may ask for, and what products round rows to.
@@ -108,9 +109,10 @@ def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> i
 class _LinearCrossEntropy(Function):
     """Where the gradients are made depends on what fits: see bst_linear_cross_entropy_forward in bastile.h.
 
-    `keep` all the logits' gradients and multiply in the backward pass (CUDA, within the memory budget); else make the
-    gradients `now`, in the forward pass; else (per-token losses, and float16, whose range a loss scale may need) make
-    the logits `again` in the backward pass. rounded: as `float32_gradient` says.
+    `keep` all the logits' gradients and multiply in the backward pass (CUDA, within the memory budget, but where hidden
+    alone has a gradient, for which nothing need be kept); else make the gradients `now`, in the forward pass; else
+    (per-token losses, and float16, whose range a loss scale may need) make the logits `again` in the backward pass.
+    rounded: as `float32_gradient` says.
     """
 
     @staticmethod
@@ -122,7 +124,8 @@ class _LinearCrossEntropy(Function):
         weight = rounded if is_wide else weight
         again = not reduced or hidden.dtype is torch.float16
         fits = logits_fit(hidden, weight, chunk_bytes)
-        keep = any(want) and reduced and on_gpu(hidden) and fits
+        needs_logits = any(want[1:]) or (want[0] and again)
+        keep = needs_logits and reduced and on_gpu(hidden) and fits
         now = [w and not again and not keep for w in want]
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
             hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, is_wide, keep, *now

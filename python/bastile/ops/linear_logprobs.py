@@ -118,14 +118,23 @@ def statistics(
     return Computed(found, target, logits if kept else None, jacobian if with_jacobian else None, own, options)
 
 
+class _Seen:
+    """What of this process' backward passes a forward pass cannot know."""
+
+    others = False  # entropy or lse of a frozen head had a gradient
+
+
+_seen = _Seen()
+
+
 class _LinearLogProbs(Function):
     """On CUDA the logits of as many rows as the memory budget holds, the last ones, are kept for the backward pass,
     where their gradient takes their place; others are made again: see bst_linear_logprobs_forward in bastile.h.
-    Where hidden alone has a gradient, as with a frozen head, and not all fit, none are: each row's `jacobian`, the
-    gradient of its log-probability, is made in the forward pass, and multiplied by the upstream one (but for float16,
-    whose range a loss scale may need). If entropy or lse turn out to have gradients, that was for nothing. With a
-    shard, what is computed is of its part of the vocabulary, and is joined with the other processes'. rounded: as
-    `float32_gradient` says."""
+    Where hidden alone has a gradient, as with a frozen head, none are: each row's `jacobian`, the gradient of its
+    log-probability, is made in the forward pass, and multiplied by the upstream one (but for float16, whose range a
+    loss scale may need). If entropy or lse turn out to have gradients, that was for nothing, and from then on logits
+    are kept where all fit. With a shard, what is computed is of its part of the vocabulary, and is joined with the
+    other processes'. rounded: as `float32_gradient` says."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options, wanted, with_grad, shard, rounded):
@@ -139,7 +148,7 @@ class _LinearLogProbs(Function):
         with_jacobian = (
             eager
             and want == [True, False, False]
-            and kept < hidden.shape[0]
+            and (kept < hidden.shape[0] or not _seen.others)
             and shard is None
             and hidden.dtype is not torch.float16
         )
@@ -166,6 +175,8 @@ class _LinearLogProbs(Function):
         hidden, weight, target, bias, pairs, entropy, own, wide, jacobian = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
+        if jacobian is not None and upstream[1:] != [None, None]:
+            _seen.others = True
         logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
         options, rest = (*ctx.options, ctx.chunk_bytes), (exact, *ctx.want)
         if jacobian is not None and len(given) == 1 and given[0] is upstream[0]:

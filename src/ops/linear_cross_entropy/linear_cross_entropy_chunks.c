@@ -26,6 +26,16 @@ static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
     return best;
 }
 
+/* By default on CUDA where hidden alone has a gradient. No sum of dweight asks for many; but the product that makes
+ * dhidden, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. Fewer than the most cost
+ * the products a few percent (bench/NOTES.md): that is left to calls whose logits are too many. */
+static int64_t rows_of_hidden_alone(int64_t width, bool fits) {
+    enum { FEWEST = 1024, MOST = 2048, ELEMENTS = 1 << 22 };
+    int64_t rows = ELEMENTS / (width > 0 ? width : 1);
+    if (fits || rows > MOST) return MOST;
+    return rows < FEWEST ? FEWEST : rows;
+}
+
 /* By default on CUDA: a 64th of the GPU's memory, which on one of 80 GiB costs no time. */
 static int64_t usual_bytes(int64_t memory) {
     const int64_t least = INT64_C(256) << 20, most = INT64_C(1664) << 20, part = memory / 64;
@@ -45,6 +55,9 @@ int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *
         int64_t fewer = eighth < 512 ? 512 : eighth;
         if (most > fewer && !c->rounded) most = fewer;
         if (most < 256) most = 256;
+    } else if (by_default && c->hidden_alone) {
+        int64_t enough = rows_of_hidden_alone(c->width, most >= c->rows);
+        if (most > enough) most = enough;
     } else if (by_default && most < c->rows) {
         /* Not so many chunks that dweight would be summed in float32, which takes memory too, where that is all that
          * keeps a small GPU from it. */

@@ -74,6 +74,7 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
                                        .row_bytes = bst__head_padded(h) * logit_bytes(h) + h->beside,
                                        .budget = chunk_bytes,
                                        .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
+                                       .hidden_alone = h->dhidden.data && !h->dweight.data && !h->dbias.data,
                                        .processors = chip.processors,
                                        .memory = chip.memory});
     if (kept && h->chunk_rows > kept) h->chunk_rows = kept;

@@ -34,10 +34,6 @@ enum {
     DWEIGHT,
     DBIAS
 };
-/* Rows of a chunk with the jacobian by default, on CUDA. No sum of dweight asks for many; but the product that makes
- * the jacobian, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. */
-enum { FEWEST_JACOBIAN_ROWS = 1024, MOST_JACOBIAN_ROWS = 2048, JACOBIAN_ELEMENTS = 1 << 22 };
-
 enum { IGNORE_INDEX, TEMPERATURE, LOGIT_SCALE, SOFTCAP_AT, CHUNK_BYTES, KEPT_ROWS, FLOAT32_DWEIGHT, ATTRIBUTES };
 
 #define PER_ROW(name, flags) BST_HEAD_FLOATS(name, flags, "T")
@@ -178,13 +174,9 @@ static bst_status check_jacobian(const char *op, const bst_view *v) {
 }
 
 /* Of a chunk's logits beside the jacobian; 0: the default. */
-static int64_t budget_beside(const bst_head *h, const bst_view *jacobian, int64_t budget) {
+static int64_t budget_beside(const bst_view *jacobian, int64_t budget) {
     int64_t beside = jacobian->count * (int64_t)sizeof(float);
-    if (budget) return budget > beside ? budget - beside : 1;
-    if (h->device.device_type == kDLCPU) return 0;
-    int64_t rows = JACOBIAN_ELEMENTS / (jacobian->size[1] > 0 ? jacobian->size[1] : 1);
-    rows = rows < FEWEST_JACOBIAN_ROWS ? FEWEST_JACOBIAN_ROWS : rows > MOST_JACOBIAN_ROWS ? MOST_JACOBIAN_ROWS : rows;
-    return rows * bst__head_padded(h) * bst__dtype_size(h->dtype);
+    return !budget ? 0 : budget > beside ? budget - beside : 1;
 }
 
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
@@ -195,7 +187,7 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
     bool makes = bst__given(&v[JACOBIAN]), done = false;
     BST_TRY(bst__head_begin(&h, &hidden, &v[WEIGHT]));
     int64_t budget = attributes[CHUNK_BYTES].i, without = h.rows - v[LOGITS].size[0];
-    if (makes) budget = budget_beside(&h, &v[JACOBIAN], budget);
+    if (makes) budget = budget_beside(&v[JACOBIAN], budget);
     linear_logprobs_rows c = rows_of(&h, v, attributes);
     linear_logprobs_args *a = &c.args;
     a->log_probs = v[LOG_PROBS].data, c.pairs = v[PAIRS].data, a->entropy = v[ENTROPY].data, a->lse = v[LSE].data;

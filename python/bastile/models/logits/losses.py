@@ -194,6 +194,32 @@ def _argmax(logits: Logits, dim: Any = None, keepdim: bool = False) -> Any:
     return chosen.unsqueeze(-1) if keepdim else chosen
 
 
+@followed(_T.mean, torch.mean)
+def _mean(logits: Logits, dim: int | None = None, **options: Any) -> Any:
+    """Of all logits or of each row's, which trainers log: of the rows by the mean row of the head."""
+    found = formula(logits.pending.steps, logits.pending.call.dtype)
+    if options or not isinstance(found, Formula) or found.is_log_softmax or found.softcap is not None:
+        return NotImplemented
+    if dim is not None and (not isinstance(dim, int) or dim % logits.dim() != logits.dim() - 1):
+        return NotImplemented
+    if logits.part.move is not None:
+        return NotImplemented
+    head = logits.pending.call.adapter
+
+    def compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        x = rows.to(wide) if dim is not None else rows.reshape(-1, rows.shape[-1]).mean(0, dtype=wide)
+        mean = weight.mean(0, dtype=wide)
+        if head is not None and head.a is not None and head.b is not None:
+            mean = mean + head.scale * (head.b.mean(0, dtype=wide)[:, None] * head.a.to(wide)).sum(0)
+        z = (x * mean).sum(-1)
+        for vector in (bias, found.added):
+            z = z if vector is None else z + vector.mean(dtype=wide)
+        return z * found.scale
+
+    return _computed(logits, compute).to(logits.dtype)
+
+
 def _is_target(logits: Logits, target: Any) -> bool:
     """Whether it has a class for each row."""
     if not isinstance(target, _T) or isinstance(target, Logits) or target.dtype not in (torch.int64, torch.uint8):

@@ -180,7 +180,8 @@ def put_off(call: Call) -> Logits:
 def with_step(logits: Logits, step: Step, dtype: torch.dtype | None = None, keeps_order: bool = True) -> Logits:
     """New logits: these, and a step further. keeps_order: of rows in memory."""
     old, rows, move = logits.pending, logits.part.rows, logits.part.move
-    new = Pending(old.call, rows, [*old.steps, step], dtype or old.dtype)
+    before = old if rows is old.rows and move is None else None
+    new = Pending(old.call, rows, [*old.steps, step], dtype or old.dtype, before)
     part = Part(rows, () if move is None else (move,), move=move, is_turned=keeps_order and logits.part.is_turned)
     return _like(logits, new, part, logits.requires_grad and torch.is_grad_enabled())
 
