@@ -33,9 +33,9 @@ NEWEST = Version("1.16") <= RELEASE
 newest = pytest.mark.skipif(not NEWEST, reason="of the newest TRL")
 needs_peft = pytest.importorskip("peft")
 
-#: Runs that read logits: in earlier releases the mean of logits that these log, and before 1.0 GKD's loss, in a module
-#: of another name.
-READ = set() if NEWEST else {"dpo", "kto", *(["gkd"] if Version("1.0") > RELEASE else [])}
+#: Runs that read logits: KTO's `nansum` of them, which it logged, and before 1.0 GKD's loss, in a module of another
+#: name.
+READ = {"gkd", "kto"} if Version("1.0") > RELEASE else {"kto"} if Version("1.14") > RELEASE else set()
 #: Calls of linear_logprobs, for distillation of linear_divergence, in a run of two steps, each one batch: one a step of
 #: the policy, one of the reference where there is one; KTO has both twice, RLOO its old policy beside. GKD has
 #: a divergence from a teacher's logits.

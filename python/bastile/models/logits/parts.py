@@ -99,6 +99,13 @@ def _of_rows(logits: Logits, rows: torch.Tensor) -> Logits:
     return copied(with_part(logits, Part(rows)))
 
 
+@followed(_T.index_select, torch.index_select)
+def _index_select(logits: Logits, dim: int, index: torch.Tensor) -> Any:
+    if logits.part.move is not None or not isinstance(dim, int) or dim % logits.dim() == logits.dim() - 1:
+        return NotImplemented
+    return _of_rows(logits, logits.part.rows.index_select(dim % logits.dim(), index))
+
+
 def _along(function: Any, at: int, default: int | None, many: bool) -> None:
     """Follows a function that takes parts along a dimension, its argument number `at` or `dim`."""
     name = function.__name__
