@@ -36,10 +36,10 @@ def set_logits_memory(mebibytes: float | None) -> None:
     """Sets how much memory the fused loss may use for logits, in MiB; None: the default (or BASTILE_LOGITS_MIB).
 
     On CUDA, calls whose logits fit keep them, and make their gradients in the backward pass; others, and those of a
-    frozen head, go chunk by chunk, of as many rows as fit (by default of 4096, of a frozen head of 1024 to 2048). The default is 1664 MiB, on a GPU of less than 104 GiB a 64th of its
-    memory, and no less than 256 MiB. On CPU no call keeps them: a chunk has as many rows as fit (by default
-    into 256 MiB, and an eighth of the rows, but at least 512; 256 in any case). What is too little for 64 rows counts
-    as enough for 64.
+    frozen head, go chunk by chunk, of as many rows as fit (by default of 4096, of a frozen head of 1024 to 2048). The
+    default is 1664 MiB, on a GPU of less than 104 GiB a 64th of its memory, and no less than 256 MiB. On CPU no call
+    keeps them: a chunk has as many rows as fit (by default into 256 MiB, and an eighth of the rows, but at least 512;
+    256 in any case). What is too little for 64 rows counts as enough for 64.
     It holds for calls made from now on, in every thread.
     """
     global _logits_bytes
