@@ -40,6 +40,17 @@ def alone(backend: str = "gloo") -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def zero_config(stage: int, **zero: Any) -> dict[str, Any]:
+    """DeepSpeed's configuration, in which the optimiser is the test's own and no parameter is too small to be parted.
+    zero: more of "zero_optimization"."""
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
 def on_processes(number: int, folder: Path, function: Callable[..., None], *args: Any) -> None:
     """function(rank, *args) in each of so many processes, which are a group. folder: the test's, where they meet.
 

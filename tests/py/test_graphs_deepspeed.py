@@ -11,7 +11,7 @@ import torch
 
 import bastile
 from graphing import allow_graphs, batch_of, counted
-from processes import on_processes
+from processes import on_processes, zero_config
 from test_peft import base, with_lora
 
 pytest.importorskip("deepspeed")
@@ -23,14 +23,7 @@ def trained(rank: int, graphs: bool, stage: int, adapters: bool, accumulate: int
     """Losses, and parameters behind the last step."""
     import deepspeed
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulate,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, **more},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
+    config = {**zero_config(stage, **more), "gradient_accumulation_steps": accumulate, "gradient_clipping": 1.0}
     bastile.apply(cuda_graphs=graphs)
     model = with_lora(base()) if adapters else base()
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import bastile
-from processes import on_processes
+from processes import on_processes, zero_config
 from test_peft import LAYERS, base, batch, with_lora
 
 pytest.importorskip("deepspeed")
@@ -23,13 +23,7 @@ def process(rank: int, stage: int, at_a_time: int) -> None:
     at_a_time: how many parameters may be whole at a time, by which layers may be too large to be gathered whole."""
     import deepspeed
 
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": at_a_time}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
+    config = zero_config(stage, stage3_max_live_parameters=at_a_time)
     found = []
     for patched in (False, True):
         if patched:

@@ -12,7 +12,7 @@ import torch
 
 import bastile
 from bastile.models import small
-from processes import on_processes
+from processes import on_processes, zero_config
 from test_tensor_parallel import PROCESSES, near, step
 
 #: What runs in a step of two layers: at least so often.
@@ -77,13 +77,7 @@ def with_zero(rank: int, way: tuple[int, int], wants: dict[str, Any]) -> None:
     from deepspeed.utils import safe_get_full_grad
 
     stage, at_a_time = way
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": at_a_time}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": zero,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
+    config = zero_config(stage, stage3_max_live_parameters=at_a_time)
     bastile.apply()
     for model_type, want in wants.items():
         model: Any = small.small_model(model_type)

@@ -26,7 +26,7 @@ from oracle import Case, assert_no_worse, random_tensor
 
 trl = pytest.importorskip("trl")
 import trl_runs  # noqa: E402
-from processes import on_processes  # noqa: E402
+from processes import on_processes, zero_config  # noqa: E402
 
 RELEASE = Version(trl.__version__)
 NEWEST = Version("1.16") <= RELEASE
@@ -522,19 +522,10 @@ def partitioned(rank: int, path: str) -> None:
     from transformers.integrations import HfDeepSpeedConfig
     from trl.trainer.utils import add_fused_lm_head
 
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-            "stage3_prefetch_bucket_size": 0,
-        },
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
+    nothing_stays = {
+        f"stage3_{name}": 0 for name in ("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size")
     }
+    config = {**zero_config(3, **nothing_stays), "gradient_accumulation_steps": 2}
     asked = HfDeepSpeedConfig(config)  # by which Transformers and TRL know of it
     labels = torch.randint(5, trl_runs.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(rank))
     left = []

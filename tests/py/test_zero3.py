@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, T5Config, T5ForConditionalGeneration
 
 import bastile
-from processes import on_processes
+from processes import on_processes, zero_config
 from test_peft import LAYERS, SIZES, base, batch, with_lora
 
 HOOKS = "deepspeed.runtime.zero.parameter_offload"
@@ -156,13 +156,7 @@ def gradients(rank: int, adapters: bool, checkpointing: bool | None) -> dict[str
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    everything_goes = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 3, **everything_goes},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
+    config = zero_config(3, stage3_max_reuse_distance=0)  # and weights go as soon as they can
     model: Any = with_lora(base()) if adapters else base().train()
     if checkpointing is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": checkpointing})

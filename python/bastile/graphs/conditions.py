@@ -23,7 +23,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _functions = torch._C._len_torch_function_stack
 _function_at = torch._C._get_function_stack_at
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
-#: What sharding libraries put on parameters.
+#: What libraries put on parameters whose weights they shard. (With ZeRO-1 and -2 these are whole.)
 _SHARDED = ("ds_id", "_is_sharded", "_fsdp_flattened")
 
 

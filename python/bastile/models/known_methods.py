@@ -1,4 +1,4 @@
-"""Methods of other packages' classes that run in every step, whose code is known: what is put in their place."""
+"""Methods of other packages' classes that are known, by their code or otherwise: what is put in their place."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ def _bare(function: Any) -> Any:
 
 
 class KnownMethod:
-    """One method of a class. Where its code is another, it stays."""
+    """One method of a class. Where it is another, it stays."""
 
-    def __init__(self, name: str, fingerprints: frozenset[str], make: Callable[[Any, KnownMethod], Any]) -> None:
-        """make: of the original and this, what is to be called in its place. While this is not in force it calls the
-        original: what others have put around it stays when it is taken out."""
-        self.name, self.fingerprints, self.make = name, fingerprints, make
+    def __init__(
+        self,
+        name: str,
+        known: frozenset[str] | Callable[[Any], bool],
+        make: Callable[[Any, KnownMethod], Any],
+    ) -> None:
+        """known: the fingerprints of its code, or what says of a method whether it is the one. make: of the original
+        and this, what is to be called in its place. While this is not in force it calls the original: what others have
+        put around it stays when it is taken out."""
+        self.name, self.make = name, make
+        self._is_known = known if callable(known) else lambda method: is_known(_bare(method), known)
         self._is_put = False
 
     def put_into(self, cls: Any) -> None:
         self._is_put = True
         there = vars(cls).get(self.name)
-        if there is not None and stock_of(there) is there and is_known(_bare(there), self.fingerprints):
+        if there is not None and stock_of(there) is there and self._is_known(there):
             made = self.make(there, self)
             stand_in_for(there, made)
             setattr(cls, self.name, made)

@@ -26,46 +26,30 @@ from typing import Any
 
 from torch import nn
 
-from bastile.guards import stand_in_for, stock_of
 from bastile.models.checkpoints import is_checkpointed
+from bastile.models.known_methods import KnownMethod
+from bastile.models.rebind import parameter_names
 from bastile.report import Tally
 
 _NEEDED = ("module", "prefetch_bucket_size", "max_live_parameters", "zero_module_granularity_threshold")
 #: Of the parameters that DeepSpeed is to have gathered at a time: so many of these shares is one layer at most.
 _SHARE = 4
-_is_in_force = False
 #: The layers that have the flag by this module.
 _gathered: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def put_into(cls: Any) -> None:
-    """Into DeepSpeedZeRoOffload, which makes the hooks when it is made."""
-    global _is_in_force
-    _is_in_force = True
-    there = vars(cls)["__init__"]
-    if stock_of(there) is there and set(_NEEDED) <= inspect.signature(there).parameters.keys():
-        made = _made(there)
-        stand_in_for(there, made)
-        cls.__init__ = made
+def _is_known(original: Callable[..., None]) -> bool:
+    return set(_NEEDED) <= inspect.signature(original).parameters.keys()
 
 
-def take_out_of(cls: Any) -> None:
-    """Models that have been prepared stay as they are."""
-    global _is_in_force
-    _is_in_force = False
-    there = vars(cls)["__init__"]
-    if stock_of(there) is not there:
-        cls.__init__ = stock_of(there)
-
-
-def _made(original: Callable[..., None]) -> Callable[..., None]:
+def _made(original: Callable[..., None], method: KnownMethod) -> Callable[..., None]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs)
         given.apply_defaults()
-        layers = _marked(given.arguments)
+        layers = _marked(given.arguments, method.is_in_force)
         if layers and given.arguments["prefetch_bucket_size"] > 1:
             # What is asked for in advance would be a part of the next layer, for the rest of which it would wait.
             most = max(map(_size, layers))
@@ -78,7 +62,12 @@ def _made(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _marked(given: dict[str, Any]) -> list[nn.Module]:
+#: Of DeepSpeedZeRoOffload, which makes the hooks when it is made. Models that have been prepared stay as they are.
+_METHOD = KnownMethod("__init__", _is_known, _made)
+put_into, take_out_of = _METHOD.put_into, _METHOD.take_out_of
+
+
+def _marked(given: dict[str, Any], is_in_force: bool) -> list[nn.Module]:
     """The layers that are to be gathered whole, which now have DeepSpeed's flag."""
     utils = sys.modules.get("deepspeed.utils")
     if given["zero_module_granularity_threshold"] or not hasattr(utils, "set_z3_leaf_module"):
@@ -87,7 +76,7 @@ def _marked(given: dict[str, Any]) -> list[nn.Module]:
     model = given["module"]
     for module in _gathered.intersection(model.modules()):  # from when it was prepared before
         flag(module, False)
-    if not _is_in_force or any(map(utils.z3_leaf_module, model.modules())):  # type: ignore[union-attr]
+    if not is_in_force or any(map(utils.z3_leaf_module, model.modules())):  # type: ignore[union-attr]
         return []
     found = []
     for layer in _layers_in(model):
@@ -108,12 +97,10 @@ def _layers_in(model: nn.Module) -> Iterator[nn.Module]:
     gradients are done."""
     for module in model.modules():
         layers = module._modules.get("layers")
-        if isinstance(layers, nn.ModuleList) and {"input_ids", "inputs_embeds"} <= _taken_by(type(module)):
+        if isinstance(layers, nn.ModuleList) and {"input_ids", "inputs_embeds"}.issubset(
+            parameter_names(type(module).forward)
+        ):
             yield from (layer for layer in layers if is_checkpointed(layer))
-
-
-def _taken_by(cls: Any) -> set[str]:
-    return set(inspect.signature(cls.forward).parameters)
 
 
 def _against(layer: nn.Module, most: int) -> str | None:

@@ -175,11 +175,12 @@ class _LinearLogProbs(Function):
         hidden, weight, target, bias, pairs, entropy, own, wide, jacobian = ctx.saved_tensors
         if ctx.shard is not None:
             upstream = local_upstream(upstream, own)
-        if jacobian is not None and upstream[1:] != [None, None]:
-            _seen.others = True
         logits, exact = ctx.logits, int(wants_float32_dweight()) if wide is None else LEFT_IN_FLOAT32
         options, rest = (*ctx.options, ctx.chunk_bytes), (exact, *ctx.want)
-        if jacobian is not None and len(given) == 1 and given[0] is upstream[0]:
+        of_log_probs_alone = len(given) == 1 and given[0] is upstream[0]
+        if jacobian is not None and not of_log_probs_alone:
+            _seen.others = True
+        if jacobian is not None and of_log_probs_alone:
             made = times(jacobian, given[0][:, None], hidden.dtype), None, None
         elif logits is not None and is_last_pass(given[0]):
             ctx.logits = None  # used up
