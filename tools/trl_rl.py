@@ -2,12 +2,13 @@
 Transformers' own Trainer, stock or with bastile.apply(), on one GPU.
 
     python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
-        [--no-graphs] [--lora] [--float32] [--ragged]
+        [--no-graphs] [--lora] [--float32] [--ragged] [--packing] [--without OPERATOR]
     python tools/trl_rl.py --trainer grpo --generate --batch 8 --length 192 --steps 4 --untimed 1 [--stock]
 
 Random weights of the named shape in bfloat16, or with --float32, as TRL itself loads a model by its name, in float32
 under autocast; random words, TRL's defaults but for what is named. All rows have --length tokens; --ragged: between an
-eighth of it and all, so that no two batches are alike. DPO, reward: `batch` pairs, each of two sequences; DPO and KTO
+eighth of it and all, so that no two batches are alike; --packing: these side by side, as TRL's SFT puts them together.
+DPO, reward: `batch` pairs, each of two sequences; DPO and KTO
 have a reference model. GRPO: `batch` completions of one prompt, three quarters of a sequence
 each; they are drawn at random, not generated, where generation is vLLM's work; --generate: by the model, as TRL has it
 where vLLM is not used. Trainer: without checkpointing, which is not its default. Prints one JSON object: the median of
@@ -68,8 +69,8 @@ def texts(options: argparse.Namespace, length: int, vocabulary: int, seed: int) 
 
 
 def rows_of(options: argparse.Namespace) -> int:
-    """As many as are trained on where no two batches are to be alike."""
-    return steps_of(options) * options.batch if options.ragged else ROWS
+    """As many as are trained on where no two batches are to be alike; packed rows take up to eight."""
+    return steps_of(options) * options.batch * (2 if options.packing else 1) if options.ragged else ROWS
 
 
 def data(options: argparse.Namespace, vocabulary: int) -> dict[str, list[Any]]:
@@ -165,6 +166,8 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
         more["reward_funcs"] = reward
     else:
         given["max_length"] = options.length
+    if options.packing:
+        given["packing"] = True
     if options.lora:
         from peft import LoraConfig
 
@@ -183,7 +186,8 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     if not options.stock:
-        bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
+        graphs = False if options.no_graphs else "auto"
+        bastile.apply(cuda_graphs=graphs, **dict.fromkeys(options.without, False))
     times: list[float] = []
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -206,6 +210,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "lora": options.lora,
         "float32": options.float32,
         "ragged": options.ragged,
+        "packing": options.packing,
+        "without": options.without,
         "median_seconds": statistics.median(timed),
         "least_seconds": min(timed),
         "queued_seconds": queued,
@@ -231,11 +237,15 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true", help="adapters of rank 16 on all linear layers; not of Trainer")
     parser.add_argument("--float32", action="store_true", help="weights in float32, under autocast")
     parser.add_argument("--ragged", action="store_true", help="rows of all lengths; not of Trainer")
+    parser.add_argument("--packing", action="store_true", help="SFT's rows side by side, with --ragged")
+    parser.add_argument("--without", action="append", default=[], metavar="OPERATOR", help="Bastile, but for this")
     parser.add_argument("--generate", action="store_true", help="GRPO's completions by the model itself")
     parser.add_argument("--stock", action="store_true", help="without Bastile")
     parser.add_argument("--no-graphs", action="store_true", help="with Bastile, but without CUDA graphs")
     parser.add_argument("--no-checkpointing", action="store_true", help="which TRL does by default")
     options = parser.parse_args()
+    if options.packing and not (options.ragged and options.trainer == "sft"):
+        parser.error("--packing is of --trainer sft --ragged")
     if options.steps <= options.untimed:
         parser.error(f"--steps is {options.steps}; more than {options.untimed} are needed")
     print(json.dumps(run(options)))

@@ -73,6 +73,7 @@ def apply(
     add_rms_norm: bool = True,
     moe_experts: bool = True,
     sink_attention: bool = True,
+    masked_attention: bool = True,
     causal_conv1d: bool = True,
     gated_delta_rule: bool = True,
     mamba2_scan: bool = True,
@@ -107,6 +108,9 @@ def apply(
         moe_experts: the experts of a mixture of experts: tokens sorted by expert, biases, gate and weighted sum fused.
         sink_attention: attention whose softmax has sinks (GPT-OSS's), by PyTorch's flash attention in place of
             Transformers' eager code (docs/sink_attention.md).
+        masked_attention: Transformers' sdpa attention of causal language models where a batch has padding, sequences
+            side by side or a window: by PyTorch's attention without a mask, which computes what is seen alone
+            (docs/masked_attention.md).
         causal_conv1d: the short convolution of Mamba, the gated delta rule and LFM2, with its activation in one pass
             (docs/causal_conv1d.md); where the package causal-conv1d is installed, Transformers' call of that stays.
         gated_delta_rule: linear attention of Qwen3.5, Qwen3-Next and OLMo-Hybrid, over chunks
@@ -190,6 +194,7 @@ def apply_to_model(
     add_rms_norm: bool = True,
     moe_experts: bool = True,
     sink_attention: bool = True,
+    masked_attention: bool = True,
     causal_conv1d: bool = True,
     gated_delta_rule: bool = True,
     mamba2_scan: bool = True,
@@ -218,6 +223,7 @@ def apply_to_model(
         add_rms_norm: as for `apply`.
         moe_experts: as for `apply`.
         sink_attention: as for `apply`.
+        masked_attention: as for `apply`.
         causal_conv1d: as for `apply`.
         gated_delta_rule: as for `apply`.
         mamba2_scan: as for `apply`.

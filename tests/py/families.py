@@ -15,6 +15,7 @@ PLACES = {
     "add_rms_norm": "layer_class",
     "moe_experts": "experts_class",
     "sink_attention": "sinks_function",
+    "masked_attention": "mask_function",
     "recompute": "backbone_class",
     "offload_checkpoints": "backbone_class",
     "cuda_graphs": "backbone_class",
@@ -38,6 +39,7 @@ class Family:
     mlp_class: str | None = None
     experts_class: str | None = None
     sinks_function: str | None = None  # what attends with sinks
+    mask_function: str | None = "create_causal_mask"  # by which backbone_class makes its masks
     router_loss: bool = False  # its causal_lm_class adds a loss of the router's
     norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
     attention_bias: bool = False  # so that its queries, keys and values are no node without adapters
@@ -115,6 +117,7 @@ FAMILIES: dict[str, Family] = {
             layer_mlp_is_tuple=True,
             experts_class="GptOssExperts",
             sinks_function="eager_attention_forward",
+            mask_function=None,
         ),
     )
 }

@@ -59,6 +59,7 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
         "fused_linear_cross_entropy": HEADS[family].cell_contents,
         "qk_norm_rope": forward(row.attention_class) if attention is None else attention.cell_contents,
         "add_rms_norm": forward(row.layer_class) if cell is None else cell.cell_contents,
+        "masked_attention": vars(module)[row.mask_function],
         "recompute": forward(row.backbone_class),
         "cuda_graphs": forward(row.backbone_class),
     }
@@ -292,7 +293,7 @@ def test_apply_to_model_touches_that_model_only(family: str, calls: dict[str, in
 def test_class_and_model_patches_are_taken_out_apart(family: str, calls: dict[str, int]) -> None:
     model = tiny_model(family)
     bastile.apply(swiglu=False)
-    own = ("swiglu", "fused_linear_cross_entropy", "recompute", "cuda_graphs")
+    own = ("swiglu", "fused_linear_cross_entropy", "masked_attention", "recompute", "cuda_graphs")
     assert bastile.apply_to_model(model, rms_norm=False, rope=False) == [f"{name}_{family}" for name in own]
     assert bastile.get_patched_ops(model) == everywhere(all_of(family), family)
     model(**tiny_batch(model))

@@ -15,7 +15,7 @@ from bastile.models import sinks as of_models
 from bastile.models.forms import Source
 from bastile.models.small import small_model
 from bastile.models.table import OPERATORS
-from bastile.ops import sink_attention as of_operator
+from bastile.ops import _flash as flash
 from bastile.ops.sink_attention import sink_attention
 from conftest import assert_same_up_to_rounding, gradients, older_than
 from oracle import Case, assert_no_worse_pooled, devices, devices_and_types, few_examples, random_tensor
@@ -149,16 +149,16 @@ def test_gradients_of_a_batch_at_once_and_second_ones() -> None:
 
 def test_what_is_called_in_pytorch_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its flash attention has no name that is promised: where it takes other arguments, the original runs."""
-    assert of_operator.is_known()
-    function, names, *rest = of_operator._CALLED[1]
-    monkeypatch.setattr(of_operator, "_CALLED", ((function, f"{names} more", *rest),))
-    of_operator.is_known.cache_clear()
+    assert flash.is_known()
+    function, names, *rest = flash._FLASH[1]
+    monkeypatch.setattr(flash, "_FLASH", ((function, f"{names} more", *rest),))
+    flash.is_known.cache_clear()
     try:
         q = torch.randn(1, 2, 3, 8)
         with pytest.raises(ValueError, match="takes other arguments than are known"):
             sink_attention(q, q, q, torch.randn(2))
     finally:
-        of_operator.is_known.cache_clear()
+        flash.is_known.cache_clear()
 
 
 def test_empty() -> None:

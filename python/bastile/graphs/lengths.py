@@ -35,7 +35,7 @@ _OF_EACH_TOKEN = {
     "labels": 2,
 }
 #: What they are behind the batch's own, where it is not zero.
-_BEHIND = {_MASK: 1, "labels": -100}
+_BEHIND = {"labels": -100}
 #: What a batch's images bring, whatever its length: Qwen3-VL adds it up where visual_pos_masks says.
 _OF_IMAGES = "deepstack_visual_embeds"
 #: Makers of masks that let no token see what comes behind it; the last is of layers with a state that goes from one
@@ -171,12 +171,15 @@ def _is_of_the_batch(value: Any) -> bool:
 
 
 def _longer(name: str, tensor: Any, by: int) -> Any:
-    """Tokens that are seen by nobody but by each other: so a mask of ones stays one, for which kernels need no mask."""
+    """Tokens that are seen by nobody but by each other. A mask of ones stays one, for which kernels need no mask; behind
+    padding there is more padding."""
     if isinstance(tensor, dict):
         return {kind: None if mask is None else longer_mask(mask, by) for kind, mask in tensor.items()}
     if name == "position_ids":
         behind = torch.arange(1, by + 1, device=tensor.device, dtype=tensor.dtype)
         return torch.cat((tensor, tensor[..., -1:] + behind), -1)
+    if name == _MASK:
+        return torch.cat((tensor, tensor.all().to(tensor.dtype).expand(len(tensor), by)), -1)
     last = [0] * (2 * (tensor.dim() - 2))
     return nn.functional.pad(tensor, [*last, 0, by], value=_BEHIND.get(name, 0))
 

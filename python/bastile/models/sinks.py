@@ -28,7 +28,8 @@ from bastile.models.forms import Code
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import cast_as_linear, has_values
-from bastile.ops.sink_attention import HALVES, allowed, refusal, sink_attention
+from bastile.ops._flash import HALVES, refusal
+from bastile.ops.sink_attention import allowed, sink_attention
 from bastile.own_methods import given_to
 from bastile.report import Tally
 

@@ -43,6 +43,11 @@ OPERATORS: dict[str, Operator] = {
     "sink_attention": Operator(
         "sinks", "attention with sinks, by PyTorch's flash attention", r"^eager_attention_forward$", reads="sinks"
     ),
+    "masked_attention": Operator(
+        "masked_attention",
+        "attention of padded, packed and windowed batches, without a mask of all pairs of tokens",
+        r"^attention_masks of ",
+    ),
     "causal_conv1d": Operator(
         "short_convolution", "the short convolution before a recurrence, with its SiLU", r"^causal_conv1d_fn$"
     ),

@@ -15,7 +15,7 @@ import torch
 
 from bastile.guards import stock_of
 from bastile.models.chunks import Chunks, Group
-from bastile.ops import sink_attention as flash
+from bastile.ops import _flash as flash
 
 #: By what a plan is of: whether it has been met once, or has been computed with a plan.
 _met: OrderedDict[Any, bool] = OrderedDict()
@@ -88,8 +88,6 @@ def attention(qkv: Sequence[torch.Tensor], boundaries: torch.Tensor, longest: in
     heads, width]."""
     dtype, cut = _dtype(qkv[0]), boundaries.to(torch.int32)
     rows = [t[0].transpose(0, 1).to(dtype) for t in qkv]
-    found = _forward(*rows, cut, cut, longest, longest, 0.0, False, False, scale=given.get("scaling"))
+    found = flash.forward(*rows, cut, cut, longest, longest, 0.0, False, False, scale=given.get("scaling"))
     return found[0][None]
 
-
-_forward = torch.ops.aten._flash_attention_forward.default

@@ -15,74 +15,16 @@ A CPU's flash attention takes a bias, in which the sink is that of one more key:
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bastile.ops._common import FLOATS, Function, first_order_only, has_values, in_transform, is_batched
+from bastile.ops import _flash as flash
+from bastile.ops._common import Function, first_order_only, is_batched
 
 __all__ = ["sink_attention"]
-
-#: What flash attention serves on CUDA.
-HALVES = (torch.bfloat16, torch.float16)
-MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
-OLDEST = (8, 0)  # compute capability, likewise
-
-_forward = torch.ops.aten._flash_attention_forward.default
-_backward = torch.ops.aten._flash_attention_backward.default
-_forward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-_SHAPES = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
-_WINDOW = "scale window_size_left window_size_right"
-#: What is called has no name that PyTorch promises: arguments by position and by name, and how many results.
-_CALLED = (
-    (_forward, f"query key value {_SHAPES} return_debug_mask", _WINDOW, 5),
-    (_backward, f"grad_out query key value out logsumexp {_SHAPES} rng_state unused", _WINDOW, 3),
-    (_forward_on_cpu, "query key value dropout_p is_causal", "attn_mask scale", 2),
-    (_backward_on_cpu, "grad_out query key value out logsumexp dropout_p is_causal", "attn_mask scale", 3),
-)
-
-
-@functools.cache
-def is_known() -> bool:
-    """Whether this PyTorch's flash attention takes and gives what those of 2.11 and 2.13 do."""
-    for function, by_position, by_name, results in _CALLED:
-        arguments = function._schema.arguments
-        names = " ".join(a.name for a in arguments if not a.kwarg_only)
-        rest = {a.name for a in arguments if a.kwarg_only}
-        if names != by_position or not rest.issuperset(by_name.split()) or len(function._schema.returns) != results:
-            return False
-    return True
-
-
-def refusal(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> str | None:
-    """Why these are not served; None where they are."""
-    tensors = (q, k, v, sinks)
-    if not is_known():
-        return f"the flash attention of PyTorch {torch.__version__} takes other arguments than are known"
-    if not has_values(*tensors) or in_transform(*tensors):
-        return "its tensors are none of PyTorch's own, or within a transform"
-    if (
-        any(t.dim() != 4 for t in (q, k, v))
-        or k.shape != v.shape
-        or any(q.shape[i] != k.shape[i] for i in (0, 2, 3))
-        or not k.shape[1]
-        or q.shape[1] % k.shape[1]
-    ):
-        return "queries, keys and values are of other shapes than a causal attention's"
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS or len({t.device for t in tensors}) != 1:
-        return "queries, keys, values and sinks are of different types or devices"
-    if q.device.type not in ("cpu", "cuda"):
-        return f"there is no flash attention on {q.device.type}"
-    if q.is_cuda and (q.dtype not in HALVES or q.shape[3] > MOST_DIM or q.shape[3] % 8):
-        return f"there is no flash attention on CUDA of {q.dtype} and heads of {q.shape[3]}"
-    if q.is_cuda and torch.cuda.get_device_capability(q.device) < OLDEST:
-        return "there is no flash attention on GPUs older than compute capability 8.0"
-    return None
-
 
 def allowed(q: Tensor, window: int, boundaries: Tensor) -> Tensor:
     """[B or 1, 1, S, S]: which keys each query sees."""
@@ -123,14 +65,10 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, boundarie
     varies = bool(boundaries.numel())
     cut = boundaries if varies else None
     given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, length, length, 0.0, True, False]
-    o, lse, *random, _ = _forward(*given, scale=scale, **_left(window))
+    o, lse, *random, _ = flash.forward(*given, scale=scale, **flash.window_of(window))
     if varies:
         o, lse = o.view(batch, length, heads, dim), lse.view(heads, batch, length).transpose(0, 1)
     return o, lse, *random
-
-
-def _left(window: int) -> dict[str, int]:
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
 def _flash_backward(
@@ -139,7 +77,7 @@ def _flash_backward(
     boundaries, *random = more
     if not q.is_cuda:
         keys, values, bias = _with_sink(q, k, v, sinks, ctx.window, boundaries)
-        dq, *both = _backward_on_cpu(
+        dq, *both = flash.backward_on_cpu(
             dy.transpose(1, 2), q, keys, values, y.transpose(1, 2), total, 0.0, False, attn_mask=bias, scale=ctx.scale
         )
         return dq, *[t[..., :-1, :].unflatten(1, (k.shape[1], -1)).sum(2) for t in both]
@@ -150,22 +88,8 @@ def _flash_backward(
         total = total.transpose(0, 1).flatten(1)
     read = [dy, *[_tokens(t, varies) for t in (q, k, v)], y, total.contiguous()]
     given = [*read, cut, cut, length, length, 0.0, True, *random]
-    grads = _backward(*given, scale=ctx.scale, **_left(ctx.window))
+    grads = flash.backward(*given, scale=ctx.scale, **flash.window_of(ctx.window))
     return [(g.unflatten(0, (-1, length)) if varies else g).transpose(1, 2) for g in grads]
-
-
-def _by_formula(
-    ctx: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, total: Tensor, delta: Tensor, boundaries: Tensor
-) -> Any:
-    """The same in PyTorch's operators, for several gradients at once: vmap has no rule for the others."""
-    times = q.shape[1] // k.shape[1]
-    keys, values = [t.repeat_interleave(times, 1).float() for t in (k, v)]
-    dy, seen = dy.transpose(1, 2).float(), allowed(q, ctx.window, boundaries)
-    p = torch.exp(q.float() @ keys.mT * ctx.scale - total[..., None]).masked_fill(~seen, 0.0)
-    ds = p * (dy @ values.mT - delta[..., None]) * ctx.scale
-    both = [t.reshape(t.shape[0], -1, times, *t.shape[2:]).sum(2) for t in (ds.mT @ q.float(), p.mT @ dy)]
-    grads = ds @ keys, *both
-    return [g.to(q.dtype) for g in grads]
 
 
 class _SinkAttention(Function):
@@ -173,7 +97,7 @@ class _SinkAttention(Function):
     def forward(ctx, q, k, v, sinks, boundaries, scale, window):
         if not q.is_cuda:
             keys, values, bias = _with_sink(q, k, v, sinks, window, boundaries)
-            y, total = _forward_on_cpu(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
+            y, total = flash.forward_on_cpu(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
             y, random = y.transpose(1, 2), []
         else:
             y, lse, *random = _flash(q, k, v, scale, window, boundaries)
@@ -198,7 +122,8 @@ class _SinkAttention(Function):
         if ctx.needs_input_grad[3]:
             dsinks = -(torch.exp(sinks.float()[:, None] - total) * delta).sum((-3, -1)).to(sinks.dtype)
         if batched:
-            grads = _by_formula(ctx, dy, q, k, v, total, delta, boundaries)
+            mask = allowed(q, ctx.window, boundaries)
+            grads = flash.by_formula(dy, q, k, v, total, delta, mask, ctx.scale)
         else:
             with torch.no_grad():
                 grads = _flash_backward(ctx, dy, q, k, v, sinks, y, total, boundaries, *random)
@@ -244,7 +169,7 @@ def sink_attention(
     Raises:
         ValueError: for tensors that are not served, with the reason.
     """
-    why = refusal(q, k, v, sinks)
+    why = flash.refusal(q, k, v, sinks)
     if why is None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         why = f"sinks are {sinks.dtype} of shape {list(sinks.shape)}; a number for each of {q.shape[1]} heads is needed"
     if why is None and window < 0:

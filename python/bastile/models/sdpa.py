@@ -1,0 +1,163 @@
+"""Transformers' attention by PyTorch's, "sdpa", that takes masks of Bastile's: segments of sequences in a few numbers
+(bastile.ops.masked_attention), where Transformers' have a number for each pair of tokens.
+
+A mask of ours is a tensor of int32 like any other argument of a layer, so that checkpoints, CUDA graphs and hooks treat
+it as one: the cuts, [M, N], expanded to [1 + e, 1, 1 + behind, M, N, 1 + window], where no segment is longer than 2^e,
+less one. No mask of Transformers has six dimensions, and none can be broadcast to it unnoticed."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from bastile.guards import stand_in_for, stock_of
+from bastile.host_copies import on_host
+from bastile.ops import masked_attention as operator
+from bastile.ops._common import HALVES, cast_as_linear
+from bastile.ops._flash import refusal
+from bastile.ops.masked_attention import Segments, masked_attention
+from bastile.report import Tally
+
+NAME = "sdpa"
+#: Under this name our masks are made by Transformers' own functions, which know what they are of.
+MASKS = "bastile_segments"
+_DIMS = 6
+#: The other types are PyTorch's: in float32 on CUDA it has no attention that knows segments.
+TYPES = HALVES
+
+_TALLY = Tally.of("masked_attention", "transformers.integrations.sdpa_attention.sdpa_attention_forward")
+#: Of the masks that are being made in this thread: on the host, which sequence each token is of.
+making = threading.local()
+#: Configurations of models whose attention has refused a mask of ours, by id: theirs are made as ever from then on.
+_refused: dict[int, Any] = {}
+#: By a mask of ours, what Transformers would have made.
+_originals: Any = WeakTensorKeyDictionary()
+
+
+def put_into(_: Any = None) -> None:
+    """The attention, and what makes its masks."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    there = ALL_ATTENTION_FUNCTIONS[NAME]
+    if stock_of(there) is there:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, _attends(there))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(MASKS, _mask)
+
+
+def take_out_of(_: Any = None) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    there = ALL_ATTENTION_FUNCTIONS[NAME]
+    if stock_of(there) is not there:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, stock_of(there))
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(MASKS, None)
+    _refused.clear()
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def _mask(**given: Any) -> Any:
+    """A mask of ours, or, for what it cannot say, Transformers' own. Called as functions for masks are."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    segments = _segments(given)
+    if segments is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[NAME](**given)
+    cuts, longest, window, behind = segments
+    cuts = cuts.to(making.device, non_blocking=True)
+    exponent = 0 if longest == given["kv_length"] else longest.bit_length()
+    return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 1, 1 + behind, -1, -1, 1 + window)
+
+
+def _segments(given: dict[str, Any]) -> Segments | None:
+    """None where there is nothing to say, either: each row is one sequence, and no window is shorter."""
+    batch, length, padding = given["batch_size"], given["kv_length"], given.get("attention_mask")
+    position = given.get("cache_position")  # in earlier releases
+    queries = given["q_length"] if position is None else len(position)
+    offset = 0 if position is not None else given.get("q_offset", 0)  # where keys are as many, none came before
+    if queries != length or not isinstance(offset, int) or offset or given.get("kv_offset", 0):
+        return None
+    window = given.get("local_size") or 0
+    if making.sequences is not None:
+        ids = making.sequences.expand(batch, -1)
+        return operator.of_sequences(ids, window) if ids.shape == (batch, length) and padding is None else None
+    if not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
+        return None
+    if padding is None:
+        host = torch.ones(batch, length, dtype=torch.bool)
+    elif padding.shape != (batch, length):
+        return None
+    else:
+        host = padding if padding.is_cpu else on_host(padding)
+    found = operator.of_padding(padding.cpu() if host is None else host, window)
+    return found if found is not None and (len(found.cuts) or found.window) else None
+
+
+def is_ours(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == _DIMS and mask.dtype is torch.int32
+
+
+def _said(mask: torch.Tensor, length: int) -> Segments:
+    exponent, behind, window = mask.shape[0] - 1, mask.shape[2] > 1, mask.shape[5] - 1
+    return Segments(mask[0, 0, 0, :, :, 0], 1 << exponent >> 1 if exponent else length, window, behind)
+
+
+# ---- attending -------------------------------------------------------------------------------------------------------
+
+
+def has_refused(config: Any) -> bool:
+    found = _refused.get(id(config))
+    return found is not None and found() is config
+
+
+def _attends(original: Any) -> Any:
+    @functools.wraps(original)
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(attention_mask):
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
+        why = _refusal(args, kwargs) or (_WIDE if q.dtype not in TYPES else None) or refusal(q, k, v)
+        if why is not None:
+            _TALLY.step_aside(why)
+            config = getattr(module, "config", None)
+            if config is not None:
+                _refused[id(config)] = weakref.ref(config)
+            mask = _original_mask(attention_mask, query)
+            return original(module, query, key, value, mask, *args, **kwargs)
+        _TALLY.count()
+        return masked_attention(q, k, v, _said(attention_mask, q.shape[2]), scale=kwargs.get("scaling")), None
+
+    stand_in_for(original, attend)
+    return attend
+
+
+_WIDE = "its tensors are of float32"
+
+
+def _refusal(args: Any, kwargs: dict[str, Any]) -> str | None:
+    if args:
+        return "its arguments are given by position"
+    if kwargs.get("dropout"):
+        return "it drops weights"
+    if any(kwargs.get(name) is not None for name in ("position_bias", "softcap")):
+        return "it adds to scores"
+    return None
+
+
+def _original_mask(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    found = None if is_captured else _originals.get(mask)
+    if found is None:
+        batch, _, length, _ = q.shape
+        found = operator.seen(_said(mask, length), batch, length)
+        if not is_captured:
+            _originals[mask] = found
+    return found
