@@ -158,9 +158,12 @@ def _three(case: Case):
     return ours, stock, _run(case.exact, case, torch.float64, upstream)[0]
 
 
-def assert_no_worse_pooled(draw: Callable[[], Case], names: tuple[str, ...] = (), draws: int = 8) -> None:
+def assert_no_worse_pooled(
+    draw: Callable[[], Case], names: tuple[str, ...] = (), draws: int = 8, times: float = 1.0
+) -> None:
     """The rule itself: over so many draws that luck is no excuse, each error of ours is no larger than stock's.
-    `names`: what is judged, if not everything. For inputs whose errors no few elements make up."""
+    `names`: what is judged, if not everything. `times`: where an operator documents so many times stock's errors. For
+    inputs whose errors no few elements make up."""
     sums: dict[str, list[float]] = {}
     for _ in range(draws):
         case = draw()
@@ -174,7 +177,7 @@ def assert_no_worse_pooled(draw: Callable[[], Case], names: tuple[str, ...] = ()
             pooled[2] += min(want.numel(), case.independent or want.numel())
     for name, (squares, allowed, n) in sums.items():
         # The error of n roundings scatters by 0.45/sqrt(n), the ratio of two by 0.63/sqrt(n): four times that is luck.
-        assert squares <= allowed * math.exp(2 * LUCK / n**0.5), (
+        assert squares <= allowed * times**2 * math.exp(2 * LUCK / n**0.5), (
             f"{name}: pooled error {(squares / allowed) ** 0.5:.4f} times stock's over {n:.0f} elements, "
             f"{math.exp(LUCK / n**0.5):.4f} is allowed"
         )

@@ -94,7 +94,8 @@ def test_segments_stand_for_the_mask(kind: str, window: int) -> None:
 def test_errors_are_no_larger_than_pytorch_s(device: str, dtype: torch.dtype, kind: str, window: int) -> None:
     """As models are trained, whose losses do not read what stands behind sequences."""
     unread = ~PADDED[kind] if kind in PADDED else torch.zeros(IDS.shape, dtype=torch.bool)
-    assert_no_worse_pooled(lambda: case(dtype, device, *kinds(window)[kind], unread))
+    # A window of few keys: little is summed up before it is rounded, and in another order.
+    assert_no_worse_pooled(lambda: case(dtype, device, *kinds(window)[kind], unread), times=1.05 if window else 1.0)
 
 
 @pytest.mark.parametrize(("device", "dtype"), TYPES)

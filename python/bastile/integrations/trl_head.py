@@ -22,6 +22,7 @@ from bastile.guards import in_force, stock_of
 from bastile.integrations.functions import Defaults, Parameters, given
 from bastile.integrations.hidden import log_probs_from_hidden
 from bastile.models.forms import is_known
+from bastile.models.padding import assumed
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.report import Tally
 
@@ -90,7 +91,11 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
         target = shift_labels if is_shifted else nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         target = target.to(head.weight.device).contiguous()
         count = ValidCount(target, _IGNORED) if is_worthwhile(target.numel(), target) else None
-        states = getattr(self, told["backbone_attr"])(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+
+        def run() -> torch.Tensor:
+            return getattr(self, told["backbone_attr"])(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+
+        states = assumed(self, kwargs.get("attention_mask"), target, run)
         head = self.get_output_embeddings()  # FSDP may have exchanged its weight meanwhile
         found = log_probs_from_hidden(
             states.to(head.weight.device),

@@ -17,6 +17,7 @@ from bastile.integrations import nemo_rl, prime_rl, trl, verl
 from bastile.models import rewrite
 from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward, traced
+from bastile.models.padding import IGNORED, read_by
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
@@ -24,7 +25,7 @@ from bastile.report import Tally
 _TRAINERS: dict[str, Any] = {"trl": trl, "verl": verl, "nemo_rl": nemo_rl, "prime_rl": prime_rl}
 
 #: Classes with an output head take this, or labels, and are called so or derived from such.
-_KEEPS = "logits_to_keep"
+_KEEPS, _USUAL_LOSS = "logits_to_keep", "ForCausalLMLoss"
 _HAS_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$")
 
 
@@ -58,15 +59,28 @@ def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hands_on and not getattr(self.config, "return_dict", True):
             kwargs.setdefault("return_dict", True)  # to the backbone, whose output the original reads by name
-        if read is None or not torch.compiler.is_compiling():
-            return eager(self, *args, **kwargs)
         given = as_keywords(names, args, kwargs)
+        if not torch.compiler.is_compiling():
+            with read_by(_labels(self, given)):
+                return eager(self, *args, **kwargs)
+        if read is None:
+            return eager(self, *args, **kwargs)
         # Evaluation keeps its logits, since metrics read them.
         if not self.training or given.get("labels") is None or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         return traced.without_logits(in_graph(self, *args, **kwargs))
 
     return forward
+
+
+def _labels(model: Any, given: dict[str, Any]) -> Any:
+    """Those by which a model's loss leaves rows out; None where it is not the usual loss."""
+    labels = given.get("labels")
+    if labels is None or given.get("ignore_index", IGNORED) != IGNORED:
+        return None
+    loss = getattr(model, "loss_function", None)
+    is_usual = getattr(inspect.unwrap(stock_of(loss)), "__name__", None) == _USUAL_LOSS
+    return given.get("shift_labels", labels) if is_usual else None
 
 
 def _hands_on_what_it_does_not_know(forward: Callable[..., Any]) -> bool:

@@ -17,6 +17,7 @@ from bastile.graphs import caches, collected, host_time
 from bastile.graphs.lengths import asks_for_more, is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
+from bastile.graphs.unread import without
 from bastile.guards import stock_of
 from bastile.models import generation
 from bastile.models.backbone import backbones
@@ -84,6 +85,7 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         layers = _layers_of(self)
         if layers is None or _is_given_cache(kwargs) or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
+        kwargs = without(kwargs, getattr(self, "config", None), layers)
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
         with host_time.of_stack():

@@ -18,7 +18,7 @@ from torch import nn
 
 from bastile.guards import mark_as_ours, stock_of
 from bastile.host_copies import on_host, remember
-from bastile.models import sdpa
+from bastile.models import padding, sdpa
 from bastile.models.forms import Code, code_of, codes
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
@@ -266,11 +266,12 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
             return kwargs[_MASK]  # made before: as for any of more than two dimensions
         if args or torch.compiler.is_compiling() or not _is_served(kwargs):
             return original(*args, **kwargs)
-        sdpa.put_into()
+        sdpa.register()
         own = copy.copy(kwargs["config"])
         own._attn_implementation_internal = sdpa.MASKS
-        sdpa.making.sequences = _sequences(kwargs)
-        sdpa.making.device = _embedded(kwargs).device
+        making = sdpa.making
+        making.padding, making.sequences = _padding(kwargs), _sequences(kwargs)
+        making.device = _embedded(kwargs).device
         return original(**{**kwargs, "config": own})
 
     return mark_as_ours(make)
@@ -293,13 +294,20 @@ def _is_served(given: dict[str, Any]) -> bool:
         or any(value is not None for name, value in given.items() if name not in _TOLD and name not in _CACHES)
     ):
         return False
-    if mask is None:
-        return True
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        return False
-    if not mask.is_cpu and on_host(mask) is None:
-        remember(mask, mask.cpu())  # waits, once for all masks of a step, where Transformers would
-    return True
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and has_values(mask))
+
+
+def _padding(given: dict[str, Any]) -> torch.Tensor | None:
+    """On the host, which tokens are none."""
+    mask = given.get(_MASK)
+    if mask is None or mask.is_cpu:
+        return None if mask is None else mask.bool()
+    host = on_host(mask)
+    if host is None:
+        host = mask.cpu()  # waits, once for all masks of a step, where Transformers would
+        remember(mask, host)
+        padding.wait_for_labels()
+    return host.bool()
 
 
 def _sequences(given: dict[str, Any]) -> torch.Tensor | None:
@@ -314,5 +322,4 @@ def _sequences(given: dict[str, Any]) -> torch.Tensor | None:
     if host is None:
         host = positions.cpu()
         remember(positions, host)
-    found = stock_of(find_packed_sequence_indices)(host)
-    return found
+    return stock_of(find_packed_sequence_indices)(host)

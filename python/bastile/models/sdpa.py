@@ -16,7 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastile.guards import stand_in_for, stock_of
-from bastile.host_copies import on_host
+from bastile.models.padding import is_unread
 from bastile.ops import masked_attention as operator
 from bastile.ops._common import HALVES, cast_as_linear
 from bastile.ops._flash import refusal
@@ -31,15 +31,30 @@ _DIMS = 6
 TYPES = HALVES
 
 _TALLY = Tally.of("masked_attention", "transformers.integrations.sdpa_attention.sdpa_attention_forward")
-#: Of the masks that are being made in this thread: on the host, which sequence each token is of.
-making = threading.local()
+_LEFT_OUT = Tally.of("masked_attention", "transformers.masking_utils.sdpa_mask")
+
+
+class _Making(threading.local):
+    """Of the mask that is being made in this thread: on the host, which tokens are no padding, or which sequence each
+    is of; and where it is to be."""
+
+    padding: torch.Tensor | None = None
+    sequences: torch.Tensor | None = None
+    device: torch.device | None = None
+
+
+making = _Making()
 #: Configurations of models whose attention has refused a mask of ours, by id: theirs are made as ever from then on.
 _refused: dict[int, Any] = {}
 #: By a mask of ours, what Transformers would have made.
 _originals: Any = WeakTensorKeyDictionary()
 
 
-def put_into(_: Any = None) -> None:
+def put_into(_: Any) -> None:
+    """Nothing: the first mask of ours that is to be made puts in the attention that takes it (`register`)."""
+
+
+def register() -> None:
     """The attention, and what makes its masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -50,7 +65,7 @@ def put_into(_: Any = None) -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(MASKS, _mask)
 
 
-def take_out_of(_: Any = None) -> None:
+def take_out_of(_: Any) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -65,21 +80,25 @@ def take_out_of(_: Any = None) -> None:
 
 
 def _mask(**given: Any) -> Any:
-    """A mask of ours, or, for what it cannot say, Transformers' own. Called as functions for masks are."""
+    """A mask of ours, or, for what it cannot say, Transformers' own. Called as functions for masks are. None: each row
+    may be one sequence."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     segments = _segments(given)
     if segments is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[NAME](**given)
     cuts, longest, window, behind = segments
+    if not len(cuts) and not window:
+        if making.padding is not None and not bool(making.padding.all()):
+            _LEFT_OUT.count()
+        return None
     cuts = cuts.to(making.device, non_blocking=True)
     exponent = 0 if longest == given["kv_length"] else longest.bit_length()
     return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 1, 1 + behind, -1, -1, 1 + window)
 
 
 def _segments(given: dict[str, Any]) -> Segments | None:
-    """None where there is nothing to say, either: each row is one sequence, and no window is shorter."""
-    batch, length, padding = given["batch_size"], given["kv_length"], given.get("attention_mask")
+    batch, length, padding = given["batch_size"], given["kv_length"], making.padding
     position = given.get("cache_position")  # in earlier releases
     queries = given["q_length"] if position is None else len(position)
     offset = 0 if position is not None else given.get("q_offset", 0)  # where keys are as many, none came before
@@ -92,13 +111,13 @@ def _segments(given: dict[str, Any]) -> Segments | None:
     if not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
         return None
     if padding is None:
-        host = torch.ones(batch, length, dtype=torch.bool)
+        padding = torch.ones(batch, length, dtype=torch.bool)
     elif padding.shape != (batch, length):
         return None
-    else:
-        host = padding if padding.is_cpu else on_host(padding)
-    found = operator.of_padding(padding.cpu() if host is None else host, window)
-    return found if found is not None and (len(found.cuts) or found.window) else None
+    behind = padding.flip(1).cumsum(1).flip(1) == 0
+    if bool(behind.any()) and bool(padding.any(1).all()) and is_unread(padding):
+        padding = padding | behind
+    return operator.of_padding(padding, window)
 
 
 def is_ours(mask: Any) -> bool:

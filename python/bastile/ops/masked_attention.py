@@ -102,7 +102,8 @@ def of_sequences(ids: Tensor, window: int = 0) -> Segments:
     longest = max((end - start for start, end in zip(starts, starts[1:], strict=False)), default=0)
     count = 1 << (len(starts) - 2).bit_length()
     cuts = torch.tensor([starts + [rows * length] * (count + 1 - len(starts))], dtype=torch.int32)
-    longest = min(length, 1 << (longest - 1).bit_length())
+    # Of segments of one token PyTorch's flash attention takes as many as there are tokens, and no empty ones.
+    longest = max(min(length, 1 << (longest - 1).bit_length()), 2)
     return Segments(cuts.expand(2, -1).contiguous(), longest, window if window < longest else 0)
 
 

@@ -1,0 +1,59 @@
+"""What a batch of sequences side by side brings for FlashAttention and for layers with a state, where nobody reads it:
+where sequences begin, how long the longest is, which one each token is of. It differs from one batch to the next, and a
+step's kind with it; `position_ids` say the same to whoever makes masks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from bastile.models.forms import codes
+from bastile.models.varlen import is_sdpa
+
+_NAMES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+
+
+def without(given: dict[str, Any], config: Any, layers: Iterable[nn.Module]) -> dict[str, Any]:
+    """A backbone's arguments without these, where its attention is PyTorch's, which is told by a mask, and no layer's
+    code has any of their names."""
+    if _NAMES.isdisjoint(given) or given.get("position_ids") is None or not _is_by_mask(config):
+        return given
+    classes = {type(module) for layer in layers for module in layer.modules()}
+    if any(map(_names_them, classes)):
+        return given
+    return {name: value for name, value in given.items() if name not in _NAMES}
+
+
+def _is_by_mask(config: Any) -> bool:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return getattr(config, "_attn_implementation", None) == "sdpa" and is_sdpa(ALL_ATTENTION_FUNCTIONS["sdpa"])
+
+
+_known: dict[type, bool] = {}
+
+
+def _names_them(cls: type) -> bool:
+    """Whether the code of a class, Transformers' or a user's, has one of the names, as a variable or in quotes."""
+    found = _known.get(cls)
+    if found is None:
+        owners = [each for each in cls.__mro__ if not each.__module__.startswith(("torch.", "builtins"))]
+        functions = [item for owner in owners for item in vars(owner).values()]
+        bodies = [function.__code__ for item in functions if hasattr(function := _function(item), "__code__")]
+        found = _known[cls] = any(
+            not _NAMES.isdisjoint([*code.co_varnames, *code.co_names, *filter(_is_text, code.co_consts)])
+            for body in bodies
+            for code in codes(body)
+        )
+    return found
+
+
+def _function(item: Any) -> Any:
+    return inspect.unwrap(getattr(item, "__func__", item)) if callable(item) or hasattr(item, "__func__") else None
+
+
+def _is_text(item: Any) -> bool:
+    return isinstance(item, str)
