@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from bastile.ops import _flash as flash
-from bastile.ops.masked_attention import Segments, masked_attention, of_padding, of_sequences, seen
-from oracle import Case, assert_no_worse, assert_no_worse_pooled, devices, devices_and_types, few_examples, random_tensor
+from bastile.ops._segments import seen
+from bastile.ops.masked_attention import Segments, masked_attention, of_padding, of_sequences
+from oracle import (
+    Case,
+    assert_no_worse,
+    assert_no_worse_pooled,
+    devices,
+    devices_and_types,
+    few_examples,
+    random_tensor,
+)
 
 LENGTH = 37
 ROWS = torch.tensor(

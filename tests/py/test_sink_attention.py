@@ -373,7 +373,7 @@ def test_masks_that_go_elsewhere(text: str, old: str, new: str, is_served: bool)
     (name,) = source.classes
     code = source.method(name, "forward")
     assert code is not None
-    asked = of_models._hands_masks_out if name == "Backbone" else of_models._hands_mask_on
+    asked = of_models._hands_masks_out if name == "Backbone" else of_models.hands_mask_on
     assert bool(asked(code)) == is_served
 
 

@@ -19,19 +19,19 @@ from torch import nn
 from bastile.guards import mark_as_ours, stock_of
 from bastile.host_copies import on_host, remember
 from bastile.models import padding, sdpa
-from bastile.models.forms import Code, code_of, codes
+from bastile.models.forms import code_of, codes
+from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import cast_as_linear, has_values
 
 OPERATOR = "masked_attention"
-_MASK, _INTERFACE, _REGISTRY = "attention_mask", "attention_interface", "ALL_ATTENTION_FUNCTIONS"
+_REGISTRY, _RECURRENT = "ALL_ATTENTION_FUNCTIONS", "create_recurrent_attention_mask"
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _POSITIONS = "position_ids"
 _EAGER, _SINKS = "eager_attention_forward", "sinks"  # whose masks are models.sinks'
-_RECURRENT, _LEAVES_OUT = "create_recurrent_attention_mask", "apply_mask_to_padding_states"
 #: What else a maker may be told. Anything more says that a mask is of more than sequences.
-_TOLD = frozenset({"config", "inputs_embeds", "input_embeds", _MASK, _POSITIONS, "cache_position", "layer_idx"})
+_TOLD = frozenset({"config", "inputs_embeds", "input_embeds", MASK, _POSITIONS, "cache_position", "layer_idx"})
 _CACHES = ("cache", "past_key_values")
 
 
@@ -43,7 +43,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
         return
     why = _elsewhere(file, own, backbones)
     if why is not None:
-        file.unknown[f"{_MASK}s of {file.title}"] = f"stay: {why}"
+        file.unknown[f"masks of {backbones[0].__name__}"] = f"stay: {why}"
         return
     for maker in makers:
         replacement = _make(stock_of(file.scope[maker]))
@@ -81,7 +81,7 @@ def _elsewhere(file: ModelFile, own: list[type], backbones: tuple[type, ...]) ->
         of_others = calls(_forward(cls), _RECURRENT)
         for part in _parts(file, layers):
             owner = next((each for each in part.__mro__ if "forward" in vars(each)), nn.Module)
-            if _MASK not in inspect.signature(_forward(owner)).parameters:
+            if MASK not in inspect.signature(_forward(owner)).parameters:
                 continue
             is_known = owner.__module__ == file.name and file.read(owner, hands_mask_on, of_others)
             if not is_known or (of_others and not is_known[1] and _attends(owner)):
@@ -96,7 +96,10 @@ def _elsewhere(file: ModelFile, own: list[type], backbones: tuple[type, ...]) ->
 
 def _other_functions(file: ModelFile, own: list[type]) -> Iterator[tuple[str, Any]]:
     """Of a file, with its classes' methods, but not their forwards."""
-    for name, item in [*file.scope.items(), *(each for cls in own for each in vars(cls).items() if each[0] != "forward")]:
+    for name, item in [
+        *file.scope.items(),
+        *(each for cls in own for each in vars(cls).items() if each[0] != "forward"),
+    ]:
         function = stock_of(getattr(item, "__func__", item))
         if isinstance(function, FunctionType) and function.__module__ == file.name:
             yield name, function
@@ -104,10 +107,10 @@ def _other_functions(file: ModelFile, own: list[type]) -> Iterator[tuple[str, An
 
 def _layers(cls: type) -> list[type]:
     """What a backbone's lists of modules are made of."""
-    init = cls.__init__
+    init = cls.__init__  # type: ignore[misc]
     code = code_of(inspect.unwrap(init))
     lists = [] if code is None else [node for node in ast.walk(code.node) if _is_list(node)]
-    names = {name.id for each in lists for name in _names(each)}
+    names = {name.id for each in lists for name in names_in(each)}
     return [item for name in names for item in _classes(init.__globals__.get(name))]
 
 
@@ -117,13 +120,14 @@ def _is_list(node: ast.AST) -> bool:
 
 def _parts(file: ModelFile, layers: list[type]) -> list[type]:
     """Layers and all classes of modules that they, and what they are made of, name when they are made."""
-    found, todo = [], list(layers)
+    found: list[type] = []
+    todo = list(layers)
     while todo:
         cls = todo.pop()
         if cls in found:
             continue
         found.append(cls)
-        init = inspect.unwrap(cls.__init__)
+        init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
         for code in codes(init.__code__) if isinstance(init, FunctionType) else ():
             todo += [item for name in code.co_names for item in _classes(init.__globals__.get(name))]
     return found
@@ -135,125 +139,6 @@ def _classes(item: Any) -> list[type]:
     return [each for each in items if isinstance(each, type) and issubclass(each, nn.Module)]
 
 
-def hands_mask_on(code: Code, of_others: bool = False) -> bool | None:
-    """Whether a function does nothing with its mask but give it to one that it calls, under the same name, or to the
-    one that attends. of_others: where a backbone makes other masks too, for layers with a state, what leaves out
-    padding may be given one; False says that this function does that, and None that it does more."""
-    uses = [node for node in ast.walk(code.node) if _is_name(node, _MASK)]
-    handed = [
-        value
-        for call in ast.walk(code.node)
-        if isinstance(call, ast.Call)
-        for value in (
-            *(k.value for k in call.keywords if k.arg == _MASK),
-            *(call.args if isinstance(call.func, ast.Name) and call.func.id == _INTERFACE else ()),
-        )
-        if _is_name(value, _MASK)
-    ]
-    if len(handed) == len(uses):
-        return True
-    left_out = [
-        value
-        for call in ast.walk(code.node)
-        if isinstance(call, ast.Call) and _is_name(call.func, _LEAVES_OUT)
-        for value in call.args
-        if _is_name(value, _MASK)
-    ]
-    return False if of_others and len(left_out) == len(uses) else None
-
-
-def hands_masks_out(code: Code, may_return: bool = False) -> bool | None:
-    """Whether a backbone gives the masks that it makes to its layers, as `attention_mask`, and does nothing else with
-    them. may_return: or returns them."""
-    return _Flow(code.node, may_return).is_only_to_layers() or None
-
-
-class _Flow:
-    """Where masks go in a function: which names stand for one ("mask"), for several by kinds of layers ("masks"), for
-    what makes one ("maker") and for several of these ("makers")."""
-
-    def __init__(self, node: ast.AST, may_return: bool) -> None:
-        self.may_return = may_return
-        self.nodes = list(ast.walk(node))
-        self.above = {child: each for each in self.nodes for child in ast.iter_child_nodes(each)}
-        self.layers = {name.id for each in self.nodes if isinstance(each, ast.For) for name in _names(each.target)}
-        self.names: dict[str, str] = {}
-        known = -1
-        while known != len(self.names):
-            known = len(self.names)
-            for each in self.nodes:
-                match each:
-                    case ast.Assign(targets=[ast.Name(id=name)], value=value) if (kind := self.kind(value)) is not None:
-                        self.names[name] = kind
-                    case ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))], value=value) if self.is_mask(value):
-                        self.names[name] = "masks"
-
-    def kind(self, node: ast.AST) -> str | None:
-        match node:
-            case ast.Name(id=name):
-                return "maker" if _makes(name) else self.names.get(name)
-            case ast.Call(func=function):
-                return "mask" if self.kind(function) == "maker" else None
-            case ast.Lambda(body=body):
-                return "maker" if self.is_mask(body) else None
-            case ast.IfExp(body=one, orelse=other):
-                return self.kind(one) or self.kind(other)
-            case ast.Subscript(value=value):
-                return {"masks": "mask", "makers": "maker"}.get(self.kind(value) or "")
-            case ast.Dict(values=values):
-                kinds = {self.kind(value) for value in values} - {None}
-                return f"{kinds.pop()}s" if len(kinds) == 1 else None
-            case ast.DictComp(value=value):
-                return "masks" if self.is_mask(value) else None
-        return None
-
-    def is_mask(self, node: ast.AST) -> bool:
-        return self.kind(node) == "mask"
-
-    def is_only_to_layers(self) -> bool:
-        found = [(each, kind) for each in self.nodes if (kind := self.kind(each)) is not None and self._is_read(each)]
-        return any(kind == "mask" for _, kind in found) and all(self._goes_on(*each) for each in found)
-
-    def _is_read(self, node: ast.AST) -> bool:
-        return not isinstance(getattr(node, "ctx", None), ast.Store)
-
-    def _goes_on(self, node: ast.AST, kind: str) -> bool:
-        above = self.above.get(node)
-        match above:
-            case ast.Assign(targets=[ast.Name()]):
-                return True
-            case ast.Assign(targets=[ast.Subscript(value=into)]):
-                return kind == "mask" and self.kind(into) == "masks"
-            case ast.Dict() | ast.IfExp() | ast.DictComp() | ast.Lambda():
-                return self.kind(above) is not None
-            case ast.Subscript(value=value):
-                return kind in ("masks", "makers") and value is node
-            case ast.Call(func=function):
-                return kind == "maker" and function is node
-            case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
-                return True
-            case ast.keyword(arg=name):
-                function = getattr(self.above[above], "func", None)
-                to_layer = isinstance(function, ast.Name) and function.id in self.layers
-                to_maker = function is not None and self.kind(function) == "maker"  # a user's, under the same name
-                return kind == "mask" and name == _MASK and (to_layer or to_maker)
-            case ast.Return():
-                return self.may_return
-        return False
-
-
-def _names(target: ast.AST) -> list[ast.Name]:
-    return [each for each in ast.walk(target) if isinstance(each, ast.Name)]
-
-
-def _makes(name: str) -> bool:
-    return name.startswith("create_") and name.endswith("_mask")
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
 # ---- making masks ----------------------------------------------------------------------------------------------------
 
 
@@ -262,8 +147,8 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
-        if sdpa.is_ours(kwargs.get(_MASK)):
-            return kwargs[_MASK]  # made before: as for any of more than two dimensions
+        if sdpa.is_ours(kwargs.get(MASK)):
+            return kwargs[MASK]  # made before: as for any of more than two dimensions
         if args or torch.compiler.is_compiling() or not _is_served(kwargs):
             return original(*args, **kwargs)
         sdpa.register()
@@ -282,7 +167,7 @@ def _embedded(given: dict[str, Any]) -> Any:
 
 
 def _is_served(given: dict[str, Any]) -> bool:
-    config, embedded, mask = given.get("config"), _embedded(given), given.get(_MASK)
+    config, embedded, mask = given.get("config"), _embedded(given), given.get(MASK)
     if (
         getattr(config, "_attn_implementation", None) != sdpa.NAME
         or not getattr(config, "is_causal", True)
@@ -299,7 +184,7 @@ def _is_served(given: dict[str, Any]) -> bool:
 
 def _padding(given: dict[str, Any]) -> torch.Tensor | None:
     """On the host, which tokens are none."""
-    mask = given.get(_MASK)
+    mask = given.get(MASK)
     if mask is None or mask.is_cpu:
         return None if mask is None else mask.bool()
     host = on_host(mask)
@@ -311,12 +196,12 @@ def _padding(given: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _sequences(given: dict[str, Any]) -> torch.Tensor | None:
-    """On the host, which sequence of its row each token is of, where Transformers asks for that and there are several."""
+    """On the host, which sequence each token is of, where Transformers asks for that and a row has several."""
     from transformers.masking_utils import find_packed_sequence_indices
 
     positions = given.get(_POSITIONS)
     has_cache = any(given.get(name) is not None for name in _CACHES)
-    if positions is None or given.get(_MASK) is not None or has_cache or not has_values(positions):
+    if positions is None or given.get(MASK) is not None or has_cache or not has_values(positions):
         return None
     host = positions if positions.is_cpu else on_host(positions)
     if host is None:

@@ -62,12 +62,16 @@ def wait_for_labels() -> None:
         remember(labels, labels.cpu())
 
 
+def _is_counted_later(target: torch.Tensor) -> bool:
+    return target.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
 def assumed(model: Any, mask: Any, target: torch.Tensor, run: Callable[[], _T]) -> _T:
     """What a pass makes of which rows are read whose targets, [B, S], are not IGNORED. It runs as if none were padding,
     and again where some are."""
     if not isinstance(mask, torch.Tensor) or mask.shape != target.shape or mask.device != target.device:
         return run()
-    if not target.is_cuda or model in _are_read or torch.cuda.is_current_stream_capturing():
+    if not _is_counted_later(target) or model in _are_read:
         with read_by(target):
             return run()
     wrong = ValidCount((target != IGNORED) & (mask == 0), ignore_index=0)

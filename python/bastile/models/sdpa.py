@@ -17,10 +17,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastile.guards import stand_in_for, stock_of
 from bastile.models.padding import is_unread
-from bastile.ops import masked_attention as operator
 from bastile.ops._common import HALVES, cast_as_linear
 from bastile.ops._flash import refusal
-from bastile.ops.masked_attention import Segments, masked_attention
+from bastile.ops._segments import Segments, of_padding, of_sequences, seen
+from bastile.ops.masked_attention import masked_attention
 from bastile.report import Tally
 
 NAME = "sdpa"
@@ -107,7 +107,7 @@ def _segments(given: dict[str, Any]) -> Segments | None:
     window = given.get("local_size") or 0
     if making.sequences is not None:
         ids = making.sequences.expand(batch, -1)
-        return operator.of_sequences(ids, window) if ids.shape == (batch, length) and padding is None else None
+        return of_sequences(ids, window) if ids.shape == (batch, length) and padding is None else None
     if not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
         return None
     if padding is None:
@@ -117,7 +117,7 @@ def _segments(given: dict[str, Any]) -> Segments | None:
     behind = padding.flip(1).cumsum(1).flip(1) == 0
     if bool(behind.any()) and bool(padding.any(1).all()) and is_unread(padding):
         padding = padding | behind
-    return operator.of_padding(padding, window)
+    return of_padding(padding, window)
 
 
 def is_ours(mask: Any) -> bool:
@@ -176,7 +176,7 @@ def _original_mask(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     found = None if is_captured else _originals.get(mask)
     if found is None:
         batch, _, length, _ = q.shape
-        found = operator.seen(_said(mask, length), batch, length)
+        found = seen(_said(mask, length), batch, length)
         if not is_captured:
             _originals[mask] = found
     return found

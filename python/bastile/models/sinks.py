@@ -25,6 +25,7 @@ import torch
 from bastile.guards import mark_as_ours, stock_of
 from bastile.host_copies import on_host, remember
 from bastile.models.forms import Code
+from bastile.models.mask_flow import MASK, hands_mask_on
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import cast_as_linear, has_values
@@ -35,7 +36,7 @@ from bastile.report import Tally
 
 KIND = "attention with sinks"
 _EAGER, _ATTENDS, _SINKS = "eager", "eager_attention_forward", "sinks"
-_MASK, _INTERFACE, _TABLES = "attention_mask", "attention_interface", "position_embeddings"
+_TABLES = "position_embeddings"
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 #: Under this name our masks are made by Transformers' own functions, which know what they are of.
 _OURS = "bastile_boundaries"
@@ -60,7 +61,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
             file.unknown[name] = "no module's forward calls it, or none makes its masks"
         elif not all(file.read(cls, _hands_masks_out) for cls in backbones):
             file.unknown[name] = "a mask is not only handed to the layers"
-        elif not all(file.read(cls, _hands_mask_on) for cls in layers):
+        elif not all(file.read(cls, hands_mask_on) for cls in layers):
             file.unknown[name] = "a mask is not only handed on to the function that attends"
         else:
             attend = partial(_attend, Tally.of("sink_attention", f"{file.name}.{name}"))
@@ -81,23 +82,7 @@ def _of_a_function(file: ModelFile, name: str, build: Callable[[Any], Any], call
 def _takes(cls: type) -> bool:
     """A layer or an attention, rather than a model, which is given the user's mask."""
     parameters = inspect.signature(stock_of(vars(cls)["forward"])).parameters
-    return _MASK in parameters and _TABLES in parameters
-
-
-def _hands_mask_on(code: Code) -> bool | None:
-    """Whether a function does nothing with its mask but give it to one that it calls, under the same name, or to the
-    one that attends."""
-    given = [
-        value
-        for call in ast.walk(code.node)
-        if isinstance(call, ast.Call)
-        for value in (
-            *(k.value for k in call.keywords if k.arg == _MASK),
-            *(call.args if isinstance(call.func, ast.Name) and call.func.id == _INTERFACE else ()),
-        )
-        if _is_name(value, _MASK)
-    ]
-    return len(given) == len([node for node in ast.walk(code.node) if _is_name(node, _MASK)]) or None
+    return MASK in parameters and _TABLES in parameters
 
 
 def _hands_masks_out(code: Code) -> bool | None:
@@ -116,7 +101,7 @@ def _hands_masks_out(code: Code) -> bool | None:
         for call in nodes
         if isinstance(call, ast.Call)
         for keyword in call.keywords
-        if keyword.arg == _MASK and isinstance(keyword.value, ast.Subscript)
+        if keyword.arg == MASK and isinstance(keyword.value, ast.Subscript)
     ]
     loads = [n for n in nodes if isinstance(n, ast.Name) and n.id in holders and isinstance(n.ctx, ast.Load)]
     is_only_taken = all(any(load is each for each in taken) for load in loads)
@@ -152,7 +137,7 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
         ):
             return original(*args, **kwargs)
         _register()
-        given = kwargs.get(_MASK)
+        given = kwargs.get(MASK)
         if isinstance(given, torch.Tensor) and given.dim() == 2 and not given.is_cpu and on_host(given) is None:
             remember(given, given.cpu())  # waits, once for all masks of a step, as for a mask of PyTorch's attention
         own = copy.copy(config)
@@ -174,7 +159,7 @@ def _boundaries(**given: Any) -> Any:
     masks are; `allow_is_causal_skip` says that nothing but causality and a window is asked for."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    batch, keys, padding = given["batch_size"], given["kv_length"], given.get(_MASK)
+    batch, keys, padding = given["batch_size"], given["kv_length"], given.get(MASK)
     position = given.get("cache_position")  # in earlier releases
     queries = given["q_length"] if position is None else len(position)
     offset = 0 if position is not None else given.get("q_offset", 0)  # where keys are as many, none came before

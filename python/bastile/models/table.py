@@ -46,7 +46,7 @@ OPERATORS: dict[str, Operator] = {
     "masked_attention": Operator(
         "masked_attention",
         "attention of padded, packed and windowed batches, without a mask of all pairs of tokens",
-        r"^attention_masks of ",
+        r"^masks of ",
     ),
     "causal_conv1d": Operator(
         "short_convolution", "the short convolution before a recurrence, with its SiLU", r"^causal_conv1d_fn$"

@@ -90,4 +90,3 @@ def attention(qkv: Sequence[torch.Tensor], boundaries: torch.Tensor, longest: in
     rows = [t[0].transpose(0, 1).to(dtype) for t in qkv]
     found = flash.forward(*rows, cut, cut, longest, longest, 0.0, False, False, scale=given.get("scaling"))
     return found[0][None]
-

@@ -26,6 +26,7 @@ from bastile.ops._common import Function, first_order_only, is_batched
 
 __all__ = ["sink_attention"]
 
+
 def allowed(q: Tensor, window: int, boundaries: Tensor) -> Tensor:
     """[B or 1, 1, S, S]: which keys each query sees."""
     batch, length = q.shape[0], q.shape[2]

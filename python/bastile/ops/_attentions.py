@@ -1,0 +1,151 @@
+"""PyTorch's fused attentions, of whole rows and of segments of a batch's tokens: each forward, with what its backward
+pass takes, and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bastile.ops import _flash as flash
+
+#: What PyTorch's choice of an attention calls cuDNN's.
+_CUDNN: int = torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Causal attention of each row. q, k and v are [B, heads, S, D], y and dy [B, S, heads, D], lse [B, heads, S]."""
+
+    window: int
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
+        """y, lse, and what else the backward pass takes."""
+        if not q.is_cuda:
+            given = q, *_repeated(q, k, v), 0.0, not self.window
+            y, lse = flash.forward_on_cpu(*given, attn_mask=_bias(q, q.shape[2], self.window), scale=self.scale)
+            return y.transpose(1, 2), lse, []
+        if not self.window and flash.cudnn_is_known() and self._chosen(q, k, v) == _CUDNN:
+            y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
+            return y.transpose(1, 2), lse, more
+        y, lse, *random, _ = flash.forward(*_behind(q, k, v), *_shapes(q), False, **self._how)
+        return y, lse, random
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, more: list[Any]
+    ) -> list[Tensor]:
+        """Gradients of q, k and v, as these are."""
+        if not q.is_cuda:
+            given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, not self.window
+            bias = _bias(q, q.shape[2], self.window)
+            dq, *both = flash.backward_on_cpu(*given, attn_mask=bias, scale=self.scale)
+            return [dq, *[_summed(t, k.shape[1]) for t in both]]
+        if len(more) > 2:  # cuDNN's
+            *cuts, seed, offset = more
+            read = dy.transpose(1, 2), q, k, v, y.transpose(1, 2), lse
+            return list(flash.cudnn_backward(*read, seed, offset, None, *cuts, 0.0, True, scale=self.scale))
+        grads = flash.backward(dy, *_behind(q, k, v), y, lse, *_shapes(q), *more, **self._how)
+        return [g.transpose(1, 2) for g in grads]
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"scale": self.scale, **flash.window_of(self.window)}
+
+    def _chosen(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        grouped = q.shape[1] != k.shape[1]
+        return torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Attention of each segment of tokens, causal or not. q, k, v, y and dy are [T, heads, D], lse [heads, T]. Queries
+    without keys have zeros."""
+
+    cuts: Tensor  # [2, N], between segments of queries and of keys
+    causal: bool
+    longest: int
+    window: int
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
+        if q.is_cuda:
+            y, lse, *random, _ = flash.forward(q, k, v, *self._shapes, False, **self._how)
+            return y, lse, random
+        y, lse = torch.zeros_like(q), q.new_full(q.shape[1::-1], math.inf, dtype=torch.float32)
+        for at, _, own in self._each(q, k, v):
+            part, sums = flash.forward_on_cpu(*own, 0.0, self._is_causal, **self._how_on_cpu(own[0]))
+            y[at], lse[:, at] = part[0].transpose(0, 1), sums[0].to(lse.dtype)
+        return y, lse, []
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, more: list[Any]
+    ) -> list[Tensor]:
+        if q.is_cuda:
+            return list(flash.backward(dy, q, k, v, y, lse, *self._shapes, *more, **self._how))
+        grads = [torch.zeros_like(t) for t in (q, k, v)]
+        for at, read, own in self._each(q, k, v):
+            upstream, out = [t[at].transpose(0, 1)[None] for t in (dy, y)]
+            given = upstream, *own, out, lse[:, at][None], 0.0, self._is_causal
+            dq, *both = flash.backward_on_cpu(*given, **self._how_on_cpu(own[0]))
+            grads[0][at] = dq[0].transpose(0, 1)
+            for grad, part in zip(grads[1:], both, strict=True):
+                grad[read] = _summed(part, k.shape[1])[0].transpose(0, 1)
+        return grads
+
+    @property
+    def _shapes(self) -> list[Any]:
+        return [*self.cuts, self.longest, self.longest, 0.0, self.causal]
+
+    @property
+    def _how(self) -> dict[str, Any]:
+        return {"scale": self.scale, **flash.window_of(self.window)}
+
+    @property
+    def _is_causal(self) -> bool:
+        return self.causal and not self.window  # which a bias says too
+
+    def _how_on_cpu(self, q: Tensor) -> dict[str, Any]:
+        return {"attn_mask": _bias(q, q.shape[2], self.window), "scale": self.scale}
+
+    def _each(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+        """On a CPU, of each segment that has queries and keys: where these are, and they, [1, heads, tokens, D]."""
+        queries, keys = self.cuts.tolist()
+        for i in range(len(queries) - 1):
+            at, read = slice(*queries[i : i + 2]), slice(*keys[i : i + 2])
+            if at.start < at.stop and read.start < read.stop:
+                own, *both = [t.transpose(0, 1)[None] for t in (q[at], k[read], v[read])]
+                yield at, read, [own, *_repeated(own, *both)]
+
+
+def _behind(*heads_first: Tensor) -> list[Tensor]:
+    """With heads behind positions, as flash attention takes them."""
+    return [t.transpose(1, 2) for t in heads_first]
+
+
+def _shapes(q: Tensor) -> list[Any]:
+    """What flash attention takes between tensors and how they are used, for whole rows: no cuts, lengths, no dropout,
+    causal."""
+    return [None, None, q.shape[2], q.shape[2], 0.0, True]
+
+
+def _repeated(q: Tensor, *both: Tensor) -> list[Tensor]:
+    """For a CPU's flash attention, whose keys and values are of each head."""
+    return [t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in both]
+
+
+def _summed(grad: Tensor, groups: int) -> Tensor:
+    return grad.unflatten(1, (groups, -1)).sum(2)
+
+
+def _bias(q: Tensor, length: int, window: int) -> Tensor | None:
+    """What is added to scores for a window, which a CPU's flash attention does not know."""
+    if not window:
+        return None
+    at = torch.arange(length, device=q.device)
+    before = at[:, None] - at[None, :]
+    return torch.zeros_like(before, dtype=q.dtype).masked_fill_((before < 0) | (before >= window), -math.inf)
