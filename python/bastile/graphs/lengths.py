@@ -171,8 +171,8 @@ def _is_of_the_batch(value: Any) -> bool:
 
 
 def _longer(name: str, tensor: Any, by: int) -> Any:
-    """Tokens that are seen by nobody but by each other. A mask of ones stays one, for which kernels need no mask; behind
-    padding is more of it."""
+    """Tokens that are seen by nobody but by each other. A mask of ones stays one, for which kernels need no mask, and
+    behind padding is more of it."""
     if isinstance(tensor, dict):
         return {kind: None if mask is None else longer_mask(mask, by) for kind, mask in tensor.items()}
     if name == "position_ids":

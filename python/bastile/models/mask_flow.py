@@ -1,4 +1,4 @@
-"""What becomes of an attention's mask in the code of a model: whether anything but the function that attends may see it."""
+"""What becomes of an attention's mask in a model's code: whether anything but the function that attends may see it."""
 
 from __future__ import annotations
 

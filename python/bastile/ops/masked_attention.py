@@ -1,8 +1,8 @@
 """Causal attention over sequences of different lengths in one batch, or within a window, without a mask.
 
 A mask of a number for each pair of tokens keeps PyTorch's attention from its fast kernels: all pairs are computed, also
-those that are masked, and keys are repeated for each head of queries. What such a mask says of sequences is said in a
-few numbers: where each begins and ends among the batch's tokens. Attentions that are told so compute what is seen alone.
+those that are masked, and keys are repeated for each head of queries. What such a mask says is said in a few numbers,
+where sequences begin and end among the batch's tokens. Attentions that are told so compute what is seen alone.
 
 Two calls make a batch with padding. In the first each token of a sequence sees those before it: where padding stands
 behind sequences alone, that is a causal attention of whole rows; else flash attention is told where sequences are. In
