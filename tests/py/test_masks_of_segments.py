@@ -265,6 +265,24 @@ def test_what_is_registered_goes() -> None:
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is stock
 
 
+@pytest.mark.parametrize("scope", ["_local_mapping", "_global_mapping"])
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_attention_of_a_user_s_under_the_name(scope: str, is_own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the masks that it always has; Transformers' own, assigned anew, is served."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    stock, masks = bastile.guards.stock_of(ALL_ATTENTION_FUNCTIONS["sdpa"]), []
+
+    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        masks.append(attention_mask)
+        return stock(module, query, key, value, attention_mask, **kwargs)
+
+    monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, scope), "sdpa", attend if is_own else stock)
+    attentions = assert_as_stock(tiny_model(), batch("left"), MASKS["left"] != 0)[0]
+    assert attentions == (0 if is_own else 2)
+    assert all(mask.dtype is torch.bool for mask in masks)
+
+
 # ---- what nobody reads -----------------------------------------------------------------------------------------------
 
 

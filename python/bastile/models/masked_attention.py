@@ -149,9 +149,8 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if sdpa.is_ours(kwargs.get(MASK)):
             return kwargs[MASK]  # made before: as for any of more than two dimensions
-        if args or torch.compiler.is_compiling() or not _is_served(kwargs):
+        if args or torch.compiler.is_compiling() or not _is_served(kwargs) or not sdpa.register():
             return original(*args, **kwargs)
-        sdpa.register()
         own = copy.copy(kwargs["config"])
         own._attn_implementation_internal = sdpa.MASKS
         making = sdpa.making

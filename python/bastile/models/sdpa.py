@@ -16,7 +16,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from bastile.guards import stand_in_for, stock_of
+from bastile.models.forms import codes
 from bastile.models.padding import is_unread
+from bastile.models.varlen import is_sdpa
 from bastile.ops._common import HALVES, cast_as_linear
 from bastile.ops._flash import refusal
 from bastile.ops._segments import Segments, of_padding, of_sequences, seen
@@ -54,25 +56,32 @@ def put_into(_: Any) -> None:
     """Nothing: the first mask of ours that is to be made puts in the attention that takes it (`register`)."""
 
 
-def register() -> None:
-    """The attention, and what makes its masks."""
+def register() -> bool:
+    """The attention, and what makes its masks; whether it is there, and not one of a user's under the same name."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    there = ALL_ATTENTION_FUNCTIONS[NAME]
-    if stock_of(there) is there:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, _attends(there))
+    table = _table()
+    there = table[NAME]
+    if getattr(there, "__code__", None) is not _OURS and is_sdpa(there):
         ALL_MASK_ATTENTION_FUNCTIONS.register(MASKS, _mask)
+        table[NAME] = there = _attends(there)
+    return getattr(there, "__code__", None) is _OURS
+
+
+def _table() -> dict[str, Any]:
+    """Where models find an attention by its name: who has assigned one has it before all others."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
+
+    return FUNCTIONS._local_mapping if NAME in FUNCTIONS._local_mapping else FUNCTIONS._global_mapping
 
 
 def take_out_of(_: Any) -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    there = ALL_ATTENTION_FUNCTIONS[NAME]
-    if stock_of(there) is not there:
-        ALL_ATTENTION_FUNCTIONS.register(NAME, stock_of(there))
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(MASKS, None)
+    table = _table()
+    if getattr(table[NAME], "__code__", None) is _OURS:
+        table[NAME] = stock_of(table[NAME])
+    ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(MASKS, None)
     _refused.clear()
 
 
@@ -159,6 +168,8 @@ def _attends(original: Any) -> Any:
 
 
 _WIDE = "its tensors are of float32"
+#: By which what is registered is known: functools.wraps copies all else.
+_OURS = next(each for each in codes(_attends.__code__) if each.co_name == "attend")
 
 
 def _refusal(args: Any, kwargs: dict[str, Any]) -> str | None:
