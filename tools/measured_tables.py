@@ -279,6 +279,19 @@ def ragged(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     return [*by_command(run, link), *rows_of(table)]
 
 
+def padded(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_rl.py --ragged, with and without an operator."""
+    rows: dict[str, dict[str, str]] = {}
+    for step in run["padded"]:
+        name = f"{step['trainer'].upper()} {step['shape']}, {step['batch']} x {step['length']}"
+        name += ", side by side" if step["packing"] else ", padded"
+        cell = f"{step['median_ms']:.0f}, {step['last_two_steps_kernels_ms']:.0f} ({step['peak_gib']:.1f})"
+        rows.setdefault(name, {})["without" if step["without"] else "with"] = cell
+    table = [["milliseconds of a step, median, and of its kernels (peak GiB)", "Bastile without it", "**with it**"]]
+    table += [[name, cells.get("without", "–"), f"**{cells['with']}**"] for name, cells in rows.items()]
+    return [*by_command(run, link), *rows_of(table)]
+
+
 def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     """Of tools/families.py. words: the types to show; none: all."""
     rows = [row for row in run["families"] if not words or row["type"] in words]
@@ -372,6 +385,8 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = demo
     elif "steps" in run:
         write = ragged if run["steps"][0].get("ragged") else trainers
+    elif "padded" in run:
+        write = padded
     elif "lengths" in run:
         write = lengths
     elif "several" in run:
