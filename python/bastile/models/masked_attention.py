@@ -106,12 +106,18 @@ def _other_functions(file: ModelFile, own: list[type]) -> Iterator[tuple[str, An
 
 
 def _layers(cls: type) -> list[type]:
-    """What a backbone's lists of modules are made of."""
+    """What a backbone's lists of modules are made of; where that is in no one expression, all classes that it names."""
     init = cls.__init__  # type: ignore[misc]
     code = code_of(inspect.unwrap(init))
-    lists = [] if code is None else [node for node in ast.walk(code.node) if _is_list(node)]
-    names = {name.id for each in lists for name in names_in(each)}
-    return [item for name in names for item in _classes(init.__globals__.get(name))]
+    if code is None:
+        return []
+    lists = [node for node in ast.walk(code.node) if _is_list(node)]
+    for nodes in (lists, [code.node] if lists else []):
+        names = {name.id for each in nodes for name in names_in(each)}
+        found = [item for name in names for item in _classes(init.__globals__.get(name))]
+        if found:
+            return found
+    return []
 
 
 def _is_list(node: ast.AST) -> bool:
