@@ -19,8 +19,8 @@ from bastile.models.table import OPERATORS
 from conftest import assert_same_up_to_rounding, gradients, older_than, tiny_model
 from graphing import DEVICE, allow_graphs, counted
 from oracle import devices
+from test_graphs_lengths import LENGTHS, assert_close, trained
 from test_graphs_lengths import PADDED as REPLAYED
-from test_graphs_lengths import assert_close, trained
 from test_model_types import error_of
 
 ROWS = torch.tensor([[1] * 11 + [0] * 6, [0] * 3 + [1] * 9 + [0] * 5, [1] * 17])
@@ -342,10 +342,14 @@ def test_lengths_that_vary(graphs: None, mask: str) -> None:
     want = trained(model, False, mask)
     ran()
     got = trained(model, True, mask)
-    replayed, aside = counted()
+    lines = list(bastile.report(reset=True))
     assert_close(got, want)
-    assert replayed >= REPLAYED - 2
-    assert not aside
+    graphs_of = [line for line in lines if line.operator == "cuda_graphs"]
+    assert sum(line.ran for line in graphs_of) >= REPLAYED - 2
+    assert not any(line.aside for line in graphs_of)
+    # Each batch's mask, longer ones too, was one of ours or none.
+    left_out = sum(line.ran for line in lines if line.where.endswith("sdpa_mask"))
+    assert left_out == (len(LENGTHS) if mask == "right" else 0)
 
 
 def test_what_tells_sequences_apart_for_others_makes_no_kinds(graphs: None) -> None:
