@@ -23,7 +23,7 @@ from bastile.models.forms import code_of, codes
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Site, calls, exchanged
-from bastile.ops._common import cast_as_linear, has_values
+from bastile.ops._common import cast_type, has_values
 
 OPERATOR = "masked_attention"
 _REGISTRY, _RECURRENT = "ALL_ATTENTION_FUNCTIONS", "create_recurrent_attention_mask"
@@ -180,7 +180,7 @@ def _is_served(given: dict[str, Any]) -> bool:
         or not isinstance(embedded, torch.Tensor)
         or not has_values(embedded)
         or embedded.device.type not in ("cpu", "cuda")
-        or cast_as_linear(embedded)[0].dtype not in sdpa.TYPES
+        or (cast_type(embedded) or embedded.dtype) not in sdpa.TYPES
         or any(value is not None for name, value in given.items() if name not in _TOLD and name not in _CACHES)
     ):
         return False
