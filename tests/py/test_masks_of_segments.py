@@ -261,6 +261,17 @@ def test_text_is_the_same() -> None:
     assert ran() == (2, 0, {})
 
 
+def test_nothing_is_asked_for_each_token_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the host would wait for it, and a graph of a token's call could not be captured."""
+    model, asked = tiny_model().eval(), []
+    bastile.apply()
+    stock = of_models._padding
+    monkeypatch.setattr(of_models, "_padding", lambda given: asked.append(given) or stock(given))
+    given = {"max_new_tokens": 5, "do_sample": False, "attention_mask": MASKS["left"][:2, 5:14]}
+    model.generate(torch.arange(2 * 9).view(2, 9) + 3, **given)
+    assert len(asked) == 1
+
+
 def test_what_is_registered_goes() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -184,7 +184,10 @@ def _is_served(given: dict[str, Any]) -> bool:
         or any(value is not None for name, value in given.items() if name not in _TOLD and name not in _CACHES)
     ):
         return False
-    return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2 and has_values(mask))
+    if embedded.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # a graph is replayed with other batches, and nothing can be asked of the device
+    # A mask of more tokens than these is of a cache's, too: one for each token of a text that is generated.
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.shape == embedded.shape[:2] and has_values(mask))
 
 
 def _padding(given: dict[str, Any]) -> torch.Tensor | None:

@@ -138,7 +138,8 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         _register()
         given = kwargs.get(MASK)
-        if isinstance(given, torch.Tensor) and given.dim() == 2 and not given.is_cpu and on_host(given) is None:
+        is_whole = isinstance(given, torch.Tensor) and given.shape == embedded.shape[:2]  # and not a cache's, too
+        if is_whole and not given.is_cpu and on_host(given) is None:
             remember(given, given.cpu())  # waits, once for all masks of a step, as for a mask of PyTorch's attention
         own = copy.copy(config)
         own._attn_implementation_internal = _OURS
