@@ -138,8 +138,9 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         _register()
         given = kwargs.get(MASK)
-        is_whole = isinstance(given, torch.Tensor) and given.shape == embedded.shape[:2]  # and not a cache's, too
-        if is_whole and not given.is_cpu and on_host(given) is None:
+        # Of as many tokens as there are: one of a cache's, too, says nothing here.
+        is_asked = isinstance(given, torch.Tensor) and given.shape == embedded.shape[:2] and not given.is_cpu
+        if isinstance(given, torch.Tensor) and is_asked and on_host(given) is None:
             remember(given, given.cpu())  # waits, once for all masks of a step, as for a mask of PyTorch's attention
         own = copy.copy(config)
         own._attn_implementation_internal = _OURS
