@@ -300,6 +300,7 @@ def test_an_attention_of_a_user_s_under_the_name(scope: str, is_own: bool, monke
         masks.append(attention_mask)
         return stock(module, query, key, value, attention_mask, **kwargs)
 
+    monkeypatch.delitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", raising=False)  # of another test's
     monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, scope), "sdpa", attend if is_own else stock)
     attentions = assert_as_stock(tiny_model(), batch("left"), MASKS["left"] != 0)[0]
     assert attentions == (0 if is_own else 2)
