@@ -23,3 +23,12 @@ def on_host(tensor: Any) -> torch.Tensor | None:
     """What a tensor on a device holds; None where the host does not know."""
     found = _held.get(tensor) if isinstance(tensor, torch.Tensor) and len(_held) else None
     return found[1] if found is not None and found[0] == version(tensor) else None
+
+
+def fetched(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, on the host; of one that it does not know, it waits for the device, once."""
+    host = tensor if tensor.is_cpu else on_host(tensor)
+    if host is None:
+        host = tensor.cpu()
+        remember(tensor, host)
+    return host

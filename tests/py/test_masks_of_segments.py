@@ -13,23 +13,17 @@ import bastile
 from bastile.graphs import unread
 from bastile.models import mask_flow, padding, sdpa, small
 from bastile.models import masked_attention as of_models
-from bastile.models.forms import Source
 from bastile.models.sites import file_of
 from bastile.models.table import OPERATORS
 from conftest import assert_same_up_to_rounding, gradients, older_than, tiny_model
 from graphing import DEVICE, allow_graphs, counted
 from oracle import devices
+from padded import BACKBONE, LAYERS, MASKS, ROWS, changed_forward
 from test_graphs_lengths import LENGTHS, assert_close, trained
 from test_graphs_lengths import PADDED as REPLAYED
 from test_model_types import error_of
 
-ROWS = torch.tensor([[1] * 11 + [0] * 6, [0] * 3 + [1] * 9 + [0] * 5, [1] * 17])
 POSITIONS = torch.cat([torch.arange(5), torch.arange(9), torch.arange(3)]).expand(3, -1)
-MASKS = {
-    "right": torch.stack([ROWS[0], ROWS[2], ROWS[0]]),
-    "left": torch.stack([ROWS[0].flip(0), ROWS[2], ROWS[2]]),
-    "both": ROWS,
-}
 KINDS = [*MASKS, "packed", "ones"]
 #: Of each kind of code: one mask, two by a dictionary or by a name, windows, layers with a state, texts of images.
 TYPES = ["llama", "qwen2", "qwen3_moe", "mistral", "gemma3_text", "phi3", "cohere2", "gpt_neox", "dots1"]
@@ -399,14 +393,6 @@ def test_what_is_read_stays() -> None:
 
 # ---- what becomes of masks -------------------------------------------------------------------------------------------
 
-BACKBONE = """
-class Backbone:
-    def forward(self, x, attention_mask):
-        masks = {"full": create_causal_mask(x, attention_mask), "near": create_sliding_window_causal_mask(x)}
-        for layer in self.layers:
-            x = layer(x, attention_mask=masks[layer.kind])
-        return x
-"""
 ONE = """
 class Backbone:
     def forward(self, x, attention_mask):
@@ -415,11 +401,6 @@ class Backbone:
         for i, layer in enumerate(self.layers):
             x = layer(x, attention_mask=attention_mask)
         return x
-"""
-LAYER = """
-class Layer:
-    def forward(self, x, attention_mask):
-        return self.attention(x, attention_mask=attention_mask), attention_interface(self, x, attention_mask)
 """
 
 
@@ -445,20 +426,12 @@ class Layer:
         (ONE, "x = layer(x, ", "x = layer(x, attention_mask, ", False),
         (ONE, "make(x, attention_mask=", "make(x, mask=", False),
         (ONE, "for i", "attention_mask = attention_mask[:, :, -1:]\n        for i", False),
-        (LAYER, "", "", True),
-        (LAYER, "attention_mask=attention_mask", "mask=attention_mask", False),
-        (LAYER, "attention_mask)\n", "attention_mask[:, :, -1:])\n", False),
-        (LAYER, "attention_interface(", "self.other(", False),
+        *LAYERS,
     ],
 )
 def test_masks_that_go_elsewhere(text: str, old: str, new: str, is_served: bool) -> None:
     """Where anything but the attention would see a mask of ours, there is none."""
-    changed = text.replace(old, new) if old else text
-    assert (changed != text) == bool(old)
-    source = Source(changed)
-    (name,) = source.classes
-    code = source.method(name, "forward")
-    assert code is not None
+    name, code = changed_forward(text, old, new)
     asked = mask_flow.hands_masks_out if name == "Backbone" else mask_flow.hands_mask_on
     assert bool(asked(code)) == is_served
 

@@ -12,26 +12,19 @@ from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 
 import bastile
 from bastile.models import sinks as of_models
-from bastile.models.forms import Source
 from bastile.models.small import small_model
 from bastile.models.table import OPERATORS
 from bastile.ops import _flash as flash
 from bastile.ops.sink_attention import sink_attention
 from conftest import assert_same_up_to_rounding, gradients, older_than
 from oracle import Case, assert_no_worse_pooled, devices, devices_and_types, few_examples, random_tensor
+from padded import BACKBONE, LAYERS, ROWS, changed_forward
+from padded import MASKS as PADDED
 from test_gpt_oss import tiny_gpt_oss
 
 stock = bastile.guards.stock_of(modeling.eager_attention_forward)
 
-#: A row with padding on its right, one with padding on both sides, one without.
-PADDED = torch.tensor([[1] * 11 + [0] * 6, [0] * 3 + [1] * 9 + [0] * 5, [1] * 17])
-MASKS = {
-    "none": None,
-    "ones": torch.ones(3, 17, dtype=torch.long),
-    "right": torch.stack([PADDED[0], PADDED[2], PADDED[0]]),
-    "left": torch.stack([PADDED[0].flip(0), PADDED[2], PADDED[2]]),
-    "both": PADDED,
-}
+MASKS = {"none": None, "ones": torch.ones(3, 17, dtype=torch.long), **PADDED}
 WITH_SINKS = ["gpt_oss", *([] if older_than("5.24.0") else ["granite_swa", "granitemoe_swa", "flint"])]
 
 
@@ -134,7 +127,7 @@ def test_strided_heads_and_sinks_of_float32(device: str) -> None:
 def test_gradients_of_a_batch_at_once_and_second_ones() -> None:
     q, k, v = [torch.randn(2, heads, 9, 16, requires_grad=True) for heads in (4, 2, 2)]
     sinks = torch.randn(4, requires_grad=True)
-    y = sink_attention(q, k, v, sinks, window=3, boundaries=boundaries(PADDED[:2, :9], "cpu"))
+    y = sink_attention(q, k, v, sinks, window=3, boundaries=boundaries(ROWS[:2, :9], "cpu"))
     upstream = torch.randn(3, *y.shape)
     several = torch.autograd.grad(y, (q, k, v, sinks), upstream, is_grads_batched=True, retain_graph=True)
     for i in range(3):
@@ -336,21 +329,6 @@ def test_in_bfloat16_and_under_autocast(device: str, autocast: bool) -> None:
     assert squares[0] <= 1.2 * squares[1]  # of few samples: errors themselves are judged above
 
 
-BACKBONE = """
-class Backbone:
-    def forward(self, x, attention_mask):
-        masks = {"full": create_causal_mask(x, attention_mask), "near": create_sliding_window_causal_mask(x)}
-        for layer in self.layers:
-            x = layer(x, attention_mask=masks[layer.kind])
-        return x
-"""
-LAYER = """
-class Layer:
-    def forward(self, x, attention_mask):
-        return self.attention(x, attention_mask=attention_mask), attention_interface(self, x, attention_mask)
-"""
-
-
 @pytest.mark.parametrize(
     ("text", "old", "new", "is_served"),
     [
@@ -359,20 +337,12 @@ class Layer:
         (BACKBONE, "attention_mask=masks[", "mask=masks[", False),
         (BACKBONE, "create_sliding_window_causal_mask(x)", "None", False),
         (BACKBONE, "return x", "return x, create_causal_mask(x)", False),
-        (LAYER, "", "", True),
-        (LAYER, "attention_mask=attention_mask", "mask=attention_mask", False),
-        (LAYER, "attention_mask)\n", "attention_mask[:, :, -1:])\n", False),
-        (LAYER, "attention_interface(", "self.other(", False),
+        *LAYERS,
     ],
 )
 def test_masks_that_go_elsewhere(text: str, old: str, new: str, is_served: bool) -> None:
     """Where anything but an attention of ours would see a mask of ours, there is none."""
-    changed = text.replace(old, new) if old else text
-    assert (changed != text) == bool(old)
-    source = Source(changed)
-    (name,) = source.classes
-    code = source.method(name, "forward")
-    assert code is not None
+    name, code = changed_forward(text, old, new)
     asked = of_models._hands_masks_out if name == "Backbone" else of_models.hands_mask_on
     assert bool(asked(code)) == is_served
 

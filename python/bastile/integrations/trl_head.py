@@ -22,7 +22,7 @@ from bastile.guards import in_force, stock_of
 from bastile.integrations.functions import Defaults, Parameters, given
 from bastile.integrations.hidden import log_probs_from_hidden
 from bastile.models.forms import is_known
-from bastile.models.padding import assumed
+from bastile.models.padding import IGNORED, assumed
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.report import Tally
 
@@ -31,7 +31,6 @@ NAME = "add_fused_lm_head"
 KNOWN = (("model", "temperature", "cast_lm_head_to_fp32", "outputs"),)
 #: Of its code, in TRL 1.15 and 1.16.
 _FINGERPRINTS = frozenset({"287872b23128", "57c86146a7a0"})
-_IGNORED = -100
 _DEVICES = ("cpu", "cuda")
 _STATISTICS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
@@ -88,9 +87,9 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
             return added(self, *args, fused_lm_head=fused_lm_head, **more, **kwargs)
         # The last label belongs to no row, so that hidden states are taken as they lie.
         is_shifted = shift_labels is not None
-        target = shift_labels if is_shifted else nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        target = shift_labels if is_shifted else nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         target = target.to(head.weight.device).contiguous()
-        count = ValidCount(target, _IGNORED) if is_worthwhile(target.numel(), target) else None
+        count = ValidCount(target, IGNORED) if is_worthwhile(target.numel(), target) else None
 
         def run() -> torch.Tensor:
             return getattr(self, told["backbone_attr"])(*args, **{**kwargs, "use_cache": False}).last_hidden_state
@@ -102,13 +101,13 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
             head.weight,
             target,
             bias=head.bias,
-            ignore_index=_IGNORED,
+            ignore_index=IGNORED,
             valid_rows=count,
             **options,
         )
         tally.count()
         of_rows = {name: getattr(found, name) for name in ("log_probs", *_STATISTICS)}
-        mask = target != _IGNORED
+        mask = target != IGNORED
         if not is_shifted:
             mask = mask[:, :-1]
             of_rows = {name: None if each is None else each[:, :-1] for name, each in of_rows.items()}

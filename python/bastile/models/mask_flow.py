@@ -14,7 +14,7 @@ def hands_mask_on(code: Code, of_others: bool = False) -> bool | None:
     """Whether a function does nothing with its mask but give it to one that it calls, under the same name, or to the
     one that attends. of_others: where a backbone makes other masks too, for layers with a state, what leaves out
     padding may be given one; False says that this function does that, and None that it does more."""
-    uses = [node for node in ast.walk(code.node) if _is_name(node, MASK)]
+    uses = [node for node in ast.walk(code.node) if is_name(node, MASK)]
     handed = [
         value
         for call in ast.walk(code.node)
@@ -23,16 +23,16 @@ def hands_mask_on(code: Code, of_others: bool = False) -> bool | None:
             *(k.value for k in call.keywords if k.arg == MASK),
             *(call.args if isinstance(call.func, ast.Name) and call.func.id == _INTERFACE else ()),
         )
-        if _is_name(value, MASK)
+        if is_name(value, MASK)
     ]
     if len(handed) == len(uses):
         return True
     left_out = [
         value
         for call in ast.walk(code.node)
-        if isinstance(call, ast.Call) and _is_name(call.func, _LEAVES_OUT)
+        if isinstance(call, ast.Call) and is_name(call.func, _LEAVES_OUT)
         for value in call.args
-        if _is_name(value, MASK)
+        if is_name(value, MASK)
     ]
     return False if of_others and len(left_out) == len(uses) else None
 
@@ -68,7 +68,7 @@ class _Flow:
     def kind(self, node: ast.AST) -> str | None:
         match node:
             case ast.Name(id=name):
-                return "maker" if _makes(name) else self.names.get(name)
+                return "maker" if makes(name) else self.names.get(name)
             case ast.Call(func=function):
                 return "mask" if self.kind(function) == "maker" else None
             case ast.Lambda(body=body):
@@ -123,9 +123,9 @@ def names_in(target: ast.AST) -> list[ast.Name]:
     return [each for each in ast.walk(target) if isinstance(each, ast.Name)]
 
 
-def _makes(name: str) -> bool:
+def makes(name: str) -> bool:
     return name.startswith("create_") and name.endswith("_mask")
 
 
-def _is_name(node: ast.AST, name: str) -> bool:
+def is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bastile.guards import mark_as_ours, stock_of
-from bastile.host_copies import on_host, remember
+from bastile.host_copies import fetched, on_host
 from bastile.models import padding, sdpa
 from bastile.models.forms import code_of, codes
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
@@ -193,12 +193,11 @@ def _is_served(given: dict[str, Any]) -> bool:
 def _padding(given: dict[str, Any]) -> torch.Tensor | None:
     """On the host, which tokens are none."""
     mask = given.get(MASK)
-    if mask is None or mask.is_cpu:
-        return None if mask is None else mask.bool()
-    host = on_host(mask)
-    if host is None:
-        host = mask.cpu()  # waits, once for all masks of a step, where Transformers would
-        remember(mask, host)
+    if mask is None:
+        return None
+    waits = not mask.is_cpu and on_host(mask) is None  # once for all masks of a step, where Transformers would
+    host = fetched(mask)
+    if waits:
         padding.wait_for_labels()
     return host.bool()
 
@@ -211,8 +210,4 @@ def _sequences(given: dict[str, Any]) -> torch.Tensor | None:
     has_cache = any(given.get(name) is not None for name in _CACHES)
     if positions is None or given.get(MASK) is not None or has_cache or not has_values(positions):
         return None
-    host = positions if positions.is_cpu else on_host(positions)
-    if host is None:
-        host = positions.cpu()
-        remember(positions, host)
-    return stock_of(find_packed_sequence_indices)(host)
+    return stock_of(find_packed_sequence_indices)(fetched(positions))

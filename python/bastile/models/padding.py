@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bastile.host_copies import on_host, remember
+from bastile.host_copies import fetched, on_host
 from bastile.ops._valid_rows import ValidCount
 
 IGNORED = -100
@@ -57,9 +57,8 @@ def is_unread(mask: torch.Tensor) -> bool:
 
 def wait_for_labels() -> None:
     """Where the host has waited for the device anyway: it has nothing left to do but to copy these."""
-    labels = _here.labels
-    if labels is not None and not labels.is_cpu and on_host(labels) is None:
-        remember(labels, labels.cpu())
+    if _here.labels is not None:
+        fetched(_here.labels)
 
 
 def _is_counted_later(target: torch.Tensor) -> bool:

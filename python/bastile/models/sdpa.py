@@ -21,7 +21,7 @@ from bastile.models.padding import is_unread
 from bastile.models.varlen import is_sdpa
 from bastile.ops._common import HALVES, cast_as_linear
 from bastile.ops._flash import refusal
-from bastile.ops._segments import Segments, of_padding, of_sequences, seen
+from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen
 from bastile.ops.masked_attention import masked_attention
 from bastile.report import Tally
 
@@ -106,12 +106,18 @@ def _mask(**given: Any) -> Any:
     return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 1, 1 + behind, -1, -1, 1 + window)
 
 
-def _segments(given: dict[str, Any]) -> Segments | None:
-    batch, length, padding = given["batch_size"], given["kv_length"], making.padding
+def is_of_whole_rows(given: dict[str, Any]) -> bool:
+    """Whether a mask that is to be made is of all that queries may see: no keys came before, as a cache's have. given:
+    what Transformers tells a function for masks."""
     position = given.get("cache_position")  # in earlier releases
     queries = given["q_length"] if position is None else len(position)
     offset = 0 if position is not None else given.get("q_offset", 0)  # where keys are as many, none came before
-    if queries != length or not isinstance(offset, int) or offset or given.get("kv_offset", 0):
+    return queries == given["kv_length"] and isinstance(offset, int) and not offset and not given.get("kv_offset", 0)
+
+
+def _segments(given: dict[str, Any]) -> Segments | None:
+    batch, length, padding = given["batch_size"], given["kv_length"], making.padding
+    if not is_of_whole_rows(given):
         return None
     window = given.get("local_size") or 0
     if making.sequences is not None:
@@ -120,8 +126,8 @@ def _segments(given: dict[str, Any]) -> Segments | None:
     if not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
         return None
     if padding is None:
-        padding = torch.ones(batch, length, dtype=torch.bool)
-    elif padding.shape != (batch, length):
+        return of_whole_rows(length, window)
+    if padding.shape != (batch, length):
         return None
     behind = padding.flip(1).cumsum(1).flip(1) == 0
     if bool(behind.any()) and bool(padding.any(1).all()) and is_unread(padding):

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours, stock_of
-from bastile.host_copies import on_host, remember
+from bastile.host_copies import fetched, on_host
 from bastile.models.forms import Code
-from bastile.models.mask_flow import MASK, hands_mask_on
+from bastile.models.mask_flow import MASK, hands_mask_on, makes
 from bastile.models.rebind import with_global
+from bastile.models.sdpa import is_of_whole_rows
 from bastile.models.sites import ModelFile, Site, calls, exchanged
-from bastile.ops._common import cast_as_linear, has_values
-from bastile.ops._flash import HALVES, refusal
+from bastile.ops._common import HALVES, cast_as_linear, has_values
+from bastile.ops._flash import refusal
 from bastile.ops.sink_attention import allowed, sink_attention
 from bastile.own_methods import given_to
 from bastile.report import Tally
@@ -91,7 +92,7 @@ def _hands_masks_out(code: Code) -> bool | None:
     for node in ast.walk(code.node):
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Dict(values=[*values])):
-                makes = [value for value in values if isinstance(value, ast.Call) and _is_making(value.func)]
+                makes = [value for value in values if isinstance(value, ast.Call) and _is_maker(value.func)]
                 if makes and len(makes) == len(values):
                     holders.add(name)
                     made += len(makes)
@@ -105,15 +106,11 @@ def _hands_masks_out(code: Code) -> bool | None:
     ]
     loads = [n for n in nodes if isinstance(n, ast.Name) and n.id in holders and isinstance(n.ctx, ast.Load)]
     is_only_taken = all(any(load is each for each in taken) for load in loads)
-    return (len(holders) == 1 and made == len([n for n in nodes if _is_making(n)]) and is_only_taken) or None
+    return (len(holders) == 1 and made == len([n for n in nodes if _is_maker(n)]) and is_only_taken) or None
 
 
-def _is_making(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id.startswith("create_") and node.id.endswith("_mask")
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
+def _is_maker(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and makes(node.id)
 
 
 # ---- making masks ----------------------------------------------------------------------------------------------------
@@ -139,9 +136,8 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
         _register()
         given = kwargs.get(MASK)
         # Of as many tokens as there are: one of a cache's, too, says nothing here.
-        is_asked = isinstance(given, torch.Tensor) and given.shape == embedded.shape[:2] and not given.is_cpu
-        if isinstance(given, torch.Tensor) and is_asked and on_host(given) is None:
-            remember(given, given.cpu())  # waits, once for all masks of a step, as for a mask of PyTorch's attention
+        if isinstance(given, torch.Tensor) and given.shape == embedded.shape[:2]:
+            fetched(given)  # waits, once for all masks of a step, as for a mask of PyTorch's attention
         own = copy.copy(config)
         own._attn_implementation_internal = _OURS
         return original(**{**kwargs, "config": own})
@@ -163,11 +159,8 @@ def _boundaries(**given: Any) -> Any:
 
     batch, keys, padding = given["batch_size"], given["kv_length"], given.get(MASK)
     position = given.get("cache_position")  # in earlier releases
-    queries = given["q_length"] if position is None else len(position)
-    offset = 0 if position is not None else given.get("q_offset", 0)  # where keys are as many, none came before
-    is_whole = queries == keys and isinstance(offset, int) and offset == 0 and not given.get("kv_offset", 0)
     device = given.get("device") or getattr(padding, "device", None) or getattr(position, "device", None)
-    starts = _starts(padding, batch, keys) if is_whole and given.get("allow_is_causal_skip") else None
+    starts = _starts(padding, batch, keys) if is_of_whole_rows(given) and given.get("allow_is_causal_skip") else None
     if starts is None or device is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[_EAGER](**given)
     made = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)

@@ -16,6 +16,7 @@ import torch
 from bastile.guards import stock_of
 from bastile.models.chunks import Chunks, Group
 from bastile.ops import _flash as flash
+from bastile.ops._common import HALVES
 
 #: By what a plan is of: whether it has been met once, or has been computed with a plan.
 _met: OrderedDict[Any, bool] = OrderedDict()
@@ -68,7 +69,7 @@ def is_served(attend: Any, qkv: Sequence[torch.Tensor], given: Any) -> bool:
         q.is_cuda
         and is_sdpa(attend)
         and q.shape == k.shape == v.shape
-        and _dtype(q) in flash.HALVES
+        and _dtype(q) in HALVES
         and q.shape[3] % 8 == 0
         and 0 < q.shape[3] <= flash.MOST_DIM
         and given.get("is_causal") is False

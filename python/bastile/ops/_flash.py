@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bastile.ops._common import FLOATS, has_values, in_transform
+from bastile.ops._common import FLOATS, HALVES, has_values, in_transform
 
-#: What flash attention serves on CUDA.
-HALVES = (torch.bfloat16, torch.float16)
-MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA
+MOST_DIM = 256  # of a head, in PyTorch's flash attention on CUDA, which serves HALVES
 OLDEST = (8, 0)  # compute capability, likewise
 
 forward = torch.ops.aten._flash_attention_forward.default

@@ -32,6 +32,12 @@ class Segments(NamedTuple):
     behind: bool = False
 
 
+def of_whole_rows(length: int, window: int = 0, device: torch.device | None = None) -> Segments:
+    """Of rows that are one sequence each; a window of as many tokens or more is none."""
+    cuts = torch.empty(0, 1, dtype=torch.int32, device=device)
+    return Segments(cuts, length, window if window < length else 0)
+
+
 def of_padding(mask: Tensor, window: int = 0) -> Segments | None:
     """Segments of rows with padding.
 
@@ -45,15 +51,15 @@ def of_padding(mask: Tensor, window: int = 0) -> Segments | None:
     """
     mask = mask.bool()
     rows, length = mask.shape
-    window = window if window < length else 0
+    if bool(mask.all()):
+        return of_whole_rows(length, window)
     count, first = mask.sum(1), mask.int().argmax(1)
     end = first + count
     at = torch.arange(length)
     in_one_piece = (at >= first[:, None]) & (at < end[:, None])
     if not bool(count.all()) or not torch.equal(in_one_piece, mask):
         return None
-    if bool((count == length).all()):
-        return Segments(torch.empty(0, 1, dtype=torch.int32), length, window)
+    window = window if window < length else 0
     before, after = bool(first.any()), bool((end < length).any())
     if after and window:
         return None

@@ -20,7 +20,7 @@ from torch import Tensor
 from bastile.ops import _flash as flash
 from bastile.ops._attentions import Pieces, Rows
 from bastile.ops._common import Function, first_order_only, is_batched
-from bastile.ops._segments import Segments, is_behind, of_padding, of_sequences, seen
+from bastile.ops._segments import Segments, is_behind, of_padding, of_sequences, of_whole_rows, seen
 
 __all__ = ["Segments", "masked_attention", "of_padding", "of_sequences"]
 
@@ -52,7 +52,7 @@ class _MaskedAttention(Function):
             right = is_behind(segments, rows, length)[..., None, None]
             y = torch.where(right, padding.view_as(y), y)
         y = y.contiguous()
-        ctx.segments, ctx.scale = segments, scale
+        ctx.how, ctx.scale = segments[1:], scale
         # Tensors are saved, and numbers stand where they stood between them.
         ctx.numbers = {i: each for i, each in enumerate(more) if isinstance(each, int)}
         tensors = [each for i, each in enumerate(more) if i not in ctx.numbers]
@@ -63,7 +63,7 @@ class _MaskedAttention(Function):
     @staticmethod
     def backward(ctx, dy):
         q, k, v, cuts, y, lse, other, *rest = ctx.saved_tensors
-        segments = ctx.segments._replace(cuts=cuts)
+        segments = Segments(cuts, *ctx.how)
         if is_batched(dy):
             mask = seen(segments, q.shape[0], q.shape[2])
             scores = q.float() @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().mT * ctx.scale
@@ -139,7 +139,7 @@ def masked_attention(
     """
     why = flash.refusal(q, k, v)
     if segments is None:
-        segments = Segments(torch.empty(0, 1, dtype=torch.int32, device=q.device), q.shape[2] if q.dim() == 4 else 0)
+        segments = of_whole_rows(q.shape[2] if q.dim() == 4 else 0, device=q.device)
     cuts = segments.cuts
     if why is None and (
         cuts.dtype is not torch.int32 or cuts.dim() != 2 or len(cuts) not in (0, 2, 4) or cuts.device != q.device
