@@ -165,7 +165,7 @@ def test_no_batch_gets_longer_than_positions_go(most: str) -> None:
     bastile.apply(cuda_graphs=True)
     model = tiny_model().to(DEVICE)
     setattr(model.config, most, 31)
-    assert module._most_positions(model.config) == 31
+    assert module.most_positions(model.config) == 31
     seen = set()
     model.model.norm.register_forward_hook(lambda _, args, out: seen.add(out.shape[1]))
     for step, length in enumerate(LENGTHS):

@@ -25,7 +25,7 @@ _LEAST_STEP = 16
 _TOKENS = ("input_ids", "inputs_embeds")
 _MASK = "attention_mask"
 #: What is a token's own, and its dimensions. Labels go through to the layers, where nobody reads them.
-_OF_EACH_TOKEN = {
+OF_EACH_TOKEN = {
     "input_ids": 2,
     "inputs_embeds": 3,
     _MASK: 2,
@@ -112,15 +112,15 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
     if not length or asks_for_more(given, config):
         return None
     for name, value in given.items():
-        if name in _OF_EACH_TOKEN:
+        if name in OF_EACH_TOKEN:
             if value is not None and not _is_of_each_token(name, value, rows, length):
                 return None
-        elif name != _OF_IMAGES and not _is_of_the_batch(value):
+        elif name != _OF_IMAGES and not is_of_the_batch(value):
             return None
     to = lengths.of(rows, length)
-    if to == length or to > _most_positions(config):
+    if to == length or to > most_positions(config):
         return None
-    longer = {n: _longer(n, given[n], to - length) for n in _OF_EACH_TOKEN if given.get(n) is not None}
+    longer = {n: _longer(n, given[n], to - length) for n in OF_EACH_TOKEN if given.get(n) is not None}
     for name, tensor in longer.items():
         host = on_host(given[name])
         if host is not None:
@@ -128,7 +128,7 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
     return {**given, **longer}, length
 
 
-def _most_positions(config: Any) -> float:
+def most_positions(config: Any) -> float:
     """Behind these a table of positions ends, or rotary embeddings look at how long the batch is."""
     scaling = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling")]
     own = [getattr(config, name, None) for name in ("max_position_embeddings", "original_max_position_embeddings")]
@@ -156,14 +156,14 @@ def _is_of_each_token(name: str, value: Any, rows: int, length: int) -> bool:
     if type(value) is not torch.Tensor:
         return False
     shape = tuple(value.shape[1:] if name == "position_ids" and value.dim() == 3 else value.shape)
-    return len(shape) == _OF_EACH_TOKEN[name] and shape[0] in (1, rows) and shape[1] == length
+    return len(shape) == OF_EACH_TOKEN[name] and shape[0] in (1, rows) and shape[1] == length
 
 
 def _is_made(mask: Any, length: int) -> bool:
     return type(mask) is torch.Tensor and mask.dim() == 4 and tuple(mask.shape[2:]) == (length, length)
 
 
-def _is_of_the_batch(value: Any) -> bool:
+def is_of_the_batch(value: Any) -> bool:
     """Whether an argument has nothing of single tokens. Zero is all of them, where it says how many to keep."""
     if isinstance(value, torch.Tensor):
         return not value.dim()

@@ -120,11 +120,10 @@ class Longer(ABC):
         return padded
 
 
-def are_of_rows(layers: Sequence[Any], have_tables: bool = False) -> bool:
+def are_of_rows(layers: Sequence[Any], more: tuple[str, ...] = ()) -> bool:
     """Whether nothing in layers but their attention has to do with more than one row at a time, as far as their modules
-    say. have_tables: attention may have an nn.Embedding."""
+    say. more: how names of further classes end that have not."""
     modules = [module for layer in layers for module in layer.modules()]
     leaves = {type(module) for module in modules if next(module.children(), None) is None}
-    leaves -= {nn.Embedding} if have_tables else set()
-    known = [cls.__name__.endswith("Norm") or f"{cls.__module__}.".startswith(_OF_ROWS) for cls in leaves]
+    known = [cls.__name__.endswith(("Norm", *more)) or f"{cls.__module__}.".startswith(_OF_ROWS) for cls in leaves]
     return all(known) and not any(isinstance(module, nn.MultiheadAttention) for module in modules)

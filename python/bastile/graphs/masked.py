@@ -49,7 +49,7 @@ class Masks:
                 bool(attentions)
                 and MASK in self._names
                 and self._are_masked(layers, attentions)
-                and are_of_rows(layers, has_buckets)
+                and are_of_rows(layers, ("Embedding",) if has_buckets else ())
             )
         hidden = args[0]
         is_sdpa = getattr(self._config, "_attn_implementation", None) == "sdpa"

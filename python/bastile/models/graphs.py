@@ -19,7 +19,7 @@ from bastile.graphs.stack import Stack, stack_of
 from bastile.graphs.step import Mode, Step, begin
 from bastile.graphs.unread import without
 from bastile.guards import stock_of
-from bastile.models import generation
+from bastile.models import generation, sdpa
 from bastile.models.backbone import backbones
 from bastile.models.checkpoints import is_layer
 from bastile.models.masks import with_positions
@@ -102,7 +102,7 @@ def _stepped(
 ) -> Any:
     """given: the arguments by name; None where they are more than have one."""
     step.may_pad, longer = False, None
-    if given is not None and not collected.collector():
+    if given is not None and not collected.collector() and sdpa.making.packed is None:  # whose lengths are few
         step.may_pad = not asks_for_more(given, getattr(backbone, "config", None))
         longer = _lengthened(step.stack, backbone, original, given)
     if longer is None:

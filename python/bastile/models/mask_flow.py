@@ -43,6 +43,34 @@ def hands_masks_out(code: Code, may_return: bool = False) -> bool | None:
     return _Flow(code.node, may_return).is_only_to_layers() or None
 
 
+def goes_to_makers_alone(code: Code, makers: tuple[str, ...]) -> bool | None:
+    """Whether a backbone does nothing with the mask that it is given but hand it to functions that make masks, which
+    are these alone."""
+    nodes = list(ast.walk(code.node))
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and makes(node.id)}
+    above = {child: each for each in nodes for child in ast.iter_child_nodes(each)}
+    uses = [node for node in nodes if is_name(node, MASK)]
+    return True if made <= set(makers) and all(_is_handed_or_asked(node, above) for node in uses) else None
+
+
+def _is_handed_or_asked(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
+    """Given to a function under its name, in a call or a dictionary of arguments, or asked whether it is several."""
+    match above.get(node):
+        case ast.keyword(arg=name):
+            return name == MASK
+        case ast.Dict(keys=keys, values=values):
+            key = keys[next(i for i, value in enumerate(values) if value is node)]
+            return isinstance(key, ast.Constant) and key.value == MASK
+        case ast.NamedExpr() as named:
+            return _is_isinstance(above.get(named))
+        case asked:
+            return _is_isinstance(asked)
+
+
+def _is_isinstance(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and is_name(node.func, "isinstance")
+
+
 class _Flow:
     """Where masks go in a function: which names stand for one ("mask"), for several by kinds of layers ("masks"), for
     what makes one ("maker") and for several of these ("makers")."""

@@ -36,19 +36,29 @@ _CACHES = ("cache", "past_key_values")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    makers = [name for name in MAKERS if _is_maker(file.scope.get(name))]
-    own = list(file.own_classes()) if makers else []
-    backbones = tuple(cls for cls in own if _makes_masks(_forward(cls)))
-    if not backbones or not any(_attends(cls) for cls in own) or calls(stock_of(file.scope.get(_EAGER)), _SINKS):
-        return
-    why = _elsewhere(file, own, backbones)
-    if why is not None:
-        file.unknown[f"masks of {backbones[0].__name__}"] = f"stay: {why}"
-        return
-    for maker in makers:
+    backbones = hand_masks_to_attention(file)
+    for maker in _makers(file) if backbones else ():
         replacement = _make(stock_of(file.scope[maker]))
         one_model = partial(exchanged, partial(with_global, name=maker, value=replacement))
         yield Site(OPERATOR, maker, file.module, maker, _make, backbones, one_model)
+
+
+def hand_masks_to_attention(file: ModelFile) -> tuple[type, ...]:
+    """The classes that make masks, if all that becomes of these is that layers hand them to the function that
+    attends."""
+    own = list(file.own_classes()) if _makers(file) else []
+    backbones = tuple(cls for cls in own if _makes_masks(_forward(cls)))
+    if not backbones or not any(_attends(cls) for cls in own) or calls(stock_of(file.scope.get(_EAGER)), _SINKS):
+        return ()
+    why = _elsewhere(file, own, backbones)
+    if why is not None:
+        file.unknown[f"masks of {backbones[0].__name__}"] = f"stay: {why}"
+        return ()
+    return backbones
+
+
+def _makers(file: ModelFile) -> list[str]:
+    return [name for name in MAKERS if _is_maker(file.scope.get(name))]
 
 
 def _forward(cls: type) -> Any:
@@ -155,14 +165,21 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         if sdpa.is_ours(kwargs.get(MASK)):
             return kwargs[MASK]  # made before: as for any of more than two dimensions
+        making = sdpa.making
         if args or torch.compiler.is_compiling() or not _is_served(kwargs) or not sdpa.register():
+            if making.packed is not None:
+                raise sdpa.CannotBeTold
             return original(*args, **kwargs)
         own = copy.copy(kwargs["config"])
         own._attn_implementation_internal = sdpa.MASKS
-        making = sdpa.making
-        making.padding, making.sequences = _padding(kwargs), _sequences(kwargs)
+        given = {**kwargs, "config": own}
+        if making.packed is None:
+            making.padding, making.sequences = _padding(kwargs), _sequences(kwargs)
+        else:
+            making.padding, making.sequences, making.packed.are_made = None, making.packed.sequences, True
+            given = {**given, _POSITIONS: None}  # of which Transformers would ask where sequences begin
         making.device = _embedded(kwargs).device
-        return original(**{**kwargs, "config": own})
+        return original(**given)
 
     return mark_as_ours(make)
 

@@ -24,6 +24,7 @@ _T = TypeVar("_T")
 class _Here(threading.local):
     labels: torch.Tensor | None = None
     is_assumed = False
+    is_alone = False  # nobody gets to see other rows than those that are read
 
 
 _here = _Here()
@@ -32,27 +33,37 @@ _are_read: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def read_by(labels: Any) -> Iterator[None]:
+def read_by(labels: Any, is_alone: bool = False) -> Iterator[None]:
     """Within, in this thread, a model makes hidden states of which those rows are read whose labels are not IGNORED, or
-    the row before each of these. None: nothing is known."""
-    before = _here.labels
+    the row before each of these. None: nothing is known. is_alone: nobody gets to see the others."""
+    before = _here.labels, _here.is_alone
     is_known = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
-    _here.labels = labels if is_known else None
+    _here.labels, _here.is_alone = labels if is_known else None, is_alone and is_known
     try:
         yield
     finally:
-        _here.labels = before
+        _here.labels, _here.is_alone = before
 
 
-def is_unread(mask: torch.Tensor) -> bool:
-    """mask: of the batch's tokens, on the host. What stands behind the labels is cut off before anybody sees it."""
+def may_be_left_out(is_training: bool) -> bool:
+    """Whether anything is known of which rows are read, and nobody will look at the others: logits of an evaluation are
+    handed to whoever measures."""
+    return _here.is_assumed or (_here.labels is not None and (is_training or _here.is_alone))
+
+
+def is_unread(mask: torch.Tensor, before: bool = False) -> bool:
+    """mask: of the batch's tokens, on the host. before: padding before sequences is not to be read either, of which the
+    last row may be, by the first token's label. What stands behind the labels is cut off before anybody sees it."""
     if _here.is_assumed:
         return True
     labels = _here.labels
     host = None if labels is None else labels if labels.is_cpu else on_host(labels)
     if host is None or len(host) != len(mask) or host.shape[1] > mask.shape[1]:
         return False
-    return not bool(((host != IGNORED) & (mask[:, : host.shape[1]] == 0)).any())
+    is_read, is_padding = host != IGNORED, mask[:, : host.shape[1]] == 0
+    if bool((is_read & is_padding).any()):
+        return False
+    return not before or not bool((is_read[:, 1:] & is_padding[:, :-1]).any())
 
 
 def wait_for_labels() -> None:
@@ -71,7 +82,7 @@ def assumed(model: Any, mask: Any, target: torch.Tensor, run: Callable[[], _T]) 
     if not isinstance(mask, torch.Tensor) or mask.shape != target.shape or mask.device != target.device:
         return run()
     if not _is_counted_later(target) or model in _are_read:
-        with read_by(target):
+        with read_by(target, is_alone=True):
             return run()
     wrong = ValidCount((target != IGNORED) & (mask == 0), ignore_index=0)
     _here.is_assumed = True

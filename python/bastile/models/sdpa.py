@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from bastile.guards import stand_in_for, stock_of
 from bastile.models.forms import codes
 from bastile.models.padding import is_unread
 from bastile.models.varlen import is_sdpa
-from bastile.ops._common import HALVES, cast_as_linear
+from bastile.ops._common import HALVES, cast_as_linear, cast_type
 from bastile.ops._flash import refusal
 from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen
 from bastile.ops.masked_attention import masked_attention
@@ -36,9 +38,22 @@ _TALLY = Tally.of("masked_attention", "transformers.integrations.sdpa_attention.
 _LEFT_OUT = Tally.of("masked_attention", "transformers.masking_utils.sdpa_mask")
 
 
+class CannotBeTold(Exception):
+    """Of a batch that has been put side by side (models/padding_free.py): its attention takes no mask of ours."""
+
+
+class Packed:
+    """Which sequence each token of such a batch is of, [1, T] on the host, and whether masks have been made of that."""
+
+    def __init__(self, sequences: torch.Tensor) -> None:
+        self.sequences, self.are_made = sequences, False
+
+
 class _Making(threading.local):
     """Of the mask that is being made in this thread: on the host, which tokens are no padding, or which sequence each
-    is of; and where it is to be."""
+    is of; and where it is to be. packed: of the batch that is going through a backbone."""
+
+    packed: Packed | None = None
 
     padding: torch.Tensor | None = None
     sequences: torch.Tensor | None = None
@@ -46,8 +61,22 @@ class _Making(threading.local):
 
 
 making = _Making()
+
+
+@contextmanager
+def packed(sequences: torch.Tensor) -> Iterator[Packed]:
+    """Within, in this thread, masks are of these sequences, or CannotBeTold is raised."""
+    before, making.packed = making.packed, Packed(sequences)
+    try:
+        yield making.packed
+    finally:
+        making.packed = before
+
+
 #: Configurations of models whose attention has refused a mask of ours, by id: theirs are made as ever from then on.
 _refused: dict[int, Any] = {}
+#: Likewise, whether theirs would take one, as far as its first call says.
+_looked_at: dict[int, tuple[Any, bool]] = {}
 #: By a mask of ours, what Transformers would have made.
 _originals: Any = WeakTensorKeyDictionary()
 
@@ -83,6 +112,7 @@ def take_out_of(_: Any) -> None:
         table[NAME] = stock_of(table[NAME])
     ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(MASKS, None)
     _refused.clear()
+    _looked_at.clear()
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -156,6 +186,7 @@ def _attends(original: Any) -> Any:
     @functools.wraps(original)
     def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(attention_mask):
+            _look_at(module, query, key, value, args, kwargs)
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
         why = _refusal(args, kwargs) or (_WIDE if q.dtype not in TYPES else None) or refusal(q, k, v)
@@ -167,10 +198,34 @@ def _attends(original: Any) -> Any:
             mask = _original_mask(attention_mask, query)
             return original(module, query, key, value, mask, *args, **kwargs)
         _TALLY.count()
+        _note(module, True)
         return masked_attention(q, k, v, _said(attention_mask, q.shape[2]), scale=kwargs.get("scaling")), None
 
     stand_in_for(original, attend)
     return attend
+
+
+def is_known_to_take_ours(config: Any) -> bool:
+    """Whether a model's attention is PyTorch's, and has been seen to be one that takes masks of ours."""
+    found, takes = _looked_at.get(id(config), (None, False))
+    is_same = found is not None and found() is config
+    return is_same and takes and not has_refused(config) and getattr(config, "_attn_implementation", None) == NAME
+
+
+def _look_at(module: Any, query: Any, key: Any, value: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """At a call without a mask of ours: what would become of one. Once for a model, in a type that is served."""
+    if id(getattr(module, "config", None)) in _looked_at or torch.compiler.is_compiling():
+        return
+    if (cast_type(query) or query.dtype) in TYPES:
+        q, k, v = cast_as_linear(query, key, value)
+        _note(module, _refusal(args, kwargs) is None and refusal(q, k, v) is None)
+
+
+def _note(module: Any, takes: bool) -> None:
+    config = getattr(module, "config", None)
+    if config is not None and id(config) not in _looked_at:
+        key = id(config)
+        _looked_at[key] = weakref.ref(config, lambda _: _looked_at.pop(key, None)), takes
 
 
 _WIDE = "its tensors are of float32"

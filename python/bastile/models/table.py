@@ -83,9 +83,15 @@ OPERATORS: dict[str, Operator] = {
         "layers of a training step as CUDA graphs, and calls for one token of generated text",
         r"Model$",
     ),
+    "padding_free": Operator(
+        "padding_free",
+        "batches without their padding, where nobody reads what layers make of it",
+        r"Model$",
+        needs=("masked_attention",),
+    ),
 }
 
 #: Those that run all layers, and compute nothing of their own.
-OF_BACKBONES = frozenset({"recompute", "offload_checkpoints", "cuda_graphs"})
+OF_BACKBONES = frozenset({"recompute", "offload_checkpoints", "cuda_graphs", "padding_free"})
 #: Those that bastile.apply puts in where nothing else is said.
 USUAL = tuple(name for name, operator in OPERATORS.items() if not operator.on_request)

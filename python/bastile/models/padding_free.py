@@ -1,0 +1,225 @@
+"""The forward of a causal model's backbone, in which a batch's padding is no part of it.
+
+Collators pad each batch to its longest row, and layers compute all of it: of rows of all lengths a third to a half is
+padding. Where nobody reads what comes of that (models/padding.py), the tokens of all rows go through the layers side by
+side in one row, as packed sequences do, each with the position that it had, and each row sees itself alone
+(models/masked_attention.py). Behind the layers they are put back where they were, among zeros."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.graphs import caches, collected
+from bastile.graphs.lengths import OF_EACH_TOKEN, asks_for_more, attentions_of, is_of_the_batch, most_positions
+from bastile.graphs.longer import are_of_rows
+from bastile.graphs.watch import HOOKS
+from bastile.guards import stock_of
+from bastile.host_copies import fetched, on_host
+from bastile.models import padding, sdpa
+from bastile.models.backbone import backbones
+from bastile.models.chunks import sent
+from bastile.models.mask_flow import MASK, goes_to_makers_alone
+from bastile.models.masked_attention import MAKERS, hand_masks_to_attention
+from bastile.models.rebind import as_keywords, parameter_names
+from bastile.models.sites import ModelFile, Site, calls
+from bastile.ops._common import in_transform
+from bastile.ops._valid_rows import gather, scatter
+from bastile.report import Tally
+
+OPERATOR = "padding_free"
+_TOKENS, _POSITIONS = ("input_ids", "inputs_embeds"), "position_ids"
+_OF_IMAGES = "deepstack_visual_embeds"  # of no token but those that a mask names
+#: Of a batch, that may be left: longer rows attend side by side at two thirds of the rate at which they do by themselves
+#: (docs/masked_attention.md), and shorter ones hardly notice, but of each new length they would need graphs.
+_LARGEST_PART, _LONG_PART, _LONG = 1.0, 0.9, 1024
+#: Numbers of tokens are made few: eight between two powers of two.
+_STEPS, _LEAST_STEP = 16, 64
+#: Hooks of these packages see activations of any shape.
+_OF_ANY_SHAPE = ("torch.", "accelerate.", "deepspeed.", "peft.", "bastile.")
+#: Modules without others in them that work on each token by itself, by the ends of their names, beside those that
+#: graphs know (`are_of_rows`).
+_OF_A_TOKEN = ("Experts", "Router", "Gate", "RotaryEmbedding")
+
+
+def sites(file: ModelFile) -> Iterator[Site]:
+    served = hand_masks_to_attention(file)
+    for cls in backbones(file):
+        forward = stock_of(vars(cls)["forward"])
+        counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
+        if cls in served and counts and file.read(cls, goes_to_makers_alone, MAKERS):
+            yield file.forward_site(OPERATOR, cls, unpadded_forward)
+
+
+class _Known:
+    """Of one backbone."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        layers = backbone._modules.get("layers")
+        found = list(layers) if isinstance(layers, nn.ModuleList) else []
+        modules = [module for layer in found for module in layer.modules()]
+        attentions = attentions_of(found)
+        self.serves = (
+            bool(attentions) and all(each.is_causal for each in attentions) and are_of_rows(found, _OF_A_TOKEN)
+        )
+        self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
+
+    def has_hooks(self) -> bool:
+        return not all(_sees_any_shape(hook) for hooks in self._hooks if hooks for hook in hooks.values())
+
+
+def _sees_any_shape(hook: Any) -> bool:
+    where = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return where.startswith(_OF_ANY_SHAPE) or collected.collects(hook)
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+#: Backbones that turned out to return, or to make of masks, what is not known here.
+_never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class _Unpadded:
+    """The tokens of a batch that are no padding, side by side, and behind them some that make their number one of few:
+    a sequence of its own, or several, none longer than the batch was."""
+
+    def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
+        """mask: [B, S] of bools, on the host."""
+        self.rows, self.length = mask.shape
+        tokens = mask.flatten().nonzero().flatten()
+        self.count, self.to = len(tokens), few(len(tokens) + 1)
+        behind = torch.arange(self.to - self.count)
+        sequences = torch.cat([tokens // self.length, self.rows + behind // self.length])
+        is_one = self.count and bool((sequences[: self.count] == sequences[0]).all())
+        #: Which sequence each token is of, [1, T]. What is behind an only one is part of it, which nobody sees.
+        self.sequences = (torch.zeros_like(sequences) if is_one else sequences)[None]
+        positions = torch.cat([tokens % self.length, behind % self.length])
+        both = sent(torch.cat([positions, tokens]), device)
+        self.positions, self._tokens = both[: self.to].unsqueeze(0), both[self.to :]
+
+    def pays(self) -> bool:
+        part = _LONG_PART if self.length > _LONG else _LARGEST_PART
+        return self.count > 0 and self.to <= part * self.rows * self.length
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B or 1, S, ...] as [1, T, ...], zeros behind."""
+        whole = tensor.expand(self.rows, *tensor.shape[1:])
+        taken = gather(whole.flatten(0, 1), self._tokens)
+        behind = [0, 0] * (taken.dim() - 1) + [0, self.to - self.count]
+        return nn.functional.pad(taken, behind)[None]
+
+    def back(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, T, H] as [B, S, H]."""
+        spread = scatter(hidden[0, : self.count], self._tokens, self.rows * self.length)
+        return spread.unflatten(0, (self.rows, self.length))
+
+
+def few(count: int) -> int:
+    """At least so many tokens, an eighth more at most, or what is missing to 64."""
+    step = max(_LEAST_STEP, (1 << (count - 1).bit_length()) // _STEPS)
+    return -(-count // step) * step
+
+
+def unpadded_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
+    names = parameter_names(original)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or len(args) > len(names) or not padding.may_be_left_out(self.training):
+            return original(self, *args, **kwargs)
+        given = as_keywords(names, args, kwargs)
+        batch = _batch(self, given)
+        if batch is None:
+            return original(self, *args, **kwargs)
+        if isinstance(batch, str):
+            tally.step_aside(batch, is_usual=True)
+            return original(self, *args, **kwargs)
+        try:
+            with sdpa.packed(batch.sequences) as masks:
+                result = original(self, **_arguments(given, batch))
+        except sdpa.CannotBeTold:
+            result = None
+        if result is None or not masks.are_made or not _put_back(result, batch):
+            _never.add(self)
+            return original(self, *args, **kwargs)
+        tally.count()
+        return result
+
+    return forward
+
+
+def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None:
+    """A batch without its padding; None where it has none, or where that is none of ours, and why where it might be."""
+    config, mask = getattr(backbone, "config", None), given.get(MASK)
+    tokens = [given[name] for name in _TOKENS if given.get(name) is not None]
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(tokens) != 1 or mask.shape != tokens[0].shape[:2]:
+        return None
+    rows, length = mask.shape
+    if backbone in _never or not sdpa.is_known_to_take_ours(config) or caches.given_in(given) is not None:
+        return None
+    if in_transform(tokens[0], mask) or (tokens[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    if asks_for_more(given, config) or collected.collector() or not _returns_names(given, config):
+        return "more is asked of it than its last hidden states"
+    if not all(_is_known(name, value, rows, length) for name, value in given.items()):
+        return "it is given what is not known to be of single tokens"
+    if 0 < most_positions(config) < length:
+        return "rows are longer than its positions"
+    known = _known.get(backbone)
+    if known is None:
+        known = _known[backbone] = _Known(backbone)
+    if not known.serves:
+        return "its layers are not known to see more than one token in their attention alone"
+    if known.has_hooks():
+        return "hooks on its layers"
+    waits = not mask.is_cpu and on_host(mask) is None
+    host = fetched(mask).bool()
+    if waits:
+        padding.wait_for_labels()
+    if bool(host.all()) or not padding.is_unread(host, before=True):
+        return None
+    found = _Unpadded(host, tokens[0].device)
+    return found if found.pays() else None
+
+
+def _returns_names(given: dict[str, Any], config: Any) -> bool:
+    asked = given.get("return_dict")
+    return bool(getattr(config, "return_dict", True) if asked is None else asked)
+
+
+def _is_known(name: str, value: Any, rows: int, length: int) -> bool:
+    if is_of_the_batch(value) or name == _OF_IMAGES:
+        return True
+    if name not in OF_EACH_TOKEN or type(value) is not torch.Tensor:
+        return False
+    shape = value.shape[1:] if name == _POSITIONS and value.dim() == 3 else value.shape
+    return len(shape) == OF_EACH_TOKEN[name] and shape[0] in (1, rows) and shape[1] == length
+
+
+def _arguments(given: dict[str, Any], batch: _Unpadded) -> dict[str, Any]:
+    of_tokens = [name for name in OF_EACH_TOKEN if given.get(name) is not None and name != MASK]
+    found = {name: batch.of(given[name]) for name in of_tokens if name != _POSITIONS}
+    positions = given.get(_POSITIONS)
+    if positions is None:
+        found[_POSITIONS] = batch.positions
+    elif positions.dim() == 3:
+        found[_POSITIONS] = torch.stack([batch.of(axis) for axis in positions])
+    else:
+        found[_POSITIONS] = batch.of(positions)
+    return {**given, **found, MASK: None}
+
+
+def _put_back(result: Any, batch: _Unpadded) -> bool:
+    """False, where the backbone returns what this knows nothing of."""
+    found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
+    if "last_hidden_state" not in found or set(found) - {"last_hidden_state", *caches.NAMES}:
+        return False
+    cache = caches.given_in(found)
+    if cache is not None:
+        caches.leave_unfilled(cache)
+    result["last_hidden_state"] = batch.back(found["last_hidden_state"])
+    return True
