@@ -280,15 +280,18 @@ def ragged(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
 
 
 def padded(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
-    """Of tools/trl_rl.py --ragged, with and without an operator."""
+    """Of tools/trl_rl.py --ragged, with and without an operator, and stock's where it ran too."""
     rows: dict[str, dict[str, str]] = {}
     for step in run["padded"]:
         name = f"{step['trainer'].upper()} {step['shape']}, {step['batch']} x {step['length']}"
         name += ", side by side" if step["packing"] else ", padded"
         cell = f"{step['median_ms']:.0f}, {step['last_two_steps_kernels_ms']:.0f} ({step['peak_gib']:.1f})"
-        rows.setdefault(name, {})["without" if step["without"] else "with"] = cell
-    table = [["milliseconds of a step, median, and of its kernels (peak GiB)", "Bastile without it", "**with it**"]]
-    table += [[name, cells.get("without", "–"), f"**{cells['with']}**"] for name, cells in rows.items()]
+        kind = "without" if step["without"] else "with" if step["implementation"] == "bastile" else "stock"
+        rows.setdefault(name, {})[kind] = cell
+    others = ["stock", "without"] if any("stock" in cells for cells in rows.values()) else ["without"]
+    heads = {"stock": "stock", "without": "Bastile without it"}
+    table = [["milliseconds of a step, median, and of its kernels (peak GiB)", *map(heads.get, others), "**with it**"]]
+    table += [[name, *[cells.get(o, "–") for o in others], f"**{cells['with']}**"] for name, cells in rows.items()]
     return [*by_command(run, link), *rows_of(table)]
 
 

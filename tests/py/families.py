@@ -19,6 +19,7 @@ PLACES = {
     "recompute": "backbone_class",
     "offload_checkpoints": "backbone_class",
     "cuda_graphs": "backbone_class",
+    "padding_free": "unpadded_class",
 }
 
 
@@ -51,6 +52,11 @@ class Family:
     activation: str = "act_fn"
     backbone: str = "model"
     head: str = "lm_head"
+
+    @property
+    def unpadded_class(self) -> str | None:
+        """The backbone, where batches can go through it without their padding."""
+        return None if self.mask_function is None else self.backbone_class
 
     @property
     def operators(self) -> tuple[str, ...]:

@@ -247,7 +247,7 @@ def test_apply_after_another_patcher_names_it(patcher: Any) -> None:
         RuntimeWarning, match=r"by lion_kernel\.patches\.LionRMSNorm.*stays as it is, the rest is served"
     ):
         names = bastile.apply()
-    left = ["masked_attention_qwen3", "recompute_qwen3", "cuda_graphs_qwen3"]
+    left = ["masked_attention_qwen3", "recompute_qwen3", "cuda_graphs_qwen3", "padding_free_qwen3"]
     assert names == bastile.get_patched_ops() == list(USUAL)
     assert bastile.get_patched_ops(model) == everywhere(left, "qwen3")
     assert pieces("llama")["rms_norm"] is not before["rms_norm"]

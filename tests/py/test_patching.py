@@ -62,12 +62,13 @@ def pieces(family: str = "qwen3") -> dict[str, Any]:
         "masked_attention": vars(module)[row.mask_function],
         "recompute": forward(row.backbone_class),
         "cuda_graphs": forward(row.backbone_class),
+        "padding_free": forward(row.backbone_class),
     }
     return {operator: found[operator] for operator in row.operators}
 
 
 #: They replace the backbone's forward, one within the other.
-ON_BACKBONES = {"recompute", "offload_checkpoints", "cuda_graphs"}
+ON_BACKBONES = {"recompute", "offload_checkpoints", "cuda_graphs", "padding_free"}
 
 
 def runs_stock(model: torch.nn.Module) -> bool:
@@ -181,18 +182,19 @@ def test_reset_of_some_leaves_the_others(family: str) -> None:
 @pytest.mark.parametrize(("first", "second"), permutations(sorted(ON_BACKBONES), 2))
 def test_two_on_one_place_are_taken_out_apart(first: str, second: str) -> None:
     """In whatever order they came and go, each is in force until it is taken out, and the very object comes back."""
-    before, calls = pieces(), dict.fromkeys(OPERATORS, False)
+    before, needed = pieces(), {need for each in (first, second) for need in OPERATORS[each].needs}
+    calls, patches = {name: name in needed for name in OPERATORS}, FAMILIES["qwen3"].patches
     for leaves, stays in ((first, second), (second, first)):
         bastile.apply(model_types="qwen3", **{**calls, first: True})
         names = bastile.apply(model_types="qwen3", **{**calls, first: True, second: True})
-        assert names == FAMILIES["qwen3"].patches({first, second})
+        assert names == patches({first, second, *needed})
         assert bastile.reset([f"{leaves}_qwen3"]) == [f"{leaves}_qwen3"]
-        assert bastile.get_patched_ops() == [f"{stays}_qwen3"]
+        assert bastile.get_patched_ops() == patches({stays, *needed})
         bastile.report(reset=True)
         tiny_model()(**tiny_batch(tiny_model()))
         assert leaves not in {line.operator for line in bastile.report()}
         assert pieces() != before
-        assert bastile.reset() == [f"{stays}_qwen3"]
+        assert bastile.reset() == patches({stays, *needed})
         assert pieces() == before
 
 
@@ -293,7 +295,7 @@ def test_apply_to_model_touches_that_model_only(family: str, calls: dict[str, in
 def test_class_and_model_patches_are_taken_out_apart(family: str, calls: dict[str, int]) -> None:
     model = tiny_model(family)
     bastile.apply(swiglu=False)
-    own = ("swiglu", "fused_linear_cross_entropy", "masked_attention", "recompute", "cuda_graphs")
+    own = ("swiglu", "fused_linear_cross_entropy", "masked_attention", "recompute", "cuda_graphs", "padding_free")
     assert bastile.apply_to_model(model, rms_norm=False, rope=False) == [f"{name}_{family}" for name in own]
     assert bastile.get_patched_ops(model) == everywhere(all_of(family), family)
     model(**tiny_batch(model))

@@ -81,7 +81,15 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
     ]
     # Some go into PEFT and PyTorch, where their statements are (test_rewrite.py), or into functions of a module's.
     elsewhere = {"lora_linear", "layer_norm", "gated_rms_norm", "add_rms_norm", "sink_attention", "masked_attention"}
-    elsewhere |= {"causal_conv1d", "gated_delta_rule", "mamba2_scan", "chunked_attention", "adamw", "autocast_linear"}
+    elsewhere |= {
+        "causal_conv1d",
+        "gated_delta_rule",
+        "mamba2_scan",
+        "chunked_attention",
+        "adamw",
+        "autocast_linear",
+        "padding_free",
+    }
     assert {place[0] for place in found} == set(OPERATORS) - elsewhere
     return [place for place in found if place[0] in row.operators]
 

@@ -115,6 +115,10 @@ LOSS = "fused_linear_cross_entropy"
 near = partial(pytest.approx, rel=1e-5, abs=1e-5, nan_ok=True)
 
 
+def adapters() -> Any:
+    return needs_peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
 def both(kind: str, path: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Run:
     """The run with Bastile, whose numbers are those of stock."""
     options = {name: value() if callable(value) else value for name, value in options.items()}
@@ -170,7 +174,7 @@ def test_capped_logits(kind: str, saved: Any, tmp_path: Path, monkeypatch: pytes
     [
         ({"gradient_accumulation_steps": 2}, 2),
         ({"gradient_checkpointing": False}, 1),
-        ({"peft_config": lambda: needs_peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")}, 1),
+        ({"peft_config": adapters}, 1),
     ],
     ids=["accumulation", "no checkpointing", "lora"],
 )
@@ -576,7 +580,6 @@ def test_a_reference_without_adapters_is_graphs(
     options = {"beta": 0.1, "max_steps": 6, "num_train_epochs": 6} if kind == "grpo" else {"max_steps": 6}
     monkeypatch.setattr(graphs, "everywhere", True)
     allow_graphs(monkeypatch, "cpu")  # where the trainers are
-    adapters = lambda: needs_peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")  # noqa: E731
     run = both(kind, saved("qwen3"), tmp_path, monkeypatch, peft_config=adapters, **options)
     assert not run.aside
     (layers,) = [line for line in bastile.report() if line.operator == "cuda_graphs" and "Model" in line.where]

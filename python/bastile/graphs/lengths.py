@@ -80,12 +80,15 @@ class Lengths:
         """Graphs of so many tokens, nor of more."""
         self._too_many = min(self._too_many, tokens)
 
+    def may_pay(self, tokens: int) -> bool:
+        return tokens < self._too_many
+
     def of(self, rows: int, length: int) -> int:
         """To which such a batch is padded; its own length where it is not."""
         if not self.vary:
             self._seen.add(length)
         to = padded(length)
-        return to if self.vary and not self.never and rows * to < self._too_many else length
+        return to if self.vary and not self.never and self.may_pay(rows * to) else length
 
 
 def is_causal(forward: Callable[..., Any], layers: Sequence[nn.Module]) -> bool:

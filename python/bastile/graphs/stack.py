@@ -72,6 +72,12 @@ def stack_of(backbone: nn.Module, tally: Tally) -> Stack:
     return found
 
 
+def may_pay(backbone: nn.Module, tokens: int) -> bool:
+    """Whether graphs of so many tokens pay, as far as has been measured."""
+    found = _stacks.get(backbone)
+    return found is None or (found.never is None and found.lengths.may_pay(tokens))
+
+
 def forget() -> None:
     """All that has been captured: the layers may do something else from now on."""
     for stack in list(_stacks.values()):

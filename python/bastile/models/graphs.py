@@ -15,7 +15,7 @@ from torch import nn
 
 from bastile.graphs import caches, collected, host_time
 from bastile.graphs.lengths import asks_for_more, is_causal, lengthened, shortened
-from bastile.graphs.stack import Stack, stack_of
+from bastile.graphs.stack import Stack, may_pay, stack_of
 from bastile.graphs.step import Mode, Step, begin
 from bastile.graphs.unread import without
 from bastile.guards import stock_of
@@ -95,6 +95,12 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
             return _stepped(step, original, self, given, *args, **kwargs)
 
     return forward
+
+
+def may_have_graphs(backbone: nn.Module, tokens: int) -> bool:
+    """Whether steps of so many tokens have graphs, or may get some, as far as is known."""
+    mode = of_models.get(backbone, everywhere)
+    return mode is True or (mode is not False and may_pay(backbone, tokens))
 
 
 def _stepped(

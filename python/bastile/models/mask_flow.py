@@ -54,8 +54,11 @@ def goes_to_makers_alone(code: Code, makers: tuple[str, ...]) -> bool | None:
 
 
 def _is_handed_or_asked(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
-    """Given to a function under its name, in a call or a dictionary of arguments, or asked whether it is several."""
+    """Given to a function under its name, in a call or a dictionary of arguments, asked whether it is several, or the
+    name of one that has been made."""
     match above.get(node):
+        case ast.Assign(targets=[ast.Name()]):
+            return isinstance(getattr(node, "ctx", None), ast.Store)
         case ast.keyword(arg=name):
             return name == MASK
         case ast.Dict(keys=keys, values=values):

@@ -24,6 +24,7 @@ from bastile.host_copies import fetched, on_host
 from bastile.models import padding, sdpa
 from bastile.models.backbone import backbones
 from bastile.models.chunks import sent
+from bastile.models.graphs import may_have_graphs
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
 from bastile.models.masked_attention import MAKERS, hand_masks_to_attention
 from bastile.models.rebind import as_keywords, parameter_names
@@ -35,11 +36,11 @@ from bastile.report import Tally
 OPERATOR = "padding_free"
 _TOKENS, _POSITIONS = ("input_ids", "inputs_embeds"), "position_ids"
 _OF_IMAGES = "deepstack_visual_embeds"  # of no token but those that a mask names
-#: Of a batch, that may be left: longer rows attend side by side at two thirds of the rate at which they do by themselves
-#: (docs/masked_attention.md), and shorter ones hardly notice, but of each new length they would need graphs.
+#: Of a batch, what may be left: side by side longer rows attend at two thirds of the rate that they have by themselves
+#: (docs/masked_attention.md); shorter ones hardly notice, and of each new length they would need graphs.
 _LARGEST_PART, _LONG_PART, _LONG = 1.0, 0.9, 1024
-#: Numbers of tokens are made few: eight between two powers of two.
-_STEPS, _LEAST_STEP = 16, 64
+#: Numbers of tokens are made few: eight between two powers of two, and four where each has graphs of its own.
+_STEPS, _STEPS_OF_GRAPHS, _LEAST_STEP = 16, 8, 64
 #: Hooks of these packages see activations of any shape.
 _OF_ANY_SHAPE = ("torch.", "accelerate.", "deepspeed.", "peft.", "bastile.")
 #: Modules without others in them that work on each token by itself, by the ends of their names, beside those that
@@ -54,6 +55,11 @@ def sites(file: ModelFile) -> Iterator[Site]:
         counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
         if cls in served and counts and file.read(cls, goes_to_makers_alone, MAKERS):
             yield file.forward_site(OPERATOR, cls, unpadded_forward)
+        else:
+            where = f"{cls.__name__}.forward"
+            file.unknown.setdefault(
+                where, "is not known to count positions and to hand its mask to what makes masks alone"
+            )
 
 
 class _Known:
@@ -79,38 +85,48 @@ def _sees_any_shape(hook: Any) -> bool:
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+#: Backbones that a differentiated pass has gone through, with their attention known. Until then those in training keep
+#: their padding in other passes too: a policy and its reference without adapters agree to the last bit at first.
+_begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: Backbones that turned out to return, or to make of masks, what is not known here.
 _never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Unpadded:
-    """The tokens of a batch that are no padding, side by side, and behind them some that make their number one of few:
-    a sequence of its own, or several, none longer than the batch was."""
+    """The tokens of a batch that are no padding, side by side, and behind them some again, which make their number one
+    of few: a sequence of its own, or several, none longer than the batch was."""
 
-    def __init__(self, mask: torch.Tensor, device: torch.device) -> None:
-        """mask: [B, S] of bools, on the host."""
+    def __init__(
+        self, mask: torch.Tensor, device: torch.device, steps: Callable[[int], int] = lambda _: _STEPS
+    ) -> None:
+        """mask: [B, S] of bools, on the host. steps: as of `few`, for so many tokens."""
         self.rows, self.length = mask.shape
         tokens = mask.flatten().nonzero().flatten()
-        self.count, self.to = len(tokens), few(len(tokens) + 1)
+        self.count = len(tokens)
+        self.to = few(self.count + 1, steps(self.count))
         behind = torch.arange(self.to - self.count)
         sequences = torch.cat([tokens // self.length, self.rows + behind // self.length])
         is_one = self.count and bool((sequences[: self.count] == sequences[0]).all())
-        #: Which sequence each token is of, [1, T]. What is behind an only one is part of it, which nobody sees.
-        self.sequences = (torch.zeros_like(sequences) if is_one else sequences)[None]
+        #: Which sequence each token is of, [1, T]. Of an only one, what is behind it is a part that nobody sees: None.
+        self.sequences = None if is_one else sequences[None]
         positions = torch.cat([tokens % self.length, behind % self.length])
-        both = sent(torch.cat([positions, tokens]), device)
-        self.positions, self._tokens = both[: self.to].unsqueeze(0), both[self.to :]
+        again = tokens[behind % max(1, self.count)]
+        both = sent(torch.cat([positions, tokens, again]), device)
+        self.positions = both[: self.to].unsqueeze(0)
+        self._tokens, self._again = both[self.to :].split([self.count, len(again)])
 
     def pays(self) -> bool:
         part = _LONG_PART if self.length > _LONG else _LARGEST_PART
         return self.count > 0 and self.to <= part * self.rows * self.length
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B or 1, S, ...] as [1, T, ...], zeros behind."""
-        whole = tensor.expand(self.rows, *tensor.shape[1:])
-        taken = gather(whole.flatten(0, 1), self._tokens)
-        behind = [0, 0] * (taken.dim() - 1) + [0, self.to - self.count]
-        return nn.functional.pad(taken, behind)[None]
+        """[B or 1, S, ...] as [1, T, ...]. Behind come the first tokens again, for whose sake no layer meets anything
+        new, as zeros might be; what says of which tokens images are says of none there."""
+        whole = tensor.expand(self.rows, *tensor.shape[1:]).flatten(0, 1)
+        behind = whole.detach().index_select(0, self._again)
+        if tensor.dtype is torch.bool:
+            behind.zero_()
+        return torch.cat([gather(whole, self._tokens), behind])[None]
 
     def back(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, T, H] as [B, S, H]."""
@@ -118,9 +134,9 @@ class _Unpadded:
         return spread.unflatten(0, (self.rows, self.length))
 
 
-def few(count: int) -> int:
-    """At least so many tokens, an eighth more at most, or what is missing to 64."""
-    step = max(_LEAST_STEP, (1 << (count - 1).bit_length()) // _STEPS)
+def few(count: int, steps: int = _STEPS) -> int:
+    """At least so many tokens; more by at most the next power of two over `steps`, or what is missing to 64."""
+    step = max(_LEAST_STEP, (1 << (count - 1).bit_length()) // steps)
     return -(-count // step) * step
 
 
@@ -176,13 +192,17 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
         return "its layers are not known to see more than one token in their attention alone"
     if known.has_hooks():
         return "hooks on its layers"
+    if backbone.training and torch.is_grad_enabled():
+        _begun.add(backbone)
+    elif backbone.training and backbone not in _begun:
+        return None
     waits = not mask.is_cpu and on_host(mask) is None
     host = fetched(mask).bool()
     if waits:
         padding.wait_for_labels()
     if bool(host.all()) or not padding.is_unread(host, before=True):
         return None
-    found = _Unpadded(host, tokens[0].device)
+    found = _Unpadded(host, tokens[0].device, lambda n: _STEPS_OF_GRAPHS if may_have_graphs(backbone, n) else _STEPS)
     return found if found.pays() else None
 
 

@@ -43,9 +43,10 @@ class CannotBeTold(Exception):
 
 
 class Packed:
-    """Which sequence each token of such a batch is of, [1, T] on the host, and whether masks have been made of that."""
+    """Which sequence each token of such a batch is of, [1, T] on the host, None where all are of one; and whether masks
+    have been made of that."""
 
-    def __init__(self, sequences: torch.Tensor) -> None:
+    def __init__(self, sequences: torch.Tensor | None) -> None:
         self.sequences, self.are_made = sequences, False
 
 
@@ -64,7 +65,7 @@ making = _Making()
 
 
 @contextmanager
-def packed(sequences: torch.Tensor) -> Iterator[Packed]:
+def packed(sequences: torch.Tensor | None) -> Iterator[Packed]:
     """Within, in this thread, masks are of these sequences, or CannotBeTold is raised."""
     before, making.packed = making.packed, Packed(sequences)
     try:

@@ -91,8 +91,6 @@ def of_sequences(ids: Tensor, window: int = 0) -> Segments:
     begins = torch.ones(rows, length, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     starts = [*begins.flatten().nonzero().flatten().tolist(), rows * length]
-    if len(starts) == rows + 1:
-        return of_whole_rows(length, window)
     longest = max((end - start for start, end in pairwise(starts)), default=0)
     count = 1 << (len(starts) - 2).bit_length()
     cuts = torch.tensor([starts + [rows * length] * (count + 1 - len(starts))], dtype=torch.int32)
