@@ -12,6 +12,7 @@ from bastile.models import (
     masks,
     parameter_count,
     running_loss,
+    scored,
     sdpa,
     waits,
     walks,
@@ -25,6 +26,7 @@ _PIECES: dict[str, tuple[str | None, tuple[Any, ...]]] = {
     "torch.nn.parallel.distributed": ("DistributedDataParallel", (walks,)),
     "transformers.integrations.sdpa_attention": (None, (sdpa,)),
     "transformers.masking_utils": (None, (masks,)),
+    "transformers.modeling_layers": (None, (scored,)),
     "transformers.modeling_utils": ("PreTrainedModel", (checkpointing_switch, parameter_count, walks)),
     "transformers.trainer": ("Trainer", (running_loss, waits)),
 }

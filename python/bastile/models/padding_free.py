@@ -41,8 +41,10 @@ _OF_IMAGES = "deepstack_visual_embeds"  # of no token but those that a mask name
 _LARGEST_PART, _LONG_PART, _LONG = 1.0, 0.9, 1024
 #: Numbers of tokens are made few: eight between two powers of two, and four where each has graphs of its own.
 _STEPS, _STEPS_OF_GRAPHS, _LEAST_STEP = 16, 8, 64
-#: Hooks of these packages see activations of any shape.
-_OF_ANY_SHAPE = ("torch.", "accelerate.", "deepspeed.", "peft.", "bastile.")
+#: Hooks of these packages take activations of any shape, and so do these two, by which embeddings require gradients.
+#: (PEFT's others choose adapters by the batch's rows, and NEFTune's noise is by their length.)
+_OF_ANY_SHAPE = ("torch.", "accelerate.", "deepspeed.", "bastile.")
+_REQUIRES_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 #: Modules without others in them that work on each token by itself, by the ends of their names, beside those that
 #: graphs know (`are_of_rows`).
 _OF_A_TOKEN = ("Experts", "Router", "Gate", "RotaryEmbedding")
@@ -68,20 +70,30 @@ class _Known:
     def __init__(self, backbone: nn.Module) -> None:
         layers = backbone._modules.get("layers")
         found = list(layers) if isinstance(layers, nn.ModuleList) else []
-        modules = [module for layer in found for module in layer.modules()]
+        modules = list(backbone.modules())[1:]
         attentions = attentions_of(found)
         self.serves = (
-            bool(attentions) and all(each.is_causal for each in attentions) and are_of_rows(found, _OF_A_TOKEN)
+            bool(attentions)
+            and all(each.is_causal for each in attentions)
+            and are_of_rows(found, _OF_A_TOKEN)
+            and not any(map(_is_run_by_another, modules))
         )
         self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
 
     def has_hooks(self) -> bool:
-        return not all(_sees_any_shape(hook) for hooks in self._hooks if hooks for hook in hooks.values())
+        return not all(_takes_any_shape(hook) for hooks in self._hooks if hooks for hook in hooks.values())
 
 
-def _sees_any_shape(hook: Any) -> bool:
-    where = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return where.startswith(_OF_ANY_SHAPE) or collected.collects(hook)
+def _takes_any_shape(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a partial
+    where, name = (getattr(hook, each, None) or "" for each in ("__module__", "__name__"))
+    return f"{where}.".startswith(_OF_ANY_SHAPE) or name in _REQUIRES_GRADIENTS or collected.collects(hook)
+
+
+def _is_run_by_another(module: nn.Module) -> bool:
+    """Whether an object that is none of the modules does what the module's class would, as X-LoRA's, which weighs
+    adapters for each place of the batch."""
+    return getattr(vars(module).get("forward"), "__self__", module) is not module
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
@@ -99,25 +111,25 @@ class _Unpadded:
     def __init__(
         self, mask: torch.Tensor, device: torch.device, steps: Callable[[int], int] = lambda _: _STEPS
     ) -> None:
-        """mask: [B, S] of bools, on the host. steps: as of `few`, for so many tokens."""
+        """mask: [B, S] of bools, on the host, some of them true. steps: as of `few`, for so many tokens."""
         self.rows, self.length = mask.shape
         tokens = mask.flatten().nonzero().flatten()
         self.count = len(tokens)
         self.to = few(self.count + 1, steps(self.count))
         behind = torch.arange(self.to - self.count)
         sequences = torch.cat([tokens // self.length, self.rows + behind // self.length])
-        is_one = self.count and bool((sequences[: self.count] == sequences[0]).all())
+        is_one = bool((sequences[: self.count] == sequences[0]).all())
         #: Which sequence each token is of, [1, T]. Of an only one, what is behind it is a part that nobody sees: None.
         self.sequences = None if is_one else sequences[None]
         positions = torch.cat([tokens % self.length, behind % self.length])
-        again = tokens[behind % max(1, self.count)]
+        again = tokens[behind % self.count]
         both = sent(torch.cat([positions, tokens, again]), device)
         self.positions = both[: self.to].unsqueeze(0)
         self._tokens, self._again = both[self.to :].split([self.count, len(again)])
 
     def pays(self) -> bool:
         part = _LONG_PART if self.length > _LONG else _LARGEST_PART
-        return self.count > 0 and self.to <= part * self.rows * self.length
+        return self.to <= part * self.rows * self.length
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B or 1, S, ...] as [1, T, ...]. Behind come the first tokens again, for whose sake no layer meets anything
@@ -130,7 +142,8 @@ class _Unpadded:
 
     def back(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, T, H] as [B, S, H]."""
-        spread = scatter(hidden[0, : self.count], self._tokens, self.rows * self.length)
+        tokens = self._tokens.to(hidden.device)  # another, where a model lies on several
+        spread = scatter(hidden[0, : self.count], tokens, self.rows * self.length)
         return spread.unflatten(0, (self.rows, self.length))
 
 
@@ -191,7 +204,7 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
     if not known.serves:
         return "its layers are not known to see more than one token in their attention alone"
     if known.has_hooks():
-        return "hooks on its layers"
+        return "hooks on its modules"
     if backbone.training and torch.is_grad_enabled():
         _begun.add(backbone)
     elif backbone.training and backbone not in _begun:
@@ -200,7 +213,7 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
     host = fetched(mask).bool()
     if waits:
         padding.wait_for_labels()
-    if bool(host.all()) or not padding.is_unread(host, before=True):
+    if bool(host.all()) or not bool(host.any()) or not padding.is_unread(host, before=True):
         return None
     found = _Unpadded(host, tokens[0].device, lambda n: _STEPS_OF_GRAPHS if may_have_graphs(backbone, n) else _STEPS)
     return found if found.pays() else None
