@@ -434,6 +434,19 @@ def test_what_is_behind_is_nothing_new() -> None:
     assert unpadded.sequences.tolist() == [[0] * 11 + [1] * 9 + [2] * 17 + [3] * 17 + [4] * 10]  # type: ignore[union-attr]
 
 
+def test_memory_is_judged_by_the_batch_as_it_came() -> None:
+    """Activations are made again from a number of tokens on, which a user may have set (docs/memory.md)."""
+    model, given = tiny_model(), of_kind("right")
+    seen(model)
+    bastile.set_recompute(3 * 17)
+    try:
+        step(model, given)
+        report = bastile.report()
+    finally:
+        bastile.set_recompute(None)
+    assert report.ran("padding_free") == report.ran("recompute") == 1
+
+
 # ---- numbers of tokens -----------------------------------------------------------------------------------------------
 
 

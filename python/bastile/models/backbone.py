@@ -11,6 +11,7 @@ from torch import nn
 from bastile.guards import stock_of
 from bastile.models.adapters import has_run
 from bastile.models.rebind import as_keywords, parameter_names
+from bastile.models.sdpa import making
 from bastile.models.sites import ModelFile, Site, calls
 from bastile.recompute import min_tokens, recomputing
 from bastile.report import Tally
@@ -62,6 +63,8 @@ def _last_of(model: nn.Module) -> Iterable[nn.Module]:
 
 
 def _tokens(given: dict[str, Any]) -> int:
+    if making.packed is not None:  # as it came: what leaves out padding is to take no more memory than what does not
+        return making.packed.tokens
     ids, embeddings = given.get("input_ids"), given.get("inputs_embeds")
     if torch.is_tensor(ids):
         return ids.numel()

@@ -168,7 +168,7 @@ def unpadded_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
             tally.step_aside(batch, is_usual=True)
             return original(self, *args, **kwargs)
         try:
-            with sdpa.packed(batch.sequences) as masks:
+            with sdpa.packed(batch.sequences, batch.rows * batch.length) as masks:
                 result = original(self, **_arguments(given, batch))
         except sdpa.CannotBeTold:
             result = None

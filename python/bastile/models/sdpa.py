@@ -43,11 +43,11 @@ class CannotBeTold(Exception):
 
 
 class Packed:
-    """Which sequence each token of such a batch is of, [1, T] on the host, None where all are of one; and whether masks
-    have been made of that."""
+    """Which sequence each token of such a batch is of, [1, T] on the host, None where all are of one; how many tokens
+    it had with its padding; and whether masks have been made of it."""
 
-    def __init__(self, sequences: torch.Tensor | None) -> None:
-        self.sequences, self.are_made = sequences, False
+    def __init__(self, sequences: torch.Tensor | None, tokens: int) -> None:
+        self.sequences, self.tokens, self.are_made = sequences, tokens, False
 
 
 class _Making(threading.local):
@@ -65,9 +65,9 @@ making = _Making()
 
 
 @contextmanager
-def packed(sequences: torch.Tensor | None) -> Iterator[Packed]:
+def packed(sequences: torch.Tensor | None, tokens: int) -> Iterator[Packed]:
     """Within, in this thread, masks are of these sequences, or CannotBeTold is raised."""
-    before, making.packed = making.packed, Packed(sequences)
+    before, making.packed = making.packed, Packed(sequences, tokens)
     try:
         yield making.packed
     finally:
