@@ -285,6 +285,7 @@ def padded(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     for step in run["padded"]:
         name = f"{step['trainer'].upper()} {step['shape']}, {step['batch']} x {step['length']}"
         name += ", side by side" if step["packing"] else ", padded"
+        name += "" if step["lora"] else ", all weights"
         cell = f"{step['median_ms']:.0f}, {step['last_two_steps_kernels_ms']:.0f} ({step['peak_gib']:.1f})"
         kind = "without" if step["without"] else "with" if step["implementation"] == "bastile" else "stock"
         rows.setdefault(name, {})[kind] = cell
