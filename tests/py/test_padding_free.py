@@ -317,6 +317,19 @@ def test_attention_that_can_no_longer_be_told(monkeypatch: pytest.MonkeyPatch) -
     assert sdpa.making.packed is None
 
 
+def test_masks_that_are_made_by_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who replaces what makes them, behind our back, is not told where rows begin: the pass begins again."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model, given = tiny_model(), of_kind("right")
+    want = step(model, given)[0]
+    seen(model)
+    stock = bastile.guards.stock_of(modeling_qwen3.create_causal_mask)
+    monkeypatch.setattr(modeling_qwen3, "create_causal_mask", stock)
+    assert_same_up_to_rounding(step(model, given)[0], want, model, "loss")
+    assert ran()[0] == 0
+
+
 def test_what_returns_more_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = tiny_model(), of_kind("right")
     want = step(model, given)[0]
