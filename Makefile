@@ -74,7 +74,7 @@ py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 
 # The oldest Transformers lies in a folder of its own, before the others on Python's path.
 OLDEST := build/oldest
-MODEL_TESTS := autocast_linear chunked_attention chunks compile experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
+MODEL_TESTS := autocast_linear chunked_attention chunks compile experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types padding_free padding_scores parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
 $(OLDEST)/stamp: requirements/oldest.txt
 	rm -rf $(OLDEST)
 	$(PY) -m pip install -q --target $(OLDEST) -r $<
@@ -122,7 +122,8 @@ $(MODELS)/stamp: requirements/models.txt
 	touch $@
 
 test-models: install $(if $(VENV),$(MODELS)/stamp $(VENV)/test.stamp)
-	PYTHONPATH=$(SITE) $(PY) -m pytest -n $(JOBS) -m every_type tests/py/test_model_types.py
+	PYTHONPATH=$(SITE) $(PY) -m pytest -n $(JOBS) -m every_type tests/py/test_model_types.py \
+	    tests/py/test_masks_of_segments.py tests/py/test_padding_free.py
 	PYTHONPATH=$(MODELS):$(SITE) $(PY) -m pytest -n $(JOBS) -m needs_more tests/py/test_model_types.py
 
 # The same Python tests of the operators, with the CUDA kernels run on the CPU under AddressSanitizer and UBSan.

@@ -166,7 +166,7 @@ def test_pictures(kind: str, first: bool) -> None:
         model.zero_grad()
         ran()
         got = pictures.step(model, given)
-    assert ran()[0] == 1
+    assert ran()[0] == 1 or older_than("5.17.0")  # which hand on more
     pictures.assert_near(got, want, 1e-5)
 
 
