@@ -256,7 +256,7 @@ def test_the_command_tells_and_checks(capsys: pytest.CaptureFixture[str], monkey
     assert "stock: LongcatFlashExperts.forward has code that is not known" in capsys.readouterr().out
     assert main(["support", "llava"]) == 0
     told = capsys.readouterr().out
-    assert "recompute, cuda_graphs      stock: LlavaModel.forward does not itself take input_ids" in told
+    assert "recompute, cuda_graphs, padding_free  stock: LlavaModel.forward does not itself take input_ids" in told
     parts = re.search(r"of other types, by default (.*);", told)
     assert parts
     assert {"clip_vision_model (vision_config)", "llama (text_config)"} == set(parts[1].split(", "))

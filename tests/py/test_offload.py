@@ -332,7 +332,7 @@ def test_one_model_alone_and_reset(late: LateMover) -> None:
     loss.backward()  # which still has what it needs
     got = gradients(model)
     assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
-    assert bastile.reset(model=model)[-1] == "offload_checkpoints_qwen3"
+    assert "offload_checkpoints_qwen3" in bastile.reset(model=model)
     model(**tiny_batch(model)).loss.backward()
     assert late.outs == 2 * (LAYERS - 1)
 

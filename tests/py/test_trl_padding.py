@@ -14,6 +14,7 @@ from bastile.models import padding_free, sdpa
 pytest.importorskip("trl")
 import test_trl as runs
 import trl_runs
+from processes import on_processes, zero_config
 
 quiet, saved = runs.quiet, runs.saved  # fixtures
 
@@ -34,3 +35,81 @@ def test_padding_goes_through_no_layer(
         more["max_steps"] = 3
     runs.both(kind, saved("qwen3"), tmp_path, monkeypatch, per_device_train_batch_size=4, num_train_epochs=4, **more)
     assert bastile.report().ran("padding_free") >= 1
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def padded(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Of each process another number of tokens; of the second none is padding at first."""
+    ids = torch.randint(5, trl_runs.VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(2 * step + rank))
+    mask = torch.ones_like(ids)
+    mask[1, 3 + 6 * (rank and not step) :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def fsdp2(rank: int, path: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = trl_runs.load(path).train(), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step, lambda: [p.full_tensor().detach().clone() for p in model.parameters()]
+
+
+def zero3(rank: int, path: str) -> Any:
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = zero_config(3)
+    asked = HfDeepSpeedConfig(config)  # by which Transformers knows of it
+    model = trl_runs.load(path).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = engine(**batch, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    def weights(_: Any = asked) -> list[torch.Tensor]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return [p.detach().clone() for p in model.parameters()]
+
+    return step, weights
+
+
+def sharded(rank: int, path: str, kind: str) -> None:
+    sdpa.TYPES, padding_free._LEAST_STEP = (*sdpa.TYPES, torch.float32), 1  # type: ignore[assignment]
+    left = []
+    for patched in (False, True):
+        step, weights = {"fsdp2": fsdp2, "zero3": zero3}[kind](rank, path)
+        bastile.apply(padding_free=patched)
+        bastile.report(reset=True)
+        before = weights()
+        losses = [step(padded(rank, number)) for number in range(4)]
+        assert bastile.report().ran("padding_free") == 3 * patched
+        left.append((losses, [now - then for now, then in zip(weights(), before, strict=True)]))
+    torch.testing.assert_close(left[1][0], left[0][0], rtol=1e-5, atol=1e-5)
+    for got, want in zip(left[1][1], left[0][1], strict=True):
+        # Weights of norms are about 1, and each of four steps rounds them to 1e-7.
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max() + 1e-6
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_weights_in_parts_on_two_processes(kind: str, saved: Any, tmp_path: Path) -> None:
+    if kind == "zero3":
+        pytest.importorskip("deepspeed")
+    on_processes(2, tmp_path, sharded, saved("qwen3"), kind)

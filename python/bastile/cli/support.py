@@ -67,7 +67,7 @@ def support(options: argparse.Namespace) -> int:
             for piece in pieces.items():
                 stock.setdefault(piece, []).append(operator)
         for (where, why), operators in stock.items():
-            print(f"  {', '.join(operators):28}stock: {where} {why}")
+            print(f"  {', '.join(operators):26}  stock: {where} {why}")
         for note in each.notes:
             print(f"  note: {note}")
     return _check(asked, options.found) if options.check else 0
