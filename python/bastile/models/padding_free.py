@@ -182,7 +182,7 @@ def unpadded_forward(tally: Tally, original: Callable[..., Any]) -> Callable[...
 
 
 def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None:
-    """A batch without its padding; None where it has none, or where that is none of ours, and why where it might be."""
+    """A batch without its padding; None where it keeps what it has, and why where a user might expect otherwise."""
     config, mask = getattr(backbone, "config", None), given.get(MASK)
     tokens = [given[name] for name in _TOKENS if given.get(name) is not None]
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(tokens) != 1 or mask.shape != tokens[0].shape[:2]:
