@@ -114,12 +114,8 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
     rows, length = tokens[0].shape[:2]
     if not length or asks_for_more(given, config):
         return None
-    for name, value in given.items():
-        if name in OF_EACH_TOKEN:
-            if value is not None and not _is_of_each_token(name, value, rows, length):
-                return None
-        elif name != _OF_IMAGES and not is_of_the_batch(value):
-            return None
+    if not are_of_tokens(given, rows, length):
+        return None
     to = lengths.of(rows, length)
     if to == length or to > most_positions(config):
         return None
@@ -151,6 +147,17 @@ def _is_asked(here: Any, everywhere: Any) -> bool:
     return bool(everywhere if here is None else here)
 
 
+def are_of_tokens(given: dict[str, Any], rows: int, length: int) -> bool:
+    """Whether a backbone is given nothing but what is known to be of each token of such a batch, or of none."""
+    for name, value in given.items():
+        if name in OF_EACH_TOKEN:
+            if value is not None and not _is_of_each_token(name, value, rows, length):
+                return False
+        elif name != _OF_IMAGES and not _is_of_the_batch(value):
+            return False
+    return True
+
+
 def _is_of_each_token(name: str, value: Any, rows: int, length: int) -> bool:
     """Positions: of each axis, too, as models of images have them. Masks: also those that were made before, for each
     kind of layers."""
@@ -166,7 +173,7 @@ def _is_made(mask: Any, length: int) -> bool:
     return type(mask) is torch.Tensor and mask.dim() == 4 and tuple(mask.shape[2:]) == (length, length)
 
 
-def is_of_the_batch(value: Any) -> bool:
+def _is_of_the_batch(value: Any) -> bool:
     """Whether an argument has nothing of single tokens. Zero is all of them, where it says how many to keep."""
     if isinstance(value, torch.Tensor):
         return not value.dim()
@@ -193,10 +200,17 @@ def longer_mask(mask: torch.Tensor, by: int) -> torch.Tensor:
     return nn.functional.pad(nn.functional.pad(mask, [0, by], value=unseen), [0, 0, 0, by], value=seen)
 
 
+def states_alone(result: Any) -> dict[str, Any] | None:
+    """What a backbone returns, where that is its last hidden states, and a cache perhaps; else None."""
+    found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
+    is_known = "last_hidden_state" in found and not set(found) - {"last_hidden_state", *caches.NAMES}
+    return found if is_known else None
+
+
 def shortened(result: Any, length: int) -> bool:
     """Cuts off what a backbone returns of the padding. False, where it returns what this knows nothing of."""
-    found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
-    if "last_hidden_state" not in found or set(found) - {"last_hidden_state", *caches.NAMES}:
+    found = states_alone(result)
+    if found is None:
         return False
     cache = caches.given_in(found)
     states = found["last_hidden_state"]

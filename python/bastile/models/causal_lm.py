@@ -17,7 +17,7 @@ from bastile.integrations import nemo_rl, prime_rl, trl, verl
 from bastile.models import rewrite
 from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward, traced
-from bastile.models.padding import IGNORED, read_by
+from bastile.models.padding import is_of_loss, read_by
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
@@ -76,11 +76,9 @@ def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable
 def _labels(model: Any, given: dict[str, Any]) -> Any:
     """Those by which a model's loss leaves rows out; None where it is not the usual loss."""
     labels = given.get("labels")
-    if labels is None or given.get("ignore_index", IGNORED) != IGNORED:
+    if labels is None or not is_of_loss(model, given, _USUAL_LOSS):
         return None
-    loss = getattr(model, "loss_function", None)
-    is_usual = getattr(inspect.unwrap(stock_of(loss)), "__name__", None) == _USUAL_LOSS
-    return given.get("shift_labels", labels) if is_usual else None
+    return given.get("shift_labels", labels)
 
 
 def _hands_on_what_it_does_not_know(forward: Callable[..., Any]) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bastile.guards import mark_as_ours, stock_of
-from bastile.host_copies import fetched, on_host
+from bastile.host_copies import fetched
 from bastile.models import padding, sdpa
 from bastile.models.forms import code_of, codes
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
@@ -212,11 +212,7 @@ def _padding(given: dict[str, Any]) -> torch.Tensor | None:
     mask = given.get(MASK)
     if mask is None:
         return None
-    waits = not mask.is_cpu and on_host(mask) is None  # once for all masks of a step, where Transformers would
-    host = fetched(mask)
-    if waits:
-        padding.wait_for_labels()
-    return host.bool()
+    return padding.on_host_with_labels(mask)
 
 
 def _sequences(given: dict[str, Any]) -> torch.Tensor | None:

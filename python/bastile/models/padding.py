@@ -6,6 +6,7 @@ made again, it is taken for granted, counted on the device meanwhile, and looked
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from bastile.guards import stock_of
 from bastile.host_copies import fetched, on_host
 from bastile.ops._valid_rows import ValidCount
 
@@ -66,10 +68,20 @@ def is_unread(mask: torch.Tensor, before: bool = False) -> bool:
     return not before or not bool((is_read[:, 1:] & is_padding[:, :-1]).any())
 
 
-def wait_for_labels() -> None:
-    """Where the host has waited for the device anyway: it has nothing left to do but to copy these."""
-    if _here.labels is not None:
+def on_host_with_labels(mask: torch.Tensor) -> torch.Tensor:
+    """A mask's bools on the host, which waits for them once a step, where Transformers would. Where it does, the device
+    has nothing left to do but to copy the labels too."""
+    waits = not mask.is_cpu and on_host(mask) is None
+    host = fetched(mask)
+    if waits and _here.labels is not None:
         fetched(_here.labels)
+    return host.bool()
+
+
+def is_of_loss(model: Any, given: dict[str, Any], name: str) -> bool:
+    """Whether a model's labels are for Transformers' loss of this name, which leaves out those that are IGNORED."""
+    loss = inspect.unwrap(stock_of(getattr(model, "loss_function", None)))
+    return getattr(loss, "__name__", None) == name and given.get("ignore_index", IGNORED) == IGNORED
 
 
 def _is_counted_later(target: torch.Tensor) -> bool:

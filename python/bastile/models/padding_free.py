@@ -16,11 +16,17 @@ import torch
 from torch import nn
 
 from bastile.graphs import caches, collected
-from bastile.graphs.lengths import OF_EACH_TOKEN, asks_for_more, attentions_of, is_of_the_batch, most_positions
+from bastile.graphs.lengths import (
+    OF_EACH_TOKEN,
+    are_of_tokens,
+    asks_for_more,
+    attentions_of,
+    most_positions,
+    states_alone,
+)
 from bastile.graphs.longer import are_of_rows
 from bastile.graphs.watch import HOOKS
 from bastile.guards import stock_of
-from bastile.host_copies import fetched, on_host
 from bastile.models import padding, sdpa
 from bastile.models.backbone import backbones
 from bastile.models.chunks import sent
@@ -35,7 +41,6 @@ from bastile.report import Tally
 
 OPERATOR = "padding_free"
 _TOKENS, _POSITIONS = ("input_ids", "inputs_embeds"), "position_ids"
-_OF_IMAGES = "deepstack_visual_embeds"  # of no token but those that a mask names
 #: Of a batch, what may be left: side by side longer rows attend at two thirds of the rate that they have by themselves
 #: (docs/masked_attention.md); shorter ones hardly notice, and of each new length they would need graphs.
 _LARGEST_PART, _LONG_PART, _LONG = 1.0, 0.9, 1024
@@ -194,7 +199,7 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
         return None
     if asks_for_more(given, config) or collected.collector() or not _returns_names(given, config):
         return "more is asked of it than its last hidden states"
-    if not all(_is_known(name, value, rows, length) for name, value in given.items()):
+    if not are_of_tokens(given, rows, length):
         return "it is given what is not known to be of single tokens"
     if 0 < most_positions(config) < length:
         return "rows are longer than its positions"
@@ -209,10 +214,7 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
         _begun.add(backbone)
     elif backbone.training and backbone not in _begun:
         return None
-    waits = not mask.is_cpu and on_host(mask) is None
-    host = fetched(mask).bool()
-    if waits:
-        padding.wait_for_labels()
+    host = padding.on_host_with_labels(mask)
     if bool(host.all()) or not bool(host.any()) or not padding.is_unread(host, before=True):
         return None
     found = _Unpadded(host, tokens[0].device, lambda n: _STEPS_OF_GRAPHS if may_have_graphs(backbone, n) else _STEPS)
@@ -222,15 +224,6 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
 def _returns_names(given: dict[str, Any], config: Any) -> bool:
     asked = given.get("return_dict")
     return bool(getattr(config, "return_dict", True) if asked is None else asked)
-
-
-def _is_known(name: str, value: Any, rows: int, length: int) -> bool:
-    if is_of_the_batch(value) or name == _OF_IMAGES:
-        return True
-    if name not in OF_EACH_TOKEN or type(value) is not torch.Tensor:
-        return False
-    shape = value.shape[1:] if name == _POSITIONS and value.dim() == 3 else value.shape
-    return len(shape) == OF_EACH_TOKEN[name] and shape[0] in (1, rows) and shape[1] == length
 
 
 def _arguments(given: dict[str, Any], batch: _Unpadded) -> dict[str, Any]:
@@ -248,8 +241,8 @@ def _arguments(given: dict[str, Any], batch: _Unpadded) -> dict[str, Any]:
 
 def _put_back(result: Any, batch: _Unpadded) -> bool:
     """False, where the backbone returns what this knows nothing of."""
-    found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
-    if "last_hidden_state" not in found or set(found) - {"last_hidden_state", *caches.NAMES}:
+    found = states_alone(result)
+    if found is None:
         return False
     cache = caches.given_in(found)
     if cache is not None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from bastile.guards import stock_of
 from bastile.host_copies import on_host
 from bastile.models.forms import is_known
 from bastile.models.known_methods import KnownMethod
-from bastile.models.padding import IGNORED, read_by
+from bastile.models.padding import IGNORED, is_of_loss, read_by
 from bastile.models.rebind import as_keywords, parameter_names
 
 _TOKENS_LOSS = "ForTokenClassification"
@@ -49,9 +48,7 @@ def _last_tokens(model: Any, given: dict[str, Any]) -> torch.Tensor | None:
 
 
 def _labelled_tokens(model: Any, given: dict[str, Any]) -> Any:
-    loss = inspect.unwrap(stock_of(getattr(model, "loss_function", None)))
-    is_usual = getattr(loss, "__name__", None) == _TOKENS_LOSS and given.get("ignore_index", IGNORED) == IGNORED
-    return given.get("labels") if is_usual else None
+    return given.get("labels") if is_of_loss(model, given, _TOKENS_LOSS) else None
 
 
 def _method(fingerprints: set[str], rows: Callable[[Any, dict[str, Any]], Any], is_alone: bool) -> KnownMethod:
