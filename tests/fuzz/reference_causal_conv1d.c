@@ -3,7 +3,7 @@
 
 /* A call, and what z and its slope are at one of its elements. */
 typedef struct convolution {
-    const double *x, *weight, *bias, *dy;
+    const double *x, *weight, *bias, *seq_idx, *dy;
     int64_t tokens, channels, taps;
     bool silu;
 } convolution;
@@ -14,26 +14,34 @@ typedef struct element {
 
 static convolution convolution_of(const fuzz_call *c) {
     const fuzz_tensor *x = input(c, "x"), *weight = input(c, "weight");
-    return (convolution){x->numbers,  weight->numbers, numbers(c, "bias"), numbers(c, "dy"),
+    return (convolution){x->numbers,  weight->numbers, numbers(c, "bias"), numbers(c, "seq_idx"), numbers(c, "dy"),
                          x->shape[1], x->shape[2],     weight->shape[1],   whole(c, "silu")};
 }
 
-static int64_t at(const convolution *v, int64_t sequence, int64_t token, int64_t channel) {
-    return (sequence * v->tokens + token) * v->channels + channel;
+static int64_t at(const convolution *v, int64_t row, int64_t token, int64_t channel) {
+    return (row * v->tokens + token) * v->channels + channel;
 }
 
-/* Tokens before a sequence are zeros, which are multiplied with. */
-static double x_at(const convolution *v, int64_t sequence, int64_t token, int64_t channel) {
-    return token < 0 ? 0 : v->x[at(v, sequence, token, channel)];
+/* Whether two tokens of a row, the first not behind the second, are there, and of one sequence. */
+static bool is_same(const convolution *v, int64_t row, int64_t first, int64_t second) {
+    if (first < 0 || second >= v->tokens) return false;
+    for (int64_t t = row * v->tokens + first + 1; v->seq_idx && t <= row * v->tokens + second; t++)
+        if (v->seq_idx[t] != v->seq_idx[t - 1]) return false;
+    return true;
+}
+
+/* What the window of `token` has at `from`: tokens before its sequence are zeros, which are multiplied with. */
+static double x_at(const convolution *v, int64_t row, int64_t from, int64_t token, int64_t channel) {
+    return is_same(v, row, from, token) ? v->x[at(v, row, from, channel)] : 0;
 }
 
 /* SiLU's slope is off by at most half of what z is off by. What is lost below the least numbers of float32 is worth
  * 1e-30 here, and of what passes 1e37 on the way nothing is asked. */
-static element element_at(const convolution *v, int64_t sequence, int64_t token, int64_t channel) {
+static element element_at(const convolution *v, int64_t row, int64_t token, int64_t channel) {
     double z = v->bias ? v->bias[channel] : 0, size = fabs(z) + 1e-30;
-    double dy = v->dy ? v->dy[at(v, sequence, token, channel)] : 0;
+    double dy = v->dy ? v->dy[at(v, row, token, channel)] : 0;
     for (int64_t k = 0; k < v->taps; k++) {
-        double term = v->weight[channel * v->taps + k] * x_at(v, sequence, token - (v->taps - 1) + k, channel);
+        double term = v->weight[channel * v->taps + k] * x_at(v, row, token - (v->taps - 1) + k, token, channel);
         z += term, size += fabs(term);
     }
     double s = 1 / (1 + exp(-z)), slope = v->silu ? s * (1 + z * (1 - s)) : 1;
@@ -47,8 +55,8 @@ void fuzz_causal_conv1d_forward(fuzz_call *c) {
     convolution v = convolution_of(c);
     fuzz_tensor *y = output(c, "y");
     for (int64_t e = 0; e < y->count; e++) {
-        int64_t row = e / v.channels;
-        element z = element_at(&v, row / v.tokens, row % v.tokens, e % v.channels);
+        int64_t row = e / v.channels / v.tokens;
+        element z = element_at(&v, row, e / v.channels % v.tokens, e % v.channels);
         want(y, e, z.y, z.size);
     }
 }
@@ -66,17 +74,17 @@ void fuzz_causal_conv1d_backward(fuzz_call *c) {
     fuzz_tensor *dx = output(c, "dx"), *dweight = output(c, "dweight"), *dbias = output(c, "dbias");
     int64_t count = input(c, "x")->count;
     for (int64_t e = 0; e < count; e++) {
-        int64_t row = e / v.channels, sequence = row / v.tokens, token = row % v.tokens, channel = e % v.channels;
-        element z = element_at(&v, sequence, token, channel);
+        int64_t row = e / v.channels / v.tokens, token = e / v.channels % v.tokens, channel = e % v.channels;
+        element z = element_at(&v, row, token, channel);
         add(dbias, channel, z.g, z.g_size, 1);
         for (int64_t k = 0; k < v.taps; k++) {
             int64_t from = token - (v.taps - 1) + k, tap = channel * v.taps + k;
-            double x = x_at(&v, sequence, from, channel), w = v.weight[tap];
+            double x = x_at(&v, row, from, token, channel), w = v.weight[tap];
             add(dweight, tap, z.g, z.g_size, x);
-            if (from >= 0) add(dx, at(&v, sequence, from, channel), z.g, z.g_size, w);
+            if (is_same(&v, row, from, token)) add(dx, at(&v, row, from, channel), z.g, z.g_size, w);
         }
         /* Behind the sequence gradients are zeros, which are multiplied with. */
         for (int64_t k = 0; dx && k < v.taps - 1; k++)
-            if (token + (v.taps - 1) - k >= v.tokens) add(dx, e, 0, 0, v.weight[channel * v.taps + k]);
+            if (!is_same(&v, row, token, token + (v.taps - 1) - k)) add(dx, e, 0, 0, v.weight[channel * v.taps + k]);
     }
 }

@@ -138,6 +138,9 @@ static void draw_integers(const fuzz_call *c, int place) {
         permute(t->numbers, t->count);
     } else if (strcmp(name, "seed") == 0) { /* as many bits as a double has */
         for (int64_t i = 0; i < t->count; i++) t->numbers[i] = (double)(fuzz_bits() >> 11) - 0x1p52;
+    } else if (strcmp(name, "seq_idx") == 0) { /* of sequences side by side, any number for each, some of one token */
+        for (int64_t i = 0; i < t->count; i++)
+            t->numbers[i] = i && !fuzz_chance(4) ? t->numbers[i - 1] : (double)fuzz_below(5) - 2;
     } else if (strcmp(name, "ends") == 0) {
         int order = fuzz_place(c->function, "order", BST_IN);
         draw_ends(t->numbers, t->count, order < 0 ? first_dimension(c, "h") : c->of[order].count);

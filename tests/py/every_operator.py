@@ -66,6 +66,9 @@ CALLS = {
     "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),
     "qk_norm_rope": lambda x: torch.cat(qk_norm_rope(heads(x), heads(x), random(H), random(H), *tables())),
     "causal_conv1d": lambda x: causal_conv1d(x.t()[None], random(H, 3), random(H), "silu"),
+    "causal_conv1d of packed sequences": lambda x: causal_conv1d(
+        x.t()[None], random(H, 3), random(H), "silu", torch.tensor([[0, 1, 1, 1]])
+    ),
     "gated_delta_rule": lambda x: gated_delta_rule(
         *(f(x)[None, :, None] for f in (torch.sin, torch.cos, torch.tanh)),
         -x[None, :, :1].square(),

@@ -26,6 +26,7 @@ from oracle import (
     assert_same_bits,
     devices,
     few_examples,
+    numbers,
     random_tensor,
 )
 from replaced_function import Replaced, modeling
@@ -45,9 +46,39 @@ def transposed(batch: int, channels: int, tokens: int, dtype: torch.dtype, devic
     return random_tensor((batch, tokens, channels), dtype, device).transpose(1, 2)
 
 
-def case(x: torch.Tensor, taps: int, activation: str | None, has_bias: bool = True, dtype: Any = None) -> Case:
+def packing(batch: int, tokens: int, each: int, device: str) -> torch.Tensor:
+    """seq_idx of rows of sequences of about `each` tokens, some of one. Numbers come back: nothing is asked of them but
+    that neighbours differ."""
+    begins = torch.randint(each, (batch, tokens), generator=numbers.generator) == 0
+    return ((begins.cumsum(1) + torch.arange(batch)[:, None]) % 5 - 1).int().to(device)
+
+
+def apart(function: Callable[..., Any], seq_idx: torch.Tensor) -> Callable[..., Any]:
+    """The function on each sequence by itself."""
+    lengths = [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in seq_idx]
+
+    def packed(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        rows = [
+            torch.cat([function(part, *arguments) for part in row.split(of, dim=-1)], dim=-1)
+            for row, of in zip(x.split(1), lengths, strict=True)
+        ]
+        return torch.cat(rows)
+
+    return packed
+
+
+def case(
+    x: torch.Tensor,
+    taps: int,
+    activation: str | None,
+    has_bias: bool = True,
+    dtype: Any = None,
+    seq_idx: torch.Tensor | None = None,
+) -> Case:
     """dtype: of weight and bias, where it is not x's."""
     dtype, stock = dtype or x.dtype, stock_function()
+    if seq_idx is not None and x.numel():
+        stock = apart(stock, seq_idx)
     inputs = {"x": x, "weight": random_tensor((x.shape[1], taps), dtype, x.device)}
     if has_bias:
         inputs["bias"] = random_tensor(x.shape[1:2], dtype, x.device)
@@ -56,7 +87,7 @@ def case(x: torch.Tensor, taps: int, activation: str | None, has_bias: bool = Tr
         return lambda x, weight, bias=None: function(x, weight, bias, activation)
 
     return Case(
-        ours=with_activation(causal_conv1d),
+        ours=with_activation(lambda *arguments: causal_conv1d(*arguments, seq_idx)),
         stock=with_activation(stock),
         exact=with_activation(stock),
         inputs=inputs,
@@ -90,6 +121,19 @@ def test_matches_float64_as_well_as_transformers(
 @each_activation
 @each_device
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "taps"), SHAPES, ids=str)
+def test_packed_sequences_match_float64(
+    shape: tuple[int, int, int], taps: int, dtype: torch.dtype, device: str, activation: str | None
+) -> None:
+    """Each of one token, most shorter than a window, many of a few windows, an only one in each row."""
+    for each, has_bias in ((1, True), (3, False), (11, True), (1 << 20, False)):
+        seq_idx = packing(shape[0], shape[2], each, device)
+        assert_no_worse(case(transposed(*shape, dtype, device), taps, activation, has_bias, seq_idx=seq_idx))
+
+
+@each_activation
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("of_weight", [None, torch.float32])
 def test_pooled_error_is_no_larger(
     dtype: torch.dtype, of_weight: torch.dtype | None, device: str, activation: str | None
@@ -100,6 +144,19 @@ def test_pooled_error_is_no_larger(
     is_of_few = of_weight is not None and dtype is not torch.float32 and activation is None
     names = ("output 0", "dx", "dweight") if is_of_few else ()
     assert_no_worse_pooled(lambda: case(transposed(*shape, dtype, device), 4, activation, True, of_weight), names)
+
+
+@each_activation
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pooled_error_of_packed_sequences(dtype: torch.dtype, device: str, activation: str | None) -> None:
+    """Of dbias that of the few elements that it has: see above."""
+    shape = (2, 32, 40) if EMULATED else (3, 128, 300)
+    seq_idx = packing(shape[0], shape[2], 25, device)
+    assert_no_worse_pooled(
+        lambda: case(transposed(*shape, dtype, device), 4, activation, True, None, seq_idx),
+        ("output 0", "dx", "dweight"),
+    )
 
 
 @few_examples
@@ -113,6 +170,7 @@ def test_pooled_error_is_no_larger(
     device=st.sampled_from(devices()),
     activation=st.sampled_from(ACTIVATIONS),
     has_bias=st.booleans(),
+    each=st.sampled_from([None, None, 2, 9, 40]),
 )
 def test_any_shape(
     batch: int,
@@ -124,14 +182,18 @@ def test_any_shape(
     device: str,
     activation: str | None,
     has_bias: bool,
+    each: int | None,
 ) -> None:
     x = transposed(batch, channels, tokens, dtype, device)
-    assert_no_worse(case(x, taps, activation, has_bias, of_weight))
+    seq_idx = None if each is None else packing(batch, tokens, each, device)
+    assert_no_worse(case(x, taps, activation, has_bias, of_weight, seq_idx))
 
 
-def results(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, activation: str | None) -> list[torch.Tensor]:
+def results(
+    x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, activation: str | None, seq_idx: Any = None
+) -> list[torch.Tensor]:
     leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    y = causal_conv1d(*leaves, None, activation)
+    y = causal_conv1d(*leaves, None, activation, seq_idx)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -149,14 +211,54 @@ def test_strided_inputs(device: str, activation: str | None) -> None:
         base[:, :1, :64].expand(-1, 50, -1).transpose(1, 2),
         base.transpose(0, 1)[:, :, :64].transpose(1, 2),
     ]
-    apart = random_tensor((4, 64), torch.bfloat16, device).t()  # windows whose taps lie far from each other
+    spread = random_tensor((4, 64), torch.bfloat16, device).t()  # windows whose taps lie far from each other
     for x in views:
         dy = random_tensor((x.shape[0], 72, x.shape[2]), torch.bfloat16, device)[:, 8:]
         for upstream in (dy, dy[:, :1, :1].expand_as(dy)):
-            got = results(x, apart, upstream, activation)
-            x_dense, dy_dense = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, upstream))
-            for one, other in zip(got, results(x_dense, apart.contiguous(), dy_dense, activation), strict=True):
-                assert_same_bits(one, other)
+            for seq_idx in (None, packing(x.shape[0], x.shape[2], 4, device)):
+                got = results(x, spread, upstream, activation, seq_idx)
+                x_dense, dy_dense = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, upstream))
+                want = results(x_dense, spread.contiguous(), dy_dense, activation, seq_idx)
+                for one, other in zip(got, want, strict=True):
+                    assert_same_bits(one, other)
+
+
+@each_activation
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_sequences_have_the_bits_of_each_by_itself(
+    dtype: torch.dtype, device: str, activation: str | None
+) -> None:
+    """Outputs and dx; of an only sequence in each row the sums over tokens too, whatever its number. Rows of more than
+    one thread's run on CUDA and one chunk on CPU, so that sequences begin and end at all places of these."""
+    x, dy = (transposed(2, 40, 200, dtype, device) for _ in range(2))
+    weight = random_tensor((40, 4), dtype, device)
+    for each in (1, 3, 20, 90):
+        seq_idx = packing(2, 200, each, device)
+        y, dx, _ = results(x, weight, dy, activation, seq_idx)
+        leaf = x.detach().requires_grad_()
+        want = apart(lambda part, weight: causal_conv1d(part, weight, None, activation), seq_idx)(leaf, weight)
+        assert_same_bits(y, want.detach())
+        assert_same_bits(dx, torch.autograd.grad(want, leaf, dy)[0])
+    whole = results(x, weight, dy, activation)
+    for number in (0, -7):
+        seq_idx = torch.full((2, 200), number, dtype=torch.int32, device=device)
+        for got, want in zip(results(x, weight, dy, activation, seq_idx), whole, strict=True):
+            assert_same_bits(got, want)
+
+
+@each_device
+def test_other_integers_and_strides_of_seq_idx(device: str) -> None:
+    x, dy = (transposed(3, 16, 30, torch.float32, device) for _ in range(2))
+    weight, seq_idx = random_tensor((16, 4), torch.float32, device), packing(3, 30, 4, device)
+    wanted = results(x, weight, dy, "silu", seq_idx)
+    wider = torch.stack((seq_idx, seq_idx + 1), dim=-1)
+    for same in (seq_idx.long(), seq_idx.to(torch.int8), seq_idx.t().contiguous().t(), wider[..., 0]):
+        for got, want in zip(results(x, weight, dy, "silu", same), wanted, strict=True):
+            assert_same_bits(got, want)
+    one = seq_idx[:1].expand(3, -1)  # the same for all rows
+    for got, want in zip(results(x, weight, dy, "silu", one), results(x, weight, dy, "silu", one.clone()), strict=True):
+        assert_same_bits(got, want)
 
 
 @each_device
@@ -174,22 +276,26 @@ def test_channels_stay_side_by_side(device: str) -> None:
 def test_nothing_to_convolve(shape: tuple[int, int, int], device: str) -> None:
     x = random_tensor(shape, torch.float32, device).requires_grad_()
     weight, bias = (random_tensor(s, torch.float32, device).requires_grad_() for s in ((6, 4), (6,)))
-    y = causal_conv1d(x, weight, bias, "silu")
-    gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
-    assert y.shape == gradients[0].shape == shape
-    assert all(not g.any() for g in gradients)
+    for seq_idx in (None, torch.zeros(shape[0], shape[2], dtype=torch.int32, device=device)):
+        y = causal_conv1d(x, weight, bias, "silu", seq_idx)
+        gradients = torch.autograd.grad(y.sum(), (x, weight, bias))
+        assert y.shape == gradients[0].shape == shape
+        assert all(not g.any() for g in gradients)
 
 
+@each_activation
 @each_device
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_gradient_alone_and_again(dtype: torch.dtype, device: str) -> None:
+def test_each_gradient_alone_and_again(dtype: torch.dtype, packs: bool, device: str, activation: str | None) -> None:
     """The same bits whatever else is wanted, and at each repetition."""
+    seq_idx = packing(2, 70, 6, device) if packs else None
     x, dy = (transposed(2, 40, 70, dtype, device) for _ in range(2))
     leaves = (x, random_tensor((40, 4), dtype, device), random_tensor((40,), dtype, device))
     whole: list[torch.Tensor] = []
     for wanted in ((0, 1, 2), (0, 1, 2), (0,), (1,), (2,), (0, 2), (1, 2)):
         given_ = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(leaves)]
-        got = torch.autograd.grad(causal_conv1d(*given_, "silu"), [given_[i] for i in wanted], dy)
+        got = torch.autograd.grad(causal_conv1d(*given_, activation, seq_idx), [given_[i] for i in wanted], dy)
         whole = whole or list(got)
         for i, gradient in zip(wanted, got, strict=True):
             assert_same_bits(gradient, whole[i])
@@ -221,6 +327,25 @@ def test_a_token_without_a_number_reaches_its_windows_alone() -> None:
 
 
 @each_device
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_without_a_number_stays_in_its_sequence(bad: float, device: str) -> None:
+    """Both ways: of its neighbours' outputs and gradients none is not a number."""
+    seq_idx = torch.tensor([0] * 19 + [1] * 3 + [2] * 18, dtype=torch.int32, device=device)[None]
+    x, weight = torch.ones(1, 2, 40, device=device), torch.ones(2, 4, device=device)
+    x[0, 0, 20] = bad
+    x.requires_grad_()
+    y = causal_conv1d(x, weight, None, "silu", seq_idx)
+    assert (~y.isfinite()).nonzero().tolist() == [[0, 0, 20], [0, 0, 21]]
+    dy = torch.ones_like(y)
+    dy[0, 1, 20] = bad
+    (dx,) = torch.autograd.grad(y, x, dy)
+    dx = dx.isfinite()[0].cpu()
+    assert dx[:, :19].all()
+    assert dx[:, 22:].all()
+    assert dx[1].tolist() == [t not in (19, 20) for t in range(40)]
+
+
+@each_device
 def test_windows_behind_the_last_token_have_no_gradient(device: str) -> None:
     """Though they would overflow there, where the first tap meets what is before it."""
     x = torch.full((1, 2, 2), 1e10, device=device, requires_grad=True)
@@ -233,8 +358,15 @@ def test_windows_behind_the_last_token_have_no_gradient(device: str) -> None:
 def test_what_no_kernel_serves_runs_the_original() -> None:
     x, weight = torch.randn(2, 6, 12, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     assert torch.equal(causal_conv1d(x, weight, None, "swish"), original(x, weight, None, "silu"))
-    longer = torch.randn(6, 9)
+    longer, seq_idx = torch.randn(6, 9), packing(2, 12, 3, "cpu")
     assert torch.equal(causal_conv1d(x.float(), longer), original(x.float(), longer))
+    for one, other, activation in ((x, weight, "silu"), (x.float(), longer, None), (x.bfloat16(), longer, "silu")):
+        for bias in (None, torch.randn(6, dtype=other.dtype)):
+            got = causal_conv1d(one, other, bias, activation, seq_idx.long())
+            assert got.dtype == one.dtype
+            assert torch.equal(got, original(one, other, bias, activation, seq_idx))
+            torch.testing.assert_close(got, apart(original, seq_idx)(one, other, bias, activation))
+    torch.testing.assert_close(original(x, weight, seq_idx=torch.ones(2, 12).int()), original(x, weight))
     bias = torch.zeros(6, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError):  # PyTorch's own refusal
         causal_conv1d(x.float(), weight.float(), bias)
@@ -248,6 +380,8 @@ def test_errors_name_the_argument() -> None:
         ((x, weight[:, :0]), r"weight has shape \[6, 0\]"),
         ((x, weight, weight[:5, 0]), r"bias has shape \[5\]; \[6\] is needed"),
         ((x, weight, None, "gelu"), "activation is 'gelu'; None, 'silu' or 'swish' is needed"),
+        ((x, weight, None, None, torch.zeros(12).int()), r"seq_idx has shape \[12\]; \[2, 12\] is needed"),
+        ((x, weight, None, None, torch.zeros(12, 2).int()), r"seq_idx has shape \[12, 2\]; \[2, 12\] is needed"),
     ):
         with pytest.raises(ValueError, match=message):
             causal_conv1d(*bad)  # type: ignore[arg-type]
@@ -255,6 +389,18 @@ def test_errors_name_the_argument() -> None:
         causal_conv1d(torch.ones(1, 6, 2, dtype=torch.int64), weight)
     with pytest.raises(TypeError, match="weight is a int"):
         causal_conv1d(x, 3)  # type: ignore[arg-type]
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=f"seq_idx is {dtype}; an integer type is needed"):
+            causal_conv1d(x, weight, seq_idx=torch.zeros(2, 12, dtype=dtype))
+    with pytest.raises(TypeError, match="seq_idx is a list; a tensor is needed"):
+        causal_conv1d(x, weight, seq_idx=[[0] * 12] * 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or EMULATED, reason="needs two devices")
+def test_seq_idx_elsewhere_is_named() -> None:
+    x, weight = torch.randn(2, 6, 12, device="cuda"), torch.randn(6, 4, device="cuda")
+    with pytest.raises(RuntimeError, match="seq_idx is on cpu"):
+        causal_conv1d(x, weight, seq_idx=torch.zeros(2, 12, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -268,12 +414,14 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert (ours.double() - exact).norm() <= (stock.double() - exact).norm()
 
 
-def test_compiled_in_one_graph() -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_compiled_in_one_graph(packs: bool) -> None:
+    seq_idx = packing(2, 20, 4, "cpu").long() if packs else None
     x = transposed(2, 32, 20, torch.float32, "cpu").requires_grad_()
     weight, bias = torch.randn(32, 1, 4, requires_grad=True), torch.randn(32, requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return causal_conv1d(x, weight.squeeze(1), bias, "silu").transpose(1, 2).contiguous()
+        return causal_conv1d(x, weight.squeeze(1), bias, "silu", seq_idx).transpose(1, 2).contiguous()
 
     compiled = torch.compile(function, fullgraph=True)(x)
     assert_same_bits(compiled, function(x))

@@ -33,8 +33,9 @@ static bst_status check_taps(const char *op, const bst_view *v) {
                                                                                            "CK",                 \
                                                                                            BST_CONTIGUOUS,       \
                                                                                            .check = check_taps}, \
-    [BIAS] = {                                                                                                   \
-        "bias", BST_IN | BST_OPTIONAL, BST_FLOATS, "C", BST_CONTIGUOUS, BST_TYPE_OF(WEIGHT, "the type of weight")}
+    [BIAS] = {"bias", BST_IN | BST_OPTIONAL, BST_FLOATS,                                                         \
+              "C",    BST_CONTIGUOUS,        BST_TYPE_OF(WEIGHT, "the type of weight")},                         \
+    [SEQ_IDX] = {"seq_idx", BST_IN | BST_OPTIONAL, 1u << BST_I32, "BT", BST_CONTIGUOUS}
 #define AS_X         BST_LIKE(X), BST_TYPE_OF(X, "the type of x")
 #define GRADIENT(of) BST_CONTIGUOUS, BST_LIKE(of), BST_TYPE_OF(of, "as the inputs have it")
 #define WANTED       BST_OUT | BST_OPTIONAL, BST_FLOATS, NULL
@@ -109,7 +110,7 @@ static const bst_function forward = {
     .attributes = rules,
     .run = run_forward,
     BST_GIVEN_OPTIONS,
-    BST_TORCH("causal_conv1d_forward: x weight bias silu -> y"),
+    BST_TORCH("causal_conv1d_forward: x weight bias seq_idx silu -> y"),
 };
 
 static const bst_function backward = {
@@ -118,22 +119,23 @@ static const bst_function backward = {
     .attributes = rules,
     .run = run_backward,
     BST_GIVEN_OPTIONS,
-    BST_TORCH("causal_conv1d_backward: dy x weight bias silu -> dx? dweight? dbias?"),
+    BST_TORCH("causal_conv1d_backward: dy x weight bias seq_idx silu -> dx? dweight? dbias?"),
 };
 
 const bst_function *const bst__causal_conv1d[] = {&forward, &backward, NULL};
 
 bst_status bst_causal_conv1d_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *weight,
-                                     const DLTensor *bias, const bst_causal_conv1d_options *options, DLTensor *y) {
-    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [BIAS] = bias, [Y] = y};
+                                     const DLTensor *bias, const DLTensor *seq_idx,
+                                     const bst_causal_conv1d_options *options, DLTensor *y) {
+    const DLTensor *tensors[] = {[X] = x, [WEIGHT] = weight, [BIAS] = bias, [SEQ_IDX] = seq_idx, [Y] = y};
     return bst__call(&forward, exec, tensors, options, NULL);
 }
 
 bst_status bst_causal_conv1d_backward(const bst_exec *exec, const DLTensor *dy, const DLTensor *x,
-                                      const DLTensor *weight, const DLTensor *bias,
+                                      const DLTensor *weight, const DLTensor *bias, const DLTensor *seq_idx,
                                       const bst_causal_conv1d_options *options, DLTensor *dx, DLTensor *dweight,
                                       DLTensor *dbias) {
-    const DLTensor *tensors[] = {[X] = x,   [WEIGHT] = weight,   [BIAS] = bias,  [DY] = dy,
-                                 [DX] = dx, [DWEIGHT] = dweight, [DBIAS] = dbias};
+    const DLTensor *tensors[] = {[X] = x,   [WEIGHT] = weight, [BIAS] = bias,       [SEQ_IDX] = seq_idx,
+                                 [DY] = dy, [DX] = dx,         [DWEIGHT] = dweight, [DBIAS] = dbias};
     return bst__call(&backward, exec, tensors, options, NULL);
 }

@@ -2,8 +2,11 @@
  * and its gradients. Tensors are [tokens, channels] with channels side by side.
  *
  * Macros: X_TYPE, W_TYPE (codes of dtype.h; all but weight, bias and their gradients have x's); CHANNELS; TAPS of a
- * window; SILU, HAS_BIAS; VEC elements of an access, which divide CHANNELS; W_VEC of one to weight and bias; THREADS of
- * a block; FOLDED: one stride describes all rows of each tensor; backward: DX, DW, DB what is wanted.
+ * window; SILU, HAS_BIAS, HAS_SEQ_IDX; VEC elements of an access, which divide CHANNELS; W_VEC of one to weight and bias;
+ * THREADS of a block; FOLDED: one stride describes all rows of each tensor; backward: DX, DW, DB what is wanted.
+ *
+ * With seq_idx [batch, tokens] the tokens of a row of the batch are of several sequences one after the other, of which
+ * each begins where seq_idx is not what it is at the token before. A window that gets there is emptied.
  *
  * A thread takes VEC channels of `run` tokens one after the other and keeps the window in registers; neighbouring
  * threads have neighbouring channels, so that each row is read in whole lines.
@@ -15,7 +18,9 @@
  *           rows of the neighbours' once more; writes dx, and for each run a row of float32 sums, which column_sums
  *           adds up in a fixed order. Bytes: x + dy + dx, 3 * size an element; 4 (TAPS + 1) CHANNELS a run, written
  *           and read back, 5 % more for runs of 128 tokens in bf16. Without the latter 240 us and 168 us there, as
- *           calculated. Measured at 8192 x 8192: 153 us, by bytes 120. */
+ *           calculated. Measured at 8192 x 8192: 153 us, by bytes 120.
+ * seq_idx:  4 bytes a token more, and TAPS - 1 of each run's neighbours'; one number for all channels, from the L1 but
+ *           for the first warp that asks. */
 #include "gated_unit.cuh"
 #include "pack.cuh"
 
@@ -91,6 +96,30 @@ BST_DEVICE void load_before(float (*window)[VEC], const rows *x, const place *p)
     }
 }
 
+/* The sequence that the token `t` after this place's first is of, or before; any number where there is none. */
+BST_DEVICE int32_t sequence_of(const causal_conv1d_args *a, const place *p, int64_t t, bool is_there) {
+    return is_there ? a->seq_idx[p->rows + p->first + t] : 0;
+}
+
+BST_DEVICE void empty(float (*window)[VEC]) {
+    BST_EACH(k, TAPS) {
+        BST_EACH(j, VEC) window[k][j] = 0;
+    }
+}
+
+/* Leaves of the tokens before a place's first those of the last one's sequence, and says which that is. */
+BST_DEVICE int32_t keep_last_sequence(float (*window)[VEC], const causal_conv1d_args *a, const place *p) {
+    int32_t ids[TAPS];
+    bool is_same = true;
+    BST_EACH(k, TAPS) ids[k] = sequence_of(a, p, k - TAPS, k > 0 && p->first + k - TAPS >= 0);
+    BST_EACH(back, TAPS - 2) {
+        const int k = TAPS - 2 - back;
+        is_same = is_same && ids[k] == ids[k + 1];
+        BST_EACH(j, VEC) window[k][j] = is_same ? window[k][j] : 0.0f;
+    }
+    return ids[TAPS - 1];
+}
+
 BST_DEVICE void convolve(float *z, float (*window)[VEC], float (*w)[VEC], const float *bias) {
     BST_EACH(j, VEC) z[j] = bias[j];
     BST_EACH(k, TAPS) {
@@ -109,10 +138,17 @@ BST_KERNEL(causal_conv1d_forward, causal_conv1d_args, THREADS, 3) {
     bst_wait_for_previous();
     load_taps(w, bias, &a, p.column);
     load_before(window, &x, &p);
+    int32_t sequence = HAS_SEQ_IDX ? keep_last_sequence(window, &a, &p) : 0;
     for (int64_t t = 0; t < p.count; t += GROUP) {
         bst_raw next[GROUP];
+        int32_t ids[GROUP];
         BST_EACH(i, GROUP) next[i] = token(&x, t + i, t + i < p.count);
+        BST_EACH(i, HAS_SEQ_IDX ? GROUP : 0) ids[i] = sequence_of(&a, &p, t + i, t + i < p.count);
         BST_EACH(i, GROUP) {
+            if (HAS_SEQ_IDX) {
+                if (ids[i] != sequence) empty(window);
+                sequence = ids[i];
+            }
             move_on(window);
             bst_unpack(window[TAPS - 1], next[i], X_TYPE, VEC);
             convolve(z, window, w, bias);
@@ -124,10 +160,11 @@ BST_KERNEL(causal_conv1d_forward, causal_conv1d_args, THREADS, 3) {
 #endif
 
 #ifdef BACKWARD
-#define READS_X (SILU || DW)
-#define AFTER   (DX ? TAPS - 1 : 0) /* tokens behind a run whose windows reach into it */
-#define WIDTH   ((DW ? TAPS * CHANNELS : 0) + (DB ? CHANNELS : 0))
-#define S_VEC   (VEC < 4 ? VEC : 4)
+#define READS_X       (SILU || DW)
+#define READS_SEQ_IDX (HAS_SEQ_IDX && (READS_X || DX))
+#define AFTER         (DX ? TAPS - 1 : 0) /* tokens behind a run whose windows reach into it */
+#define WIDTH         ((DW ? TAPS * CHANNELS : 0) + (DB ? CHANNELS : 0))
+#define S_VEC         (VEC < 4 ? VEC : 4)
 
 /* This run's row of sums: dweight as weight lies, then dbias. */
 BST_DEVICE void store_sums(const causal_conv1d_args *a, const place *p, float (*dw)[VEC], const float *db) {
@@ -154,7 +191,9 @@ BST_DEVICE void add_to(float *sum, float *lost, float v, float w) {
 }
 
 /* With g = dy SiLU'(z), or dy: dx of a token is the sum over its windows of w g, dweight that over tokens of g x, dbias
- * that of g. dx of a token is complete TAPS - 1 tokens later. */
+ * that of g. dx of a token is complete TAPS - 1 tokens later.
+ *
+ * starts: bit k says whether a sequence begins at the token of gradients[k]. */
 BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
     place p;
     if (!find_place(&p, &a)) return;
@@ -170,15 +209,25 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
     bst_let_next_start(); /* the sum of the runs' rows */
     load_taps(w, bias, &a, p.column);
     if (READS_X) load_before(window, &x, &p);
+    int32_t sequence = READS_SEQ_IDX ? keep_last_sequence(window, &a, &p) : 0;
+    uint32_t starts = 0;
     for (int64_t t = 0; t < steps; t += GROUP) {
         bst_raw next_x[GROUP], next_dy[GROUP];
+        int32_t ids[GROUP];
         BST_EACH(i, GROUP) {
             const bool is_there = t + i < steps && t + i < left;
             next_x[i] = token(&x, t + i, READS_X && is_there);
             next_dy[i] = token(&dy, t + i, is_there);
+            if (READS_SEQ_IDX) ids[i] = sequence_of(&a, &p, t + i, is_there);
         }
         BST_EACH(i, GROUP) {
             float g[VEC];
+            if (READS_SEQ_IDX) {
+                const bool begins = ids[i] != sequence;
+                if (begins) empty(window);
+                starts = starts >> 1 | (uint32_t)begins << (TAPS - 1);
+                sequence = ids[i];
+            }
             move_on(window);
             move_on(gradients);
             bst_unpack(window[TAPS - 1], next_x[i], X_TYPE, VEC);
@@ -200,7 +249,9 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
             if (DX && t + i >= AFTER && t + i < steps) {
                 BST_EACH(j, VEC) z[j] = 0;
                 BST_EACH(k, TAPS) {
-                    BST_EACH(j, VEC) z[j] = bst_fma(w[k][j], gradients[TAPS - 1 - k][j], z[j]);
+                    /* Whether no sequence has begun since the token that dx is of, at gradients[0]. */
+                    const bool is_same = !READS_SEQ_IDX || !(starts & ((2u << (TAPS - 1 - k)) - 2u));
+                    BST_EACH(j, VEC) z[j] = bst_fma(w[k][j], is_same ? gradients[TAPS - 1 - k][j] : 0.0f, z[j]);
                 }
                 bst_store(a.y, dx + (t + i - AFTER) * CHANNELS, z, X_TYPE, VEC);
             }

@@ -10,7 +10,7 @@
 #include "ops/causal_conv1d/causal_conv1d_args.h"
 
 /* Places of tensors: of both functions, then of each. */
-enum { X, WEIGHT, BIAS, BOTH };
+enum { X, WEIGHT, BIAS, SEQ_IDX, BOTH };
 enum { Y = BOTH };
 enum { DY = BOTH, DX, DWEIGHT, DBIAS };
 /* The attributes. */

@@ -1,7 +1,7 @@
 /* causal_conv1d_cpu.c - causal convolutions on CPU, a tile of channels at a time, token by token.
  *
  * The rows of a window stay in a ring of float32 tiles, so that each is read once; position p of a sequence has the
- * place p modulo the taps. Sums of gradients are float32 over short runs of tokens, and float64 over these. */
+ * place p modulo the taps. A row of several sequences is taken as these one after the other. Sums of gradients are float32 over short runs of tokens, and float64 over these. */
 #include "ops/causal_conv1d/causal_conv1d.h"
 
 #include "core/gated_unit.h"
@@ -44,6 +44,20 @@ static void load_tile(float *tile, const bst_view *v, const taps *of, int64_t to
     bst_load(tile, tile_at(v, of, token), v->dtype, of->n);
 }
 
+/* Whether a sequence begins at a token: each does at its row's beginning, and those that share a row where seq_idx
+ * changes. */
+static bool begins(const bst_view *v, int64_t token) {
+    const int32_t *seq_idx = v[SEQ_IDX].data;
+    return token % v[X].size[1] == 0 || (seq_idx && seq_idx[token] != seq_idx[token - 1]);
+}
+
+/* The position of a token: how many of its sequence are before it, counted as far as windows reach. */
+static int64_t position_of(const bst_view *v, const taps *of, int64_t token) {
+    int64_t before = 0;
+    while (before < of->count - 1 && !begins(v, token - before)) before++;
+    return before;
+}
+
 /* The rows before a position; those before the sequence are zeros. token: of that position. */
 static void load_before(ring rows, const bst_view *x, const taps *of, int64_t position, int64_t token) {
     for (int64_t back = 1; back < of->count; back++) {
@@ -83,15 +97,16 @@ BST_LOOP void silu_slope(float *restrict dy, const float *restrict z, int64_t n,
 void BST_CPU(bst__causal_conv1d_forward_cpu)(void *context, int64_t begin, int64_t end) {
     const causal_conv1d_cpu *a = context;
     const bst_view *v = a->v;
-    const int64_t length = v[X].size[1], channels = v[X].size[2];
+    const int64_t channels = v[X].size[2];
     const bool exact = causal_conv1d_is_exact(v);
     taps of;
     ring rows;
     float z[TILE];
     BST_TILES(c, n, 0, channels, TILE) {
+        int64_t position = 0;
         load_taps(v, &of, c, n);
         for (int64_t token = begin; token < end; token++) {
-            int64_t position = token % length;
+            position = token == begin ? position_of(v, &of, token) : begins(v, token) ? 0 : position + 1;
             if (token == begin || !position) load_before(rows, &v[X], &of, position, token);
             load_tile(row_of(rows, &of, position), &v[X], &of, token);
             convolve(z, rows, &of, position);
@@ -138,12 +153,20 @@ static void store_dx(const bst_view *dx, ring gradients, const taps *of, int64_t
     bst_store(tile_at(dx, of, token), out, dx->dtype, of->n);
 }
 
-/* Tokens [begin, end) of one sequence, whose first is at `position`. Windows behind them reach into them, so for dx
- * what comes to those is made here too. */
+/* The token behind the last of the sequence that `token` is of, or one that no window of those before `last` reaches. */
+static int64_t sequence_end(const bst_view *v, const taps *of, int64_t token, int64_t last) {
+    const int64_t most = bst__lesser(v[X].rows.rows, last + of->count - 1);
+    int64_t end = token + 1;
+    while (end < most && !begins(v, end)) end++;
+    return end;
+}
+
+/* Tokens [begin, end) of one sequence, whose last is before `sequence_end`. Windows behind them reach into them, so for
+ * dx what comes to those is made here too. */
 static void backward_run(const causal_conv1d_cpu *a, const taps *of, sums *s, int64_t begin, int64_t end,
-                         int64_t position) {
+                         int64_t sequence_end) {
     const bst_view *v = a->v;
-    const int64_t length = v[X].size[1], count = end - begin, after = v[DX].data ? of->count - 1 : 0;
+    const int64_t position = position_of(v, of, begin), count = end - begin, after = v[DX].data ? of->count - 1 : 0;
     const bool exact = causal_conv1d_is_exact(v), reads_x = a->silu || v[DWEIGHT].data;
     ring rows, gradients;
     float z[TILE];
@@ -151,7 +174,7 @@ static void backward_run(const causal_conv1d_cpu *a, const taps *of, sums *s, in
     for (int64_t i = 0; i < count + after; i++) {
         const int64_t at = position + i, token = begin + i;
         float *g = row_of(gradients, of, at);
-        if (at < length) {
+        if (token < sequence_end) {
             if (reads_x) load_tile(row_of(rows, of, at), &v[X], of, token);
             load_tile(g, &v[DY], of, token);
             if (a->silu) convolve(z, rows, of, at);
@@ -170,7 +193,7 @@ static void backward_run(const causal_conv1d_cpu *a, const taps *of, sums *s, in
 void BST_CPU(bst__causal_conv1d_backward_cpu)(void *context, int64_t begin, int64_t end) {
     const causal_conv1d_cpu *a = context;
     const bst_view *v = a->v;
-    const int64_t length = v[X].size[1], channels = v[X].size[2], tokens = v[X].rows.rows;
+    const int64_t channels = v[X].size[2], tokens = v[X].rows.rows;
     taps of;
     sums s;
     for (int64_t chunk = begin; chunk < end; chunk++) {
@@ -180,8 +203,9 @@ void BST_CPU(bst__causal_conv1d_backward_cpu)(void *context, int64_t begin, int6
             load_taps(v, &of, c, n);
             memset(&s, 0, sizeof s);
             for (int64_t at = first, until; at < last; at = until) {
-                until = bst__lesser(last, at - at % length + length);
-                backward_run(a, &of, &s, at, until, at % length);
+                const int64_t behind = sequence_end(v, &of, at, last);
+                until = bst__lesser(last, behind);
+                backward_run(a, &of, &s, at, until, behind);
             }
             for (int64_t i = 0; v[DWEIGHT].data && i < n; i++)
                 for (int64_t k = 0; k < of.count; k++) partial[(c + i) * of.count + k] = (float)s.all[k][i];

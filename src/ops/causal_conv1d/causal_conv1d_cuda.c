@@ -7,7 +7,7 @@
 
 /* clang-format off */
 #define MACROS(X) \
-    X(X_TYPE) X(W_TYPE) X(CHANNELS) X(TAPS) X(SILU) X(HAS_BIAS) X(VEC) X(W_VEC) X(THREADS) X(FOLDED)
+    X(X_TYPE) X(W_TYPE) X(CHANNELS) X(TAPS) X(SILU) X(HAS_BIAS) X(HAS_SEQ_IDX) X(VEC) X(W_VEC) X(THREADS) X(FOLDED)
 #define OF_BACKWARD(X) X(DX) X(DW) X(DB)
 /* clang-format on */
 #define PLACE(name) M_##name,
@@ -44,9 +44,17 @@ static bst_status share_out(bst_launch *l, causal_conv1d_args *args, const char 
     }
     while (vec > 1 && vec * taps > most) vec /= 2;
     if (((uintptr_t)weight->data | (uintptr_t)v[BIAS].data) % 16) w_vec = 1;
-    const int64_t values[] = {
-        x->dtype, weight->dtype,           x->size[2], taps,  attributes[SILU].i, v[BIAS].data != NULL,
-        vec,      bst__lesser(vec, w_vec), THREADS,    folded};
+    const int64_t values[] = {x->dtype,
+                              weight->dtype,
+                              x->size[2],
+                              taps,
+                              attributes[SILU].i,
+                              v[BIAS].data != NULL,
+                              v[SEQ_IDX].data != NULL,
+                              vec,
+                              bst__lesser(vec, w_vec),
+                              THREADS,
+                              folded};
     static_assert(sizeof values / sizeof *values == M_DX, "a value for each macro");
     for (int i = 0; i < M_DX; i++) l->values[i] = values[i];
     int64_t vectors = x->size[2] / vec, run = is_backward ? BACKWARD_RUN : FORWARD_RUN;
@@ -59,7 +67,8 @@ static bst_status share_out(bst_launch *l, causal_conv1d_args *args, const char 
                                  .x_map = bst__row_map(&x->rows),
                                  .tokens = tokens,
                                  .run = run,
-                                 .runs = bst__divided_up(tokens, run)};
+                                 .runs = bst__divided_up(tokens, run),
+                                 .seq_idx = v[SEQ_IDX].data};
     args->all_runs = args->runs * x->size[0];
     l->block = THREADS;
     l->grid_x = (unsigned)bst__divided_up(args->all_runs * vectors, THREADS);
