@@ -16,6 +16,12 @@ extern "C" {
  * tensor cores multiply parts of 8 bits, two of each number for types of 16 bits and three for float32
  * (docs/gated_delta_rule.md says what becomes of results in float32). BST_UNSUPPORTED where a GPU's blocks have too
  * little shared memory for K: those of compute capability 8.6, 8.9 and 12.0 above 48 in float32.
+ *
+ * cu_seqlens says where the sequences of one packed row begin and end: B is 1, sequence n has the tokens from
+ * cu_seqlens[n] to below cu_seqlens[n + 1], and results are those of a call of its own, whose state is zeros at first.
+ * cu_seqlens[0] is 0, no number is below the one before it, and the last one is T; equal neighbours are a sequence without
+ * tokens. On CUDA the values are not looked at before they are used: others make results that mean nothing, and no access
+ * that is out of bounds; on CPU they are refused. Neither initial, final nor their gradients are served beside it.
  * Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024. */
 typedef struct bst_gated_delta_rule_tensors {
     size_t size;                         /* sizeof(bst_gated_delta_rule_tensors) */
@@ -29,6 +35,7 @@ typedef struct bst_gated_delta_rule_tensors {
     DLTensor *dq, *dk, *dv, *dg, *dbeta; /* backward: as q, k, v, g, beta, contiguous */
     DLTensor *dskip;                     /* backward: as skip, or NULL */
     DLTensor *dinitial;                  /* backward: as initial, or NULL */
+    const DLTensor *cu_seqlens;          /* [S + 1] int32: boundaries of sequences, see below; or NULL */
 } bst_gated_delta_rule_tensors;
 
 typedef struct bst_gated_delta_rule_options {
@@ -42,7 +49,8 @@ typedef struct bst_gated_delta_rule_options {
 
 /* q, k and v are of one type, and so are y and dy, unless wide says otherwise; inputs may have any strides, their last
  * dimension being contiguous. Workspace of a token and head of v, for types of 16 bits (float32: half as much again):
- * 516 bytes (additive: 260), and in the backward pass, which makes the states before each chunk again, K V / 8 more. */
+ * 516 bytes (additive: 260), and in the backward pass, which makes the states before each chunk again, K V / 8 more. On
+ * CUDA each of packed sequences, empty ones too, takes up to 64 tokens' more. */
 BST_API bst_status bst_gated_delta_rule_forward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,
                                                 const bst_gated_delta_rule_options *options);
 BST_API bst_status bst_gated_delta_rule_backward(const bst_exec *exec, const bst_gated_delta_rule_tensors *tensors,

@@ -220,10 +220,11 @@ TEST(errors_name_the_argument_and_write_nothing) {
 static void compile_calls(void) {
     static const int64_t sizes[][2] = {{128, 128}, {96, 192}, {19, 21}, {128, 64}};
     for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
-        for (size_t type = i ? 1 : 0; type < (i ? 2 : 3); type++) {
+        for (size_t call = i ? 2 : 0; call < (i ? 4 : 6); call++) {
+            size_t type = call / 2;
             bst_shape s[18];
             int64_t keys[] = {1, 256, 2, sizes[i][0]}, values[] = {1, 256, 4, sizes[i][1]}, some[] = {1, 256, 4};
-            int64_t states[] = {1, 4, sizes[i][0], sizes[i][1]};
+            int64_t states[] = {1, 4, sizes[i][0], sizes[i][1]}, ends[] = {9};
             DLDataType of = bst_test_types[type], f32 = bst_test_types[0];
             DLTensor *q = bst_device_tensor(&s[0], of, 4, keys), *k = bst_device_tensor(&s[1], of, 4, keys);
             DLTensor *v = bst_device_tensor(&s[2], of, 4, values), *g = bst_device_tensor(&s[3], f32, 3, some);
@@ -232,7 +233,9 @@ static void compile_calls(void) {
             bst_gated_delta_rule_options options = {sizeof options, .additive = i == 3, .normalize = i < 2};
             DLTensor *skip = i == 3 ? bst_device_tensor(&s[13], of, 1, &values[2]) : NULL;
             DLTensor *dskip = skip ? bst_device_tensor(&s[14], of, 1, &values[2]) : NULL;
+            DLTensor *cu_seqlens = call % 2 ? bst_device_tensor(&s[15], (DLDataType){kDLInt, 32, 1}, 1, ends) : NULL;
             bst_gated_delta_rule_tensors given = {sizeof given, q, k, v, g, beta, skip, state, to, end};
+            if (cu_seqlens) given.initial = NULL, given.final = NULL, given.cu_seqlens = cu_seqlens;
             bst_status result = bst_gated_delta_rule_forward(&bst_fake_exec, &given, &options);
             if (type) CHECK_OK(result);
             given = (bst_gated_delta_rule_tensors){sizeof given,
@@ -248,7 +251,8 @@ static void compile_calls(void) {
                                                    .dk = bst_device_tensor(&s[9], of, 4, keys),
                                                    .dv = bst_device_tensor(&s[10], of, 4, values),
                                                    .dg = bst_device_tensor(&s[11], f32, 3, some),
-                                                   .dbeta = bst_device_tensor(&s[12], of, 3, some)};
+                                                   .dbeta = bst_device_tensor(&s[12], of, 3, some),
+                                                   .cu_seqlens = cu_seqlens};
             result = bst_gated_delta_rule_backward(&bst_fake_exec, &given, &options);
             if (type) CHECK_OK(result);
             if (result != BST_OK) CHECK_STR(bst_last_error(), "take more shared memory than this GPU has");

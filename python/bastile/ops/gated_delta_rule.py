@@ -4,13 +4,15 @@ Qwen3-Next and OLMo-Hybrid have it."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, first_order_only, need_floats, served
+from bastile.ops._common import Function, first_order_only, has_values, need_floats, served
 
 __all__ = ["gated_delta_rule"]
 
@@ -24,19 +26,19 @@ _EPS = 1e-6
 
 class _GatedDeltaRule(Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, skip, initial, options, wants_final):
-        y, final = _forward(q, k, v, g, beta, skip, initial, *options, wants_final)
+    def forward(ctx, q, k, v, g, beta, skip, initial, cu_seqlens, options, wants_final):
+        y, final = _forward(q, k, v, g, beta, skip, initial, cu_seqlens, *options, wants_final)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, g, beta, skip, initial)
+        ctx.save_for_backward(q, k, v, g, beta, skip, initial, cu_seqlens)
         ctx.options = options
         return (y, final) if wants_final else y
 
     @staticmethod
     def backward(ctx, dy, dfinal=None):
         saved = ctx.saved_tensors
-        _, _, v, *_, skip, initial = saved
+        _, _, v, *_, skip, initial, _ = saved
         if dy is None and dfinal is None:
-            return (None,) * 9
+            return (None,) * 10
         sources = dy, dfinal
         if dy is None:
             dy = torch.zeros(v.shape, dtype=torch.float32 if ctx.options[2] else v.dtype, device=v.device)
@@ -48,7 +50,7 @@ class _GatedDeltaRule(Function):
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             grads = [first_order_only(_OP, grad, *sources, *saved) for grad in grads]
         grads = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def _with_rows(t: Tensor) -> Tensor:
@@ -68,6 +70,7 @@ def _original(
     additive: bool,
     wide: bool,
     eps: float | None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, a token at a time, in PyTorch's operators: in float32, or float64."""
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -81,7 +84,13 @@ def _original(
     state = torch.zeros(batch, heads, size, v.shape[-1], dtype=exact, device=v.device)
     state = state + (0 if initial is None else initial)
     rows = []
+    begins = None
+    if cu_seqlens is not None:
+        _need_boundaries(cu_seqlens, tokens)
+        begins = torch.zeros(tokens + 1, dtype=torch.bool, device=v.device).index_fill(0, cu_seqlens.long(), True)
     for i in range(tokens):
+        if begins is not None:
+            state = torch.where(begins[i], torch.zeros_like(state), state)
         state = state * g[:, i].exp()[..., None, None]
         seen = 0 if additive else (state * k[:, i, ..., None]).sum(-2)
         left = (v[:, i] - seen) * beta[:, i, ..., None]
@@ -90,6 +99,36 @@ def _original(
     y = torch.stack(rows, 1) if rows else v
     y = y if skip is None else y + v * skip.to(exact)[:, None]
     return y.to(dtype), state
+
+
+def _need_boundaries(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raises where these are no sequences of so many tokens, as the operator does on CPU."""
+    if is_compiling() or not has_values(cu_seqlens):
+        return
+    boundaries = cu_seqlens.tolist()
+    for end, needed, which in ((boundaries[0], 0, "begins"), (boundaries[-1], tokens, "ends")):
+        if end != needed:
+            raise ValueError(f"{_OP}: cu_seqlens {which} with {end}; {needed} is needed")
+    for before, after in itertools.pairwise(boundaries):
+        if after < before:
+            raise ValueError(f"{_OP}: cu_seqlens has {after} behind {before}; numbers that do not fall are needed")
+
+
+def _checked_boundaries(q: Tensor, cu_seqlens: Any, is_with_states: bool) -> Tensor:
+    """As the operator takes them, which says what it says of those that it gets in these words."""
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{_OP}: cu_seqlens is a {type(cu_seqlens).__name__}; a tensor is needed")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{_OP}: cu_seqlens is {cu_seqlens.dtype}; torch.int32 or torch.int64 is needed")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{_OP}: cu_seqlens has shape {list(cu_seqlens.shape)}; one dimension of two elements or more is needed"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"{_OP}: cu_seqlens is given and q has {q.shape[0]} rows; one, of all sequences, is needed")
+    if is_with_states:
+        raise ValueError(f"{_OP}: cu_seqlens is given with initial_state or output_final_state; neither is supported")
+    return cu_seqlens.to(torch.int32).contiguous()
 
 
 def refusal(
@@ -134,6 +173,7 @@ def gated_delta_rule(
     wide: bool = False,
     normalize: bool = False,
     eps: float = _EPS,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """A head's state S [K, V] changes with each token, and y is what the token's query reads of it:
 
@@ -157,6 +197,11 @@ def gated_delta_rule(
         wide: whether y is float32, whatever q is.
         normalize: whether q and k are made rows of length 1.
         eps: for that.
+        cu_seqlens: [S + 1], int32 (int64 is converted): where the sequences of one packed row begin and end. B is 1,
+            sequence n has the tokens from cu_seqlens[n] to below cu_seqlens[n + 1], and sees only them: results are
+            those of a call of its own. The first number is 0, none is below the one before it, the last one is T; equal
+            neighbours are a sequence without tokens. On CUDA the values are not looked at: others make results that mean
+            nothing. Not with `initial_state` or `output_final_state`.
 
     Returns:
         y, [B, T, N, V] of q's type or float32, contiguous, and S behind the last token, float32, or None. Gradients
@@ -169,13 +214,16 @@ def gated_delta_rule(
     is_served = refusal(q, k, v, g, beta, skip, initial_state) is None
     if not is_served:
         need_floats(_OP, q=q, k=k, v=v, g=g, beta=beta, skip=skip, initial_state=initial_state)
+    if cu_seqlens is not None:
+        cu_seqlens = _checked_boundaries(q, cu_seqlens, initial_state is not None or output_final_state)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not is_served:
-        y, final = _original(q, k, v, g, beta, skip, initial_state, scale, additive, wide, eps if normalize else None)
+        of_length_one = eps if normalize else None
+        y, final = _original(q, k, v, g, beta, skip, initial_state, scale, additive, wide, of_length_one, cu_seqlens)
         return y, final if output_final_state else None
     rows = [_with_rows(t) for t in (q, k, v, g, beta)]
     initial: Any = None if initial_state is None else initial_state.float().contiguous()
     skip = None if skip is None else skip.contiguous()
     options = scale, additive, wide, normalize, eps
-    result = _GatedDeltaRule.apply(*rows, skip, initial, options, output_final_state)
+    result = _GatedDeltaRule.apply(*rows, skip, initial, cu_seqlens, options, output_final_state)
     return result if output_final_state else (result, None)

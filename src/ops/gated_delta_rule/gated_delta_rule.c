@@ -12,7 +12,7 @@ typedef bst_gated_delta_rule_options given_options;
 
 /* ---- description ------------------------------------------------------------------------------------------------- */
 
-enum { Q, K, V, G, BETA, SKIP, INITIAL, Y, FINAL, DY = Y, DFINAL, DQ, DK, DV, DG, DBETA, DSKIP, DINITIAL };
+enum { Q, K, V, G, BETA, SKIP, INITIAL, CU_SEQLENS, Y, FINAL, DY = Y, DFINAL, DQ, DK, DV, DG, DBETA, DSKIP, DINITIAL };
 enum { SCALE, ADDITIVE, WIDE, NORMALIZE, EPS };
 
 static const char *const meanings[] = {"Bthe batch of q",
@@ -51,6 +51,21 @@ static bst_status check_sizes(const char *op, const bst_view *v) {
                       of_q);
 }
 
+/* What can be said of sequences without their boundaries' values. */
+static bst_status check_boundaries(const char *op, const bst_view *v) {
+    int64_t rows = v[Q].size[0], count = v[CU_SEQLENS].count;
+    if (rows != 1)
+        return bst__error(BST_INVALID,
+                          "%s: cu_seqlens is given and q has %" PRId64 " rows; one, of all sequences, is needed", op,
+                          rows);
+    if (count < 2)
+        return bst__error(BST_INVALID, "%s: cu_seqlens has %" PRId64 " elements; two or more, 0 first, are needed", op,
+                          count);
+    if (bst__given(&v[INITIAL]))
+        return bst__error(BST_UNSUPPORTED, "%s: cu_seqlens and initial are given; one of them alone is supported", op);
+    return BST_OK;
+}
+
 static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
     return attributes[WIDE].i ? BST_F32 : v[Q].dtype;
 }
@@ -66,7 +81,10 @@ static bst_dtype y_type(const bst_view *v, const bst_attribute *attributes) {
         HEADS("v", BST_IN, "BTNV", OF_Q, BST_AT(v), .check = check_sizes), HEADS("g", BST_IN, "BTN", BST_AT(g)), \
         HEADS("beta", BST_IN, "BTN", BST_AT(beta)),                                                              \
         {"skip", BST_IN | BST_OPTIONAL, BST_FLOATS, "N", BST_CONTIGUOUS, BST_AT(skip)},                          \
-        STATE("initial", BST_IN, BST_AT(initial))
+        STATE("initial", BST_IN, BST_AT(initial)), {                                                             \
+        "cu_seqlens", BST_IN | BST_OPTIONAL, 1u << BST_I32, "S", BST_CONTIGUOUS, BST_AT(cu_seqlens),             \
+            .check = check_boundaries                                                                            \
+    }
 
 static const bst_argument forward_arguments[] = {
     INPUTS,
@@ -95,6 +113,7 @@ static const bst_argument backward_arguments[] = {
 
 static delta_call call_of(const char *op, const bst_view *v, const bst_attribute *attributes) {
     double scale = attributes[SCALE].d;
+    const bst_view *boundaries = bst__given(&v[CU_SEQLENS]) ? &v[CU_SEQLENS] : NULL;
     return (delta_call){.op = op,
                         .q = v[Q],
                         .k = v[K],
@@ -110,19 +129,46 @@ static delta_call call_of(const char *op, const bst_view *v, const bst_attribute
                         .key = v[Q].size[3],
                         .value = v[V].size[3],
                         .chunks = bst__divided_up(v[Q].size[1], DELTA_CHUNK),
+                        .boundaries = boundaries ? boundaries->data : NULL,
+                        .sequences = boundaries ? boundaries->count - 1 : v[Q].size[0],
                         .scale = scale != 0 ? (float)scale : (float)(1 / sqrt((double)v[Q].size[3])),
                         .eps = (float)attributes[EPS].d,
                         .additive = attributes[ADDITIVE].i,
                         .normalize = attributes[NORMALIZE].i};
 }
 
+/* What the views of states and, on CPU, the boundaries' values say. */
+static bst_status check_sequences(const delta_call *c) {
+    const struct {
+        const char *name;
+        const bst_view *view;
+    } states[] = {{"final", &c->final}, {"dfinal", &c->dfinal}, {"dinitial", &c->dinitial}};
+    if (!c->boundaries) return BST_OK;
+    for (int i = 0; i < 3; i++)
+        if (bst__given(states[i].view))
+            return bst__error(BST_UNSUPPORTED, "%s: cu_seqlens and %s are given; one of them alone is supported", c->op,
+                              states[i].name);
+    if (c->q.device.device_type == kDLCUDA) return BST_OK;
+    for (int64_t i = 0; i <= c->sequences; i++) {
+        int64_t at = c->boundaries[i], least = i ? c->boundaries[i - 1] : 0;
+        if (i == 0 ? at == 0 : at >= least && (i < c->sequences || at == c->tokens)) continue;
+        if (i > 0 && at < least)
+            return bst__error(BST_INVALID,
+                              "%s: cu_seqlens has %" PRId64 " behind %" PRId64 "; numbers that do not fall are needed",
+                              c->op, at, least);
+        return bst__error(BST_INVALID, "%s: cu_seqlens %s with %" PRId64 "; %" PRId64 " is needed", c->op,
+                          i ? "ends" : "begins", at, i ? c->tokens : 0);
+    }
+    return BST_OK;
+}
+
 static bst_status run_cpu(const bst_exec *exec, delta_call *c, bst_body body, bool backward) {
     void *work;
     delta_workspace unused;
-    c->strips = bst__lesser(c->batches * c->key_heads, bst__processors());
+    c->strips = bst__lesser(c->sequences * c->key_heads, bst__processors());
     c->floats = bst__delta_share_out(c, backward, NULL, &unused);
     BST_TRY(bst__allocate(exec, c->op, c->q.device,
-                          (size_t)(c->strips * c->floats + c->batches * c->heads) * sizeof(float), &work));
+                          (size_t)(c->strips * c->floats + c->sequences * c->heads) * sizeof(float), &work));
     c->work = work;
     c->skipped = (float *)work + c->strips * c->floats;
     bst__parallel_for(exec, c->strips, 1, body, c);
@@ -135,6 +181,7 @@ static bst_status run_forward(const bst_exec *exec, const char *op, const bst_vi
                               const bst_attribute *attributes) {
     delta_call c = call_of(op, v, attributes);
     c.y = v[Y], c.final = v[FINAL];
+    BST_TRY(check_sequences(&c));
     if (!c.batches || !c.heads) return BST_OK;
     if (c.q.device.device_type == kDLCUDA) return bst__delta_forward_cuda(exec, &c);
     return run_cpu(exec, &c, BST_CPU_SELECT(bst__delta_forward_cpu), false);
@@ -145,6 +192,7 @@ static bst_status run_backward(const bst_exec *exec, const char *op, const bst_v
     delta_call c = call_of(op, v, attributes);
     c.dy = v[DY], c.dfinal = v[DFINAL], c.dq = v[DQ], c.dk = v[DK], c.dv = v[DV];
     c.dg = v[DG], c.dbeta = v[DBETA], c.dskip = v[DSKIP], c.dinitial = v[DINITIAL];
+    BST_TRY(check_sequences(&c));
     if (!c.batches || !c.heads) { /* heads of keys that no value belongs to */
         BST_TRY(bst__zero(exec, op, &c.dq));
         BST_TRY(bst__zero(exec, op, &c.dskip));
@@ -161,7 +209,8 @@ static const bst_function forward = {
     .attributes = rules,
     .run = run_forward,
     BST_GIVEN,
-    BST_TORCH("gated_delta_rule_forward: q k v g beta skip initial scale additive wide normalize eps -> y final?"),
+    BST_TORCH(
+        "gated_delta_rule_forward: q k v g beta skip initial cu_seqlens scale additive wide normalize eps -> y final?"),
 };
 
 static const bst_function backward = {
@@ -171,9 +220,9 @@ static const bst_function backward = {
     .attributes = rules,
     .run = run_backward,
     BST_GIVEN,
-    BST_TORCH(
-        "gated_delta_rule_backward: dy dfinal q k v g beta skip initial scale additive wide normalize eps -> dq dk dv "
-        "dg dbeta dskip? dinitial?"),
+    BST_TORCH("gated_delta_rule_backward: dy dfinal q k v g beta skip initial cu_seqlens scale additive wide normalize "
+              "eps -> "
+              "dq dk dv dg dbeta dskip? dinitial?"),
 };
 
 const bst_function *const bst__gated_delta_rule[] = {&forward, &backward, NULL};

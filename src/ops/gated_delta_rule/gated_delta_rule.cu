@@ -50,14 +50,17 @@ BST_KERNEL(delta_prepare, delta_args, THREADS, PREPARE_BLOCKS) {
     float *const system = (float *)memory, *const inverse = system + CHUNK * DELTA_SYSTEM_PITCH; /* over k and q */
     const int64_t block = bst_block(), chunk = block % a.chunks, of_all = block / a.chunks;
     const int64_t batch = of_all / a.heads, head = of_all % a.heads, key_head = head / (a.heads / a.key_heads);
-    const int count = tokens_of(&a, chunk), thread = (int)bst_thread();
+    const int thread = (int)bst_thread();
     bst_wait_for_previous();
+    int count;
+    const int64_t first = first_of(&a, chunk, &count);
+    if (PACKED && !count) return;
     if (thread < CHUNK) {
-        g[thread] = thread < count ? number_at(&a.g, batch, chunk * CHUNK + thread, head, G_TYPE) : 0;
-        beta[thread] = thread < count ? number_at(&a.beta, batch, chunk * CHUNK + thread, head, BETA_TYPE) : 0;
+        g[thread] = thread < count ? number_at(&a.g, batch, first + thread, head, G_TYPE) : 0;
+        beta[thread] = thread < count ? number_at(&a.beta, batch, first + thread, head, BETA_TYPE) : 0;
     }
-    load_keys(k, &a.k, batch, chunk * CHUNK, key_head, count, a.eps, 0, 0);
-    load_keys(q, &a.q, batch, chunk * CHUNK, key_head, count, a.eps, 0, 0);
+    load_keys(k, &a.k, batch, first, key_head, count, a.eps, 0, 0);
+    load_keys(q, &a.q, batch, first, key_head, count, a.eps, 0, 0);
     bst_sync();
     if (thread < CHUNK) {
         double so_far = 0; /* rounded once: what two of them differ by becomes an exponent */
@@ -107,23 +110,26 @@ BST_KERNEL(delta_scan, delta_scan_args, THREADS, SCAN_BLOCKS) {
     const tile square = tile_at(end_of(state), PLANES, CHUNK, CHUNK);
     const tile values = tile_at(end_of(square), PLANES, CHUNK, BV);
     const int64_t slice = bst_block() % SLICES, of_all = bst_block() / SLICES;
-    const int64_t batch = of_all / a.of.heads, head = of_all % a.of.heads;
+    const int64_t sequence = of_all / a.of.heads, head = of_all % a.of.heads;
     const int64_t key_head = head / (a.of.heads / a.of.key_heads);
     float s[SUMS(DKP, BV)] = {};
     bst_wait_for_previous();
+    const span tokens = span_of(&a.of, sequence);
+    const int64_t batch = tokens.batch, chunks = chunks_of(&a.of, tokens);
     const float skip = MAKE_Y ? skip_of(&a.of, head) : 0;
     if (a.initial) EACH_PLACE(p, DKP, BV)
     BST_EACH(i, 2) {
         const int64_t column = slice * BV + p.column + i;
         if (p.row < DK && column < DV) s[p.at + i] = a.initial[(of_all * DK + p.row) * DV + column];
     }
-    for (int64_t chunk = 0; chunk < a.of.chunks; chunk++) {
-        const int64_t first = chunk * CHUNK, of_chunk = of_all * a.of.chunks + chunk;
-        const int count = tokens_of(&a.of, chunk);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const int64_t first = tokens.begin + chunk * CHUNK, slot = tokens.slot + chunk;
+        const int64_t of_chunk = (PACKED ? head : of_all) * a.of.chunks + slot;
+        const int count = tokens_of(tokens, first);
         float y[SUMS(CHUNK, BV)] = {}, r[SUMS(CHUNK, BV)] = {}, v[SUMS(CHUNK, BV)] = {};
         if (!ADDITIVE) ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
         if (ADDITIVE && MAKE_Y) ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
-        load_numbers(numbers, &a.of, batch, head, chunk, count);
+        load_numbers(numbers, &a.of, batch, head, slot, first, count);
         EACH_PLACE(p, DKP, BV) write_pair(state, p.row, p.column, s[p.at], s[p.at + 1]);
         if (MAKE_Y) {
             load_keys(keys, &a.of.q, batch, first, key_head, count, a.of.eps, 0, 0);

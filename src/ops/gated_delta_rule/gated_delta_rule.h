@@ -14,10 +14,12 @@ typedef struct delta_call {
     bst_view q, k, v, g, beta, skip, initial, y, final;
     bst_view dy, dfinal, dq, dk, dv, dg, dbeta, dskip, dinitial;
     int64_t batches, tokens, heads, key_heads, key, value, chunks;
+    const int32_t *boundaries; /* of the sequences that the tokens of the one batch are, or NULL */
+    int64_t sequences;         /* so many; or the batches */
     float scale, eps;
     bool additive, normalize;
     int64_t strips, floats; /* on CPU: heads of keys lie in so many strips, each with so many floats of workspace */
-    float *work, *skipped;  /* [B, heads], what each has of dskip */
+    float *work, *skipped;  /* [sequences, heads], what each has of dskip */
 } delta_call;
 
 /* Over strips. */

@@ -29,16 +29,22 @@ typedef struct delta_input {
 } delta_input;
 
 /* What all kernels read. Of each head of values and chunk: its inverse and its scores, [planes, CHUNK, CHUNK] in 16
- * bits, and sums of g, [CHUNK]. */
+ * bits, and sums of g, [CHUNK].
+ *
+ * Sequences that are packed in one row have chunks of their own, from their first tokens on. How many is not known to the
+ * host, so each head has slots for as many as there can be, in place of chunks: those of sequence n begin at slot
+ * boundaries[n] / CHUNK + n. None of them is another's, for from there to where those of n + 1 begin it is the chunks that
+ * a sequence can have at most; and all are below tokens / CHUNK + sequences. */
 typedef struct delta_args {
     delta_input q, k, v, g, beta;
     const void *skip; /* or NULL */
     void *inverse, *scores;
     float *sums;
     int64_t tokens;
-    int32_t heads, key_heads, chunks;
+    int32_t heads, key_heads, chunks; /* chunks of a row, or the slots of all sequences */
     float scale, eps;
-    int32_t unused;
+    int32_t sequences;         /* of a packed row */
+    const int32_t *boundaries; /* [sequences + 1]: where each begins, and the last one ends; or NULL */
 } delta_args;
 
 /* States are [heads of all batches, key, value] in float32; those of each chunk's beginning [.., chunks, planes, padded
@@ -60,11 +66,11 @@ typedef struct delta_backward_args {
     const void *states;
     void *dstates;
     void *dq, *dk, *dg, *dbeta;
-    float *dskip; /* [B, slices, heads], or NULL */
+    float *dskip; /* [B or sequences, slices, heads], or NULL */
 } delta_backward_args;
 
-static_assert(sizeof(delta_args) == 224, "host and device must agree");
-static_assert(sizeof(delta_scan_args) == 256, "host and device must agree");
-static_assert(sizeof(delta_backward_args) == 336, "host and device must agree");
+static_assert(sizeof(delta_args) == 232, "host and device must agree");
+static_assert(sizeof(delta_scan_args) == 264, "host and device must agree");
+static_assert(sizeof(delta_backward_args) == 344, "host and device must agree");
 
 #endif

@@ -50,22 +50,25 @@ BST_KERNEL(delta_scan_back, delta_backward_args, THREADS, SCAN_BLOCKS) {
     const tile values = tile_at(end_of(square), PLANES, CHUNK, BV);
     const tile dy = tile_at(end_of(values), DY_PLANES, CHUNK, BV);
     const int64_t slice = bst_block() % SLICES, of_all = bst_block() / SLICES;
-    const int64_t batch = of_all / a.of.heads, head = of_all % a.of.heads;
+    const int64_t sequence = of_all / a.of.heads, head = of_all % a.of.heads;
     const int64_t key_head = head / (a.of.heads / a.of.key_heads);
     float ds[SUMS(DKP, BV)] = {}, skipped = 0;
     bst_wait_for_previous();
+    const span tokens = span_of(&a.of, sequence);
+    const int64_t batch = tokens.batch;
     const float skip = skip_of(&a.of, head);
     if (a.dfinal) EACH_PLACE(p, DKP, BV)
     BST_EACH(i, 2) {
         const int64_t column = slice * BV + p.column + i;
         if (p.row < DK && column < DV) ds[p.at + i] = a.dfinal[(of_all * DK + p.row) * DV + column];
     }
-    for (int64_t chunk = a.of.chunks - 1; chunk >= 0; chunk--) {
-        const int64_t first = chunk * CHUNK, of_chunk = of_all * a.of.chunks + chunk;
-        const int count = tokens_of(&a.of, chunk);
+    for (int64_t chunk = chunks_of(&a.of, tokens) - 1; chunk >= 0; chunk--) {
+        const int64_t first = tokens.begin + chunk * CHUNK, slot = tokens.slot + chunk;
+        const int64_t of_chunk = (PACKED ? head : of_all) * a.of.chunks + slot;
+        const int count = tokens_of(tokens, first);
         float dv[SUMS(CHUNK, BV)] = {}, dx[SUMS(CHUNK, BV)] = {};
         ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
-        load_numbers(numbers, &a.of, batch, head, chunk, count);
+        load_numbers(numbers, &a.of, batch, head, slot, first, count);
         EACH_PLACE(p, DKP, BV) write_pair(state, p.row, p.column, ds[p.at], ds[p.at + 1]);
         write_values(dy, &a.dy, batch, first, head, (int)slice, count, 0);
         load_keys(keys, &a.of.k, batch, first, key_head, count, a.of.eps, 0, 0);
@@ -117,7 +120,7 @@ BST_KERNEL(delta_scan_back, delta_backward_args, THREADS, SCAN_BLOCKS) {
     }
     if (a.dskip) {
         skipped = bst_group_sum(skipped, THREADS, scratch);
-        if (bst_thread() == 0) a.dskip[(batch * SLICES + slice) * a.of.heads + head] = skipped;
+        if (bst_thread() == 0) a.dskip[(sequence * SLICES + slice) * a.of.heads + head] = skipped;
     }
     if (a.dinitial) EACH_PLACE(p, DKP, BV)
     if (p.row < DK)
@@ -213,18 +216,20 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
     const tile dy = tile_at(end_of(dvalues), DY_PLANES, CHUNK, BV);
     const tile scaled_dy = tile_at(dy.memory, PLANES, CHUNK, BV); /* in its place */
     const int chunk = (int)bst_block() % a.of.chunks, of_keys = (int)bst_block() / a.of.chunks;
-    const int batch = of_keys / a.of.key_heads, key_head = of_keys % a.of.key_heads;
-    const int64_t first = (int64_t)chunk * CHUNK;
-    const int group = a.of.heads / a.of.key_heads, count = tokens_of(&a.of, chunk), thread = (int)bst_thread();
+    const int batch = PACKED ? 0 : of_keys / a.of.key_heads, key_head = of_keys % a.of.key_heads;
+    const int group = a.of.heads / a.of.key_heads, thread = (int)bst_thread();
+    int count;
     float dq[SUMS(CHUNK, DKP)] = {}, dk[SUMS(CHUNK, DKP)] = {};
     float along[2] = {0, 0}; /* of q . dq, what the heads so far have of it */
     bst_wait_for_previous();
+    const int64_t first = first_of(&a.of, chunk, &count);
+    if (PACKED && !count) return;
     for (int member = 0; member < group; member++) {
         const int head = key_head * group + member, of_chunk = (batch * a.of.heads + head) * a.of.chunks + chunk;
         float da[SUMS(CHUNK, CHUNK)] = {}, dp[SUMS(CHUNK, CHUNK)] = {};
         float at_end = 0; /* of dG_c: what the state after the chunk has of it */
         bst_sync();
-        load_numbers(numbers, &a.of, batch, head, chunk, count);
+        load_numbers(numbers, &a.of, batch, head, chunk, first, count);
         if (thread < CHUNK) {
             factors[thread] = a.of.scale * numbers->rise[thread]; /* the thread's own */
             BST_EACH(i, ACROSS) of_g->rows[i][thread] = beta_rows[i][thread] = 0;

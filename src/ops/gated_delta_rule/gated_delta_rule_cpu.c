@@ -6,8 +6,9 @@
 
 enum { CHUNK = DELTA_CHUNK };
 
+/* A head of a sequence: of the tokens of a batch from `begin` to `end`. */
 typedef struct delta_head {
-    int64_t batch, key_head, head;
+    int64_t sequence, batch, begin, end, key_head, head;
 } delta_head;
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
@@ -124,7 +125,7 @@ static void advance(delta_workspace *w, const delta_call *c, float *state, float
     multiply(state, c->key, c->value, count, w->k, 1, c->key, scratch);
 }
 
-static int64_t count_of(const delta_call *c, int64_t first) { return bst__lesser(CHUNK, c->tokens - first); }
+static int64_t count_of(const delta_head *h, int64_t first) { return bst__lesser(CHUNK, h->end - first); }
 
 static void load_state(float *out, const delta_call *c, const bst_view *state, const delta_head *h) {
     const int64_t n = c->key * c->value;
@@ -149,8 +150,8 @@ static void forward_head(delta_workspace *w, const delta_call *c, const delta_he
     const int64_t n = c->value;
     const float skip = skip_of(c, h);
     load_state(w->state, c, &c->initial, h);
-    for (int64_t first = 0; first < c->tokens; first += CHUNK) {
-        const int64_t count = count_of(c, first);
+    for (int64_t first = h->begin; first < h->end; first += CHUNK) {
+        const int64_t count = count_of(h, first);
         load_chunk(w, c, h, first, count);
         solve(w, c, h, w->state, first, count);
         clear(w->r, count * n);
@@ -250,7 +251,8 @@ static void backward_chunk(delta_workspace *w, const delta_call *c, const delta_
     multiply(dk, count, k, count, w->dp, 1, count, w->q);
     multiply(dq, count, k, count, w->dp, count, 1, w->k);
     /* Short sums, added to those of the other heads. */
-    for (int64_t i = 0; i < count * k; i++) w->dq[first * k + i] += dq[i], w->dk[first * k + i] += dk[i];
+    float *const all_dq = w->dq + (first - h->begin) * k, *const all_dk = w->dk + (first - h->begin) * k;
+    for (int64_t i = 0; i < count * k; i++) all_dq[i] += dq[i], all_dk[i] += dk[i];
     for (int64_t i = count - 1; i >= 0; i--) {
         const float both[] = {(float)(at_end += dg[i]), (float)dbeta[i]};
         bst_store(bst_at(c->dg.data, row_at + i * c->heads, c->dg.dtype), &both[0], c->dg.dtype, 1);
@@ -262,25 +264,27 @@ static void backward_head(delta_workspace *w, const delta_call *c, const delta_h
     const int64_t states = c->key * c->value;
     double skipped = 0;
     load_state(w->state, c, &c->initial, h);
-    for (int64_t first = 0; first < c->tokens; first += CHUNK) {
-        const int64_t count = count_of(c, first);
-        memcpy(w->states + first / CHUNK * states, w->state, (size_t)states * sizeof(float));
+    for (int64_t first = h->begin; first < h->end; first += CHUNK) {
+        const int64_t count = count_of(h, first);
+        memcpy(w->states + (first - h->begin) / CHUNK * states, w->state, (size_t)states * sizeof(float));
         load_chunk(w, c, h, first, count);
         solve(w, c, h, w->state, first, count);
         advance(w, c, w->state, w->r, count);
     }
     load_state(w->dstate, c, &c->dfinal, h);
-    for (int64_t chunk = c->chunks - 1; chunk >= 0; chunk--)
-        backward_chunk(w, c, h, w->states + chunk * states, chunk * CHUNK, count_of(c, chunk * CHUNK), &skipped);
-    c->skipped[h->batch * c->heads + h->head] = (float)skipped;
+    for (int64_t chunk = bst__divided_up(h->end - h->begin, CHUNK) - 1; chunk >= 0; chunk--) {
+        const int64_t first = h->begin + chunk * CHUNK;
+        backward_chunk(w, c, h, w->states + chunk * states, first, count_of(h, first), &skipped);
+    }
+    c->skipped[h->sequence * c->heads + h->head] = (float)skipped;
     store_state(c, &c->dinitial, h, w->dstate);
 }
 
 /* A gradient with respect to rows of length 1 as one with respect to what was normalised, to memory. */
 static void store_keys(const delta_call *c, const bst_view *x, const bst_view *dx, const delta_head *h, float *sums) {
     float row[DELTA_MOST_KEY];
-    for (int64_t i = 0; i < c->tokens; i++) {
-        float *gradient = sums + i * c->key;
+    for (int64_t i = h->begin; i < h->end; i++) {
+        float *gradient = sums + (i - h->begin) * c->key;
         if (c->normalize) {
             bst_load(row, row_of(x, h->batch, i, h->key_head), x->dtype, c->key);
             const float inverse = inverse_length(c, row);
@@ -294,14 +298,21 @@ static void store_keys(const delta_call *c, const bst_view *x, const bst_view *d
 
 /* ---- strips ------------------------------------------------------------------------------------------------------ */
 
+static delta_head head_of(const delta_call *c, int64_t i) {
+    const int64_t sequence = i / c->key_heads, key_head = i % c->key_heads;
+    if (!c->boundaries) return (delta_head){sequence, sequence, 0, c->tokens, key_head, 0};
+    return (delta_head){sequence, 0, c->boundaries[sequence], c->boundaries[sequence + 1], key_head, 0};
+}
+
 static void each_head(const delta_call *c, bool backward, int64_t begin, int64_t end) {
-    const int64_t heads = c->batches * c->key_heads, group = c->heads / c->key_heads;
+    const int64_t heads = c->sequences * c->key_heads, group = c->heads / c->key_heads;
     for (int64_t strip = begin; strip < end; strip++) {
         delta_workspace w;
         bst__delta_share_out(c, backward, c->work + strip * c->floats, &w);
-        for (int64_t i = heads * strip / c->strips; i < heads * (strip + 1) / c->strips; i++) {
-            delta_head h = {i / c->key_heads, i % c->key_heads, 0};
-            if (backward) clear(w.dq, c->tokens * c->key), clear(w.dk, c->tokens * c->key);
+        for (int64_t i = strip; i < heads; i += c->strips) { /* far from each other: short sequences may all be last */
+            delta_head h = head_of(c, i);
+            const int64_t keys = (h.end - h.begin) * c->key;
+            if (backward) clear(w.dq, keys), clear(w.dk, keys);
             for (int64_t member = 0; member < group; member++) {
                 h.head = h.key_head * group + member;
                 backward ? backward_head(&w, c, &h) : forward_head(&w, c, &h);
@@ -323,7 +334,7 @@ void BST_CPU(bst__delta_skip_cpu)(void *context, int64_t begin, int64_t end) {
     float sums[BST_TILE];
     (void)begin, (void)end;
     BST_TILES(at, n, 0, c->heads, BST_TILE) {
-        bst_sum_rows(sums, c->skipped + at, c->batches, c->heads, n);
+        bst_sum_rows(sums, c->skipped + at, c->sequences, c->heads, n);
         bst_store(bst_at(c->dskip.data, at, c->dskip.dtype), sums, c->dskip.dtype, n);
     }
 }

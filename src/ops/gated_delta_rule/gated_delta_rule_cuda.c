@@ -6,9 +6,9 @@
 #include "ops/gated_delta_rule/gated_delta_rule.h"
 #include "ops/gated_delta_rule/gated_delta_rule_args.h"
 
-enum { TYPE, G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV, VEC, PAIRED, ADDITIVE, NORMALIZE, BV, SLICES, OWN };
+enum { TYPE, G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV, VEC, PAIRED, ADDITIVE, NORMALIZE, PACKED, BV, SLICES, OWN };
 #define MACROS \
-    "TYPE", "G_TYPE", "BETA_TYPE", "SKIP_TYPE", "Y_TYPE", "DK", "DV", "VEC", "PAIRED", "ADDITIVE", "NORMALIZE"
+    "TYPE", "G_TYPE", "BETA_TYPE", "SKIP_TYPE", "Y_TYPE", "DK", "DV", "VEC", "PAIRED", "ADDITIVE", "NORMALIZE", "PACKED"
 static const bst_kernel prepare = {"gated_delta_rule.cu", "delta_prepare", {MACROS, NULL}};
 static const bst_kernel scan = {"gated_delta_rule.cu", "delta_scan", {MACROS, "BV", "SLICES", "MAKE_Y", NULL}};
 static const bst_kernel scan_back = {
@@ -23,6 +23,7 @@ typedef struct plan {
     int64_t planes, key;    /* the latter padded */
     unsigned rows, square;  /* bytes of a chunk of keys, and of a matrix of tokens */
     int most;               /* bytes a block may use */
+    int64_t slots;          /* of a head's chunks in a row, or of those of all sequences */
     int64_t chunks, states; /* of all heads of values; bytes of the states before each of them */
 } plan;
 
@@ -68,7 +69,10 @@ static bst_status make_plan(const delta_call *c, bool backward, plan *p) {
     p->rows = (unsigned)DELTA_TILE_BYTES(p->planes, DELTA_CHUNK, p->key);
     p->square = (unsigned)DELTA_TILE_BYTES(p->planes, DELTA_CHUNK, DELTA_CHUNK);
     p->most = chip.shared_memory - STATIC_SHARED;
-    p->chunks = c->batches * c->heads * c->chunks;
+    values[PACKED] = c->boundaries != NULL;
+    /* Of packed sequences the host knows the number alone: gated_delta_rule_args.h says how many slots serve them. */
+    p->slots = c->boundaries ? c->tokens / DELTA_CHUNK + c->sequences : c->chunks;
+    p->chunks = c->batches * c->heads * p->slots;
     for (values[BV] = c->value > 16 ? 32 : 16; values[BV] >= 16; values[BV] -= 16)
         if ((int)(backward ? gradient_bytes(p) : scan_bytes(c, p, false)) <= p->most) break;
     if (!values[BV])
@@ -103,9 +107,11 @@ static bst_status begin(const bst_exec *exec, const delta_call *c, plan *p, delt
                        .tokens = c->tokens,
                        .heads = (int32_t)c->heads,
                        .key_heads = (int32_t)c->key_heads,
-                       .chunks = (int32_t)c->chunks,
+                       .chunks = (int32_t)p->slots,
                        .scale = c->scale,
-                       .eps = c->eps};
+                       .eps = c->eps,
+                       .sequences = (int32_t)c->sequences,
+                       .boundaries = c->boundaries};
     BST_TRY(bst__allocate(exec, c->op, c->q.device, sums + (c->additive ? square : 2 * square), work));
     of->sums = *work, of->scores = (char *)*work + sums;
     if (!c->additive) of->inverse = (char *)of->scores + square;
@@ -120,7 +126,7 @@ bst_status bst__delta_forward_cuda(const bst_exec *exec, const delta_call *c) {
     void *work = NULL;
     BST_TRY(make_plan(c, false, &p));
     bst_status status = begin(exec, c, &p, &args.of, &work);
-    int64_t blocks = c->batches * c->heads * p.launch.values[SLICES];
+    int64_t blocks = c->sequences * c->heads * p.launch.values[SLICES];
     if (status == BST_OK) status = run(exec, c, &p, &scan, blocks, scan_bytes(c, &p, false), 1, &args, sizeof args);
     bst__release(exec, c->q.device, work);
     return status;
@@ -139,7 +145,7 @@ bst_status bst__delta_backward_cuda(const bst_exec *exec, const delta_call *c) {
     void *work = NULL, *states = NULL, *skipped = NULL;
     BST_TRY(make_plan(c, true, &p));
     bst_status status = begin(exec, c, &p, &args.of, &work);
-    int64_t blocks = c->batches * c->heads * p.launch.values[SLICES];
+    int64_t blocks = c->sequences * c->heads * p.launch.values[SLICES];
     if (status == BST_OK) status = bst__allocate(exec, c->op, c->q.device, 2 * (size_t)p.states, &states);
     if (status == BST_OK && c->dskip.data)
         status = bst__allocate(exec, c->op, c->q.device, (size_t)blocks * sizeof(float), &skipped);
@@ -147,13 +153,13 @@ bst_status bst__delta_backward_cuda(const bst_exec *exec, const delta_call *c) {
     args.states = states, args.dstates = (char *)states + p.states;
     delta_scan_args before = {.of = args.of, .initial = c->initial.data, .states = states};
     if (status == BST_OK)
-        status = run(exec, c, &p, &scan, c->chunks ? blocks : 0, scan_bytes(c, &p, false), 0, &before, sizeof before);
+        status = run(exec, c, &p, &scan, p.slots ? blocks : 0, scan_bytes(c, &p, false), 0, &before, sizeof before);
     if (status == BST_OK) status = run(exec, c, &p, &scan_back, blocks, scan_bytes(c, &p, true), 1, &args, sizeof args);
     if (status == BST_OK)
-        status = run(exec, c, &p, &gradients, c->batches * c->key_heads * c->chunks, gradient_bytes(&p), 0, &args,
+        status = run(exec, c, &p, &gradients, c->batches * c->key_heads * p.slots, gradient_bytes(&p), 0, &args,
                      sizeof args);
     if (status == BST_OK && skipped) {
-        int64_t rows = c->batches * p.launch.values[SLICES];
+        int64_t rows = c->sequences * p.launch.values[SLICES];
         status = bst__column_sums(exec, c->op, c->q.device.device_id, skipped, rows, c->heads, c->heads, c->dskip.dtype,
                                   (void *[]){c->dskip.data, NULL});
     }

@@ -5,7 +5,7 @@
  *
  * Macros: TYPE (of q, k, v), G_TYPE, BETA_TYPE, SKIP_TYPE, Y_TYPE, DK, DV (sizes of heads), VEC (elements of q and k
  * that an access has), PAIRED (whether two elements side by side may be accessed at once,
- * everywhere), ADDITIVE, NORMALIZE. */
+ * everywhere), ADDITIVE, NORMALIZE, PACKED (one row, of sequences that begin and end at `boundaries`). */
 #ifndef BST_GATED_DELTA_RULE_PIECES_CUH
 #define BST_GATED_DELTA_RULE_PIECES_CUH
 
@@ -263,20 +263,69 @@ struct chunk_numbers {
     float beta[CHUNK];
 };
 
+/* `chunk`: of the head's, or its slot. */
 BST_DEVICE void load_numbers(chunk_numbers *numbers, const delta_args *a, int64_t batch, int64_t head, int64_t chunk,
-                             int count) {
+                             int64_t first, int count) {
     const int row = (int)bst_thread();
     if (row >= CHUNK) return;
     const float *const sums = a->sums + ((batch * a->heads + head) * a->chunks + chunk) * CHUNK;
     numbers->sum[row] = sums[row];
     numbers->rise[row] = exponential(sums[row]);
     numbers->fall[row] = exponential(sums[CHUNK - 1] - sums[row]);
-    numbers->beta[row] = row < count ? number_at(&a->beta, batch, chunk * CHUNK + row, head, BETA_TYPE) : 0;
+    numbers->beta[row] = row < count ? number_at(&a->beta, batch, first + row, head, BETA_TYPE) : 0;
 }
 
-BST_DEVICE int tokens_of(const delta_args *a, int64_t chunk) {
-    const int64_t left = a->tokens - chunk * CHUNK;
-    return left < CHUNK ? (int)left : CHUNK;
+/* ---- where they are ---------------------------------------------------------------------------------------------- */
+
+/* Where a packed sequence begins, or the one before it ends. Whatever is written there, it is among the tokens. */
+BST_DEVICE int64_t boundary_at(const delta_args *a, int64_t sequence) {
+    const int64_t at = a->boundaries[sequence];
+    return at < 0 ? 0 : at < a->tokens ? at : a->tokens;
+}
+
+/* The tokens of a sequence, a row or a part of one; `slot`: of its first chunk, among those of a head. */
+struct span {
+    int64_t batch, begin, end, slot;
+};
+BST_DEVICE span span_of(const delta_args *a, int64_t sequence) {
+    span s = {sequence, 0, a->tokens, 0};
+    if (PACKED) {
+        s.batch = 0;
+        s.begin = boundary_at(a, sequence), s.end = boundary_at(a, sequence + 1);
+        s.slot = s.begin / CHUNK + sequence;
+    }
+    return s;
+}
+BST_DEVICE int64_t chunks_of(const delta_args *a, span s) {
+    if (!PACKED) return a->chunks;
+    return s.end > s.begin ? (s.end - s.begin + CHUNK - 1) / CHUNK : 0;
+}
+BST_DEVICE int tokens_of(span s, int64_t first) { return s.end - first < CHUNK ? (int)(s.end - first) : CHUNK; }
+
+/* The sequence that a slot belongs to, or would: the last one whose slots begin there or before. A warp asks for 32 at a
+ * time. */
+BST_DEVICE int sequence_of(const delta_args *a, int64_t slot) {
+    int first = 0, count = a->sequences;
+    while (count > 1) {
+        const int step = (count + 31) / 32, n = step * (int)bst_lane();
+        const bool is_before = n < count && boundary_at(a, first + n) / CHUNK + first + n <= slot;
+        const int last = (int)bst_warp_max_u32(is_before ? n : 0);
+        first += last;
+        count = count - last < step ? count - last : step;
+    }
+    return first;
+}
+
+/* The tokens of a chunk, or of a slot, from the first one on. Of a slot that no chunk has: none. */
+BST_DEVICE int64_t first_of(const delta_args *a, int64_t chunk, int *count) {
+    int64_t first = chunk * CHUNK, left = a->tokens - first;
+    if (PACKED) {
+        const span s = span_of(a, sequence_of(a, chunk));
+        first = s.begin + (chunk - s.slot) * CHUNK;
+        left = first < s.begin || first > s.end ? 0 : s.end - first;
+    }
+    *count = left < CHUNK ? (int)left : CHUNK;
+    return first;
 }
 
 #endif
