@@ -22,8 +22,8 @@ typedef struct bst_causal_conv1d_options {
  * seq_idx, where several sequences stand side by side in a row (packing): int32 [B, T], contiguous, which sequence of
  * its row each token is of; NULL: each row is one. The tokens of a sequence stand next to each other: another begins
  * wherever seq_idx is not what it is at the token before. So x[b, t - j] counts for z[b, t] where seq_idx is the same
- * from t - j to t, which is where it is the same at both if no number comes back. Nothing else is read from the numbers:
- * negative ones are as good as any. */
+ * from t - j to t; to compare these two is enough if no number comes back. The numbers themselves, negative ones too,
+ * say nothing more. */
 BST_API bst_status bst_causal_conv1d_forward(const bst_exec *exec, const DLTensor *x, const DLTensor *weight,
                                              const DLTensor *bias, const DLTensor *seq_idx,
                                              const bst_causal_conv1d_options *options, DLTensor *y);

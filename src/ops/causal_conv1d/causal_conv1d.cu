@@ -2,8 +2,8 @@
  * and its gradients. Tensors are [tokens, channels] with channels side by side.
  *
  * Macros: X_TYPE, W_TYPE (codes of dtype.h; all but weight, bias and their gradients have x's); CHANNELS; TAPS of a
- * window; SILU, HAS_BIAS, HAS_SEQ_IDX; VEC elements of an access, which divide CHANNELS; W_VEC of one to weight and bias;
- * THREADS of a block; FOLDED: one stride describes all rows of each tensor; backward: DX, DW, DB what is wanted.
+ * window; SILU, HAS_BIAS, HAS_SEQ_IDX; VEC elements of an access, which divide CHANNELS; W_VEC of one to weight and
+ * bias; THREADS of a block; FOLDED: one stride describes all rows of each tensor; backward: DX, DW, DB what is wanted.
  *
  * With seq_idx [batch, tokens] the tokens of a row of the batch are of several sequences one after the other, of which
  * each begins where seq_idx is not what it is at the token before. A window that gets there is emptied.
@@ -29,9 +29,9 @@
 #define VECTORS   (CHANNELS / VEC)
 #define UNIT_TYPE (X_TYPE == BST_F32_CODE || W_TYPE == BST_F32_CODE ? BST_F32_CODE : X_TYPE)
 
-/* Tokens whose loads are in flight together. */
+/* Tokens whose loads are in flight together. With seq_idx, where an exact exp takes registers too, more would spill. */
 #ifdef FORWARD
-#define GROUP 8
+#define GROUP (HAS_SEQ_IDX && UNIT_TYPE == BST_F32_CODE ? 4 : 8)
 #else
 #define GROUP 4
 #endif
@@ -96,9 +96,20 @@ BST_DEVICE void load_before(float (*window)[VEC], const rows *x, const place *p)
     }
 }
 
-/* The sequence that the token `t` after this place's first is of, or before; any number where there is none. */
-BST_DEVICE int32_t sequence_of(const causal_conv1d_args *a, const place *p, int64_t t, bool is_there) {
-    return is_there ? a->seq_idx[p->rows + p->first + t] : 0;
+/* Where seq_idx has the number of this place's first token. */
+BST_DEVICE const int32_t *ids_at(const causal_conv1d_args *a, const place *p) {
+    return HAS_SEQ_IDX ? a->seq_idx + p->rows + p->first : nullptr;
+}
+
+/* The tokens of a group, from `t` on, at which a sequence begins, a bit for each, which takes fewer registers than
+ * their numbers. `last`: the number before them, and then the last of theirs. */
+BST_DEVICE uint32_t starts_of(const int32_t *ids, int64_t t, int64_t end, int32_t *last) {
+    uint32_t starts = 0;
+    int32_t id[GROUP];
+    BST_EACH(i, GROUP) id[i] = t + i < end ? ids[t + i] : 0;
+    BST_EACH(i, GROUP) starts |= (uint32_t)(id[i] != (i ? id[i - (i > 0)] : *last)) << i;
+    *last = id[GROUP - 1];
+    return starts;
 }
 
 BST_DEVICE void empty(float (*window)[VEC]) {
@@ -107,17 +118,18 @@ BST_DEVICE void empty(float (*window)[VEC]) {
     }
 }
 
-/* Leaves of the tokens before a place's first those of the last one's sequence, and says which that is. */
-BST_DEVICE int32_t keep_last_sequence(float (*window)[VEC], const causal_conv1d_args *a, const place *p) {
-    int32_t ids[TAPS];
+/* Of the tokens before a place's first, leaves those of the last one's sequence, whose number it returns; any number
+ * where there is none. */
+BST_DEVICE int32_t keep_last_sequence(float (*window)[VEC], const int32_t *ids, const place *p) {
+    int32_t id[TAPS];
     bool is_same = true;
-    BST_EACH(k, TAPS) ids[k] = sequence_of(a, p, k - TAPS, k > 0 && p->first + k - TAPS >= 0);
+    BST_EACH(k, TAPS) id[k] = k > 0 && p->first + k - TAPS >= 0 ? ids[k - TAPS] : 0;
     BST_EACH(back, TAPS - 2) {
         const int k = TAPS - 2 - back;
-        is_same = is_same && ids[k] == ids[k + 1];
+        is_same = is_same && id[k] == id[k + 1];
         BST_EACH(j, VEC) window[k][j] = is_same ? window[k][j] : 0.0f;
     }
-    return ids[TAPS - 1];
+    return id[TAPS - 1];
 }
 
 BST_DEVICE void convolve(float *z, float (*window)[VEC], float (*w)[VEC], const float *bias) {
@@ -133,22 +145,19 @@ BST_KERNEL(causal_conv1d_forward, causal_conv1d_args, THREADS, 3) {
     place p;
     if (!find_place(&p, &a)) return;
     const rows x = rows_at(a.x, &a.x_map, &p);
+    const int32_t *const ids = ids_at(&a, &p);
     const int64_t y = (p.rows + p.first) * CHANNELS + p.column;
     float w[TAPS][VEC], bias[VEC], window[TAPS][VEC], z[VEC];
     bst_wait_for_previous();
     load_taps(w, bias, &a, p.column);
     load_before(window, &x, &p);
-    int32_t sequence = HAS_SEQ_IDX ? keep_last_sequence(window, &a, &p) : 0;
+    int32_t last = HAS_SEQ_IDX ? keep_last_sequence(window, ids, &p) : 0;
     for (int64_t t = 0; t < p.count; t += GROUP) {
         bst_raw next[GROUP];
-        int32_t ids[GROUP];
+        const uint32_t starts = HAS_SEQ_IDX ? starts_of(ids, t, p.count, &last) : 0;
         BST_EACH(i, GROUP) next[i] = token(&x, t + i, t + i < p.count);
-        BST_EACH(i, HAS_SEQ_IDX ? GROUP : 0) ids[i] = sequence_of(&a, &p, t + i, t + i < p.count);
         BST_EACH(i, GROUP) {
-            if (HAS_SEQ_IDX) {
-                if (ids[i] != sequence) empty(window);
-                sequence = ids[i];
-            }
+            if (HAS_SEQ_IDX && starts >> i & 1) empty(window);
             move_on(window);
             bst_unpack(window[TAPS - 1], next[i], X_TYPE, VEC);
             convolve(z, window, w, bias);
@@ -198,6 +207,7 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
     place p;
     if (!find_place(&p, &a)) return;
     const rows x = rows_at(a.x, &a.x_map, &p), dy = rows_at(a.dy, &a.dy_map, &p);
+    const int32_t *const ids = ids_at(&a, &p);
     const int64_t dx = (p.rows + p.first) * CHANNELS + p.column, steps = p.count + AFTER, left = a.tokens - p.first;
     float w[TAPS][VEC], bias[VEC], window[TAPS][VEC], gradients[TAPS][VEC], dw[TAPS][VEC], db[VEC], z[VEC];
     float dw_lost[TAPS][VEC], db_lost[VEC];
@@ -209,24 +219,23 @@ BST_KERNEL(causal_conv1d_backward, causal_conv1d_args, THREADS, 1) {
     bst_let_next_start(); /* the sum of the runs' rows */
     load_taps(w, bias, &a, p.column);
     if (READS_X) load_before(window, &x, &p);
-    int32_t sequence = READS_SEQ_IDX ? keep_last_sequence(window, &a, &p) : 0;
+    int32_t last = READS_SEQ_IDX ? keep_last_sequence(window, ids, &p) : 0;
     uint32_t starts = 0;
     for (int64_t t = 0; t < steps; t += GROUP) {
         bst_raw next_x[GROUP], next_dy[GROUP];
-        int32_t ids[GROUP];
+        const int64_t end = steps < left ? steps : left;
+        const uint32_t next_starts = READS_SEQ_IDX ? starts_of(ids, t, end, &last) : 0;
         BST_EACH(i, GROUP) {
             const bool is_there = t + i < steps && t + i < left;
             next_x[i] = token(&x, t + i, READS_X && is_there);
             next_dy[i] = token(&dy, t + i, is_there);
-            if (READS_SEQ_IDX) ids[i] = sequence_of(&a, &p, t + i, is_there);
         }
         BST_EACH(i, GROUP) {
             float g[VEC];
             if (READS_SEQ_IDX) {
-                const bool begins = ids[i] != sequence;
-                if (begins) empty(window);
-                starts = starts >> 1 | (uint32_t)begins << (TAPS - 1);
-                sequence = ids[i];
+                const uint32_t is_start = next_starts >> i & 1;
+                if (is_start) empty(window);
+                starts = starts >> 1 | is_start << (TAPS - 1);
             }
             move_on(window);
             move_on(gradients);

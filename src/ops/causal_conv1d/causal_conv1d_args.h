@@ -16,7 +16,7 @@ typedef struct causal_conv1d_args {
     int64_t run;      /* tokens that a thread takes */
     int64_t runs;     /* of a sequence */
     int64_t all_runs; /* of all sequences */
-    const int32_t *seq_idx; /* of all tokens, or NULL */
+    const int32_t *seq_idx;
 } causal_conv1d_args;
 
 static_assert(sizeof(causal_conv1d_args) == 136, "host and device must agree");

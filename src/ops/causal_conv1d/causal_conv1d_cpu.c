@@ -1,7 +1,8 @@
 /* causal_conv1d_cpu.c - causal convolutions on CPU, a tile of channels at a time, token by token.
  *
  * The rows of a window stay in a ring of float32 tiles, so that each is read once; position p of a sequence has the
- * place p modulo the taps. A row of several sequences is taken as these one after the other. Sums of gradients are float32 over short runs of tokens, and float64 over these. */
+ * place p modulo the taps. A row of several sequences is taken as these one after the other. Sums of gradients are
+ * float32 over short runs of tokens, and float64 over these. */
 #include "ops/causal_conv1d/causal_conv1d.h"
 
 #include "core/gated_unit.h"
@@ -153,7 +154,7 @@ static void store_dx(const bst_view *dx, ring gradients, const taps *of, int64_t
     bst_store(tile_at(dx, of, token), out, dx->dtype, of->n);
 }
 
-/* The token behind the last of the sequence that `token` is of, or one that no window of those before `last` reaches. */
+/* The token behind the sequence that a token is of, or one that windows of the tokens before `last` do not reach. */
 static int64_t sequence_end(const bst_view *v, const taps *of, int64_t token, int64_t last) {
     const int64_t most = bst__lesser(v[X].rows.rows, last + of->count - 1);
     int64_t end = token + 1;
