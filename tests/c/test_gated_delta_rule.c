@@ -172,6 +172,92 @@ TEST(states_are_handed_on) {
         }
 }
 
+/* All of `in` as one row of B T tokens, or a part of it; what a call of it writes. */
+typedef struct written {
+    float y[B * T][N][V], dq[B * T][H][K], dk[B * T][H][K], dv[B * T][N][V], dg[B * T][N], dbeta[B * T][N], dskip[N];
+} written;
+
+static bst_status call_row(int64_t first, int64_t tokens, int32_t *boundaries, int64_t sequences,
+                           const bst_gated_delta_rule_options *options, written *to) {
+    int64_t keys[] = {1, tokens, H, K}, values[] = {1, tokens, N, V}, some[] = {1, tokens, N}, ends[] = {sequences + 1};
+    DLTensor q = bst_f32((*in.q)[first], 4, keys), k = bst_f32((*in.k)[first], 4, keys);
+    DLTensor v = bst_f32((*in.v)[first], 4, values), g = bst_f32((*in.g)[first], 3, some);
+    DLTensor beta = bst_f32((*in.beta)[first], 3, some), skip = bst_f32(in.skip, 1, of_heads);
+    DLTensor ty = bst_f32(to->y[first], 4, values), tdy = bst_f32((*dy)[first], 4, values);
+    DLTensor dq = bst_f32(to->dq[first], 4, keys), dk = bst_f32(to->dk[first], 4, keys);
+    DLTensor dv = bst_f32(to->dv[first], 4, values), dg = bst_f32(to->dg[first], 3, some);
+    DLTensor dbeta = bst_f32(to->dbeta[first], 3, some), dskip = bst_f32(to->dskip, 1, of_heads);
+    DLTensor cu_seqlens = bst_tensor(boundaries, 1, ends, NULL, (DLDataType){kDLInt, 32, 1});
+    bst_gated_delta_rule_tensors given = {
+        sizeof given, &q, &k, &v, &g, &beta, &skip, .y = &ty, .cu_seqlens = boundaries ? &cu_seqlens : NULL};
+    bst_status status = bst_gated_delta_rule_forward(NULL, &given, options);
+    if (status != BST_OK) return status;
+    given.y = NULL, given.dy = &tdy;
+    given.dq = &dq, given.dk = &dk, given.dv = &dv, given.dg = &dg, given.dbeta = &dbeta, given.dskip = &dskip;
+    return bst_gated_delta_rule_backward(NULL, &given, options);
+}
+
+/* Its results are those of a call for each sequence: the same bits, for each has the chunks that it has there. */
+static void check_packed(int32_t *boundaries, int64_t sequences, const bst_gated_delta_rule_options *options) {
+    static written packed, alone;
+    float dskip[N] = {0};
+    memset(&packed, 0xff, sizeof packed), memset(&alone, 0xff, sizeof alone);
+    CHECK_OK(call_row(0, B * T, boundaries, sequences, options, &packed));
+    for (int64_t i = 0; i < sequences; i++) {
+        CHECK_OK(call_row(boundaries[i], boundaries[i + 1] - boundaries[i], NULL, 0, options, &alone));
+        for (int n = 0; n < N; n++) dskip[n] += alone.dskip[n];
+    }
+    CHECK(!memcmp(packed.y, alone.y, sizeof alone.y));
+    CHECK(!memcmp(packed.dq, alone.dq, sizeof alone.dq) && !memcmp(packed.dk, alone.dk, sizeof alone.dk));
+    CHECK(!memcmp(packed.dv, alone.dv, sizeof alone.dv) && !memcmp(packed.dg, alone.dg, sizeof alone.dg));
+    CHECK(!memcmp(packed.dbeta, alone.dbeta, sizeof alone.dbeta));
+    for (int n = 0; n < N; n++) CHECK_CLOSE(packed.dskip[n], dskip[n], 1e-5);
+}
+
+TEST(sequences_of_a_packed_row) {
+    fill();
+    /* Shorter than a chunk, none, a chunk, a token more, a token, two chunks; empty ones at the end, as of a list that was
+     * rounded up. Then more than a warp looks for at once, some of them empty. */
+    int32_t few[] = {0, 0, 5, 5, 69, 134, 135, 270, 270, 270}, many[45] = {0}, one[] = {0, B * T};
+    for (int i = 1; i < 44; i++) many[i] = many[i - 1] + i * 7 % 13;
+    many[44] = B * T;
+    for (int i = 0; i < VARIANTS; i++) {
+        if (i == 1)
+            for (int e = 0; e < B * T * H * K; e++) (&in.k[0][0][0][0])[e] *= 0.25f;
+        check_packed(few, 9, &variants[i]);
+        check_packed(many, 44, &variants[i]);
+    }
+    check_packed(one, 1, &variants[0]);
+}
+
+/* Boundaries that are none. On a GPU nobody looks at them before they are used: the call ends, and no access is out of
+ * bounds. On CPU they are refused. */
+TEST(boundaries_that_are_wrong) {
+    static written to, before;
+    enum { END = B * T };
+    const struct {
+        int32_t at[5];
+        const char *said;
+    } wrong[] = {{{1, 5, 6, 70, END}, "cu_seqlens begins with 1; 0 is needed"},
+                 {{0, 70, 6, 70, END}, "cu_seqlens has 6 behind 70; numbers that do not fall are needed"},
+                 {{0, 5, 6, 70, END - 1}, "cu_seqlens ends with 269; 270 is needed"},
+                 {{0, 5, END + 1, END + 65, END + 65}, "cu_seqlens ends with 335; 270 is needed"},
+                 {{-1, 5, 6, 70, END}, "cu_seqlens begins with -1; 0 is needed"},
+                 {{INT32_MAX, INT32_MIN, INT32_MAX, -64, INT32_MAX}, "cu_seqlens begins with 2147483647; 0 is needed"},
+                 {{200, 0, 200, 0, 200}, "cu_seqlens begins with 200; 0 is needed"}};
+    fill();
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        int32_t at[5];
+        memcpy(at, wrong[i].at, sizeof at);
+        memset(&to, 0xff, sizeof to), before = to;
+        bst_status status = call_row(0, B * T, at, 4, &variants[0], &to);
+        CHECK_EQ_I(status, bst_test_device.device_type == kDLCPU ? BST_INVALID : BST_OK);
+        if (status == BST_OK) continue;
+        CHECK_STR(bst_last_error(), wrong[i].said);
+        CHECK(!memcmp(&to, &before, sizeof to));
+    }
+}
+
 /* No tokens: the state is what it was. */
 TEST(nothing_to_do) {
     fill();
@@ -187,6 +273,11 @@ TEST(nothing_to_do) {
     memset(final, 0, sizeof final);
     CHECK_OK(bst_gated_delta_rule_backward(NULL, &given, NULL));
     CHECK(!memcmp(final, in.initial, sizeof final));
+    /* Nor does a packed row of none have anything. */
+    static written to;
+    int32_t boundaries[] = {0, 0, 0};
+    CHECK_OK(call_row(0, 0, boundaries, 2, NULL, &to));
+    for (int n = 0; n < N; n++) CHECK(to.dskip[n] == 0);
 }
 
 TEST(errors_name_the_argument_and_write_nothing) {
@@ -212,6 +303,27 @@ TEST(errors_name_the_argument_and_write_nothing) {
     given.v = &t.v, given.q = &wide, given.k = &wide;
     CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_INVALID);
     CHECK_STR(bst_last_error(), "gated_delta_rule_forward: v has 2 heads and q 3; a multiple is needed");
+    int32_t boundaries[] = {0, T};
+    int64_t two = 2, single = 1;
+    DLTensor cu_seqlens = bst_tensor(boundaries, 1, &two, NULL, (DLDataType){kDLInt, 32, 1}), state = t.initial;
+    given.q = &t.q, given.k = &t.k, given.cu_seqlens = &cu_seqlens;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "cu_seqlens is given and q has 2 rows; one, of all sequences, is needed");
+    of_keys[0] = of_values[0] = of_numbers[0] = of_states[0] = 1;
+    cu_seqlens.shape = &single;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_INVALID);
+    CHECK_STR(bst_last_error(), "cu_seqlens has 1 elements; two or more, 0 first, are needed");
+    cu_seqlens.shape = &two;
+    given.initial = &t.initial;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "cu_seqlens and initial are given; one of them alone is supported");
+    given.initial = NULL, state.data = final, given.final = &state;
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "cu_seqlens and final are given; one of them alone is supported");
+    cu_seqlens = bst_tensor(boundaries, 1, &single, NULL, bst_test_i64);
+    CHECK_EQ_I(bst_gated_delta_rule_forward(NULL, &given, NULL), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "cu_seqlens has elements of type int64");
+    of_keys[0] = of_values[0] = of_numbers[0] = of_states[0] = B;
     for (int i = 0; i < B * T * N * V; i++) CHECK((&y[0][0][0][0])[i] == 0);
 }
 
@@ -264,6 +376,8 @@ TEST(kernels_compile_for_every_chip) { bst_for_every_chip("gated_delta_rule", co
 int main(void) {
     RUN(values_and_gradients);
     RUN(states_are_handed_on);
+    RUN(sequences_of_a_packed_row);
+    RUN(boundaries_that_are_wrong);
     RUN(nothing_to_do);
     RUN(errors_name_the_argument_and_write_nothing);
     RUN(kernels_compile_for_every_chip);

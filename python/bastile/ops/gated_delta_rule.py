@@ -200,8 +200,8 @@ def gated_delta_rule(
         cu_seqlens: [S + 1], int32 (int64 is converted): where the sequences of one packed row begin and end. B is 1,
             sequence n has the tokens from cu_seqlens[n] to below cu_seqlens[n + 1], and sees only them: results are
             those of a call of its own. The first number is 0, none is below the one before it, the last one is T; equal
-            neighbours are a sequence without tokens. On CUDA the values are not looked at: others make results that mean
-            nothing. Not with `initial_state` or `output_final_state`.
+            neighbours are a sequence without tokens. On CUDA nothing looks whether the values are so, and others make
+            results that mean nothing. Not with `initial_state` or `output_final_state`.
 
     Returns:
         y, [B, T, N, V] of q's type or float32, contiguous, and S behind the last token, float32, or None. Gradients

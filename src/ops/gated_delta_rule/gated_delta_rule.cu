@@ -13,6 +13,10 @@
  * delta_scan: a block has BV columns of a head's values, and of the state, which stays in registers, and in shared
  * memory as what is multiplied; MAKE_Y: y; else the states before each chunk are written, for the backward pass.
  *
+ * PACKED: one row has several sequences, and chunks begin at each one's first token. A block of the scan has a sequence, as
+ * else a row. Where chunks are, the host does not know: delta_prepare's blocks have a slot each (gated_delta_rule_args.h),
+ * look for the sequence that it belongs to, and those whose slot has no chunk end there.
+ *
  * Macros: those of gated_delta_rule_pieces.cuh; of the scan BV, SLICES (of BV columns, all of DV) and MAKE_Y.
  *
  * Bytes, of a token and head of values with 16-bit inputs: T and P 512, written once and read once a slice; q, k, v and
@@ -51,10 +55,13 @@ BST_KERNEL(delta_prepare, delta_args, THREADS, PREPARE_BLOCKS) {
     const int64_t block = bst_block(), chunk = block % a.chunks, of_all = block / a.chunks;
     const int64_t batch = of_all / a.heads, head = of_all % a.heads, key_head = head / (a.heads / a.key_heads);
     const int thread = (int)bst_thread();
+    int64_t first = chunk * CHUNK;
+    int count = tokens_of(&a, {}, first);
     bst_wait_for_previous();
-    int count;
-    const int64_t first = first_of(&a, chunk, &count);
-    if (PACKED && !count) return;
+    if (PACKED) {
+        find_tokens(&a, chunk, &first, &count);
+        if (!count) return;
+    }
     if (thread < CHUNK) {
         g[thread] = thread < count ? number_at(&a.g, batch, first + thread, head, G_TYPE) : 0;
         beta[thread] = thread < count ? number_at(&a.beta, batch, first + thread, head, BETA_TYPE) : 0;
@@ -110,22 +117,21 @@ BST_KERNEL(delta_scan, delta_scan_args, THREADS, SCAN_BLOCKS) {
     const tile square = tile_at(end_of(state), PLANES, CHUNK, CHUNK);
     const tile values = tile_at(end_of(square), PLANES, CHUNK, BV);
     const int64_t slice = bst_block() % SLICES, of_all = bst_block() / SLICES;
-    const int64_t sequence = of_all / a.of.heads, head = of_all % a.of.heads;
+    const int64_t sequence = of_all / a.of.heads, batch = PACKED ? 0 : sequence, head = of_all % a.of.heads;
     const int64_t key_head = head / (a.of.heads / a.of.key_heads);
     float s[SUMS(DKP, BV)] = {};
     bst_wait_for_previous();
     const span tokens = span_of(&a.of, sequence);
-    const int64_t batch = tokens.batch, chunks = chunks_of(&a.of, tokens);
     const float skip = MAKE_Y ? skip_of(&a.of, head) : 0;
     if (a.initial) EACH_PLACE(p, DKP, BV)
     BST_EACH(i, 2) {
         const int64_t column = slice * BV + p.column + i;
         if (p.row < DK && column < DV) s[p.at + i] = a.initial[(of_all * DK + p.row) * DV + column];
     }
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+    for (int64_t chunk = 0; chunk < chunks_of(&a.of, tokens); chunk++) {
         const int64_t first = tokens.begin + chunk * CHUNK, slot = tokens.slot + chunk;
         const int64_t of_chunk = (PACKED ? head : of_all) * a.of.chunks + slot;
-        const int count = tokens_of(tokens, first);
+        const int count = tokens_of(&a.of, tokens, first);
         float y[SUMS(CHUNK, BV)] = {}, r[SUMS(CHUNK, BV)] = {}, v[SUMS(CHUNK, BV)] = {};
         if (!ADDITIVE) ask_for_tile(square, square_of(a.of.inverse, of_chunk), CHUNK);
         if (ADDITIVE && MAKE_Y) ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);

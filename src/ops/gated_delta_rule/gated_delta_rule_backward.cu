@@ -11,6 +11,8 @@
  *
  * The gradients of beta and G are sums over rows and columns of the same products. dg_i is the sum of dG from i on.
  *
+ * PACKED: as in gated_delta_rule.cu.
+ *
  * delta_scan_back: a block has BV columns of a head's values, writes dv and, before each chunk, dS', which stays in
  * registers. delta_gradients: a block has a chunk of a head of keys, and goes through its heads of values and their
  * slices; in an order that is always the same.
@@ -50,12 +52,11 @@ BST_KERNEL(delta_scan_back, delta_backward_args, THREADS, SCAN_BLOCKS) {
     const tile values = tile_at(end_of(square), PLANES, CHUNK, BV);
     const tile dy = tile_at(end_of(values), DY_PLANES, CHUNK, BV);
     const int64_t slice = bst_block() % SLICES, of_all = bst_block() / SLICES;
-    const int64_t sequence = of_all / a.of.heads, head = of_all % a.of.heads;
+    const int64_t sequence = of_all / a.of.heads, batch = PACKED ? 0 : sequence, head = of_all % a.of.heads;
     const int64_t key_head = head / (a.of.heads / a.of.key_heads);
     float ds[SUMS(DKP, BV)] = {}, skipped = 0;
     bst_wait_for_previous();
     const span tokens = span_of(&a.of, sequence);
-    const int64_t batch = tokens.batch;
     const float skip = skip_of(&a.of, head);
     if (a.dfinal) EACH_PLACE(p, DKP, BV)
     BST_EACH(i, 2) {
@@ -65,7 +66,7 @@ BST_KERNEL(delta_scan_back, delta_backward_args, THREADS, SCAN_BLOCKS) {
     for (int64_t chunk = chunks_of(&a.of, tokens) - 1; chunk >= 0; chunk--) {
         const int64_t first = tokens.begin + chunk * CHUNK, slot = tokens.slot + chunk;
         const int64_t of_chunk = (PACKED ? head : of_all) * a.of.chunks + slot;
-        const int count = tokens_of(tokens, first);
+        const int count = tokens_of(&a.of, tokens, first);
         float dv[SUMS(CHUNK, BV)] = {}, dx[SUMS(CHUNK, BV)] = {};
         ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
         load_numbers(numbers, &a.of, batch, head, slot, first, count);
@@ -197,6 +198,11 @@ BST_DEVICE void load_left_over(float left[2], const delta_input *v, int64_t batc
     BST_EACH(i, 2) left[i] -= rise * r[p.at + i];
 }
 
+/* The first token of a block's chunk, and how many it has. Of packed sequences they are in shared memory, from where they
+ * are read each time: no registers are left for them. */
+#define FIRST (PACKED ? (int64_t)found[0] : first)
+#define COUNT (PACKED ? found[1] : count)
+
 BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
     BST_DYNAMIC_SHARED(memory);
     BST_SHARED(chunk_numbers, shared_numbers, 1);
@@ -205,6 +211,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
     BST_SHARED(float, inverses, 2 * CHUNK);
     BST_SHARED(float, factors, CHUNK);
     BST_SHARED(float, scratch, 32);
+    BST_SHARED(int, found, 2);
     chunk_numbers *const numbers = shared_numbers;
     chunk_sums *const of_g = shared_sums;
     float (*const beta_rows)[CHUNK] = (float (*)[CHUNK])of_beta;
@@ -217,25 +224,31 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
     const tile scaled_dy = tile_at(dy.memory, PLANES, CHUNK, BV); /* in its place */
     const int chunk = (int)bst_block() % a.of.chunks, of_keys = (int)bst_block() / a.of.chunks;
     const int batch = PACKED ? 0 : of_keys / a.of.key_heads, key_head = of_keys % a.of.key_heads;
-    const int group = a.of.heads / a.of.key_heads, thread = (int)bst_thread();
-    int count;
+    int64_t first = (int64_t)chunk * CHUNK;
+    const int group = a.of.heads / a.of.key_heads;
+    int count = tokens_of(&a.of, {}, first);
+    const int thread = (int)bst_thread();
     float dq[SUMS(CHUNK, DKP)] = {}, dk[SUMS(CHUNK, DKP)] = {};
     float along[2] = {0, 0}; /* of q . dq, what the heads so far have of it */
     bst_wait_for_previous();
-    const int64_t first = first_of(&a.of, chunk, &count);
-    if (PACKED && !count) return;
+    if (PACKED) {
+        find_tokens(&a.of, chunk, &first, &count);
+        if (!count) return;
+        if (thread == 0) found[0] = (int)first, found[1] = count;
+        bst_sync();
+    }
     for (int member = 0; member < group; member++) {
         const int head = key_head * group + member, of_chunk = (batch * a.of.heads + head) * a.of.chunks + chunk;
         float da[SUMS(CHUNK, CHUNK)] = {}, dp[SUMS(CHUNK, CHUNK)] = {};
         float at_end = 0; /* of dG_c: what the state after the chunk has of it */
         bst_sync();
-        load_numbers(numbers, &a.of, batch, head, chunk, first, count);
+        load_numbers(numbers, &a.of, batch, head, chunk, FIRST, COUNT);
         if (thread < CHUNK) {
             factors[thread] = a.of.scale * numbers->rise[thread]; /* the thread's own */
             BST_EACH(i, ACROSS) of_g->rows[i][thread] = beta_rows[i][thread] = 0;
             BST_EACH(i, 4) of_g->columns[i][thread] = 0;
         }
-        load_keys(keys, &a.of.k, batch, first, key_head, count, a.of.eps, 0, inverses);
+        load_keys(keys, &a.of.k, batch, FIRST, key_head, COUNT, a.of.eps, 0, inverses);
         BST_ROLLED
         for (int slice = 0; slice < SLICES; slice++) {
             float r[SUMS(CHUNK, BV)] = {}, read[SUMS(CHUNK, BV)] = {}, dv[SUMS(CHUNK, BV)] = {};
@@ -243,7 +256,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
             ask_for_tile(state, (const char *)a.states + states_at(of_chunk, slice), SLICES * BV);
             ask_for_tile(dstate, (const char *)a.dstates + states_at(of_chunk, slice), SLICES * BV);
             ask_for_tile(square, square_of(a.of.scores, of_chunk), CHUNK);
-            write_values(dy, &a.dy, batch, first, head, slice, count, 0);
+            write_values(dy, &a.dy, batch, FIRST, head, slice, COUNT, 0);
             bst_copy_async_wait(0);
             bst_sync();
             if (!ADDITIVE) multiply(r, CHUNK, BV, DKP, keys, false, state, false);
@@ -251,7 +264,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
             EACH_PLACE(p, CHUNK, BV) {
                 float left[2];
                 const float beta = numbers->beta[p.row];
-                load_left_over(left, &a.of.v, batch, first, head, slice, count, p, numbers->rise[p.row], r);
+                load_left_over(left, &a.of.v, batch, FIRST, head, slice, COUNT, p, numbers->rise[p.row], r);
                 BST_EACH(i, 2) dv[p.at + i] = read[p.at + i] *= numbers->fall[p.row];
                 if (ADDITIVE)
                     BST_EACH(i, 2) v[p.at + i] = beta * left[i];
@@ -275,7 +288,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
             EACH_PLACE(p, CHUNK, BV) {
                 float left[2]; /* made again: it would take registers that there are not */
                 const float factor = numbers->beta[p.row] * numbers->rise[p.row];
-                load_left_over(left, &a.of.v, batch, first, head, slice, count, p, numbers->rise[p.row], r);
+                load_left_over(left, &a.of.v, batch, FIRST, head, slice, COUNT, p, numbers->rise[p.row], r);
                 BST_EACH(i, 2) {
                     const float kept = v[p.at + i] * read[p.at + i];
                     to_beta[p.lower] += dx[p.at + i] * left[i];
@@ -303,7 +316,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
                 write_pair(values, p.row, p.column, fall * v[p.at], fall * v[p.at + 1]);
                 if (!ADDITIVE) write_pair(dvalues, p.row, p.column, less * dx[p.at], less * dx[p.at + 1]);
             }
-            write_values(scaled_dy, &a.dy, batch, first, head, slice, count, factors);
+            write_values(scaled_dy, &a.dy, batch, FIRST, head, slice, COUNT, factors);
             bst_sync();
             multiply(dq, CHUNK, DKP, BV, scaled_dy, false, state, true);
             multiply(dk, CHUNK, DKP, BV, values, false, dstate, true);
@@ -346,7 +359,7 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
         }
         multiply(dq, CHUNK, DKP, CHUNK, square, false, keys, false);
         bst_sync();
-        load_keys(keys, &a.of.q, batch, first, key_head, count, a.of.eps, 0, inverses + CHUNK);
+        load_keys(keys, &a.of.q, batch, FIRST, key_head, COUNT, a.of.eps, 0, inverses + CHUNK);
         bst_sync();
         multiply(dk, CHUNK, DKP, CHUNK, square, true, keys, false);
         /* P and y grow with exp(G_i) as q_i does: their gradient with respect to G_i is q_i . dq_i. */
@@ -360,8 +373,8 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
         add_rows(of_g->rows, to_g[0], to_g[1]);
         at_end = bst_group_sum(at_end, THREADS, scratch);
         bst_sync();
-        if (thread < count) {
-            const int64_t at = (batch * a.of.tokens + first + thread) * a.of.heads + head;
+        if (thread < COUNT) {
+            const int64_t at = (batch * a.of.tokens + FIRST + thread) * a.of.heads + head;
             float dg = at_end;
             const float dbeta = sum_of_row(beta_rows, thread);
             for (int i = CHUNK - 1; i >= thread; i--) {
@@ -372,13 +385,13 @@ BST_KERNEL(delta_gradients, delta_backward_args, THREADS, 1) {
             bst_store(a.dbeta, at, &dbeta, BETA_TYPE, 1);
         }
     }
-    const int64_t row_at = ((batch * a.of.tokens + first) * a.of.key_heads + key_head) * DK;
+    const int64_t row_at = ((batch * a.of.tokens + FIRST) * a.of.key_heads + key_head) * DK;
     const int64_t row_pitch = (int64_t)a.of.key_heads * DK;
     bst_sync();
-    store_keys(a.dq, row_at, row_pitch, dq, keys, inverses + CHUNK, of_g->rows, count); /* q is there */
+    store_keys(a.dq, row_at, row_pitch, dq, keys, inverses + CHUNK, of_g->rows, COUNT); /* q is there */
     bst_sync();
-    load_keys(keys, &a.of.k, batch, first, key_head, count, a.of.eps, 0, 0);
+    load_keys(keys, &a.of.k, batch, FIRST, key_head, COUNT, a.of.eps, 0, 0);
     bst_sync();
-    store_keys(a.dk, row_at, row_pitch, dk, keys, inverses, of_g->rows, count);
+    store_keys(a.dk, row_at, row_pitch, dk, keys, inverses, of_g->rows, COUNT);
 }
 #endif

@@ -283,24 +283,27 @@ BST_DEVICE int64_t boundary_at(const delta_args *a, int64_t sequence) {
     return at < 0 ? 0 : at < a->tokens ? at : a->tokens;
 }
 
-/* The tokens of a sequence, a row or a part of one; `slot`: of its first chunk, among those of a head. */
+/* The tokens of a packed sequence, its chunks, and the slot of the first one among those of a head. Else a row is all of
+ * it, which the arguments say: this is not read, but for its zeros. */
 struct span {
-    int64_t batch, begin, end, slot;
+    int64_t begin, end, slot;
+    int chunks;
 };
 BST_DEVICE span span_of(const delta_args *a, int64_t sequence) {
-    span s = {sequence, 0, a->tokens, 0};
+    span s = {0, 0, 0, 0};
     if (PACKED) {
-        s.batch = 0;
         s.begin = boundary_at(a, sequence), s.end = boundary_at(a, sequence + 1);
+        s.chunks = s.end > s.begin ? (int)((s.end - s.begin + CHUNK - 1) / CHUNK) : 0;
         s.slot = s.begin / CHUNK + sequence;
     }
     return s;
 }
-BST_DEVICE int64_t chunks_of(const delta_args *a, span s) {
-    if (!PACKED) return a->chunks;
-    return s.end > s.begin ? (s.end - s.begin + CHUNK - 1) / CHUNK : 0;
+BST_DEVICE int chunks_of(const delta_args *a, span s) { return PACKED ? s.chunks : a->chunks; }
+/* Of a chunk. */
+BST_DEVICE int tokens_of(const delta_args *a, span s, int64_t first) {
+    const int64_t left = (PACKED ? s.end : a->tokens) - first;
+    return left < CHUNK ? (int)left : CHUNK;
 }
-BST_DEVICE int tokens_of(span s, int64_t first) { return s.end - first < CHUNK ? (int)(s.end - first) : CHUNK; }
 
 /* The sequence that a slot belongs to, or would: the last one whose slots begin there or before. A warp asks for 32 at a
  * time. */
@@ -316,16 +319,11 @@ BST_DEVICE int sequence_of(const delta_args *a, int64_t slot) {
     return first;
 }
 
-/* The tokens of a chunk, or of a slot, from the first one on. Of a slot that no chunk has: none. */
-BST_DEVICE int64_t first_of(const delta_args *a, int64_t chunk, int *count) {
-    int64_t first = chunk * CHUNK, left = a->tokens - first;
-    if (PACKED) {
-        const span s = span_of(a, sequence_of(a, chunk));
-        first = s.begin + (chunk - s.slot) * CHUNK;
-        left = first < s.begin || first > s.end ? 0 : s.end - first;
-    }
-    *count = left < CHUNK ? (int)left : CHUNK;
-    return first;
+/* The tokens of a packed sequence's chunk, by its slot. Of a slot that no chunk has: none. */
+BST_DEVICE void find_tokens(const delta_args *a, int64_t slot, int64_t *first, int *count) {
+    const span s = span_of(a, sequence_of(a, slot));
+    *first = s.begin + (slot - s.slot) * CHUNK;
+    *count = *first < s.begin || *first >= s.end ? 0 : tokens_of(a, s, *first);
 }
 
 #endif
