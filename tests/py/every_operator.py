@@ -65,9 +65,11 @@ CALLS = {
     "gated_mlp": lambda x: gated_mlp(x, random(16, H), random(16, H), random(H, 16)),
     "rope": lambda x: torch.cat(rope(heads(x), heads(x), *tables())),
     "qk_norm_rope": lambda x: torch.cat(qk_norm_rope(heads(x), heads(x), random(H), random(H), *tables())),
-    "causal_conv1d": lambda x: causal_conv1d(x.t()[None], random(H, 3), random(H), "silu"),
-    "causal_conv1d of packed sequences": lambda x: causal_conv1d(
-        x.t()[None], random(H, 3), random(H), "silu", torch.tensor([[0, 1, 1, 1]])
+    "causal_conv1d": lambda x: torch.cat(
+        [
+            causal_conv1d(x.t()[None], random(H, 3), random(H), "silu", seq_idx)
+            for seq_idx in (None, torch.tensor([[0, 1, 1, 1]]))
+        ]
     ),
     "gated_delta_rule": lambda x: gated_delta_rule(
         *(f(x)[None, :, None] for f in (torch.sin, torch.cos, torch.tanh)),
