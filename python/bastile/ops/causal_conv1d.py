@@ -56,14 +56,14 @@ def refusal(
 def _packed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, seq_idx: torch.Tensor) -> torch.Tensor:
     """The convolution of packed sequences, tap by tap: a token counts where no sequence has begun since."""
     begins = functional.pad((seq_idx[:, 1:] != seq_idx[:, :-1]).int(), (1, 0))
-    number, wide = begins.cumsum(1), torch.promote_types(weight.dtype, torch.float32)
-    x, taps = x.to(wide), weight.to(wide)
-    z = x * taps[:, -1:]
-    for back in range(1, min(weight.shape[1], x.shape[2])):
-        counts = (number[:, back:] == number[:, :-back])[:, None]
-        met = functional.pad(torch.where(counts, x[..., :-back], 0), (back, 0))
-        z = z + met * taps[:, -1 - back, None]
-    return (z if bias is None else z + bias[:, None]).to(weight.dtype)
+    number, before, tokens = begins.cumsum(1), weight.shape[1] - 1, x.shape[2]
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    window, numbers = functional.pad(x.to(wide), (before, 0)), functional.pad(number, (before, 0), value=-1)
+    z = torch.zeros((), dtype=wide, device=x.device) if bias is None else bias.to(wide)[:, None]
+    for k, tap in enumerate(weight.to(wide).unbind(1)):
+        counts = numbers[:, None, k : k + tokens] == number[:, None]
+        z = z + torch.where(counts, window[..., k : k + tokens], 0) * tap[:, None]
+    return z.to(weight.dtype)
 
 
 def original(
