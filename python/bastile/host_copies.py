@@ -21,8 +21,18 @@ def remember(tensor: torch.Tensor, host: torch.Tensor) -> None:
 
 def on_host(tensor: Any) -> torch.Tensor | None:
     """What a tensor on a device holds; None where the host does not know."""
-    found = _held.get(tensor) if isinstance(tensor, torch.Tensor) and len(_held) else None
+    if not isinstance(tensor, torch.Tensor) or not len(_held):
+        return None
+    found = _held.get(tensor)
+    if found is None and (whole := tensor._base) is not None and _is_all_of(tensor, whole):
+        found = _held.get(whole)
     return found[1] if found is not None and found[0] == version(tensor) else None
+
+
+def _is_all_of(view: torch.Tensor, whole: torch.Tensor) -> bool:
+    """As of positions that have been expanded to several axes, one of them."""
+    places = [(each.shape, each.stride(), each.storage_offset(), each.dtype) for each in (view, whole)]
+    return places[0] == places[1]
 
 
 def fetched(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 40960,
         "tie_word_embeddings": True,
     },
+    # Three of four layers are linear attention.
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+    },
     "llama-3.1-8b": {
         "model_type": "llama",
         "vocab_size": 128256,

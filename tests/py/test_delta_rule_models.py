@@ -155,8 +155,8 @@ def test_compiled_as_models_call_it(final: bool) -> None:
 
 
 def test_what_steps_aside() -> None:
-    """Packed sequences, which Transformers' torch code refuses or ignores as the release has it; wide heads, other
-    types."""
+    """Wide heads, other types; packed sequences in several rows or with states, which Transformers' torch code refuses
+    or ignores as the release has it."""
     stock, ours = REPLACED.function_and_ours("qwen3_next")
     tensors, wide = given_tensors(), given_tensors(key=130)
     bastile.report(reset=True)
@@ -164,20 +164,22 @@ def test_what_steps_aside() -> None:
     for given_ in (wide, double, given_tensors(value=257), [tensors[0].bfloat16(), *tensors[1:]]):
         assert torch.equal(ours(*given_)[0], stock(*given_)[0])
 
-    def outcome(function: Any, **packed: Any) -> Any:
+    def outcome(function: Any, *tensors: torch.Tensor, **packed: Any) -> Any:
         try:
             return function(*tensors, **packed)[0].tolist()
         except (TypeError, ValueError) as error:
             return str(error)
 
-    for packed in ({"cu_seqlens": torch.tensor([0, 5, 12])}, {"seq_idx": torch.zeros(1, 12, dtype=torch.int32)}):
-        assert outcome(ours, **packed) == outcome(stock, **packed)
+    cuts, twice = torch.tensor([0, 5, 12]), [t.expand(2, *t.shape[1:]) for t in tensors]
+    for given_, more in ((twice, {}), (tensors, {"output_final_state": True})):
+        assert outcome(ours, *given_, cu_seqlens=cuts, **more) == outcome(stock, *given_, cu_seqlens=cuts, **more)
     assert counted() == 0
     assert asides() == {
         "its heads have 130 and 6 elements; at most 128 and 256 are served",
         "its heads have 8 and 257 elements; at most 128 and 256 are served",
         "its tensors are of a kind that no kernel serves",
-        "sequences are packed",
+        "sequences are packed in several rows",
+        "packed sequences have states",
     }
 
 

@@ -81,6 +81,17 @@ def test_a_batch_that_nobody_else_holds_is_not_waited_for(copies):
     assert host_copies.on_host(sent["input_ids"]) is None
 
 
+def test_a_view_of_all_of_it_is_known_too(copies):
+    """As of positions that have been expanded to several axes, one of them."""
+    sent = in_a_loop({"position_ids": IDS.clone()})["position_ids"]
+    views = sent[None].expand(4, -1, -1)
+    assert torch.equal(host_copies.on_host(views[0]), IDS)
+    for part in (views, sent[:, 1:], sent[1:], sent.T, sent.view(torch.float64)):
+        assert host_copies.on_host(part) is None
+    sent.add_(1)
+    assert host_copies.on_host(views[0]) is None
+
+
 def test_a_batch_that_others_hold_is_waited_for(copies):
     kept, whole = IDS.clone(), torch.zeros(4, 6, dtype=torch.int64)
     for batch in (

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bastile.graphs import collected, conditions
 from bastile.graphs.arguments import CannotCapture, Place, Signature, differentiated, rebuilt, signature
+from bastile.graphs.autocast import Autocast
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, Replayed, uses_of_storage
 from bastile.graphs.returned import hidden_of
@@ -235,14 +236,17 @@ class Captured:
         autocast: Autocast,
         is_new: bool = False,
         lends_gradients: bool = True,
+        given: Sequence[torch.Tensor] = (),
     ) -> None:
         """is_new: no such step has run; the note is one of others. lends_gradients: those of parameters may lie in the
-        pool until the next step, where they are not to be copied anyway."""
+        pool until the next step, where they are not to be copied anyway. given: the first of such a step's tensors."""
         self.is_foreseen = is_new  # until a step has been called as the note says
         self.broken_off = 0  # steps that were to be replayed and became something else on the way
         self.runs = runs_of(modules, note)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
+        for each, tensor in zip(self.others, given, strict=False):
+            each.fill(tensor)
         for place, chunks in note.read.items():
             say(self.others[place].tensor, Chunks(chunks.lengths))
         for place, longest in note.open.items():
@@ -434,25 +438,6 @@ def _open(boundaries: torch.Tensor, longest: int, shape: torch.Size) -> None:
     rows = shape[:-1].numel()
     boundaries.copy_((torch.arange(len(boundaries)) * (longest or rows)).clamp_(max=rows))
     open_up(boundaries, longest)
-
-
-class Autocast:
-    """How autocast is set for a step. Its cache of converted weights is left alone: what is in it would be gone at a
-    replay, and what a graph puts there is for nobody else."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.is_on = torch.is_autocast_enabled(device)
-        self.dtype = torch.get_autocast_dtype(device)
-
-    def key(self) -> Any:
-        return self.is_on and self.dtype
-
-    def as_noted(self) -> torch.autocast:
-        return torch.autocast(self.device, dtype=self.dtype, enabled=self.is_on, cache_enabled=False)
-
-    def off(self) -> torch.autocast:
-        return torch.autocast(self.device, enabled=False, cache_enabled=False)
 
 
 def _apart(upstream: torch.Tensor, hidden: torch.Tensor | None, *gradients: torch.Tensor | None) -> Sequence[Any]:

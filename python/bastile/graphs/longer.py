@@ -4,7 +4,7 @@ few. Layers see the padding and nobody else does: what they return is cut before
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -120,10 +120,10 @@ class Longer(ABC):
         return padded
 
 
-def are_of_rows(layers: Sequence[Any], more: tuple[str, ...] = ()) -> bool:
+def are_of_rows(layers: Sequence[Any], more: tuple[str, ...] = (), but: Collection[nn.Module] = ()) -> bool:
     """Whether nothing in layers but their attention has to do with more than one row at a time, as far as their modules
-    say. more: how names of further classes end that have not."""
-    modules = [module for layer in layers for module in layer.modules()]
+    say. more: how names of further classes end that have not. but: modules of which that is known."""
+    modules = [module for layer in layers for module in layer.modules() if module not in but]
     leaves = {type(module) for module in modules if next(module.children(), None) is None}
     known = [cls.__name__.endswith(("Norm", *more)) or f"{cls.__module__}.".startswith(_OF_ROWS) for cls in leaves]
     return all(known) and not any(isinstance(module, nn.MultiheadAttention) for module in modules)

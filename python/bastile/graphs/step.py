@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from bastile.graphs import caches, collected, conditions
 from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
+from bastile.graphs.autocast import Autocast
 from bastile.graphs.between import Between, themselves
 from bastile.graphs.calls import called_instead, itself
-from bastile.graphs.captured import Autocast, Call, Captured, Note, Passage, Replay, Run
+from bastile.graphs.captured import Call, Captured, Note, Passage, Replay, Run
 from bastile.graphs.foreseen import foreseen
 from bastile.graphs.longer import Longer
 from bastile.graphs.pays import Pays, pays
@@ -48,7 +49,8 @@ class Step:
         #: What nobody differentiates has no second run.
         self.checkpointing = [stack.differentiates and conditions.checkpoints(layer) for layer in self.layers]
         self.given = Given()
-        self.first_given = 0  # so many tensors its first layer was given beside the hidden states
+        self.beside: list[torch.Tensor] = []  # made for layers of which the first is not given all, as masks
+        self.first_given = 0  # so many tensors it had before its first layer, beside the hidden states
         self.next = 0
         self.passage: Passage | None = None
         self.has_replayed = False
@@ -287,7 +289,7 @@ class Step:
         self._autocast = Autocast(hidden.device.type)
         stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
         key = (
-            self.given.structure([args[1:], kwargs]),
+            self.given.structure([args[1:], kwargs, self.beside]),
             signature(hidden),
             hidden.requires_grad,
             tuple(self.checkpointing),
@@ -358,7 +360,9 @@ class Step:
         assert stack.recorder is not None
         stack.make_way(_tokens(key))
         try:
-            captured = Captured(stack.recorder, self.layers, noted, self._autocast, is_new, not stack.is_beside)
+            captured = Captured(
+                stack.recorder, self.layers, noted, self._autocast, is_new, not stack.is_beside, self.given.tensors
+            )
         except Exception as error:
             first = (str(error).splitlines() or [""])[0]
             _log.debug("capturing layers failed", exc_info=True)

@@ -1,6 +1,6 @@
 """Linear attention by the gated delta rule, which Transformers has as a function of each such model's file. Where the
 package flash-linear-attention is installed, Transformers calls that in its place, and it stays; so does a kernel of the
-hub."""
+hub. Packed sequences are kept apart, as that package does and the function itself cannot."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours
-from bastile.models.packages import asks_for_another, function_sites
+from bastile.models.packages import cannot_be_packed, cuts_of, function_sites, runs_another
+from bastile.models.sdpa import need_told
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.gated_delta_rule import gated_delta_rule, refusal
 from bastile.report import Tally
@@ -40,8 +41,13 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         use_qk_l2norm_in_kernel: bool = False,
         **kwargs: Any,
     ) -> Any:
-        why = asks_for_another(original, kwargs) or refusal(query, key, value, g, beta, None, initial_state)
-        why = why or loses_float32(query)
+        cuts = cuts_of(kwargs)
+        why = runs_another(original) or refusal(query, key, value, g, beta, None, initial_state)
+        if cuts is None:
+            why = why or loses_float32(query)
+        else:
+            why = why or cannot_be_packed(len(query), initial_state, output_final_state)
+        need_told(cuts is not None and why is None)
         if why is not None:
             tally.step_aside(why, why is WIDE)
             return original(
@@ -66,6 +72,7 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
             initial_state=initial_state,
             output_final_state=output_final_state,
             normalize=use_qk_l2norm_in_kernel,
+            cu_seqlens=cuts,
         )
 
     return mark_as_ours(attend)

@@ -151,11 +151,12 @@ def _leaves_keys(backbone: Any, given: dict[str, Any]) -> bool:
 
 def _run(step: Step, original: Callable[..., Any], backbone: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _within.step = True  # layers of layers are the outer ones' own
+    before, sdpa.making.made = sdpa.making.made, step.beside
     try:
         with step.calls(), step.stack.tables.calls(backbone):
             result = original(backbone, *args, **kwargs)
     finally:
-        _within.step = False
+        _within.step, sdpa.making.made = False, before
     return step.end(result)
 
 

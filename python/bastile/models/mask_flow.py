@@ -100,6 +100,8 @@ class _Flow:
         match node:
             case ast.Name(id=name):
                 return "maker" if makes(name) else self.names.get(name)
+            case ast.Call(func=ast.Attribute(value=value, attr="get")):
+                return self._one_of(value)
             case ast.Call(func=function):
                 return "mask" if self.kind(function) == "maker" else None
             case ast.Lambda(body=body):
@@ -107,13 +109,16 @@ class _Flow:
             case ast.IfExp(body=one, orelse=other):
                 return self.kind(one) or self.kind(other)
             case ast.Subscript(value=value):
-                return {"masks": "mask", "makers": "maker"}.get(self.kind(value) or "")
+                return self._one_of(value)
             case ast.Dict(values=values):
                 kinds = {self.kind(value) for value in values} - {None}
                 return f"{kinds.pop()}s" if len(kinds) == 1 else None
             case ast.DictComp(value=value):
                 return "masks" if self.is_mask(value) else None
         return None
+
+    def _one_of(self, node: ast.AST) -> str | None:
+        return {"masks": "mask", "makers": "maker"}.get(self.kind(node) or "")
 
     def is_mask(self, node: ast.AST) -> bool:
         return self.kind(node) == "mask"
@@ -136,6 +141,8 @@ class _Flow:
                 return self.kind(above) is not None
             case ast.Subscript(value=value):
                 return kind in ("masks", "makers") and value is node
+            case ast.Attribute():
+                return self._one_of(node) is not None and self.kind(self.above[above]) is not None
             case ast.Call(func=function):
                 return kind == "maker" and function is node
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):

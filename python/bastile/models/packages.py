@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from bastile.guards import stock_of
@@ -16,7 +17,7 @@ from bastile.models.sites import ModelFile, Replace, Site, calls, exchanged, fun
 from bastile.report import Tally
 
 #: What tells packed sequences apart, which the torch code cannot: it ignores it, or refuses the call.
-_PACKED = ("cu_seqlens", "seq_idx")
+IDS, _CUTS = "seq_idx", ("cu_seqlens", "cu_seq_lens_q")
 
 
 def function_sites(file: ModelFile, operator: str, kind: str, build: Callable[[Tally], Replace]) -> Iterator[Site]:
@@ -52,11 +53,28 @@ def _runs_instead(wrapper: Any) -> str | None:
     return None
 
 
-def asks_for_another(function: Any, kwargs: dict[str, Any]) -> str | None:
-    """Why a call of such a function is not one of its torch code, or not one that this can compute. The package
-    `kernels` makes a module of a function, and gives it another forward where it has a kernel."""
+def runs_another(function: Any) -> str | None:
+    """Why a call of such a function is not one of its torch code; None where it is. The package `kernels` makes a
+    module of a function, and gives it another forward where it has a kernel."""
     if isinstance(function, nn.Module) and "forward" in vars(function):
         return "a kernel of the hub has taken its place"
-    if any(kwargs.get(name) is not None for name in _PACKED):
-        return "sequences are packed"
     return None
+
+
+def cuts_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Where the sequences of a packed row begin and end, [S + 1]; None where each row is one sequence."""
+    ids = kwargs.get(IDS)
+    for name in _CUTS if ids is not None else _CUTS[:1]:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    if ids is None:
+        return None
+    begins = (ids.flatten().diff() != 0).nonzero().flatten() + 1  # which waits for the device
+    return torch.nn.functional.pad(torch.nn.functional.pad(begins, (1, 0)), (0, 1), value=ids.numel())
+
+
+def cannot_be_packed(rows: int, initial: torch.Tensor | None, wants_final: bool) -> str | None:
+    """Why a recurrence does not run over packed sequences; None where it does."""
+    if rows != 1:
+        return "sequences are packed in several rows"
+    return "packed sequences have states" if initial is not None or wants_final else None

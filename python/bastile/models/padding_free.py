@@ -3,7 +3,8 @@
 Collators pad each batch to its longest row, and layers compute all of it: of rows of all lengths a third to a half is
 padding. Where nobody reads what comes of that (models/padding.py), the tokens of all rows go through the layers side by
 side in one row, as packed sequences do, each with the position that it had, and each row sees itself alone
-(models/masked_attention.py). Behind the layers they are put back where they were, among zeros."""
+(models/masked_attention.py); so do convolutions and recurrences (models/mixers.py). Behind the layers they are put back
+where they were, among zeros."""
 
 from __future__ import annotations
 
@@ -33,9 +34,11 @@ from bastile.models.chunks import sent
 from bastile.models.graphs import may_have_graphs
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
 from bastile.models.masked_attention import MAKERS, hand_masks_to_attention
+from bastile.models.mixers import CUTS, IDS, Mixers, hand_on
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site, calls
 from bastile.ops._common import in_transform
+from bastile.ops._segments import of_sequences
 from bastile.ops._valid_rows import gather, scatter
 from bastile.report import Tally
 
@@ -52,16 +55,21 @@ _OF_ANY_SHAPE = ("torch.", "accelerate.", "deepspeed.", "bastile.")
 _REQUIRES_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
 #: Modules without others in them that work on each token by itself, by the ends of their names, beside those that
 #: graphs know (`are_of_rows`).
-_OF_A_TOKEN = ("Experts", "Router", "Gate", "RotaryEmbedding")
+_OF_A_TOKEN = ("Experts", "Router", "Gate", "RotaryEmbedding", "NormGated")
+#: What makes the masks of a backbone, which leave it without padding.
+_MAKERS = (*MAKERS, "create_recurrent_attention_mask")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
     served = hand_masks_to_attention(file)
+    tells = hand_on(file.own_classes())
     for cls in backbones(file):
         forward = stock_of(vars(cls)["forward"])
         counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
-        if cls in served and counts and file.read(cls, goes_to_makers_alone, MAKERS):
+        if cls in served and counts and file.read(cls, goes_to_makers_alone, _MAKERS) and tells:
             yield file.forward_site(OPERATOR, cls, unpadded_forward)
+        elif not tells:
+            file.unknown.setdefault(f"{cls.__name__}.forward", "has layers that cannot be told where rows begin")
         else:
             where = f"{cls.__name__}.forward"
             file.unknown.setdefault(
@@ -77,10 +85,12 @@ class _Known:
         found = list(layers) if isinstance(layers, nn.ModuleList) else []
         modules = list(backbone.modules())[1:]
         attentions = attentions_of(found)
+        self.mixers = Mixers(found)
         self.serves = (
             bool(attentions)
             and all(each.is_causal for each in attentions)
-            and are_of_rows(found, _OF_A_TOKEN)
+            and self.mixers.hand_on
+            and are_of_rows(found, _OF_A_TOKEN, self.mixers.parts)
             and not any(map(_is_run_by_another, modules))
         )
         self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
@@ -114,9 +124,14 @@ class _Unpadded:
     of few: a sequence of its own, or several, none longer than the batch was."""
 
     def __init__(
-        self, mask: torch.Tensor, device: torch.device, steps: Callable[[int], int] = lambda _: _STEPS
+        self,
+        mask: torch.Tensor,
+        device: torch.device,
+        steps: Callable[[int], int] = lambda _: _STEPS,
+        tells: bool = False,
     ) -> None:
-        """mask: [B, S] of bools, on the host, some of them true. steps: as of `few`, for so many tokens."""
+        """mask: [B, S] of bools, on the host, some of them true. steps: as of `few`, for so many tokens. tells: whether
+        others than attentions are to be told where sequences are."""
         self.rows, self.length = mask.shape
         tokens = mask.flatten().nonzero().flatten()
         self.count = len(tokens)
@@ -128,9 +143,12 @@ class _Unpadded:
         self.sequences = None if is_one else sequences[None]
         positions = torch.cat([tokens % self.length, behind % self.length])
         again = tokens[behind % self.count]
-        both = sent(torch.cat([positions, tokens, again]), device)
-        self.positions = both[: self.to].unsqueeze(0)
-        self._tokens, self._again = both[self.to :].split([self.count, len(again)])
+        cuts = of_sequences(sequences[None]).cuts[0] if tells and not is_one else positions[:0]
+        parts = [positions, tokens, again, cuts, sequences if len(cuts) else cuts]
+        positions, self._tokens, self._again, cuts, ids = sent(torch.cat(parts), device).split([*map(len, parts)])
+        self.positions = positions.unsqueeze(0)
+        #: What is to tell others than attentions where sequences are.
+        self.told = {IDS: ids[None].int(), CUTS: cuts.int()} if len(cuts) else {}
 
     def pays(self) -> bool:
         part = _LONG_PART if self.length > _LONG else _LARGEST_PART
@@ -199,15 +217,15 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
         return None
     if asks_for_more(given, config) or collected.collector() or not _returns_names(given, config):
         return "more is asked of it than its last hidden states"
-    if not are_of_tokens(given, rows, length):
+    if not are_of_tokens(given, rows, length) or any(given.get(name) is not None for name in (IDS, CUTS)):
         return "it is given what is not known to be of single tokens"
     if 0 < most_positions(config) < length:
         return "rows are longer than its positions"
     known = _known.get(backbone)
     if known is None:
         known = _known[backbone] = _Known(backbone)
-    if not known.serves:
-        return "its layers are not known to see more than one token in their attention alone"
+    if not known.serves or not known.mixers.can_be_told():
+        return "its layers are not known to see more than one token in what can be told of rows alone"
     if known.has_hooks():
         return "hooks on its modules"
     if backbone.training and torch.is_grad_enabled():
@@ -217,7 +235,8 @@ def _batch(backbone: nn.Module, given: dict[str, Any]) -> _Unpadded | str | None
     host = padding.on_host_with_labels(mask)
     if bool(host.all()) or not bool(host.any()) or not padding.is_unread(host, before=True):
         return None
-    found = _Unpadded(host, tokens[0].device, lambda n: _STEPS_OF_GRAPHS if may_have_graphs(backbone, n) else _STEPS)
+    steps = lambda count: _STEPS_OF_GRAPHS if may_have_graphs(backbone, count) else _STEPS  # noqa: E731
+    found = _Unpadded(host, tokens[0].device, steps, bool(known.mixers))
     return found if found.pays() else None
 
 
@@ -236,7 +255,9 @@ def _arguments(given: dict[str, Any], batch: _Unpadded) -> dict[str, Any]:
         found[_POSITIONS] = torch.stack([batch.of(axis) for axis in positions])
     else:
         found[_POSITIONS] = batch.of(positions)
-    return {**given, **found, MASK: None}
+    # A cache has no place for the states of several sequences.
+    alone = {**batch.told, "use_cache": False} if batch.told else {}
+    return {**given, **found, **alone, MASK: None}
 
 
 def _put_back(result: Any, batch: _Unpadded) -> bool:

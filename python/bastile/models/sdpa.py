@@ -39,7 +39,16 @@ _LEFT_OUT = Tally.of("masked_attention", "transformers.masking_utils.sdpa_mask")
 
 
 class CannotBeTold(Exception):
-    """Of a batch that has been put side by side (models/padding_free.py): its attention takes no mask of ours."""
+    """Of a batch that has been put side by side (models/padding_free.py): its attention takes no mask of ours, or what
+    else sees more than one token of it cannot keep rows apart."""
+
+
+def need_told(is_told: bool) -> None:
+    """Of what sees more than one token and is no attention: raises CannotBeTold where rows stand side by side and it
+    has not been told so."""
+    packed = making.packed
+    if packed is not None and packed.sequences is not None and not is_told:
+        raise CannotBeTold
 
 
 class Packed:
@@ -52,9 +61,11 @@ class Packed:
 
 class _Making(threading.local):
     """Of the mask that is being made in this thread: on the host, which tokens are no padding, or which sequence each
-    is of; and where it is to be. packed: of the batch that is going through a backbone."""
+    is of; and where it is to be. Of the batch that is going through a backbone: packed, if it is, and its masks, which
+    layers are given that may not be the first ones."""
 
     packed: Packed | None = None
+    made: list[torch.Tensor] | None = None
 
     padding: torch.Tensor | None = None
     sequences: torch.Tensor | None = None
@@ -134,7 +145,10 @@ def _mask(**given: Any) -> Any:
         return None
     cuts = cuts.to(making.device, non_blocking=True)
     exponent = 0 if longest == given["kv_length"] else longest.bit_length()
-    return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 1, 1 + behind, -1, -1, 1 + window)
+    mask = cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 1, 1 + behind, -1, -1, 1 + window)
+    if making.made is not None:
+        making.made.append(mask)
+    return mask
 
 
 def is_of_whole_rows(given: dict[str, Any]) -> bool:

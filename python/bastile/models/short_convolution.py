@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours
-from bastile.models.packages import asks_for_another, function_sites
+from bastile.models.packages import IDS, function_sites, runs_another
+from bastile.models.sdpa import need_told
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.causal_conv1d import causal_conv1d, refusal
 from bastile.report import Tally
@@ -33,11 +34,13 @@ def _convolve(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         activation: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        why = asks_for_another(original, kwargs) or refusal(hidden_states, weight, bias, activation)
+        ids = kwargs.get(IDS)
+        why = runs_another(original) or refusal(hidden_states, weight, bias, activation)
+        need_told(ids is not None and why is None)
         if why is not None:
             tally.step_aside(why)
             return original(hidden_states, weight, bias, activation=activation, **kwargs)
         tally.count()
-        return causal_conv1d(hidden_states, weight, bias, activation)
+        return causal_conv1d(hidden_states, weight, bias, activation, ids)
 
     return mark_as_ours(convolve)

@@ -1,6 +1,6 @@
 """Mamba-2's state space, which Transformers has as a function of each such model's file: the gated delta rule without
 its delta. Where the package mamba_ssm is installed, Transformers calls that in its place, and it stays; so does a
-kernel of the hub."""
+kernel of the hub. Packed sequences are kept apart, as that package does and the function itself cannot."""
 
 from __future__ import annotations
 
@@ -15,16 +15,29 @@ from torch.nn import functional
 
 from bastile.guards import mark_as_ours
 from bastile.models.delta_rule import WIDE, loses_float32
-from bastile.models.packages import asks_for_another, function_sites
+from bastile.models.packages import cannot_be_packed, cuts_of, function_sites, runs_another
+from bastile.models.sdpa import need_told
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.gated_delta_rule import gated_delta_rule, refusal
 from bastile.report import Tally
 
-KIND = "state space"
+KIND, FUSED = "state space", "fused state space"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    return function_sites(file, "mamba2_scan", KIND, lambda tally: partial(_scan, tally))
+    yield from function_sites(file, "mamba2_scan", KIND, lambda tally: partial(_scan, tally))
+    yield from function_sites(file, "mamba2_scan", FUSED, lambda _: _is_none)
+
+
+def _is_none(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of what that package computes in one kernel and nothing else does: around the function, which says so, stands one
+    that refuses packed sequences."""
+
+    @functools.wraps(original)
+    def fused(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if runs_another(original) else None
+
+    return mark_as_ours(fused)
 
 
 def _scan(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,10 +57,15 @@ def _scan(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         return_final_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        why = asks_for_another(original, kwargs) or refusal(C, B, hidden_states, dt, dt, D, initial_states)
+        cuts = cuts_of(kwargs)
+        why = runs_another(original) or refusal(C, B, hidden_states, dt, dt, D, initial_states)
         if why is None and D is not None and D.shape != hidden_states.shape[2:3]:
             why = "its skip is not one number a head"
-        why = why or loses_float32(hidden_states)
+        if cuts is None:
+            why = why or loses_float32(hidden_states)
+        else:
+            why = why or cannot_be_packed(len(hidden_states), initial_states, return_final_states)
+        need_told(cuts is not None and why is None)
         if why is not None:
             tally.step_aside(why, why is WIDE)
             given = D, dt_bias, initial_states, dt_softplus, dt_limit, return_final_states
@@ -71,6 +89,7 @@ def _scan(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
             output_final_state=return_final_states,
             additive=True,
             wide=True,
+            cu_seqlens=cuts,
         )
         return y if final is None else (y, final.transpose(-1, -2))
 

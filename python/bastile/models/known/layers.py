@@ -68,6 +68,7 @@ FORMS: tuple[Form, ...] = (
         (),
         ("7e90737673ef", "a450b31b6a09"),
     ),
+    Form("fused state space", "None: not without the package that has one kernel for it", (), ("52031a2ad3b7",)),
     # ---- decoder layers ----------------------------------------------------------------------------------------------
     Form("layer", "x + attention(norm(x)), then x + mlp(norm(x))", _LAYER, ("047e56b1298f",), {"is_tuple": False}),
     Form("layer", "the same of an MLP that returns a tuple", _LAYER, ("b142a2158fdb",), {"is_tuple": True}),
