@@ -327,7 +327,8 @@ def test_trl_packs_its_rows(tmp_path: Path) -> None:
         bastile.report(reset=True)
         trainer.train()
         losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
-        ran_here = bastile.report()
-        assert ran_here.ran("gated_delta_rule") == ran_here.ran("causal_conv1d") > 0
+        report = bastile.report()
+        if packing or not ON_CUDA:  # where the gated delta rule of float32 is Transformers' own otherwise
+            assert report.ran("gated_delta_rule") == report.ran("causal_conv1d") > 0
         bastile.reset()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
