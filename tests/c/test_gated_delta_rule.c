@@ -202,7 +202,7 @@ static void check_packed(int32_t *boundaries, int64_t sequences, const bst_gated
     static written packed, alone;
     float dskip[N] = {0};
     memset(&packed, 0xff, sizeof packed), memset(&alone, 0xff, sizeof alone);
-    CHECK_OK(call_row(0, B * T, boundaries, sequences, options, &packed));
+    CHECK_OK(call_row(0, boundaries[sequences], boundaries, sequences, options, &packed));
     for (int64_t i = 0; i < sequences; i++) {
         CHECK_OK(call_row(boundaries[i], boundaries[i + 1] - boundaries[i], NULL, 0, options, &alone));
         for (int n = 0; n < N; n++) dskip[n] += alone.dskip[n];
@@ -216,41 +216,43 @@ static void check_packed(int32_t *boundaries, int64_t sequences, const bst_gated
 
 TEST(sequences_of_a_packed_row) {
     fill();
-    /* Shorter than a chunk, none, a chunk, a token more, a token, two chunks; empty ones at the end, as of a list that was
-     * rounded up. Then more than a warp looks for at once, some of them empty. */
-    int32_t few[] = {0, 0, 5, 5, 69, 134, 135, 270, 270, 270}, many[45] = {0}, one[] = {0, B * T};
-    for (int i = 1; i < 44; i++) many[i] = many[i - 1] + i * 7 % 13;
-    many[44] = B * T;
+    const bool slow = bst_test_device.device_type == kDLCUDA; /* emulated: seconds for each chunk */
+    /* None, shorter than a chunk, a chunk, a token more, a token, two chunks; empty ones at the end, as of a list that was
+     * rounded up. Then more than a warp looks for at once. */
+    int32_t all[] = {0, 0, 5, 5, 69, 134, 135, 263, 263, 263}, some[] = {0, 0, 5, 70, 70}, many[45] = {0},
+            one[] = {0, 70};
+    for (int i = 1; i < 45; i++) many[i] = many[i - 1] + (slow ? 9 * (i == 2) + 70 * (i == 37) : i * 7 % 13);
     for (int i = 0; i < VARIANTS; i++) {
         if (i == 1)
             for (int e = 0; e < B * T * H * K; e++) (&in.k[0][0][0][0])[e] *= 0.25f;
-        check_packed(few, 9, &variants[i]);
-        check_packed(many, 44, &variants[i]);
+        if (!slow) check_packed(all, 9, &variants[i]);
+        if (!slow) check_packed(one, 1, &variants[i]);
+        if (!slow || i != 1) check_packed(some, 4, &variants[i]);
+        if (!slow || i == 1) check_packed(many, 44, &variants[i]);
     }
-    check_packed(one, 1, &variants[0]);
 }
 
 /* Boundaries that are none. On a GPU nobody looks at them before they are used: the call ends, and no access is out of
  * bounds. On CPU they are refused. */
 TEST(boundaries_that_are_wrong) {
     static written to, before;
-    enum { END = B * T };
+    enum { END = 70 };
     const struct {
         int32_t at[5];
         const char *said;
-    } wrong[] = {{{1, 5, 6, 70, END}, "cu_seqlens begins with 1; 0 is needed"},
-                 {{0, 70, 6, 70, END}, "cu_seqlens has 6 behind 70; numbers that do not fall are needed"},
-                 {{0, 5, 6, 70, END - 1}, "cu_seqlens ends with 269; 270 is needed"},
-                 {{0, 5, END + 1, END + 65, END + 65}, "cu_seqlens ends with 335; 270 is needed"},
-                 {{-1, 5, 6, 70, END}, "cu_seqlens begins with -1; 0 is needed"},
+    } wrong[] = {{{1, 5, 6, 65, END}, "cu_seqlens begins with 1; 0 is needed"},
+                 {{0, 66, 6, 66, END}, "cu_seqlens has 6 behind 66; numbers that do not fall are needed"},
+                 {{0, 5, 6, 66, END - 1}, "cu_seqlens ends with 69; 70 is needed"},
+                 {{-1, 5, 6, 65, END}, "cu_seqlens begins with -1; 0 is needed"},
+                 {{0, 5, END + 1, END + 65, END + 65}, "cu_seqlens ends with 135; 70 is needed"},
                  {{INT32_MAX, INT32_MIN, INT32_MAX, -64, INT32_MAX}, "cu_seqlens begins with 2147483647; 0 is needed"},
-                 {{200, 0, 200, 0, 200}, "cu_seqlens begins with 200; 0 is needed"}};
+                 {{60, 0, 60, 0, 60}, "cu_seqlens begins with 60; 0 is needed"}};
     fill();
-    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+    for (size_t i = bst_test_device.device_type == kDLCPU ? 0 : 4; i < sizeof wrong / sizeof *wrong; i++) {
         int32_t at[5];
         memcpy(at, wrong[i].at, sizeof at);
         memset(&to, 0xff, sizeof to), before = to;
-        bst_status status = call_row(0, B * T, at, 4, &variants[0], &to);
+        bst_status status = call_row(0, END, at, 4, &variants[0], &to);
         CHECK_EQ_I(status, bst_test_device.device_type == kDLCPU ? BST_INVALID : BST_OK);
         if (status == BST_OK) continue;
         CHECK_STR(bst_last_error(), wrong[i].said);
