@@ -162,6 +162,8 @@ static void bind_related(const fuzz_call *c, symbols *s) {
         bind(s, 'H', heads), bind(s, 'N', heads * (1 + fuzz_below(3)));
         bind(s, 'K', 1 + fuzz_below(fuzz_chance(20) ? 150 : 40)),
             bind(s, 'V', 1 + fuzz_below(fuzz_chance(20) ? 300 : 40));
+        if (fuzz_chance(2)) bind(s, 'B', 1); /* a row may be packed, of sequences that have two ends and more */
+        bind(s, 'S', 2 + draw_size(s));
     }
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) { /* sorted are pairs, in two dimensions */
@@ -269,6 +271,11 @@ static bool draw_given(const fuzz_call *c, int place) {
     int other = fuzz_place(c->function, "teacher_hidden", BST_IN);
     if (other >= 0 && !strcmp(a->name, "teacher_logits") && !fuzz_chance(8)) return !c->of[other].given;
     if (other >= 0 && !strcmp(a->name, "teacher_bias") && !c->of[other].given) return fuzz_chance(8);
+    int boundaries = fuzz_place(c->function, "cu_seqlens", BST_IN),
+        initial = fuzz_place(c->function, "initial", BST_IN);
+    if (place == boundaries && (c->of[0].shape[0] != 1 || c->of[initial].given)) return fuzz_chance(16);
+    if (boundaries >= 0 && c->of[boundaries].given && strchr(a->shape ? a->shape : "", 'K') && place > boundaries)
+        return fuzz_chance(16); /* states */
     return !(a->flags & BST_OPTIONAL) || fuzz_chance(2);
 }
 

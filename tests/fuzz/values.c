@@ -144,6 +144,10 @@ static void draw_integers(const fuzz_call *c, int place) {
     } else if (strcmp(name, "ends") == 0) {
         int order = fuzz_place(c->function, "order", BST_IN);
         draw_ends(t->numbers, t->count, order < 0 ? first_dimension(c, "h") : c->of[order].count);
+    } else if (strcmp(name, "cu_seqlens") == 0) {
+        int q = fuzz_place(c->function, "q", BST_IN);
+        draw_ends(t->numbers, t->count, c->of[q].shape[1]);
+        t->numbers[0] = 0;
     } else {
         int bias = fuzz_place(c->function, "bias", BST_IN);
         int64_t most = bias >= 0 && c->of[bias].given ? c->of[bias].shape[0] : c->experts;

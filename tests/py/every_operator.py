@@ -71,12 +71,18 @@ CALLS = {
             for seq_idx in (None, torch.tensor([[0, 1, 1, 1]]))
         ]
     ),
-    "gated_delta_rule": lambda x: gated_delta_rule(
-        *(f(x)[None, :, None] for f in (torch.sin, torch.cos, torch.tanh)),
-        -x[None, :, :1].square(),
-        x[None, :, 1:2].sigmoid(),
-        normalize=True,
-    )[0],
+    "gated_delta_rule": lambda x: torch.cat(
+        [
+            gated_delta_rule(
+                *(f(x)[None, :, None] for f in (torch.sin, torch.cos, torch.tanh)),
+                -x[None, :, :1].square(),
+                x[None, :, 1:2].sigmoid(),
+                normalize=True,
+                cu_seqlens=cu_seqlens,
+            )[0]
+            for cu_seqlens in (None, torch.tensor([0, 1, 1, T]))
+        ]
+    ),
     "cross_entropy": lambda x: cross_entropy(x, torch.arange(T)),
     "fused_linear_cross_entropy": lambda x: fused_linear_cross_entropy(x, random(11, H), torch.arange(T)),
     "linear_logprobs": lambda x: torch.stack(

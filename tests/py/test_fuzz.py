@@ -116,6 +116,12 @@ class Draw:
             self.attributes |= {"rows": rows, "columns": columns, "blocksize": block, "nested_blocksize": nested}
             self.leading = [(rows * columns + 1) // 2]
             self.sizes |= {"A": blocks, "S": -(blocks // -nested), "C": 16, "D": 256}
+        if "cu_seqlens" in names:
+            self.given.discard("cu_seqlens")
+            if self.random.random() < 0.5:
+                self.sizes |= {"B": 1, "S": 2 + self.size()}
+                self.given = (self.given | {"cu_seqlens"}) - {"initial", "dfinal"}
+                self.attributes |= {name: False for name in ("want_final", "want_dinitial") if name in names}
         if "experts" in names:
             self.leading = [self.size(), self.size()]
             self.attributes["experts"] = self.random.randint(1, 9)
@@ -156,6 +162,9 @@ class Draw:
             ends = torch.randint(rows + 1, (count,), generator=self.generator).sort().values
             ends[-1:] = rows
             return ends.to(dtype).view(shape)
+        if name == "cu_seqlens":
+            between = torch.randint(self.sizes["T"] + 1, (count - 2,), generator=self.generator).sort().values
+            return torch.tensor([0, *between.tolist(), self.sizes["T"]], dtype=dtype)
         if name == "teacher_indices":  # none twice in a row
             first = torch.randint(max(1, self.sizes["V"]), [*shape[:1], 1], generator=self.generator)
             return ((first + torch.arange(shape[1])) % max(1, self.sizes["V"])).to(dtype)
