@@ -16,13 +16,13 @@ extern "C" {
  * tensor cores multiply parts of 8 bits, two of each number for types of 16 bits and three for float32
  * (docs/gated_delta_rule.md says what becomes of results in float32). BST_UNSUPPORTED where a GPU's blocks have too
  * little shared memory for K: those of compute capability 8.6, 8.9 and 12.0 above 48 in float32.
+ * Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
  *
  * cu_seqlens says where the sequences of one packed row begin and end: B is 1, sequence n has the tokens from
  * cu_seqlens[n] to below cu_seqlens[n + 1], and results are those of a call of its own, whose state is zeros at first.
- * cu_seqlens[0] is 0, no number is below the one before it, and the last one is T; equal neighbours are a sequence without
- * tokens. On CUDA the values are not looked at before they are used: others make results that mean nothing, and no access
- * that is out of bounds; on CPU they are refused. Neither initial, final nor their gradients are served beside it.
- * Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024. */
+ * cu_seqlens[0] is 0, no number is below the one before it, and the last one is T; equal neighbours are a sequence
+ * without tokens. On CUDA nothing looks whether the values are so: others make results that mean nothing, and no access
+ * that is out of bounds; on CPU they are refused. Neither initial, final nor their gradients are served beside it. */
 typedef struct bst_gated_delta_rule_tensors {
     size_t size;                         /* sizeof(bst_gated_delta_rule_tensors) */
     const DLTensor *q, *k;               /* [B, T, H, K], 1 <= K <= 128 */
@@ -35,7 +35,7 @@ typedef struct bst_gated_delta_rule_tensors {
     DLTensor *dq, *dk, *dv, *dg, *dbeta; /* backward: as q, k, v, g, beta, contiguous */
     DLTensor *dskip;                     /* backward: as skip, or NULL */
     DLTensor *dinitial;                  /* backward: as initial, or NULL */
-    const DLTensor *cu_seqlens;          /* [S + 1] int32: boundaries of sequences, see below; or NULL */
+    const DLTensor *cu_seqlens;          /* [S + 1] int32: boundaries of sequences, see above; or NULL */
 } bst_gated_delta_rule_tensors;
 
 typedef struct bst_gated_delta_rule_options {

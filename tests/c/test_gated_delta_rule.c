@@ -217,8 +217,8 @@ static void check_packed(int32_t *boundaries, int64_t sequences, const bst_gated
 TEST(sequences_of_a_packed_row) {
     fill();
     const bool slow = bst_test_device.device_type == kDLCUDA; /* emulated: seconds for each chunk */
-    /* None, shorter than a chunk, a chunk, a token more, a token, two chunks; empty ones at the end, as of a list that was
-     * rounded up. Then more than a warp looks for at once. */
+    /* None, shorter than a chunk, a chunk, a token more, a token, two chunks; empty ones at the end, as of a list that
+     * was rounded up. Then more than a warp looks for at once. */
     int32_t all[] = {0, 0, 5, 5, 69, 134, 135, 263, 263, 263}, some[] = {0, 0, 5, 70, 70}, many[45] = {0},
             one[] = {0, 70};
     for (int i = 1; i < 45; i++) many[i] = many[i - 1] + (slow ? 9 * (i == 2) + 70 * (i == 37) : i * 7 % 13);

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import Function, first_order_only, has_values, need_floats, served
+from bastile.ops._common import Function, first_order_only, has_values, in_transform, need_floats, served
 
 __all__ = ["gated_delta_rule"]
 
@@ -87,7 +87,7 @@ def _original(
     begins = None
     if cu_seqlens is not None:
         _need_boundaries(cu_seqlens, tokens)
-        begins = torch.zeros(tokens + 1, dtype=torch.bool, device=v.device).index_fill(0, cu_seqlens.long(), True)
+        begins = torch.zeros(tokens + 1, dtype=torch.int32, device=v.device).index_fill(0, cu_seqlens.long(), 1).bool()
     for i in range(tokens):
         if begins is not None:
             state = torch.where(begins[i], torch.zeros_like(state), state)
@@ -103,7 +103,7 @@ def _original(
 
 def _need_boundaries(cu_seqlens: Tensor, tokens: int) -> None:
     """Raises where these are no sequences of so many tokens, as the operator does on CPU."""
-    if is_compiling() or not has_values(cu_seqlens):
+    if is_compiling() or in_transform(cu_seqlens) or not has_values(cu_seqlens):
         return
     boundaries = cu_seqlens.tolist()
     for end, needed, which in ((boundaries[0], 0, "begins"), (boundaries[-1], tokens, "ends")):

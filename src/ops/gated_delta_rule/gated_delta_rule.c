@@ -221,8 +221,7 @@ static const bst_function backward = {
     .run = run_backward,
     BST_GIVEN,
     BST_TORCH("gated_delta_rule_backward: dy dfinal q k v g beta skip initial cu_seqlens scale additive wide normalize "
-              "eps -> "
-              "dq dk dv dg dbeta dskip? dinitial?"),
+              "eps -> dq dk dv dg dbeta dskip? dinitial?"),
 };
 
 const bst_function *const bst__gated_delta_rule[] = {&forward, &backward, NULL};

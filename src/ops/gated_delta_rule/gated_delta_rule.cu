@@ -13,9 +13,9 @@
  * delta_scan: a block has BV columns of a head's values, and of the state, which stays in registers, and in shared
  * memory as what is multiplied; MAKE_Y: y; else the states before each chunk are written, for the backward pass.
  *
- * PACKED: one row has several sequences, and chunks begin at each one's first token. A block of the scan has a sequence, as
- * else a row. Where chunks are, the host does not know: delta_prepare's blocks have a slot each (gated_delta_rule_args.h),
- * look for the sequence that it belongs to, and those whose slot has no chunk end there.
+ * PACKED: one row has several sequences, and chunks begin at each one's first token. A block of the scan has a
+ * sequence, as else a row. Where chunks are, the host does not know: delta_prepare's blocks have a slot each
+ * (gated_delta_rule_args.h), look for the sequence that it belongs to, and end where no chunk has it.
  *
  * Macros: those of gated_delta_rule_pieces.cuh; of the scan BV, SLICES (of BV columns, all of DV) and MAKE_Y.
  *

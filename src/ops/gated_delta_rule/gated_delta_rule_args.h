@@ -31,10 +31,10 @@ typedef struct delta_input {
 /* What all kernels read. Of each head of values and chunk: its inverse and its scores, [planes, CHUNK, CHUNK] in 16
  * bits, and sums of g, [CHUNK].
  *
- * Sequences that are packed in one row have chunks of their own, from their first tokens on. How many is not known to the
- * host, so each head has slots for as many as there can be, in place of chunks: those of sequence n begin at slot
- * boundaries[n] / CHUNK + n. None of them is another's, for from there to where those of n + 1 begin it is the chunks that
- * a sequence can have at most; and all are below tokens / CHUNK + sequences. */
+ * Sequences that are packed in one row have chunks of their own, from their first tokens on. How many is not known to
+ * the host, so each head has slots for as many as there can be, in place of chunks: those of sequence n begin at slot
+ * boundaries[n] / CHUNK + n. From there to where those of n + 1 begin it is at least as many as n has chunks, so no
+ * slot is two sequences'; and all are below tokens / CHUNK + sequences. */
 typedef struct delta_args {
     delta_input q, k, v, g, beta;
     const void *skip; /* or NULL */

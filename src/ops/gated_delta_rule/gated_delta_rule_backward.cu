@@ -198,8 +198,8 @@ BST_DEVICE void load_left_over(float left[2], const delta_input *v, int64_t batc
     BST_EACH(i, 2) left[i] -= rise * r[p.at + i];
 }
 
-/* The first token of a block's chunk, and how many it has. Of packed sequences they are in shared memory, from where they
- * are read each time: no registers are left for them. */
+/* The first token of a block's chunk, and how many it has. Of packed sequences they are in shared memory, from where
+ * they are read each time: no registers are left for them. */
 #define FIRST (PACKED ? (int64_t)found[0] : first)
 #define COUNT (PACKED ? found[1] : count)
 

@@ -283,8 +283,8 @@ BST_DEVICE int64_t boundary_at(const delta_args *a, int64_t sequence) {
     return at < 0 ? 0 : at < a->tokens ? at : a->tokens;
 }
 
-/* The tokens of a packed sequence, its chunks, and the slot of the first one among those of a head. Else a row is all of
- * it, which the arguments say: this is not read, but for its zeros. */
+/* The tokens of a packed sequence, its chunks, and the slot of the first one among those of a head. Else a row is all
+ * of it, as the arguments say, and this is zeros. */
 struct span {
     int64_t begin, end, slot;
     int chunks;
@@ -305,8 +305,8 @@ BST_DEVICE int tokens_of(const delta_args *a, span s, int64_t first) {
     return left < CHUNK ? (int)left : CHUNK;
 }
 
-/* The sequence that a slot belongs to, or would: the last one whose slots begin there or before. A warp asks for 32 at a
- * time. */
+/* The sequence that a slot belongs to, or would: the last one whose slots begin there or before. A warp asks for 32 at
+ * a time. */
 BST_DEVICE int sequence_of(const delta_args *a, int64_t slot) {
     int first = 0, count = a->sequences;
     while (count > 1) {
