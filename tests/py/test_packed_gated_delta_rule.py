@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from bastile.ops.gated_delta_rule import _original, gated_delta_rule
 from oracle import DTYPES, EMULATED, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 from test_gated_delta_rule import (  # noqa: F401  (the fixture is used by being here)
+    RESULTS,
     TWO_PARTS,
     definition,
     documented,
@@ -108,6 +109,9 @@ def test_of_mamba_2_too(lengths: list[int], wide: bool, dtype: torch.dtype, devi
         allowed.setdefault("of_size", {})["dskip"] = TWO_PARTS
         if wide:
             allowed["of_size"]["output 0"] = TWO_PARTS
+    if dtype is torch.float32 and device == "cuda" and not EMULATED:
+        # The yardstick has no products of matrices, which might be of TF32: what was found on an H100, see there.
+        allowed["times_stock"] = dict.fromkeys([*RESULTS, "dskip"], 8.0)
     assert_no_worse(
         Case(
             ours=lambda *given_: gated_delta_rule(
