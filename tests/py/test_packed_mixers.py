@@ -14,6 +14,7 @@ import torch
 
 import bastile
 import test_chunked_attention as pictures
+from bastile.graphs.stack import _stacks
 from bastile.guards import mark_as_ours, stock_of
 from bastile.models import mixers, padding_free, sdpa, small
 from bastile.models.packages import cuts_of
@@ -145,7 +146,9 @@ def test_other_recurrences_keep_their_padding(model_type: str) -> None:
 
 
 def test_a_cache_is_not_filled_with_several_rows() -> None:
-    model, given = hybrid("qwen3_next"), {**of_kind("both"), "use_cache": True}
+    model, given = hybrid("qwen3_next"), of_kind("both")
+    del given["use_cache"]
+    model.config.use_cache = True
     seen(model)
     assert model(**given).past_key_values is None
     assert ran()[0] == 1
@@ -226,6 +229,21 @@ def test_each_has_its_own_numbers(model_type: str) -> None:
         assert_same_up_to_rounding(grads[name], gradient, model, name)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_a_model_that_makes_caches(mode: Any, training: bool) -> None:
+    """As configurations have it, in evaluation too: there is none of several sequences."""
+    model, given = hybrid("qwen3_next").train(training), side_by_side()
+    want = each_by_itself(model, given)[0]
+    model.config.use_cache = True
+    bastile.apply()
+    with mode():
+        output = model(**given)
+    assert output.past_key_values is None
+    bastile.reset()
+    assert_same_up_to_rounding(output.logits, want, model, "logits")
+
+
 def test_without_ours_transformers_refuses() -> None:
     model = hybrid("qwen3_next")
     bastile.apply(gated_delta_rule=False)
@@ -290,6 +308,8 @@ def test_few_kinds_of_steps(model_type: str, batch: Callable[[int], Any], monkey
             loss.backward()
             found.append((loss.detach(), gradients(model)))
     passes = bastile.report().ran("padding_free")
+    [stack] = _stacks.values()
+    assert len(stack.captured) <= 4
     replayed, why = counted()
     assert replayed >= 10
     assert not why

@@ -21,15 +21,20 @@ from bastile.models.varlen import is_sdpa
 _NAMES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
 
 
+def are_named(given: dict[str, Any]) -> bool:
+    """Whether a batch brings any of these."""
+    return not _NAMES.isdisjoint(given)
+
+
 def without(given: dict[str, Any], config: Any, layers: Iterable[nn.Module]) -> dict[str, Any]:
     """A backbone's arguments without these, where its attention is PyTorch's, which is told by a mask, and no layer's
     code has any of their names; or with those by which layers keep sequences apart, and without a cache, which has no
     place for the states of several."""
-    if _NAMES.isdisjoint(given) or given.get("position_ids") is None or not _is_by_mask(config):
+    layers = list(layers)
+    if not layers or not are_named(given) or given.get("position_ids") is None or not _is_by_mask(config):
         return given
     found = {name: value for name, value in given.items() if name not in _NAMES}
     told = {name: given[name] for name in (IDS, CUTS) if isinstance(given.get(name), torch.Tensor)}
-    layers = list(layers)
     if len(told) == 2 and (mixers := mixers_of(layers)) and mixers.can_be_told():
         alone = {} if caches.given_in(given) is not None else {"use_cache": False}
         return {**found, IDS: told[IDS], CUTS: _few(told[CUTS]), **alone}

@@ -17,7 +17,7 @@ from bastile.graphs import caches, collected, host_time
 from bastile.graphs.lengths import asks_for_more, is_causal, lengthened, shortened
 from bastile.graphs.stack import Stack, may_pay, stack_of
 from bastile.graphs.step import Mode, Step, begin
-from bastile.graphs.unread import without
+from bastile.graphs.unread import are_named, without
 from bastile.guards import stock_of
 from bastile.models import generation, sdpa
 from bastile.models.backbone import backbones
@@ -78,14 +78,17 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        if torch.compiler.is_compiling():
+            return original(self, *args, **kwargs)
+        if are_named(kwargs):
+            kwargs = without(kwargs, getattr(self, "config", None), _layers_of(self) or ())
+        if torch.is_inference_mode_enabled():
             return original(self, *args, **kwargs)
         if not self.training if torch.is_grad_enabled() else _leaves_keys(self, as_keywords(names, args, kwargs)):
             return original(self, *args, **kwargs)
         layers = _layers_of(self)
         if layers is None or _is_given_cache(kwargs) or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
-        kwargs = without(kwargs, getattr(self, "config", None), layers)
         stack = stack_of(self, tally)
         step = begin(stack, list(layers), of_models.get(self, everywhere), _asked(self, kwargs))
         with host_time.of_stack():
