@@ -290,6 +290,7 @@ def test_the_operators_own_errors() -> None:
             forward(*rows, None, initial, where, *options, wants_final)
 
 
+@too_slow_emulated
 def test_compiled_in_one_graph() -> None:
     """Boundaries are read when it runs: others take no other graph."""
     rows = packed_inputs([70], torch.float32, "cpu", heads=(1, 2, 8, 8))
