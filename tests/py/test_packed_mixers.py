@@ -25,10 +25,10 @@ from replaced_function import modeling
 from test_masks_of_segments import step
 from test_padding_free import aside, assert_pictures_as_stock, beside_a_text, of_kind, ragged, ran, seen
 
-if not older_than("5.24.0"):
+if not older_than("5.17.0"):
     from transformers import Qwen3_5ForConditionalGeneration
 
-pytestmark = pytest.mark.skipif(older_than("5.24.0"), reason="layers do not hand on where sequences begin")
+pytestmark = pytest.mark.skipif(older_than("5.17.0"), reason="layers do not hand on where sequences begin")
 
 ATTENTION_BEHIND = ["linear_attention", "full_attention"]
 #: By the gated delta rule, by a convolution alone, by Mamba-2's state space.
@@ -139,6 +139,8 @@ def test_code_that_is_not_known_keeps_the_padding(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("model_type", ["bailing_hybrid", "jamba", "kimi_linear", "minimax", "zaya"])
 def test_other_recurrences_keep_their_padding(model_type: str) -> None:
+    if model_type not in small.causal_types():
+        pytest.skip("Transformers has no such type in this release")
     model = small.small_model(model_type).train()
     seen(model)
     step(model, of_kind("right"))
@@ -237,6 +239,7 @@ def test_a_model_that_makes_caches(mode: Any, training: bool) -> None:
     assert_same_up_to_rounding(output.logits, want, model, "logits")
 
 
+@pytest.mark.skipif(older_than("5.20.0"), reason="sequences are taken for one")
 def test_without_ours_transformers_refuses() -> None:
     model = hybrid("qwen3_next")
     bastile.apply(gated_delta_rule=False)

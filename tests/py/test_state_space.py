@@ -128,7 +128,7 @@ def test_steps_are_made_as_transformers_makes_them() -> None:
 
 
 def test_what_steps_aside() -> None:
-    """Packed sequences, states that no kernel holds, other types, one skip for all heads."""
+    """Packed sequences with states, states that no kernel holds, other types, one skip for all heads."""
     tally = Tally("mamba2_scan", "a test")
     scan, stock = state_space._scan(tally, stock_function()), stock_function()
     wide, usual = arguments(state=130), arguments()
@@ -136,7 +136,7 @@ def test_what_steps_aside() -> None:
         (wide, {}),
         (tuple(t.double() for t in usual), {}),
         (usual, {"D": torch.randn(1)}),
-        (usual, {"seq_idx": torch.zeros(1, 5, dtype=torch.int32)}),
+        (usual, {"seq_idx": torch.zeros(1, 5, dtype=torch.int32), "return_final_states": True}),
     ):
         torch.testing.assert_close(scan(*given, 4, **more), stock(*given, 4, **more), rtol=0, atol=0)
     assert not tally.ran

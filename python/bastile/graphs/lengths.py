@@ -17,6 +17,7 @@ from torch import nn
 from bastile.graphs import caches
 from bastile.host_copies import on_host, remember
 from bastile.models.forms import codes
+from bastile.models.mixers import CUTS, IDS
 
 #: So many different lengths must have come before any is padded. Fewer have a graph each, and the very bits of steps
 #: without.
@@ -33,12 +34,10 @@ OF_EACH_TOKEN = {
     "visual_pos_masks": 2,
     "per_layer_inputs": 4,
     "labels": 2,
-    "seq_idx": 2,
+    IDS: 2,
 }
 #: What they are behind the batch's own, where it is not zero.
 _BEHIND = {"labels": -100}
-#: Of sequences that stand side by side, where they begin and end.
-_CUTS = "cu_seq_lens_q"
 #: What a batch's images bring, whatever its length: Qwen3-VL adds it up where visual_pos_masks says.
 _OF_IMAGES = "deepstack_visual_embeds"
 #: Makers of masks that let no token see what comes behind it; the last is of layers with a state that goes from one
@@ -127,8 +126,8 @@ def lengthened(given: dict[str, Any], config: Any, lengths: Lengths) -> tuple[di
         host = on_host(given[name])
         if host is not None:
             remember(tensor, _longer(name, host, to - length))
-    if given.get(_CUTS) is not None:  # what is behind is of the last one
-        longer[_CUTS] = given[_CUTS].masked_fill(given[_CUTS] == length, to)
+    if given.get(CUTS) is not None:  # what is behind is of the last one
+        longer[CUTS] = given[CUTS].masked_fill(given[CUTS] == length, to)
     return {**given, **longer}, length
 
 
@@ -158,8 +157,8 @@ def are_of_tokens(given: dict[str, Any], rows: int, length: int) -> bool:
         if name in OF_EACH_TOKEN:
             if value is not None and not _is_of_each_token(name, value, rows, length):
                 return False
-        elif name == _CUTS and value is not None:
-            if rows != 1 or given.get("seq_idx") is None:
+        elif name == CUTS and value is not None:
+            if rows != 1 or given.get(IDS) is None:
                 return False
         elif name != _OF_IMAGES and not _is_of_the_batch(value):
             return False
@@ -198,7 +197,7 @@ def _longer(name: str, tensor: Any, by: int) -> Any:
         return torch.cat((tensor, tensor[..., -1:] + behind), -1)
     if name == _MASK:
         return torch.cat((tensor, tensor.all().to(tensor.dtype).expand(len(tensor), by)), -1)
-    if name == "seq_idx":
+    if name == IDS:
         return torch.cat((tensor, tensor[..., -1:].expand(-1, by)), -1)
     last = [0] * (2 * (tensor.dim() - 2))
     return nn.functional.pad(tensor, [*last, 0, by], value=_BEHIND.get(name, 0))

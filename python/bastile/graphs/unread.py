@@ -18,7 +18,7 @@ from bastile.models.forms import codes
 from bastile.models.mixers import CUTS, IDS, mixers_of
 from bastile.models.varlen import is_sdpa
 
-_NAMES = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+_NAMES = frozenset({CUTS, "cu_seq_lens_k", "max_length_q", "max_length_k", IDS})
 
 
 def are_named(given: dict[str, Any]) -> bool:

@@ -20,8 +20,16 @@ from bastile.models.sites import calls
 IDS, CUTS = "seq_idx", "cu_seq_lens_q"
 #: What any such module's code calls, and no other's.
 _LEAVES_OUT = "apply_mask_to_padding_states"
-#: Forwards that hand them on: of Qwen3.5, Qwen3-Next and OLMo-Hybrid; of LFM2; of Mamba-2, and of Falcon-H1.
-_HAND_ON = frozenset({"55bd47f5230b", "da78970e989f", "b9666127807a", "b70c7db60b74", "5332a93c32ca", "55b1771cf433"})
+#: Forwards that hand them on, in Transformers 5.17 and later.
+_HAND_ON = frozenset(
+    {
+        *("756183999aab", "6be15fdbd199", "55bd47f5230b"),  # Qwen3.5's
+        *("402fc4b9b6f1", "8f5f5ffd14d4", "da78970e989f"),  # Qwen3-Next's
+        *("44f5d5f4ae7c", "7eae23563771", "b9666127807a"),  # OLMo-Hybrid's
+        *("953467a422e5", "0b6a9835cfcb", "b70c7db60b74"),  # LFM2's
+        *("f9b7c5540426", "aba91480bec5", "5332a93c32ca"),  # Mamba-2's
+    }
+)
 #: To these, as far as a release, or a model, has them.
 _TO = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "mamba2_chunk_scan", "mamba2_split_conv1d_scan_combined")
 

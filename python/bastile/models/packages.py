@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from bastile.guards import stock_of
+from bastile.models.mixers import CUTS, IDS
 from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Replace, Site, calls, exchanged, function_in
 from bastile.report import Tally
 
 #: What tells packed sequences apart, which the torch code cannot: it ignores it, or refuses the call.
-IDS, _CUTS = "seq_idx", ("cu_seqlens", "cu_seq_lens_q")
+_TOLD = ("cu_seqlens", CUTS)
 
 
 def function_sites(file: ModelFile, operator: str, kind: str, build: Callable[[Tally], Replace]) -> Iterator[Site]:
@@ -64,7 +65,7 @@ def runs_another(function: Any) -> str | None:
 def cuts_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Where the sequences of a packed row begin and end, [S + 1]; None where each row is one sequence."""
     ids = kwargs.get(IDS)
-    for name in _CUTS if ids is not None else _CUTS[:1]:
+    for name in _TOLD if ids is not None else _TOLD[:1]:
         if kwargs.get(name) is not None:
             return kwargs[name]
     if ids is None:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours
-from bastile.models.packages import IDS, function_sites, runs_another
+from bastile.models.mixers import IDS
+from bastile.models.packages import function_sites, runs_another
 from bastile.models.sdpa import need_told
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.causal_conv1d import causal_conv1d, refusal

@@ -25,8 +25,10 @@ KIND, FUSED = "state space", "fused state space"
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    yield from function_sites(file, "mamba2_scan", KIND, lambda tally: partial(_scan, tally))
-    yield from function_sites(file, "mamba2_scan", FUSED, lambda _: _is_none)
+    found = list(function_sites(file, "mamba2_scan", KIND, lambda tally: partial(_scan, tally)))
+    yield from found
+    if found:
+        yield from function_sites(file, "mamba2_scan", FUSED, lambda _: _is_none)
 
 
 def _is_none(original: Callable[..., Any]) -> Callable[..., Any]:
