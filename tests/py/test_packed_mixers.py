@@ -147,11 +147,12 @@ def test_other_recurrences_keep_their_padding(model_type: str) -> None:
     assert ran()[0] == 0
 
 
-def test_a_cache_is_not_filled_with_several_rows() -> None:
+@pytest.mark.parametrize("graphs", ["auto", False])
+def test_a_cache_is_not_filled_with_several_rows(graphs: Any) -> None:
     model, given = hybrid("qwen3_next"), of_kind("both")
     del given["use_cache"]
     model.config.use_cache = True
-    seen(model)
+    seen(model, cuda_graphs=graphs)
     assert model(**given).past_key_values is None
     assert ran()[0] == 1
 
