@@ -22,8 +22,9 @@ quiet, saved = runs.quiet, runs.saved  # fixtures
 @runs.newest
 @pytest.mark.parametrize("kind", ["sft", "sft completion", "dpo", "kto", "grpo"])
 @pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5"])
 def test_padding_goes_through_no_layer(
-    kind: str, attach: bool, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, model: str, attach: bool, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the second pass of a model on, references' too, where TRL's collators have padded."""
     monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
@@ -33,7 +34,7 @@ def test_padding_goes_through_no_layer(
     more = {"peft_config": runs.adapters} if attach else {}
     if attach and kind == "dpo":  # policy and reference agree: the same kernels are to say so, before and after
         more["max_steps"] = 3
-    runs.both(kind, saved("qwen3"), tmp_path, monkeypatch, per_device_train_batch_size=4, num_train_epochs=4, **more)
+    runs.both(kind, saved(model), tmp_path, monkeypatch, per_device_train_batch_size=4, num_train_epochs=4, **more)
     assert bastile.report().ran("padding_free") >= 1
 
 

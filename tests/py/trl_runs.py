@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -29,6 +30,14 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Caps its logits, and has so few that the cap shows.
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 0.5, "query_pre_attn_scalar": 8}),
 }
+if hasattr(transformers, "Qwen3_5ForCausalLM"):  # a layer that is linear attention
+    _HEADS = {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
+    _HEADS |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    MODELS["qwen3_5"] = (
+        transformers.Qwen3_5TextConfig,
+        transformers.Qwen3_5ForCausalLM,
+        {**_HEADS, "layer_types": ["linear_attention", "full_attention"]},
+    )
 _TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }} "
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }} </s> {% endgeneration %}"
