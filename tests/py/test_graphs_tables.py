@@ -87,8 +87,8 @@ def test_they_are_made_once(made: list[Any], filled: list[bool]) -> None:
     got = train(tiny_model(), True, steps=5, batches=bare)
     assert got.replayed == 4
     assert len(made) == 1
-    assert len(filled) == 12
-    assert sum(filled) == 3  # cosines, sines and positions, in the first step that is replayed
+    assert len(filled) == 3 + 12
+    assert sum(filled) == 3 + 3  # cosines, sines and positions: captured, and in the first step that is replayed
     assert all(map(torch.equal, got.losses + got.parameters, want.losses + want.parameters))
 
 

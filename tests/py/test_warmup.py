@@ -263,7 +263,7 @@ def told() -> str:
 
 def test_none_is_every_family() -> None:
     types, work = warmup._work(None, None, DEVICE)
-    assert sorted(types) == sorted({*FAMILIES, "qwen3_moe"})
+    assert sorted(types) == sorted({*FAMILIES, "qwen3_moe", "qwen3_5_text"})
     assert len(work) == len(set(work))
     floats = {a.dtype for call in work for a in call.arguments if isinstance(a, Like) and a.dtype.is_floating_point}
     assert floats == {torch.bfloat16, torch.float32}  # float32: what sums are kept in
