@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours
-from bastile.models.packages import cannot_be_packed, cuts_of, function_sites, runs_another
+from bastile.models.packages import cuts_of, function_sites, runs_another
 from bastile.models.sdpa import need_told
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.gated_delta_rule import gated_delta_rule, refusal
@@ -43,10 +43,7 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         cuts = cuts_of(kwargs)
         why = runs_another(original) or refusal(query, key, value, g, beta, None, initial_state)
-        if cuts is None:
-            why = why or loses_float32(query)
-        else:
-            why = why or cannot_be_packed(len(query), initial_state, output_final_state)
+        why = why or against(query, cuts, initial_state, output_final_state)
         need_told(cuts is not None and why is None)
         if why is not None:
             tally.step_aside(why, why is WIDE)
@@ -78,7 +75,17 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     return mark_as_ours(attend)
 
 
-def loses_float32(t: torch.Tensor) -> str | None:
+def against(x: torch.Tensor, cuts: torch.Tensor | None, initial: torch.Tensor | None, wants_final: bool) -> str | None:
+    """Why the original is to run, in rows of one sequence each, or in a packed one, whose sequences it cannot keep
+    apart; None where it need not."""
+    if cuts is None:
+        return _loses_float32(x)
+    if len(x) != 1:
+        return "sequences are packed in several rows"
+    return "packed sequences have states" if initial is not None or wants_final else None
+
+
+def _loses_float32(t: torch.Tensor) -> str | None:
     """Why the original is to compute with a tensor of float32; None where it need not."""
     if not t.is_cuda or t.dtype is not torch.float32:
         return None

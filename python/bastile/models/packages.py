@@ -17,7 +17,7 @@ from bastile.models.rebind import with_global
 from bastile.models.sites import ModelFile, Replace, Site, calls, exchanged, function_in
 from bastile.report import Tally
 
-#: What tells packed sequences apart, which the torch code cannot: it ignores it, or refuses the call.
+#: What says where packed sequences begin; the torch code cannot keep them apart: it ignores it, or refuses the call.
 _TOLD = ("cu_seqlens", CUTS)
 
 
@@ -72,10 +72,3 @@ def cuts_of(kwargs: dict[str, Any]) -> torch.Tensor | None:
         return None
     begins = (ids.flatten().diff() != 0).nonzero().flatten() + 1  # which waits for the device
     return torch.nn.functional.pad(torch.nn.functional.pad(begins, (1, 0)), (0, 1), value=ids.numel())
-
-
-def cannot_be_packed(rows: int, initial: torch.Tensor | None, wants_final: bool) -> str | None:
-    """Why a recurrence does not run over packed sequences; None where it does."""
-    if rows != 1:
-        return "sequences are packed in several rows"
-    return "packed sequences have states" if initial is not None or wants_final else None

@@ -34,7 +34,7 @@ from bastile.models.chunks import sent
 from bastile.models.graphs import may_have_graphs
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
 from bastile.models.masked_attention import MAKERS, hand_masks_to_attention
-from bastile.models.mixers import CUTS, IDS, Mixers, hand_on
+from bastile.models.mixers import CUTS, IDS, hand_on, mixers_of
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import ModelFile, Site, calls
 from bastile.ops._common import in_transform
@@ -64,14 +64,13 @@ def sites(file: ModelFile) -> Iterator[Site]:
     served = hand_masks_to_attention(file)
     tells = hand_on(file.own_classes())
     for cls in backbones(file):
-        forward = stock_of(vars(cls)["forward"])
+        forward, where = stock_of(vars(cls)["forward"]), f"{cls.__name__}.forward"
         counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
         if cls in served and counts and file.read(cls, goes_to_makers_alone, _MAKERS) and tells:
             yield file.forward_site(OPERATOR, cls, unpadded_forward)
         elif not tells:
-            file.unknown.setdefault(f"{cls.__name__}.forward", "has layers that cannot be told where rows begin")
+            file.unknown.setdefault(where, "has layers that cannot be told where rows begin")
         else:
-            where = f"{cls.__name__}.forward"
             file.unknown.setdefault(
                 where, "is not known to count positions and to hand its mask to what makes masks alone"
             )
@@ -85,7 +84,7 @@ class _Known:
         found = list(layers) if isinstance(layers, nn.ModuleList) else []
         modules = list(backbone.modules())[1:]
         attentions = attentions_of(found)
-        self.mixers = Mixers(found)
+        self.mixers = mixers_of(found)
         self.serves = (
             bool(attentions)
             and all(each.is_causal for each in attentions)

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional
 
 from bastile.guards import mark_as_ours
-from bastile.models.delta_rule import WIDE, loses_float32
-from bastile.models.packages import cannot_be_packed, cuts_of, function_sites, runs_another
+from bastile.models.delta_rule import WIDE, against
+from bastile.models.packages import cuts_of, function_sites, runs_another
 from bastile.models.sdpa import need_told
 from bastile.models.sites import ModelFile, Site
 from bastile.ops.gated_delta_rule import gated_delta_rule, refusal
@@ -63,10 +63,7 @@ def _scan(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
         why = runs_another(original) or refusal(C, B, hidden_states, dt, dt, D, initial_states)
         if why is None and D is not None and D.shape != hidden_states.shape[2:3]:
             why = "its skip is not one number a head"
-        if cuts is None:
-            why = why or loses_float32(hidden_states)
-        else:
-            why = why or cannot_be_packed(len(hidden_states), initial_states, return_final_states)
+        why = why or against(hidden_states, cuts, initial_states, return_final_states)
         need_told(cuts is not None and why is None)
         if why is not None:
             tally.step_aside(why, why is WIDE)
