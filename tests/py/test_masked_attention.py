@@ -36,22 +36,25 @@ def on(device: str, segments: Segments | None) -> Segments:
     return segments._replace(cuts=segments.cuts.to(device))
 
 
-def dense(length: int, window: int, allowed: torch.Tensor) -> torch.Tensor:
+def dense(length: int, window: int, allowed: torch.Tensor, causal: bool = True) -> torch.Tensor:
     """[B, 1, S, S], of [B, S] that may be seen, or [B, S, S]."""
     at = torch.arange(length)
     before = at[:, None] - at
-    causal = (before >= 0) & (before < (window or length))
-    return (causal & (allowed[:, None] if allowed.dim() == 2 else allowed))[:, None]
+    is_seen = (before >= 0 if causal else before > -(window or length)) & (before < (window or length))
+    return (is_seen & (allowed[:, None] if allowed.dim() == 2 else allowed))[:, None]
 
 
 def same(ids: torch.Tensor) -> torch.Tensor:
     return ids[:, :, None] == ids[:, None]
 
 
-def kinds(window: int = 0) -> dict[str, tuple[Segments | None, torch.Tensor]]:
+def kinds(window: int = 0, causal: bool = True) -> dict[str, tuple[Segments | None, torch.Tensor]]:
     """What is seen, as segments and as a mask."""
-    found = {name: (of_padding(rows, window), dense(LENGTH, window, rows)) for name, rows in PADDED.items()}
-    return {**found, "packed": (of_sequences(IDS, window), dense(LENGTH, window, same(IDS)))}
+    found = {
+        name: (of_padding(rows, window, causal=causal), dense(LENGTH, window, rows, causal))
+        for name, rows in PADDED.items()
+    }
+    return {**found, "packed": (of_sequences(IDS, window, causal=causal), dense(LENGTH, window, same(IDS), causal))}
 
 
 def case(
@@ -249,6 +252,9 @@ def test_what_is_called_in_pytorch_is_as_it_was(known: str) -> None:
         ({"v": torch.randn(2, 2, 9, 16).double()}, "of different types or devices"),
         ({"segments": Segments(torch.zeros(3, 2, dtype=torch.int32), 9)}, r"cuts are torch.int32 of shape \[3, 2\]"),
         ({"segments": Segments(torch.zeros(2, 2), 9)}, "cuts are torch.float32"),
+        ({"segments": Segments(torch.zeros(4, 2, dtype=torch.int32), 9, causal=False)}, r"shape \[4, 2\].*0 or 2, N"),
+        ({"dropout": 1.0}, "dropout is 1.0"),
+        ({"dropout": -0.1}, "dropout is -0.1"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:

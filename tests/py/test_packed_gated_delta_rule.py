@@ -111,7 +111,8 @@ def test_of_mamba_2_too(lengths: list[int], wide: bool, dtype: torch.dtype, devi
             allowed["of_size"]["output 0"] = TWO_PARTS
     if dtype is torch.float32 and device == "cuda" and not EMULATED:
         # The yardstick has no products of matrices, which might be of TF32: what was found on an H100, see there.
-        allowed["times_stock"] = dict.fromkeys([*RESULTS, "dskip"], 8.0)
+        # That of g sums up differences, and has twice the errors, as elsewhere (`documented`).
+        allowed["times_stock"] = {**dict.fromkeys([*RESULTS, "dskip"], 8.0), "dg": 16.0}
     assert_no_worse(
         Case(
             ours=lambda *given_: gated_delta_rule(

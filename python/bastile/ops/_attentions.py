@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bastile.ops import _flash as flash
+from bastile.ops._segments import within
 
 #: What PyTorch's choice of an attention calls cuDNN's.
 _CUDNN: int = torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
@@ -19,21 +20,24 @@ _CUDNN: int = torch.nn.attention.SDPBackend.CUDNN_ATTENTION.value
 
 @dataclass(frozen=True)
 class Rows:
-    """Causal attention of each row. q, k and v are [B, heads, S, D], y and dy [B, S, heads, D], lse [B, heads, S]."""
+    """Attention of each row, causal or not. q, k and v are [B, heads, S, D], y and dy [B, S, heads, D], lse
+    [B, heads, S]. Weights are dropped with the probability of `dropout`, on CUDA."""
 
+    causal: bool
     window: int
     scale: float
+    dropout: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
         """y, lse, and what else the backward pass takes."""
         if not q.is_cuda:
-            given = q, *_repeated(q, k, v), 0.0, not self.window
-            y, lse = flash.forward_on_cpu(*given, attn_mask=_bias(q, q.shape[2], self.window), scale=self.scale)
+            given = q, *_repeated(q, k, v), 0.0, self._is_causal
+            y, lse = flash.forward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return y.transpose(1, 2), lse, []
-        if not self.window and flash.cudnn_is_known() and self._chosen(q, k, v) == _CUDNN:
+        if self._is_causal and not self.dropout and flash.cudnn_is_known() and self._chosen(q, k, v) == _CUDNN:
             y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
             return y.transpose(1, 2), lse, more
-        y, lse, *random, _ = flash.forward(*_behind(q, k, v), *_shapes(q), False, **self._how)
+        y, lse, *random, _ = flash.forward(*_behind(q, k, v), *self._shapes(q), False, **self._how)
         return y, lse, random
 
     def backward(
@@ -41,20 +45,34 @@ class Rows:
     ) -> list[Tensor]:
         """Gradients of q, k and v, as these are."""
         if not q.is_cuda:
-            given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, not self.window
-            bias = _bias(q, q.shape[2], self.window)
-            dq, *both = flash.backward_on_cpu(*given, attn_mask=bias, scale=self.scale)
+            given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, self._is_causal
+            dq, *both = flash.backward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return [dq, *[_summed(t, k.shape[1]) for t in both]]
         if len(more) > 2:  # cuDNN's
             *cuts, seed, offset = more
             read = dy.transpose(1, 2), q, k, v, y.transpose(1, 2), lse
             return list(flash.cudnn_backward(*read, seed, offset, None, *cuts, 0.0, True, scale=self.scale))
-        grads = flash.backward(dy, *_behind(q, k, v), y, lse, *_shapes(q), *more, **self._how)
+        grads = flash.backward(dy, *_behind(q, k, v), y, lse, *self._shapes(q), *more, **self._how)
         return [g.transpose(1, 2) for g in grads]
+
+    def dropped_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """y where weights are dropped, by PyTorch's differentiable operators."""
+        return _dropped(self.dropout, self._is_causal, self.scale, self._bias(q), q, *_repeated(q, k, v))
+
+    def _shapes(self, q: Tensor) -> list[Any]:
+        """What flash attention takes between tensors and how they are used: no cuts, lengths, the rest."""
+        return [None, None, q.shape[2], q.shape[2], self.dropout, self.causal]
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"scale": self.scale, **flash.window_of(self.window)}
+        return {"scale": self.scale, **flash.window_of(self.window, self.causal)}
+
+    @property
+    def _is_causal(self) -> bool:
+        return self.causal and not self.window  # which a bias says too
+
+    def _bias(self, q: Tensor) -> Tensor | None:
+        return _bias(q, self.window, self.causal)
 
     def _chosen(self, q: Tensor, k: Tensor, v: Tensor) -> int:
         grouped = q.shape[1] != k.shape[1]
@@ -63,7 +81,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Pieces:
-    """Attention of each segment of tokens, causal or not. q, k, v, y and dy are [T, heads, D], lse [heads, T]. Queries
+    """Attention of each segment of tokens, likewise. q, k, v, y and dy are [T, heads, D], lse [heads, T]. Queries
     without keys have zeros."""
 
     cuts: Tensor  # [2, N], between segments of queries and of keys
@@ -71,6 +89,7 @@ class Pieces:
     longest: int
     window: int
     scale: float
+    dropout: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
         if q.is_cuda:
@@ -97,20 +116,31 @@ class Pieces:
                 grad[read] = _summed(part, k.shape[1])[0].transpose(0, 1)
         return grads
 
+    def dropped_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """As of `Rows`."""
+        parts, end = [], 0
+        for at, _, own in self._each(q, k, v):
+            parts += [torch.zeros_like(q[end : at.start])]
+            parts += [
+                _dropped(self.dropout, self._is_causal, self.scale, _bias(own[0], self.window, self.causal), *own)[0]
+            ]
+            end = at.stop
+        return torch.cat([*parts, torch.zeros_like(q[end:])])
+
     @property
     def _shapes(self) -> list[Any]:
-        return [*self.cuts, self.longest, self.longest, 0.0, self.causal]
+        return [*self.cuts, self.longest, self.longest, self.dropout, self.causal]
 
     @property
     def _how(self) -> dict[str, Any]:
-        return {"scale": self.scale, **flash.window_of(self.window)}
+        return {"scale": self.scale, **flash.window_of(self.window, self.causal)}
 
     @property
     def _is_causal(self) -> bool:
         return self.causal and not self.window  # which a bias says too
 
     def _how_on_cpu(self, q: Tensor) -> dict[str, Any]:
-        return {"attn_mask": _bias(q, q.shape[2], self.window), "scale": self.scale}
+        return {"attn_mask": _bias(q, self.window, self.causal), "scale": self.scale}
 
     def _each(self, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice, slice, list[Tensor]]]:
         """On a CPU, of each segment that has queries and keys: where these are, and they, [1, heads, tokens, D]."""
@@ -127,12 +157,6 @@ def _behind(*heads_first: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2) for t in heads_first]
 
 
-def _shapes(q: Tensor) -> list[Any]:
-    """What flash attention takes between tensors and how they are used, for whole rows: no cuts, lengths, no dropout,
-    causal."""
-    return [None, None, q.shape[2], q.shape[2], 0.0, True]
-
-
 def _repeated(q: Tensor, *both: Tensor) -> list[Tensor]:
     """For a CPU's flash attention, whose keys and values are of each head."""
     return [t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in both]
@@ -142,10 +166,18 @@ def _summed(grad: Tensor, groups: int) -> Tensor:
     return grad.unflatten(1, (groups, -1)).sum(2)
 
 
-def _bias(q: Tensor, length: int, window: int) -> Tensor | None:
+def _bias(q: Tensor, window: int, causal: bool) -> Tensor | None:
     """What is added to scores for a window, which a CPU's flash attention does not know."""
     if not window:
         return None
-    at = torch.arange(length, device=q.device)
+    at = torch.arange(q.shape[2], device=q.device)
     before = at[:, None] - at[None, :]
-    return torch.zeros_like(before, dtype=q.dtype).masked_fill_((before < 0) | (before >= window), -math.inf)
+    return torch.zeros_like(before, dtype=q.dtype).masked_fill_(~within(before, window, causal), -math.inf)
+
+
+def _dropped(
+    dropout: float, causal: bool, scale: float, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """[B, S, heads, D]."""
+    y = nn.functional.scaled_dot_product_attention(q, k, v, bias, dropout, causal, scale=scale)
+    return y.transpose(1, 2)

@@ -66,7 +66,7 @@ def _are_called_so(functions: tuple[tuple[Any, str, str, int], ...]) -> bool:
 
 
 def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
-    """Why a causal attention of these is not served; None where it is. others: further tensors that it takes."""
+    """Why an attention within sequences is not served; None where it is. others: further tensors that it takes."""
     tensors = (q, k, v, *others)
     if not is_known():
         return f"the flash attention of PyTorch {torch.__version__} takes other arguments than are known"
@@ -79,7 +79,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
         or not k.shape[1]
         or q.shape[1] % k.shape[1]
     ):
-        return "queries, keys and values are of other shapes than a causal attention's"
+        return "queries, keys and values are of other shapes than those of one sequence"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS or len({t.device for t in tensors}) != 1:
         return "queries, keys and values are of different types or devices"
     if q.device.type not in ("cpu", "cuda"):
@@ -91,9 +91,10 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
     return None
 
 
-def window_of(window: int) -> dict[str, int]:
-    """Arguments of flash attention on CUDA for a query that sees so many keys at most, itself among them."""
-    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+def window_of(window: int, causal: bool = True) -> dict[str, int]:
+    """Arguments of flash attention on CUDA for a query that sees so many keys at most, itself among them. Without
+    causal: to either side."""
+    return {"window_size_left": window - 1, "window_size_right": 0 if causal else window - 1} if window else {}
 
 
 def by_formula(

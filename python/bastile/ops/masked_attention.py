@@ -1,4 +1,4 @@
-"""Causal attention over sequences of different lengths in one batch, or within a window, without a mask.
+"""Attention over sequences of different lengths in one batch, or within a window, causal or not, without a mask.
 
 A mask of a number for each pair of tokens keeps PyTorch's attention from its fast kernels: all pairs are computed, also
 those that are masked, and keys are repeated for each head of queries. What such a mask says is said in a few numbers,
@@ -7,7 +7,8 @@ where sequences begin and end among the batch's tokens. Attentions that are told
 Two calls make a batch with padding. In the first each token of a sequence sees those before it: where padding stands
 behind sequences alone, that is a causal attention of whole rows; else flash attention is told where sequences are. In
 the second what stands behind a sequence sees all of it, as it does beneath a mask: flash attention of those rows alone.
-So every row has the numbers that a mask would give it."""
+So every row has the numbers that a mask would give it. Where tokens see what stands behind them too, as in encoders,
+one call has all rows: padding sees what its row's sequence sees."""
 
 from __future__ import annotations
 
@@ -30,18 +31,19 @@ def _tokens(*heads_first: Tensor) -> list[Tensor]:
     return [t.transpose(1, 2).flatten(0, 1) for t in heads_first]
 
 
-def _calls(segments: Segments, scale: float) -> tuple[Rows | Pieces, Pieces | None]:
+def _calls(segments: Segments, scale: float, dropout: float) -> tuple[Rows | Pieces, Pieces | None]:
     """The two calls, the second where there is one."""
-    cuts, longest, window, behind = segments
-    first = Rows(window, scale) if behind or not len(cuts) else Pieces(cuts[:2], True, longest, window, scale)
-    return first, Pieces(cuts[-2:], False, longest, 0, scale) if behind or len(cuts) > 2 else None
+    cuts, longest, window, behind, causal = segments
+    how = window, scale, dropout
+    first = Rows(causal, *how) if behind or not len(cuts) else Pieces(cuts[:2], causal, longest, *how)
+    return first, Pieces(cuts[-2:], False, longest, 0, scale, dropout) if behind or len(cuts) > 2 else None
 
 
 class _MaskedAttention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, cuts, longest, window, behind, scale):
-        segments, (rows, heads, length, dim) = Segments(cuts, longest, window, behind), q.shape
-        first, second = _calls(segments, scale)
+    def forward(ctx, q, k, v, cuts, how, scale, dropout):
+        segments, (rows, heads, length, dim) = Segments(cuts, *how), q.shape
+        first, second = _calls(segments, scale, dropout)
         if isinstance(first, Rows):
             y, lse, more = first.forward(q, k, v)
         else:
@@ -52,7 +54,7 @@ class _MaskedAttention(Function):
             right = is_behind(segments, rows, length)[..., None, None]
             y = torch.where(right, padding.view_as(y), y)
         y = y.contiguous()
-        ctx.how, ctx.scale = segments[1:], scale
+        ctx.how, ctx.scale, ctx.dropout = how, scale, dropout
         # Tensors are saved, and numbers stand where they stood between them.
         ctx.numbers = {i: each for i, each in enumerate(more) if isinstance(each, int)}
         tensors = [each for i, each in enumerate(more) if i not in ctx.numbers]
@@ -65,6 +67,8 @@ class _MaskedAttention(Function):
         q, k, v, cuts, y, lse, other, *rest = ctx.saved_tensors
         segments = Segments(cuts, *ctx.how)
         if is_batched(dy):
+            if ctx.dropout:
+                raise RuntimeError("masked_attention: with dropout, differentiate one result at a time")
             mask = seen(segments, q.shape[0], q.shape[2])
             scores = q.float() @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).float().mT * ctx.scale
             total = scores.masked_fill(~mask, -math.inf).logsumexp(-1)
@@ -75,15 +79,16 @@ class _MaskedAttention(Function):
                 tensors = iter(rest)
                 more = [ctx.numbers[i] if i in ctx.numbers else next(tensors) for i in range(ctx.count)]
                 of_both = (lse, more), (other, [*tensors])
-                grads = _gradients(segments, ctx.scale, dy.contiguous(), (q, k, v), y, *of_both)
+                calls = _calls(segments, ctx.scale, ctx.dropout)
+                grads = _gradients(segments, calls, dy.contiguous(), (q, k, v), y, *of_both)
         if torch.is_grad_enabled():
             grads = [first_order_only("masked_attention", g, dy, y) for g in grads]
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None
 
 
 def _gradients(
     segments: Segments,
-    scale: float,
+    calls: tuple[Rows | Pieces, Pieces | None],
     dy: Tensor,
     qkv: tuple[Tensor, Tensor, Tensor],
     y: Tensor,
@@ -92,7 +97,7 @@ def _gradients(
 ) -> list[Tensor]:
     """of_first, of_second: each call's lse, and what else its backward pass takes."""
     rows, length = y.shape[:2]
-    first, second = _calls(segments, scale)
+    first, second = calls
 
     def of_tokens(call: Pieces, given: tuple[Any, list[Any]]) -> list[Tensor]:
         q, k, v = _tokens(*qkv)
@@ -111,15 +116,38 @@ def _gradients(
     return grads
 
 
+def _dropped_on_cpu(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, dropout: float) -> Tensor:
+    """Where weights are dropped, which a CPU's fused attention does not do."""
+    first, second = _calls(segments, scale, dropout)
+    shape = [q.shape[i] for i in (0, 2, 1, 3)]
+    y = (
+        first.dropped_on_cpu(q, k, v)
+        if isinstance(first, Rows)
+        else first.dropped_on_cpu(*_tokens(q, k, v)).view(shape)
+    )
+    if second is not None:
+        right = is_behind(segments, q.shape[0], q.shape[2])[..., None, None]
+        y = torch.where(right, second.dropped_on_cpu(*_tokens(q, k, v)).view(shape), y)
+    return y.contiguous()
+
+
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, segments: Segments | None = None, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Segments | None = None,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Causal attention of sequences of different lengths, side by side or with padding, within a window or not:
+    """Attention of sequences of different lengths, side by side or with padding, within a window or not:
 
         y_i = sum over j of p_j v_j,  p_j = exp(s_j) / (sum over k of exp(s_k)),  s_j = scale q_i . k_j
 
     over the j that it sees: those of its own sequence that are not behind it and, with a window, fewer than that before
-    it. Padding behind a sequence sees all of that, padding before one sees nothing: zeros.
+    it. Padding behind a sequence sees all of that, padding before one sees nothing: zeros. Where segments are not
+    causal it sees all of its own sequence, with a window those that are fewer than that before or behind it; and so
+    does all padding of its row, without a window.
 
     Args:
         q: [B, heads, S, D], on CUDA bfloat16 or float16 with D a multiple of 8 and at most 256; on a CPU float32 too.
@@ -128,28 +156,34 @@ def masked_attention(
         segments: what `of_padding` or `of_sequences` says of this batch, with `cuts` on q's device. None: each row is
             one sequence.
         scale: None: 1 / sqrt(D).
+        dropout: the probability with which each p_j becomes 0, and else p_j / (1 - dropout); at least 0, below 1. Drawn
+            from PyTorch's generator of q's device, as many numbers as flash attention takes.
 
     Returns:
         [B, S, heads, D], of q's type. Gradients flow to q, k and v; kept for them are these, the result and a float32 a
-        query and head, two where there is padding. A second differentiation is an error. On a GPU the gradients of
-        queries are summed in no fixed order, as by PyTorch's flash attention.
+        query and head, two where a causal attention has padding. A second differentiation is an error. On a GPU the
+        gradients of queries are summed in no fixed order, as by PyTorch's flash attention. On a CPU weights are dropped
+        by PyTorch's unfused attention of each segment, which keeps them.
 
     Raises:
-        ValueError: for tensors that are not served, with the reason.
+        ValueError: for tensors that are not served, with the reason, and another dropout.
     """
+    if not 0 <= dropout < 1:
+        raise ValueError(f"masked_attention: dropout is {dropout}; at least 0 and less than 1 is needed")
     why = flash.refusal(q, k, v)
     if segments is None:
         segments = of_whole_rows(q.shape[2] if q.dim() == 4 else 0, device=q.device)
-    cuts = segments.cuts
+    cuts, rows = segments.cuts, (0, 2, 4) if segments.causal else (0, 2)
     if why is None and (
-        cuts.dtype is not torch.int32 or cuts.dim() != 2 or len(cuts) not in (0, 2, 4) or cuts.device != q.device
+        cuts.dtype is not torch.int32 or cuts.dim() != 2 or len(cuts) not in rows or cuts.device != q.device
     ):
-        why = (
-            f"cuts are {cuts.dtype} of shape {list(cuts.shape)} on {cuts.device}; int32 [0, 2 or 4, N] there is needed"
-        )
+        wanted = "0, 2 or 4, N" if segments.causal else "0 or 2, N"
+        why = f"cuts are {cuts.dtype} of shape {list(cuts.shape)} on {cuts.device}; int32 [{wanted}] there is needed"
     if why is not None:
         raise ValueError(f"masked_attention: {why}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not q.numel():
         return q.transpose(1, 2).clone() + 0 * (k.sum() + v.sum())
-    return _MaskedAttention.apply(q, k, v, cuts, segments.longest, segments.window, segments.behind, scale)
+    if dropout and not q.is_cuda:
+        return _dropped_on_cpu(q, k, v, segments, scale, dropout)
+    return _MaskedAttention.apply(q, k, v, cuts, segments[1:], scale, dropout)
