@@ -16,7 +16,8 @@ import bastile
 import test_chunked_attention as pictures
 from bastile.graphs.stack import _stacks
 from bastile.guards import mark_as_ours, stock_of
-from bastile.models import mixers, padding_free, sdpa, small
+from bastile.models import mixers, sdpa, small
+from bastile.models import side_by_side as rows_side_by_side
 from bastile.models.packages import cuts_of
 from conftest import assert_same_up_to_rounding, gradients, older_than
 from graphing import DEVICE, ON_CUDA, allow_graphs, counted
@@ -49,7 +50,7 @@ LENGTHS = [5, 1, 9, 3, 2]
 def any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float32 too, which shows what is computed to seven digits, and of few tokens."""
     monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
-    monkeypatch.setattr(padding_free, "_LEAST_STEP", 2)
+    monkeypatch.setattr(rows_side_by_side, "_LEAST_STEP", 2)
 
 
 def hybrid(model_type: str) -> Any:

@@ -13,8 +13,9 @@ from torch import nn
 
 import bastile
 import test_chunked_attention as pictures
-from bastile.models import mask_flow, padding, padding_free, sdpa, small
+from bastile.models import mask_flow, padding, padding_free, sdpa, side_by_side, small
 from bastile.models.masked_attention import MAKERS
+from bastile.models.side_by_side import SideBySide
 from conftest import assert_same_up_to_rounding, gradients, older_than, tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, counted
 from oracle import devices
@@ -32,7 +33,7 @@ NOT = ["gpt2", "opt", "bloom", "llama4_text", "gpt_oss", "deepseek_v3"]
 def any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float32 too, which shows what is computed to seven digits, and of few tokens."""
     monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
-    monkeypatch.setattr(padding_free, "_LEAST_STEP", 2)
+    monkeypatch.setattr(side_by_side, "_LEAST_STEP", 2)
 
 
 def of_kind(kind: str) -> dict[str, Any]:
@@ -129,7 +130,7 @@ def test_padding_does_not_go_through_the_layers() -> None:
     seen(model, add_rms_norm=False)
     found = shapes(model)
     step(model, of_kind("right"))
-    assert found == [torch.Size((1, padding_free.few(11 + 17 + 11 + 1), model.config.hidden_size))]
+    assert found == [torch.Size((1, side_by_side.few(11 + 17 + 11 + 1), model.config.hidden_size))]
 
 
 def test_rows_of_padding_are_zeros() -> None:
@@ -302,11 +303,16 @@ def test_tuples() -> None:
     assert ran()[0] == 0
 
 
-def test_dropped_weights_keep_their_padding() -> None:
+def test_weights_are_dropped_side_by_side() -> None:
+    """As by the attention that it calls (test_attention_both_ways.py), others with each seed."""
     model = tiny_model(attention_dropout=0.5)
     seen(model)
-    step(model, of_kind("right"))
-    assert ran()[0] == 0
+    losses = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        losses.append(model(**of_kind("right")).loss.item())
+    assert ran()[0] == 3
+    assert losses[0] == losses[2] != losses[1]
 
 
 def test_float32_keeps_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,7 +349,7 @@ def test_what_returns_more_begins_again(monkeypatch: pytest.MonkeyPatch) -> None
     model, given = tiny_model(), of_kind("right")
     want = step(model, given)[0]
     seen(model)
-    monkeypatch.setattr(padding_free, "_put_back", lambda result, batch: False)
+    monkeypatch.setattr(padding_free, "put_back", lambda result, batch: False)
     assert_same_up_to_rounding(step(model, given)[0], want, model, "loss")
     monkeypatch.undo()
     assert_same_up_to_rounding(step(model, given)[0], want, model, "loss")
@@ -444,7 +450,7 @@ def test_in_bfloat16_and_under_autocast(device: str, autocast: bool) -> None:
 def test_what_is_behind_is_nothing_new() -> None:
     """Zeros are no numbers of a model that divides by a root of what it is given."""
     mask, states = MASKS["both"] != 0, torch.randn(3, 17, 4).requires_grad_()
-    unpadded = padding_free._Unpadded(mask, torch.device("cpu"), lambda _: 1)
+    unpadded = SideBySide(mask, torch.device("cpu"), lambda _: 1)
     got = unpadded.of(states)
     assert got.shape == (1, 64, 4)
     assert torch.equal(got[0, :37], states[mask])
@@ -474,14 +480,14 @@ def test_memory_is_judged_by_the_batch_as_it_came() -> None:
 
 @drawn(st.integers(1, 1 << 20), st.sampled_from([8, 16]))
 def test_few(count: int, steps: int) -> None:
-    few = padding_free.few(count, steps)
+    few = side_by_side.few(count, steps)
     assert count <= few <= max(count + 64, count * (1 + 2 / steps))
-    assert padding_free.few(few, steps) == few
+    assert side_by_side.few(few, steps) == few
 
 
 @pytest.mark.parametrize("steps", [8, 16])
 def test_few_between_two_powers_of_two(steps: int) -> None:
-    assert len({padding_free.few(count, steps) for count in range(4097, 8193)}) == steps // 2
+    assert len({side_by_side.few(count, steps) for count in range(4097, 8193)}) == steps // 2
 
 
 @pytest.mark.parametrize(
@@ -497,8 +503,8 @@ def test_fewer_where_each_has_graphs(mode: Any, pays: bool, kinds: int, monkeypa
         mask[1, count:] = 0
         given = {"input_ids": ids, "attention_mask": mask}
         with padding.read_by(ids.masked_fill(mask == 0, -100)):
-            unpadded = padding_free._batch(model.model, given)
-        assert isinstance(unpadded, padding_free._Unpadded)
+            unpadded = padding_free._batch(model.model, given, causal=True)
+        assert isinstance(unpadded, SideBySide)
         found.add(unpadded.to)
     assert len(found - {512}) in (kinds - 1, kinds)
 
@@ -508,9 +514,9 @@ def test_long_rows_are_taken_together_where_much_is_left_out() -> None:
     for length, most in ((1000, 1.0), (2000, 0.9)):
         mask = torch.ones(4, length, dtype=torch.bool)
         mask[0, -(length // 3) :] = False  # a twelfth
-        assert padding_free._Unpadded(mask, torch.device("cpu")).pays() == (most == 1.0)
+        assert SideBySide(mask, torch.device("cpu")).pays() == (most == 1.0)
         mask[1, -(length // 3) :] = False
-        assert padding_free._Unpadded(mask, torch.device("cpu")).pays()
+        assert SideBySide(mask, torch.device("cpu")).pays()
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -528,7 +534,7 @@ def ragged(number: int) -> dict[str, Any]:
 @pytest.fixture
 def trained_with_graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
     allow_graphs(monkeypatch)
-    monkeypatch.setattr(padding_free, "_LEAST_STEP", 8)
+    monkeypatch.setattr(side_by_side, "_LEAST_STEP", 8)
     return tiny_model().to(DEVICE, torch.bfloat16 if ON_CUDA else torch.float32).train()
 
 

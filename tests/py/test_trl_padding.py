@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import bastile
-from bastile.models import padding_free, sdpa
+from bastile.models import sdpa, side_by_side
 
 pytest.importorskip("trl")
 import test_trl as runs
@@ -28,7 +28,7 @@ def test_padding_goes_through_no_layer(
 ) -> None:
     """From the second pass of a model on, references' too, where TRL's collators have padded."""
     monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
-    monkeypatch.setattr(padding_free, "_LEAST_STEP", 1)
+    monkeypatch.setattr(side_by_side, "_LEAST_STEP", 1)
     words = trl_runs.words
     monkeypatch.setattr(trl_runs, "words", lambda seed, count: words(seed, count + 3 * (seed % 3)))
     more = {"peft_config": runs.adapters} if attach else {}
@@ -93,7 +93,7 @@ def zero3(rank: int, path: str) -> Any:
 
 
 def sharded(rank: int, path: str, kind: str) -> None:
-    sdpa.TYPES, padding_free._LEAST_STEP = (*sdpa.TYPES, torch.float32), 1  # type: ignore[assignment]
+    sdpa.TYPES, side_by_side._LEAST_STEP = (*sdpa.TYPES, torch.float32), 1  # type: ignore[assignment]
     left = []
     for patched in (False, True):
         step, weights = {"fsdp2": fsdp2, "zero3": zero3}[kind](rank, path)

@@ -10,10 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from bastile.graphs.captured import Note
 from bastile.graphs.lengths import Lengths, attentions_of, longer_mask
 from bastile.graphs.longer import Longer, are_of_rows
+from bastile.models import sdpa
+from bastile.ops._common import cast_type
+from bastile.ops._segments import of_padding
 
 MASK, _CAUSAL = "attention_mask", "is_causal"
 #: Tensors of each token, and which dimension tokens are.
@@ -63,7 +67,8 @@ class Masks:
 
     def _padded(self, hidden: torch.Tensor, args: Any, kwargs: Any) -> Masked | None:
         rows, length = hidden.shape[:2]
-        found = Masked(rows, length, hidden.device, self._names)
+        takes_ours = sdpa.is_known_to_take_ours(self._config) and (cast_type(hidden) or hidden.dtype) in sdpa.TYPES
+        found = Masked(rows, length, hidden.device, self._names, takes_ours)
         if not found.takes(args, kwargs):
             return None
         found.to = self.lengths.of(rows, length)
@@ -71,10 +76,12 @@ class Masks:
 
 
 class Masked(Longer):
-    def __init__(self, batch: int, length: int, device: torch.device, names: Sequence[str]) -> None:
-        """names: of a layer's parameters."""
+    def __init__(
+        self, batch: int, length: int, device: torch.device, names: Sequence[str], takes_ours: bool = False
+    ) -> None:
+        """names: of a layer's parameters. takes_ours: whether its attention takes masks of ours (models/sdpa.py)."""
         super().__init__(length, length, 1)
-        self._batch, self._device, self._names = batch, device, names
+        self._batch, self._device, self._names, self._takes_ours = batch, device, names, takes_ours
         self._none: torch.Tensor | None = None  # in the place of no mask
 
     def kind(self, asked: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -97,6 +104,8 @@ class Masked(Longer):
             return True
         if type(value) is bool:
             return name != _CAUSAL or not value
+        if name == MASK and isinstance(value, torch.Tensor) and sdpa.is_ours(value):
+            return sdpa.longer(value, self.rows, 0) is not None
         if name == MASK:
             shape = (self._batch, 1, self.rows, self.rows)
             return type(value) is torch.Tensor and value.dtype is torch.bool and tuple(value.shape) == shape
@@ -127,13 +136,27 @@ class Masked(Longer):
         """Behind are tokens that see all others."""
         found = self._none if mask is None else self.known(mask)
         if found is None:
-            seen = torch.ones(self._batch, 1, self.rows, self.rows, dtype=torch.bool, device=self._device)
-            found = longer_mask(seen if mask is None else mask, self.to - self.rows)
+            found = self._longer_mask(mask)
             if mask is None:
                 self._none = found
             else:
                 self.keep(mask, found)
         return found
+
+    def _longer_mask(self, mask: torch.Tensor | None) -> torch.Tensor:
+        more = self.to - self.rows
+        if mask is None and self._takes_ours:
+            seen = nn.functional.pad(torch.ones(self._batch, self.rows, dtype=torch.bool), [0, more])
+            said = of_padding(seen, causal=False)
+            assert said is not None
+            return sdpa.mask_of(said, self.to, self._device)
+        if mask is not None and sdpa.is_ours(mask):
+            longer = sdpa.longer(mask, self.rows, more)
+            assert longer is not None
+            return longer
+        if mask is None:
+            mask = torch.ones(self._batch, 1, self.rows, self.rows, dtype=torch.bool, device=self._device)
+        return longer_mask(mask, more)
 
     def padded(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.of_rows(tensor, min(tensor.dim() - 1, 1))

@@ -59,7 +59,7 @@ def stacks(file: ModelFile) -> Iterator[type]:
     yield from found
 
 
-def _layers_of(module: nn.Module) -> nn.ModuleList | None:
+def layers_of(module: nn.Module) -> nn.ModuleList | None:
     """A list of Transformers' layers that it has; None where there is none, or more than one."""
     lists = [module._modules.get(name) for name in _LISTS]
     found = [each for each in lists if isinstance(each, nn.ModuleList) and len(each) and is_layer(each[0])]
@@ -81,12 +81,12 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         if are_named(kwargs):
-            kwargs = without(kwargs, getattr(self, "config", None), _layers_of(self) or ())
+            kwargs = without(kwargs, getattr(self, "config", None), layers_of(self) or ())
         if torch.is_inference_mode_enabled():
             return original(self, *args, **kwargs)
         if not self.training if torch.is_grad_enabled() else _leaves_keys(self, as_keywords(names, args, kwargs)):
             return original(self, *args, **kwargs)
-        layers = _layers_of(self)
+        layers = layers_of(self)
         if layers is None or _is_given_cache(kwargs) or getattr(_within, "step", False):
             return original(self, *args, **kwargs)
         stack = stack_of(self, tally)

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ast
+import inspect
+from collections.abc import Callable
+from types import FunctionType
 
-from bastile.models.forms import Code
+from bastile.guards import stock_of
+from bastile.models.forms import Code, code_of, runs
+from bastile.models.sites import classes_in
 
 MASK = "attention_mask"
+#: Of what else a maker is told: hidden states of another sequence, which queries attend to.
+_ATTENDED = "encoder_hidden_states"
 _INTERFACE, _LEAVES_OUT = "attention_interface", "apply_mask_to_padding_states"
 
 
@@ -19,10 +26,7 @@ def hands_mask_on(code: Code, of_others: bool = False) -> bool | None:
         value
         for call in ast.walk(code.node)
         if isinstance(call, ast.Call)
-        for value in (
-            *(k.value for k in call.keywords if k.arg == MASK),
-            *(call.args if isinstance(call.func, ast.Name) and call.func.id == _INTERFACE else ()),
-        )
+        for value in (*(k.value for k in call.keywords if k.arg == MASK), *(call.args if _attends(call) else ()))
         if is_name(value, MASK)
     ]
     if len(handed) == len(uses):
@@ -37,10 +41,33 @@ def hands_mask_on(code: Code, of_others: bool = False) -> bool | None:
     return False if of_others and len(left_out) == len(uses) else None
 
 
+def hands_mask_to_modules(code: Code, cls: type) -> bool | None:
+    """Whether a class's forward does nothing with its mask but give it to modules that it calls, as their mask, or to
+    the function that attends. An attention over something else may choose another."""
+    nodes, modules = list(ast.walk(code.node)), Modules(code, cls)
+    handed = [node for each in nodes for node in _of_choice(each)]
+    for call in nodes:
+        if isinstance(call, ast.Call):
+            given = [node for node in (*call.args, *(k.value for k in call.keywords)) if is_name(node, MASK)]
+            handed += [node for node in given if _attends(call) or modules.take_mask(call, node)]
+    return len(handed) == len([node for node in nodes if is_name(node, MASK)]) or None
+
+
+def _attends(call: ast.Call) -> bool:
+    return is_name(call.func, _INTERFACE)
+
+
 def hands_masks_out(code: Code, may_return: bool = False) -> bool | None:
     """Whether a backbone gives the masks that it makes to its layers, as `attention_mask`, and does nothing else with
     them. may_return: or returns them."""
     return _Flow(code.node, may_return).is_only_to_layers() or None
+
+
+def hands_masks_to_modules(code: Code, cls: type) -> bool | None:
+    """Whether a class's forward gives the masks that it makes, or has a method of the class make, to modules that it
+    calls, as their masks, and does nothing else with them. Those of what a decoder attends to beside are none of
+    them."""
+    return _Flow(code.node, False, (code, cls)).is_only_to_layers() or None
 
 
 def goes_to_makers_alone(code: Code, makers: tuple[str, ...]) -> bool | None:
@@ -76,13 +103,16 @@ def _is_isinstance(node: ast.AST | None) -> bool:
 
 class _Flow:
     """Where masks go in a function: which names stand for one ("mask"), for several by kinds of layers ("masks"), for
-    what makes one ("maker") and for several of these ("makers")."""
+    what makes one ("maker") and for several of these ("makers"). of: a class's code, and this, whose modules may be
+    given masks."""
 
-    def __init__(self, node: ast.AST, may_return: bool) -> None:
+    def __init__(self, node: ast.AST, may_return: bool, of: tuple[Code, type] | None = None) -> None:
         self.may_return = may_return
+        self.cls: type | None = None if of is None else of[1]
+        self.modules = None if of is None else Modules(*of)
         self.nodes = list(ast.walk(node))
         self.above = {child: each for each in self.nodes for child in ast.iter_child_nodes(each)}
-        self.layers = {name.id for each in self.nodes if isinstance(each, ast.For) for name in names_in(each.target)}
+        self.layers = loop_names(self.nodes)
         self.names: dict[str, str] = {}
         known = -1
         while known != len(self.names):
@@ -95,6 +125,29 @@ class _Flow:
                         value
                     ):
                         self.names[name] = "masks"
+                    case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call() as call):
+                        kinds = self._returned(call) or ()
+                        for to, kind in zip(names, kinds, strict=False):
+                            if isinstance(to, ast.Name) and len(kinds) == len(names) and kind is not None:
+                                self.names[to.id] = kind
+
+    def _returned(self, call: ast.Call) -> list[str | None] | None:
+        """The kinds of what a method of the class returns, if all it does with the masks that it makes is to return
+        them."""
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if self.cls is not None:
+                method = stock_of(getattr(self.cls, name, None))
+            case _:
+                return None
+        code = code_of(inspect.unwrap(method)) if isinstance(method, FunctionType) else None
+        if code is None or not runs(code.node, code, inspect.unwrap(method)):
+            return None
+        assert self.cls is not None
+        flow = _Flow(code.node, True, (code, self.cls))
+        results = [each.value for each in flow.nodes if isinstance(each, ast.Return)]
+        if len(results) != 1 or results[0] is None or not flow.is_only_to_layers():
+            return None
+        return [flow.kind(each) for each in results[0].elts] if isinstance(results[0], ast.Tuple) else None
 
     def kind(self, node: ast.AST) -> str | None:
         match node:
@@ -102,8 +155,9 @@ class _Flow:
                 return "maker" if makes(name) else self.names.get(name)
             case ast.Call(func=ast.Attribute(value=value, attr="get")):
                 return self._one_of(value)
-            case ast.Call(func=function):
-                return "mask" if self.kind(function) == "maker" else None
+            case ast.Call(func=function, keywords=keywords):
+                is_cross = self.cls is not None and any(each.arg == _ATTENDED for each in keywords)
+                return "mask" if self.kind(function) == "maker" and not is_cross else None
             case ast.Lambda(body=body):
                 return "maker" if self.is_mask(body) else None
             case ast.IfExp(body=one, orelse=other):
@@ -127,6 +181,12 @@ class _Flow:
         found = [(each, kind) for each in self.nodes if (kind := self.kind(each)) is not None and self._is_read(each)]
         return any(kind == "mask" for _, kind in found) and all(self._goes_on(*each) for each in found)
 
+    def _goes_to_module(self, call: ast.AST, node: ast.AST) -> bool:
+        """Or to a method of the class that makes masks of it."""
+        assert self.modules is not None
+        is_of_method = isinstance(call, ast.Call) and self._returned(call) is not None
+        return self.modules.take_mask(call, node) or is_of_method
+
     def _is_read(self, node: ast.AST) -> bool:
         return not isinstance(getattr(node, "ctx", None), ast.Store)
 
@@ -149,12 +209,111 @@ class _Flow:
                 return True
             case ast.keyword(arg=name):
                 called = getattr(self.above[above], "func", None)
-                to_layer = isinstance(called, ast.Name) and called.id in self.layers
+                to_layer = self.modules is None and isinstance(called, ast.Name) and called.id in self.layers
                 to_maker = called is not None and self.kind(called) == "maker"  # a user's, under the same name
-                return kind == "mask" and name == MASK and (to_layer or to_maker)
+                to_module = self.modules is not None and self._goes_to_module(self.above[above], node)
+                return kind == "mask" and name == MASK and (to_layer or to_maker or to_module)
+            case ast.Call() if self.modules is not None:
+                return kind == "mask" and self.modules.take_mask(above, node)
+            case ast.Tuple():
+                return self.may_return and isinstance(self.above[above], ast.Return)
             case ast.Return():
                 return self.may_return
         return False
+
+
+def loop_names(nodes: list[ast.AST]) -> set[str]:
+    return {name.id for each in nodes if isinstance(each, ast.For) for name in names_in(each.target)}
+
+
+class Modules:
+    """What a class's forward calls: modules that an object of it has, found by how they are made."""
+
+    def __init__(self, code: Code, cls: type) -> None:
+        self._cls = cls
+        #: Of what loops go through, what it is of self.
+        self._loops = {
+            name.id: attribute
+            for each in ast.walk(code.node)
+            if isinstance(each, ast.For)
+            for attribute in [next((a for a in map(_of_self, ast.walk(each.iter)) if a is not None), None)]
+            for name in names_in(each.target)
+        }
+        self._made, self._classes = _made_by(cls)
+
+    def called(self, node: ast.AST | None) -> list[type]:
+        """The classes of which one is called, with arguments that each stand for one; none, where it is no module."""
+        if not isinstance(node, ast.Call) or any(isinstance(each, ast.Starred) for each in node.args):
+            return []
+        name = self._loops.get(node.func.id) if isinstance(node.func, ast.Name) else _of_self(node.func)
+        return self._classes(name) if name is not None and not hasattr(self._cls, name) else []
+
+    def calls_own(self, node: ast.Call) -> bool:
+        """Whether it calls a module, of whatever class, that no loop goes through."""
+        name = _of_self(node.func)
+        return name in self._made and not hasattr(self._cls, name or "")
+
+    def calls_layer(self, node: ast.Call) -> bool:
+        return isinstance(node.func, ast.Name) and node.func.id in self._loops
+
+    def take_mask(self, call: ast.AST | None, node: ast.AST) -> bool:
+        """Whether what is called takes this argument as its mask."""
+        classes = self.called(call)
+        if not classes or not isinstance(call, ast.Call):
+            return False
+        if any(keyword.value is node and keyword.arg == MASK for keyword in call.keywords):
+            return True
+        at = next((i for i, each in enumerate(call.args) if each is node), None)
+        return at is not None and all(_parameters(each)[at + 1 : at + 2] == [MASK] for each in classes)
+
+
+def _of_self(node: ast.AST) -> str | None:
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return None
+
+
+def _parameters(cls: type) -> list[str]:
+    return list(inspect.signature(stock_of(cls.forward)).parameters)  # type: ignore[attr-defined]
+
+
+def _made_by(cls: type) -> tuple[set[str], Callable[[str], list[type]]]:
+    """What attributes are assigned where an object is made; and by what one is called, the classes of modules that it
+    may be of: all that are made beside it where that does not show."""
+    init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
+    code = code_of(init) if isinstance(init, FunctionType) else None
+    if code is None:
+        return set(), lambda _: []
+    scope = init.__globals__
+
+    def classes(node: ast.AST) -> list[type]:
+        return [each for name in names_in(node) for each in classes_in(scope.get(name.id))]
+
+    made = [
+        (target, each.value)
+        for each in ast.walk(code.node)
+        if isinstance(each, ast.Assign)
+        for target in map(_of_self, each.targets)
+        if target is not None
+    ]
+    names = {name for name, _ in made}
+
+    def classes_of(name: str) -> list[type]:
+        own = [each for to, value in made if to == name for each in classes(value)]
+        return own or (classes(code.node) if name in names else [])
+
+    return names, classes_of
+
+
+def _of_choice(node: ast.AST) -> list[ast.AST]:
+    """The mask's places where it, or another one, becomes the mask by a choice."""
+    match node:
+        case ast.Assign(targets=[ast.Name() as target], value=ast.IfExp(body=one, orelse=other)) if is_name(
+            target, MASK
+        ):
+            return [each for each in (target, one, other) if is_name(each, MASK)]
+    return []
 
 
 def names_in(target: ast.AST) -> list[ast.Name]:

@@ -1,6 +1,6 @@
-"""The masks of causal language models, in a few numbers, for an attention that computes what is seen alone
-(models/sdpa.py). Two functions of Transformers make them, which each model calls by names of its file: there they are
-replaced, if all that becomes of a mask is that layers hand it on to the function that attends."""
+"""The masks of causal language models and of encoders, in a few numbers, for an attention that computes what is seen
+alone (models/sdpa.py). Two functions of Transformers make them of each, which a model calls by names of its file: there
+they are replaced, if all that becomes of a mask is that layers hand it on to the function that attends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import nn
 
 from bastile.guards import mark_as_ours, stock_of
 from bastile.host_copies import fetched
-from bastile.models import padding, sdpa
-from bastile.models.forms import code_of, codes
+from bastile.models import encoders, padding, sdpa
+from bastile.models.forms import code_of
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
 from bastile.models.rebind import with_global
-from bastile.models.sites import ModelFile, Site, calls, exchanged
+from bastile.models.sites import ModelFile, Site, calls, classes_in, exchanged, parts_of
+from bastile.models.structure import class_of
 from bastile.ops._common import cast_type, has_values
 
 OPERATOR = "masked_attention"
@@ -41,6 +42,20 @@ def sites(file: ModelFile) -> Iterator[Site]:
         replacement = _make(stock_of(file.scope[maker]))
         one_model = partial(exchanged, partial(with_global, name=maker, value=replacement))
         yield Site(OPERATOR, maker, file.module, maker, _make, backbones, one_model)
+    of_encoders = encoders_of(file)
+    both_ways = {name: _make_both_ways(stock_of(file.scope[name])) for name in _both_ways(file) if of_encoders}
+    for maker in both_ways:
+        one_model = partial(_with_makers, both_ways)
+        yield Site(OPERATOR, maker, file.module, maker, _make_both_ways, of_encoders, one_model)
+
+
+def encoders_of(file: ModelFile) -> tuple[type, ...]:
+    """The classes that make masks of tokens that see all others, likewise."""
+    return encoders.of_file(file) if _both_ways(file) else ()
+
+
+def _both_ways(file: ModelFile) -> list[str]:
+    return [name for name in encoders.MAKERS if _is_maker(file.scope.get(name))]
 
 
 def hand_masks_to_attention(file: ModelFile) -> tuple[type, ...]:
@@ -89,7 +104,7 @@ def _elsewhere(file: ModelFile, own: list[type], backbones: tuple[type, ...]) ->
         if not layers:
             return f"it is not known what layers {cls.__name__} has"
         of_others = calls(_forward(cls), _RECURRENT)
-        for part in _parts(file, layers):
+        for part in parts_of(layers):
             owner = next((each for each in part.__mro__ if "forward" in vars(each)), nn.Module)
             if MASK not in inspect.signature(_forward(owner)).parameters:
                 continue
@@ -124,7 +139,7 @@ def _layers(cls: type) -> list[type]:
     lists = [node for node in ast.walk(code.node) if _is_list(node)]
     for nodes in (lists, [code.node] if lists else []):
         names = {name.id for each in nodes for name in names_in(each)}
-        found = [item for name in names for item in _classes(init.__globals__.get(name))]
+        found = [item for name in names for item in classes_in(init.__globals__.get(name))]
         if found:
             return found
     return []
@@ -134,31 +149,49 @@ def _is_list(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "ModuleList"
 
 
-def _parts(file: ModelFile, layers: list[type]) -> list[type]:
-    """Layers and all classes of modules that they, and what they are made of, name when they are made."""
-    found: list[type] = []
-    todo = list(layers)
-    while todo:
-        cls = todo.pop()
-        if cls in found:
-            continue
-        found.append(cls)
-        init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
-        for code in codes(init.__code__) if isinstance(init, FunctionType) else ():
-            todo += [item for name in code.co_names for item in _classes(init.__globals__.get(name))]
-    return found
-
-
-def _classes(item: Any) -> list[type]:
-    """The classes of modules that a name stands for, one or a table of them."""
-    items = item.values() if isinstance(item, dict) else [item]
-    return [each for each in items if isinstance(each, type) and issubclass(each, nn.Module)]
-
-
 # ---- making masks ----------------------------------------------------------------------------------------------------
 
 
-def _make(original: Callable[..., Any]) -> Callable[..., Any]:
+def _with_makers(makers: dict[str, Callable[..., Any]], forward: Any) -> Any:
+    """A forward of one model alone, that makes masks by these, by itself or by methods of its class."""
+    made = exchanged(partial(_with_globals, makers), forward)
+
+    @functools.wraps(made)
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        methods = _methods_with(class_of(self), tuple(makers.items()))
+        vars(self).update({name: MethodType(method, self) for name, method in methods.items()})
+        try:
+            return made(self, *args, **kwargs)
+        finally:
+            for name in methods:
+                vars(self).pop(name, None)
+
+    return own if callable(made) else made
+
+
+def _with_globals(values: dict[str, Any], function: Any) -> Any:
+    for name, value in values.items():
+        function = with_global(function, name, value)
+    return function
+
+
+@functools.cache
+def _methods_with(cls: type, makers: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    """The methods of a class, but its forward, that call makers, with these in their places."""
+    names = [name for name, _ in makers]
+    found = {name: stock_of(getattr(cls, name)) for name in dir(cls) if name != "forward"}
+    return {
+        name: _with_globals(dict(makers), method)
+        for name, method in found.items()
+        if isinstance(method, FunctionType) and any(calls(method, maker) for maker in names)
+    }
+
+
+def _make_both_ways(original: Callable[..., Any]) -> Callable[..., Any]:
+    return _make(original, causal=False)
+
+
+def _make(original: Callable[..., Any], causal: bool = True) -> Callable[..., Any]:
     """Of the functions that make masks: ours for PyTorch's attention over whole sequences, the original's otherwise."""
 
     @functools.wraps(original)
@@ -166,7 +199,7 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
         if sdpa.is_ours(kwargs.get(MASK)):
             return kwargs[MASK]  # made before: as for any of more than two dimensions
         making = sdpa.making
-        if args or torch.compiler.is_compiling() or not _is_served(kwargs) or not sdpa.register():
+        if args or torch.compiler.is_compiling() or not _is_served(kwargs, causal) or not sdpa.register():
             if making.packed is not None:
                 raise sdpa.CannotBeTold
             return original(*args, **kwargs)
@@ -188,11 +221,11 @@ def _embedded(given: dict[str, Any]) -> Any:
     return given.get("inputs_embeds", given.get("input_embeds"))  # as earlier releases call them
 
 
-def _is_served(given: dict[str, Any]) -> bool:
+def _is_served(given: dict[str, Any], causal: bool) -> bool:
     config, embedded, mask = given.get("config"), _embedded(given), given.get(MASK)
     if (
         getattr(config, "_attn_implementation", None) != sdpa.NAME
-        or not getattr(config, "is_causal", True)
+        or (causal and not getattr(config, "is_causal", True))
         or sdpa.has_refused(config)
         or not isinstance(embedded, torch.Tensor)
         or not has_values(embedded)

@@ -23,7 +23,7 @@ from bastile.models.padding import is_unread
 from bastile.models.varlen import is_sdpa
 from bastile.ops._common import HALVES, cast_as_linear, cast_type
 from bastile.ops._flash import refusal
-from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen
+from bastile.ops._segments import Segments, longer_rows, of_padding, of_sequences, of_whole_rows, seen
 from bastile.ops.masked_attention import masked_attention
 from bastile.report import Tally
 
@@ -89,8 +89,9 @@ def packed(sequences: torch.Tensor | None, tokens: int) -> Iterator[Packed]:
 _refused: dict[int, Any] = {}
 #: Likewise, whether theirs would take one, as far as its first call says.
 _looked_at: dict[int, tuple[Any, bool]] = {}
-#: By a mask of ours, what Transformers would have made.
+#: By a mask of ours, what Transformers would have made; and of one that is not causal, what it was made of.
 _originals: Any = WeakTensorKeyDictionary()
+_paddings: Any = WeakTensorKeyDictionary()
 
 
 def put_into(_: Any) -> None:
@@ -138,17 +139,37 @@ def _mask(**given: Any) -> Any:
     segments = _segments(given)
     if segments is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[NAME](**given)
-    cuts, longest, window, behind = segments
-    if not len(cuts) and not window:
+    if not len(segments.cuts) and not segments.window:
         if making.padding is not None and not bool(making.padding.all()):
             _LEFT_OUT.count()
         return None
-    cuts = cuts.to(making.device, non_blocking=True)
-    exponent = 0 if longest == given["kv_length"] else longest.bit_length()
-    mask = cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 1, 1 + behind, -1, -1, 1 + window)
+    mask = mask_of(segments, given["kv_length"], making.device)
+    if not segments.causal and making.padding is not None:
+        _paddings[mask] = making.padding
     if making.made is not None:
         making.made.append(mask)
     return mask
+
+
+def mask_of(segments: Segments, length: int, device: torch.device | None) -> torch.Tensor:
+    """A mask of ours, for rows of so many tokens: cuts, the rest said by how often these are seen."""
+    cuts, longest, window, behind, causal = segments
+    cuts = cuts.to(device, non_blocking=True)
+    exponent = 0 if longest == length else longest.bit_length()
+    return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 2 - causal, 1 + behind, -1, -1, 1 + window)
+
+
+def padding_of(mask: torch.Tensor) -> torch.Tensor | None:
+    """Of a mask of ours that is not causal and has been made here: of which tokens it is, [B, S] on the host."""
+    return _paddings.get(mask)
+
+
+def longer(mask: torch.Tensor, length: int, more: int) -> torch.Tensor | None:
+    """A mask of ours for rows of so many tokens that have more padding behind them; None of another one."""
+    said = _said(mask, length)
+    if said.causal or said.window or said.longest != length or mask.shape[3] != 2:
+        return None
+    return mask_of(said._replace(cuts=longer_rows(said.cuts, length, more), longest=length + more), length + more, None)
 
 
 def is_of_whole_rows(given: dict[str, Any]) -> bool:
@@ -164,16 +185,21 @@ def _segments(given: dict[str, Any]) -> Segments | None:
     batch, length, padding = given["batch_size"], given["kv_length"], making.padding
     if not is_of_whole_rows(given):
         return None
-    window = given.get("local_size") or 0
+    window, causal = given.get("local_size") or 0, not given.get("allow_is_bidirectional_skip")
+    if window and not causal:
+        window += 1  # of which that says how far away the last one is
     if making.sequences is not None:
         ids = making.sequences.expand(batch, -1)
-        return of_sequences(ids, window) if ids.shape == (batch, length) and padding is None else None
-    if not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
+        is_of_these = ids.shape == (batch, length) and padding is None
+        return of_sequences(ids, window, causal=causal) if is_of_these else None
+    if causal and not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
         return None
     if padding is None:
-        return of_whole_rows(length, window)
+        return of_whole_rows(length, window, causal=causal)
     if padding.shape != (batch, length):
         return None
+    if not causal:
+        return of_padding(padding, window, causal=False)
     behind = padding.flip(1).cumsum(1).flip(1) == 0
     if bool(behind.any()) and bool(padding.any(1).all()) and is_unread(padding):
         padding = padding | behind
@@ -185,8 +211,8 @@ def is_ours(mask: Any) -> bool:
 
 
 def _said(mask: torch.Tensor, length: int) -> Segments:
-    exponent, behind, window = mask.shape[0] - 1, mask.shape[2] > 1, mask.shape[5] - 1
-    return Segments(mask[0, 0, 0, :, :, 0], 1 << exponent >> 1 if exponent else length, window, behind)
+    exponent, causal, behind, window = mask.shape[0] - 1, mask.shape[1] == 1, mask.shape[2] > 1, mask.shape[5] - 1
+    return Segments(mask[0, 0, 0, :, :, 0], 1 << exponent >> 1 if exponent else length, window, behind, causal)
 
 
 # ---- attending -------------------------------------------------------------------------------------------------------
@@ -214,7 +240,8 @@ def _attends(original: Any) -> Any:
             return original(module, query, key, value, mask, *args, **kwargs)
         _TALLY.count()
         _note(module, True)
-        return masked_attention(q, k, v, _said(attention_mask, q.shape[2]), scale=kwargs.get("scaling")), None
+        said, scale, dropout = _said(attention_mask, q.shape[2]), kwargs.get("scaling"), kwargs.get("dropout") or 0.0
+        return masked_attention(q, k, v, said, scale=scale, dropout=dropout), None
 
     stand_in_for(original, attend)
     return attend
@@ -251,8 +278,8 @@ _OURS = next(each for each in codes(_attends.__code__) if each.co_name == "atten
 def _refusal(args: Any, kwargs: dict[str, Any]) -> str | None:
     if args:
         return "its arguments are given by position"
-    if kwargs.get("dropout"):
-        return "it drops weights"
+    if not 0 <= (kwargs.get("dropout") or 0.0) < 1:
+        return "it drops all weights"
     if any(kwargs.get(name) is not None for name in ("position_bias", "softcap")):
         return "it adds to scores"
     return None

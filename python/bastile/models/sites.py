@@ -263,6 +263,27 @@ def calls(function: Any, name: str) -> bool:
     return code is not None and any(name in each.co_names for each in codes(code))
 
 
+def parts_of(layers: Iterable[type]) -> list[type]:
+    """Layers and all classes of modules that they, and what they are made of, name when they are made."""
+    found: list[type] = []
+    todo = list(layers)
+    while todo:
+        cls = todo.pop()
+        if cls in found:
+            continue
+        found.append(cls)
+        init = inspect.unwrap(cls.__init__)  # type: ignore[misc]
+        for code in codes(init.__code__) if isinstance(init, FunctionType) else ():
+            todo += [item for name in code.co_names for item in classes_in(init.__globals__.get(name))]
+    return found
+
+
+def classes_in(item: Any) -> list[type]:
+    """The classes of modules that a name stands for, one or a table of them."""
+    items = item.values() if isinstance(item, dict) else [item]
+    return [each for each in items if isinstance(each, type) and issubclass(each, nn.Module)]
+
+
 def folder_of(name: str) -> str:
     """What a module is called in names of patches: the folder in which Transformers has it, else itself."""
     parts = name.split(".")

@@ -1,0 +1,116 @@
+"""Layers in which nothing but attention, and what is told where rows begin, sees more than one token: theirs may stand
+side by side."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from bastile.graphs import caches, collected
+from bastile.graphs.lengths import attentions_of, states_alone
+from bastile.graphs.longer import are_of_rows
+from bastile.graphs.watch import HOOKS
+from bastile.models import padding
+from bastile.models.graphs import layers_of, may_have_graphs
+from bastile.models.mixers import mixers_of
+from bastile.models.side_by_side import STEPS, STEPS_OF_GRAPHS, SideBySide
+
+#: Hooks of these packages take activations of any shape, and so do these two, by which embeddings require gradients.
+#: (PEFT's others choose adapters by the batch's rows, and NEFTune's noise is by their length.)
+_OF_ANY_SHAPE = ("torch.", "accelerate.", "deepspeed.", "bastile.")
+_REQUIRES_GRADIENTS = ("make_inputs_require_grads", "make_inputs_require_grad")
+#: Modules without others in them that work on each token by itself, by the ends of their names, beside those that
+#: graphs know (`are_of_rows`).
+_OF_A_TOKEN = ("RotaryEmbedding", "Experts", "Router", "Gate", "NormGated")
+#: In how many tokens at a time an MLP is computed, of which the batch has to be a multiple.
+_CHUNKS = "chunk_size_feed_forward"
+
+
+class Known:
+    """Of one backbone, or of what has layers within one."""
+
+    def __init__(self, module: nn.Module, causal: bool, is_backbone: bool) -> None:
+        found = list(layers_of(module) or ())
+        modules = list(module.modules())[1:]
+        attentions = attentions_of(found)
+        #: Of the first attention, which knows what attends.
+        self.config = getattr(attentions[0], "config", None) if attentions else None
+        self.mixers = mixers_of(found)
+        self.serves = (
+            bool(attentions)
+            and all(bool(each.is_causal) is causal for each in attentions)
+            and self.mixers.hand_on
+            # What has layers within a backbone is told no positions, so nothing in it may ask for them.
+            and are_of_rows(found if is_backbone else [module], _OF_A_TOKEN[not is_backbone :], self.mixers.parts)
+            and not any(map(_is_run_by_another, modules))
+            and not any(getattr(each, _CHUNKS, 0) for each in modules)
+        )
+        self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
+
+    def has_hooks(self) -> bool:
+        return not all(_takes_any_shape(hook) for hooks in self._hooks if hooks for hook in hooks.values())
+
+
+def _takes_any_shape(hook: Any) -> bool:
+    hook = getattr(hook, "func", hook)  # of a partial
+    where, name = (getattr(hook, each, None) or "" for each in ("__module__", "__name__"))
+    return f"{where}.".startswith(_OF_ANY_SHAPE) or name in _REQUIRES_GRADIENTS or collected.collects(hook)
+
+
+def _is_run_by_another(module: nn.Module) -> bool:
+    """Whether an object that is none of the modules does what the module's class would, as X-LoRA's, which weighs
+    adapters for each place of the batch."""
+    return getattr(vars(module).get("forward"), "__self__", module) is not module
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, Known] = weakref.WeakKeyDictionary()
+
+
+def known_of(module: nn.Module, causal: bool, is_backbone: bool = True) -> Known:
+    """What is known of its layers, looked at once. causal: as which they are to attend. is_backbone: it is called with
+    a batch's tokens, and not with hidden states."""
+    found = _known.get(module)
+    if found is None:
+        found = _known[module] = Known(module, causal, is_backbone)
+    return found
+
+
+#: Backbones that a differentiated pass has gone through, with their attention known. Until then those in training keep
+#: their padding in other passes too: a policy and its reference without adapters agree to the last bit at first.
+_begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: Backbones that turned out to return, or to make of masks, what is not known here.
+never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def has_begun(module: nn.Module) -> bool:
+    """Whether a differentiated pass has gone through it, or this is one, if it is in training."""
+    if module.training and torch.is_grad_enabled():
+        _begun.add(module)
+    return not module.training or module in _begun
+
+
+def side_by_side(
+    module: nn.Module, mask: torch.Tensor, device: torch.device, tells: bool, causal: bool
+) -> SideBySide | None:
+    """A batch of this mask, which the host has, without its padding; None where that is read, or leaving it out does
+    not pay."""
+    if bool(mask.all()) or not bool(mask.any()) or not padding.is_unread(mask, before=causal):
+        return None
+    steps = lambda count: STEPS_OF_GRAPHS if may_have_graphs(module, count) else STEPS  # noqa: E731
+    found = SideBySide(mask, device, steps, tells, causal)
+    return found if found.pays() else None
+
+
+def put_back(result: Any, batch: SideBySide) -> bool:
+    """False, where the backbone returns what this knows nothing of."""
+    found = states_alone(result)
+    if found is None:
+        return False
+    cache = caches.given_in(found)
+    if cache is not None:
+        caches.leave_unfilled(cache)
+    result["last_hidden_state"] = batch.back(found["last_hidden_state"])
+    return True
