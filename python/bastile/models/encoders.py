@@ -160,10 +160,10 @@ def _goes_on(node: ast.AST, hidden: str, taken: set[str], modules: Modules, abov
             )
             is_first = of_taken and isinstance(value.slice, ast.Constant) and value.slice.value == 0  # type: ignore[attr-defined]
             return is_first or _takes(value, hidden, modules)
-        case ast.Call() as call:
-            return _takes(call, hidden, modules)
+        case ast.Call(args=args) as call:
+            return args[:1] == [node] and _takes(call, hidden, modules)
         case ast.keyword(arg=name) as keyword:
-            return name == _LAST or _takes(above[keyword], hidden, modules)
+            return name == _LAST or (name == hidden and _takes(above[keyword], hidden, modules))
         case ast.Return():
             return True
         case ast.Tuple() | ast.List() as several:  # those of all layers, if they are asked for; what is returned

@@ -203,8 +203,8 @@ class _Flow:
                 return kind in ("masks", "makers") and value is node
             case ast.Attribute():
                 return self._one_of(node) is not None and self.kind(self.above[above]) is not None
-            case ast.Call(func=function):
-                return kind == "maker" and function is node
+            case ast.Call(func=function) if function is node:
+                return kind == "maker"
             case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
                 return True
             case ast.keyword(arg=name):
@@ -236,7 +236,7 @@ class Modules:
             name.id: attribute
             for each in ast.walk(code.node)
             if isinstance(each, ast.For)
-            for attribute in [next((a for a in map(_of_self, ast.walk(each.iter)) if a is not None), None)]
+            for attribute in [a for a in map(_of_self, ast.walk(each.iter)) if a is not None][:1]
             for name in names_in(each.target)
         }
         self._made, self._classes = _made_by(cls)

@@ -92,12 +92,18 @@ def has_begun(module: nn.Module) -> bool:
     return not module.training or module in _begun
 
 
+def has_holes(mask: torch.Tensor) -> bool:
+    """Whether a row's tokens, [B, S] of bools, are not in one piece. A window would be of other tokens side by side."""
+    begins = mask[:, 1:] & ~mask[:, :-1]
+    return bool((begins.sum(1) + mask[:, 0] > 1).any())
+
+
 def side_by_side(
     module: nn.Module, mask: torch.Tensor, device: torch.device, tells: bool, causal: bool
 ) -> SideBySide | None:
     """A batch of this mask, which the host has, without its padding; None where that is read, or leaving it out does
     not pay."""
-    if bool(mask.all()) or not bool(mask.any()) or not padding.is_unread(mask, before=causal):
+    if bool(mask.all()) or not bool(mask.any()) or not padding.is_unread(mask, before=causal) or has_holes(mask):
         return None
     steps = lambda count: STEPS_OF_GRAPHS if may_have_graphs(module, count) else STEPS  # noqa: E731
     found = SideBySide(mask, device, steps, tells, causal)
