@@ -25,7 +25,7 @@ from bastile.graphs.lengths import (
     most_positions,
 )
 from bastile.guards import stock_of
-from bastile.models import encoders, padding, sdpa, unpadded_stack
+from bastile.models import encoder_heads, encoders, padding, sdpa, unpadded_stack
 from bastile.models.backbone import backbones
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
 from bastile.models.masked_attention import MAKERS, encoders_of, hand_masks_to_attention
@@ -44,22 +44,24 @@ _MAKERS = (*MAKERS, "create_recurrent_attention_mask")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    yield from _of_backbones(file)
-    for cls in encoders.stacks(file, encoders_of(file)):
+    causal, both_ways = hand_masks_to_attention(file), encoders_of(file)
+    yield from _of_backbones(file, causal, both_ways)
+    for cls in encoders.stacks(file, both_ways):
         yield file.forward_site(OPERATOR, cls, unpadded_stack.stack_forward)
+    if causal or both_ways:
+        yield from encoder_heads.sites(file)
 
 
-def _of_backbones(file: ModelFile) -> Iterator[Site]:
-    served, both_ways = hand_masks_to_attention(file), encoders_of(file)
+def _of_backbones(file: ModelFile, causal: tuple[type, ...], both_ways: tuple[type, ...]) -> Iterator[Site]:
     tells = hand_on(file.own_classes())
     with_stacks = {cls for cls in both_ways if any(encoders.stacks(file, (cls,)))}
     for cls in backbones(file):
         forward, where = stock_of(vars(cls)["forward"]), f"{cls.__name__}.forward"
         counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
-        makers = _MAKERS if cls in served else encoders.MAKERS
-        is_served = cls in served or cls in both_ways
+        makers = _MAKERS if cls in causal else encoders.MAKERS
+        is_served = cls in causal or cls in both_ways
         if is_served and counts and file.read(cls, goes_to_makers_alone, makers) and tells:
-            yield file.forward_site(OPERATOR, cls, partial(unpadded_forward, causal=cls in served))
+            yield file.forward_site(OPERATOR, cls, partial(unpadded_forward, causal=cls in causal))
         elif cls in with_stacks:
             continue  # what has its layers leaves out padding
         elif not tells:
