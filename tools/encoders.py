@@ -22,7 +22,11 @@ from bastile.sweep.model import fill, random_tokens
 from families import compare, parser_of, step_with, widths
 
 DEVICE = torch.device("cuda")
-_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+LARGE: dict[str, Any] = {
+    "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096
+}  # fmt: skip
+ROBERTA: dict[str, Any] = {"vocab_size": 50265, "max_position_embeddings": 514, **LARGE}
+MODERN: dict[str, Any] = {**LARGE, "num_hidden_layers": 28, "intermediate_size": 2624}
 _DISENTANGLED = {
     "relative_attention": True,
     "position_buckets": 256,
@@ -113,14 +117,12 @@ QWEN3_VL_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "
 
 #: In brackets whose widths they are.
 MODELS: dict[str, Callable[[], tuple[Any, dict[str, torch.Tensor]]]] = {
-    "bert": partial(classifier, "Bert", 32, 128, **_LARGE),  # BERT large
+    "bert": partial(classifier, "Bert", 32, 128, **LARGE),  # BERT large
     "bert_base": partial(classifier, "Bert", 16, 512),  # BERT base
-    "roberta": partial(masked, "Roberta", 16, 256, vocab_size=50265, max_position_embeddings=514, **_LARGE),
-    "modernbert": partial(
-        classifier, "ModernBert", 16, 512, **{**_LARGE, "num_hidden_layers": 28, "intermediate_size": 2624}
-    ),  # ModernBERT large
+    "roberta": partial(masked, "Roberta", 16, 256, **ROBERTA),
+    "modernbert": partial(classifier, "ModernBert", 16, 512, **MODERN),  # ModernBERT large
     "deberta-v2": partial(classifier, "DebertaV2", 16, 256, vocab_size=128100, **_DISENTANGLED, **{
-        **_LARGE, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072
+        **LARGE, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072
     }),  # DeBERTa v3 base
     "t5": partial(
         translator, "T5", 8, 512, 128, **_FLAN, feed_forward_proj="gated-gelu", decoder_start_token_id=0

@@ -6,7 +6,8 @@ bastile.apply(), on one GPU: shapes of published models, random weights, tokens 
 Each batch is as long as the longest of its rows, which have between an eighth of --longest and --longest tokens; rows
 of models of images have one image each, of a size of its own. --same: all rows have --longest tokens, and images one
 size. Decoders: adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. The others: all
-weights, in float32 under autocast. BERT: eight times as many rows, an eighth as long; a classifier, and one whose
+weights, in float32 under autocast. Encoders: eight times as many rows, an eighth as long; classifiers, a masked language
+model of which a seventh of the tokens is asked for, and one whose
 embeddings of the first half of a batch are to be nearest to those of the second, as Sentence Transformers trains them,
 with two forward passes before each backward pass. Encoder-decoders: four times as many rows, half as long, and answers
 of a quarter of the tokens that they answer; Whisper: transcripts of an eighth of the tokens. The mean of the steps
@@ -27,13 +28,14 @@ from typing import Any
 
 import torch
 import transformers
-from encoders import QWEN3_VL_TOWER, built, rope, with_adapters
+from encoders import LARGE, MODERN, QWEN3_VL_TOWER, ROBERTA, built, rope, with_adapters
 
 import bastile
 from bastile.sweep.trainer import clock
 from families import widths
 
 UNTIMED, WAITED = 30, 8  # steps in which lengths become few and graphs are captured; steps that a callback waits for
+_ENCODERS = ("Bert", "Roberta", "ModernBert")
 _MOST_PATCHES = 1 << 14
 _KINDS = ["sliding_attention"] * 5 + ["full_attention"]
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
@@ -84,6 +86,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": windows,  # Qwen2.5-VL 3B
     "bert": partial(built, "BertForSequenceClassification"),  # BERT base
     "bert_embeddings": partial(built, "BertModel"),
+    "bert_large": partial(built, "BertForSequenceClassification", **LARGE),
+    "roberta": partial(built, "RobertaForMaskedLM", **ROBERTA),  # RoBERTa large
+    "modernbert": partial(built, "ModernBertForSequenceClassification", **MODERN),  # ModernBERT large
     "t5": partial(
         built, "T5ForConditionalGeneration", d_model=768, d_kv=64, d_ff=2048, num_layers=12, num_heads=12,
         feed_forward_proj="gated-gelu", decoder_start_token_id=0,
@@ -136,6 +141,15 @@ class OfEncoders(Batches):
         return {**batch, "labels": batch["input_ids"][:, 0] % 2}
 
 
+class OfMasked(Batches):
+    """Rows of which every seventh token is asked for."""
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        batch = super().__call__(rows)
+        is_asked = torch.arange(batch["labels"].shape[1]) % 7 == 3
+        return {**batch, "labels": batch["labels"].masked_fill(~is_asked, -100)}
+
+
 class OfAnswers(Batches):
     """Rows that are answered by the first quarter of their tokens."""
 
@@ -173,15 +187,17 @@ class OfPairs(transformers.Trainer):
 
 def run(made: Callable[[], Any], name: str, options: argparse.Namespace) -> dict[str, Any]:
     if name == "bastile":
-        bastile.apply(cuda_graphs=False if options.no_graphs else "auto")
+        without = dict.fromkeys(filter(None, options.without.split(",")), False)
+        bastile.apply(cuda_graphs=False if options.no_graphs else "auto", **without)
     bastile.report(reset=True)
     times: list[float] = []
     steps = UNTIMED + WAITED + options.steps
     try:
         model = made()
         collator, more, shorter = Batches, 1, 1
-        if type(model).__name__.startswith("Bert"):
-            collator, more, shorter = OfEncoders, 8, 8
+        if type(model).__name__.startswith(_ENCODERS):
+            is_masked = type(model).__name__.endswith("MaskedLM")
+            collator, more, shorter = OfMasked if is_masked else OfEncoders, 8, 8
         elif type(model).__name__.startswith("Whisper"):
             collator, more, shorter = OfSound, 4, 8
         elif model.config.is_encoder_decoder:
@@ -233,9 +249,11 @@ def main() -> None:
     parser.add_argument("--same", action="store_true", help="all batches of one length")
     parser.add_argument("--no-graphs", action="store_true", help="with bastile, but without CUDA graphs")
     parser.add_argument("--no-stock", action="store_true")
+    parser.add_argument("--without", default="", metavar="OPERATORS", help="of bastile.apply, with commas between")
     options = parser.parse_args()
     for kind in options.only.split(","):
-        row: dict[str, Any] = {"type": kind, **{k: getattr(options, k) for k in ("batch", "longest", "same")}}
+        told = ("batch", "longest", "same", "without")
+        row: dict[str, Any] = {"type": kind, **{k: getattr(options, k) for k in told}}
         for name in ["bastile"] if options.no_stock else ["stock", "bastile"]:
             try:
                 row[name] = run(MODELS[kind], name, options)
