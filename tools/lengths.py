@@ -6,10 +6,10 @@ bastile.apply(), on one GPU: shapes of published models, random weights, tokens 
 Each batch is as long as the longest of its rows, which have between an eighth of --longest and --longest tokens; rows
 of models of images have one image each, of a size of its own. --same: all rows have --longest tokens, and images one
 size. Decoders: adapters of rank 16 on all linear layers, float32 under autocast; without checkpointing. The others: all
-weights, in float32 under autocast. Encoders: eight times as many rows, an eighth as long; classifiers, a masked language
-model of which a seventh of the tokens is asked for, and one whose
-embeddings of the first half of a batch are to be nearest to those of the second, as Sentence Transformers trains them,
-with two forward passes before each backward pass. Encoder-decoders: four times as many rows, half as long, and answers
+weights, in float32 under autocast. Encoders: eight times as many rows, an eighth as long; classifiers, a masked
+language model that is asked for every seventh token, and one whose embeddings of the first half of a batch are to be
+nearest to those of the second, as Sentence Transformers trains them, with two forward passes before each backward pass.
+Encoder-decoders: four times as many rows, half as long, and answers
 of a quarter of the tokens that they answer; Whisper: transcripts of an eighth of the tokens. The mean of the steps
 behind the untimed ones, for which nobody waits and which are not logged, and the median of a few for which a callback
 waits. One process, stock first. Prints a JSON object a model as it goes. Needs peft and accelerate."""
