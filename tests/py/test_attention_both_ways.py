@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bastile.ops import _flash as flash
-from bastile.ops._segments import longer_rows, of_whole_rows, seen
+from bastile.ops._segments import of_whole_rows, seen, with_more_behind
 from bastile.ops.masked_attention import Segments, masked_attention, of_padding
 from oracle import assert_no_worse_pooled, devices, few_examples, random_tensor
-from test_masked_attention import LENGTH, PADDED, TYPES, case, kinds, on
+from test_masked_attention import LENGTH, PADDED, TYPES, case, dense, kinds, on
 
 #: Of each, and a window or none.
 SERVED = [("none", 0), ("none", 6), ("left", 0), ("right", 0), ("both", 0), ("packed", 0), ("packed", 6)]
@@ -35,10 +35,10 @@ def test_segments_stand_for_the_mask(kind: str, window: int) -> None:
 @pytest.mark.parametrize(("device", "dtype"), TYPES)
 @pytest.mark.parametrize(("kind", "window"), SERVED)
 def test_errors_are_no_larger_than_pytorch_s(device: str, dtype: torch.dtype, kind: str, window: int) -> None:
-    """Rows of padding too, which see what their sequence sees."""
-    assert_no_worse_pooled(
-        lambda: case(dtype, device, *kinds(window, causal=False)[kind]), times=1.05 if window else 1.0
-    )
+    """Rows of padding too, which see what their sequence sees. On a GPU PyTorch's flash attention, which it takes where
+    nothing is masked, has gradients that are off by up to 1.016 times what they are by its attention with a mask."""
+    times = 1.05 if window else 1.02 if device == "cuda" else 1.0
+    assert_no_worse_pooled(lambda: case(dtype, device, *kinds(window, causal=False)[kind]), times=times)
 
 
 @settings(few_examples, max_examples=30)
@@ -53,12 +53,22 @@ def test_rows_with_more_padding_behind_them(length: int, more: int, before: list
     for row, first in zip(rows, before, strict=True):
         row[min(first, length - 1) : length] = True
     longer = torch.nn.functional.pad(rows, [0, more])
-    one, other = (of_padding(each, causal=False) for each in (rows, longer))
+    one = of_padding(rows, causal=False)
     assert one is not None
-    assert other is not None
-    if not len(one.cuts):
-        return  # nothing is masked
-    assert torch.equal(longer_rows(one.cuts, rows.shape[1], more), other.cuts)
+    found = with_more_behind(one, len(rows), more)
+    seen_by_all = longer[:, None, None].expand(-1, 1, longer.shape[1], -1)
+    assert torch.equal(seen(found, len(rows), longer.shape[1]), seen_by_all)
+    assert found.longest == longer.shape[1]
+
+
+@pytest.mark.parametrize(("length", "more"), [(9, 4), (9, 0), (30, 7)])
+def test_rows_with_a_window_and_padding_behind_them(length: int, more: int) -> None:
+    """Real tokens see what they saw; nobody reads the others."""
+    found = with_more_behind(of_whole_rows(length, 4, causal=False), 2, more)
+    got = seen(found, 2, length + more)
+    want = dense(length, 4, torch.ones(2, length, dtype=torch.bool), causal=False)
+    assert torch.equal(got[:, :, :length, :length], want)
+    assert not bool(got[:, :, :length, length:].any())
 
 
 @pytest.mark.parametrize("device", devices())

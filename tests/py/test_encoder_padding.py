@@ -16,7 +16,7 @@ from bastile.models import encoders, mask_flow, padding, sdpa, side_by_side
 from bastile.models.masked_attention import encoders_of
 from bastile.models.sites import ModelFile
 from conftest import assert_same_up_to_rounding, gradients, older_than
-from graphing import DEVICE, allow_graphs, counted
+from graphing import DEVICE, ON_CUDA, allow_graphs, counted
 from padded import MASKS, changed_forward
 from test_graphs_masked import _BERT, _ROPE, made
 from test_padding_free import ran
@@ -50,19 +50,19 @@ def any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_by_side, "_LEAST_STEP", 2)
 
 
-def model_of(name: str, **more: Any) -> Any:
+def model_of(name: str, device: str = "cpu", **more: Any) -> Any:
     if older_than("5.17"):
         pytest.skip("there encoders have other code")
-    model = made(name, TYPES, **more).to(DEVICE).train()
+    model = made(name, TYPES, **more).to(device).train()
     model.config.intermediate_size = getattr(model.config, "intermediate_size", 48)
     return model
 
 
-def given_of(kind: str, mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+def given_of(kind: str, mask: torch.Tensor | None = None, device: str = "cpu") -> dict[str, torch.Tensor]:
     mask = MASKS[kind] if mask is None else mask
     drawn = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 90, mask.shape, generator=drawn)
-    return {"input_ids": ids.to(DEVICE), "attention_mask": mask.to(DEVICE)}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 def step(
@@ -192,7 +192,7 @@ def evaluated(model: Any) -> dict[str, Any]:
 
 
 def counted_by_a_user(_: Any) -> dict[str, Any]:
-    return {"position_ids": torch.arange(17, device=DEVICE)[None] + 1}
+    return {"position_ids": torch.arange(17)[None] + 1}
 
 
 @pytest.mark.parametrize("change", [hooked, chunked, of_all_layers, evaluated, counted_by_a_user])
@@ -252,12 +252,13 @@ def test_what_dropout_draws() -> None:
 
 @pytest.mark.parametrize("type_", [torch.bfloat16, torch.float32])
 def test_as_accurate_as_stock(type_: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, and under autocast, against float64: errors of many elements."""
+    """In bfloat16, and under autocast, against float64: errors of many elements. With what a Trainer adds."""
     monkeypatch.undo()
     monkeypatch.setattr(side_by_side, "_LEAST_STEP", 2)
-    exact, given = model_of("BertModel").double(), given_of("both")
+    exact, given = model_of("BertModel", DEVICE).double(), given_of("both", device=DEVICE)
     want, _ = step(exact, given)
     model, rows = copy.deepcopy(exact).to(type_), MASKS["both"].bool()
+    given["num_items_in_batch"] = torch.tensor(3, device=DEVICE)
     errors = []
     for patched in (False, True):
         if patched:
@@ -276,26 +277,28 @@ def test_few_kinds_of_steps_with_graphs(name: str, reads: bool, monkeypatch: pyt
     """And the numbers of steps without."""
     allow_graphs(monkeypatch)
     monkeypatch.setattr(side_by_side, "_LEAST_STEP", 16)
-    model = model_of(name)
+    model = model_of(name, DEVICE)
     batches = []
     for i in range(24):
         drawn = torch.Generator().manual_seed(i)
         lengths = torch.randint(6, 30, (4,), generator=drawn)
         mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-        batches.append(given_of("", mask))
+        batches.append(given_of("", mask, DEVICE))
     found: list[list[Any]] = []
     for graphs in (False, True):
         bastile.apply(cuda_graphs=graphs)
         counted()
-        found.append([step(model, given, reads) for given in batches])
-        bastile.report()
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_CUDA):  # where there is no attention of float32
+            found.append([step(model, given, reads) for given in batches])
         replayed, why = counted()
         assert (replayed >= 12) == graphs, why
+    near = {"rtol": 0.0, "atol": 3e-2 if ON_CUDA else 1e-4}  # flash attention sums up in no fixed order
     for (got, grads), (want, want_grads), given in zip(*found, batches, strict=True):
         rows = given["attention_mask"].bool()
-        assert_same_up_to_rounding(got[rows], want[rows], model, "hidden states")
+        torch.testing.assert_close(got[rows], want[rows], **near)
         for key, gradient in want_grads.items():
-            torch.testing.assert_close(grads[key], gradient, rtol=1e-3, atol=1e-3)
+            scale = max(gradient.abs().max().item(), 1.0)
+            torch.testing.assert_close(grads[key] / scale, gradient / scale, **near)
     kinds = [len(stack.captured) for stack in _stacks.values() if stack.captured]
     assert kinds
     assert max(kinds) <= 8

@@ -15,6 +15,7 @@ from torch import nn
 import bastile
 from bastile.graphs.masked import Masks
 from bastile.graphs.stack import Stack, _stacks
+from bastile.models import sdpa
 from conftest import gradients, older_than
 from graphing import DEVICE, allow_graphs
 from test_chunked_attention import assert_near
@@ -41,9 +42,12 @@ TYPES: dict[str, dict[str, Any]] = {
 FIRST = 4
 
 
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[False, True], ids=["masks", "segments"])
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a number for each pair of tokens, and with where sequences are (models/sdpa.py), of float32 too."""
     allow_graphs(monkeypatch)
+    if request.param:
+        monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
 
 
 def made(name: str, types: dict[str, dict[str, Any]] = TYPES, **more: Any) -> Any:

@@ -445,7 +445,14 @@ def test_masks_that_go_elsewhere(text: str, old: str, new: str, is_served: bool)
 
 
 def test_which_files_are_served() -> None:
-    for name, is_served in (("llama", True), ("gpt_oss", False), ("bart", False), ("gpt2", False), ("qwen3_vl", True)):
+    for name, is_served in (
+        ("llama", True),
+        ("gpt_oss", False),
+        ("bart", True),
+        ("t5", False),
+        ("gpt2", False),
+        ("qwen3_vl", True),
+    ):
         file = file_of(f"transformers.models.{name}.modeling_{name}")
         if file.module is None:
             __import__(file.name)

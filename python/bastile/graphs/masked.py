@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from bastile.graphs.captured import Note
 from bastile.graphs.lengths import Lengths, attentions_of, longer_mask
 from bastile.graphs.longer import Longer, are_of_rows
 from bastile.models import sdpa
 from bastile.ops._common import cast_type
-from bastile.ops._segments import of_padding
+from bastile.ops._segments import of_whole_rows, with_more_behind
 
 MASK, _CAUSAL = "attention_mask", "is_causal"
 #: Tensors of each token, and which dimension tokens are.
@@ -105,7 +104,7 @@ class Masked(Longer):
         if type(value) is bool:
             return name != _CAUSAL or not value
         if name == MASK and isinstance(value, torch.Tensor) and sdpa.is_ours(value):
-            return sdpa.longer(value, self.rows, 0) is not None
+            return sdpa.longer(value, self._batch, self.rows, 0) is not None
         if name == MASK:
             shape = (self._batch, 1, self.rows, self.rows)
             return type(value) is torch.Tensor and value.dtype is torch.bool and tuple(value.shape) == shape
@@ -146,12 +145,10 @@ class Masked(Longer):
     def _longer_mask(self, mask: torch.Tensor | None) -> torch.Tensor:
         more = self.to - self.rows
         if mask is None and self._takes_ours:
-            seen = nn.functional.pad(torch.ones(self._batch, self.rows, dtype=torch.bool), [0, more])
-            said = of_padding(seen, causal=False)
-            assert said is not None
+            said = with_more_behind(of_whole_rows(self.rows, causal=False), self._batch, more)
             return sdpa.mask_of(said, self.to, self._device)
         if mask is not None and sdpa.is_ours(mask):
-            longer = sdpa.longer(mask, self.rows, more)
+            longer = sdpa.longer(mask, self._batch, self.rows, more)
             assert longer is not None
             return longer
         if mask is None:

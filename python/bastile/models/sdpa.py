@@ -23,7 +23,7 @@ from bastile.models.padding import is_unread
 from bastile.models.varlen import is_sdpa
 from bastile.ops._common import HALVES, cast_as_linear, cast_type
 from bastile.ops._flash import refusal
-from bastile.ops._segments import Segments, longer_rows, of_padding, of_sequences, of_whole_rows, seen
+from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen, with_more_behind
 from bastile.ops.masked_attention import masked_attention
 from bastile.report import Tally
 
@@ -164,12 +164,13 @@ def padding_of(mask: torch.Tensor) -> torch.Tensor | None:
     return _paddings.get(mask)
 
 
-def longer(mask: torch.Tensor, length: int, more: int) -> torch.Tensor | None:
-    """A mask of ours for rows of so many tokens that have more padding behind them; None of another one."""
+def longer(mask: torch.Tensor, rows: int, length: int, more: int) -> torch.Tensor | None:
+    """A mask of ours that is not causal, for rows of so many tokens, where they have more padding behind them; None of
+    another one."""
     said = _said(mask, length)
-    if said.causal or said.window or said.longest != length or mask.shape[3] != 2:
+    if said.causal or said.longest != length or (said.window and len(said.cuts)):
         return None
-    return mask_of(said._replace(cuts=longer_rows(said.cuts, length, more), longest=length + more), length + more, None)
+    return mask_of(with_more_behind(said, rows, more), length + more, mask.device)
 
 
 def is_of_whole_rows(given: dict[str, Any]) -> bool:

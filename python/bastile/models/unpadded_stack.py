@@ -56,6 +56,11 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
     return forward
 
 
+def _is_of_the_batch(value: Any) -> bool:
+    """Whether an argument has nothing of single tokens, as how many labels a step has, which a Trainer counts."""
+    return not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, _TELLING)
+
+
 def _batch(stack: nn.Module, hidden: Any, name: str, given: dict[str, Any]) -> SideBySide | str | None:
     """A batch without its padding; None where it keeps what it has, and why where a user might expect otherwise."""
     mask = given.get(MASK)
@@ -66,7 +71,7 @@ def _batch(stack: nn.Module, hidden: Any, name: str, given: dict[str, Any]) -> S
         return None
     if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    if any(not isinstance(value, _TELLING) for key, value in given.items() if key not in (name, MASK)):
+    if not all(_is_of_the_batch(value) for key, value in given.items() if key not in (name, MASK)):
         return "it is given more than hidden states and a mask"
     known = known_of(stack, causal=False, is_backbone=False)
     if not known.serves or known.mixers:

@@ -108,14 +108,20 @@ def of_sequences(ids: Tensor, window: int = 0, *, causal: bool = True) -> Segmen
     return Segments(cuts.expand(2, -1).contiguous(), longest, window if window < longest else 0, causal=causal)
 
 
-def longer_rows(cuts: Tensor, length: int, more: int) -> Tensor:
-    """cuts, [2, 3 B + 1], that `of_padding` makes without causal of rows of so many tokens: those of rows that have
-    more padding behind them."""
-    count = cuts.shape[1]
-    row = torch.arange(count, device=cuts.device, dtype=cuts.dtype) // _OF_A_ROW
-    # Of queries the third is where the next row begins.
-    following = torch.arange(count, device=cuts.device, dtype=cuts.dtype) % _OF_A_ROW == _OF_A_ROW - 1
-    return cuts + more * torch.stack([row + following, row])
+def with_more_behind(segments: Segments, rows: int, more: int) -> Segments:
+    """What `of_padding` or `of_whole_rows` has made without causal, of rows that have more padding behind them: that
+    sees its row's sequence, and within a window itself."""
+    cuts, length, window, _, _ = segments
+    longer = length + more
+    start = torch.arange(rows, device=cuts.device, dtype=torch.int32) * longer
+    if len(cuts):
+        at = torch.arange(rows * _OF_A_ROW + 1, device=cuts.device, dtype=torch.int32)
+        row, is_next = at // _OF_A_ROW, at % _OF_A_ROW == _OF_A_ROW - 1  # of queries the third is the next row's first
+        return Segments(cuts + more * torch.stack([row + is_next, row]), longer, causal=False)
+    # (row) (right), or as `of_padding` makes them of padding behind alone
+    own = [[start, start + length]] * 2 if window else [[start, start, start + longer], [start, start, start + length]]
+    cuts = torch.stack([torch.stack(each, 1).flatten() for each in own])
+    return Segments(nn.functional.pad(cuts, [0, 1], value=rows * longer), longer, window, causal=False)
 
 
 def seen(segments: Segments, rows: int, length: int) -> Tensor:
