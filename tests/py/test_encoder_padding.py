@@ -66,17 +66,17 @@ def given_of(kind: str, mask: torch.Tensor | None = None, device: str = "cpu") -
 
 
 def step(
-    model: Any, given: dict[str, Any], reads: bool = True, **more: Any
+    model: Any, given: dict[str, Any], reads: bool = True, of_tokens: bool = False, **more: Any
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Hidden states, and gradients of a loss that reads those of tokens, or of padding too. reads: it is known that
-    nobody reads padding."""
+    nobody reads padding. of_tokens: nobody does, but that is not known."""
     mask = given["attention_mask"].bool()
     labels = torch.where(mask, 0, padding.IGNORED).cpu()
     torch.manual_seed(0)
     with padding.read_by(labels if reads else None):
         hidden = model(**given, **more).last_hidden_state
     weight = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden.device)
-    (hidden * weight * (mask[..., None] if reads else 1)).sum().backward()
+    (hidden * weight * (mask[..., None] if reads or of_tokens else 1)).sum().backward()
     return hidden.detach().clone(), gradients(model)
 
 
@@ -289,7 +289,7 @@ def test_few_kinds_of_steps_with_graphs(name: str, reads: bool, monkeypatch: pyt
         bastile.apply(cuda_graphs=graphs)
         counted()
         with torch.autocast(DEVICE, torch.bfloat16, enabled=ON_CUDA):  # where there is no attention of float32
-            found.append([step(model, given, reads) for given in batches])
+            found.append([step(model, given, reads, of_tokens=True) for given in batches])
         replayed, why = counted()
         assert (replayed >= 12) == graphs, why
     near = {"rtol": 0.0, "atol": 3e-2 if ON_CUDA else 1e-4}  # flash attention sums up in no fixed order

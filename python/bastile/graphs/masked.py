@@ -104,7 +104,7 @@ class Masked(Longer):
         if type(value) is bool:
             return name != _CAUSAL or not value
         if name == MASK and isinstance(value, torch.Tensor) and sdpa.is_ours(value):
-            return sdpa.longer(value, self._batch, self.rows, 0) is not None
+            return sdpa.can_be_longer(value)
         if name == MASK:
             shape = (self._batch, 1, self.rows, self.rows)
             return type(value) is torch.Tensor and value.dtype is torch.bool and tuple(value.shape) == shape
@@ -148,9 +148,7 @@ class Masked(Longer):
             said = with_more_behind(of_whole_rows(self.rows, causal=False), self._batch, more)
             return sdpa.mask_of(said, self.to, self._device)
         if mask is not None and sdpa.is_ours(mask):
-            longer = sdpa.longer(mask, self._batch, self.rows, more)
-            assert longer is not None
-            return longer
+            return sdpa.longer(mask, self._batch, self.rows, more)
         if mask is None:
             mask = torch.ones(self._batch, 1, self.rows, self.rows, dtype=torch.bool, device=self._device)
         return longer_mask(mask, more)

@@ -164,12 +164,25 @@ def padding_of(mask: torch.Tensor) -> torch.Tensor | None:
     return _paddings.get(mask)
 
 
-def longer(mask: torch.Tensor, rows: int, length: int, more: int) -> torch.Tensor | None:
-    """A mask of ours that is not causal, for rows of so many tokens, where they have more padding behind them; None of
-    another one."""
-    said = _said(mask, length)
-    if said.causal or said.longest != length or (said.window and len(said.cuts)):
-        return None
+def can_be_longer(mask: torch.Tensor) -> bool:
+    """Whether a mask of ours is one of rows that may have more padding behind them: one that is not causal, and not of
+    sequences side by side."""
+    is_of_rows, is_causal, has_cuts, has_window = (
+        mask.shape[0] == 1,
+        mask.shape[1] == 1,
+        mask.shape[3],
+        mask.shape[5] > 1,
+    )
+    return is_of_rows and not is_causal and not (has_cuts and has_window)
+
+
+def longer(mask: torch.Tensor, rows: int, length: int, more: int) -> torch.Tensor:
+    """Such a mask, for rows of so many tokens, where they have more padding behind them: made on the host, which knows
+    what it was made of."""
+    padding = _paddings.get(mask)
+    said = None if padding is None else of_padding(padding, mask.shape[5] - 1, causal=False)
+    if said is None:
+        said = _said(mask, length)
     return mask_of(with_more_behind(said, rows, more), length + more, mask.device)
 
 
