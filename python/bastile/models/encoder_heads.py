@@ -79,7 +79,7 @@ def _labels(reading: Reading, model: nn.Module, given: dict[str, Any]) -> torch.
     """[B, S], IGNORED but where a row is read; None where that is not known."""
     if reading.labels is None:
         shape = _shape(given)
-        return None if shape is None else _first_rows(math.prod(shape[:-1]), shape[-1], reading.reads_first)
+        return None if shape is None else rows_read(math.prod(shape[:-1]), shape[-1], reading.reads_first)
     labels = given.get(reading.labels)
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
         return None
@@ -97,7 +97,8 @@ def _shape(given: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 @functools.lru_cache(64)
-def _first_rows(sequences: int, length: int, are_read: bool) -> torch.Tensor:
+def rows_read(sequences: int, length: int, are_read: bool) -> torch.Tensor:
+    """Labels of a batch's first rows, where these are read, and of no others."""
     labels = torch.full((sequences, length), IGNORED)
     labels[:, :1] = 0 if are_read else IGNORED
     return labels

@@ -24,6 +24,8 @@ LINEAR = "torch.nn.modules.linear"
 _TORCHS = frozenset({LINEAR, "torch.nn.modules.normalization"})
 _OF_ANY_TYPE = _TORCHS | {
     "peft.tuners.lora.layer",
+    "sentence_transformers.SentenceTransformer",
+    "sentence_transformers.base.model",
     "peft.tuners.lora.bnb",
     "transformers.generation.utils",
     "transformers.trainer",
@@ -57,7 +59,8 @@ def is_model_file(name: str) -> bool:
 
 
 def is_of_any_type(name: str) -> bool:
-    """PEFT's layers, PyTorch's norms, losses and optimisers of trainers, the loop that generates text."""
+    """PEFT's layers, PyTorch's norms, losses and optimisers of trainers, the loop that generates text, what runs the
+    modules of a sentence's vector."""
     return name in _OF_ANY_TYPE or is_of_losses(name)
 
 

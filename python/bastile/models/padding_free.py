@@ -25,7 +25,7 @@ from bastile.graphs.lengths import (
     most_positions,
 )
 from bastile.guards import stock_of
-from bastile.models import encoder_heads, encoders, padding, sdpa, unpadded_stack
+from bastile.models import encoder_heads, encoders, padding, sdpa, sentence_pooling, unpadded_stack
 from bastile.models.backbone import backbones
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
 from bastile.models.masked_attention import MAKERS, encoders_of, hand_masks_to_attention
@@ -44,6 +44,9 @@ _MAKERS = (*MAKERS, "create_recurrent_attention_mask")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
+    if file.name in sentence_pooling.FILES:
+        yield from sentence_pooling.sites(file)
+        return
     causal, both_ways = hand_masks_to_attention(file), encoders_of(file)
     yield from _of_backbones(file, causal, both_ways)
     for cls in encoders.stacks(file, both_ways):
