@@ -450,7 +450,7 @@ def test_in_bfloat16_and_under_autocast(device: str, autocast: bool) -> None:
 def test_what_is_behind_is_nothing_new() -> None:
     """Zeros are no numbers of a model that divides by a root of what it is given."""
     mask, states = MASKS["both"] != 0, torch.randn(3, 17, 4).requires_grad_()
-    unpadded = SideBySide(mask, torch.device("cpu"), lambda _: 1)
+    unpadded = SideBySide(mask, torch.device("cpu"), 64)
     got = unpadded.of(states)
     assert got.shape == (1, 64, 4)
     assert torch.equal(got[0, :37], states[mask])
@@ -509,14 +509,26 @@ def test_fewer_where_each_has_graphs(mode: Any, pays: bool, kinds: int, monkeypa
     assert len(found - {512}) in (kinds - 1, kinds)
 
 
+def test_rare_numbers_go_as_larger_ones() -> None:
+    """That have come twice, and so have a graph: until they have come often."""
+    numbers = side_by_side.Numbers()
+    assert [numbers.of(5120, 1e6) for _ in range(2)] == [5120, 5120]
+    assert [numbers.of(4096, 1e6) for _ in range(6)] == [5120] * 4 + [4096] * 2
+    assert numbers.of(3584, 1e6) == 4096
+    assert numbers.of(3072, 4000) == 3072  # no more than the batch had
+    assert numbers.of(2048, 1e6) == 2048  # the next one is more than a quarter larger
+    assert numbers.of(6144, 1e6) == 6144
+    assert [numbers.longest(length) for length in (100, 300, 17)] == [128, 512, 512]
+
+
 def test_long_rows_are_taken_together_where_much_is_left_out() -> None:
     """Side by side their attention takes longer than by themselves."""
     for length, most in ((1000, 1.0), (2000, 0.9)):
         mask = torch.ones(4, length, dtype=torch.bool)
         mask[0, -(length // 3) :] = False  # a twelfth
-        assert SideBySide(mask, torch.device("cpu")).pays() == (most == 1.0)
+        assert side_by_side.pays(side_by_side.few(int(mask.sum()) + 1), *mask.shape, True) == (most == 1.0)
         mask[1, -(length // 3) :] = False
-        assert SideBySide(mask, torch.device("cpu")).pays()
+        assert side_by_side.pays(side_by_side.few(int(mask.sum()) + 1), *mask.shape, True)
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------

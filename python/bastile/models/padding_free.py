@@ -89,7 +89,7 @@ def unpadded_forward(tally: Tally, original: Callable[..., Any], causal: bool = 
                 tally.step_aside(batch, is_usual=True)
             return original(self, *args, **kwargs)
         try:
-            with sdpa.packed(batch.sequences, batch.rows * batch.length) as masks:
+            with sdpa.packed(batch.sequences, batch.rows * batch.length, batch.longest) as masks:
                 result = original(self, **_arguments(given, batch))
         except sdpa.CannotBeTold:
             result = None

@@ -53,10 +53,15 @@ def need_told(is_told: bool) -> None:
 
 class Packed:
     """Which sequence each token of such a batch is of, [1, T] on the host, None where all are of one; how many tokens
-    it had with its padding; and whether masks have been made of it."""
+    it had with its padding; how many its sequences are said to have; and whether masks have been made of it."""
 
-    def __init__(self, sequences: torch.Tensor | None, tokens: int) -> None:
-        self.sequences, self.tokens, self.are_made = sequences, tokens, False
+    def __init__(self, sequences: torch.Tensor | None, tokens: int, longest: int) -> None:
+        self.sequences, self.tokens, self.longest, self.are_made = sequences, tokens, longest, False
+
+    def segments(self, window: int, causal: bool) -> Segments:
+        assert self.sequences is not None
+        found = of_sequences(self.sequences, window, causal=causal)
+        return found._replace(longest=max(found.longest, min(self.longest, self.sequences.shape[1])))
 
 
 class _Making(threading.local):
@@ -76,9 +81,9 @@ making = _Making()
 
 
 @contextmanager
-def packed(sequences: torch.Tensor | None, tokens: int) -> Iterator[Packed]:
+def packed(sequences: torch.Tensor | None, tokens: int, longest: int = 0) -> Iterator[Packed]:
     """Within, in this thread, masks are of these sequences, or CannotBeTold is raised."""
-    before, making.packed = making.packed, Packed(sequences, tokens)
+    before, making.packed = making.packed, Packed(sequences, tokens, longest)
     try:
         yield making.packed
     finally:
@@ -204,8 +209,10 @@ def _segments(given: dict[str, Any]) -> Segments | None:
         window += 1  # of which that says how far away the last one is
     if making.sequences is not None:
         ids = making.sequences.expand(batch, -1)
-        is_of_these = ids.shape == (batch, length) and padding is None
-        return of_sequences(ids, window, causal=causal) if is_of_these else None
+        if ids.shape != (batch, length) or padding is not None:
+            return None
+        packed = making.packed
+        return of_sequences(ids, window, causal=causal) if packed is None else packed.segments(window, causal)
     if causal and not given.get("allow_is_causal_skip"):  # more than causality and a window is asked for
         return None
     if padding is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 
 import torch
 
@@ -16,6 +16,8 @@ from bastile.ops._valid_rows import gather, scatter
 _LARGEST_PART, _LONG_PART, _LONG = 1.0, 0.9, 1024
 #: Numbers of tokens are made few: eight between two powers of two, and four where each has graphs of its own.
 STEPS, STEPS_OF_GRAPHS, _LEAST_STEP = 16, 8, 64
+#: A number that has come so often has a graph of its own; till then it may go as one so many times as large.
+_TWICE, _OFTEN, _RAISED = 2, 5, 1.25
 
 
 class SideBySide:
@@ -26,20 +28,23 @@ class SideBySide:
         self,
         mask: torch.Tensor,
         device: torch.device,
-        steps: Callable[[int], int] = lambda _: STEPS,
+        to: int | None = None,
         tells: bool = False,
         causal: bool = True,
+        longest: int = 0,
     ) -> None:
-        """mask: [B, S] of bools, on the host, some of them true. steps: as of `few`, for so many tokens. tells: whether
-        others than attentions are to be told where sequences are. causal: whether no token sees what is behind it."""
+        """mask: [B, S] of bools, on the host, some of them true. to: how many tokens are to go through the layers, more
+        than these; None: as `few` says. tells: whether others than attentions are to be told where sequences are.
+        causal: whether no token sees what is behind it. longest: as many tokens as attentions are to be told that a
+        sequence has at least."""
         self.rows, self.length = mask.shape
+        self.longest = longest
         tokens = mask.flatten().nonzero().flatten()
         self.count = len(tokens)
-        self.to = few(self.count + 1, steps(self.count))
+        self.to = few(self.count + 1) if to is None else to
         behind = torch.arange(self.to - self.count)
         sequences = torch.cat([tokens // self.length, self.rows + behind // self.length])
         is_one = causal and bool((sequences[: self.count] == sequences[0]).all())
-        self._causal = causal
         #: Which sequence each token is of, [1, T]. Of an only one, what is behind it is a part that nobody sees: None.
         self.sequences = None if is_one else sequences[None]
         positions = torch.cat([tokens % self.length, behind % self.length])
@@ -50,10 +55,6 @@ class SideBySide:
         self.positions = positions.unsqueeze(0)
         #: What is to tell others than attentions where sequences are.
         self.told = {IDS: ids[None].int(), CUTS: cuts.int()} if len(cuts) else {}
-
-    def pays(self) -> bool:
-        part = _LONG_PART if self._causal and self.length > _LONG else _LARGEST_PART
-        return self.to <= part * self.rows * self.length
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B or 1, S, ...] as [1, T, ...]. Behind come the first tokens again, for whose sake no layer meets anything
@@ -69,6 +70,37 @@ class SideBySide:
         tokens = self._tokens.to(hidden.device)  # another, where a model lies on several
         spread = scatter(hidden[0, : self.count], tokens, self.rows * self.length)
         return spread.unflatten(0, (self.rows, self.length))
+
+
+def pays(to: int, rows: int, length: int, causal: bool) -> bool:
+    """Whether so many tokens take less than a batch of so many rows of this length."""
+    part = _LONG_PART if causal and length > _LONG else _LARGEST_PART
+    return to <= part * rows * length
+
+
+class Numbers:
+    """Of tokens, in layers that have a graph of each number from its second time on. One that is rare goes as the next
+    larger one that has come twice: that takes a quarter more at most, and a graph of its own time to capture, and
+    memory. The longest sequence is as long as any that has come, for the same reason."""
+
+    def __init__(self) -> None:
+        self._asked: Counter[int] = Counter()
+        self._went: Counter[int] = Counter()
+        self._longest = 0
+
+    def of(self, to: int, most: float) -> int:
+        """As which so many tokens go; as no more than `most`."""
+        self._asked[to] += 1
+        if self._went[to] < _TWICE and self._asked[to] < _OFTEN:
+            larger = [n for n, times in self._went.items() if times >= _TWICE and to < n <= min(most, _RAISED * to)]
+            to = min(larger, default=to)
+        self._went[to] += 1
+        return to
+
+    def longest(self, length: int) -> int:
+        """At least as many tokens as a sequence has, of a batch of rows of this length."""
+        self._longest = max(self._longest, 1 << (length - 1).bit_length())
+        return self._longest
 
 
 def few(count: int, steps: int = STEPS) -> int:

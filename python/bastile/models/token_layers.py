@@ -16,7 +16,7 @@ from bastile.graphs.watch import HOOKS
 from bastile.models import padding
 from bastile.models.graphs import layers_of, may_have_graphs
 from bastile.models.mixers import mixers_of
-from bastile.models.side_by_side import STEPS, STEPS_OF_GRAPHS, SideBySide
+from bastile.models.side_by_side import STEPS, STEPS_OF_GRAPHS, Numbers, SideBySide, few, pays
 
 #: Hooks of these packages take activations of any shape, and so do these two, by which embeddings require gradients.
 #: (PEFT's others choose adapters by the batch's rows, and NEFTune's noise is by their length.)
@@ -85,6 +85,9 @@ _begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+_numbers: weakref.WeakKeyDictionary[nn.Module, Numbers] = weakref.WeakKeyDictionary()
+
+
 def has_begun(module: nn.Module) -> bool:
     """Whether a differentiated pass has gone through it, or this is one, if it is in training."""
     if module.training and torch.is_grad_enabled():
@@ -105,9 +108,15 @@ def side_by_side(
     not pay."""
     if bool(mask.all()) or not bool(mask.any()) or not padding.is_unread(mask, before=causal) or has_holes(mask):
         return None
-    steps = lambda count: STEPS_OF_GRAPHS if may_have_graphs(module, count) else STEPS  # noqa: E731
-    found = SideBySide(mask, device, steps, tells, causal)
-    return found if found.pays() else None
+    (rows, length), count = mask.shape, int(mask.sum())
+    has_graphs = may_have_graphs(module, count)
+    to, longest = few(count + 1, STEPS_OF_GRAPHS if has_graphs else STEPS), 0
+    if not pays(to, rows, length, causal):
+        return None
+    if has_graphs:
+        numbers = _numbers.setdefault(module, Numbers())
+        to, longest = numbers.of(to, rows * length), numbers.longest(length)
+    return SideBySide(mask, device, to, tells, causal, longest)
 
 
 def put_back(result: Any, batch: SideBySide) -> bool:

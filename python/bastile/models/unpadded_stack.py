@@ -21,7 +21,6 @@ from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.side_by_side import SideBySide
 from bastile.models.token_layers import has_begun, known_of, never, put_back, side_by_side
 from bastile.ops._common import in_transform
-from bastile.ops._segments import of_sequences
 from bastile.report import Tally
 
 #: What else such a forward may be given.
@@ -42,10 +41,8 @@ def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., A
             if batch is not None:
                 tally.step_aside(batch, is_usual=True)
             return original(self, *args, **kwargs)
-        assert batch.sequences is not None
-        segments = of_sequences(batch.sequences, causal=False)
-        mask = sdpa.mask_of(segments, batch.to, hidden.device)
-        with sdpa.packed(batch.sequences, batch.rows * batch.length):
+        with sdpa.packed(batch.sequences, batch.rows * batch.length, batch.longest) as packed:
+            mask = sdpa.mask_of(packed.segments(0, causal=False), batch.to, hidden.device)
             result = original(self, **{**given, names[0]: batch.of(hidden), MASK: mask})
         if not put_back(result, batch):
             never.add(self)
