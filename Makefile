@@ -74,7 +74,7 @@ py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 
 # The oldest Transformers lies in a folder of its own, before the others on Python's path.
 OLDEST := build/oldest
-MODEL_TESTS := autocast_linear chunked_attention chunks compile experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types packed_mixers padding_free padding_scores parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
+MODEL_TESTS := autocast_linear chunked_attention chunks compile encoder_padding experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types numbers_of_tokens packed_mixers padding_free padding_scores parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
 $(OLDEST)/stamp: requirements/oldest.txt
 	rm -rf $(OLDEST)
 	$(PY) -m pip install -q --target $(OLDEST) -r $<
