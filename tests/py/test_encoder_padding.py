@@ -441,3 +441,38 @@ def test_files() -> None:
         module = getattr(__import__(f"transformers.models.{name}.modeling_{name}").models, name)
         file = ModelFile(f"transformers.models.{name}.modeling_{name}", getattr(module, f"modeling_{name}"))
         assert bool(encoders_of(file)) == served, name
+
+
+def test_a_method_of_a_class_without_a_forward_makes_masks_too(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whom it hands them to is not seen."""
+    text = """
+from torch import nn
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+class Layer(nn.Module):
+    def forward(self, hidden_states, attention_mask=None):
+        attention_interface = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return attention_interface(self, hidden_states, hidden_states, hidden_states, attention_mask)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer()])
+
+    def forward(self, hidden_states, attention_mask=None):
+        mask = create_bidirectional_mask(config=None, inputs_embeds=hidden_states, attention_mask=attention_mask)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask=mask)
+        return hidden_states
+"""
+    other = """
+class Other(nn.Module):
+    def mask(self, x, attention_mask):
+        return create_bidirectional_mask(config=None, inputs_embeds=x, attention_mask=attention_mask)
+"""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, more, served in (("alone_here", "", True), ("with_another", other, False)):
+        (tmp_path / f"{name}.py").write_text(text + more)
+        file = ModelFile(name, __import__(name))
+        assert bool(encoders_of(file)) == served

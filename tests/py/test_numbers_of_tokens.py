@@ -9,7 +9,7 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from bastile.models import padding, padding_free, side_by_side
+from bastile.models import padding, padding_free, sdpa, side_by_side
 from bastile.models.side_by_side import SideBySide
 from conftest import tiny_model
 from test_padding_free import any_type, seen  # noqa: F401  (the fixture is used by being here)
@@ -56,6 +56,12 @@ def test_rare_numbers_go_as_larger_ones() -> None:
     assert numbers.of(2048, 1e6) == 2048  # the next one is more than a quarter larger
     assert numbers.of(6144, 1e6) == 6144
     assert [numbers.longest(length) for length in (100, 300, 17)] == [128, 512, 512]
+
+
+@pytest.mark.parametrize(("said", "longest"), [(0, 8), (16, 16), (64, 18)])
+def test_sequences_are_said_to_be_as_long_as_any_before(said: int, longest: int) -> None:
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor([3, 5, 8, 2]))[None]
+    assert sdpa.Packed(ids, 30, said).segments(0, causal=False).longest == longest
 
 
 def test_long_rows_are_taken_together_where_much_is_left_out() -> None:

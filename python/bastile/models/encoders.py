@@ -50,8 +50,13 @@ def of_file(file: ModelFile) -> tuple[type, ...]:
             return ()
         found.append(cls)
     others = [name for name, item in file.scope.items() if _is_of(file, item) and makes_masks(stock_of(item))]
+    others += [
+        name
+        for name, cls in file.classes()
+        if cls.__module__ == file.name and cls not in found and any(map(_makes_own, _methods(cls)))
+    ]
     if others:
-        file.unknown[f"masks of {others[0]}"] = "stay: a function makes them"
+        file.unknown[f"masks of {others[0]}"] = "stay: it makes them, too, which layers do not get from it"
         return ()
     return tuple(found)
 
