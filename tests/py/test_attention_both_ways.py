@@ -118,19 +118,6 @@ def test_gradients_of_a_batch_at_once_where_weights_are_dropped() -> None:
         torch.autograd.grad(y, q, torch.randn(3, *y.shape, device="cuda", dtype=q.dtype), is_grads_batched=True)
 
 
-@pytest.mark.parametrize("kind", ["none", "left", "both", "packed"])
-def test_gradients_of_a_batch_at_once(kind: str) -> None:
-    segments, mask = kinds(causal=False)[kind]
-    q, k, v = [torch.randn(len(mask), heads, LENGTH, 16, requires_grad=True) for heads in (4, 2, 2)]
-    y = masked_attention(q, k, v, on("cpu", segments))
-    upstream = torch.randn(2, *y.shape)
-    several = torch.autograd.grad(y, (q, k, v), upstream, is_grads_batched=True, retain_graph=True)
-    for i in range(2):
-        each = torch.autograd.grad(y, (q, k, v), upstream[i], retain_graph=True)
-        for one, other in zip(several, each, strict=True):
-            torch.testing.assert_close(one[i], other, atol=1e-5, rtol=1e-5)
-
-
 def test_what_is_empty_or_of_one_token() -> None:
     said: Any = Segments(torch.empty(0, 1, dtype=torch.int32), 1, causal=False)
     q, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 1, 16)

@@ -175,9 +175,10 @@ def test_heads_as_a_projection_leaves_them(device: str, kind: str) -> None:
         torch.testing.assert_close(a, b, atol=1e-5 if device == "cpu" else 2e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", ["none", "left", "right", "both", "packed"])
-def test_gradients_of_a_batch_at_once_and_second_ones(kind: str) -> None:
-    segments, mask = kinds()[kind]
+def test_gradients_of_a_batch_at_once_and_second_ones(kind: str, causal: bool) -> None:
+    segments, mask = kinds(causal=causal)[kind]
     q, k, v = [torch.randn(len(mask), heads, LENGTH, 16, requires_grad=True) for heads in (4, 2, 2)]
     y = masked_attention(q, k, v, on("cpu", segments))
     upstream = torch.randn(3, *y.shape)
