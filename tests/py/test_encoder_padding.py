@@ -191,11 +191,16 @@ def evaluated(model: Any) -> dict[str, Any]:
     return {}
 
 
+def causal(model: Any) -> dict[str, Any]:
+    model.encoder.layer[1].attention.self.is_causal = True
+    return {}
+
+
 def counted_by_a_user(_: Any) -> dict[str, Any]:
     return {"position_ids": torch.arange(17)[None] + 1}
 
 
-@pytest.mark.parametrize("change", [hooked, chunked, of_all_layers, evaluated, counted_by_a_user])
+@pytest.mark.parametrize("change", [hooked, chunked, of_all_layers, evaluated, causal, counted_by_a_user])
 def test_what_keeps_its_padding(change: Callable[[Any], dict[str, Any]]) -> None:
     model = model_of("BertModel")
     more = change(model)
