@@ -309,6 +309,47 @@ def test_few_kinds_of_steps_with_graphs(name: str, reads: bool, monkeypatch: pyt
     assert max(kinds) <= 8
 
 
+@pytest.mark.parametrize(("more", "served"), [("", 1), ("at = torch.arange(len(hidden_states))", 0)])
+def test_layers_that_count(more: str, served: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"counts_{served}"
+    (tmp_path / f"{name}.py").write_text(f"""
+import torch
+from torch import nn
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+class Layer(nn.Module):
+    def forward(self, hidden_states, attention_mask=None):
+        {more}
+        attention_interface = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return attention_interface(self, hidden_states, hidden_states, hidden_states, attention_mask)
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.ModuleList([Layer()])
+
+    def forward(self, hidden_states, attention_mask=None):
+        for each in self.layer:
+            hidden_states = each(hidden_states, attention_mask)
+        return hidden_states
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = Stack()
+
+    def forward(self, hidden_states, attention_mask=None):
+        mask = create_bidirectional_mask(config=None, inputs_embeds=hidden_states, attention_mask=attention_mask)
+        return self.encoder(hidden_states, attention_mask=mask)
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    file = ModelFile(name, __import__(name))
+    found = encoders_of(file)
+    assert [cls.__name__ for cls in found] == ["Model"]
+    assert len(list(encoders.stacks(file, found))) == served
+
+
 # ---- code ------------------------------------------------------------------------------------------------------------
 
 STACK = """

@@ -230,7 +230,6 @@ class Modules:
     """What a class's forward calls: modules that an object of it has, found by how they are made."""
 
     def __init__(self, code: Code, cls: type) -> None:
-        self._cls = cls
         #: Of what loops go through, what it is of self.
         self._loops = {
             name.id: attribute
@@ -246,12 +245,11 @@ class Modules:
         if not isinstance(node, ast.Call) or any(isinstance(each, ast.Starred) for each in node.args):
             return []
         name = self._loops.get(node.func.id) if isinstance(node.func, ast.Name) else _of_self(node.func)
-        return self._classes(name) if name is not None and not hasattr(self._cls, name) else []
+        return self._classes(name) if name is not None else []
 
     def calls_own(self, node: ast.Call) -> bool:
         """Whether it calls a module, of whatever class, that no loop goes through."""
-        name = _of_self(node.func)
-        return name in self._made and not hasattr(self._cls, name or "")
+        return _of_self(node.func) in self._made
 
     def calls_layer(self, node: ast.Call) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id in self._loops
