@@ -139,6 +139,12 @@ def test_rows_of_padding_are_zeros() -> None:
     assert bool(got[MASKS["both"] == 1].all())
 
 
+def test_a_configuration_that_says_that_it_is_not_causal() -> None:
+    model = model_of("BertModel")
+    model.config.is_causal = False
+    assert assert_as_stock(model, given_of("right"), reads=False) == (0, model.config.num_hidden_layers)
+
+
 @pytest.mark.parametrize("name", ["BertModel", "ModernBertModel"])
 def test_one_row(name: str) -> None:
     model = model_of(name)
