@@ -51,8 +51,8 @@ def test_rare_numbers_go_as_larger_ones() -> None:
     numbers = side_by_side.Numbers()
     assert [numbers.of(5120, 1e6) for _ in range(2)] == [5120, 5120]
     assert [numbers.of(4096, 1e6) for _ in range(33)] == [5120] * 31 + [4096] * 2
+    assert numbers.of(3584, 4000) == 3584  # no more than the batch had
     assert numbers.of(3584, 1e6) == 4096
-    assert numbers.of(3072, 4000) == 3072  # no more than the batch had
     assert numbers.of(2048, 1e6) == 2048  # the next one is more than a quarter larger
     assert numbers.of(6144, 1e6) == 6144
     assert [numbers.longest(length) for length in (100, 300, 17)] == [128, 512, 512]
