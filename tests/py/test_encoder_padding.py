@@ -422,6 +422,7 @@ class Model(nn.Module):
         ("self.norm(hidden_states)", "hidden_states", True),
         ("self.norm(hidden_states)", "hidden_states.mean(1)", False),
         ("self.norm(hidden_states)", "self.count(hidden_states)", False),
+        ("self.norm(hidden_states)", "self.norm(hidden_states), other=hidden_states", False),
         ("self.norm(hidden_states)", "self.norm(hidden_states, attention_mask)", False),
         ("hidden_states, attention_mask, **kwargs)\n", "hidden_states, hidden_states)\n", False),
         ("for i,", "kwargs['n'] = hidden_states.shape[1]\n        for i,", False),

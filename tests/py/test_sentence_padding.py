@@ -121,6 +121,11 @@ def pooled_otherwise(model: Any) -> None:
     model[1].__class__ = Other
 
 
+def of_another_release(model: Any) -> None:
+    """Whose pooling has the same name, and other code."""
+    model[1].__class__ = type("Pooling", (Other,), {"__module__": "sentence_transformers.models.Pooling"})
+
+
 def of_tokens(model: Any) -> None:
     modules = sentences.sentence_transformer.modules
     model.add_module("2", modules.Normalize(module_input_name="token_embeddings"))
@@ -130,7 +135,7 @@ def alone(model: Any) -> None:
     del model._modules["1"]
 
 
-@pytest.mark.parametrize("change", [evaluated, pooled_otherwise, of_tokens, alone])
+@pytest.mark.parametrize("change", [evaluated, pooled_otherwise, of_another_release, of_tokens, alone])
 def test_what_may_read_other_rows(change: Callable[[Any], None], tmp_path: Path) -> None:
     bastile.apply()
     model = model_of(tmp_path, "bert").train()
