@@ -353,7 +353,7 @@ class Model(nn.Module):
     file = ModelFile(name, __import__(name))
     found = encoders_of(file)
     assert [cls.__name__ for cls in found] == ["Model"]
-    assert len(list(encoders.stacks(file, found))) == served
+    assert len(list(encoders.stacks(file, *found))) == served
 
 
 # ---- code ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import nn
 
 import bastile
 import test_chunked_attention as pictures
-from bastile.models import mask_flow, padding, padding_free, sdpa, side_by_side, small
+from bastile.models import mask_flow, padding, sdpa, side_by_side, small, token_layers
 from bastile.models.masked_attention import MAKERS
 from bastile.models.side_by_side import SideBySide
 from conftest import assert_same_up_to_rounding, gradients, older_than, tiny_model
@@ -347,7 +347,7 @@ def test_what_returns_more_begins_again(monkeypatch: pytest.MonkeyPatch) -> None
     model, given = tiny_model(), of_kind("right")
     want = step(model, given)[0]
     seen(model)
-    monkeypatch.setattr(padding_free, "put_back", lambda result, batch: False)
+    monkeypatch.setattr(token_layers, "put_back", lambda result, batch: False)
     assert_same_up_to_rounding(step(model, given)[0], want, model, "loss")
     monkeypatch.undo()
     assert_same_up_to_rounding(step(model, given)[0], want, model, "loss")

@@ -11,11 +11,10 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
 from bastile.guards import stock_of
 from bastile.models.forms import Code, code_of
 from bastile.models.mask_flow import (
+    ATTENDED,
     MASK,
     Modules,
     hands_mask_to_modules,
@@ -23,12 +22,12 @@ from bastile.models.mask_flow import (
     is_name,
 )
 from bastile.models.rebind import parameter_names
-from bastile.models.sites import ModelFile, calls, parts_of
+from bastile.models.sites import ModelFile, calls, own_forward, owner_of_forward, parts_of
 
 MAKERS = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
 #: Which make a model of another file.
 _ELSEWHERE = ("from_config", "_from_config")
-_ATTENDED, _LAST = "encoder_hidden_states", "last_hidden_state"
+_LAST = "last_hidden_state"
 #: What counts the places of a row, which are others side by side.
 _COUNTS = ("arange",)
 
@@ -42,7 +41,7 @@ def of_file(file: ModelFile) -> tuple[type, ...]:
     not do so."""
     found = []
     for cls in file.own_classes():
-        if not any(_makes_own(function) for function in (_forward(cls), *_methods(cls))):
+        if not any(_makes_own(function) for function in (own_forward(cls), *_methods(cls))):
             continue
         why = _elsewhere(file, cls)
         if why is not None:
@@ -59,10 +58,6 @@ def of_file(file: ModelFile) -> tuple[type, ...]:
         file.unknown[f"masks of {others[0]}"] = "stay: it makes them, too, which layers do not get from it"
         return ()
     return tuple(found)
-
-
-def _forward(cls: type) -> Any:
-    return stock_of(vars(cls)["forward"])
 
 
 def _methods(cls: type) -> Iterator[Any]:
@@ -88,7 +83,7 @@ def _makes_own(function: Any) -> bool:
         for node in ast.walk(code.node)
         if isinstance(node, ast.Call) and any(is_name(node.func, m) for m in MAKERS)
     ]
-    return not made or any(all(keyword.arg != _ATTENDED for keyword in call.keywords) for call in made)
+    return not made or any(all(keyword.arg != ATTENDED for keyword in call.keywords) for call in made)
 
 
 def _elsewhere(file: ModelFile, cls: type) -> str | None:
@@ -102,29 +97,25 @@ def _elsewhere(file: ModelFile, cls: type) -> str | None:
     if not file.read(cls, hands_masks_to_modules, cls):
         return f"{cls.__name__}.forward is not known to hand them to modules alone"
     for part in parts:
-        owner = _owner(part)
+        owner = owner_of_forward(part)
         if owner.__module__ != file.name or not file.read(owner, hands_mask_to_modules, owner):
             return f"{owner.__name__}.forward is not known to hand them on to the function that attends alone"
     return None
 
 
-def _owner(cls: type) -> type:
-    return next((each for each in cls.__mro__ if "forward" in vars(each)), nn.Module)
-
-
 def _forward_of(cls: type) -> Any:
-    return _forward(_owner(cls))
+    return own_forward(owner_of_forward(cls))
 
 
 # ---- what takes hidden states through layers -------------------------------------------------------------------------
 
 
-def stacks(file: ModelFile, encoders: tuple[type, ...]) -> Iterator[type]:
-    """The classes within these that take hidden states and a mask, and do nothing with hidden states but take them
+def stacks(file: ModelFile, encoder: type) -> Iterator[type]:
+    """The classes within it that take hidden states and a mask, and do nothing with hidden states but take them
     through layers, and return them."""
-    for part in dict.fromkeys(part for cls in encoders for part in parts_of([cls])[1:]):
+    for part in parts_of([encoder])[1:]:
         if part.__module__ == file.name and "forward" in vars(part) and calls(part.__init__, "ModuleList"):  # type: ignore[misc]
-            names = parameter_names(_forward(part))
+            names = parameter_names(own_forward(part))
             is_known = MASK in names and file.read(part, _takes_hidden_through_layers, part)
             if is_known and not any(calls(_forward_of(each), name) for each in parts_of([part]) for name in _COUNTS):
                 yield part

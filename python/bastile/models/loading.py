@@ -22,14 +22,18 @@ from bastile.models import between_steps
 _FILE = re.compile(r"transformers\.models\.(?!auto\.)\w+\.modeling_\w+")
 LINEAR = "torch.nn.modules.linear"
 _TORCHS = frozenset({LINEAR, "torch.nn.modules.normalization"})
-_OF_ANY_TYPE = _TORCHS | {
-    "peft.tuners.lora.layer",
-    "sentence_transformers.SentenceTransformer",
-    "sentence_transformers.base.model",
-    "peft.tuners.lora.bnb",
-    "transformers.generation.utils",
-    "transformers.trainer",
-}
+#: Where the modules of a sentence's vector are run, in releases from 5.4 on and before.
+_SENTENCES = frozenset({"sentence_transformers.base.model", "sentence_transformers.SentenceTransformer"})
+_OF_ANY_TYPE = (
+    _TORCHS
+    | _SENTENCES
+    | {
+        "peft.tuners.lora.layer",
+        "peft.tuners.lora.bnb",
+        "transformers.generation.utils",
+        "transformers.trainer",
+    }
+)
 _LOSSES = frozenset(
     {
         "nemo_rl.distributed.model_utils",
@@ -62,6 +66,10 @@ def is_of_any_type(name: str) -> bool:
     """PEFT's layers, PyTorch's norms, losses and optimisers of trainers, the loop that generates text, what runs the
     modules of a sentence's vector."""
     return name in _OF_ANY_TYPE or is_of_losses(name)
+
+
+def is_of_sentences(name: str) -> bool:
+    return name in _SENTENCES
 
 
 def is_of_losses(name: str) -> bool:

@@ -13,7 +13,7 @@ from bastile.models.sites import classes_in
 
 MASK = "attention_mask"
 #: Of what else a maker is told: hidden states of another sequence, which queries attend to.
-_ATTENDED = "encoder_hidden_states"
+ATTENDED = "encoder_hidden_states"
 _INTERFACE, _LEAVES_OUT = "attention_interface", "apply_mask_to_padding_states"
 
 
@@ -112,7 +112,7 @@ class _Flow:
         self.modules = None if of is None else Modules(*of)
         self.nodes = list(ast.walk(node))
         self.above = {child: each for each in self.nodes for child in ast.iter_child_nodes(each)}
-        self.layers = loop_names(self.nodes)
+        self.layers = {name.id for each in self.nodes if isinstance(each, ast.For) for name in names_in(each.target)}
         self.names: dict[str, str] = {}
         known = -1
         while known != len(self.names):
@@ -156,7 +156,7 @@ class _Flow:
             case ast.Call(func=ast.Attribute(value=value, attr="get")):
                 return self._one_of(value)
             case ast.Call(func=function, keywords=keywords):
-                is_cross = self.cls is not None and any(each.arg == _ATTENDED for each in keywords)
+                is_cross = self.cls is not None and any(each.arg == ATTENDED for each in keywords)
                 return "mask" if self.kind(function) == "maker" and not is_cross else None
             case ast.Lambda(body=body):
                 return "maker" if self.is_mask(body) else None
@@ -220,10 +220,6 @@ class _Flow:
             case ast.Return():
                 return self.may_return
         return False
-
-
-def loop_names(nodes: list[ast.AST]) -> set[str]:
-    return {name.id for each in nodes if isinstance(each, ast.For) for name in names_in(each.target)}
 
 
 class Modules:

@@ -14,7 +14,6 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
 
 from bastile.guards import mark_as_ours, stock_of
 from bastile.host_copies import fetched
@@ -22,7 +21,16 @@ from bastile.models import encoders, padding, sdpa
 from bastile.models.forms import code_of
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
 from bastile.models.rebind import with_global
-from bastile.models.sites import ModelFile, Site, calls, classes_in, exchanged, parts_of
+from bastile.models.sites import (
+    ModelFile,
+    Site,
+    calls,
+    classes_in,
+    exchanged,
+    own_forward,
+    owner_of_forward,
+    parts_of,
+)
 from bastile.models.structure import class_of
 from bastile.ops._common import cast_type, has_values
 
@@ -62,7 +70,7 @@ def hand_masks_to_attention(file: ModelFile) -> tuple[type, ...]:
     """The classes that make masks, if all that becomes of these is that layers hand them to the function that
     attends."""
     own = list(file.own_classes()) if _makers(file) else []
-    backbones = tuple(cls for cls in own if _makes_masks(_forward(cls)))
+    backbones = tuple(cls for cls in own if _makes_masks(own_forward(cls)))
     if not backbones or not any(_attends(cls) for cls in own) or calls(stock_of(file.scope.get(_EAGER)), _SINKS):
         return ()
     why = _elsewhere(file, own, backbones)
@@ -76,10 +84,6 @@ def _makers(file: ModelFile) -> list[str]:
     return [name for name in MAKERS if _is_maker(file.scope.get(name))]
 
 
-def _forward(cls: type) -> Any:
-    return stock_of(vars(cls)["forward"])
-
-
 def _is_maker(function: Any) -> bool:
     return getattr(inspect.unwrap(stock_of(function)), "__module__", None) == "transformers.masking_utils"
 
@@ -89,7 +93,7 @@ def _makes_masks(function: Any) -> bool:
 
 
 def _attends(cls: type) -> bool:
-    return calls(_forward(cls), _REGISTRY)
+    return calls(own_forward(cls), _REGISTRY)
 
 
 # ---- what becomes of a mask ------------------------------------------------------------------------------------------
@@ -103,10 +107,10 @@ def _elsewhere(file: ModelFile, own: list[type], backbones: tuple[type, ...]) ->
         layers = _layers(cls)
         if not layers:
             return f"it is not known what layers {cls.__name__} has"
-        of_others = calls(_forward(cls), _RECURRENT)
+        of_others = calls(own_forward(cls), _RECURRENT)
         for part in parts_of(layers):
-            owner = next((each for each in part.__mro__ if "forward" in vars(each)), nn.Module)
-            if MASK not in inspect.signature(_forward(owner)).parameters:
+            owner = owner_of_forward(part)
+            if MASK not in inspect.signature(own_forward(owner)).parameters:
                 continue
             is_known = owner.__module__ == file.name and file.read(owner, hands_mask_on, of_others)
             if not is_known or (of_others and not is_known[1] and _attends(owner)):

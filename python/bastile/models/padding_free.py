@@ -9,9 +9,9 @@ that embed tokens first, models/unpadded_stack.py has the layers' part."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ from bastile.graphs.lengths import (
 from bastile.guards import stock_of
 from bastile.models import encoder_heads, encoders, padding, sdpa, sentence_pooling, unpadded_stack
 from bastile.models.backbone import backbones
+from bastile.models.loading import is_of_sentences
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
 from bastile.models.masked_attention import MAKERS, encoders_of, hand_masks_to_attention
 from bastile.models.mixers import CUTS, IDS, hand_on
-from bastile.models.rebind import as_keywords, parameter_names
+from bastile.models.rebind import parameter_names
 from bastile.models.side_by_side import SideBySide
 from bastile.models.sites import ModelFile, Site, calls
-from bastile.models.token_layers import has_begun, known_of, never, put_back, side_by_side
+from bastile.models.token_layers import has_begun, known_of, never, side_by_side, without_padding
 from bastile.ops._common import in_transform
 from bastile.report import Tally
 
@@ -44,28 +45,29 @@ _MAKERS = (*MAKERS, "create_recurrent_attention_mask")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
-    if file.name in sentence_pooling.FILES:
+    if is_of_sentences(file.name):
         yield from sentence_pooling.sites(file)
         return
     causal, both_ways = hand_masks_to_attention(file), encoders_of(file)
-    yield from _of_backbones(file, causal, both_ways)
-    for cls in encoders.stacks(file, both_ways):
-        yield file.forward_site(OPERATOR, cls, unpadded_stack.stack_forward)
+    stacks = {cls: list(encoders.stacks(file, cls)) for cls in both_ways}
+    yield from _of_backbones(file, causal, stacks)
+    for stack in dict.fromkeys(chain.from_iterable(stacks.values())):
+        yield file.forward_site(OPERATOR, stack, unpadded_stack.stack_forward)
     if causal or both_ways:
         yield from encoder_heads.sites(file)
 
 
-def _of_backbones(file: ModelFile, causal: tuple[type, ...], both_ways: tuple[type, ...]) -> Iterator[Site]:
+def _of_backbones(file: ModelFile, causal: tuple[type, ...], stacks: dict[type, list[type]]) -> Iterator[Site]:
+    """stacks: of each encoder what takes hidden states through its layers, if it does not do so itself."""
     tells = hand_on(file.own_classes())
-    with_stacks = {cls for cls in both_ways if any(encoders.stacks(file, (cls,)))}
     for cls in backbones(file):
         forward, where = stock_of(vars(cls)["forward"]), f"{cls.__name__}.forward"
         counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
         makers = _MAKERS if cls in causal else encoders.MAKERS
-        is_served = cls in causal or cls in both_ways
+        is_served = cls in causal or cls in stacks
         if is_served and counts and file.read(cls, goes_to_makers_alone, makers) and tells:
             yield file.forward_site(OPERATOR, cls, partial(unpadded_forward, causal=cls in causal))
-        elif cls in with_stacks:
+        elif stacks.get(cls):
             continue  # what has its layers leaves out padding
         elif not tells:
             file.unknown.setdefault(where, "has layers that cannot be told where rows begin")
@@ -76,30 +78,7 @@ def _of_backbones(file: ModelFile, causal: tuple[type, ...], both_ways: tuple[ty
 
 
 def unpadded_forward(tally: Tally, original: Callable[..., Any], causal: bool = True) -> Callable[..., Any]:
-    names = parameter_names(original)
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or len(args) > len(names) or not padding.may_be_left_out(self.training):
-            return original(self, *args, **kwargs)
-        given = as_keywords(names, args, kwargs)
-        batch = _batch(self, given, causal)
-        if batch is None or isinstance(batch, str):
-            if batch is not None:
-                tally.step_aside(batch, is_usual=True)
-            return original(self, *args, **kwargs)
-        try:
-            with sdpa.packed(batch.sequences, batch.rows * batch.length, batch.longest) as masks:
-                result = original(self, **_arguments(given, batch))
-        except sdpa.CannotBeTold:
-            result = None
-        if result is None or not masks.are_made or not put_back(result, batch):
-            never.add(self)
-            return original(self, *args, **kwargs)
-        tally.count()
-        return result
-
-    return forward
+    return without_padding(tally, original, partial(_batch, causal=causal), _arguments)
 
 
 def _batch(backbone: nn.Module, given: dict[str, Any], causal: bool) -> SideBySide | str | None:
@@ -135,7 +114,7 @@ def _returns_names(given: dict[str, Any], config: Any) -> bool:
     return bool(getattr(config, "return_dict", True) if asked is None else asked)
 
 
-def _arguments(given: dict[str, Any], batch: SideBySide) -> dict[str, Any]:
+def _arguments(given: dict[str, Any], batch: SideBySide, _: sdpa.Packed) -> dict[str, Any]:
     of_tokens = [name for name in OF_EACH_TOKEN if given.get(name) is not None and name != MASK]
     found = {name: batch.of(given[name]) for name in of_tokens if name != _POSITIONS}
     positions = given.get(_POSITIONS)

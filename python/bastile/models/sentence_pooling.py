@@ -21,8 +21,6 @@ from bastile.models.sites import ModelFile, Site
 from bastile.report import Tally
 
 OPERATOR = "padding_free"
-#: Where the list is run, in releases from 5.4 on and before.
-FILES = frozenset({"sentence_transformers.base.model", "sentence_transformers.SentenceTransformer"})
 _PACKAGE, _VECTOR, _TOKENS = "sentence_transformers.", "sentence_embedding", "token_embeddings"
 #: The codes of a forward that runs modules one after the other, and of one that pools: of 5.0, 5.4, 5.7, 6.0 and 6.2.
 _RUNS = frozenset({"d0281628056f"})

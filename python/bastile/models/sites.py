@@ -263,6 +263,15 @@ def calls(function: Any, name: str) -> bool:
     return code is not None and any(name in each.co_names for each in codes(code))
 
 
+def own_forward(cls: type) -> Any:
+    return stock_of(vars(cls)["forward"])
+
+
+def owner_of_forward(cls: type) -> type:
+    """The class that a class has its forward from."""
+    return next((each for each in cls.__mro__ if "forward" in vars(each)), nn.Module)
+
+
 def parts_of(layers: Iterable[type]) -> list[type]:
     """Layers and all classes of modules that they, and what they are made of, name when they are made."""
     found: list[type] = []

@@ -3,7 +3,9 @@ side by side."""
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +15,12 @@ from bastile.graphs import caches, collected
 from bastile.graphs.lengths import attentions_of, states_alone
 from bastile.graphs.longer import are_of_rows
 from bastile.graphs.watch import HOOKS
-from bastile.models import padding
+from bastile.models import padding, sdpa
 from bastile.models.graphs import layers_of, may_have_graphs
 from bastile.models.mixers import mixers_of
+from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.side_by_side import STEPS, STEPS_OF_GRAPHS, Numbers, SideBySide, few, pays
+from bastile.report import Tally
 
 #: Hooks of these packages take activations of any shape, and so do these two, by which embeddings require gradients.
 #: (PEFT's others choose adapters by the batch's rows, and NEFTune's noise is by their length.)
@@ -86,6 +90,44 @@ never: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _numbers: weakref.WeakKeyDictionary[nn.Module, Numbers] = weakref.WeakKeyDictionary()
+
+
+#: Of a module and its arguments: its batch without padding; None where that stays, and why where a user might expect
+#: otherwise.
+BatchOf = Callable[[Any, dict[str, Any]], "SideBySide | str | None"]
+#: What it is called with in their place, for such a batch. Who brings its masks says so (`Packed.are_made`).
+ArgumentsOf = Callable[[dict[str, Any], SideBySide, sdpa.Packed], dict[str, Any]]
+
+
+def without_padding(
+    tally: Tally, original: Callable[..., Any], batch_of: BatchOf, arguments_of: ArgumentsOf
+) -> Callable[..., Any]:
+    """A forward that leaves a batch's padding out, and begins again with it where the module makes no masks of ours of
+    such a batch or returns what this knows nothing of."""
+    names = parameter_names(original)
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or len(args) > len(names) or not padding.may_be_left_out(self.training):
+            return original(self, *args, **kwargs)
+        given = as_keywords(names, args, kwargs)
+        batch = batch_of(self, given)
+        if not isinstance(batch, SideBySide):
+            if batch is not None:
+                tally.step_aside(batch, is_usual=True)
+            return original(self, *args, **kwargs)
+        try:
+            with sdpa.packed(batch.sequences, batch.rows * batch.length, batch.longest) as packed:
+                result = original(self, **arguments_of(given, batch, packed))
+        except sdpa.CannotBeTold:
+            result = None
+        if result is None or not packed.are_made or not put_back(result, batch):
+            never.add(self)
+            return original(self, *args, **kwargs)
+        tally.count()
+        return result
+
+    return forward
 
 
 def has_begun(module: nn.Module) -> bool:

@@ -6,8 +6,8 @@ stands. What is padding the attention's mask remembers (models/sdpa.py)."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch import nn
 
 from bastile.graphs import collected
 from bastile.graphs.lengths import asks_for_more
-from bastile.models import padding, sdpa
+from bastile.models import sdpa
 from bastile.models.mask_flow import MASK
-from bastile.models.rebind import as_keywords, parameter_names
+from bastile.models.rebind import parameter_names
 from bastile.models.side_by_side import SideBySide
-from bastile.models.token_layers import has_begun, known_of, never, put_back, side_by_side
+from bastile.models.token_layers import has_begun, known_of, never, side_by_side, without_padding
 from bastile.ops._common import in_transform
 from bastile.report import Tally
 
@@ -28,29 +28,14 @@ _TELLING = (bool, int, float, str, type(None))
 
 
 def stack_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = parameter_names(original)
+    name = parameter_names(original)[0]
 
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or len(args) > len(names) or not padding.may_be_left_out(self.training):
-            return original(self, *args, **kwargs)
-        given = as_keywords(names, args, kwargs)
-        hidden: Any = given.get(names[0])
-        batch = _batch(self, hidden, names[0], given)
-        if not isinstance(batch, SideBySide):
-            if batch is not None:
-                tally.step_aside(batch, is_usual=True)
-            return original(self, *args, **kwargs)
-        with sdpa.packed(batch.sequences, batch.rows * batch.length, batch.longest) as packed:
-            mask = sdpa.mask_of(packed.segments(0, causal=False), batch.to, hidden.device)
-            result = original(self, **{**given, names[0]: batch.of(hidden), MASK: mask})
-        if not put_back(result, batch):
-            never.add(self)
-            return original(self, *args, **kwargs)
-        tally.count()
-        return result
+    def arguments(given: dict[str, Any], batch: SideBySide, packed: sdpa.Packed) -> dict[str, Any]:
+        hidden, packed.are_made = given[name], True
+        mask = sdpa.mask_of(packed.segments(0, causal=False), batch.to, hidden.device)
+        return {**given, name: batch.of(hidden), MASK: mask}
 
-    return forward
+    return without_padding(tally, original, partial(_batch, name), arguments)
 
 
 def _is_of_the_batch(value: Any) -> bool:
@@ -58,9 +43,9 @@ def _is_of_the_batch(value: Any) -> bool:
     return not value.dim() if isinstance(value, torch.Tensor) else isinstance(value, _TELLING)
 
 
-def _batch(stack: nn.Module, hidden: Any, name: str, given: dict[str, Any]) -> SideBySide | str | None:
-    """A batch without its padding; None where it keeps what it has, and why where a user might expect otherwise."""
-    mask = given.get(MASK)
+def _batch(name: str, stack: nn.Module, given: dict[str, Any]) -> SideBySide | str | None:
+    """Of hidden states by this name."""
+    hidden, mask = given.get(name), given.get(MASK)
     if mask is None or not sdpa.is_ours(mask) or not isinstance(hidden, torch.Tensor) or stack in never:
         return None
     host = sdpa.padding_of(mask)
