@@ -96,12 +96,17 @@ def test_another_mask_is_another_kind() -> None:
 
 
 def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer tokens wait for the host if more do, and more as long as the device's time is in proportion."""
+    """Fewer tokens wait for the host if more do, and more as long as the device's time is in proportion; beside graphs
+    of others, where steps without graphs take memory of their own, till that is twice as long."""
     monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: 0.7)
-    sizes = [(2, 8)] * 5 + [(2, 5), (2, 13), (2, 14)]  # noted, measured twice, captured, replayed; fewer; 1.14; 1.22
+    sizes = [(2, 8)] * 5 + [(2, 5), (2, 13), (2, 26)]  # noted, measured twice, captured, replayed; fewer; 1.14; 2.28
     model = trained("auto", sizes)
-    assert counted()[0] == 4
-    assert sorted(round(ratio, 2) for ratio in stack_of(model).ratios.values()) == [0.7, 0.7, 1.14]
+    assert counted()[0] == 5
+    assert captured_lengths(model) == [26]
+    assert [*stack_of(model).ratios.values()] == [0.7]
+    trained("auto", [*sizes, (2, 27)])  # 2.36
+    assert counted()[0] == 5
+    assert captured_lengths(trained("auto", [*sizes, *[(2, 27)] * 4])) == [27]  # measured: 0.7
     assert steps._tokens((None, sign(2, 7, 4))) == 14
     assert steps._tokens((None, sign(2, 0, 4))) == 1  # which others are divided by
 

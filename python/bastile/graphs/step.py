@@ -322,15 +322,13 @@ class Step:
 
     def _surely_pays(self, key: Any) -> bool:
         """Whether graphs do, by what was measured of this kind, or else of other sizes: with the tokens the device's
-        time grows, and the host's does not. Then that is noted."""
+        time grows, and the host's does not."""
         ratios = self.stack.ratios
-        if key not in ratios:
-            tokens = _tokens(key)
-            alike = [ratio * max(1.0, tokens / _tokens(o)) for o, ratio in ratios.items() if o[2:] == key[2:]]
-            if not alike or not pays(min(alike)):
-                return False
-            ratios[key] = min(alike)
-        return pays(ratios[key])
+        if key in ratios:
+            return pays(ratios[key])
+        tokens = _tokens(key)
+        alike = [ratio * max(1.0, tokens / _tokens(o)) for o, ratio in ratios.items() if o[2:] == key[2:]]
+        return bool(alike) and pays(min(alike), beside_graphs=bool(self.stack.captured))
 
     def _captured(self, key: Any, noted: Note | str, device: torch.device, is_new: bool) -> Captured | None:
         """Graphs for a kind of step that has been noted, if it is time. is_new: none of it has run."""

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from bastile.guards import stock_of
 from bastile.integrations import nemo_rl, prime_rl, trl, verl
@@ -19,14 +20,16 @@ from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward, traced
 from bastile.models.padding import is_of_loss, read_by
 from bastile.models.rebind import as_keywords, parameter_names
-from bastile.models.sites import ModelFile, Site
+from bastile.models.sites import ModelFile, Site, calls, own_forward
 from bastile.report import Tally
 
 _TRAINERS: dict[str, Any] = {"trl": trl, "verl": verl, "nemo_rl": nemo_rl, "prime_rl": prime_rl}
 
-#: Classes with an output head take this, or labels, and are called so or derived from such.
+#: Classes with an output head take this, or labels and have a head, as their names or their code say.
 _KEEPS, _USUAL_LOSS = "logits_to_keep", "ForCausalLMLoss"
-_HAS_HEAD = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$")
+_IS_CAUSAL = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHead(Model)?)$")
+_IS_MASKED = re.compile(r"ForMaskedLM$")
+_LOSSES = ("CrossEntropyLoss", "cross_entropy", "loss_function")
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
@@ -36,7 +39,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
         return
     for cls in file.own_classes():
         given = parameter_names(stock_of(vars(cls)["forward"]))
-        if _KEEPS not in given and not ("labels" in given and any(_HAS_HEAD.search(c.__name__) for c in cls.__mro__)):
+        is_causal = _KEEPS in given or ("labels" in given and any(_IS_CAUSAL.search(c.__name__) for c in cls.__mro__))
+        if not is_causal and not ("labels" in given and _has_head(cls)):
             continue
         read = file.read(cls, rewrite.head_calls) if "labels" in given else None
         where = f"{cls.__name__}.forward"
@@ -44,11 +48,31 @@ def sites(file: ModelFile) -> Iterator[Site]:
         if where in file.replaced:
             continue
         # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
-        yield from file.wrapped_sites("fused_linear_cross_entropy", cls, partial(model_forward, read))
+        yield from file.wrapped_sites("fused_linear_cross_entropy", cls, partial(model_forward, read, is_causal))
 
 
-def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
-    """read: the original's code, and its copy in which calls of the head can be put off; None: they cannot."""
+def _has_head(cls: type) -> bool:
+    """Whether a class that is not a causal language model's has an output head, one that it names to Transformers or
+    one of the usual name, and a loss that is a cross entropy."""
+    derived = [each for each in cls.__mro__ if "forward" in vars(each) and each is not nn.Module]
+    if not any(calls(function, name) for each in derived for function in _code_of(each) for name in _LOSSES):
+        return False
+    names_one = next((each for each in cls.__mro__ if "get_output_embeddings" in vars(each)), None)
+    if names_one in derived or any(_IS_MASKED.search(each.__name__) for each in derived):
+        return True
+    forward, init = _code_of(cls)
+    return calls(init, "lm_head") and calls(forward, "CrossEntropyLoss")
+
+
+def _code_of(cls: type) -> tuple[Any, Any]:
+    return own_forward(cls), cls.__init__  # type: ignore[misc]
+
+
+def model_forward(
+    read: tuple[Any, Any] | None, is_causal: bool, tally: Tally, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """read: the original's code, and its copy in which calls of the head can be put off; None: they cannot. is_causal:
+    its labels are those of the tokens that come next."""
     eager = in_graph = serving_forward(original)
     if read is not None:
         code, node = read
@@ -61,6 +85,8 @@ def model_forward(read: tuple[Any, Any] | None, tally: Tally, original: Callable
             kwargs.setdefault("return_dict", True)  # to the backbone, whose output the original reads by name
         given = as_keywords(names, args, kwargs)
         if not torch.compiler.is_compiling():
+            if not is_causal:  # which rows are read its code says: models/encoder_heads.py
+                return eager(self, *args, **kwargs)
             with read_by(_labels(self, given)):
                 return eager(self, *args, **kwargs)
         if read is None:

@@ -150,12 +150,16 @@ def _add(logits: Logits, other: Any, **options: Any) -> Any:
     if options or not isinstance(other, _T) or isinstance(other, Logits) or logits.part.move is not None:
         return NotImplemented
     fits = other.dim() > 0 and other.numel() == other.shape[-1] == logits.pending.vocabulary
-    if not fits or other.dim() > logits.dim() or other.requires_grad:
+    call = logits.pending.call
+    if not fits or other.dim() > logits.dim():
+        return NotImplemented
+    if other.requires_grad and (not logits.requires_grad or call.adapter is not None):
         return NotImplemented
     if other.dtype is torch.float32 and logits.dtype in HALVES and _hold(logits.dtype, other):
         logits = _cast(logits, torch.float32)
     if other.dtype is not logits.dtype:
         return NotImplemented
+    call.watch(other)
     return with_step(logits, Step("add", lambda z: z + other, other.reshape(-1)))
 
 

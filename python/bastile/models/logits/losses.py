@@ -96,6 +96,7 @@ def _cross_entropy(
         ignore_index=ignore_index,
         reduction=reduction,
         label_smoothing=label_smoothing,
+        valid_rows=_count(logits, target, ignore_index),
     )
     return loss.to(_type_of_loss(logits))
 
@@ -115,7 +116,15 @@ def _nll_loss(
         return NotImplemented
     if weight is not None or reduction not in REDUCTION or not _is_target(logits, target):
         return NotImplemented
-    return fused(logits, found, target, ignore_index=ignore_index, reduction=reduction).to(_type_of_loss(logits))
+    count = _count(logits, target, ignore_index)
+    loss = fused(logits, found, target, ignore_index=ignore_index, reduction=reduction, valid_rows=count)
+    return loss.to(_type_of_loss(logits))
+
+
+def _count(logits: Logits, target: torch.Tensor, ignore_index: int) -> ValidCount | None:
+    """Of a target that is all of the labels that the model was given."""
+    count = logits.pending.call.forward.count
+    return count if count is not None and count.is_of(target, ignore_index) else None
 
 
 @followed(_T.gather, torch.gather)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from bastile.models.logits.head import is_gathered, weights_of, whole
+from bastile.ops._valid_rows import ValidCount
 from bastile.ops.lora import Adapted, adapted_linears
 from bastile.ops.vocabulary_parallel import is_parted
 
@@ -49,6 +50,7 @@ class Forward:
     has_labels: bool = False
     unshard: Callable[[], Any] | None = None  # gathers the weights that the model's forward had
     is_open: bool = True
+    count: ValidCount | None = None  # of its labels, from before the backbone: nobody waits for it behind that
 
 
 class Call:
@@ -78,6 +80,10 @@ class Call:
         # A sharded weight is another tensor whenever it is gathered.
         watched = (hidden,) if self.is_gathered else read
         self.versions = [(t, t._version) for t in watched if t is not None]
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """What is made of the call is made of this too, which is not to change before."""
+        self.versions.append((tensor, tensor._version))
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -25,6 +25,7 @@ from bastile.models.logits.pending import Call, Forward
 from bastile.models.logits.said import note
 from bastile.models.logits.tensor import Logits, put_off
 from bastile.models.rebind import as_keywords, parameter_names
+from bastile.models.sites import calls
 from bastile.ops._common import served
 from bastile.ops._valid_rows import ValidCount, is_worthwhile, version
 from bastile.ops.vocabulary_parallel import local_of
@@ -107,8 +108,9 @@ def _type(head: nn.Linear, hidden: torch.Tensor) -> torch.dtype:
 
 
 @contextmanager
-def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
-    """A context for a model's forward that is called with these arguments."""
+def served_model(model: Any, given: dict[str, Any], asks_for_loss: bool = True) -> Iterator[None]:
+    """A context for a model's forward that is called with these arguments. asks_for_loss: its code has the model's
+    `loss_function`; else its labels go to a loss as they are, if they go to one."""
     labels = given.get("labels")
     wanted = _is_wanted(model, labels)
     heads = output_heads(model) if wanted else []
@@ -124,7 +126,11 @@ def served_model(model: Any, given: dict[str, Any]) -> Iterator[None]:
     forward = _now.forward = Forward(type(model).__name__, labels is not None, getattr(model, "unshard", None))
     undo = [serve(head) for head in heads]
     if len(heads) == 1 and _CALL in heads[0].__dict__:
-        undo.append(_serve_loss(model, heads[0].weight, given))  # type: ignore[arg-type]
+        serve_loss = _serve_loss(model, heads[0].weight, given) if asks_for_loss else None  # type: ignore[arg-type]
+        if serve_loss is None:
+            forward.count = _counted(labels, heads[0].weight)  # type: ignore[arg-type]
+        else:
+            undo.append(serve_loss)
     try:
         yield
     finally:
@@ -140,23 +146,32 @@ def _is_wanted(model: Any, labels: Any) -> bool:
     return labels is not None or (torch.is_grad_enabled() and model.training)
 
 
-def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Callable[[], None]:
-    """Lets the loss of a causal language model have what is known before the backbone runs: how many labels count. On
-    a GPU nobody waits for that number then. It divides by the number of items itself, too."""
+def _counted(labels: Any, weight: torch.Tensor) -> ValidCount | None:
+    """How many labels count of those that a model hands to its loss as they are. On a GPU nobody waits for that number
+    when it is asked before the backbone runs."""
+    weight = local_of(weight)
+    if not torch.is_tensor(labels) or labels.dtype is not torch.int64 or labels.device != weight.device:
+        return None
+    return ValidCount(labels) if is_worthwhile(labels.numel(), weight) else None
+
+
+def _serve_loss(model: Any, weight: torch.Tensor, given: dict[str, Any]) -> Callable[[], None] | None:
+    """Lets the loss of a causal language model, if it is one, have what is known before the backbone runs: how many
+    labels count. It divides by the number of items itself, too."""
     from transformers.loss import loss_utils
     from transformers.modeling_utils import PreTrainedModel
 
     labels, shifted = given.get("labels"), given.get("shift_labels")
     stock: Any = loss_utils.ForCausalLMLoss
     if not torch.is_tensor(labels) or _LOSS_FUNCTION in model.__dict__ or labels.dim() != 2:
-        return lambda: None
+        return None
     if stock is not _STOCK or loss_utils.fixed_cross_entropy is not _STOCK_CROSS_ENTROPY:
-        return lambda: None
+        return None
     # What `model.loss_function` is, which warns where a model that never asks for it has no type of loss.
     if getattr(type(model), "loss_function", None) is not PreTrainedModel.loss_function:
-        return lambda: None
+        return None
     if loss_utils.LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), stock) is not stock:
-        return lambda: None
+        return None
     ignore_index = given.get("ignore_index", -100)
 
     def of_this_step() -> torch.Tensor:
@@ -214,6 +229,7 @@ def serving_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     skip_logits=True, which some trainers pass, leaves the output's logits None where there is a loss."""
     names = parameter_names(original)
     says_itself = "skip_logits" in inspect.signature(original).parameters
+    asks_for_loss = calls(original, "loss_function")
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +237,7 @@ def serving_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         given = as_keywords(names, args, kwargs)
-        with served_model(self, given):
+        with served_model(self, given, asks_for_loss):
             output = original(self, *args, **kwargs)
         if skip and hasattr(output, "logits") and getattr(output, "loss", None) is not None:
             return dataclasses.replace(output, logits=None)

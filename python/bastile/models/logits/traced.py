@@ -59,6 +59,9 @@ class TracedCall:
     def announce(self, made: torch.Tensor) -> torch.Tensor:
         return made
 
+    def watch(self, tensor: torch.Tensor) -> None:
+        pass
+
 
 class Traced:
     """As bastile.models.logits.Logits, but no tensor."""
