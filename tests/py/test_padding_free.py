@@ -11,7 +11,7 @@ from torch import nn
 
 import bastile
 import test_chunked_attention as pictures
-from bastile.models import mask_flow, padding, sdpa, side_by_side, small, token_layers
+from bastile.models import mask_flow, padding, sdpa, side_by_side, sinks, small, token_layers
 from bastile.models.masked_attention import MAKERS
 from bastile.models.side_by_side import SideBySide
 from conftest import assert_same_up_to_rounding, gradients, older_than, tiny_model
@@ -23,14 +23,16 @@ from test_model_types import error_of
 
 TYPES = ["llama", "qwen2", "qwen3_moe", "mistral", "gemma3_text", "phi3", "cohere2", "gpt_neox", "olmo2"]
 TYPES += [] if older_than("5.17.0") else ["smollm3"]
+TYPES += ["gpt_oss", *([] if older_than("5.24.0") else ["granite_swa", "granitemoe_swa", "flint"])]  # with sinks
 #: Other attentions, or what is not made of masks alone; other recurrences: test_packed_mixers.py.
-NOT = ["gpt2", "opt", "bloom", "llama4_text", "gpt_oss", "deepseek_v3"]
+NOT = ["gpt2", "opt", "bloom", "llama4_text", "deepseek_v3"]
 
 
 @pytest.fixture(autouse=True)
 def any_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of float32 too, which shows what is computed to seven digits, and of few tokens."""
-    monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
+    for module in (sdpa, sinks):
+        monkeypatch.setattr(module, "TYPES", (*module.TYPES, torch.float32))
     monkeypatch.setattr(side_by_side, "_LEAST_STEP", 2)
 
 
@@ -45,7 +47,7 @@ def of_kind(kind: str) -> dict[str, Any]:
 def ran() -> tuple[int, int]:
     """Passes without padding, and calls of our attention or masks that were left out."""
     report = bastile.report(reset=True)
-    return report.ran("padding_free"), report.ran("masked_attention")
+    return report.ran("padding_free"), report.ran("masked_attention") + report.ran("sink_attention")
 
 
 def aside() -> list[str]:

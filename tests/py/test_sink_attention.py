@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 
 import bastile
+from bastile.models import side_by_side as side_by_sides
 from bastile.models import sinks as of_models
 from bastile.models.small import small_model
 from bastile.models.table import OPERATORS
@@ -109,6 +110,36 @@ def test_any_shape(batch: int, length: int, groups: int, dim: int, window: int, 
             assert (one.double() - other).abs().max() <= bound * max(1.0, other.abs().max().item())
 
 
+def side_by_side(dtype: torch.dtype, device: str, window: int, lengths: list[int], dim: int = 16) -> Case:
+    """Sequences of a row, some of them empty, against the original code beneath a mask of all pairs."""
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    cuts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    before = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+    seen = (ids[:, None] == ids) & (before >= 0) & ((before < window) if window else True)
+    module = Module(2)
+
+    def theirs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        module.sinks = sinks.to(q.dtype)
+        added = torch.zeros(1, 1, *seen.shape, dtype=q.dtype).masked_fill(~seen, torch.finfo(q.dtype).min).to(device)
+        return stock(module, q, k, v, added, scaling=0.3)[0]
+
+    def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        told: dict[str, Any] = {"boundaries": cuts, "longest": max(lengths)}
+        return sink_attention(q, k, v, sinks, scale=0.3, window=window, **told)
+
+    inputs = {n: random_tensor((1, h, len(ids), dim), dtype, device) for n, h in {"q": 4, "k": 2, "v": 2}.items()}
+    return Case(ours, theirs, theirs, {**inputs, "sinks": random_tensor((4,), dtype, device)})
+
+
+@pytest.mark.parametrize(("device", "dtype"), [each for each in devices_and_types() if each[1] in of_models.TYPES])
+@pytest.mark.parametrize("window", [0, 4, 9])
+def test_sequences_side_by_side(device: str, dtype: torch.dtype, window: int) -> None:
+    assert_no_worse_pooled(lambda: side_by_side(dtype, device, window, [7, 1, 19, 0, 30, 0]))
+    if device == "cpu":
+        each = side_by_side(torch.float32, device, window, [5, 0, 12])
+        torch.testing.assert_close(each.ours(**each.inputs), each.exact(**each.inputs))
+
+
 @pytest.mark.parametrize("device", devices())
 def test_strided_heads_and_sinks_of_float32(device: str) -> None:
     """Queries as a rotary function leaves them, heads first in memory, and as a projection does."""
@@ -173,6 +204,9 @@ def test_empty() -> None:
         ({"window": -1}, "window is -1"),
         ({"boundaries": torch.zeros(3, dtype=torch.int32)}, r"shape \[3\]; int32 of \[7\] is needed"),
         ({"boundaries": torch.zeros(7)}, "boundaries are torch.float32"),
+        ({"boundaries": torch.zeros(4), "longest": 9}, "boundaries are torch.float32"),
+        ({"longest": 9}, "longest is given without the boundaries"),
+        ({"longest": -1}, "longest is -1"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -268,6 +302,23 @@ def _loss(model: Any, mask: Any, labels: torch.Tensor | None, **more: Any) -> tu
     labels = ids if labels is None else ids.masked_fill(labels == 0, -100)
     output = model(input_ids=ids, labels=labels, attention_mask=mask, **more)
     return output.loss.detach(), output.attentions
+
+
+def test_the_original_s_mask_of_sequences_side_by_side(any_type: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch without its padding (models/padding_free.py) whose attention is not served after all."""
+    monkeypatch.setattr(side_by_sides, "_LEAST_STEP", 2)
+    model = tiny_gpt_oss()
+    want, want_grads, _ = trained(model, MASKS["right"])
+    bastile.apply()
+    trained(model, None)
+    monkeypatch.setattr(of_models, "refusal", lambda *_: "it is not")
+    ran()
+    got, got_grads, _ = trained(model, MASKS["right"])
+    report = bastile.report(reset=True)
+    assert (report.ran("padding_free"), report.ran("sink_attention")) == (1, 0)
+    assert_same_up_to_rounding(got, want, model, "loss")
+    for name, gradient in want_grads.items():
+        assert_same_up_to_rounding(got_grads[name], gradient, model, name)
 
 
 def test_dropout_is_stock_s(any_type: None) -> None:

@@ -25,7 +25,7 @@ from bastile.graphs.lengths import (
     most_positions,
 )
 from bastile.guards import stock_of
-from bastile.models import encoder_heads, encoders, padding, sdpa, sentence_pooling, unpadded_stack
+from bastile.models import encoder_heads, encoders, padding, sdpa, sentence_pooling, sinks, unpadded_stack
 from bastile.models.backbone import backbones
 from bastile.models.loading import is_of_sentences
 from bastile.models.mask_flow import MASK, goes_to_makers_alone
@@ -48,25 +48,31 @@ def sites(file: ModelFile) -> Iterator[Site]:
     if is_of_sentences(file.name):
         yield from sentence_pooling.sites(file)
         return
-    causal, both_ways = hand_masks_to_attention(file), encoders_of(file)
+    causal, both_ways, with_sinks = hand_masks_to_attention(file), encoders_of(file), sinks.backbones_of(file)
     stacks = {cls: list(encoders.stacks(file, cls)) for cls in both_ways}
-    yield from _of_backbones(file, causal, stacks)
+    yield from _of_backbones(file, causal, stacks, with_sinks)
     for stack in dict.fromkeys(chain.from_iterable(stacks.values())):
         yield file.forward_site(OPERATOR, stack, unpadded_stack.stack_forward)
-    if causal or both_ways:
+    if causal or both_ways or with_sinks:
         yield from encoder_heads.sites(file)
 
 
-def _of_backbones(file: ModelFile, causal: tuple[type, ...], stacks: dict[type, list[type]]) -> Iterator[Site]:
-    """stacks: of each encoder what takes hidden states through its layers, if it does not do so itself."""
+def _of_backbones(
+    file: ModelFile, causal: tuple[type, ...], stacks: dict[type, list[type]], with_sinks: tuple[type, ...]
+) -> Iterator[Site]:
+    """stacks: of each encoder what takes hidden states through its layers, if it does not do so itself. with_sinks: of
+    causal ones, whose attention is models/sinks.py's."""
     tells = hand_on(file.own_classes())
     for cls in backbones(file):
         forward, where = stock_of(vars(cls)["forward"]), f"{cls.__name__}.forward"
         counts = _POSITIONS in parameter_names(forward) and calls(forward, "arange")
-        makers = _MAKERS if cls in causal else encoders.MAKERS
-        is_served = cls in causal or cls in stacks
+        is_causal = cls in causal or cls in with_sinks
+        makers = _MAKERS if is_causal else encoders.MAKERS
+        is_served = is_causal or cls in stacks
         if is_served and counts and file.read(cls, goes_to_makers_alone, makers) and tells:
-            yield file.forward_site(OPERATOR, cls, partial(unpadded_forward, causal=cls in causal))
+            takes_ours = sinks.is_known_to_take_ours if cls in with_sinks else sdpa.is_known_to_take_ours
+            build = partial(unpadded_forward, causal=is_causal, takes_ours=takes_ours)
+            yield file.forward_site(OPERATOR, cls, build)
         elif stacks.get(cls):
             continue  # what has its layers leaves out padding
         elif not tells:
@@ -77,18 +83,26 @@ def _of_backbones(file: ModelFile, causal: tuple[type, ...], stacks: dict[type, 
             )
 
 
-def unpadded_forward(tally: Tally, original: Callable[..., Any], causal: bool = True) -> Callable[..., Any]:
-    return without_padding(tally, original, partial(_batch, causal=causal), _arguments)
+def unpadded_forward(
+    tally: Tally,
+    original: Callable[..., Any],
+    causal: bool = True,
+    takes_ours: Callable[[Any], bool] = sdpa.is_known_to_take_ours,
+) -> Callable[..., Any]:
+    return without_padding(tally, original, partial(_batch, causal=causal, takes_ours=takes_ours), _arguments)
 
 
-def _batch(backbone: nn.Module, given: dict[str, Any], causal: bool) -> SideBySide | str | None:
-    """A batch without its padding; None where it keeps what it has, and why where a user might expect otherwise."""
+def _batch(
+    backbone: nn.Module, given: dict[str, Any], causal: bool, takes_ours: Callable[[Any], bool]
+) -> SideBySide | str | None:
+    """A batch without its padding; None where it keeps what it has, and why where a user might expect otherwise.
+    takes_ours: whether the attention of a config's model is known to be one that can be told of sequences."""
     config, mask = getattr(backbone, "config", None), given.get(MASK)
     tokens = [given[name] for name in _TOKENS if given.get(name) is not None]
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or len(tokens) != 1 or mask.shape != tokens[0].shape[:2]:
         return None
     rows, length = mask.shape
-    if backbone in never or not sdpa.is_known_to_take_ours(config) or caches.given_in(given) is not None:
+    if backbone in never or not takes_ours(config) or caches.given_in(given) is not None:
         return None
     if in_transform(tokens[0], mask) or (tokens[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None

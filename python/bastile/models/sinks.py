@@ -7,7 +7,8 @@ is to run after all, it gets the mask that Transformers would have made.
 
 A mask of ours is a tensor of int32 like any other argument of a layer, so that checkpoints, CUDA graphs and hooks treat
 it as one: [1, 1, 1, 1, N, 1 + window], expanded from N boundaries (bastile.ops.sink_attention), none where each row is
-one sequence. No mask of Transformers has six dimensions, and none can be broadcast to it unnoticed."""
+one sequence; of sequences side by side, of at most 2^e tokens, [2 + e, ...]. No mask of Transformers has six dimensions,
+and none can be broadcast to it unnoticed."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import ast
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FunctionType
@@ -27,7 +29,7 @@ from bastile.host_copies import fetched, on_host
 from bastile.models.forms import Code
 from bastile.models.mask_flow import MASK, hands_mask_on, makes
 from bastile.models.rebind import with_global
-from bastile.models.sdpa import is_of_whole_rows
+from bastile.models.sdpa import CannotBeTold, is_of_whole_rows, making
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import HALVES, cast_as_linear, has_values
 from bastile.ops._flash import refusal
@@ -37,7 +39,7 @@ from bastile.report import Tally
 
 KIND = "attention with sinks"
 _EAGER, _ATTENDS, _SINKS = "eager", "eager_attention_forward", "sinks"
-_TABLES = "position_embeddings"
+_TABLES, _POSITIONS = "position_embeddings", "position_ids"
 _MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
 #: Under this name our masks are made by Transformers' own functions, which know what they are of.
 _OURS = "bastile_boundaries"
@@ -48,6 +50,20 @@ _WIDE = "its tensors are of float32, in which the original code is the more exac
 
 
 def sites(file: ModelFile) -> Iterator[Site]:
+    for name, attentions, masks, backbones in _served(file):
+        attend = partial(_attend, Tally.of("sink_attention", f"{file.name}.{name}"))
+        yield _of_a_function(file, name, attend, attentions)
+        for mask in masks:
+            yield _of_a_function(file, mask, _make, backbones)
+
+
+def backbones_of(file: ModelFile) -> tuple[type, ...]:
+    """The classes that make masks for such an attention alone."""
+    return tuple(cls for _, _, _, backbones in _served(file) for cls in backbones)
+
+
+def _served(file: ModelFile) -> Iterator[tuple[str, tuple[type, ...], list[str], tuple[type, ...]]]:
+    """Functions that attend, who calls them, what makes their masks, and who calls that."""
     known = list(file.functions(KIND)) if file.module is not None else []
     function = file.scope.get(_ATTENDS)
     if isinstance(function, FunctionType):  # of whatever code: where it has sinks, it is told that it stays stock
@@ -65,10 +81,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
         elif not all(file.read(cls, hands_mask_on) for cls in layers):
             file.unknown[name] = "a mask is not only handed on to the function that attends"
         else:
-            attend = partial(_attend, Tally.of("sink_attention", f"{file.name}.{name}"))
-            yield _of_a_function(file, name, attend, attentions)
-            for mask in masks:
-                yield _of_a_function(file, mask, _make, backbones)
+            yield name, attentions, masks, backbones
 
 
 def _of_a_function(file: ModelFile, name: str, build: Callable[[Any], Any], callers: tuple[type, ...]) -> Site:
@@ -132,15 +145,20 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
             or embedded.device.type not in ("cpu", "cuda")
             or cast_as_linear(embedded)[0].dtype not in TYPES
         ):
+            if making.packed is not None:
+                raise CannotBeTold
             return original(*args, **kwargs)
         _register()
+        if making.packed is not None:
+            making.packed.are_made = True
         given = kwargs.get(MASK)
         # Of as many tokens as there are: one of a cache's, too, says nothing here.
         if isinstance(given, torch.Tensor) and given.shape == embedded.shape[:2]:
             fetched(given)  # waits, once for all masks of a step, as for a mask of PyTorch's attention
         own = copy.copy(config)
         own._attn_implementation_internal = _OURS
-        return original(**{**kwargs, "config": own})
+        told = {_POSITIONS: None} if making.packed is not None and _POSITIONS in kwargs else {}
+        return original(**{**kwargs, **told, "config": own})
 
     return mark_as_ours(make)
 
@@ -157,14 +175,22 @@ def _boundaries(**given: Any) -> Any:
     masks are; `allow_is_causal_skip` says that nothing but causality and a window is asked for."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    batch, keys, padding = given["batch_size"], given["kv_length"], given.get(MASK)
+    batch, keys, padding, packed = given["batch_size"], given["kv_length"], given.get(MASK), making.packed
     position = given.get("cache_position")  # in earlier releases
     device = given.get("device") or getattr(padding, "device", None) or getattr(position, "device", None)
+    if packed is not None and packed.sequences is not None:
+        window = given.get("local_size") or 0
+        cuts, longest, _, _, _ = packed.segments(0, causal=True)
+        return _mask_of(cuts[0].to(device, non_blocking=True), window, (longest - 1).bit_length() + 1)
     starts = _starts(padding, batch, keys) if is_of_whole_rows(given) and given.get("allow_is_causal_skip") else None
     if starts is None or device is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[_EAGER](**given)
     made = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
-    return made.view(1, 1, 1, 1, -1, 1).expand(1, 1, 1, 1, -1, 1 + (given.get("local_size") or 0))
+    return _mask_of(made, given.get("local_size") or 0)
+
+
+def _mask_of(boundaries: torch.Tensor, window: int, times: int = 0) -> torch.Tensor:
+    return boundaries.view(1, 1, 1, 1, -1, 1).expand(1 + times, 1, 1, 1, -1, 1 + window)
 
 
 def _starts(padding: torch.Tensor | None, batch: int, length: int) -> list[int] | None:
@@ -191,16 +217,16 @@ def _is_ours(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.dim() == _DIMS and mask.dtype is torch.int32
 
 
-def _said(mask: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The boundaries and the window of a mask of ours."""
-    return mask[0, 0, 0, 0, :, 0], mask.shape[-1] - 1
+def _said(mask: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The boundaries and the window of a mask of ours, and how many tokens sequences have at most; 0: of rows."""
+    return mask[0, 0, 0, 0, :, 0], mask.shape[-1] - 1, 1 << len(mask) >> 2
 
 
 def _original_mask(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """What Transformers would have made: what is not seen, nobody sees."""
-    (starts, window), (batch, _, length, _) = _said(mask), q.shape
-    seen = allowed(q, window, starts[:0])
-    if starts.numel():
+    (starts, window, longest), (batch, _, length, _) = _said(mask), q.shape
+    seen = allowed(q, window, starts if longest else starts[:0])
+    if starts.numel() and not longest:
         rows = torch.arange(batch, device=q.device)[:, None] * length
         at = torch.arange(length, device=q.device) + rows
         first, end = starts[1::3, None], starts[2::3, None]
@@ -236,10 +262,31 @@ def _attend(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
             mask = _original_mask(attention_mask, query) if ours else attention_mask
             return original(module, query, key, value, mask, *args, **kwargs)
         tally.count()
-        starts, window = _said(attention_mask)
-        return sink_attention(q, k, v, module.sinks, scale=given["scaling"], window=window, boundaries=starts), None
+        _note(module)
+        starts, window, longest = _said(attention_mask)
+        y = sink_attention(
+            q, k, v, module.sinks, scale=given["scaling"], window=window, boundaries=starts, longest=longest
+        )
+        return y, None
 
     return mark_as_ours(attend)
+
+
+#: Configurations of models whose attention has taken a mask of ours, by id.
+_takes_ours: dict[int, Any] = {}
+
+
+def _note(module: Any) -> None:
+    config = getattr(module, "config", None)
+    if config is not None and id(config) not in _takes_ours:
+        key = id(config)
+        _takes_ours[key] = weakref.ref(config, lambda _: _takes_ours.pop(key, None))
+
+
+def is_known_to_take_ours(config: Any) -> bool:
+    """Whether a model's attention has been seen to be one that takes masks of ours."""
+    found = _takes_ours.get(id(config))
+    return found is not None and found() is config and getattr(config, "_attn_implementation", None) == _EAGER
 
 
 def _wants_weights(module: Any) -> str | None:

@@ -60,12 +60,14 @@ def _with_sink(
     return keys, values, bias
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, boundaries: Tensor) -> tuple[Any, ...]:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, boundaries: Tensor, longest: int
+) -> tuple[Any, ...]:
     """On CUDA: o [B, S, heads, D], lse [B, heads, S] in float32 and what else its backward pass takes."""
     batch, heads, length, dim = q.shape
-    varies = bool(boundaries.numel())
+    varies, most = bool(boundaries.numel()), longest or length
     cut = boundaries if varies else None
-    given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, length, length, 0.0, True, False]
+    given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, most, most, 0.0, True, False]
     o, lse, *random, _ = flash.forward(*given, scale=scale, **flash.window_of(window))
     if varies:
         o, lse = o.view(batch, length, heads, dim), lse.view(heads, batch, length).transpose(0, 1)
@@ -83,34 +85,36 @@ def _flash_backward(
         )
         return dq, *[t[..., :-1, :].unflatten(1, (k.shape[1], -1)).sum(2) for t in both]
     varies, length = bool(boundaries.numel()), q.shape[2]
-    cut = boundaries if varies else None
+    cut, most = boundaries if varies else None, ctx.longest or length
     if varies:
         dy, y = dy.flatten(0, 1), y.flatten(0, 1)
         total = total.transpose(0, 1).flatten(1)
     read = [dy, *[_tokens(t, varies) for t in (q, k, v)], y, total.contiguous()]
-    given = [*read, cut, cut, length, length, 0.0, True, *random]
+    given = [*read, cut, cut, most, most, 0.0, True, *random]
     grads = flash.backward(*given, scale=ctx.scale, **flash.window_of(ctx.window))
     return [(g.unflatten(0, (-1, length)) if varies else g).transpose(1, 2) for g in grads]
 
 
 class _SinkAttention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, boundaries, scale, window):
+    def forward(ctx, q, k, v, sinks, boundaries, scale, window, longest):
         if not q.is_cuda:
             keys, values, bias = _with_sink(q, k, v, sinks, window, boundaries)
             y, total = flash.forward_on_cpu(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
             y, random = y.transpose(1, 2), []
         else:
-            y, lse, *random = _flash(q, k, v, scale, window, boundaries)
+            y, lse, *random = _flash(q, k, v, scale, window, boundaries, longest)
             total = torch.logaddexp(lse, sinks.float()[:, None])
             torch.mul(y, torch.exp(lse - total).transpose(1, 2)[..., None], out=y)  # in float32
-        if boundaries.numel():  # what sees nothing: a result of 0, and probabilities of 0 in the backward pass
+        if (
+            boundaries.numel() and not longest
+        ):  # what sees nothing: a result of 0, and probabilities of 0 in the backward pass
             at = torch.arange(q.shape[0] * q.shape[2], device=q.device).view(q.shape[0], 1, -1)
             nothing = at < boundaries[1::3, None, None]
             total.masked_fill_(nothing, math.inf)
             y.masked_fill_(nothing.transpose(1, 2)[..., None], 0.0)
         ctx.save_for_backward(q, k, v, sinks, boundaries, y, total, *random)
-        ctx.scale, ctx.window = scale, window
+        ctx.scale, ctx.window, ctx.longest = scale, window, longest
         return y
 
     @staticmethod
@@ -131,7 +135,7 @@ class _SinkAttention(Function):
         if torch.is_grad_enabled():
             grads = [first_order_only("sink_attention", g, dy, y) for g in grads]
             dsinks = first_order_only("sink_attention", dsinks, dy, y)
-        return *grads, dsinks, None, None, None
+        return *grads, dsinks, None, None, None, None
 
 
 def sink_attention(
@@ -143,6 +147,7 @@ def sink_attention(
     scale: float | None = None,
     window: int = 0,
     boundaries: Tensor | None = None,
+    longest: int = 0,
 ) -> Tensor:
     """Causal attention whose softmax counts one more key for each head, its sink, as GPT-OSS's does: of a query i
 
@@ -161,6 +166,8 @@ def sink_attention(
             B S tokens, where its sequence begins and where that ends, and at last B S. What is before a sequence
             (padding on the left) sees nothing, and its result is 0, as in Transformers' code; what is behind it sees
             itself alone. None, or empty: each row is one sequence.
+        longest: not 0: boundaries are int32 [N + 1] of N sequences that stand one behind another, from 0 to B S; some
+            may be empty, and none has more tokens than this.
 
     Returns:
         [B, S, heads, D], of q's type. Gradients flow to q, k, v and sinks; kept for them are these, the result and a
@@ -175,9 +182,13 @@ def sink_attention(
         why = f"sinks are {sinks.dtype} of shape {list(sinks.shape)}; a number for each of {q.shape[1]} heads is needed"
     if why is None and window < 0:
         why = f"window is {window}; 0 or more is needed"
+    if why is None and longest < 0:
+        why = f"longest is {longest}; 0 or more is needed"
+    if why is None and longest and (boundaries is None or boundaries.dim() != 1 or len(boundaries) < 2):
+        why = "longest is given without the boundaries of sequences, int32 [N + 1]"
     if why is None and boundaries is not None:
         shapes = ([0], [3 * q.shape[0] + 1])
-        if boundaries.dtype is not torch.int32 or list(boundaries.shape) not in shapes:
+        if boundaries.dtype is not torch.int32 or not (longest or list(boundaries.shape) in shapes):
             why = f"boundaries are {boundaries.dtype} of shape {list(boundaries.shape)}; int32 of {shapes[1]} is needed"
     if why is not None:
         raise ValueError(f"sink_attention: {why}")
@@ -186,4 +197,4 @@ def sink_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not q.numel():
         return q.transpose(1, 2).clone() + 0 * (k.sum() + v.sum() + sinks.sum())
-    return _SinkAttention.apply(q, k, v, sinks, boundaries, scale, window)
+    return _SinkAttention.apply(q, k, v, sinks, boundaries, scale, window, longest)
