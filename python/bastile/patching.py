@@ -124,7 +124,8 @@ def apply(
             have it.
         autocast_linear: with model_types None, nn.Linear of trained float32 weights under autocast to 16 bits, as
             Trainer(bf16=True) has it: the products of its backward pass write float32 (docs/autocast_linear.md). In
-            training, of any model, for the class is PyTorch's.
+            training, of any model, for the class is PyTorch's. In attentions without a rotary function queries, keys
+            and values of one input as one node, in any type and with adapters.
         layer_norm: LayerNorm, in training; with model_types None that of PyTorch's own class too, which is of no type.
         gated_rms_norm: the RMSNorm with a gate of linear attention (Qwen3-Next) and of Mamba-2.
         chunked_attention: the attention of vision and audio towers (Qwen-VL, GLM-V) by Transformers' sdpa or eager

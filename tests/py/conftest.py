@@ -213,6 +213,6 @@ def calls_of_a_step(family: str, **without: bool) -> dict[str, int]:
     if row.q_norm and "qk_norm_rope" not in chosen:
         counts["rms_norm"] += 4
     found = {operator: count for operator, count in counts.items() if operator in chosen and count}
-    if ("qk_norm_rope" if row.q_norm else "rope") in chosen and not row.attention_bias:
+    if ("qk_norm_rope" if row.q_norm else "rope") in chosen:
         found["projections"] = 2  # queries, keys and values of each attention
     return found

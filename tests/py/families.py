@@ -43,7 +43,6 @@ class Family:
     mask_function: str | None = "create_causal_mask"  # by which backbone_class makes its masks
     router_loss: bool = False  # its causal_lm_class adds a loss of the router's
     norm_eps: str = "variance_epsilon"  # the norm's attribute that holds epsilon
-    attention_bias: bool = False  # so that its queries, keys and values are no node without adapters
     q_norm: str | None = None  # the attention's attributes that norm each head of queries and keys
     k_norm: str | None = None
     gate: str = "gate_proj"
@@ -56,7 +55,7 @@ class Family:
     @property
     def unpadded_class(self) -> str | None:
         """The backbone, where batches can go through it without their padding."""
-        return None if self.mask_function is None else self.backbone_class
+        return self.backbone_class if self.mask_function or self.sinks_function else None
 
     @property
     def operators(self) -> tuple[str, ...]:
@@ -117,7 +116,6 @@ FAMILIES: dict[str, Family] = {
             rotary_function="apply_rotary_pos_emb",
             causal_lm_class="GptOssForCausalLM",
             router_loss=True,
-            attention_bias=True,
             backbone_class="GptOssModel",
             layer_class="GptOssDecoderLayer",
             layer_mlp_is_tuple=True,

@@ -27,6 +27,7 @@ PATCHES = [
     f"{name}_gpt_oss" for name in ("rms_norm", "rope", "fused_linear_cross_entropy", "add_rms_norm", "moe_experts")
 ]
 CALLS = {"rms_norm": 1, "rope": 2, "fused_linear_cross_entropy": 1, "add_rms_norm": 4, "moe_experts": 2}
+CALLS["projections"] = 2
 
 
 def tiny_gpt_oss(

@@ -17,6 +17,9 @@ from torch import nn
 from bastile.ops._common import has_values, on_gpu
 from bastile.recompute import is_recomputing
 
+#: Below so many multiplications outside of graphs the host's time counts: an H100 does three times as many, of which a
+#: training step has need, in some 150 us, of which a node of autograd of our own takes the host the larger part.
+LEAST = 1 << 34
 #: Calls since the last stack of layers ran until it is seen that there is none.
 _MANY = 512
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from bastile.graphs import host_time
 from bastile.guards import function_of, is_ours, mark_as_ours, stock_of
 from bastile.models.forms import code_of
 from bastile.models.known import KNOWN
@@ -371,9 +372,11 @@ def _tally(kind: Any) -> Tally:
 
 def linears(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> Sequence[torch.Tensor]:
     """Each module's result; by one node where all of them are layers that it serves."""
-    plain = [module.weight for module in modules if plain_linear(module)]
+    plain = [module for module in modules if plain_linear(module, with_bias=True)]
     if len(plain) == len(modules):
-        return projections(x, *plain)
+        biases = [module.bias for module in plain]
+        has_some = any([bias is not None for bias in biases])
+        return projections(x, *[module.weight for module in plain], biases=biases if has_some else ())
     try:
         layers = [adapted(module, x) for module in modules]
     except NotServed as why:
@@ -385,12 +388,23 @@ def linears(x: torch.Tensor, modules: tuple[nn.Module, ...]) -> Sequence[torch.T
 
 
 def projected(x: Any, *modules: nn.Module) -> Sequence[Any]:
-    """As `linears`, of modules that may be anything. With a bias and without an adapter PyTorch's own layers take less
-    of the host's time."""
-    is_one = isinstance(x, torch.Tensor) and (
-        all(map(plain_linear, modules)) or any([hasattr(module, "lora_A") for module in modules])
-    )
+    """As `linears`, of modules that may be anything."""
+    has_adapters = any([hasattr(module, "lora_A") for module in modules])
+    is_one = isinstance(x, torch.Tensor) and (has_adapters or share_a_node(x, modules))
     return linears(x, modules) if is_one else [module(x) for module in modules]
+
+
+def share_a_node(x: Any, modules: tuple[nn.Module, ...]) -> bool:
+    """Whether these are layers of a weight and perhaps a bias whose products of this input are to be one node. With a
+    bias PyTorch's own layers take less of the host's time: so not where that counts."""
+    if not isinstance(x, torch.Tensor) or not all([plain_linear(module, with_bias=True) for module in modules]):
+        return False
+    if not any([module._parameters["bias"] is not None for module in modules]):
+        return True
+    if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
+        return False
+    first: Any = modules[0]
+    return not host_time.counts(first, x) or x.numel() * first.weight.shape[0] >= host_time.LEAST
 
 
 def gated_mlp(x: torch.Tensor, gate: nn.Module, up: nn.Module, down: nn.Module, activation: str) -> torch.Tensor:

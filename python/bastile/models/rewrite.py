@@ -79,6 +79,15 @@ def projections_in(code: Code, function: Any) -> ast.FunctionDef | None:
     return node if rewriter.found and isinstance(node, ast.FunctionDef) else None
 
 
+def attended(code: Code) -> ast.FunctionDef | None:
+    """As `projections`, of an attention whose heads are not made contiguous on the way to the function that attends:
+    that takes them as they lie."""
+    node = projections(code)
+    if node is not None:
+        _leave_as_they_lie(node)
+    return node
+
+
 def head_calls(code: Code) -> ast.FunctionDef | None:
     """The function with calls of modules of its own, any of which may be the output head, by way of `TRACED.head`, and
     with PyTorch's class of losses by way of `TRACED.loss_class`."""
@@ -386,6 +395,26 @@ def _always(node: ast.AST) -> Iterator[ast.AST]:
 
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+#: What a heads' tensor may be handed to: a cache, and what an attention calls the function that attends.
+_TAKE_HEADS = ("update", "attention_interface")
+
+
+def _leave_as_they_lie(node: ast.FunctionDef) -> None:
+    """`q = x.transpose(1, 2).contiguous()`, where q goes to such calls alone, without the copy."""
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    takers = [c for c in calls if getattr(c.func, "id", getattr(c.func, "attr", None)) in _TAKE_HEADS]
+    handed = {id(a) for c in takers for a in (*c.args, *[k.value for k in c.keywords])}
+    loads = [n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    looked_at = {load.id for load in loads if id(load) not in handed}
+    for each in ast.walk(node):
+        match each:
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(func=ast.Attribute(value=value, attr="contiguous"), args=[], keywords=[]),
+            ) if name not in looked_at and _before_transposes(value)[1] == 1:
+                each.value = value
 
 
 class _HeadCalls(ast.NodeTransformer):

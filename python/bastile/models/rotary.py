@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from bastile.guards import mark_as_ours, stock_of
-from bastile.models import rewrite, rewrite_chunks
+from bastile.models import rewrite
 from bastile.models.adapters import projected
-from bastile.models.forms import Code
+from bastile.models.linear import projecting
 from bastile.models.rebind import with_global
 from bastile.models.sites import Found, ModelFile, Site, calls, exchanged
 from bastile.ops.rope import rope
@@ -38,15 +38,11 @@ def sites(file: ModelFile) -> Iterator[Site]:
     for cls, rotaries in attentions.items():
         read = file.read(cls, rewrite.projections)
         if read is not None and read[0].made_by(rewrite.norm_rotaries, frozenset(rotaries)) is None:
-            yield from file.wrapped_sites("rope", cls, partial(_projecting, *read))
+            yield from file.wrapped_sites("rope", cls, partial(projecting, *read, _projected))
 
 
-def _projecting(code: Code, node: Any, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
-    helpers = {rewrite.PROJECTED: projected}
-    if rewrite_chunks.chunks_in(node) is None:
-        return rewrite.rewritten(node, code, original, helpers)
-    # models/chunked_attention.py rewrites the same function.
-    return rewrite.with_others(node, code, original, helpers, partial(rewrite.projections_in, code))
+def _projected(_: Tally, x: Any, *modules: Any) -> Any:
+    return projected(x, *modules)
 
 
 def _with_rotary(name: str, rotary: Any, forward: Any) -> Any:

@@ -7,8 +7,8 @@ is to run after all, it gets the mask that Transformers would have made.
 
 A mask of ours is a tensor of int32 like any other argument of a layer, so that checkpoints, CUDA graphs and hooks treat
 it as one: [1, 1, 1, 1, N, 1 + window], expanded from N boundaries (bastile.ops.sink_attention), none where each row is
-one sequence; of sequences side by side, of at most 2^e tokens, [2 + e, ...]. No mask of Transformers has six dimensions,
-and none can be broadcast to it unnoticed."""
+one sequence; of sequences side by side, of at most 2^e tokens, [2 + e, ...]. Transformers has none of six dimensions,
+and none of its masks can be broadcast to one unnoticed."""
 
 from __future__ import annotations
 

@@ -39,17 +39,19 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-def plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether calling this module multiplies by its weight and does nothing else, so that the weight may stand for it.
+def plain_linear(module: nn.Module, with_bias: bool = False) -> TypeGuard[nn.Linear]:
+    """Whether calling this module multiplies by its weight and does nothing else, so that the weight may stand for it;
+    with_bias: but add its bias, if it has one.
 
     It does more where it has a bias or an adapter, is quantised, parametrised or offloaded, or where a hook would run,
     its own or one on all modules. A weight of another tensor class, such as a shard's, may do anything."""
     own = module.__dict__  # Module's own lookup is slow
     weights = own["_parameters"]  # without those that sharding has put elsewhere
+    bias = weights.get("bias", module)
     return (
         type(module) is nn.Linear
         and type(weights.get("weight")) in PLAIN
-        and weights.get("bias", module) is None
+        and (bias is None or (with_bias and type(bias) in PLAIN))
         and stock_of(nn.Linear.forward) is _LINEAR
         and "forward" not in own
         and not has_hooks(module)
