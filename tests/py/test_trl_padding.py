@@ -38,6 +38,20 @@ def test_padding_goes_through_no_layer(
     assert bastile.report().ran("padding_free") >= 1
 
 
+@runs.newest
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_mixtures_of_experts(kind: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trainers add a loss of routers' logits, which leaves out padding's, by TRL's own code."""
+    monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
+    monkeypatch.setattr(side_by_side, "_LEAST_STEP", 1)
+    words = trl_runs.words
+    monkeypatch.setattr(trl_runs, "words", lambda seed, count: words(seed, count + 3 * (seed % 3)))
+    more = {"per_device_train_batch_size": 4, "num_train_epochs": 4}
+    ours = runs.both(kind, saved("qwen3_moe"), tmp_path, monkeypatch, **more)
+    assert bastile.report().ran("padding_free") >= 1
+    assert any("aux_loss" in logged for logged in ours.logged)
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,9 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     # Caps its logits, and has so few that the cap shows.
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"final_logit_softcapping": 0.5, "query_pre_attn_scalar": 8}),
 }
+# Whose trainers add a loss of its routers' logits.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.5}
+MODELS["qwen3_moe"] = (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, _EXPERTS)
 if hasattr(transformers, "Qwen3_5ForCausalLM"):  # a layer that is linear attention
     _HEADS = {f"linear_{name}": 8 for name in ("key_head_dim", "value_head_dim")}
     _HEADS |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}

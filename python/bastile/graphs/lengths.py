@@ -50,7 +50,8 @@ _MASKS = frozenset(
         "create_recurrent_attention_mask",
     }
 )
-_ASKS = ("output_hidden_states", "output_attentions", "output_router_logits")
+ROUTER, ROUTER_LOGITS = "output_router_logits", "router_logits"
+_ASKS = ("output_hidden_states", "output_attentions", ROUTER)
 
 
 def padded(length: int) -> int:
@@ -142,13 +143,15 @@ def most_positions(config: Any) -> float:
     return min((most for most in own if isinstance(most, int)), default=0)
 
 
-def asks_for_more(given: dict[str, Any], config: Any) -> bool:
-    """Whether a backbone is to return what single layers have made."""
-    return any(_is_asked(given.get(name), getattr(config, name, False)) for name in _ASKS)
+def asks_for_more(given: dict[str, Any], config: Any, but: str | None = None) -> bool:
+    """Whether a backbone is to return what single layers have made; but: other than this."""
+    return any(asks_for(name, given, config) for name in _ASKS if name != but)
 
 
-def _is_asked(here: Any, everywhere: Any) -> bool:
-    return bool(everywhere if here is None else here)
+def asks_for(name: str, given: dict[str, Any], config: Any) -> bool:
+    """Whether a call with these arguments asks for what is called so, or else the configuration does."""
+    here = given.get(name)
+    return bool(getattr(config, name, False) if here is None else here)
 
 
 def are_of_tokens(given: dict[str, Any], rows: int, length: int) -> bool:
@@ -209,10 +212,10 @@ def longer_mask(mask: torch.Tensor, by: int) -> torch.Tensor:
     return nn.functional.pad(nn.functional.pad(mask, [0, by], value=unseen), [0, 0, 0, by], value=seen)
 
 
-def states_alone(result: Any) -> dict[str, Any] | None:
-    """What a backbone returns, where that is its last hidden states, and a cache perhaps; else None."""
+def states_alone(result: Any, *more: str) -> dict[str, Any] | None:
+    """What a backbone returns, where that is its last hidden states, and a cache perhaps, or these; else None."""
     found = {name: value for name, value in result.items() if value is not None} if hasattr(result, "items") else {}
-    is_known = "last_hidden_state" in found and not set(found) - {"last_hidden_state", *caches.NAMES}
+    is_known = "last_hidden_state" in found and not set(found) - {"last_hidden_state", *caches.NAMES, *more}
     return found if is_known else None
 
 

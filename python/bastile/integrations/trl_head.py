@@ -9,6 +9,7 @@ TRL's."""
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from bastile.guards import in_force, stock_of
 from bastile.integrations.functions import Defaults, Parameters, given
 from bastile.integrations.hidden import log_probs_from_hidden
 from bastile.models.forms import is_known
+from bastile.models.mask_flow import BALANCE, is_balance
 from bastile.models.padding import IGNORED, assumed
 from bastile.ops._valid_rows import ValidCount, is_worthwhile
 from bastile.report import Tally
@@ -82,14 +84,19 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
         **kwargs: Any,
     ) -> Any:
         wants_router = kwargs.get("output_router_logits", getattr(config, "output_router_logits", False))
-        is_more = told["cast_lm_head_to_fp32"] or wants_router or torch.compiler.is_compiling()
-        head = self.get_output_embeddings() if fused_lm_head and not is_more and is_in_force() else None
+        is_more = told["cast_lm_head_to_fp32"] or wants_router
+        is_ours = fused_lm_head and is_in_force() and not torch.compiler.is_compiling()
+        head = self.get_output_embeddings() if is_ours and not is_more else None
         if head is None or head.weight.device.type not in _DEVICES:
             more = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-            return added(self, *args, fused_lm_head=fused_lm_head, **more, **kwargs)
+            whole = functools.partial(added, self, *args, fused_lm_head=fused_lm_head, **more, **kwargs)
+            if not is_ours or (wants_router and not _masks_router()):
+                return whole()
+            target = shift_labels if shift_labels is not None else _shifted(labels)
+            return assumed(self, kwargs.get("attention_mask"), target, whole, masks_router=bool(wants_router))
         # The last label belongs to no row, so that hidden states are taken as they lie.
         is_shifted = shift_labels is not None
-        target = shift_labels if is_shifted else nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        target = shift_labels if shift_labels is not None else _shifted(labels)
         target = target.to(head.weight.device).contiguous()
         count = ValidCount(target, IGNORED) if is_worthwhile(target.numel(), target) else None
 
@@ -117,3 +124,15 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
         return result(loss=-of_rows["log_probs"].sum() / divisor, label_mask=mask, **of_rows)
 
     return forward
+
+
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+def _masks_router() -> bool:
+    """Whether the loss that TRL makes of a router's logits leaves out those of padding."""
+    module = sys.modules.get("transformers.models.mixtral.modeling_mixtral")
+    if module is None:
+        module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")  # as TRL's code will
+    return is_balance(getattr(module, BALANCE, None))

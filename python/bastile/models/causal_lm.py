@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.graphs.lengths import ROUTER, asks_for
 from bastile.guards import stock_of
 from bastile.integrations import nemo_rl, prime_rl, trl, verl
-from bastile.models import rewrite
+from bastile.models import mask_flow, rewrite
 from bastile.models.loading import is_of_losses
 from bastile.models.logits import serving_forward, traced
 from bastile.models.padding import is_of_loss, read_by
@@ -48,7 +49,11 @@ def sites(file: ModelFile) -> Iterator[Site]:
         if where in file.replaced:
             continue
         # The wrapper makes tuples of outputs, and Accelerate keeps it in a model that it prepares for mixed precision.
-        yield from file.wrapped_sites("fused_linear_cross_entropy", cls, partial(model_forward, read, is_causal))
+        masks_router = bool(file.read(cls, mask_flow.masks_router)) and mask_flow.is_balance(
+            file.scope.get(mask_flow.BALANCE)
+        )
+        build = partial(model_forward, read, is_causal, masks_router)
+        yield from file.wrapped_sites("fused_linear_cross_entropy", cls, build)
 
 
 def _has_head(cls: type) -> bool:
@@ -69,10 +74,10 @@ def _code_of(cls: type) -> tuple[Any, Any]:
 
 
 def model_forward(
-    read: tuple[Any, Any] | None, is_causal: bool, tally: Tally, original: Callable[..., Any]
+    read: tuple[Any, Any] | None, is_causal: bool, masks_router: bool, tally: Tally, original: Callable[..., Any]
 ) -> Callable[..., Any]:
     """read: the original's code, and its copy in which calls of the head can be put off; None: they cannot. is_causal:
-    its labels are those of the tokens that come next."""
+    its labels are those of the tokens that come next. masks_router: its loss of router logits leaves out padding."""
     eager = in_graph = serving_forward(original)
     if read is not None:
         code, node = read
@@ -87,7 +92,9 @@ def model_forward(
         if not torch.compiler.is_compiling():
             if not is_causal:  # which rows are read its code says: models/encoder_heads.py
                 return eager(self, *args, **kwargs)
-            with read_by(_labels(self, given)):
+            # A loss of all router logits reads padding's too.
+            is_read_so = masks_router or not asks_for(ROUTER, given, self.config)
+            with read_by(_labels(self, given) if is_read_so else None, masks_router=masks_router):
                 return eager(self, *args, **kwargs)
         if read is None:
             return eager(self, *args, **kwargs)

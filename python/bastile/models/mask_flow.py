@@ -6,9 +6,10 @@ import ast
 import inspect
 from collections.abc import Callable
 from types import FunctionType
+from typing import Any
 
 from bastile.guards import stock_of
-from bastile.models.forms import Code, code_of, runs
+from bastile.models.forms import Code, code_of, is_known, runs
 from bastile.models.sites import classes_in
 
 MASK = "attention_mask"
@@ -51,6 +52,25 @@ def hands_mask_to_modules(code: Code, cls: type) -> bool | None:
             given = [node for node in (*call.args, *(k.value for k in call.keywords)) if is_name(node, MASK)]
             handed += [node for node in given if _attends(call) or modules.take_mask(call, node)]
     return len(handed) == len([node for node in nodes if is_name(node, MASK)]) or None
+
+
+#: Of what makes a loss of a router's logits, [B S, E] of each layer, with the mask of padding as its fourth argument.
+BALANCE = "load_balancing_loss_func"
+_BALANCES = frozenset({"e4dbbf15c296", "1f070ce0dc5f"})
+
+
+def masks_router(code: Code) -> bool | None:
+    """Whether a forward makes a loss of its router's logits by what is called so, with its mask as it was given."""
+    calls = [n for n in ast.walk(code.node) if isinstance(n, ast.Call) and is_name(n.func, BALANCE)]
+    names = [n for n in ast.walk(code.node) if isinstance(n, ast.Name) and n.id == MASK]
+    stored = [n for n in names if isinstance(n.ctx, ast.Store)]
+    takes_mask = all(len(call.args) > 3 and is_name(call.args[3], MASK) for call in calls)
+    return (bool(calls) and takes_mask and not stored) or None
+
+
+def is_balance(function: Any) -> bool:
+    """Whether this leaves out what the mask does."""
+    return is_known(function, _BALANCES)
 
 
 def _attends(call: ast.Call) -> bool:

@@ -20,6 +20,7 @@ from torch import nn
 from bastile.graphs import caches, collected
 from bastile.graphs.lengths import (
     OF_EACH_TOKEN,
+    ROUTER,
     are_of_tokens,
     asks_for_more,
     most_positions,
@@ -106,7 +107,8 @@ def _batch(
         return None
     if in_transform(tokens[0], mask) or (tokens[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    if asks_for_more(given, config) or collected.collector() or not _returns_names(given, config):
+    router = ROUTER if padding.masks_router() else None
+    if asks_for_more(given, config, but=router) or collected.collector() or not _returns_names(given, config):
         return "more is asked of it than its last hidden states"
     if not are_of_tokens(given, rows, length) or any(given.get(name) is not None for name in (IDS, CUTS)):
         return "it is given what is not known to be of single tokens"

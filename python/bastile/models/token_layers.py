@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bastile.graphs import caches, collected
-from bastile.graphs.lengths import attentions_of, states_alone
+from bastile.graphs.lengths import ROUTER_LOGITS, attentions_of, states_alone
 from bastile.graphs.longer import are_of_rows
 from bastile.graphs.watch import HOOKS
 from bastile.models import padding, sdpa
@@ -161,11 +161,27 @@ def side_by_side(
     return SideBySide(mask, device, to, tells, causal, longest)
 
 
+def _of_router(logits: Any, batch: SideBySide) -> Any:
+    """[T, E] as [B S, E], or [1, T, E] as [B, S, E]; None for what is neither."""
+    if not isinstance(logits, torch.Tensor) or logits.dim() not in (2, 3):
+        return None
+    rows = logits[None] if logits.dim() == 2 else logits
+    if rows.shape[:2] != (1, batch.to):
+        return None
+    spread = batch.back(rows)
+    return spread.flatten(0, 1) if logits.dim() == 2 else spread
+
+
 def put_back(result: Any, batch: SideBySide) -> bool:
     """False, where the backbone returns what this knows nothing of."""
-    found = states_alone(result)
+    found = states_alone(result, ROUTER_LOGITS)
     if found is None:
         return False
+    if ROUTER_LOGITS in found:
+        of_routers = [_of_router(logits, batch) for logits in found[ROUTER_LOGITS]]
+        if any(logits is None for logits in of_routers):
+            return False
+        result[ROUTER_LOGITS] = tuple(of_routers)
     cache = caches.given_in(found)
     if cache is not None:
         caches.leave_unfilled(cache)
