@@ -151,6 +151,12 @@ _BERT: dict[str, Any] = {
 }  # fmt: skip
 
 
+_BART: dict[str, Any] = {
+    "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("made_by", [translator, two_berts])
 def test_encoders_with_decoders(made_by: Any) -> None:
     torch.manual_seed(0)
@@ -175,7 +181,8 @@ def asked(rows: int = 8, length: int = 64) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~is_asked, -100)}
 
 
-def test_nothing_is_computed_of_rows_that_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BartForConditionalGeneration"])
+def test_nothing_is_computed_of_rows_that_are_not_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And they are counted once, before the layers run."""
     counted: list[str] = []
     init = ValidCount.__init__
@@ -184,10 +191,10 @@ def test_nothing_is_computed_of_rows_that_are_not_asked_for(monkeypatch: pytest.
         counted.append("before" if not has_run else "behind")
         init(self, target, *args, **kwargs)
 
-    model, given, has_run = masked(), asked(), []
+    model, given, has_run = masked(name, **(_BART if "Bart" in name else {})), asked(), []
     want = stepped(model, **given)[0]
     monkeypatch.setattr(ValidCount, "__init__", count)
-    model.bert.encoder.register_forward_hook(lambda *_: has_run.append(True))
+    model.base_model.encoder.register_forward_hook(lambda *_: has_run.append(True))
     bastile.apply_to_model(model, **ALONE)
     with Largest() as largest:
         got = stepped(model, **given)[0]

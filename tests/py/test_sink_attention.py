@@ -11,6 +11,7 @@ from torch import nn
 from transformers.models.gpt_oss import modeling_gpt_oss as modeling
 
 import bastile
+from bastile.models import sdpa
 from bastile.models import side_by_side as side_by_sides
 from bastile.models import sinks as of_models
 from bastile.models.small import small_model
@@ -319,6 +320,34 @@ def test_the_original_s_mask_of_sequences_side_by_side(any_type: None, monkeypat
     assert_same_up_to_rounding(got, want, model, "loss")
     for name, gradient in want_grads.items():
         assert_same_up_to_rounding(got_grads[name], gradient, model, name)
+
+
+def test_what_masks_say_of_sequences_side_by_side() -> None:
+    """How long the longest is, or more: PyTorch's attention on a GPU goes by that."""
+    for longest in (1, 2, 3, 8, 9, 60):
+        ids = torch.arange(4).repeat_interleave(torch.tensor([1, longest, 2, 1]))[None]
+        with sdpa.packed(ids, 100):
+            mask = of_models._boundaries(batch_size=1, kv_length=ids.shape[1], device="cpu", local_size=7)
+        cuts, window, most = of_models._said(mask)
+        assert cuts.tolist()[:5] == [0, 1, 1 + longest, 3 + longest, 4 + longest]
+        assert window == 7
+        assert longest <= most <= 2 * longest
+    assert of_models._said(of_models._mask_of(cuts, 3))[1:] == (3, 0)
+
+
+@pytest.mark.skipif(older_than("5.24.0"), reason="this release has no such model")
+def test_nobody_asks_where_sequences_begin_that_is_known(any_type: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Granite's hands positions to what makes masks, of which Transformers would ask that, and wait for the device."""
+    from transformers import masking_utils
+
+    monkeypatch.setattr(side_by_sides, "_LEAST_STEP", 2)
+    model = small_model("granite_swa").train()
+    bastile.apply()
+    trained(model, None)
+    bastile.report(reset=True)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: pytest.fail("it is asked"))
+    trained(model, MASKS["right"])
+    assert bastile.report().ran("padding_free") == 1
 
 
 def test_dropout_is_stock_s(any_type: None) -> None:

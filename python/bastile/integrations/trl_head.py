@@ -93,7 +93,7 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
             if not is_ours or (wants_router and not _masks_router()):
                 return whole()
             target = shift_labels if shift_labels is not None else _shifted(labels)
-            return assumed(self, kwargs.get("attention_mask"), target, whole, masks_router=bool(wants_router))
+            return assumed(self, kwargs.get("attention_mask"), target, whole)
         # The last label belongs to no row, so that hidden states are taken as they lie.
         is_shifted = shift_labels is not None
         target = shift_labels if shift_labels is not None else _shifted(labels)

@@ -94,7 +94,7 @@ def model_forward(
                 return eager(self, *args, **kwargs)
             # A loss of all router logits reads padding's too.
             is_read_so = masks_router or not asks_for(ROUTER, given, self.config)
-            with read_by(_labels(self, given) if is_read_so else None, masks_router=masks_router):
+            with read_by(_labels(self, given) if is_read_so else None):
                 return eager(self, *args, **kwargs)
         if read is None:
             return eager(self, *args, **kwargs)

@@ -27,7 +27,6 @@ class _Here(threading.local):
     labels: torch.Tensor | None = None
     is_assumed = False
     is_alone = False  # nobody gets to see other rows than those that are read
-    masks_router = False  # who reads a router's logits leaves out those of padding
 
 
 _here = _Here()
@@ -36,23 +35,17 @@ _are_read: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @contextmanager
-def read_by(labels: Any, is_alone: bool = False, masks_router: bool = False) -> Iterator[None]:
+def read_by(labels: Any, is_alone: bool = False) -> Iterator[None]:
     """Within, in this thread, a model makes hidden states of which those rows are read whose labels are not IGNORED, or
-    the row before each of these. None: nothing is known. is_alone: nobody gets to see the others. masks_router: who
-    reads a router's logits, if anybody does, leaves out those of padding."""
-    before = _here.labels, _here.is_alone, _here.masks_router
+    the row before each of these; and of a router's logits none of padding's. None: nothing is known. is_alone: nobody
+    gets to see the others."""
+    before = _here.labels, _here.is_alone
     is_known = isinstance(labels, torch.Tensor) and labels.dim() == 2 and not labels.is_floating_point()
     _here.labels, _here.is_alone = labels if is_known else None, is_alone and is_known
-    _here.masks_router = masks_router
     try:
         yield
     finally:
-        _here.labels, _here.is_alone, _here.masks_router = before
-
-
-def masks_router() -> bool:
-    """Whether who reads a router's logits leaves out those of padding."""
-    return _here.masks_router
+        _here.labels, _here.is_alone = before
 
 
 def may_be_left_out(is_training: bool) -> bool:
@@ -96,20 +89,20 @@ def _is_counted_later(target: torch.Tensor) -> bool:
     return target.is_cuda and not torch.cuda.is_current_stream_capturing()
 
 
-def assumed(model: Any, mask: Any, target: torch.Tensor, run: Callable[[], _T], masks_router: bool = False) -> _T:
-    """What a pass makes of which rows are read whose targets, [B, S], are not IGNORED. It runs as if none were padding,
-    and again where some are. masks_router: as in `read_by`."""
+def assumed(model: Any, mask: Any, target: torch.Tensor, run: Callable[[], _T]) -> _T:
+    """What a pass makes of which rows are read whose targets, [B, S], are not IGNORED, as in `read_by`. It runs as if
+    none were padding, and again where some are."""
     if not isinstance(mask, torch.Tensor) or mask.shape != target.shape or mask.device != target.device:
         return run()
     if not _is_counted_later(target) or model in _are_read:
-        with read_by(target, is_alone=True, masks_router=masks_router):
+        with read_by(target, is_alone=True):
             return run()
     wrong = ValidCount((target != IGNORED) & (mask == 0), ignore_index=0)
-    _here.is_assumed, _here.masks_router = True, masks_router
+    _here.is_assumed = True
     try:
         result = run()
     finally:
-        _here.is_assumed = _here.masks_router = False
+        _here.is_assumed = False
     if not wrong.rows():
         return result
     _are_read.add(model)

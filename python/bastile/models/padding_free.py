@@ -107,8 +107,7 @@ def _batch(
         return None
     if in_transform(tokens[0], mask) or (tokens[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
-    router = ROUTER if padding.masks_router() else None
-    if asks_for_more(given, config, but=router) or collected.collector() or not _returns_names(given, config):
+    if asks_for_more(given, config, but=ROUTER) or collected.collector() or not _returns_names(given, config):
         return "more is asked of it than its last hidden states"
     if not are_of_tokens(given, rows, length) or any(given.get(name) is not None for name in (IDS, CUTS)):
         return "it is given what is not known to be of single tokens"

@@ -29,7 +29,7 @@ from bastile.host_copies import fetched, on_host
 from bastile.models.forms import Code
 from bastile.models.mask_flow import MASK, hands_mask_on, makes
 from bastile.models.rebind import with_global
-from bastile.models.sdpa import CannotBeTold, is_of_whole_rows, making
+from bastile.models.sdpa import is_of_whole_rows, making
 from bastile.models.sites import ModelFile, Site, calls, exchanged
 from bastile.ops._common import HALVES, cast_as_linear, has_values
 from bastile.ops._flash import refusal
@@ -145,8 +145,6 @@ def _make(original: Callable[..., Any]) -> Callable[..., Any]:
             or embedded.device.type not in ("cpu", "cuda")
             or cast_as_linear(embedded)[0].dtype not in TYPES
         ):
-            if making.packed is not None:
-                raise CannotBeTold
             return original(*args, **kwargs)
         _register()
         if making.packed is not None:
