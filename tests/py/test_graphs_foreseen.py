@@ -108,7 +108,7 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert counted()[0] == 5
     assert captured_lengths(trained("auto", [*sizes, *[(2, 27)] * 4])) == [27]  # measured: 0.7
     monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: 1.5)
-    assert captured_lengths(trained("auto", [(2, 8)] * 5 + [(2, 10)])) == []  # beside none
+    assert captured_lengths(trained("auto", [(2, 8)] * 5 + [(2, 10)] * 2)) == []  # beside none
     counted()
     assert steps._tokens((None, sign(2, 7, 4))) == 14
     assert steps._tokens((None, sign(2, 0, 4))) == 1  # which others are divided by
