@@ -261,6 +261,27 @@ def test_modules_that_are_more_than_a_weight_and_a_bias_are_called() -> None:
     assert seen == ["key"] * 2
 
 
+@pytest.mark.parametrize("name", ["Qwen3", "Qwen2"])
+def test_compiled(name: str) -> None:
+    """Of an attention whose code is known, and of one whose statements are."""
+    config = getattr(transformers, f"{name}Config")(**SIZES, num_key_value_heads=2, head_dim=8)
+    config.attention_bias = True
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    assert any("q_proj.bias" in key for key, _ in model.named_parameters())
+    ids = torch.arange(32).view(2, 16)
+    want = model(input_ids=ids, labels=ids).loss
+    want.backward()
+    want_grads = gradients(model)
+    model.zero_grad()
+    bastile.apply_to_model(model, cuda_graphs=False)
+    torch.compiler.reset()
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(input_ids=ids, labels=ids).loss
+    got.backward()
+    torch.testing.assert_close(got, want)
+    assert_close(gradients(model), want_grads)
+
+
 # ---- what is rewritten -----------------------------------------------------------------------------------------------
 
 _TEXT = """

@@ -131,8 +131,5 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _masks_router() -> bool:
-    """Whether the loss that TRL makes of a router's logits leaves out those of padding."""
-    module = sys.modules.get("transformers.models.mixtral.modeling_mixtral")
-    if module is None:
-        module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")  # as TRL's code will
-    return is_balance(getattr(module, BALANCE, None))
+    """Whether the loss that TRL makes of a router's logits, Mixtral's, leaves out those of padding."""
+    return is_balance(getattr(importlib.import_module("transformers.models.mixtral.modeling_mixtral"), BALANCE, None))

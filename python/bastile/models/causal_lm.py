@@ -92,9 +92,7 @@ def model_forward(
         if not torch.compiler.is_compiling():
             if not is_causal:  # which rows are read its code says: models/encoder_heads.py
                 return eager(self, *args, **kwargs)
-            # A loss of all router logits reads padding's too.
-            is_read_so = masks_router or not asks_for(ROUTER, given, self.config)
-            with read_by(_labels(self, given) if is_read_so else None):
+            with read_by(_labels(self, given) if masks_router or not _wants_router(self, given) else None):
                 return eager(self, *args, **kwargs)
         if read is None:
             return eager(self, *args, **kwargs)
@@ -104,6 +102,13 @@ def model_forward(
         return traced.without_logits(in_graph(self, *args, **kwargs))
 
     return forward
+
+
+def _wants_router(model: Any, given: dict[str, Any]) -> bool:
+    """Whether there may be a loss of all of a router's logits, which reads padding's too."""
+    config = getattr(model, "config", None)
+    of_text = getattr(config, "get_text_config", lambda: config)()
+    return asks_for(ROUTER, given, config) or asks_for(ROUTER, given, of_text)
 
 
 def _labels(model: Any, given: dict[str, Any]) -> Any:

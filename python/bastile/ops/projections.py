@@ -36,7 +36,7 @@ class _Projections(Function):
         weights, biases = given[:count], given[count:] or [None] * count
         ctx.save_for_backward(x if any(ctx.needs_input_grad[_BEFORE:][:count]) else None, way_back, *weights)
         products = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-        if any([bias is not None for bias in biases]):
+        if not is_compiling() and any([bias is not None for bias in biases]):  # a layer with one returns a view
             products = [no_view(y) for y in products]
         return tuple(products) if way_back is None else (*products, way_back)
 
