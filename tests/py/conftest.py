@@ -216,3 +216,13 @@ def calls_of_a_step(family: str, **without: bool) -> dict[str, int]:
     if ("qk_norm_rope" if row.q_norm else "rope") in chosen:
         found["projections"] = 2  # queries, keys and values of each attention
     return found
+
+
+def without_dropout(model: Any) -> Any:
+    """In training, but for what it would draw."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for name in [name for name in vars(module) if "dropout" in name and isinstance(vars(module)[name], float)]:
+            setattr(module, name, 0.0)
+    return model.train()

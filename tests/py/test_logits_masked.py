@@ -24,7 +24,7 @@ from bastile.models.logits.said import counts
 from bastile.models.sites import file_of
 from bastile.ops._valid_rows import ValidCount
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
-from conftest import gradients, older_than, on_demand
+from conftest import gradients, older_than, on_demand, without_dropout
 from test_encoder_heads import MASK, TOKENS, batch, model_of
 from test_logits import Largest, made, ran
 from test_logits_models import assert_same, stepped
@@ -55,15 +55,6 @@ def counted_from_here() -> Iterator[None]:
     counts.clear()
     yield
     set_logits_memory(None)
-
-
-def without_dropout(model: Any) -> Any:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in [name for name in vars(module) if "dropout" in name and isinstance(vars(module)[name], float)]:
-            setattr(module, name, 0.0)
-    return model.train()
 
 
 def classes_of(module: str) -> list[str]:

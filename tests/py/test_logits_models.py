@@ -28,7 +28,7 @@ import bastile
 from bastile.models.logits import Logits
 from bastile.models.logits.said import counts
 from bastile.ops.fused_linear_cross_entropy import set_logits_memory
-from conftest import gradients, older_than, on_demand, tiny_batch, tiny_model
+from conftest import gradients, older_than, on_demand, tiny_batch, tiny_model, without_dropout
 from processes import alone, on_processes
 from test_logits import Largest, made, ran
 from test_patching import replica
@@ -88,12 +88,7 @@ def small(model_type: str) -> PreTrainedModel:
         config = AutoConfig.for_model(model_type, **{**SMALL, **TYPES[model_type]})
         auto = AutoModelForSeq2SeqLM if "decoder_start_token_id" in TYPES[model_type] else AutoModelForCausalLM
         model = auto.from_config(config)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in [name for name in vars(module) if "dropout" in name and isinstance(vars(module)[name], float)]:
-            setattr(module, name, 0.0)
-    return model.train()
+    return without_dropout(model)
 
 
 def batch_of(model: PreTrainedModel, columns: int = 80) -> dict[str, torch.Tensor]:

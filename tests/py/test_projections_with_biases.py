@@ -18,7 +18,7 @@ import bastile
 from bastile.models import rewrite
 from bastile.models.forms import Source
 from bastile.ops.projections import projections
-from conftest import gradients, older_than
+from conftest import gradients, older_than, without_dropout
 from memory import Memory
 from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 
@@ -141,12 +141,7 @@ def made(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     values, _ = MODELS[name]
     cls = getattr(transformers, name)
     torch.manual_seed(0)
-    model = cls(cls.config_class(**values)).train()
-    for module in model.modules():
-        for key in [key for key in vars(module) if "dropout" in key and isinstance(vars(module)[key], float)]:
-            setattr(module, key, 0.0)
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    model = without_dropout(cls(cls.config_class(**values)))
     ids = torch.arange(2 * 7).view(2, 7) + 3
     if "pixel_values" in model.dummy_inputs or hasattr(model.config, "patch_size"):
         return model, {"pixel_values": torch.randn(2, 3, 16, 16)}
