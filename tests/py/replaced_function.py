@@ -59,7 +59,8 @@ class Replaced:
         bastile.reset(model=model)
         assert small.step(model)[0] == stock[0]
         assert self.ran() == 0
-        assert bastile.apply(**alone, adamw=False, model_types=model_type) == [f"{self.operator}_{model_type}"]
+        alone |= {"adamw": False, "autocast_linear": False}
+        assert bastile.apply(**alone, model_types=model_type) == [f"{self.operator}_{model_type}"]
         assert getattr(module, self.name) is not function
         everywhere = small.step(model)
         assert self.ran() == times
