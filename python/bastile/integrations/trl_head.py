@@ -92,12 +92,9 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
             whole = functools.partial(added, self, *args, fused_lm_head=fused_lm_head, **more, **kwargs)
             if not is_ours or (wants_router and not _masks_router()):
                 return whole()
-            target = shift_labels if shift_labels is not None else _shifted(labels)
-            return assumed(self, kwargs.get("attention_mask"), target, whole)
-        # The last label belongs to no row, so that hidden states are taken as they lie.
+            return assumed(self, kwargs.get("attention_mask"), _targets(labels, shift_labels), whole)
         is_shifted = shift_labels is not None
-        target = shift_labels if shift_labels is not None else _shifted(labels)
-        target = target.to(head.weight.device).contiguous()
+        target = _targets(labels, shift_labels).to(head.weight.device).contiguous()
         count = ValidCount(target, IGNORED) if is_worthwhile(target.numel(), target) else None
 
         def run() -> torch.Tensor:
@@ -126,8 +123,9 @@ def _forward(tally: Tally, added: Any, is_in_force: Callable[[], bool]) -> Calla
     return forward
 
 
-def _shifted(labels: torch.Tensor) -> torch.Tensor:
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+def _targets(labels: Any, shift_labels: Any) -> torch.Tensor:
+    """Of each row, the last one's none, so that hidden states are taken as they lie."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
 
 
 def _masks_router() -> bool:
