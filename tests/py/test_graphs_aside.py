@@ -14,7 +14,7 @@ from transformers import DynamicCache, Gemma3TextConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 import bastile
-from bastile.graphs import captured
+from bastile.graphs import runs
 from bastile.graphs import stack as stacks
 from bastile.graphs.caches import Empty
 from bastile.graphs.watch import PART
@@ -422,7 +422,7 @@ def test_hidden_states_that_someone_keeps() -> None:
 
 def test_hidden_states_between_runs_that_someone_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward pass writes there: an error is what is left."""
-    monkeypatch.setattr(captured, "MOST_LAYERS", 2)
+    monkeypatch.setattr(runs, "MOST_LAYERS", 2)
     model = model_with_graphs(num_hidden_layers=4)
     loss = loss_of(model)
     [graphs] = next(iter(stacks._stacks.values())).captured.values()
@@ -494,7 +494,7 @@ class _Writes(nn.ModuleList):
 def test_a_mask_that_is_written_to_between_layers(steps: str, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the fourth of six steps within a run, whose first layers then compute with the mask as it was, or before a
     run begins; or in each step."""
-    monkeypatch.setattr(captured, "MOST_LAYERS", layers)
+    monkeypatch.setattr(runs, "MOST_LAYERS", layers)
     model = tiny_model(num_hidden_layers=5, attn_implementation="eager")
     model.model.layers = _Writes(model.model.layers)
     switch = lambda now: lambda model: setattr(model.model.layers, "now", now)  # noqa: E731

@@ -17,9 +17,9 @@ from bastile.graphs import foreseen as module
 from bastile.graphs import stack as stacks
 from bastile.graphs import step as steps
 from bastile.graphs.arguments import signature
-from bastile.graphs.captured import Call, Note
 from bastile.graphs.lengths import VARIES
 from bastile.graphs.recorder import RepeatingRecorder
+from bastile.graphs.runs import Call, Note
 from conftest import tiny_model
 from graphing import DEVICE, ON_CUDA, allow_graphs, assert_alike, batch_of, counted
 from test_gpt_oss import tiny_gpt_oss

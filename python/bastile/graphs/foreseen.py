@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bastile.graphs.arguments import Signature
-from bastile.graphs.captured import Note
+from bastile.graphs.runs import Note
 
 
 class _Differs(Exception):

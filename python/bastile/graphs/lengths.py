@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from bastile.graphs import caches
+from bastile.graphs.collected import ROUTER_LOGITS
 from bastile.host_copies import on_host, remember
 from bastile.models.forms import codes
 from bastile.models.mixers import CUTS, IDS
@@ -50,7 +51,7 @@ _MASKS = frozenset(
         "create_recurrent_attention_mask",
     }
 )
-ROUTER, ROUTER_LOGITS = "output_router_logits", "router_logits"
+ROUTER = f"output_{ROUTER_LOGITS}"
 _ASKS = ("output_hidden_states", "output_attentions", ROUTER)
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bastile.graphs.between import Between
-from bastile.graphs.captured import Note
 from bastile.graphs.returned import hidden_of
+from bastile.graphs.runs import Note
 from bastile.ops._valid_rows import version
 
 #: Modules without others in them, by where they are defined: each row of theirs is of one row.

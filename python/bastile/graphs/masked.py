@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from bastile.graphs.captured import Note
 from bastile.graphs.lengths import Lengths, attentions_of, longer_mask
 from bastile.graphs.longer import Longer, are_of_rows
+from bastile.graphs.runs import Note
 from bastile.models import sdpa
 from bastile.ops._common import cast_type
 from bastile.ops._segments import of_whole_rows, with_more_behind

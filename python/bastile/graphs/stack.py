@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from bastile.graphs import conditions, host_time
-from bastile.graphs.captured import Captured, Note, Passage, Run
+from bastile.graphs.captured import Captured
 from bastile.graphs.lengths import Lengths
 from bastile.graphs.longer import Longer
 from bastile.graphs.masked import Masks
 from bastile.graphs.packed import Packs
+from bastile.graphs.passage import Passage
 from bastile.graphs.pays import Pays
 from bastile.graphs.recorder import Recorder
 from bastile.graphs.reserved import Reserved
+from bastile.graphs.runs import Note, Run
 from bastile.graphs.seq2seq import Decoders
 from bastile.graphs.tables import Tables
 from bastile.graphs.watch import Watch

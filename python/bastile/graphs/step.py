@@ -19,11 +19,13 @@ from bastile.graphs.arguments import CannotCapture, Given, rebuilt, signature
 from bastile.graphs.autocast import Autocast
 from bastile.graphs.between import Between, themselves
 from bastile.graphs.calls import called_instead, itself
-from bastile.graphs.captured import Call, Captured, Note, Passage, Replay, Run
+from bastile.graphs.captured import Captured
 from bastile.graphs.foreseen import foreseen
 from bastile.graphs.longer import Longer
+from bastile.graphs.passage import Passage, Replay
 from bastile.graphs.pays import Pays, pays
 from bastile.graphs.returned import has_own, hidden_of, others_of, returned
+from bastile.graphs.runs import Call, Note, Run
 from bastile.graphs.stack import HOOKED, Stack
 from bastile.models.chunks import asked, opened
 
@@ -66,6 +68,7 @@ class Step:
         self.run: Run | None = None  # which has been replayed, and whose layers are still being called
         self.hidden: Any = None  # what its first layer was given
         self.output: Any = None  # its last layer's
+        self.of_routers: list[torch.Tensor] = []  # of its layers that are still to be called
         self.output_between: Any = None  # what the layer before has returned
         self._structure: Any = None  # of the arguments that the layer before was called with
         self._previous: tuple[Any, Any] = (), {}  # those arguments
@@ -184,10 +187,15 @@ class Step:
             self.has_replayed = True
             self.run, self.hidden = run, args[0]
             others = [self.given.tensors[place] for place in run.differentiated]
-            self.output = Replay.apply(passage, run, args[0], *others, *run.parameters)
+            self.output, *self.of_routers = Replay.apply(passage, run, args[0], *others, *run.parameters)
         elif not args or args[0] is not self.output_between or not self._is_given_again(args[1:], kwargs):
             return None
-        others = run.layers[index - run.first].call.others
+        call = run.layers[index - run.first].call
+        if call.of_routers:
+            count = len(call.of_routers)
+            collected.add_of_routers(self.of_routers[:count])
+            del self.of_routers[:count]
+        others = call.others
         made = partial(self._made, passage, run, index, self.hidden, args[1:], kwargs)
         if index + 1 == run.end:
             output = self.output
@@ -391,6 +399,7 @@ class _Noting:
         self.looked_at: set[int] = set()  # layers whose output others than the next one do something with
         self.asked_for_more: set[int] = set()  # layers of which somebody looks at what they return beside
         self.collected: list[tuple[int, torch.Tensor]] = []  # by hooks: outputs of these layers
+        self.of_routers = 0  # so many logits had been, before the layer that is called
         self.given: Given | None = None
         self.random = conditions.random_state(device)
         self.before: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = []  # what is called has been given, as it was
@@ -406,6 +415,7 @@ class _Noting:
             structure = self.calls[-1].structure  # one object, so that equality is seen at once
         chained = hidden is self.output
         self.before = [(each, dict(each)) for each in (*args[1:], *kwargs.values()) if isinstance(each, Mapping)]
+        self.of_routers = len(collected.of_routers())
         self.calls.append(Call(structure, signature(hidden), hidden.requires_grad, chained, checkpoints))
 
     def returned(self, given: Given, output: Any, is_last: bool) -> Any:
@@ -421,7 +431,8 @@ class _Noting:
         except CannotCapture as reason:
             self.calls[-1] = replace(self.calls[-1], against=str(reason))
             return output
-        self.calls[-1] = replace(self.calls[-1], others=others)
+        leads = tuple([logits.requires_grad for logits in collected.of_routers()[self.of_routers :]])
+        self.calls[-1] = replace(self.calls[-1], others=others, of_routers=leads)
         if not is_last:
             # Neither holds what is noted, which holds them.
             hidden = Between.of(partial(hidden_of, hidden), partial(self.looked_at.add, index))

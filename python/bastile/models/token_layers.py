@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from bastile.graphs import caches, collected
-from bastile.graphs.lengths import ROUTER_LOGITS, attentions_of, states_alone
+from bastile.graphs.collected import ROUTER_LOGITS
+from bastile.graphs.lengths import attentions_of, states_alone
 from bastile.graphs.longer import are_of_rows
 from bastile.graphs.watch import HOOKS
 from bastile.models import padding, sdpa

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,3 +35,19 @@ def set_state(generator: Any, state: Any) -> None:
         generator.set_offset(offset)
     else:
         generator.set_state(state)
+
+
+@contextmanager
+def drawing_again(device: torch.device, state: Any) -> Iterator[None]:
+    """Within, random numbers are those that were drawn from this state on, if there is one; behind, the generator is
+    where it was."""
+    if state is None:
+        yield
+        return
+    generator = generator_of(device)
+    now = state_of(generator)
+    set_state(generator, state)
+    try:
+        yield
+    finally:
+        set_state(generator, now)
