@@ -108,7 +108,8 @@ test-trl: install $(TRL)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py tests/py/test_peft_deepspeed.py \
 	    tests/py/test_graphs_deepspeed.py tests/py/test_zero3.py tests/py/test_peft_torchao.py \
 	    tests/py/test_shardings.py tests/py/test_sentence_transformers.py
-	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_walks.py tests/py/test_switches.py
+	PYTHONPATH=$(TRL)/peft:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_peft.py tests/py/test_peft_experts.py \
+	    tests/py/test_walks.py tests/py/test_switches.py
 	for release in $(TRL_RELEASES); do \
 	    PYTHONPATH=$(TRL)/$$release:$(TRL)/beside:$(SITE) $(PY) -m pytest -n $(JOBS) tests/py/test_trl.py || exit; \
 	done

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from bastile.graphs import host_time
 from bastile.guards import function_of, is_ours, mark_as_ours, stock_of
+from bastile.models import adapted_experts
 from bastile.models.forms import code_of
 from bastile.models.known import KNOWN
 from bastile.models.loading import is_torchs
@@ -335,6 +336,7 @@ def sites(file: ModelFile) -> Iterator[Site]:
     prepare_for_compiler(file)
     for found in file.forwards("adapted linear"):
         yield file.forward_site("lora_linear", found.owner, linear_forward)
+    yield from adapted_experts.sites(file)
 
 
 def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -446,9 +448,8 @@ def _step_aside(modules: Sequence[nn.Module], why: NotServed) -> None:
 
 #: Backbones that have run, for the report.
 _ran: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-#: What PEFT's modules are of, and where; ParamWrapper adds to weights, which Bastile then multiplies by.
+#: What PEFT's modules are of, and where.
 _OF_PEFT = (("peft.tuners.tuners_utils", "BaseTunerLayer"), ("peft.utils.other", "AuxiliaryTrainingWrapper"))
-_SERVED_OTHERWISE = ("ParamWrapper",)
 
 
 def has_run(backbone: nn.Module) -> None:
@@ -464,7 +465,7 @@ def note() -> str | None:
     found: Counter[str] = Counter()
     for module in {each for backbone in list(_ran) for each in backbone.modules()} if bases else ():
         kind: Any = type(module)
-        if issubclass(kind, bases) and _form(kind.forward) is None and kind.__name__ not in _SERVED_OTHERWISE:
+        if issubclass(kind, bases) and _form(kind.forward) is None:
             found[f"{kind.__module__}.{kind.__qualname__}"] += 1
     if not found:
         return None

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from bastile.guards import mark_as_ours
 from bastile.models import scored_inputs
+from bastile.models.adapted_experts import handed_to
 from bastile.models.mlp import activation_of, activations
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import served, without_autocast
+from bastile.ops.adapted_experts import adapted_experts
 from bastile.ops.moe import MOST_EXPERTS, moe_experts
 from bastile.report import Tally
 
@@ -62,20 +65,25 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = as_keywords(names, args, kwargs)
         hidden, indices, weights = [given.pop(name, None) for name in names[:3]]
+        handed = handed_to(self)
         if given or len(args) > len(names):
             tally.step_aside("it was not called with states, indices and weights alone")
-            return original(self, *args, **kwargs)
+            with handed.added_by_peft():
+                return original(self, *args, **kwargs)
         activation: Any = variant["activation"] or activation_of(getattr(self, "act_fn", None), classes)
         why = obstacle(self, hidden, indices, weights, activation)
         if why is not None:
             tally.step_aside(why)
-            return original(self, *args, **kwargs)
+            with handed.added_by_peft():
+                return original(self, *args, **kwargs)
         tally.count()
         gate_up, gate_up_bias, down, down_bias = _parameters(self)
         # Grouped products are none that autocast casts: they have the type of the experts' weights.
         rows = hidden.to(gate_up.dtype)
         with without_autocast(hidden.device.type):
-            out = moe_experts(
+            adapters: Any = handed.adapters(self) if handed else {}
+            operator: Any = partial(adapted_experts, **adapters) if adapters else moe_experts
+            out: torch.Tensor = operator(
                 rows,
                 indices,
                 weights,
@@ -90,7 +98,7 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
             )
         return out.to(hidden.dtype)
 
-    return forward
+    return mark_as_ours(forward)
 
 
 def _parameters(experts: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:

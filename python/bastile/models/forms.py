@@ -11,7 +11,7 @@ import hashlib
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from types import CodeType
@@ -142,6 +142,16 @@ def is_known(function: Any, fingerprints: frozenset[str]) -> bool:
     code = code_of(function)
     forget_sources()  # which are long
     return code is not None and code.fingerprint in fingerprints and runs(code.node, code, function)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def bare(function: Any) -> Any:
+    """What contextlib's own wrapper calls; anything else, others' wrappers too, is itself."""
+    return function.__wrapped__ if getattr(function, "__code__", None) is _nothing.__code__ else function
 
 
 def runs(node: _Function, code: Code, function: Any) -> bool:

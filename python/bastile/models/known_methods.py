@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bastile.guards import stand_in_for, stock_of
-from bastile.models.forms import is_known
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def _bare(function: Any) -> Any:
-    """What contextlib's own wrapper calls; anything else, others' wrappers too, is itself."""
-    return function.__wrapped__ if getattr(function, "__code__", None) is _nothing.__code__ else function
+from bastile.models.forms import bare, is_known
 
 
 class KnownMethod:
@@ -35,7 +24,7 @@ class KnownMethod:
         and this, what is to be called in its place. While this is not in force it calls the original: what others have
         put around it stays when it is taken out."""
         self.name, self.make = name, make
-        self._is_known = known if callable(known) else lambda method: is_known(_bare(method), known)
+        self._is_known = known if callable(known) else lambda method: is_known(bare(method), known)
         self._is_put = False
 
     def put_into(self, cls: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from bastile.guards import stock_of
-from bastile.models.forms import Code, code_of, codes, runs
+from bastile.models.forms import Code, bare, code_of, codes, runs
 from bastile.models.known import KNOWN, Form
 from bastile.models.rebind import with_wrapped, wrapped_cell
 from bastile.models.table import OPERATORS
@@ -211,7 +211,7 @@ class ModelFile:
         functions = {n: stock_of(inner.__globals__.get(n)) for n in code.functions}
         nodes = {**code.methods, **code.functions, inner.__name__: code.node}
         for called, live in {**methods, **functions, inner.__name__: inner}.items():
-            if not runs(nodes[called], code, live):
+            if not runs(nodes[called], code, bare(live)):
                 return f"{name}.{called}" if called in methods else called if live is not inner else _where(name, owner)
         return None
 

@@ -8,17 +8,18 @@ from bastile.ops import _fakes  # noqa: F401  (registers the operators, with the
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import ALPHA, OAI, unit_of
 from bastile.ops._grouped import grouped_matrices, grouped_rows
+from bastile.ops._late import late
 from bastile.recompute import offer
 
 __all__ = ["moe_experts"]
 
-_sort = torch.ops.bastile.moe_sort.default
-_gather = torch.ops.bastile.moe_gather.default
-_glu_forward = torch.ops.bastile.moe_glu_forward.default
+sort = torch.ops.bastile.moe_sort.default
+gather = torch.ops.bastile.moe_gather.default
+glu_forward = torch.ops.bastile.moe_glu_forward.default
 _glu_backward = torch.ops.bastile.moe_glu_backward.default
 _glu_backward_inplace = torch.ops.bastile.moe_glu_backward_inplace.default
-_combine_forward = torch.ops.bastile.moe_combine_forward.default
-_combine_backward = torch.ops.bastile.moe_combine_backward.default
+combine_forward = torch.ops.bastile.moe_combine_forward.default
+combine_backward = torch.ops.bastile.moe_combine_backward.default
 
 #: The sort gives each expert a thread of one block.
 MOST_EXPERTS = 1023
@@ -32,7 +33,7 @@ def _weight_gradient(left, right, ends, like):
     return grouped_matrices(left, right, ends)
 
 
-def _gate_gradients(in_place, dy, h, given, want):
+def gate_gradients(in_place, dy, h, given, want):
     """dh, w y, and the gradients of the routing weights and of the bias; in place: the first two over h and dy."""
     if not in_place:
         return _glu_backward(dy, h, *given, *want)
@@ -48,25 +49,31 @@ class _Experts(Function):
     second product: with dy the gradient of that product's input, dweight = dy · y + dout · bias. So its result need not
     be kept.
 
-    What is as large as the rows is let go of as soon as it has been read."""
+    What is as large as the rows is let go of as soon as it has been read. In a checkpoint's second run, where nobody
+    reads the result, the unit and the second product are not computed."""
 
     @staticmethod
-    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate, with_grad):
-        order, position, ends = _sort(indices, gate_up.shape[0])
+    def forward(ctx, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, gate, with_grad, rest):
+        order, position, ends = sort(indices, gate_up.shape[0])
         places = position.view(-1)
-        rows = _gather(hidden, places)
+        rows = gather(hidden, places)
         h = grouped_rows(rows, gate_up, ends)
         if with_grad and ctx.needs_input_grad[3]:
-            offer(_gather, (hidden, places), rows, is_inner=True)
+            offer(gather, (hidden, places), rows, is_inner=True)
         else:
             rows = None
-        y = _glu_forward(h, gate_up_bias, ends, *gate)
-        if not (with_grad and any(ctx.needs_input_grad)):
-            h = None  # no backward pass will read it
-        y = grouped_rows(y, down, ends)
+        behind = down, ends, position, weights, down_bias, indices
+        if rest is None:
+            y = glu_forward(h, gate_up_bias, ends, *gate)
+            if not (with_grad and any(ctx.needs_input_grad)):
+                h = None  # no backward pass will read it
+            out = _second_layer(y, *behind)
+        else:
+            rest.leave(_finish, h, gate_up_bias, gate, behind)
+            out = hidden.new_empty(hidden.shape)
         ctx.save_for_backward(hidden, rows, weights, gate_up, gate_up_bias, down, down_bias, h, order, position, ends)
         ctx.gate = gate
-        return _combine_forward(y, position, weights, down_bias, indices)
+        return out
 
     @staticmethod
     def backward(ctx, dout):
@@ -77,11 +84,11 @@ class _Experts(Function):
         )
         dhidden = dweights = dgate_up = dgate_up_bias = ddown = ddown_bias = dots = None
         if down_bias is not None and (want_weights or want_down_bias):
-            rows, dots, ddown_bias = _combine_backward(
+            rows, dots, ddown_bias = combine_backward(
                 dout, order, ends, weights, down_bias, want_weights, want_down_bias
             )
         else:
-            rows = _gather(dout, position.view(-1))
+            rows = gather(dout, position.view(-1))
         want_dh = want_hidden or want_gate_up or want_gate_up_bias
         if want_dh or want_weights or want_down:
             dy = grouped_rows(rows, down.transpose(1, 2), ends)
@@ -89,14 +96,14 @@ class _Experts(Function):
                 del rows
             given = (gate_up_bias, ends, order, weights, dots if want_weights else None, *ctx.gate)
             want = (want_dh, want_down, want_weights, want_gate_up_bias)
-            dh, wy, dweights, dgate_up_bias = _gate_gradients(last, dy, h, given, want)
+            dh, wy, dweights, dgate_up_bias = gate_gradients(last, dy, h, given, want)
             del dy, h
             if want_gate_up:
                 dgate_up = _weight_gradient(x, dh, ends, gate_up)
             del x
             if want_hidden:
                 dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
-                dhidden = _combine_forward(dx, position, None, None, None)
+                dhidden = combine_forward(dx, position, None, None, None)
                 del dx
             del dh
             if want_down:  # last, when all gradients are there: wy and rows take less memory than dh and its rows
@@ -106,7 +113,16 @@ class _Experts(Function):
             sources = dout, hidden, weights, gate_up, gate_up_bias, down, down_bias
             gradients = tuple(first_order_only("moe_experts", g, *sources) for g in gradients)
         wanted = zip(gradients, ctx.needs_input_grad, strict=False)
-        return *(g if want else None for g, want in wanted), None, None
+        return *(g if want else None for g, want in wanted), None, None, None
+
+
+def _second_layer(y, down, ends, position, weights, down_bias, indices):
+    return combine_forward(grouped_rows(y, down, ends), position, weights, down_bias, indices)
+
+
+def _finish(h, gate_up_bias, gate, behind, out):
+    _, ends, *_ = behind
+    out.copy_(_second_layer(glu_forward(h, gate_up_bias, ends, *gate), *behind))
 
 
 def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias, unit):
@@ -124,13 +140,15 @@ def _reference(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias,
     return out
 
 
-def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias):
+def check_experts(function, hidden, indices, weights, gate_up, gate_up_bias, down, down_bias):
+    """function: as which errors name it."""
+
     def need(name: str, t: torch.Tensor | None, what: str, *sizes: int):
         if t is not None and t.shape != sizes:
-            raise RuntimeError(f"moe_experts: {name} has shape {list(t.shape)}; {what} is needed, here {list(sizes)}")
+            raise RuntimeError(f"{function}: {name} has shape {list(t.shape)}; {what} is needed, here {list(sizes)}")
 
     if not isinstance(indices, torch.Tensor):
-        raise TypeError(f"moe_experts: router_indices is a {type(indices).__name__}; a tensor is needed")
+        raise TypeError(f"{function}: router_indices is a {type(indices).__name__}; a tensor is needed")
     for name, t, dims, what in (
         ("hidden", hidden, 2, "[T, H]"),
         ("router_indices", indices, 2, "[T, K]"),
@@ -138,9 +156,9 @@ def _check(hidden, indices, weights, gate_up, gate_up_bias, down, down_bias):
         ("down_proj", down, 3, "[E, I, H]"),
     ):
         if t.dim() != dims:
-            raise RuntimeError(f"moe_experts: {name} has shape {list(t.shape)}; {what} is needed")
+            raise RuntimeError(f"{function}: {name} has shape {list(t.shape)}; {what} is needed")
     if indices.dtype not in (torch.int64, torch.int32):
-        raise RuntimeError(f"moe_experts: router_indices is {indices.dtype}; int64 or int32 is needed")
+        raise RuntimeError(f"{function}: router_indices is {indices.dtype}; int64 or int32 is needed")
     (tokens, width), choices, (experts, inner, _) = hidden.shape, indices.shape[1], down.shape
     need("router_indices", indices, "[T, K]", tokens, choices)
     need("routing_weights", weights, "[T, K]", tokens, choices)
@@ -202,7 +220,7 @@ def moe_experts(
     if not is_served:
         names = ("hidden", "", "routing_weights", "gate_up_proj", "gate_up_bias", "down_proj", "down_bias")
         need_floats("moe_experts", **{name: t for name, t in zip(names, given, strict=True) if name})
-    _check(*given)
+    check_experts("moe_experts", *given)
     same = all(t.dtype == hidden.dtype for t in floats if t is not routing_weights)
     if not (
         is_served
@@ -211,7 +229,9 @@ def moe_experts(
         and not torch.is_autocast_enabled(hidden.device.type)
     ):
         return _reference(*given, unit)
-    return _Experts.apply(
+    with_grad = torch.is_grad_enabled()
+    rest = late() if with_grad and any([t.requires_grad for t in floats]) else None
+    out = _Experts.apply(
         hidden,
         router_indices.long().contiguous(),
         routing_weights.contiguous(),
@@ -220,5 +240,9 @@ def moe_experts(
         down_proj,
         down_bias if down_bias is None else down_bias.contiguous(),
         unit.joined,
-        torch.is_grad_enabled(),
+        with_grad,
+        rest,
     )
+    if rest is not None:
+        rest.do(out)
+    return out

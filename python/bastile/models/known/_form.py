@@ -9,7 +9,7 @@ from typing import Any
 class Form:
     #: norm, layer norm, gated norm, mlp, rotary, attention, attention with sinks, short convolution, gated delta rule,
     #: state space, fused state space, layer, experts, block of experts, router, experts of all tokens, linear, linear
-    #: across, adapted linear, 4-bit linear, 8-bit linear, head
+    #: across, adapted linear, adapted parameter, 4-bit linear, 8-bit linear, head
     kind: str
     formula: str
     roles: tuple[str, ...]  # attributes of self

@@ -4,6 +4,10 @@ from bastile.models.known._form import Form, roles
 
 _ADAPTED = "_check_forward_args disable_adapters merged base_layer"
 _ADAPTER = "lora_B lora_dropout scaling _cast_input_dtype lora_variant merged_adapters get_base_layer lora_bias"
+_ADAPTED_PARAMETER = (
+    "disable_adapters merged base_layer __class__ active_adapters merged_adapters lora_A get_base_layer parameter_name "
+    "num_experts lora_B"
+)
 
 FORMS: tuple[Form, ...] = (
     # ---- linear layers of classes of their own -----------------------------------------------------------------------
@@ -22,6 +26,20 @@ FORMS: tuple[Form, ...] = (
         "the same of a base in 4 or 8 bits",
         roles(f"{_ADAPTED} active_adapters lora_A {_ADAPTER}"),
         ("7226307fd10b", "ecc7a59ff7d0"),
+        exact=True,
+    ),
+    Form(
+        "adapted parameter",
+        "base(x) with scale A B of each expert added to a parameter, the active adapters' in turn",
+        roles(f"{_ADAPTED_PARAMETER} _did_swap_in_out_features scaling"),
+        ("d4b5d27bb0c6", "47c03801988c"),
+        exact=True,
+    ),
+    Form(
+        "adapted parameter",
+        "the same of PEFT 0.18, which knows nothing of matrices as linear layers have them",
+        roles(f"{_ADAPTED_PARAMETER} scaling"),
+        ("85a95c5a278a",),
         exact=True,
     ),
     Form(

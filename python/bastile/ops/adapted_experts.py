@@ -1,0 +1,270 @@
+"""The experts of a mixture of experts with a low-rank adapter on each expert's matrices."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from bastile.ops._common import Function, first_order_only, release_on_last_pass, served
+from bastile.ops._glu import ALPHA, OAI, unit_of
+from bastile.ops._grouped import grouped_matrices, grouped_rows
+from bastile.ops._late import late
+from bastile.ops.moe import (
+    MOST_EXPERTS,
+    check_experts,
+    combine_backward,
+    combine_forward,
+    gate_gradients,
+    gather,
+    glu_forward,
+    moe_experts,
+    sort,
+)
+from bastile.recompute import offer
+
+__all__ = ["ExpertAdapters", "adapted_experts"]
+
+#: Of which numbers of columns grouped products' operands on a GPU have a multiple.
+_RANKS = 8
+
+
+class ExpertAdapters(NamedTuple):
+    """What is added to the matrices [E, A, B] of all experts: scale · a[e] @ b[e].
+
+    a: [E, A, r] and b: [E, r, B], of any strides and the matrices' type. r of any size; multiples of 8 cost no copy.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float = 1.0
+
+
+def _added(y: torch.Tensor, thin: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, scale: float) -> None:
+    """y += scale · thin @ matrices[e], of float32's sum, rounded once."""
+    y.add_(grouped_rows(thin, matrices, ends), alpha=scale)
+
+
+class _AdaptedExperts(Function):
+    """Of experts whose own matrices want no gradient. Keeps what `moe_experts` keeps, the gathered rows if adapters on
+    gate_up want them, and both thin products [T K, r]. In a checkpoint's second run the second product is not computed.
+    The backward pass is that of `moe_experts`, with a thin product beside each of its own: with d the gradient of the
+    result's rows and w the routing weights,
+
+        u2 = d b2^T       db2 = s2 (w t2)^T d       da2 = s2 (w y)^T u2       dy = d down^T + s2 u2 a2^T
+        u1 = dh b1^T      db1 = s1 t1^T dh          da1 = s1 x^T u1           dx = dh gate_up^T + s1 u1 a1^T"""
+
+    @staticmethod
+    def forward(
+        ctx, hidden, indices, weights, a1, b1, a2, b2, gate_up, gate_up_bias, down, down_bias, scales, gate, with_grad,
+        rest,
+    ):  # fmt: skip
+        order, position, ends = sort(indices, gate_up.shape[0])
+        places = position.view(-1)
+        rows = gather(hidden, places)
+        h = grouped_rows(rows, gate_up, ends)
+        t1 = t2 = None
+        if a1 is not None:
+            t1 = grouped_rows(rows, a1, ends)
+            _added(h, t1, b1, ends, scales[0])
+        if with_grad and ctx.needs_input_grad[3]:
+            offer(gather, (hidden, places), rows, is_inner=True)
+        else:
+            rows = None
+        y = glu_forward(h, gate_up_bias, ends, *gate)
+        if not (with_grad and any(ctx.needs_input_grad)):
+            h = None  # no backward pass will read it
+        if a2 is not None:
+            t2 = grouped_rows(y, a2, ends)
+        behind = down, t2, b2, scales[1], ends, position, weights, down_bias, indices
+        if rest is None:
+            out = _second_layer(y, *behind)
+        else:
+            rest.leave(_finish, y, behind)
+            out = hidden.new_empty(hidden.shape)
+        ctx.save_for_backward(
+            hidden, rows, weights, a1, b1, a2, b2, gate_up, gate_up_bias, down, down_bias, h, t1, t2,
+            order, position, ends,
+        )  # fmt: skip
+        ctx.scales, ctx.gate = scales, gate
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        hidden, x, weights, a1, b1, a2, b2, gate_up, gate_up_bias, down, down_bias, h, t1, t2, order, position, ends = (
+            ctx.saved_tensors
+        )
+        last = release_on_last_pass(ctx, dout)  # h above all
+        want_hidden, _, want_weights, want_a1, want_b1, want_a2, want_b2, *_ = ctx.needs_input_grad
+        dhidden = dweights = da1 = db1 = da2 = db2 = dots = u2 = None
+        if down_bias is not None and want_weights:
+            rows, dots, _ = combine_backward(dout, order, ends, weights, down_bias, True, False)
+        else:
+            rows = gather(dout, position.view(-1))
+        dy = grouped_rows(rows, down.transpose(1, 2), ends)
+        if a2 is not None:
+            u2 = grouped_rows(rows, b2.transpose(1, 2), ends)
+            _added(dy, u2, a2.transpose(1, 2), ends, ctx.scales[1])
+        if want_b2:
+            weighted = (t2 * weights.view(-1)[order.long(), None]).to(t2.dtype)
+            db2 = grouped_matrices(weighted, rows, ends).mul_(ctx.scales[1])
+        del rows
+        want_dh, dh, wy = want_hidden or want_a1 or want_b1, None, None
+        if want_dh or want_a2 or want_weights:
+            given = (gate_up_bias, ends, order, weights, dots, *ctx.gate)
+            dh, wy, dweights, _ = gate_gradients(last, dy, h, given, (want_dh, want_a2, want_weights, False))
+        del dy, h
+        if want_a2:
+            da2 = grouped_matrices(wy, u2, ends).mul_(ctx.scales[1])
+        del wy
+        if want_dh:
+            u1 = None if a1 is None else grouped_rows(dh, b1.transpose(1, 2), ends)
+            if want_b1:
+                db1 = grouped_matrices(t1, dh, ends).mul_(ctx.scales[0])
+            if want_a1:
+                da1 = grouped_matrices(x, u1, ends).mul_(ctx.scales[0])
+            del x
+            if want_hidden:
+                dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
+                del dh
+                if u1 is not None:
+                    _added(dx, u1, a1.transpose(1, 2), ends, ctx.scales[0])
+                dhidden = combine_forward(dx, position, None, None, None)
+        gradients = (dhidden, None, dweights, da1, db1, da2, db2)
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            sources = dout, hidden, weights, a1, b1, a2, b2
+            gradients = tuple(first_order_only("adapted_experts", g, *sources) for g in gradients)
+        wanted = zip(gradients, ctx.needs_input_grad, strict=False)
+        return *(g if want else None for g, want in wanted), *[None] * 8
+
+
+def _second_layer(y, down, thin, b, scale, ends, position, weights, down_bias, indices):
+    y = grouped_rows(y, down, ends)
+    if thin is not None:
+        _added(y, thin, b, ends, scale)
+    return combine_forward(y, position, weights, down_bias, indices)
+
+
+def _finish(y, behind, out):
+    out.copy_(_second_layer(y, *behind))
+
+
+def _check_adapters(name: str, adapters: ExpertAdapters | None, of: torch.Tensor) -> None:
+    if adapters is None:
+        return
+    (experts, outer, inner), a, b = of.shape, adapters.a, adapters.b
+    rank = a.shape[-1] if a.dim() else 0
+    for letter, t, shape, what in (
+        ("a", a, (experts, outer, rank), "[E, A, r]"),
+        ("b", b, (experts, rank, inner), "[E, r, B]"),
+    ):
+        if t.shape != shape:
+            raise RuntimeError(
+                f"adapted_experts: {name}.{letter} has shape {list(t.shape)}; {what} is needed, here {list(shape)}"
+            )
+        if t.dtype is not of.dtype:
+            raise RuntimeError(f"adapted_experts: {name}.{letter} is {t.dtype}; its matrices are {of.dtype}")
+
+
+def _whole(matrices: torch.Tensor, adapters: ExpertAdapters | None) -> torch.Tensor:
+    if adapters is None:
+        return matrices
+    return torch.baddbmm(matrices, adapters.a, adapters.b, alpha=adapters.scale)
+
+
+def _of(adapters: ExpertAdapters | None) -> tuple[torch.Tensor, ...]:
+    return () if adapters is None else adapters[:2]
+
+
+def _padded(adapters: ExpertAdapters | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """With columns and rows of zeros, so that grouped products on a GPU take them."""
+    if adapters is None:
+        return None, None, 0.0
+    a, b, scale = adapters
+    more = -a.shape[-1] % _RANKS if a.is_cuda else 0
+    return (pad(a, [0, more]), pad(b, [0, 0, 0, more]), scale) if more else (a, b, scale)
+
+
+def adapted_experts(
+    hidden: torch.Tensor,
+    router_indices: torch.Tensor,
+    routing_weights: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_proj: torch.Tensor,
+    down_bias: torch.Tensor | None,
+    gate_up_adapters: ExpertAdapters | None = None,
+    down_adapters: ExpertAdapters | None = None,
+    *,
+    activation: str = "swiglu_oai",
+    interleaved: bool | None = None,
+    alpha: float = ALPHA,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """`moe_experts` of gate_up_proj[e] + scale a[e] @ b[e], and of down_proj[e] likewise, without making these: each of
+    its grouped products has a thin one beside it.
+
+    Args:
+        gate_up_adapters, down_adapters: what is added to gate_up_proj [E, H, 2I] and to down_proj [E, I, H]: see
+            `ExpertAdapters`.
+        The others: as those of `moe_experts`.
+
+    Returns:
+        [T, H], hidden's type. Gradients flow to hidden, the routing weights and the adapters. Kept for them are the
+        inputs, [T K, 2I] numbers, [T K, r] ones for each adapter, the sort, and with gate_up_adapters the gathered rows
+        [T K, H]. Where matrices or biases want a gradient too, and where `moe_experts` runs plain torch code, this is
+        `moe_experts` of the sums.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
+    """
+    _check_adapters("gate_up_adapters", gate_up_adapters, gate_up_proj)
+    _check_adapters("down_adapters", down_adapters, down_proj)
+    if interleaved is None:
+        interleaved = activation == OAI
+    unit = unit_of("adapted_experts", activation, interleaved, alpha, limit)
+    frozen = (gate_up_proj, gate_up_bias, down_proj, down_bias)
+    floats = [t for t in (hidden, *frozen, *_of(gate_up_adapters), *_of(down_adapters)) if t is not None]
+    with_grad = torch.is_grad_enabled()
+    if (
+        not served(routing_weights, *floats)
+        or any([t.dtype is not hidden.dtype for t in floats])
+        or (with_grad and any([t is not None and t.requires_grad for t in frozen]))
+        or gate_up_proj.shape[0] > MOST_EXPERTS
+        or torch.is_autocast_enabled(hidden.device.type)
+    ):
+        return moe_experts(
+            hidden,
+            router_indices,
+            routing_weights,
+            _whole(gate_up_proj, gate_up_adapters),
+            gate_up_bias,
+            _whole(down_proj, down_adapters),
+            down_bias,
+            activation=activation,
+            interleaved=interleaved,
+            alpha=alpha,
+            limit=limit,
+        )
+    check_experts("adapted_experts", hidden, router_indices, routing_weights, *frozen)
+    (a1, b1, s1), (a2, b2, s2) = _padded(gate_up_adapters), _padded(down_adapters)
+    leaves = (hidden, routing_weights, a1, b1, a2, b2)
+    rest = late() if with_grad and any([t is not None and t.requires_grad for t in leaves]) else None
+    out = _AdaptedExperts.apply(
+        hidden,
+        router_indices.long().contiguous(),
+        routing_weights.contiguous(),
+        *(a1, b1, a2, b2),
+        gate_up_proj,
+        gate_up_bias if gate_up_bias is None else gate_up_bias.contiguous(),
+        down_proj,
+        down_bias if down_bias is None else down_bias.contiguous(),
+        (s1, s2),
+        unit.joined,
+        with_grad,
+        rest,
+    )
+    if rest is not None:
+        rest.do(out)
+    return out
