@@ -192,6 +192,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counted(attention, "qk_norm_rope")
     counted(decoder, "add_rms_norm")
     counted(experts, "moe_experts")
+    counted(experts, "adapted_experts")
     counted(losses, "fused_linear_cross_entropy")
     return counts
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from bastile.ops.adapted_experts import ExpertAdapters, adapted_experts
 from bastile.ops.causal_conv1d import causal_conv1d
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.dropout import dropout
@@ -33,6 +34,7 @@ PRODUCTS = {
     "linear_logprobs",
     "linear_divergence",
     "moe_experts",
+    "adapted_experts",
     "projections",
 }
 TERMS = 2 * 3 * 16
@@ -91,6 +93,14 @@ CALLS = {
     "linear_divergence": lambda x: linear_divergence(x, random(11, H), random(T, 12), random(11, 12)).divergence,
     "moe_experts": lambda x: moe_experts(
         x, torch.tensor([[0, 1]] * T), random(T, 2), random(2, H, 16) / 4, None, random(2, 8, H) / 4, None
+    ),
+    "adapted_experts": lambda x: adapted_experts(
+        x,
+        torch.tensor([[0, 1]] * T),
+        random(T, 2),
+        *(random(2, H, 16) / 4, None, random(2, 8, H) / 4, None),
+        ExpertAdapters(random(2, H, 2) / 4, random(2, 2, 16) / 4),
+        ExpertAdapters(random(2, 8, 2) / 4, random(2, 2, H) / 4),
     ),
     "dropout": lambda x: dropout(x, 0.5, seed=torch.tensor([1 << 40, -3])),
     "projections": lambda x: torch.cat(projections(x, random(3, H), random(5, H)), dim=-1),

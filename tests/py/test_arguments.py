@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bastile.ops.adapted_experts import adapted_experts
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_delta_rule import gated_delta_rule
@@ -52,6 +53,10 @@ GIVEN: dict[str, tuple[Callable, dict]] = {
     ),
     "moe_experts": (
         moe_experts,
+        {"hidden": X, "router_indices": CHOICES, "routing_weights": torch.ones(4, 2), **MOE},
+    ),
+    "adapted_experts": (
+        adapted_experts,
         {"hidden": X, "router_indices": CHOICES, "routing_weights": torch.ones(4, 2), **MOE},
     ),
 }

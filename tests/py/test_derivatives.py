@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from bastile.ops.adapted_experts import ExpertAdapters, adapted_experts
 from bastile.ops.cross_entropy import cross_entropy
 from bastile.ops.fused_linear_cross_entropy import fused_linear_cross_entropy
 from bastile.ops.gated_delta_rule import gated_delta_rule
@@ -62,6 +63,11 @@ def test_batched_gradients_of_weights_and_where_rows_are_left_out():
         indices = torch.tensor([[0, 1]] * T)
         return moe_experts(random(T, H), indices, random(T, 2), gate_up, None, down, bias)
 
+    def adapted(gate_up_a, gate_up_b, down_a, down_b):
+        indices, matrices = torch.tensor([[0, 1]] * T), (random(2, H, 16), random(2, 8, H))
+        adapters = ExpertAdapters(gate_up_a, gate_up_b), ExpertAdapters(down_a, down_b)
+        return adapted_experts(random(T, H), indices, random(T, 2), matrices[0], None, matrices[1], None, *adapters)
+
     labels = torch.arange(300) % 11
     labels[100:] = -100
 
@@ -70,6 +76,7 @@ def test_batched_gradients_of_weights_and_where_rows_are_left_out():
 
     for function, shapes in (
         (experts, [(2, H, 16), (2, 8, H), (2, H)]),
+        (adapted, [(2, H, 2), (2, 2, 16), (2, 8, 2), (2, 2, H)]),
         (gated_mlp, [(T, H), (16, H), (16, H), (H, 16)]),
         (projections, [(2, T, H), (3, H), (5, H)]),
         (loss, [(300, H), (11, H)]),
@@ -150,6 +157,17 @@ FUNCTIONS = {
     "moe_experts": (
         lambda hidden, weights, *given: moe_experts(hidden, torch.tensor([[0, 1]] * T), weights, *given),
         [(T, H), (T, 2), (2, H, 16), (2, 16), (2, 8, H), (2, H)],
+    ),
+    "adapted_experts": (
+        lambda hidden, weights, a1, b1, a2, b2: adapted_experts(
+            hidden,
+            torch.tensor([[0, 1]] * T),
+            weights,
+            *(random(2, H, 16).to(hidden.dtype), None, random(2, 8, H).to(hidden.dtype), None),
+            ExpertAdapters(a1, b1),
+            ExpertAdapters(a2, b2),
+        ),
+        [(T, H), (T, 2), (2, H, 2), (2, 2, 16), (2, 8, 2), (2, 2, H)],
     ),
 }
 

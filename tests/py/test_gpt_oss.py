@@ -268,7 +268,7 @@ def test_lora_on_the_experts_parameters(calls: dict[str, int]) -> None:
         ),
     )
     assert_trains_alike(model, run=adapted, **tiny_batch(model))
-    assert calls["moe_experts"] == 2
+    assert calls["adapted_experts"] == 2
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

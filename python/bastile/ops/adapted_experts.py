@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from bastile.ops._common import Function, first_order_only, release_on_last_pass, served
+from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import ALPHA, OAI, unit_of
 from bastile.ops._grouped import grouped_matrices, grouped_rows
 from bastile.ops._late import late
@@ -219,12 +219,21 @@ def adapted_experts(
     Raises:
         RuntimeError, ValueError, TypeError: naming the argument, what was given and what is needed.
     """
+    frozen = (gate_up_proj, gate_up_bias, down_proj, down_bias)
+    need_floats(
+        "adapted_experts",
+        hidden=hidden,
+        routing_weights=routing_weights,
+        gate_up_proj=gate_up_proj,
+        gate_up_bias=gate_up_bias,
+        down_proj=down_proj,
+        down_bias=down_bias,
+    )
     _check_adapters("gate_up_adapters", gate_up_adapters, gate_up_proj)
     _check_adapters("down_adapters", down_adapters, down_proj)
     if interleaved is None:
         interleaved = activation == OAI
     unit = unit_of("adapted_experts", activation, interleaved, alpha, limit)
-    frozen = (gate_up_proj, gate_up_bias, down_proj, down_bias)
     floats = [t for t in (hidden, *frozen, *_of(gate_up_adapters), *_of(down_adapters)) if t is not None]
     with_grad = torch.is_grad_enabled()
     if (
