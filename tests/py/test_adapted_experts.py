@@ -65,8 +65,8 @@ def case(tensors, indices, frozen=FROZEN) -> Case:
         inputs=leaves,
         constants=constants,
         independent=max(1, indices.numel() * tensors["down"].shape[1] // 8),
-        # Of dy, where stock rounds y, and of what the adapters add to it. The adapters' are sums over an expert's rows of
-        # t1 dh, x u1, w t2 and w y u2; stock rounds sums over rows, whose errors the product behind them averages.
+        # Of dy, where stock rounds y, and of what the adapters add to it. The adapters' are sums over an expert's rows
+        # of t1 dh, x u1, w t2 and w y u2; stock rounds sums over rows, whose errors the product behind them averages.
         extra_roundings={"dweights": 2, **dict.fromkeys(("dgate_up_a", "dgate_up_b", "ddown_a", "ddown_b"), 2)},
         # In float32, whose error is that of the sums: matrices are multiplied in another order, so that a long sum,
         # over an expert's rows or a token's columns, has a short one before it, and not behind it, where that averages
