@@ -6,7 +6,7 @@
 A block stands between `<!-- measured: bench/results/FILE.json [word ...] -->` and `<!-- /measured -->`. What is written
 depends on what wrote the file: `bastile bench` (words: the operators to show; none: all), `bastile sweep` (`floor`: its
 column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py, tools/families.py, tools/lengths.py,
-tools/several_gpus.py, tools/encoders.py with a part of the patches, tools/trl_lora.py."""
+tools/several_gpus.py, tools/encoders.py with a part of the patches, tools/trl_lora.py, tools/trl_experts.py."""
 
 import argparse
 import json
@@ -332,6 +332,20 @@ def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     return [*by_command(run, link), *rows_of(table)]
 
 
+def experts(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_experts.py."""
+
+    def cell(found: dict[str, Any]) -> str:
+        return f"{milliseconds(found['queued_seconds'])} ({found['peak_reserved_bytes'] / GIB:.1f})"
+
+    table = [["milliseconds of a step (GiB reserved)", "TRL", "Bastile before", "**Bastile**", "faster than TRL"]]
+    for row in run["experts"]:
+        stock, ours = row["stock"], row["bastile"]
+        gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.1f} x"
+        table.append([row["title"], cell(stock), cell(row["before"]), f"**{cell(ours)}**", gain])
+    return [*by_command(run, link), *rows_of(table)]
+
+
 def floors(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     """Of tools/trl_lora.py --floor."""
     head = ["milliseconds of a step (peak GiB)", "median", "one after the other", "products and attention alone"]
@@ -396,6 +410,8 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = padded
     elif "lengths" in run:
         write = lengths
+    elif "experts" in run:
+        write = experts
     elif "several" in run:
         write = several
     elif "autocast" in run:
