@@ -148,6 +148,12 @@ def test_all_linear_layers_are_experts_too(model_type: str, added: list[str]) ->
     assert_stock(model, added, set(), ran=len(adapted))
 
 
+def test_a_block_that_weights_what_its_experts_are_given(added: list[str]) -> None:
+    """Llama 4's, whose experts get all tokens: with adapters on them the block runs its own code, and PEFT adds."""
+    model = made("llama4_text")
+    assert_stock(model, added, {"it is around a parameter of a module that is no experts which Bastile computes"})
+
+
 @pytest.mark.parametrize("targets", [TARGETS[:1], TARGETS[1:]])
 def test_one_of_the_parameters(targets: list[str], added: list[str]) -> None:
     model = made("qwen3_moe", targets=targets)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bastile.guards import function_of, is_ours, mark_as_ours
+from bastile.guards import function_of, is_ours
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import FLOATS, PLAIN
 from bastile.ops._modules import plain_linear
@@ -60,7 +60,7 @@ def parameter_forward(found: Found, tally: Tally, original: Callable[..., Any]) 
             return original(self, x, *args, **kwargs)
         return result
 
-    return mark_as_ours(forward)
+    return forward
 
 
 def _waiting() -> list[tuple[Any, Tally]]:
