@@ -111,6 +111,30 @@ def test_a_loss_of_routers_alone(last: bool) -> None:
         assert torch.equal(gradient, want.get(name, torch.zeros_like(gradient))), name
 
 
+def test_losses_of_other_parts_in_turn() -> None:
+    """Of one kind of steps: what the last one had a gradient for, this one may have none for."""
+    model = Balanced(made("qwen3_moe"))
+    parts = [(1.0, slice(None)), (0.0, slice(0, 1)), (1.0, slice(0, 0)), (1.0, slice(1, 2))]
+
+    def trained(graphs: bool) -> list[dict[str, torch.Tensor]]:
+        bastile.apply(cuda_graphs=graphs)
+        found = []
+        for step in range(8):
+            model.of_hidden, model.wanted = parts[step % 4]
+            model.zero_grad()
+            model(**batch_of(model, step)).loss.backward()
+            found.append(gradients(model))
+        return found
+
+    want = trained(False)
+    counted()
+    got = trained(True)
+    assert counted() == (7, {})
+    for one, other in zip(got, want, strict=True):
+        for name, gradient in one.items():
+            assert torch.equal(gradient, other.get(name, torch.zeros_like(gradient))), name
+
+
 def test_logits_stay_as_they_are() -> None:
     """They are their holder's, whatever the next step writes."""
     bastile.apply(cuda_graphs=True)

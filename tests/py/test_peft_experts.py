@@ -242,6 +242,15 @@ def test_experts_with_a_forward_of_their_own(added: list[str]) -> None:
     assert_stock(model, added, {"it is around a parameter of a module that is no experts which Bastile computes"})
 
 
+def test_weights_that_are_gathered_for_a_call(added: list[str]) -> None:
+    """DeepSpeed's, by its mark, of which a module's own call sees all."""
+    model = made("qwen3_moe")
+    for name, parameter in model.named_parameters():
+        if "lora_A" in name and "experts" in name:
+            parameter.ds_id = 0
+    assert_stock(model, added, {"weights that are sharded, or of a type that Bastile does not compute in"})
+
+
 def test_a_class_that_adds_another_product(added: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -290,7 +299,9 @@ def test_an_error_leaves_nothing_behind(added: list[str]) -> None:
         step(model)
     hook.remove()
     model.zero_grad()
+    served()
     got = step(model)
+    assert served() == (2 * len(experts_of(model)), {})
     bastile.reset()
     want = step(model)
     for name, there in want.items():

@@ -146,7 +146,6 @@ class Captured:
             run.output = Lent(self._recorder.borrowed(output))
             run.of_routers = list(map(self._recorder.borrowed, of_routers))
             run.upstreams = self._upstreams_of(run, of_routers)
-            self._own += [each for each in run.upstreams if each is not None]
         return [*places, output]
 
     def _upstreams_of(self, run: Run, of_routers: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
@@ -235,16 +234,14 @@ class Captured:
     def _called(self, layer: Layer, hidden: torch.Tensor, others: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What the layer returns, and what its routers do."""
         args, kwargs = rebuilt(layer.call.structure, others)
-        wanted = layer.call.of_routers
-        with bare(layer.module), _standing_in(layer), collected.routers_alone(bool(wanted)) as of_routers:
+        are_wanted = bool(layer.call.of_routers)
+        with bare(layer.module), _standing_in(layer), collected.routers_alone(are_wanted) as of_routers:
             output = hidden_of(layer.module(hidden, *args, **kwargs))
         leads = torch.is_grad_enabled() and (
             hidden.requires_grad or bool(layer.parameters) or any(other.requires_grad for other in others)
         )
         if not isinstance(output, torch.Tensor) or output.requires_grad is not leads:
             raise CannotCapture("a layer does not return one tensor that its parameters or hidden states lead to")
-        if not _are_noted(of_routers, wanted):
-            raise CannotCapture("routers of a layer do not return what they did")
         return output, *of_routers
 
     # ---- replaying ----------------------------------------------------------------------------------------------
@@ -284,14 +281,6 @@ class Captured:
         if call.is_chained and hidden.data_ptr() != run.hidden_pointer and not run.reads_copy:
             return False
         return hidden.requires_grad is call.hidden_requires_grad and signature(hidden) == call.hidden
-
-
-def _are_noted(of_routers: Sequence[Any], leads: Sequence[bool]) -> bool:
-    """Whether a layer's routers have returned tensors with gradients where these were noted to have some."""
-    return len(of_routers) == len(leads) and all(
-        isinstance(each, torch.Tensor) and each.requires_grad >= noted
-        for each, noted in zip(of_routers, leads, strict=True)
-    )
 
 
 def _open(boundaries: torch.Tensor, longest: int, shape: torch.Size) -> None:

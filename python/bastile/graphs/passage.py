@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -69,16 +69,6 @@ class Passage:
         return len(behind) == 2 and behind[1].hidden_gradient is not None and behind[1].hidden_gradient.is_held()
 
 
-def _fill(places: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]) -> None:
-    pairs = [(place, found) for place, found in zip(places, gradients, strict=True) if place is not None]
-    there = [(place, found) for place, found in pairs if found is not None]
-    absent = [place for place, found in pairs if found is None]
-    if there:
-        torch._foreach_copy_([place for place, _ in there], [found for _, found in there])
-    if absent:
-        torch._foreach_zero_(absent)
-
-
 class Replay(Function):
     """A run, of its hidden states, what else it is given and has gradients, and the parameters that want some. Returns
     the hidden states, and copies of what was collected of its routers."""
@@ -97,21 +87,20 @@ class Replay(Function):
         ctx.mark_non_differentiable(
             *[each for each, into in zip(of_routers, run.upstreams, strict=True) if into is None]
         )
-        ctx.set_materialize_grads(not of_routers)
         return output, *of_routers
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None, *of_routers: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor, *of_routers: torch.Tensor) -> Any:
         passage, run = ctx.passage, ctx.run
         if passage is None:
             raise RuntimeError(_ONCE)
         passage.reach(run)
-        if gradient is None:  # the loss is of routers alone
-            run.upstream.zero_()
-        elif gradient.data_ptr() != run.upstream_pointer or gradient.stride() != run.upstream.stride():
+        if gradient.data_ptr() != run.upstream_pointer or gradient.stride() != run.upstream.stride():
             run.upstream.copy_(gradient)
         del gradient
-        _fill(run.upstreams, of_routers)
+        pairs = [(into, found) for into, found in zip(run.upstreams, of_routers, strict=True) if into is not None]
+        if pairs:  # zeros of what the loss is not of
+            torch._foreach_copy_([into for into, _ in pairs], [found for _, found in pairs])
         with drawing_again(run.upstream.device, ctx.random):
             run.backward.replay()
         hidden = None if run.hidden_gradient is None else run.hidden_gradient.lend()
