@@ -178,6 +178,29 @@ def test_adapters_that_are_switched_off(added: list[str]) -> None:
     assert not added
 
 
+def test_no_sums_of_matrices_are_kept(added: list[str]) -> None:
+    """Which PEFT's backward pass reads."""
+    model = made("qwen3_moe")
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    sizes = {experts.down_proj.numel() for experts in experts_of(model)}
+
+    def kept() -> int:
+        found: set[int] = set()
+
+        def pack(t: torch.Tensor) -> torch.Tensor:
+            if t.numel() in sizes and t.data_ptr() not in own:
+                found.add(t.data_ptr())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            model(**tiny_batch(model, 1, 5)).loss.backward()
+        return len(found)
+
+    assert kept() >= len(experts_of(model))
+    bastile.apply()
+    assert kept() == 0
+
+
 def test_merged_adapters(added: list[str]) -> None:
     model = made("qwen3_moe").eval()
     bastile.apply()

@@ -9,11 +9,14 @@ import pytest
 import torch
 
 import bastile
+from bastile.models import graphs as models_graphs
 from bastile.models import sdpa, side_by_side
 
 pytest.importorskip("trl")
+
 import test_trl as runs
 import trl_runs
+from graphing import allow_graphs
 from processes import on_processes, zero_config
 
 quiet, saved = runs.quiet, runs.saved  # fixtures
@@ -40,16 +43,32 @@ def test_padding_goes_through_no_layer(
 
 @runs.newest
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_mixtures_of_experts(kind: str, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their trainers add a loss of routers' logits, which leaves out padding's, by TRL's own code."""
+@pytest.mark.parametrize("attach", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_mixtures_of_experts(
+    kind: str, attach: bool, graphs: bool, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their trainers add a loss of routers' logits, which leaves out padding's, by TRL's own code. attach: adapters on
+    experts, too; graphs: whose results these logits are."""
     monkeypatch.setattr(sdpa, "TYPES", (*sdpa.TYPES, torch.float32))
     monkeypatch.setattr(side_by_side, "_LEAST_STEP", 1)
     words = trl_runs.words
     monkeypatch.setattr(trl_runs, "words", lambda seed, count: words(seed, count + 3 * (seed % 3)))
-    more = {"per_device_train_batch_size": 4, "num_train_epochs": 4}
+    more: dict[str, Any] = {"per_device_train_batch_size": 4, "num_train_epochs": 4}
+    if attach:
+        more["peft_config"] = runs.adapters
+        more["max_steps"] = 3  # policy and reference agree at first: the same kernels are to say so, before and after
+    if graphs:
+        allow_graphs(monkeypatch, "cpu")
+        usual = models_graphs.set_everywhere
+        monkeypatch.setattr(models_graphs, "set_everywhere", lambda mode: usual(True))
+        more["max_steps"] = 5
     ours = runs.both(kind, saved("qwen3_moe"), tmp_path, monkeypatch, **more)
-    assert bastile.report().ran("padding_free") >= 1
+    told = bastile.report()
+    assert told.ran("padding_free") >= 1
     assert any("aux_loss" in logged for logged in ours.logged)
+    assert bool(sum(line.ran for line in told if line.where.endswith("ParamWrapper"))) is attach
+    assert bool(told.ran("cuda_graphs")) is graphs
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
