@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import bastile
 from processes import on_processes
-from test_peft import LAYERS, base, batch, with_lora
+from test_peft import LAYERS, SIZES, base, batch, with_lora
 
 PROCESSES = 2
 
@@ -44,6 +45,37 @@ def step(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def experts() -> nn.Module:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2))
+
+
+def process_of_experts(rank: int, checkpointing: bool) -> None:
+    """With adapters on each expert's matrices, which are multiplied by."""
+    targets = ["experts.gate_up_proj", "experts.down_proj"]
+    for wrap in (replicated, sharded):
+        found: list[Any] = []
+        for ours in (False, True):
+            if ours:
+                bastile.apply()
+            bastile.report(reset=True)
+            model = experts()
+            if checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            model = with_lora(model, target_modules=["q_proj"], target_parameters=targets)
+            found.append(step(wrap(model), rank))
+            if ours:
+                lines = [line for line in bastile.report() if line.where.endswith("ParamWrapper")]
+                assert [line.aside for line in lines] == [{}]
+                assert lines[0].ran == 2 * LAYERS * (2 if checkpointing else 1)
+            bastile.reset()
+        stock, patched = found
+        assert stock.keys() == patched.keys()
+        for name, want in stock.items():
+            error = (patched[name] - want).norm()
+            assert error <= (1e-5 if name == "loss" else 1e-4) * want.norm() + 1e-9, f"{wrap.__name__}, {name}: {error}"
+
+
 def process(rank: int, checkpointing: bool) -> None:
     for wrap in (replicated, sharded):
         found: list[Any] = []
@@ -68,5 +100,6 @@ def process(rank: int, checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_two_processes(checkpointing, tmp_path):
-    on_processes(PROCESSES, tmp_path, process, checkpointing)
+@pytest.mark.parametrize("run", [process, process_of_experts])
+def test_two_processes(run, checkpointing, tmp_path):
+    on_processes(PROCESSES, tmp_path, run, checkpointing)
