@@ -120,8 +120,8 @@ def apply(
         mamba2_scan: Mamba-2's state space (Granite 4, Nemotron-H, Bamba, Zamba2), over chunks
             (docs/gated_delta_rule.md); where the package mamba_ssm is installed, Transformers' call of that stays.
         lora_linear: linear layers with PEFT's LoRA adapters, alone, as queries, keys and values, and as gate, up and
-            down, each as one function (docs/lora.md). PEFT's classes are of no type: they are served if any type is to
-            have it.
+            down, each as one function, and adapters on experts' matrices (docs/lora.md). PEFT's classes are of no
+            type: they are served if any type is to have it.
         autocast_linear: with model_types None, nn.Linear of trained float32 weights under autocast to 16 bits, as
             Trainer(bf16=True) has it: the products of its backward pass write float32 (docs/autocast_linear.md). In
             training, of any model, for the class is PyTorch's. In attentions without a rotary function queries, keys

@@ -149,7 +149,7 @@ def _adapters(module: Any, experts: Any) -> ExpertAdapters:
     """As products with the experts' rows take them. The dimension of the parameter that A is of is that of rows, but in
     releases of PEFT that know nothing of matrices as linear layers have them."""
     (name,) = _active(module)
-    dtype = experts._parameters[module.parameter_name].dtype
+    dtype = getattr(experts, module.parameter_name).dtype
     of_a, of_b = module.lora_A[name].weight, module.lora_B[name].weight
     a = of_a.reshape(module.num_experts, -1, of_a.shape[-1]).to(dtype).transpose(1, 2)
     b = of_b.reshape(of_b.shape[0], -1, module.num_experts).permute(2, 1, 0)

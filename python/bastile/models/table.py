@@ -56,7 +56,7 @@ OPERATORS: dict[str, Operator] = {
     ),
     "mamba2_scan": Operator("state_space", "Mamba-2's state space, over chunks", r"^mamba2_chunk_scan$"),
     "lora_linear": Operator(
-        "adapters", "linear layers with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
+        "adapters", "linear layers and experts with PEFT's LoRA adapters, on a base in 4 bits too", r"^Linear", "lora_A"
     ),
     "autocast_linear": Operator(
         "linear", "linear layers of float32 under autocast, with gradients in float32", r"^Linear$", of_a_model=False
