@@ -13,6 +13,7 @@ from bastile.ops._grouped import grouped_matrices, grouped_rows
 from bastile.ops._late import late
 from bastile.ops.moe import (
     MOST_EXPERTS,
+    as_they_lie,
     check_experts,
     combine_backward,
     combine_forward,
@@ -260,15 +261,15 @@ def adapted_experts(
     (a1, b1, s1), (a2, b2, s2) = _padded(gate_up_adapters), _padded(down_adapters)
     leaves = (hidden, routing_weights, a1, b1, a2, b2)
     rest = late() if with_grad and any([t is not None and t.requires_grad for t in leaves]) else None
+    indices, weights, *frozen = as_they_lie(
+        router_indices, routing_weights, gate_up_proj, gate_up_bias, down_proj, down_bias
+    )
     out = _AdaptedExperts.apply(
         hidden,
-        router_indices.long().contiguous(),
-        routing_weights.contiguous(),
+        indices,
+        weights,
         *(a1, b1, a2, b2),
-        gate_up_proj,
-        gate_up_bias if gate_up_bias is None else gate_up_bias.contiguous(),
-        down_proj,
-        down_bias if down_bias is None else down_bias.contiguous(),
+        *frozen,
         (s1, s2),
         unit.joined,
         with_grad,

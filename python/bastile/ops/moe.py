@@ -168,6 +168,12 @@ def check_experts(function, hidden, indices, weights, gate_up, gate_up_bias, dow
     need("down_bias", down_bias, "[E, H]", experts, width)
 
 
+def as_they_lie(indices, weights, gate_up, gate_up_bias, down, down_bias):
+    """What the operators read row by row is made contiguous; matrices may have any strides."""
+    biases = [bias if bias is None else bias.contiguous() for bias in (gate_up_bias, down_bias)]
+    return indices.long().contiguous(), weights.contiguous(), gate_up, biases[0], down, biases[1]
+
+
 def moe_experts(
     hidden: torch.Tensor,
     router_indices: torch.Tensor,
@@ -233,12 +239,7 @@ def moe_experts(
     rest = late() if with_grad and any([t.requires_grad for t in floats]) else None
     out = _Experts.apply(
         hidden,
-        router_indices.long().contiguous(),
-        routing_weights.contiguous(),
-        gate_up_proj,
-        gate_up_bias if gate_up_bias is None else gate_up_bias.contiguous(),
-        down_proj,
-        down_bias if down_bias is None else down_bias.contiguous(),
+        *as_they_lie(router_indices, routing_weights, gate_up_proj, gate_up_bias, down_proj, down_bias),
         unit.joined,
         with_grad,
         rest,
