@@ -67,9 +67,14 @@ def does_as_its_class(module: nn.Module) -> bool:
 
 def runs(module: nn.Module, stock: Callable[..., Any]) -> bool:
     """Whether calling this module runs this forward, or what Bastile has put in its place, and nothing else."""
-    own = module.__dict__.get("forward")
-    forward = type(module).forward if own is None else function_of(own)
+    forward = forward_of(module)
     return (forward is stock or is_ours(forward)) and not has_hooks(module)
+
+
+def forward_of(module: nn.Module) -> Any:
+    """The function that calling this module runs: its class's, or its own."""
+    own = module.__dict__.get("forward")
+    return type(module).forward if own is None else function_of(own)
 
 
 def function_of(method: Any) -> Any:

@@ -205,8 +205,8 @@ class Captured:
 
         def backward() -> Sequence[Any]:
             (read, sums, results), kept[run.index] = kept[run.index], None
-            pairs = [(result, into) for result, into in zip(results, (upstream, *run.upstreams), strict=True)]
-            outputs, upstreams = map(list, zip(*[pair for pair in pairs if pair[1] is not None], strict=True))
+            pairs = [each for each in zip(results, (upstream, *run.upstreams), strict=True) if each[1] is not None]
+            outputs, upstreams = [result for result, _ in pairs], [into for _, into in pairs]
             for (_, seen), total in zip(sums, before, strict=True):
                 if total is not None:
                     outputs.insert(0, seen)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bastile.guards import function_of, is_ours
+from bastile.guards import forward_of, is_ours
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import FLOATS, PLAIN
 from bastile.ops._modules import plain_linear
@@ -85,8 +85,7 @@ def _obstacle(module: Any) -> str | None:
     """Why PEFT is to add to the matrices."""
     experts, active = module.get_base_layer(), _active(module)
     parameter = experts._parameters.get(module.parameter_name)
-    own = vars(experts).get("forward")
-    if not is_ours(type(experts).forward if own is None else function_of(own)):
+    if not is_ours(forward_of(experts)):
         return "it is around a parameter of a module that is no experts which Bastile computes"
     if len(active) > 1:
         return "several adapters are active at once"

@@ -37,6 +37,14 @@ class Late:
                 work(*arguments, *results)
 
 
+def finished(rest: Late | None, out: Any) -> torch.Tensor:
+    """A node's result, the first of several, once what it left is done."""
+    out = out[0] if type(out) is tuple else out
+    if rest is not None:
+        rest.do(out)
+    return out
+
+
 class Place:
     """Memory for a result that comes when it is made, if it is: what nodes save of it is a token without elements."""
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import ALPHA, OAI, unit_of
 from bastile.ops._grouped import grouped_matrices, grouped_rows
-from bastile.ops._late import late
+from bastile.ops._late import finished, late
 from bastile.ops.moe import (
     MOST_EXPERTS,
     as_they_lie,
@@ -275,6 +275,4 @@ def adapted_experts(
         with_grad,
         rest,
     )
-    if rest is not None:
-        rest.do(out)
-    return out
+    return finished(rest, out)

@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from bastile.ops import low_rank
 from bastile.ops._common import Function, cast_type, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import Unit, unit_of
-from bastile.ops._late import Late, late
+from bastile.ops._late import Late, finished, late
 from bastile.ops._products import product
 
 __all__ = ["gated_mlp", "gated_mlp_of_halves"]
@@ -86,14 +86,6 @@ def _last_layer(
 
 def _finish(unit: Unit, a: torch.Tensor, b: torch.Tensor, down: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(unit.forward(a, b), down.t(), out=out.view(-1, out.shape[-1]))
-
-
-def _finished(rest: Late | None, out: Any) -> torch.Tensor:
-    """A node's result, once what it left is done."""
-    out = out[0] if type(out) is tuple else out
-    if rest is not None:
-        rest.do(out)
-    return out
 
 
 def _gradients(ctx, dout):
@@ -237,7 +229,7 @@ def gated_mlp(
     if torch.is_grad_enabled() and (x.requires_grad or gate.requires_grad or up.requires_grad):
         rest = late()
         left = () if rest is None else (rest,)
-        return _finished(rest, _GatedMLP.apply(x, gate, up, down, gated, *left))
+        return finished(rest, _GatedMLP.apply(x, gate, up, down, gated, *left))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(linear(x, gate), linear(x, up)), down)
 
@@ -307,6 +299,6 @@ def gated_mlp_of_halves(
     x = cast
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         rest = late()
-        return _finished(rest, _GatedMLPOfHalves.apply(x, weight, down, gated, up_first, rest))
+        return finished(rest, _GatedMLPOfHalves.apply(x, weight, down, gated, up_first, rest))
     # y is all that the gradient of the last weight needs.
     return linear(gated.forward(*_halves(linear(x, weight), up_first)), down)

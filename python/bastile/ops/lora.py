@@ -18,7 +18,7 @@ from bastile.ops._adapted import TENSORS, Found, Group, Layer, of_layers, reads_
 from bastile.ops._adapted_mlp import AdaptedMLP, groups, of_unit
 from bastile.ops._common import Function, cast_as_linear, first_order_only, served, without_autocast
 from bastile.ops._glu import Activation, Unit, unit_of
-from bastile.ops._late import late
+from bastile.ops._late import finished, late
 from bastile.ops._random import seeds
 from bastile.ops._widened import missing, widened
 from bastile.recompute import again
@@ -258,11 +258,7 @@ def _mlp(unit: Unit, x: torch.Tensor, first: dict[str, Adapted], down: Adapted, 
     drawn = _drawn(x, plain)
     if _is_differentiated(x, tensors):
         rest = late(remake)
-        out = AdaptedMLP.apply(x, plain, unit, rest, drawn, *tensors)
-        out = out[0] if type(out) is tuple else out
-        if rest is not None:
-            rest.do(out)
-        return out
+        return finished(rest, AdaptedMLP.apply(x, plain, unit, rest, drawn, *tensors))
     before, behind = groups(plain, tensors, x.dtype, drawn)
     rows = x.reshape(-1, x.shape[-1])
     y = unit.forward(*of_unit(before.results(x, rows, before.thin(rows))))

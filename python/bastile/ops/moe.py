@@ -8,7 +8,7 @@ from bastile.ops import _fakes  # noqa: F401  (registers the operators, with the
 from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import ALPHA, OAI, unit_of
 from bastile.ops._grouped import grouped_matrices, grouped_rows
-from bastile.ops._late import late
+from bastile.ops._late import finished, late
 from bastile.recompute import offer
 
 __all__ = ["moe_experts"]
@@ -244,6 +244,4 @@ def moe_experts(
         with_grad,
         rest,
     )
-    if rest is not None:
-        rest.do(out)
-    return out
+    return finished(rest, out)
