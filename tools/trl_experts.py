@@ -54,6 +54,11 @@ MODELS = {
         num_experts_per_tok=8,
     ),
     "olmoe": partial(_model, "Olmoe", 2048, 1024, 16, 16, 50304, 16, **_DENSE),  # OLMoE 1B-7B
+    "deepseek_v2": partial(  # a half of DeepSeek-V2-Lite
+        _model, "DeepseekV2", 2048, 10944, 16, 16, 102400, 14, moe_intermediate_size=1408, n_routed_experts=64,
+        num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    ),
     "small_trained": partial(  # Granite 3.1 1B-A400M, by Qwen3's code: TRL 1.16 cannot balance Granite's
         _model, "Qwen3Moe", 1024, 512, 16, 8, 49155, 24, head_dim=64, moe_intermediate_size=512, num_experts=32,
         num_experts_per_tok=8, tie_word_embeddings=True,

@@ -16,7 +16,7 @@ from test_graphs_lengths import PADDED, assert_close, trained
 
 pytestmark = [
     pytest.mark.skipif("gemma4_text" not in small.causal_types(), reason="this Transformers has no Gemma 4"),
-    pytest.mark.skipif(older_than("5.17"), reason="another way of sharing"),
+    pytest.mark.skipif(older_than("5.6"), reason="another way of sharing"),
 ]
 
 KINDS = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]

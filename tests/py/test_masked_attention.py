@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from bastile.ops import _efficient as efficient
 from bastile.ops import _flash as flash
 from bastile.ops._segments import seen
 from bastile.ops.masked_attention import Segments, masked_attention, of_padding, of_sequences
@@ -58,9 +59,15 @@ def kinds(window: int = 0, causal: bool = True) -> dict[str, tuple[Segments | No
 
 
 def case(
-    dtype: torch.dtype, device: str, segments: Segments | None, mask: torch.Tensor, unread: torch.Tensor | None = None
+    dtype: torch.dtype,
+    device: str,
+    segments: Segments | None,
+    mask: torch.Tensor,
+    unread: torch.Tensor | None = None,
+    widths: tuple[int, int] = (16, 16),
 ) -> Case:
-    """unread: rows that nobody looks at, [B, S]. What sees nothing has zeros here, for which a softmax has none."""
+    """unread: rows that nobody looks at, [B, S]. What sees nothing has zeros here, for which a softmax has none.
+    widths: of keys' heads, and of values'."""
     said, allowed = on(device, segments), mask.to(device)
     nothing = ~allowed.any(-1).transpose(1, 2)[..., None]
     if unread is not None:
@@ -79,11 +86,12 @@ def case(
         scores = (q @ keys.mT * 0.3).masked_fill(~allowed, torch.finfo(q.dtype).min)
         return (scores.softmax(-1) @ values).transpose(1, 2).masked_fill(nothing, 0.0)
 
-    shapes = {"q": 4, "k": 2, "v": 2}
-    inputs = {n: random_tensor((len(mask), heads, LENGTH, 16), dtype, device) for n, heads in shapes.items()}
+    shapes = {"q": (4, widths[0]), "k": (2, widths[0]), "v": (2, widths[1])}
+    inputs = {n: random_tensor((len(mask), h, LENGTH, width), dtype, device) for n, (h, width) in shapes.items()}
     # Where padding has a gradient, those of keys and values are sums of two that are rounded.
     twice = {} if unread is not None else {"dk": 1.25, "dv": 1.25}
-    return Case(ours, theirs, exact, inputs, times_stock=twice)
+    rows = len(mask) * 4 * LENGTH  # of a query and head, whose error its gradient shares
+    return Case(ours, theirs, exact, inputs, times_stock=twice, independent=rows if widths != (16, 16) else 0)
 
 
 @pytest.mark.parametrize("window", [0, 6])
@@ -111,6 +119,35 @@ def test_errors_are_no_larger_than_pytorch_s(device: str, dtype: torch.dtype, ki
 
 
 @pytest.mark.parametrize(("device", "dtype"), TYPES)
+@pytest.mark.parametrize("widths", [(24, 16), (16, 24), (512, 512), (264, 512)], ids=str)
+@pytest.mark.parametrize("kind", ["none", "left", "right", "both", "packed"])
+def test_errors_of_other_widths(device: str, dtype: torch.dtype, kind: str, widths: tuple[int, int]) -> None:
+    """DeepSeek's values are narrower than its keys, and Gemma 4's heads wider than flash attention on CUDA has them."""
+    unread = ~PADDED[kind] if kind in PADDED else torch.zeros(IDS.shape, dtype=torch.bool)
+    assert_no_worse_pooled(lambda: case(dtype, device, *kinds()[kind], unread, widths))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", ["left", "both"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_wide_heads_without_keys_or_queries(device: str, kind: str, causal: bool) -> None:
+    """For segments without keys, or without queries, PyTorch's attention of wide heads writes nothing at all."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    segments, mask = kinds(causal=causal)[kind]
+    leaves = [random_tensor((len(mask), 2, LENGTH, 320), dtype, device).requires_grad_() for _ in range(3)]
+    full = [torch.full((len(mask) * LENGTH * 640,), math.nan, dtype=dtype, device=device) for _ in range(8)]
+    del full  # what is handed out next has these numbers
+    y = masked_attention(*leaves, on(device, segments))
+    grads = torch.autograd.grad(y, leaves, torch.randn_like(y))
+    assert all(bool(each.isfinite().all()) for each in (y, *grads))
+    nothing = ~mask.any(-1)[:, 0]
+    unseen = ~mask.any(-2)[:, 0]
+    assert not y[nothing.to(device)].any()
+    for grad, none in zip(grads, (nothing, unseen, unseen), strict=True):
+        assert not grad.transpose(1, 2)[none.to(device)].any()
+
+
+@pytest.mark.parametrize(("device", "dtype"), TYPES)
 @pytest.mark.parametrize("kind", ["left", "right", "both"])
 def test_rows_of_padding_are_those_beneath_a_mask(device: str, dtype: torch.dtype, kind: str) -> None:
     assert_no_worse(case(dtype, device, *kinds()[kind]))
@@ -121,12 +158,15 @@ def test_rows_of_padding_are_those_beneath_a_mask(device: str, dtype: torch.dtyp
     length=st.integers(1, 70),
     groups=st.integers(1, 3),
     times=st.integers(1, 3),
-    dim=st.sampled_from([8, 24, 64, 128]),
+    dim=st.sampled_from([8, 24, 64, 128, 320]),
+    of_values=st.sampled_from([None, 8, 64, 264]),
     window=st.integers(0, 80),
     packed=st.booleans(),
     data=st.data(),
 )
-def test_any_shape(length: int, groups: int, times: int, dim: int, window: int, packed: bool, data: Any) -> None:
+def test_any_shape(
+    length: int, groups: int, times: int, dim: int, of_values: int | None, window: int, packed: bool, data: Any
+) -> None:
     rows = []
     for _ in range(data.draw(st.integers(1, 3))):
         first = data.draw(st.integers(0, length - 1))
@@ -144,8 +184,13 @@ def test_any_shape(length: int, groups: int, times: int, dim: int, window: int, 
     assert torch.equal(seen(segments, len(rows), length), mask)
     for device in devices():
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        leaves = [random_tensor((len(rows), h, length, dim), dtype, device) for h in (groups * times, groups, groups)]
+        shapes = ((groups * times, dim), (groups, dim), (groups, of_values or dim))
+        leaves = [random_tensor((len(rows), h, length, width), dtype, device) for h, width in shapes]
         leaves = [t.requires_grad_() for t in leaves]
+        if device == "cuda" and segments.window and max(dim, of_values or 0) > flash.MOST_DIM:
+            with pytest.raises(ValueError, match="have no window"):
+                masked_attention(*leaves, on(device, segments))
+            continue
         wide = [t.detach().double().requires_grad_() for t in leaves]
         y = masked_attention(*leaves, on(device, segments))
         keys, values = [t.repeat_interleave(times, 1) for t in wide[1:]]
@@ -233,13 +278,14 @@ def test_empty_and_one_token() -> None:
     torch.testing.assert_close(masked_attention(q, v, v), v.repeat_interleave(2, 1).transpose(1, 2))
 
 
-@pytest.mark.parametrize("known", ["_FLASH", "_CUDNN"])
+@pytest.mark.parametrize("known", ["_FLASH", "_CUDNN", "_EFFICIENT"])
 def test_what_is_called_in_pytorch_is_as_it_was(known: str) -> None:
-    asks = flash.is_known if known == "_FLASH" else flash.cudnn_is_known
+    where = efficient if known == "_EFFICIENT" else flash
+    asks = {"_FLASH": flash.is_known, "_CUDNN": flash.cudnn_is_known, "_EFFICIENT": efficient.is_known}[known]
     assert asks()
     with pytest.MonkeyPatch.context() as patch:
-        function, names, *rest = getattr(flash, known)[1]
-        patch.setattr(flash, known, ((function, f"{names} more", *rest),))
+        function, names, *rest = getattr(where, known)[1]
+        patch.setattr(where, known, ((function, f"{names} more", *rest),))
         asks.cache_clear()
         assert not asks()
     asks.cache_clear()
@@ -250,6 +296,7 @@ def test_what_is_called_in_pytorch_is_as_it_was(known: str) -> None:
     [
         ({"k": torch.randn(2, 3, 9, 16)}, "queries, keys and values are of other shapes"),
         ({"q": torch.randn(4, 9, 16)}, "queries, keys and values are of other shapes"),
+        ({"v": torch.randn(2, 2, 8, 24)}, "queries, keys and values are of other shapes"),
         ({"v": torch.randn(2, 2, 9, 16).double()}, "of different types or devices"),
         ({"segments": Segments(torch.zeros(3, 2, dtype=torch.int32), 9)}, r"cuts are torch.int32 of shape \[3, 2\]"),
         ({"segments": Segments(torch.zeros(2, 2), 9)}, "cuts are torch.float32"),

@@ -28,7 +28,9 @@ KINDS = [*MASKS, "packed", "ones"]
 #: Of each kind of code: one mask, two by a dictionary or by a name, windows, layers with a state, texts of images.
 TYPES = ["llama", "qwen2", "qwen3_moe", "mistral", "gemma3_text", "phi3", "cohere2", "gpt_neox", "dots1"]
 TYPES += [] if older_than("5.17.0") else ["qwen3_5_text", "smollm3", "olmo3", "lfm2"]
+TYPES += ["deepseek_v3", *([] if older_than("5.6.0") else ["gemma4_text"])]  # values narrower than keys; shared ones
 WINDOW = {"sliding_window": 6}
+GEMMA_4 = ["sliding_attention", "full_attention"] * 2
 
 
 @pytest.fixture(autouse=True)
@@ -193,10 +195,38 @@ def test_weights_are_dropped_as_often_as_by_stock() -> None:
     assert got.unique().numel() > 90
 
 
-def test_heads_that_flash_attention_has_not() -> None:
-    """Keys and values of different widths."""
-    model = small.small_model("deepseek_v3").train()
-    assert assert_as_stock(model, batch("left"), MASKS["left"] != 0)[0] == 0
+@pytest.mark.skipif(older_than("5.23"), reason="its last layers have all queries")
+@pytest.mark.parametrize("keep", [0, 1, 2, 5, torch.tensor([3, 4, 9])], ids=str)
+@pytest.mark.parametrize("kind", ["right", "left", "both", "ones"])
+def test_the_last_queries_of_a_mask(kind: str, keep: Any) -> None:
+    """Gemma 4's layers that share keys and values are given those tokens alone whose logits are kept."""
+    model = small.small_model("gemma4_text", num_hidden_layers=4, num_kv_shared_layers=2, layer_types=GEMMA_4).train()
+    given = {**batch(kind), "logits_to_keep": keep}
+    del given["labels"]
+
+    def logits() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        output = model(**given).logits
+        output.square().mean().backward()
+        return output.detach(), gradients(model)
+
+    want, want_grads = logits()
+    bastile.apply()
+    for _ in range(2):  # in the second batches may go through the layers without their padding
+        ran()
+        got, grads = logits()
+        attentions, _, aside = ran()
+        if kind != "ones" or not isinstance(keep, int) or not keep:
+            assert set(aside) == ({sdpa._OF_LAST} if isinstance(keep, int) and keep else set())
+        assert attentions > 0 or kind == "ones"
+        real = torch.ones_like(got[..., :1], dtype=torch.bool)
+        if kind != "ones":
+            rows = MASKS[kind] != 0
+            real = (rows[:, keep] if isinstance(keep, torch.Tensor) else rows[:, -keep:])[..., None]
+        assert_same_up_to_rounding(got * real, want * real, model, "logits")
+        if bool(real.all()):
+            for name, gradient in want_grads.items():
+                assert_same_up_to_rounding(grads[name], gradient, model, name)
 
 
 def test_float32_is_stock_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,10 @@ def test_the_command_tells_and_checks(capsys: pytest.CaptureFixture[str], monkey
     assert "'gpt9' is no model type" in capsys.readouterr().err
     assert main(["support", "--check"]) == 2
     assert "needs model types" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "transformers.models.gemma2.modeling_gemma2", None)
+        assert main(["support", "gemma2"]) == 1
+        assert "gemma2: Transformers' file of it cannot be imported here" in capsys.readouterr().err
     stock = norm.rms_norm
     monkeypatch.setattr(norm, "rms_norm", lambda x, w, eps, casting: stock(x, w, 0.1, casting=casting))
     assert main(["support", "gemma2", "--check"]) == 1

@@ -82,6 +82,8 @@ def _asked(name: str, trust_remote_code: bool) -> _Asked:
             parts = ", ".join(f"{of} ({part})" for part, of in others.items())
             note = f"parts of it are of other types, by default {parts}; a saved model's folder tells of all its parts"
             return _Asked(name, found, lambda: check(name), (note,) if others else ())
+        except ImportError as error:
+            raise RunFailed(f"{name}: Transformers' file of it cannot be imported here: {error}") from error
         except ValueError as error:
             raise UsageError(
                 f"{error}, and there is no such folder. A type of your own is known when its module is: --import MODULE"

@@ -6,6 +6,7 @@ seen, and throws it away; the model's stays empty, and says so to whoever looks 
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -86,7 +87,9 @@ def is_new(value: Any) -> bool:
 
 def is_shared(value: Any) -> bool:
     """Whether these are the keys and values that layers leave for later ones, Gemma 4's: a dictionary of a class of its
-    own, in older releases a plain one."""
+    own, before 5.23 a `UserDict`, before 5.9 a plain one."""
+    if type(value) is UserDict:
+        return True
     return type(value).__name__ == "KVSharingDict" and type(value).__module__ == "transformers.cache_utils"
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Mapping
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 from bastile.guards import stock_of
@@ -56,7 +56,7 @@ def hands_mask_to_modules(code: Code, cls: type) -> bool | None:
 
 #: Of what makes a loss of a router's logits, [B S, E] of each layer, with the mask of padding as its fourth argument.
 BALANCE = "load_balancing_loss_func"
-_BALANCES = frozenset({"e4dbbf15c296", "1f070ce0dc5f"})
+_BALANCES = frozenset({"e4dbbf15c296", "4b41ba3a0256", "1f070ce0dc5f"})  # from 5.23 on, from 5.16 on, before
 
 
 def masks_router(code: Code) -> bool | None:
@@ -77,10 +77,73 @@ def _attends(call: ast.Call) -> bool:
     return is_name(call.func, _INTERFACE)
 
 
-def hands_masks_out(code: Code, may_return: bool = False) -> bool | None:
+def hands_masks_out(code: Code, may_return: bool = False, cls: type | None = None) -> bool | None:
     """Whether a backbone gives the masks that it makes to its layers, as `attention_mask`, and does nothing else with
-    them. may_return: or returns them."""
-    return _Flow(code.node, may_return).is_only_to_layers() or None
+    them. may_return: or returns them. cls: whose code this is."""
+    return _Flow(code.node, may_return, hands_back=_handing_back(code, cls)).is_only_to_layers() or None
+
+
+#: Methods that return what they are given first, each in its place, or what it is of the last tokens: Gemma 4's.
+_HAND_BACK = frozenset({"3fb9df9f7670", "8338dd60377a"})
+
+
+def _handing_back(code: Code, cls: type | None) -> dict[str, int]:
+    """By name: those that the code calls, and how many arguments they return."""
+    called = {_of_self(each.func) for each in ast.walk(code.node) if isinstance(each, ast.Call)}
+    found = {}
+    for name in called - {None}:
+        method = stock_of(getattr(cls, name or "", None))
+        read = code_of(method) if isinstance(method, FunctionType) and is_known(method, _HAND_BACK) else None
+        for each in ast.walk(read.node) if read is not None else ():
+            if isinstance(each, ast.Return) and isinstance(each.value, ast.Tuple):
+                found[name or ""] = len(each.value.elts)
+    return found
+
+
+#: Of what makes a loss of a router's logits, [B S, E] of each layer, with the mask of padding as its fourth argument.
+BALANCE = "load_balancing_loss_func"
+_BALANCES = frozenset({"e4dbbf15c296", "4b41ba3a0256", "1f070ce0dc5f"})  # from 5.23 on, from 5.16 on, before
+
+
+def masks_router(code: Code) -> bool | None:
+    """Whether a forward makes a loss of its router's logits by what is called so, with its mask as it was given."""
+    calls = [n for n in ast.walk(code.node) if isinstance(n, ast.Call) and is_name(n.func, BALANCE)]
+    names = [n for n in ast.walk(code.node) if isinstance(n, ast.Name) and n.id == MASK]
+    stored = [n for n in names if isinstance(n.ctx, ast.Store)]
+    takes_mask = all(len(call.args) > 3 and is_name(call.args[3], MASK) for call in calls)
+    return (bool(calls) and takes_mask and not stored) or None
+
+
+def is_balance(function: Any) -> bool:
+    """Whether this leaves out what the mask does."""
+    return is_known(function, _BALANCES)
+
+
+def _attends(call: ast.Call) -> bool:
+    return is_name(call.func, _INTERFACE)
+
+
+def hands_masks_out(code: Code, may_return: bool = False, cls: type | None = None) -> bool | None:
+    """Whether a backbone gives the masks that it makes to its layers, as `attention_mask`, and does nothing else with
+    them. may_return: or returns them. cls: whose code this is."""
+    return _Flow(code.node, may_return, hands_back=_handing_back(cls)).is_only_to_layers() or None
+
+
+#: Methods that return what they are given first, each in its place, or what it is of the last tokens: Gemma 4's.
+_HAND_BACK = frozenset({"3fb9df9f7670", "8338dd60377a"})
+
+
+def _handing_back(cls: type | None) -> dict[str, int]:
+    """By name: the class's methods that do that, and of how many arguments."""
+    found = {}
+    for name in dir(cls) if cls is not None else ():
+        method = stock_of(getattr(cls, name))
+        if isinstance(method, FunctionType) and is_known(method, _HAND_BACK):
+            code = code_of(inspect.unwrap(method))
+            assert code is not None  # it has a fingerprint
+            returned = [each.value for each in ast.walk(code.node) if isinstance(each, ast.Return)]
+            found[name] = len(returned[0].elts) if isinstance(returned[0], ast.Tuple) else 0
+    return found
 
 
 def hands_masks_to_modules(code: Code, cls: type) -> bool | None:
@@ -124,10 +187,16 @@ def _is_isinstance(node: ast.AST | None) -> bool:
 class _Flow:
     """Where masks go in a function: which names stand for one ("mask"), for several by kinds of layers ("masks"), for
     what makes one ("maker") and for several of these ("makers"). of: a class's code, and this, whose modules may be
-    given masks."""
+    given masks. hands_back: methods of its class that return what they are given first, and of how many."""
 
-    def __init__(self, node: ast.AST, may_return: bool, of: tuple[Code, type] | None = None) -> None:
-        self.may_return = may_return
+    def __init__(
+        self,
+        node: ast.AST,
+        may_return: bool,
+        of: tuple[Code, type] | None = None,
+        hands_back: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        self.may_return, self.hands_back = may_return, hands_back
         self.cls: type | None = None if of is None else of[1]
         self.modules = None if of is None else Modules(*of)
         self.nodes = list(ast.walk(node))
@@ -146,10 +215,14 @@ class _Flow:
                     ):
                         self.names[name] = "masks"
                     case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Call() as call):
-                        kinds = self._returned(call) or ()
+                        kinds = self._handed_back(call) or self._returned(call) or ()
                         for to, kind in zip(names, kinds, strict=False):
                             if isinstance(to, ast.Name) and len(kinds) == len(names) and kind is not None:
                                 self.names[to.id] = kind
+
+    def _handed_back(self, call: ast.Call) -> list[str | None]:
+        count = self.hands_back.get(_of_self(call.func) or "", 0)
+        return [self.kind(each) for each in call.args[:count]]
 
     def _returned(self, call: ast.Call) -> list[str | None] | None:
         """The kinds of what a method of the class returns, if all it does with the masks that it makes is to return
@@ -233,6 +306,8 @@ class _Flow:
                 to_maker = called is not None and self.kind(called) == "maker"  # a user's, under the same name
                 to_module = self.modules is not None and self._goes_to_module(self.above[above], node)
                 return kind == "mask" and name == MASK and (to_layer or to_maker or to_module)
+            case ast.Call(func=function, args=args) if node in args[: self.hands_back.get(_of_self(function) or "", 0)]:
+                return True
             case ast.Call() if self.modules is not None:
                 return kind == "mask" and self.modules.take_mask(above, node)
             case ast.Tuple():

@@ -102,7 +102,7 @@ def _attends(cls: type) -> bool:
 def _elsewhere(file: ModelFile, own: list[type], backbones: tuple[type, ...]) -> str | None:
     """Why something else than an attention may see a mask; None where nothing may."""
     for cls in backbones:
-        if not file.read(cls, hands_masks_out):
+        if not file.read(cls, hands_masks_out, False, cls):
             return f"{cls.__name__}.forward is not known to hand them to its layers alone"
         layers = _layers(cls)
         if not layers:

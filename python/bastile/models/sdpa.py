@@ -2,8 +2,10 @@
 (bastile.ops.masked_attention), where Transformers' have a number for each pair of tokens.
 
 A mask of ours is a tensor of int32 like any other argument of a layer, so that checkpoints, CUDA graphs and hooks treat
-it as one: the cuts, [M, N], expanded to [1 + e, 1, 1 + behind, M, N, 1 + window], where no segment is longer than 2^e,
-less one. No mask of Transformers has six dimensions, and none can be broadcast to it unnoticed."""
+it as one: the cuts, [M, N], expanded to [1 + e, which, 1, M, N, 1 + window], where no segment is longer than 2^e, less
+one, and which is 1, or 2 if it is not causal, or 3 with padding behind. No mask of Transformers has six dimensions, and
+none can be broadcast to it unnoticed. Where Transformers takes the last queries of one, by the third dimension of its
+own (Gemma 4, for the logits that are kept), it stays what it is."""
 
 from __future__ import annotations
 
@@ -22,15 +24,15 @@ from bastile.models.forms import codes
 from bastile.models.padding import is_unread
 from bastile.models.varlen import is_sdpa
 from bastile.ops._common import HALVES, cast_as_linear, cast_type
-from bastile.ops._flash import refusal
 from bastile.ops._segments import Segments, of_padding, of_sequences, of_whole_rows, seen, with_more_behind
-from bastile.ops.masked_attention import masked_attention
+from bastile.ops.masked_attention import masked_attention, refusal
 from bastile.report import Tally
 
 NAME = "sdpa"
 #: Under this name our masks are made by Transformers' own functions, which know what they are of.
 MASKS = "bastile_segments"
 _DIMS = 6
+_NOT_CAUSAL, _WITH_BEHIND = 2, 3
 #: The other types are PyTorch's: in float32 on CUDA it has no attention that knows segments.
 TYPES = HALVES
 
@@ -161,7 +163,8 @@ def mask_of(segments: Segments, length: int, device: torch.device | None) -> tor
     cuts, longest, window, behind, causal = segments
     cuts = cuts.to(device, non_blocking=True)
     exponent = 0 if longest == length else longest.bit_length()
-    return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, 2 - causal, 1 + behind, -1, -1, 1 + window)
+    which = _WITH_BEHIND if behind else 1 if causal else _NOT_CAUSAL
+    return cuts.view(1, 1, 1, *cuts.shape, 1).expand(1 + exponent, which, -1, -1, -1, 1 + window)
 
 
 def padding_of(mask: torch.Tensor) -> torch.Tensor | None:
@@ -174,7 +177,7 @@ def can_be_longer(mask: torch.Tensor) -> bool:
     sequences side by side."""
     is_of_rows, is_causal, has_cuts, has_window = (
         mask.shape[0] == 1,
-        mask.shape[1] == 1,
+        mask.shape[1] != _NOT_CAUSAL,
         mask.shape[3],
         mask.shape[5] > 1,
     )
@@ -232,8 +235,9 @@ def is_ours(mask: Any) -> bool:
 
 
 def _said(mask: torch.Tensor, length: int) -> Segments:
-    exponent, causal, behind, window = mask.shape[0] - 1, mask.shape[1] == 1, mask.shape[2] > 1, mask.shape[5] - 1
-    return Segments(mask[0, 0, 0, :, :, 0], 1 << exponent >> 1 if exponent else length, window, behind, causal)
+    exponent, which, window = mask.shape[0] - 1, mask.shape[1], mask.shape[5] - 1
+    longest = 1 << exponent >> 1 if exponent else length
+    return Segments(mask[0, 0, 0, :, :, 0], longest, window, which == _WITH_BEHIND, which != _NOT_CAUSAL)
 
 
 # ---- attending -------------------------------------------------------------------------------------------------------
@@ -251,7 +255,16 @@ def _attends(original: Any) -> Any:
             _look_at(module, query, key, value, args, kwargs)
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         q, k, v = cast_as_linear(query, key, value)  # as autocast casts what PyTorch's attention is given
-        why = _refusal(args, kwargs) or (_WIDE if q.dtype not in TYPES else None) or refusal(q, k, v)
+        said, dropout = _said(attention_mask, key.shape[2]), kwargs.get("dropout") or 0.0
+        if q.shape[2] < k.shape[2]:  # Gemma 4's last layers, of the tokens whose logits are kept
+            _TALLY.step_aside(_OF_LAST)
+            mask = _original_mask(attention_mask, key)[:, :, -q.shape[2] :]
+            return original(module, query, key, value, mask, *args, **kwargs)
+        why = (
+            _refusal(args, kwargs)
+            or (_WIDE if q.dtype not in TYPES else None)
+            or refusal(q, k, v, said.window, dropout)
+        )
         if why is not None:
             _TALLY.step_aside(why)
             config = getattr(module, "config", None)
@@ -261,8 +274,7 @@ def _attends(original: Any) -> Any:
             return original(module, query, key, value, mask, *args, **kwargs)
         _TALLY.count()
         _note(module, True)
-        said, scale, dropout = _said(attention_mask, q.shape[2]), kwargs.get("scaling"), kwargs.get("dropout") or 0.0
-        return masked_attention(q, k, v, said, scale=scale, dropout=dropout), None
+        return masked_attention(q, k, v, said, scale=kwargs.get("scaling"), dropout=dropout), None
 
     stand_in_for(original, attend)
     return attend
@@ -281,7 +293,8 @@ def _look_at(module: Any, query: Any, key: Any, value: Any, args: Any, kwargs: d
         return
     if (cast_type(query) or query.dtype) in TYPES:
         q, k, v = cast_as_linear(query, key, value)
-        _note(module, _refusal(args, kwargs) is None and refusal(q, k, v) is None)
+        given = getattr(module, "sliding_window", None) or 0, kwargs.get("dropout") or 0.0
+        _note(module, _refusal(args, kwargs) is None and refusal(q, k, v, *given) is None)
 
 
 def _note(module: Any, takes: bool) -> None:
@@ -292,6 +305,7 @@ def _note(module: Any, takes: bool) -> None:
 
 
 _WIDE = "its tensors are of float32"
+_OF_LAST = "its queries are of the last tokens alone"
 #: By which what is registered is known: functools.wraps copies all else.
 _OURS = next(each for each in codes(_attends.__code__) if each.co_name == "attend")
 
@@ -306,11 +320,12 @@ def _refusal(args: Any, kwargs: dict[str, Any]) -> str | None:
     return None
 
 
-def _original_mask(mask: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+def _original_mask(mask: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """heads: queries or keys, [B, heads, S, D]."""
+    is_captured = heads.is_cuda and torch.cuda.is_current_stream_capturing()
     found = None if is_captured else _originals.get(mask)
     if found is None:
-        batch, _, length, _ = q.shape
+        batch, _, length, _ = heads.shape
         found = seen(_said(mask, length), batch, length)
         if not is_captured:
             _originals[mask] = found

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bastile.ops import _efficient as efficient
 from bastile.ops import _flash as flash
 from bastile.ops._segments import within
 
@@ -34,6 +35,8 @@ class Rows:
             given = q, *_repeated(q, k, v), 0.0, self._is_causal
             y, lse = flash.forward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return y.transpose(1, 2), lse, []
+        if _are_wide(q):
+            return efficient.forward(*_behind(q, k, v), None, *self._of_wide(q))
         if self._is_causal and not self.dropout and flash.cudnn_is_known() and self._chosen(q, k, v) == _CUDNN:
             y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
             return y.transpose(1, 2), lse, more
@@ -48,6 +51,9 @@ class Rows:
             given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, self._is_causal
             dq, *both = flash.backward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return [dq, *[_summed(t, k.shape[1]) for t in both]]
+        if _are_wide(q):
+            grads = efficient.backward(dy, *_behind(q, k, v), y, lse, more, None, *self._of_wide(q))
+            return [g.transpose(1, 2) for g in grads]
         if len(more) > 2:  # cuDNN's
             *cuts, seed, offset = more
             read = dy.transpose(1, 2), q, k, v, y.transpose(1, 2), lse
@@ -55,9 +61,12 @@ class Rows:
         grads = flash.backward(dy, *_behind(q, k, v), y, lse, *self._shapes(q), *more, **self._how)
         return [g.transpose(1, 2) for g in grads]
 
-    def dropped_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """y where weights are dropped, by PyTorch's differentiable operators."""
-        return _dropped(self.dropout, self._is_causal, self.scale, self._bias(q), q, *_repeated(q, k, v))
+    def unfused_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """y by PyTorch's differentiable operators, which drop weights."""
+        return _unfused(self.dropout, self._is_causal, self.scale, self._bias(q), q, *_repeated(q, k, v))
+
+    def _of_wide(self, q: Tensor) -> tuple[int, bool, float]:
+        return q.shape[2], self.causal, self.scale
 
     def _shapes(self, q: Tensor) -> list[Any]:
         """What flash attention takes between tensors and how they are used: no cuts, lengths, the rest."""
@@ -92,6 +101,9 @@ class Pieces:
     dropout: float
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
+        if q.is_cuda and _are_wide(q):
+            y, lse, more = efficient.forward(q[None], k[None], v[None], self.cuts, *self._of_wide)
+            return y[0], lse, more
         if q.is_cuda:
             y, lse, *random, _ = flash.forward(q, k, v, *self._shapes, False, **self._how)
             return y, lse, random
@@ -104,6 +116,9 @@ class Pieces:
     def backward(
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, more: list[Any]
     ) -> list[Tensor]:
+        if q.is_cuda and _are_wide(q):
+            given = [t[None] for t in (dy, q, k, v, y)]
+            return [g[0] for g in efficient.backward(*given, lse, more, self.cuts, *self._of_wide)]
         if q.is_cuda:
             return list(flash.backward(dy, q, k, v, y, lse, *self._shapes, *more, **self._how))
         grads = [torch.zeros_like(t) for t in (q, k, v)]
@@ -116,16 +131,20 @@ class Pieces:
                 grad[read] = _summed(part, k.shape[1])[0].transpose(0, 1)
         return grads
 
-    def dropped_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def unfused_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """As of `Rows`."""
         parts, end = [], 0
         for at, _, own in self._each(q, k, v):
-            parts += [torch.zeros_like(q[end : at.start])]
+            parts += [v.new_zeros(at.start - end, q.shape[1], v.shape[2])]
             parts += [
-                _dropped(self.dropout, self._is_causal, self.scale, _bias(own[0], self.window, self.causal), *own)[0]
+                _unfused(self.dropout, self._is_causal, self.scale, _bias(own[0], self.window, self.causal), *own)[0]
             ]
             end = at.stop
-        return torch.cat([*parts, torch.zeros_like(q[end:])])
+        return torch.cat([*parts, v.new_zeros(len(q) - end, q.shape[1], v.shape[2])])
+
+    @property
+    def _of_wide(self) -> tuple[int, bool, float]:
+        return self.longest, self.causal, self.scale
 
     @property
     def _shapes(self) -> list[Any]:
@@ -152,6 +171,11 @@ class Pieces:
                 yield at, read, [own, *_repeated(own, *both)]
 
 
+def _are_wide(q: Tensor) -> bool:
+    """Heads on CUDA, for flash attention."""
+    return q.shape[-1] > flash.MOST_DIM
+
+
 def _behind(*heads_first: Tensor) -> list[Tensor]:
     """With heads behind positions, as flash attention takes them."""
     return [t.transpose(1, 2) for t in heads_first]
@@ -175,7 +199,7 @@ def _bias(q: Tensor, window: int, causal: bool) -> Tensor | None:
     return torch.zeros_like(before, dtype=q.dtype).masked_fill_(~within(before, window, causal), -math.inf)
 
 
-def _dropped(
+def _unfused(
     dropout: float, causal: bool, scale: float, bias: Tensor | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor:
     """[B, S, heads, D]."""

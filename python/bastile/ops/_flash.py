@@ -46,16 +46,16 @@ _CUDNN = (
 @functools.cache
 def is_known() -> bool:
     """Whether this PyTorch's flash attention takes and gives what those of 2.11 and 2.13 do."""
-    return _are_called_so(_FLASH)
+    return are_called_so(_FLASH)
 
 
 @functools.cache
 def cudnn_is_known() -> bool:
     """Likewise its attention by cuDNN."""
-    return _are_called_so(_CUDNN)
+    return are_called_so(_CUDNN)
 
 
-def _are_called_so(functions: tuple[tuple[Any, str, str, int], ...]) -> bool:
+def are_called_so(functions: tuple[tuple[Any, str, str, int], ...]) -> bool:
     for function, by_position, by_name, results in functions:
         arguments = function._schema.arguments
         names = " ".join(a.name for a in arguments if not a.kwarg_only)
@@ -65,8 +65,9 @@ def _are_called_so(functions: tuple[tuple[Any, str, str, int], ...]) -> bool:
     return True
 
 
-def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
-    """Why an attention within sequences is not served; None where it is. others: further tensors that it takes."""
+def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor, any_width: bool = False) -> str | None:
+    """Why an attention within sequences is not served; None where it is. others: further tensors that it takes.
+    any_width: of heads on CUDA, and of values other than keys'."""
     tensors = (q, k, v, *others)
     if not is_known():
         return f"the flash attention of PyTorch {torch.__version__} takes other arguments than are known"
@@ -74,7 +75,7 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
         return "its tensors are none of PyTorch's own, or within a transform"
     if (
         any(t.dim() != 4 for t in (q, k, v))
-        or k.shape != v.shape
+        or (k.shape[:3] != v.shape[:3] if any_width else k.shape != v.shape)
         or any(q.shape[i] != k.shape[i] for i in (0, 2, 3))
         or not k.shape[1]
         or q.shape[1] % k.shape[1]
@@ -83,11 +84,12 @@ def refusal(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> str | None:
     if not q.dtype == k.dtype == v.dtype or q.dtype not in FLOATS or len({t.device for t in tensors}) != 1:
         return "queries, keys and values are of different types or devices"
     if q.device.type not in ("cpu", "cuda"):
-        return f"there is no flash attention on {q.device.type}"
-    if q.is_cuda and (q.dtype not in HALVES or q.shape[3] > MOST_DIM or q.shape[3] % 8):
-        return f"there is no flash attention on CUDA of {q.dtype} and heads of {q.shape[3]}"
+        return f"there is no fused attention on {q.device.type}"
+    width = max(q.shape[3], v.shape[3])
+    if q.is_cuda and (q.dtype not in HALVES or (width > MOST_DIM and not any_width) or width % 8):
+        return f"there is no fused attention on CUDA of {q.dtype} and heads of {width}"
     if q.is_cuda and torch.cuda.get_device_capability(q.device) < OLDEST:
-        return "there is no flash attention on GPUs older than compute capability 8.0"
+        return "there is no fused attention on GPUs older than compute capability 8.0"
     return None
 
 

@@ -16,8 +16,9 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from bastile.ops import _efficient as efficient
 from bastile.ops import _flash as flash
 from bastile.ops._attentions import Pieces, Rows
 from bastile.ops._common import Function, first_order_only, is_batched
@@ -116,19 +117,27 @@ def _gradients(
     return grads
 
 
-def _dropped_on_cpu(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, dropout: float) -> Tensor:
-    """Where weights are dropped, which a CPU's fused attention does not do."""
+def _unfused_on_cpu(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: float, dropout: float) -> Tensor:
+    """Where weights are dropped, or values are as wide as keys are not, which a CPU's fused attention does not do."""
     first, second = _calls(segments, scale, dropout)
-    shape = [q.shape[i] for i in (0, 2, 1, 3)]
+    shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
     y = (
-        first.dropped_on_cpu(q, k, v)
+        first.unfused_on_cpu(q, k, v)
         if isinstance(first, Rows)
-        else first.dropped_on_cpu(*_tokens(q, k, v)).view(shape)
+        else first.unfused_on_cpu(*_tokens(q, k, v)).view(shape)
     )
     if second is not None:
         right = is_behind(segments, q.shape[0], q.shape[2])[..., None, None]
-        y = torch.where(right, second.dropped_on_cpu(*_tokens(q, k, v)).view(shape), y)
+        y = torch.where(right, second.unfused_on_cpu(*_tokens(q, k, v)).view(shape), y)
     return y.contiguous()
+
+
+def refusal(q: Tensor, k: Tensor, v: Tensor, window: int = 0, dropout: float = 0.0) -> str | None:
+    """Why these are not served; None where they are."""
+    why = flash.refusal(q, k, v, any_width=efficient.is_known())
+    if why is None and q.is_cuda and (window or dropout) and max(q.shape[3], v.shape[3]) > flash.MOST_DIM:
+        return f"heads of more than {flash.MOST_DIM} have no window and no dropout on CUDA"
+    return why
 
 
 def masked_attention(
@@ -150,9 +159,9 @@ def masked_attention(
     does all padding of its row, without a window.
 
     Args:
-        q: [B, heads, S, D], on CUDA bfloat16 or float16 with D a multiple of 8 and at most 256; on a CPU float32 too.
+        q: [B, heads, S, D], on CUDA bfloat16 or float16; on a CPU float32 too.
         k: [B, groups, S, D], of q's type; heads is a multiple of groups.
-        v: as k.
+        v: [B, groups, S, Dv], of q's type. The wider of D and Dv is a multiple of 8 on CUDA; the other is padded.
         segments: what `of_padding` or `of_sequences` says of this batch, with `cuts` on q's device. None: each row is
             one sequence.
         scale: None: 1 / sqrt(D).
@@ -160,19 +169,19 @@ def masked_attention(
             from PyTorch's generator of q's device, as many numbers as flash attention takes.
 
     Returns:
-        [B, S, heads, D], of q's type. Gradients flow to q, k and v; kept for them are these, the result and a float32 a
+        [B, S, heads, Dv], of q's type. Gradients flow to q, k and v; kept for them are these, the result and a float32 a
         query and head, two where a causal attention has padding. A second differentiation is an error. On a GPU the
-        gradients of queries are summed in no fixed order, as by PyTorch's flash attention. On a CPU weights are dropped
-        by PyTorch's unfused attention of each segment, which keeps them.
+        gradients of queries are summed in no fixed order, as by PyTorch's flash attention. On a CPU PyTorch's
+        unfused attention of each segment, which keeps weights, drops them, and takes values of another width than keys.
 
     Raises:
         ValueError: for tensors that are not served, with the reason, and another dropout.
     """
     if not 0 <= dropout < 1:
         raise ValueError(f"masked_attention: dropout is {dropout}; at least 0 and less than 1 is needed")
-    why = flash.refusal(q, k, v)
     if segments is None:
         segments = of_whole_rows(q.shape[2] if q.dim() == 4 else 0, device=q.device)
+    why = refusal(q, k, v, segments.window, dropout)
     cuts, rows = segments.cuts, (0, 2, 4) if segments.causal else (0, 2)
     if why is None and (
         cuts.dtype is not torch.int32 or cuts.dim() != 2 or len(cuts) not in rows or cuts.device != q.device
@@ -182,8 +191,14 @@ def masked_attention(
     if why is not None:
         raise ValueError(f"masked_attention: {why}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if not q.numel():
-        return q.transpose(1, 2).clone() + 0 * (k.sum() + v.sum())
-    if dropout and not q.is_cuda:
-        return _dropped_on_cpu(q, k, v, segments, scale, dropout)
-    return _MaskedAttention.apply(q, k, v, cuts, segments[1:], scale, dropout)
+    is_empty, of_values = not q.numel() or not v.numel(), v.shape[-1]
+    if q.shape[-1] != of_values and (q.is_cuda or is_empty):
+        width = max(q.shape[-1], of_values)
+        q, k, v = [nn.functional.pad(t, [0, width - t.shape[-1]]) for t in (q, k, v)]
+    if is_empty:
+        y = q.transpose(1, 2).clone() + 0 * (k.sum() + v.sum())
+    elif not q.is_cuda and (dropout or q.shape[-1] != of_values):
+        y = _unfused_on_cpu(q, k, v, segments, scale, dropout)
+    else:
+        y = _MaskedAttention.apply(q, k, v, cuts, segments[1:], scale, dropout)
+    return y[..., :of_values].contiguous()
