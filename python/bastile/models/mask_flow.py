@@ -16,6 +16,8 @@ MASK = "attention_mask"
 #: Of what else a maker is told: hidden states of another sequence, which queries attend to.
 ATTENDED = "encoder_hidden_states"
 _INTERFACE, _LEAVES_OUT = "attention_interface", "apply_mask_to_padding_states"
+#: Methods that return what they are given first, each in its place, or what it is of the last tokens: Gemma 4's.
+_HAND_BACK = frozenset({"3fb9df9f7670", "8338dd60377a"})
 
 
 def hands_mask_on(code: Code, of_others: bool = False) -> bool | None:
@@ -83,10 +85,6 @@ def hands_masks_out(code: Code, may_return: bool = False, cls: type | None = Non
     return _Flow(code.node, may_return, hands_back=_handing_back(code, cls)).is_only_to_layers() or None
 
 
-#: Methods that return what they are given first, each in its place, or what it is of the last tokens: Gemma 4's.
-_HAND_BACK = frozenset({"3fb9df9f7670", "8338dd60377a"})
-
-
 def _handing_back(code: Code, cls: type | None) -> dict[str, int]:
     """By name: those that the code calls, and how many arguments they return."""
     called = {_of_self(each.func) for each in ast.walk(code.node) if isinstance(each, ast.Call)}
@@ -97,52 +95,6 @@ def _handing_back(code: Code, cls: type | None) -> dict[str, int]:
         for each in ast.walk(read.node) if read is not None else ():
             if isinstance(each, ast.Return) and isinstance(each.value, ast.Tuple):
                 found[name or ""] = len(each.value.elts)
-    return found
-
-
-#: Of what makes a loss of a router's logits, [B S, E] of each layer, with the mask of padding as its fourth argument.
-BALANCE = "load_balancing_loss_func"
-_BALANCES = frozenset({"e4dbbf15c296", "4b41ba3a0256", "1f070ce0dc5f"})  # from 5.23 on, from 5.16 on, before
-
-
-def masks_router(code: Code) -> bool | None:
-    """Whether a forward makes a loss of its router's logits by what is called so, with its mask as it was given."""
-    calls = [n for n in ast.walk(code.node) if isinstance(n, ast.Call) and is_name(n.func, BALANCE)]
-    names = [n for n in ast.walk(code.node) if isinstance(n, ast.Name) and n.id == MASK]
-    stored = [n for n in names if isinstance(n.ctx, ast.Store)]
-    takes_mask = all(len(call.args) > 3 and is_name(call.args[3], MASK) for call in calls)
-    return (bool(calls) and takes_mask and not stored) or None
-
-
-def is_balance(function: Any) -> bool:
-    """Whether this leaves out what the mask does."""
-    return is_known(function, _BALANCES)
-
-
-def _attends(call: ast.Call) -> bool:
-    return is_name(call.func, _INTERFACE)
-
-
-def hands_masks_out(code: Code, may_return: bool = False, cls: type | None = None) -> bool | None:
-    """Whether a backbone gives the masks that it makes to its layers, as `attention_mask`, and does nothing else with
-    them. may_return: or returns them. cls: whose code this is."""
-    return _Flow(code.node, may_return, hands_back=_handing_back(cls)).is_only_to_layers() or None
-
-
-#: Methods that return what they are given first, each in its place, or what it is of the last tokens: Gemma 4's.
-_HAND_BACK = frozenset({"3fb9df9f7670", "8338dd60377a"})
-
-
-def _handing_back(cls: type | None) -> dict[str, int]:
-    """By name: the class's methods that do that, and of how many arguments."""
-    found = {}
-    for name in dir(cls) if cls is not None else ():
-        method = stock_of(getattr(cls, name))
-        if isinstance(method, FunctionType) and is_known(method, _HAND_BACK):
-            code = code_of(inspect.unwrap(method))
-            assert code is not None  # it has a fingerprint
-            returned = [each.value for each in ast.walk(code.node) if isinstance(each, ast.Return)]
-            found[name] = len(returned[0].elts) if isinstance(returned[0], ast.Tuple) else 0
     return found
 
 

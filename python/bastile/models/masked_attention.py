@@ -17,7 +17,7 @@ import torch
 
 from bastile.guards import mark_as_ours, stock_of
 from bastile.host_copies import fetched
-from bastile.models import encoders, padding, sdpa
+from bastile.models import encoders, outer_masks, padding, sdpa
 from bastile.models.forms import code_of
 from bastile.models.mask_flow import MASK, hands_mask_on, hands_masks_out, names_in
 from bastile.models.rebind import with_global
@@ -50,6 +50,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
         replacement = _make(stock_of(file.scope[maker]))
         one_model = partial(exchanged, partial(with_global, name=maker, value=replacement))
         yield Site(OPERATOR, maker, file.module, maker, _make, backbones, one_model)
+    if backbones:
+        yield from outer_masks.sites(file, OPERATOR, backbones)
     of_encoders = encoders_of(file)
     both_ways = {name: _make_both_ways(stock_of(file.scope[name])) for name in _both_ways(file) if of_encoders}
     for maker in both_ways:

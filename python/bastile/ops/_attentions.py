@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bastile.ops import _efficient as efficient
 from bastile.ops import _flash as flash
+from bastile.ops._efficient import Wide
 from bastile.ops._segments import within
 
 #: What PyTorch's choice of an attention calls cuDNN's.
@@ -36,7 +36,7 @@ class Rows:
             y, lse = flash.forward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return y.transpose(1, 2), lse, []
         if _are_wide(q):
-            return efficient.forward(*_behind(q, k, v), None, *self._of_wide(q))
+            return self._of_wide(q).forward(*_behind(q, k, v))
         if self._is_causal and not self.dropout and flash.cudnn_is_known() and self._chosen(q, k, v) == _CUDNN:
             y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
             return y.transpose(1, 2), lse, more
@@ -52,8 +52,8 @@ class Rows:
             dq, *both = flash.backward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return [dq, *[_summed(t, k.shape[1]) for t in both]]
         if _are_wide(q):
-            grads = efficient.backward(dy, *_behind(q, k, v), y, lse, more, None, *self._of_wide(q))
-            return [g.transpose(1, 2) for g in grads]
+            behind = _behind(q, k, v)
+            return _behind(*self._of_wide(q).backward(dy, behind[0], behind[1], behind[2], y, lse, more))
         if len(more) > 2:  # cuDNN's
             *cuts, seed, offset = more
             read = dy.transpose(1, 2), q, k, v, y.transpose(1, 2), lse
@@ -65,8 +65,8 @@ class Rows:
         """y by PyTorch's differentiable operators, which drop weights."""
         return _unfused(self.dropout, self._is_causal, self.scale, self._bias(q), q, *_repeated(q, k, v))
 
-    def _of_wide(self, q: Tensor) -> tuple[int, bool, float]:
-        return q.shape[2], self.causal, self.scale
+    def _of_wide(self, q: Tensor) -> Wide:
+        return Wide(None, q.shape[2], self.causal, self.scale)
 
     def _shapes(self, q: Tensor) -> list[Any]:
         """What flash attention takes between tensors and how they are used: no cuts, lengths, the rest."""
@@ -102,7 +102,7 @@ class Pieces:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
         if q.is_cuda and _are_wide(q):
-            y, lse, more = efficient.forward(q[None], k[None], v[None], self.cuts, *self._of_wide)
+            y, lse, more = self._of_wide.forward(q[None], k[None], v[None])
             return y[0], lse, more
         if q.is_cuda:
             y, lse, *random, _ = flash.forward(q, k, v, *self._shapes, False, **self._how)
@@ -117,8 +117,8 @@ class Pieces:
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, more: list[Any]
     ) -> list[Tensor]:
         if q.is_cuda and _are_wide(q):
-            given = [t[None] for t in (dy, q, k, v, y)]
-            return [g[0] for g in efficient.backward(*given, lse, more, self.cuts, *self._of_wide)]
+            dy, q, k, v, y = [t[None] for t in (dy, q, k, v, y)]
+            return [g[0] for g in self._of_wide.backward(dy, q, k, v, y, lse, more)]
         if q.is_cuda:
             return list(flash.backward(dy, q, k, v, y, lse, *self._shapes, *more, **self._how))
         grads = [torch.zeros_like(t) for t in (q, k, v)]
@@ -143,8 +143,8 @@ class Pieces:
         return torch.cat([*parts, v.new_zeros(len(q) - end, q.shape[1], v.shape[2])])
 
     @property
-    def _of_wide(self) -> tuple[int, bool, float]:
-        return self.longest, self.causal, self.scale
+    def _of_wide(self) -> Wide:
+        return Wide(self.cuts, self.longest, self.causal, self.scale)
 
     @property
     def _shapes(self) -> list[Any]:

@@ -5,6 +5,7 @@ them itself, beneath a mask or not."""
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,43 +35,39 @@ def is_known() -> bool:
     return are_called_so(_EFFICIENT)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, cuts: Tensor | None, longest: int, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, list[Any]]:
-    """y, lse, and what else the backward pass takes. q: [B, S, heads, D], k and v likewise, of groups of heads; with
-    cuts [2, N] between segments of queries and of keys, B is 1, and queries without keys have zeros."""
-    y, lse, *random, _, _ = _forward(
-        q, *_repeated(q, k, v), None, *_given(cuts, longest), 0.0, int(causal), True, scale=scale
-    )
-    return _without(y, cuts), lse, random
+@dataclass(frozen=True)
+class Wide:
+    """Attention of rows, or of segments of one row, causal or not. q, y and dy are [B, S, heads, D], k and v likewise, of
+    groups of heads."""
 
+    cuts: Tensor | None  # of segments, [2, N]: between those of queries and those of keys; B is 1
+    longest: int
+    causal: bool
+    scale: float
 
-def backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    lse: Tensor,
-    random: list[Any],
-    cuts: Tensor | None,
-    longest: int,
-    causal: bool,
-    scale: float,
-) -> list[Tensor]:
-    """Gradients of q, k and v, as these are."""
-    of_inputs = (dy, q, *_repeated(q, k, v), None, y, *_given(cuts, longest), lse)
-    dq, *both, _ = _backward(*of_inputs, 0.0, *random, int(causal), False, scale=scale)
-    dk, dv = [_without(each, None if cuts is None else cuts.flip(0)) for each in both]
-    return [_without(dq, cuts), *[each.unflatten(2, (k.shape[2], -1)).sum(3) for each in (dk, dv)]]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
+        """y, lse, and what else the backward pass takes. Queries without keys have zeros."""
+        given = q, *_repeated(q, k, v), None, *self._cuts, 0.0, int(self.causal), True
+        y, lse, *random, _, _ = _forward(*given, scale=self.scale)
+        return _without(y, self.cuts), lse, random
+
+    def backward(
+        self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, random: list[Any]
+    ) -> list[Tensor]:
+        """Gradients of q, k and v, as these are."""
+        given = dy, q, *_repeated(q, k, v), None, y, *self._cuts, lse, 0.0, *random, int(self.causal), False
+        dq, *both, _ = _backward(*given, scale=self.scale)
+        others = None if self.cuts is None else self.cuts.flip(0)
+        summed = [_without(each, others).unflatten(2, (k.shape[2], -1)).sum(3) for each in both]
+        return [_without(dq, self.cuts), *summed]
+
+    @property
+    def _cuts(self) -> list[Any]:
+        return [*((None, None) if self.cuts is None else self.cuts), self.longest, self.longest]
 
 
 def _repeated(q: Tensor, *both: Tensor) -> list[Tensor]:
     return [t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in both]
-
-
-def _given(cuts: Tensor | None, longest: int) -> list[Any]:
-    return [*((None, None) if cuts is None else cuts), longest, longest]
 
 
 def _without(t: Tensor, cuts: Tensor | None) -> Tensor:

@@ -1,0 +1,138 @@
+"""Masks that a model of images makes for its text model, which would make the same itself (Gemma 3 and 4): left to it,
+whose own are in few numbers and may leave out padding. Where a batch has images that tokens see both ways, they stay."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from bastile.graphs import caches
+from bastile.host_copies import fetched
+from bastile.models.forms import Code
+from bastile.models.mask_flow import MASK, is_name
+from bastile.models.rebind import as_keywords, parameter_names, with_global
+from bastile.models.sites import ModelFile, Site, calls, own_forward
+from bastile.ops._common import has_values
+from bastile.report import Tally
+
+#: Of which the first makes masks of tokens that see those before them, and the other of images' blocks, too.
+_MAKERS = ("create_masks_for_generate", "create_masks_for_vision_model")
+_BLOCKS = "block_sequence_ids"
+#: What says of each token whether it is text's, which is 0.
+_TYPES = ("token_type_ids", "mm_token_type_ids")
+#: What both are told, by names of their own.
+_ALIKE = frozenset({"inputs_embeds", "position_ids", *caches.NAMES})
+
+
+def sites(file: ModelFile, operator: str, texts: tuple[type, ...]) -> Iterator[Site]:
+    """texts: the classes of text models that make masks of Bastile's."""
+    for cls in file.own_classes():
+        if calls(own_forward(cls), _MAKERS[0]):
+            read = file.read(cls, text_model)
+            if read is not None:
+                yield from file.wrapped_sites(operator, cls, partial(_leaving, read[1], texts))
+            else:
+                file.unknown[f"masks of {cls.__name__}"] = "stay: its text model is not known to make the same"
+
+
+def text_model(code: Code) -> str | None:
+    """By which name a model calls the text model that it makes masks for, if that is given all else that these are made
+    of, and nobody else gets to see them."""
+    nodes = list(ast.walk(code.node))
+    assigned = [each for each in nodes if isinstance(each, ast.Assign)]
+    made = [each for each in assigned if _is_maker(each.value)]
+    masks = {ast.unparse(target) for each in made for target in each.targets}
+    told = {_told(each.value) for each in made}
+    handed = [each for each in nodes if isinstance(each, ast.Call) and _text_of(each) and _given(each, MASK) in masks]
+    if len(masks) != 1 or len(told) != 1 or len(handed) != 1:
+        return None
+    own = [each.value for each in assigned if {ast.unparse(target) for target in each.targets} == told]
+    if len(own) != 1 or not isinstance(own[0], ast.Dict) or not _is_told_alike(own[0], handed[0]):
+        return None
+    (name,), first = masks, [each for each in nodes if isinstance(each, ast.NamedExpr)]
+    first = [each for each in first if is_name(each.target, name) and is_name(each.value, MASK)]
+    is_seen_once = len(_uses(nodes, name, ast.Load)) == 1
+    is_made_alone = len(_uses(nodes, name, ast.Store)) == len(made) + len(first) and not _uses(nodes, MASK, ast.Store)
+    return _text_of(handed[0]) if is_seen_once and is_made_alone else None
+
+
+def _uses(nodes: list[ast.AST], name: str, how: type[ast.expr_context]) -> list[ast.AST]:
+    return [each for each in nodes if isinstance(each, ast.Name) and each.id == name and isinstance(each.ctx, how)]
+
+
+def _is_maker(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and any(is_name(node.func, maker) for maker in _MAKERS)
+
+
+def _told(call: Any) -> str:
+    """The dictionary of all that a maker is told but blocks; "" where it is told more."""
+    others = [each for each in call.keywords if each.arg != _BLOCKS]
+    return ast.unparse(others[0].value) if not call.args and len(others) == 1 and others[0].arg is None else ""
+
+
+def _text_of(call: ast.Call) -> str:
+    match call.func:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return ""
+
+
+def _given(call: ast.Call, name: str) -> str | None:
+    return next((ast.unparse(each.value) for each in call.keywords if each.arg == name), None)
+
+
+def _is_told_alike(own: ast.Dict, call: ast.Call) -> bool:
+    """Whether a text model's call gives it what masks are made of."""
+    told = {ast.literal_eval(k): ast.unparse(v) for k, v in zip(own.keys, own.values, strict=True) if k is not None}
+    alike = {name: value for name, value in told.items() if name in _ALIKE}
+    return (
+        told.keys() == {"config", MASK, *alike}
+        and told["config"] == "self.config.get_text_config()"
+        and told[MASK] == MASK
+        and all(_given(call, name) == value == name for name, value in alike.items())
+    )
+
+
+def _as_given(**told: Any) -> Any:
+    return told[MASK]
+
+
+def _leaving(name: str, texts: tuple[type, ...], tally: Tally, original: Any) -> Callable[..., Any]:
+    """The model's forward. name: its text model's."""
+    if not isinstance(original, FunctionType):
+        return original
+    without = original
+    for maker in _MAKERS:
+        if maker in original.__globals__:
+            without = with_global(without, maker, _as_given)
+    names = parameter_names(original)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not _makes_the_same(self, getattr(self, name, None), texts):
+            return original(self, *args, **kwargs)
+        given = as_keywords(names, args, kwargs)
+        mask = given.get(MASK)
+        is_usual = mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2)
+        if not is_usual or not all(_are_of_text(given.get(types)) for types in _TYPES):
+            return original(self, *args, **kwargs)
+        tally.count()
+        return without(self, *args, **kwargs)
+
+    return forward
+
+
+def _makes_the_same(model: Any, text: Any, texts: tuple[type, ...]) -> bool:
+    return type(text) in texts and model.config.get_text_config() is text.config
+
+
+def _are_of_text(types: Any) -> bool:
+    if types is None:
+        return True
+    return isinstance(types, torch.Tensor) and has_values(types) and not bool(fetched(types).any())
