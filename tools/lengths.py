@@ -39,6 +39,11 @@ _ENCODERS = ("Bert", "Roberta", "ModernBert")
 _MOST_PATCHES = 1 << 14
 _KINDS = ["sliding_attention"] * 5 + ["full_attention"]
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+#: Gemma 3's tower of images.
+_SIGLIP = {
+    "hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27,
+    "image_size": 896, "patch_size": 14,
+}  # fmt: skip
 
 
 def texts(name: str, **values: Any) -> Any:
@@ -75,6 +80,14 @@ MODELS: dict[str, Callable[[], Any]] = {
         texts, "Gemma4ForCausalLM",
         **widths(2560, 10240, 8, 2, 262144, 42, **_GEMMA, layer_types=_KINDS * 7, num_kv_shared_layers=18),
     ),  # Gemma 4 E4B
+    "gemma3": partial(
+        texts, "Gemma3ForConditionalGeneration",
+        text_config=widths(2560, 10240, 8, 4, 262208, 34, **_GEMMA, sliding_window=1024), vision_config=_SIGLIP,
+    ),  # Gemma 3 4B, of texts alone
+    "gemma4_whole": partial(
+        texts, "Gemma4ForConditionalGeneration", vision_config=None, audio_config=None,
+        text_config=widths(2560, 10240, 8, 2, 262144, 42, **_GEMMA, layer_types=_KINDS * 7, num_kv_shared_layers=18),
+    ),  # Gemma 4 E4B, as its checkpoint is loaded, without its towers
     "qwen3_5": partial(
         texts, "Qwen3_5ForCausalLM", **widths(1024, 3584, 8, 2, 248320, 24, head_dim=256, tie_word_embeddings=True)
     ),  # Qwen3.5 0.8B
@@ -106,7 +119,7 @@ class Batches:
 
     def __init__(self, config: Any, rows: int, longest: int, same: bool) -> None:
         self.config, self.longest, self.same = config, longest, same
-        vision = getattr(config, "vision_config", None)
+        vision = config.vision_config if hasattr(config, "vision_start_token_id") else None  # Qwen's
         self.patches = None if vision is None else torch.randn(_MOST_PATCHES, 6 * vision.patch_size**2)
         self.rows = [self.row(torch.Generator().manual_seed(number)) for number in range(rows)]
 

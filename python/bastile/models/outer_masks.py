@@ -1,5 +1,5 @@
 """Masks that a model of images makes for its text model, which would make the same itself (Gemma 3 and 4): left to it,
-whose own are in few numbers and may leave out padding. Where a batch has images that tokens see both ways, they stay."""
+whose own are in few numbers and may leave out padding. Where tokens of images see each other both ways, they stay."""
 
 from __future__ import annotations
 

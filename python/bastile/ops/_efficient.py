@@ -37,8 +37,8 @@ def is_known() -> bool:
 
 @dataclass(frozen=True)
 class Wide:
-    """Attention of rows, or of segments of one row, causal or not. q, y and dy are [B, S, heads, D], k and v likewise, of
-    groups of heads."""
+    """Attention of rows, or of segments of one row, causal or not. q, y and dy are [B, S, heads, D], k and v likewise,
+    of groups of heads."""
 
     cuts: Tensor | None  # of segments, [2, N]: between those of queries and those of keys; B is 1
     longest: int

@@ -166,13 +166,15 @@ def masked_attention(
             one sequence.
         scale: None: 1 / sqrt(D).
         dropout: the probability with which each p_j becomes 0, and else p_j / (1 - dropout); at least 0, below 1. Drawn
-            from PyTorch's generator of q's device, as many numbers as flash attention takes.
+            from PyTorch's generator of q's device, as many numbers as flash attention takes. On CUDA heads of more
+            than 256 have neither dropout nor a window.
 
     Returns:
-        [B, S, heads, Dv], of q's type. Gradients flow to q, k and v; kept for them are these, the result and a float32 a
-        query and head, two where a causal attention has padding. A second differentiation is an error. On a GPU the
-        gradients of queries are summed in no fixed order, as by PyTorch's flash attention. On a CPU PyTorch's
-        unfused attention of each segment, which keeps weights, drops them, and takes values of another width than keys.
+        [B, S, heads, Dv], of q's type. Gradients flow to q, k and v; kept for them are these, the result and a float32
+        a query and head, two where a causal attention has padding. A second differentiation is an error. On a GPU the
+        gradients of queries are summed in no fixed order, as by PyTorch's flash attention. Heads that are too wide for
+        that go through PyTorch's memory-efficient attention. On a CPU its unfused attention of each segment, which
+        keeps weights, drops them, and takes values of another width than keys.
 
     Raises:
         ValueError: for tensors that are not served, with the reason, and another dropout.
