@@ -157,8 +157,11 @@ def bare(function: Any) -> Any:
 def runs(node: _Function, code: Code, function: Any) -> bool:
     """Whether this function of the code's file is what the live function runs: a file may have been changed since it
     was imported. The compiler calls what is imported otherwise than what is not."""
+    return code.made_by(_is_made_into, node, getattr(function, "__code__", None))  # type: ignore[no-any-return]
+
+
+def _is_made_into(code: Code, node: _Function, live: CodeType | None) -> bool:
     bare: Any = _undecorated(node)
-    live = getattr(function, "__code__", None)
     if "__class__" in getattr(live, "co_freevars", ()):  # super() is compiled so within a class
         bare = ast.copy_location(ast.parse("class _: pass").body[0], node)
         bare.body = [_undecorated(node)]

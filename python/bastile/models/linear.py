@@ -55,7 +55,7 @@ def together(tally: Tally, x: Any, *modules: nn.Module) -> Any:
 def projecting(code: Code, node: Any, called: Any, tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     """The code's function with modules of one input called at once, as `node` has them. called: what calls them."""
     helpers = {rewrite.PROJECTED: partial(called, tally)}
-    if rewrite_chunks.chunks_in(node) is None:
+    if code.made_by(rewrite_chunks.chunks) is None:
         return rewrite.rewritten(node, code, original, helpers)
     # models/chunked_attention.py rewrites the same function.
     return rewrite.with_others(node, code, original, helpers, partial(rewrite.projections_in, code))
