@@ -2,7 +2,7 @@
 #
 #   make demo    train a small Qwen3 with stock Transformers and with Bastile, and compare
 #   make test    everything: lint, C tests under sanitizers, Python tests, kernels on the emulated GPU and for every chip
-#   make test-oldest   the tests of models with the oldest Transformers that is supported
+#   make test-oldest   the tests of models with the oldest Transformers that is supported; test-midway: with 5.17
 #   make test-torch    the Python tests with the newest PyTorch, which is large
 #   make test-trl      the trainers' tests with earlier releases of TRL and PEFT, DeepSpeed, torchao, Sentence Transformers
 #   make test-models   one training step of each model type of Transformers
@@ -23,7 +23,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest test-torch test-trl test-models lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest test-midway test-torch test-trl test-models lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -72,23 +72,18 @@ c-tests: $(if $(VENV),$(VENV)/test.stamp)
 py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(SITE) $(PY) -m pytest tests/py -n $(JOBS) --durations=5
 
-# The oldest Transformers lies in a folder of its own, before the others on Python's path.
-OLDEST := build/oldest
-MODEL_TESTS := autocast_linear chunked_attention chunks compile encoder_padding experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types numbers_of_tokens packed_mixers padding_free padding_scores parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
-$(OLDEST)/stamp: requirements/oldest.txt
-	rm -rf $(OLDEST)
-	$(PY) -m pip install -q --target $(OLDEST) -r $<
-	touch $@
-
-test-oldest: install $(OLDEST)/stamp $(if $(VENV),$(VENV)/test.stamp)
-	PYTHONPATH=$(OLDEST):$(SITE) $(PY) -m pytest -n $(JOBS) $(addprefix tests/py/test_,$(addsuffix .py,$(MODEL_TESTS)))
-
-# The newest PyTorch likewise, with what it brings.
+# Older releases of Transformers, and the newest PyTorch with what it brings, lie in folders of their own, before the
+# others on Python's path.
+OLD := build/oldest build/midway
 TORCH := build/torch
-$(TORCH)/stamp: requirements/torch.txt
-	rm -rf $(TORCH)
-	$(PY) -m pip install -q --target $(TORCH) -r $<
+MODEL_TESTS := autocast_linear chunked_attention chunks compile encoder_padding experts families forms fused_layers generation generation_graphs gpt_oss graphs_beside graphs_collected graphs_lengths graphs_masked graphs_packed graphs_seq2seq graphs_shared graphs_undifferentiated host_time in_place logits_bias masks_of_segments model_types numbers_of_tokens outer_masks packed_mixers padding_free padding_routers padding_scores parameter_count patching running_loss sink_attention state_space switches trainer_optimizer trainer_sharded training transformers_versions walks
+$(addsuffix /stamp,$(OLD) $(TORCH)): build/%/stamp: requirements/%.txt
+	rm -rf $(@D)
+	$(PY) -m pip install -q --target $(@D) -r $<
 	touch $@
+
+test-oldest test-midway: test-%: install build/%/stamp $(if $(VENV),$(VENV)/test.stamp)
+	PYTHONPATH=build/$*:$(SITE) $(PY) -m pytest -n $(JOBS) $(addprefix tests/py/test_,$(addsuffix .py,$(MODEL_TESTS)))
 
 test-torch: install $(TORCH)/stamp $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(TORCH):$(SITE) $(PY) -m pytest tests/py -n $(JOBS)

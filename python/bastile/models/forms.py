@@ -157,7 +157,7 @@ def bare(function: Any) -> Any:
 def runs(node: _Function, code: Code, function: Any) -> bool:
     """Whether this function of the code's file is what the live function runs: a file may have been changed since it
     was imported. The compiler calls what is imported otherwise than what is not."""
-    return code.made_by(_is_made_into, node, getattr(function, "__code__", None))  # type: ignore[no-any-return]
+    return code.made_by(_is_made_into, node, getattr(function, "__code__", None))
 
 
 def _is_made_into(code: Code, node: _Function, live: CodeType | None) -> bool:
