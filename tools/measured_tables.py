@@ -321,13 +321,14 @@ def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     def cell(found: dict[str, Any]) -> str:
         return f"{milliseconds(found['queued_seconds'])} ({found['peak_reserved_bytes'] / GIB:.1f})"
 
-    are_two = "without" in run["lengths"][0]  # of what the page is about
-    bastile = ["Bastile without it", "**with it**"] if are_two else ["**Bastile**"]
+    heads = {"without": ["Bastile without it", "**with it**"], "before": ["Bastile before", "**Bastile**"]}
+    other = next((name for name in heads if name in run["lengths"][0]), "")  # without what the page is about
+    bastile = heads.get(other, ["**Bastile**"])
     table = [["milliseconds of a step (GiB reserved)", "Transformers", *bastile, "faster"]]
     for row in run["lengths"]:
         stock, ours = row["stock"], row["bastile"]
         gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.1f} x"
-        before = [cell(row["without"])] if are_two else []
+        before = [cell(row[other])] if other else []
         table.append([row["title"], cell(stock), *before, f"**{cell(ours)}**", gain])
     return [*by_command(run, link), *rows_of(table)]
 
