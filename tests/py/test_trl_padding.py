@@ -25,7 +25,7 @@ quiet, saved = runs.quiet, runs.saved  # fixtures
 @runs.newest
 @pytest.mark.parametrize("kind", ["sft", "sft completion", "dpo", "kto", "grpo"])
 @pytest.mark.parametrize("attach", [False, True])
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_5", "gemma4"])
 def test_padding_goes_through_no_layer(
     kind: str, model: str, attach: bool, saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
