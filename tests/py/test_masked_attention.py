@@ -274,6 +274,8 @@ def test_empty_and_one_token() -> None:
     y = masked_attention(q, q[:, :2], q[:, :2])
     assert y.shape == (0, 9, 4, 16)
     y.sum().backward()
+    assert masked_attention(q, q[:, :2], q[:, :2, :, :8]).shape == (0, 9, 4, 8)
+    assert masked_attention(q[..., :8], q[:, :2, :, :8], q[:, :2]).shape == (0, 9, 4, 16)
     q, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 1, 16)
     torch.testing.assert_close(masked_attention(q, v, v), v.repeat_interleave(2, 1).transpose(1, 2))
 
