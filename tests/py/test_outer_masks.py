@@ -9,6 +9,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import bastile
+from bastile.host_copies import remember
 from bastile.models import forms, outer_masks, sdpa, side_by_side, small, support
 from conftest import assert_same_up_to_rounding, older_than
 from padded import MASKS
@@ -17,6 +18,8 @@ from test_padding_free import of_kind
 
 ALL = ("gemma3", "gemma4", "gemma4_unified")
 TYPES = [each for each in ALL if not older_than("5.17") and each in CONFIG_MAPPING]
+#: Of which the smaller ones have no image whose tokens see each other.
+BOTH_WAYS = ("gemma4, both ways", "gemma4_unified")
 NAMES = {"gemma3": "token_type_ids"}  # of the others: mm_token_type_ids
 pytestmark = pytest.mark.skipif(not TYPES, reason="other ways of making masks")
 
@@ -30,7 +33,10 @@ def any_type(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(model_type: str) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(small.small_config(model_type)).train()
+    config = small.small_config(model_type.partition(",")[0])
+    if model_type in BOTH_WAYS or model_type == "gemma4":
+        config.get_text_config().use_bidirectional_attention = "vision" if model_type in BOTH_WAYS else None
+    return AutoModelForCausalLM.from_config(config).train()
 
 
 def given_of(model_type: str, kind: str, types: str | None) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def ran(where: str) -> int:
 
 @pytest.mark.parametrize("types", [None, "text", "images"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", [*TYPES, *(BOTH_WAYS[:1] if "gemma4" in TYPES else ())])
 def test_masks_are_those_of_the_text_model(model_type: str, kind: str, types: str | None) -> None:
     model, given = model_of(model_type), given_of(model_type, kind, types)
     real = given["attention_mask"] != 0 if kind in MASKS else torch.ones(3, 17, dtype=torch.bool)
@@ -62,7 +68,7 @@ def test_masks_are_those_of_the_text_model(model_type: str, kind: str, types: st
         for name, gradient in want_grads.items():
             assert_same_up_to_rounding(grads[name], gradient, model.model.language_model, name)
         assert_same_up_to_rounding(logits[real], want_logits[real], model.model.language_model, "logits")
-        is_left = types != "images"
+        is_left = types != "images" or model_type not in ("gemma3", *BOTH_WAYS)
         assert ran("Model") - ran("TextModel") == is_left
         assert ran("TextModel") >= (passed == 1 and is_left and kind in MASKS)
         assert bastile.report().ran("padding_free") == (passed == 1 and is_left and kind in MASKS)
@@ -117,6 +123,17 @@ def test_one_model_and_none(model_type: str) -> None:
     assert ran("Model") == 0
 
 
+def test_nobody_waits_for_what_types_say_of_images() -> None:
+    """Unless the host knows them: a batch that has images is not of texts alone."""
+    types = torch.zeros(2, 3, dtype=torch.long)
+    assert outer_masks._is_of_text({"token_type_ids": types})
+    remember(known := types.clone(), types)
+    assert outer_masks._is_of_text({"token_type_ids": known, "pixel_values": torch.zeros(1)})
+    assert not outer_masks._is_of_text({"token_type_ids": types, "pixel_values": torch.zeros(1)})
+    assert not outer_masks._is_of_text({"token_type_ids": types + 1})
+    assert outer_masks._is_of_text({"pixel_values": torch.zeros(1)})
+
+
 def test_packed_positions_reach_the_text_model() -> None:
     model, given = model_of(TYPES[0]), {**batch("ones"), "attention_mask": None, "position_ids": POSITIONS}
     want, *_ = step(model, given)
@@ -169,6 +186,8 @@ def text_of(code: str) -> str | None:
         ("create_masks_for_generate(**told)", "create_masks_for_generate(**told, or_mask_function=both)"),
         ("create_masks_for_generate(**told)", "create_masks_for_generate(**other)"),
         ("create_masks_for_generate(**told)", "create_masks_for_generate(self.config, **told)"),
+        ("        if token_type_ids", '        told["or_mask_function"] = both\n        if token_type_ids'),
+        ("        if token_type_ids", "        told.update(self.more)\n        if token_type_ids"),
         ("    inputs_embeds = self", "    attention_mask = attention_mask.flip(1)\n    inputs_embeds = self"),
         ("masks := attention_mask", "masks := position_ids"),
         (
@@ -179,6 +198,8 @@ def text_of(code: str) -> str | None:
 )
 def test_code_that_masks_are_left_to(now: str, then: str) -> None:
     assert text_of(OUTER) == "language_model"
+    of_blocks = '        told["block_sequence_ids"] = self.blocks\n        if token_type_ids'
+    assert text_of(OUTER.replace("        if token_type_ids", of_blocks)) == "language_model"
     assert now in OUTER
     assert text_of(OUTER.replace(now, then)) is None
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bastile.graphs import caches
-from bastile.host_copies import fetched
+from bastile.host_copies import fetched, on_host
 from bastile.models.forms import Code
 from bastile.models.mask_flow import MASK, is_name
 from bastile.models.rebind import as_keywords, parameter_names, with_global
@@ -26,6 +26,7 @@ _MAKERS = ("create_masks_for_generate", "create_masks_for_vision_model")
 _BLOCKS = "block_sequence_ids"
 #: What says of each token whether it is text's, which is 0.
 _TYPES = ("token_type_ids", "mm_token_type_ids")
+_IMAGES = "pixel_values"
 #: What both are told, by names of their own.
 _ALIKE = frozenset({"inputs_embeds", "position_ids", *caches.NAMES})
 
@@ -47,19 +48,28 @@ def text_model(code: Code) -> str | None:
     nodes = list(ast.walk(code.node))
     assigned = [each for each in nodes if isinstance(each, ast.Assign)]
     made = [each for each in assigned if _is_maker(each.value)]
-    masks = {ast.unparse(target) for each in made for target in each.targets}
-    told = {_told(each.value) for each in made}
+    masks, told = {t for each in made for t in _targets(each)}, {_told(each.value) for each in made}
     handed = [each for each in nodes if isinstance(each, ast.Call) and _text_of(each) and _given(each, MASK) in masks]
-    if len(masks) != 1 or len(told) != 1 or len(handed) != 1:
+    if not len(masks) == len(told) == len(handed) == 1:
         return None
-    own = [each.value for each in assigned if {ast.unparse(target) for target in each.targets} == told]
-    if len(own) != 1 or not isinstance(own[0], ast.Dict) or not _is_told_alike(own[0], handed[0]):
+    (name,), (of,), (call,) = masks, told, handed
+    own = [each.value for each in assigned if _targets(each) == [of]]
+    if len(own) != 1 or not isinstance(own[0], ast.Dict) or not _is_told_alike(own[0], call):
         return None
-    (name,), first = masks, [each for each in nodes if isinstance(each, ast.NamedExpr)]
+    blocks = [each for each in assigned if _targets(each) == [f"{of}['{_BLOCKS}']"]]
+    first = [each for each in nodes if isinstance(each, ast.NamedExpr)]
     first = [each for each in first if is_name(each.target, name) and is_name(each.value, MASK)]
-    is_seen_once = len(_uses(nodes, name, ast.Load)) == 1
-    is_made_alone = len(_uses(nodes, name, ast.Store)) == len(made) + len(first) and not _uses(nodes, MASK, ast.Store)
-    return _text_of(handed[0]) if is_seen_once and is_made_alone else None
+    is_alone = (
+        len(_uses(nodes, of, ast.Load)) == len(made) + len(blocks)
+        and len(_uses(nodes, name, ast.Load)) == 1
+        and len(_uses(nodes, name, ast.Store)) == len(made) + len(first)
+        and not _uses(nodes, MASK, ast.Store)
+    )
+    return _text_of(call) if is_alone else None
+
+
+def _targets(node: ast.Assign) -> list[str]:
+    return [ast.unparse(target) for target in node.targets]
 
 
 def _uses(nodes: list[ast.AST], name: str, how: type[ast.expr_context]) -> list[ast.AST]:
@@ -99,7 +109,11 @@ def _is_told_alike(own: ast.Dict, call: ast.Call) -> bool:
     )
 
 
-def _as_given(**told: Any) -> Any:
+def _as_given(tally: Tally, maker: Any, **told: Any) -> Any:
+    """In the place of a maker of masks. maker: that, for masks of blocks."""
+    if maker is not None and told.get(_BLOCKS) is not None:
+        return maker(**told)
+    tally.count()
     return told[MASK]
 
 
@@ -107,10 +121,12 @@ def _leaving(name: str, texts: tuple[type, ...], tally: Tally, original: Any) ->
     """The model's forward. name: its text model's."""
     if not isinstance(original, FunctionType):
         return original
-    without = original
+
+    of_text = without_blocks = original
     for maker in _MAKERS:
         if maker in original.__globals__:
-            without = with_global(without, maker, _as_given)
+            of_text = with_global(of_text, maker, partial(_as_given, tally, None))
+            without_blocks = with_global(without_blocks, maker, partial(_as_given, tally, original.__globals__[maker]))
     names = parameter_names(original)
 
     @functools.wraps(original)
@@ -119,11 +135,9 @@ def _leaving(name: str, texts: tuple[type, ...], tally: Tally, original: Any) ->
             return original(self, *args, **kwargs)
         given = as_keywords(names, args, kwargs)
         mask = given.get(MASK)
-        is_usual = mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2)
-        if not is_usual or not all(_are_of_text(given.get(types)) for types in _TYPES):
+        if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
             return original(self, *args, **kwargs)
-        tally.count()
-        return without(self, *args, **kwargs)
+        return (of_text if _is_of_text(given) else without_blocks)(self, *args, **kwargs)
 
     return forward
 
@@ -132,7 +146,11 @@ def _makes_the_same(model: Any, text: Any, texts: tuple[type, ...]) -> bool:
     return type(text) in texts and model.config.get_text_config() is text.config
 
 
-def _are_of_text(types: Any) -> bool:
-    if types is None:
-        return True
-    return isinstance(types, torch.Tensor) and has_values(types) and not bool(fetched(types).any())
+def _is_of_text(given: dict[str, Any]) -> bool:
+    """Whether no token is known to be an image's. Where there are images nobody waits for what the types say."""
+    types = [given[name] for name in _TYPES if given.get(name) is not None]
+    has_images = any(name.startswith(_IMAGES) and value is not None for name, value in given.items())
+    for each in types:
+        if not isinstance(each, torch.Tensor) or not has_values(each) or (has_images and on_host(each) is None):
+            return False
+    return not any(bool(fetched(each).any()) for each in types)
