@@ -131,8 +131,8 @@ class Plan:
     def carry_out(self, function: str) -> None:
         entry = FILES.setdefault(self.name, File(self.file.title))
         entry.more.update(self.file.more)
-        if not is_model_file(self.name) or loading.is_untried(self.name):
-            entry.unknown = {operator: self.file.stock(operator) for operator in self.operators}
+        is_told = not is_model_file(self.name) or loading.is_untried(self.name)
+        entry.unknown = {operator: self.file.stock(operator) for operator in self.operators} if is_told else {}
         leaving = [op for op in entry.applied if op not in self.operators]
         take_out(entry, leaving, function)
         for site in self.new:
