@@ -46,8 +46,11 @@ if hasattr(transformers, "Gemma4ForConditionalGeneration"):  # a model of images
         lambda **text: transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None),
         transformers.Gemma4ForConditionalGeneration,
         {
-            **{"global_head_dim": 16, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
-            **{"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY},
+            "global_head_dim": 16,
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 4,
+            "vocab_size_per_layer_input": VOCABULARY,
         },
     )
 _TEMPLATE = (

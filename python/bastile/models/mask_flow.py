@@ -85,16 +85,15 @@ def hands_masks_out(code: Code, may_return: bool = False, cls: type | None = Non
     return _Flow(code.node, may_return, hands_back=_handing_back(code, cls)).is_only_to_layers() or None
 
 
-def _handing_back(code: Code, cls: type | None) -> dict[str, int]:
+def _handing_back(code: Code, cls: type | None) -> dict[str | None, int]:
     """By name: those that the code calls, and how many arguments they return."""
-    called = {_of_self(each.func) for each in ast.walk(code.node) if isinstance(each, ast.Call)}
-    found = {}
-    for name in called - {None}:
-        method = stock_of(getattr(cls, name or "", None))
+    found: dict[str | None, int] = {}
+    for name in {of_self(each.func) for each in ast.walk(code.node) if isinstance(each, ast.Call)}:
+        method = stock_of(getattr(cls, name, None)) if name is not None else None
         read = code_of(method) if isinstance(method, FunctionType) and is_known(method, _HAND_BACK) else None
         for each in ast.walk(read.node) if read is not None else ():
             if isinstance(each, ast.Return) and isinstance(each.value, ast.Tuple):
-                found[name or ""] = len(each.value.elts)
+                found[name] = len(each.value.elts)
     return found
 
 
@@ -146,7 +145,7 @@ class _Flow:
         node: ast.AST,
         may_return: bool,
         of: tuple[Code, type] | None = None,
-        hands_back: Mapping[str, int] = MappingProxyType({}),
+        hands_back: Mapping[str | None, int] = MappingProxyType({}),
     ) -> None:
         self.may_return, self.hands_back = may_return, hands_back
         self.cls: type | None = None if of is None else of[1]
@@ -173,7 +172,7 @@ class _Flow:
                                 self.names[to.id] = kind
 
     def _handed_back(self, call: ast.Call) -> list[str | None]:
-        count = self.hands_back.get(_of_self(call.func) or "", 0)
+        count = self.hands_back.get(of_self(call.func), 0)
         return [self.kind(each) for each in call.args[:count]]
 
     def _returned(self, call: ast.Call) -> list[str | None] | None:
@@ -258,7 +257,7 @@ class _Flow:
                 to_maker = called is not None and self.kind(called) == "maker"  # a user's, under the same name
                 to_module = self.modules is not None and self._goes_to_module(self.above[above], node)
                 return kind == "mask" and name == MASK and (to_layer or to_maker or to_module)
-            case ast.Call(func=function, args=args) if node in args[: self.hands_back.get(_of_self(function) or "", 0)]:
+            case ast.Call(func=function, args=args) if node in args[: self.hands_back.get(of_self(function), 0)]:
                 return True
             case ast.Call() if self.modules is not None:
                 return kind == "mask" and self.modules.take_mask(above, node)
@@ -278,7 +277,7 @@ class Modules:
             name.id: attribute
             for each in ast.walk(code.node)
             if isinstance(each, ast.For)
-            for attribute in [a for a in map(_of_self, ast.walk(each.iter)) if a is not None][:1]
+            for attribute in [a for a in map(of_self, ast.walk(each.iter)) if a is not None][:1]
             for name in names_in(each.target)
         }
         self._made, self._classes = _made_by(cls)
@@ -287,12 +286,12 @@ class Modules:
         """The classes of which one is called, with arguments that each stand for one; none, where it is no module."""
         if not isinstance(node, ast.Call) or any(isinstance(each, ast.Starred) for each in node.args):
             return []
-        name = self._loops.get(node.func.id) if isinstance(node.func, ast.Name) else _of_self(node.func)
+        name = self._loops.get(node.func.id) if isinstance(node.func, ast.Name) else of_self(node.func)
         return self._classes(name) if name is not None else []
 
     def calls_own(self, node: ast.Call) -> bool:
         """Whether it calls a module, of whatever class, that no loop goes through."""
-        return _of_self(node.func) in self._made
+        return of_self(node.func) in self._made
 
     def calls_layer(self, node: ast.Call) -> bool:
         return isinstance(node.func, ast.Name) and node.func.id in self._loops
@@ -308,7 +307,7 @@ class Modules:
         return at is not None and all(_parameters(each)[at + 1 : at + 2] == [MASK] for each in classes)
 
 
-def _of_self(node: ast.AST) -> str | None:
+def of_self(node: ast.AST) -> str | None:
     match node:
         case ast.Attribute(value=ast.Name(id="self"), attr=name):
             return name
@@ -335,7 +334,7 @@ def _made_by(cls: type) -> tuple[set[str], Callable[[str], list[type]]]:
         (target, each.value)
         for each in ast.walk(code.node)
         if isinstance(each, ast.Assign)
-        for target in map(_of_self, each.targets)
+        for target in map(of_self, each.targets)
         if target is not None
     ]
     names = {name for name, _ in made}

@@ -15,7 +15,7 @@ import torch
 from bastile.graphs import caches
 from bastile.host_copies import fetched, on_host
 from bastile.models.forms import Code
-from bastile.models.mask_flow import MASK, is_name
+from bastile.models.mask_flow import MASK, is_name, of_self
 from bastile.models.rebind import as_keywords, parameter_names, with_global
 from bastile.models.sites import ModelFile, Site, calls, own_forward
 from bastile.ops._common import has_values
@@ -49,7 +49,9 @@ def text_model(code: Code) -> str | None:
     assigned = [each for each in nodes if isinstance(each, ast.Assign)]
     made = [each for each in assigned if _is_maker(each.value)]
     masks, told = {t for each in made for t in _targets(each)}, {_told(each.value) for each in made}
-    handed = [each for each in nodes if isinstance(each, ast.Call) and _text_of(each) and _given(each, MASK) in masks]
+    handed = [
+        each for each in nodes if isinstance(each, ast.Call) and of_self(each.func) and _given(each, MASK) in masks
+    ]
     if not len(masks) == len(told) == len(handed) == 1:
         return None
     (name,), (of,), (call,) = masks, told, handed
@@ -65,7 +67,7 @@ def text_model(code: Code) -> str | None:
         and len(_uses(nodes, name, ast.Store)) == len(made) + len(first)
         and not _uses(nodes, MASK, ast.Store)
     )
-    return _text_of(call) if is_alone else None
+    return of_self(call.func) if is_alone else None
 
 
 def _targets(node: ast.Assign) -> list[str]:
@@ -84,13 +86,6 @@ def _told(call: Any) -> str:
     """The dictionary of all that a maker is told but blocks; "" where it is told more."""
     others = [each for each in call.keywords if each.arg != _BLOCKS]
     return ast.unparse(others[0].value) if not call.args and len(others) == 1 and others[0].arg is None else ""
-
-
-def _text_of(call: ast.Call) -> str:
-    match call.func:
-        case ast.Attribute(value=ast.Name(id="self"), attr=name):
-            return name
-    return ""
 
 
 def _given(call: ast.Call, name: str) -> str | None:

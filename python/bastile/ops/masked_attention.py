@@ -203,4 +203,4 @@ def masked_attention(
         y = _unfused_on_cpu(q, k, v, segments, scale, dropout)
     else:
         y = _MaskedAttention.apply(q, k, v, cuts, segments[1:], scale, dropout)
-    return y[..., :of_values].contiguous()
+    return y if y.shape[-1] == of_values else y[..., :of_values].contiguous()
