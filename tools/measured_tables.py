@@ -6,7 +6,8 @@
 A block stands between `<!-- measured: bench/results/FILE.json [word ...] -->` and `<!-- /measured -->`. What is written
 depends on what wrote the file: `bastile bench` (words: the operators to show; none: all), `bastile sweep` (`floor`: its
 column too), a sweep's loss curves, `bastile demo`, tools/loss_differences.py, tools/families.py, tools/lengths.py,
-tools/several_gpus.py, tools/encoders.py with a part of the patches, tools/trl_lora.py, tools/trl_experts.py."""
+tools/several_gpus.py, tools/encoders.py with a part of the patches, tools/trl_lora.py, tools/trl_rl.py,
+tools/trl_experts.py."""
 
 import argparse
 import json
@@ -296,6 +297,19 @@ def padded(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     return [*by_command(run, link), *rows_of(table)]
 
 
+def whole(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/trl_rl.py --whole: stock's, Bastile's first on a machine, and a later one."""
+    rows: dict[str, dict[Any, str]] = {}
+    for one in run["whole"]:
+        name = f"{one['trainer'].upper()} {one['shape']}, {one['batch']} x {one['length']}"
+        name += f"{', float32' * one['float32']}, {one['steps']} steps"
+        begun, first, ends = one["seconds_of_ends"][0], one["seconds_of_ends"][1], one["seconds_of_ends"]
+        rows.setdefault(name, {})[one["kernels_on_disk"]] = f"{begun:.0f}, {first:.0f}, {ends[10]:.0f}, {ends[-1]:.0f}"
+    table = [["seconds to: training, step 1, step 10, the end", "TRL", "Bastile, for the first time", "**Bastile**"]]
+    table += [[name, *[cells.get(kind, "–") for kind in (None, False, True)]] for name, cells in rows.items()]
+    return [*by_command(run, link), *rows_of(table)]
+
+
 def families(run: dict[str, Any], words: list[str], link: str) -> list[str]:
     """Of tools/families.py. words: the types to show; none: all."""
     rows = [row for row in run["families"] if not words or row["type"] in words]
@@ -409,6 +423,8 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = ragged if run["steps"][0].get("ragged") else trainers
     elif "padded" in run:
         write = padded
+    elif "whole" in run:
+        write = whole
     elif "lengths" in run:
         write = lengths
     elif "experts" in run:

@@ -4,6 +4,7 @@ Transformers' own Trainer, stock or with bastile.apply(), on one GPU.
     python tools/trl_rl.py --trainer dpo --shape qwen3-0.6b --batch 4 --length 1024 [--stock] [--no-checkpointing]
         [--no-graphs] [--lora] [--float32] [--ragged] [--packing] [--without OPERATOR]
     python tools/trl_rl.py --trainer grpo --generate --batch 8 --length 192 --steps 4 --untimed 1 [--stock]
+    python tools/trl_rl.py --whole --trainer sft --lora --ragged --steps 100 [--stock]
 
 Random weights of the named shape in bfloat16, or with --float32, as TRL itself loads a model by its name, in float32
 under autocast; random words, TRL's defaults but for what is named. All rows have --length tokens; --ragged: between an
@@ -21,9 +22,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,7 +128,40 @@ def profiled(found: dict[str, float], steps: int) -> Any:
 
 
 def steps_of(options: argparse.Namespace) -> int:
+    if options.whole:
+        return int(options.steps)
     return options.steps + (options.steps - options.untimed) + (0 if options.generate else PROFILED)
+
+
+def seconds_since_the_process_began() -> float:
+    begun = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - begun
+
+
+def noted(ends: list[float]) -> Any:
+    """A callback: when each step ended, for the host."""
+    from transformers import TrainerCallback
+
+    class Noted(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(seconds_since_the_process_began())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(seconds_since_the_process_began())
+
+    return Noted()
+
+
+def peaks(found: dict[str, float]) -> Any:
+    """A callback: peak memory of the training, before weights become what they were before it."""
+    from transformers import TrainerCallback
+
+    class Peaks(TrainerCallback):
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            found["peak_bytes"] = torch.cuda.max_memory_allocated()
+            found["peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
+
+    return Peaks()
 
 
 def plain_trainer(options: argparse.Namespace, given: dict[str, Any]) -> Any:
@@ -147,7 +184,7 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
         "max_steps": steps_of(options),
         "bf16": True,
         "gradient_checkpointing": not options.no_checkpointing,
-        "logging_steps": 1,
+        "logging_steps": 10 if options.whole else 1,
         "report_to": "none",
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -184,21 +221,25 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     )
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def whole(options: argparse.Namespace) -> dict[str, Any]:
     if not options.stock:
-        graphs = False if options.no_graphs else "auto"
-        bastile.apply(cuda_graphs=graphs, **dict.fromkeys(options.without, False))
-    times: list[float] = []
+        bastile.apply(cuda_graphs=False if options.no_graphs else "auto", **dict.fromkeys(options.without, False))
+    ends: list[float] = []
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(options, folder)
-        count = options.steps - options.untimed
-        trainer.add_callback(clock(times, torch.device("cuda"), options.untimed, count, count))
-        if not options.generate:
-            trainer.add_callback(profiled(found, steps_of(options)))
+        trainer.add_callback(noted(ends))
+        trainer.add_callback(peaks(found))
         trainer.train()
-    graphs = [line for line in bastile.report() if line.operator == "cuda_graphs"]
-    *timed, queued = times[options.untimed :]
+        torch.cuda.synchronize()
+        ends.append(seconds_since_the_process_began())
+    return told(options) | {
+        "seconds_of_ends": ends,  # of what comes before the first step, of each step, of the device's work
+        **found,
+    }
+
+
+def told(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "implementation": "stock" if options.stock else "bastile",
         "graphs": not (options.stock or options.no_graphs),
@@ -212,13 +253,33 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "ragged": options.ragged,
         "packing": options.packing,
         "without": options.without,
+    }
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    if not options.stock:
+        graphs = False if options.no_graphs else "auto"
+        bastile.apply(cuda_graphs=graphs, **dict.fromkeys(options.without, False))
+    times: list[float] = []
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(options, folder)
+        count = options.steps - options.untimed
+        trainer.add_callback(peaks(found))
+        trainer.add_callback(clock(times, torch.device("cuda"), options.untimed, count, count))
+        if not options.generate:
+            trainer.add_callback(profiled(found, steps_of(options)))
+        trainer.train()
+    graphs = [line for line in bastile.report() if line.operator == "cuda_graphs"]
+    *timed, queued = times[options.untimed :]
+    return told(options) | {
         "median_seconds": statistics.median(timed),
         "least_seconds": min(timed),
         "queued_seconds": queued,
         "busy_seconds": found.get("busy"),
         "generates": options.generate,
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "peak_bytes": found["peak_bytes"],
+        "peak_reserved_bytes": found["peak_reserved_bytes"],
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
         "losses_by_bastile": bastile.report().ran("linear_logprobs"),
         "steps_by_graphs": sum(line.ran for line in graphs if line.where not in OF_TOKENS),
@@ -226,7 +287,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def options_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", choices=["sft", "dpo", "kto", "reward", "grpo", "trainer"], default="dpo")
     parser.add_argument("--shape", choices=sorted(MODELS), default="qwen3-0.6b")
@@ -240,15 +301,21 @@ def main() -> None:
     parser.add_argument("--packing", action="store_true", help="SFT's rows side by side, with --ragged")
     parser.add_argument("--without", action="append", default=[], metavar="OPERATOR", help="Bastile, but for this")
     parser.add_argument("--generate", action="store_true", help="GRPO's completions by the model itself")
+    parser.add_argument("--whole", action="store_true", help="when each step ended, from the process' beginning on")
     parser.add_argument("--stock", action="store_true", help="without Bastile")
     parser.add_argument("--no-graphs", action="store_true", help="with Bastile, but without CUDA graphs")
     parser.add_argument("--no-checkpointing", action="store_true", help="which TRL does by default")
+    return parser
+
+
+def main() -> None:
+    parser = options_parser()
     options = parser.parse_args()
     if options.packing and not (options.ragged and options.trainer == "sft"):
         parser.error("--packing is of --trainer sft --ragged")
-    if options.steps <= options.untimed:
+    if options.steps <= options.untimed and not options.whole:
         parser.error(f"--steps is {options.steps}; more than {options.untimed} are needed")
-    print(json.dumps(run(options)))
+    print(json.dumps(whole(options) if options.whole else run(options)))
     if not options.stock:
         print(bastile.report(), file=sys.stderr)
 

@@ -27,7 +27,7 @@ from bastile.own_methods import give, given_to, reaches, runs_stock
 from bastile.report import noting
 
 #: Whose classes are PEFT's, PyTorch's and trainers': no type needs a place for them.
-_OF_ANY_TYPE = frozenset({"lora_linear", "autocast_linear", "layer_norm", "adamw"})
+_OF_ANY_TYPE = frozenset({"lora_linear", "autocast_linear", "layer_norm", "adamw", "frozen_bf16"})
 
 _lock = threading.RLock()
 _everywhere: tuple[str, ...] = ()  # the operators of every type but those that follow
@@ -83,6 +83,7 @@ def apply(
     gated_rms_norm: bool = True,
     chunked_attention: bool = True,
     adamw: bool = True,
+    frozen_bf16: bool = True,
     recompute: bool = True,
     offload_checkpoints: bool = False,
     cuda_graphs: graphs.Mode = "auto",
@@ -133,6 +134,9 @@ def apply(
             are asked for once a step in place of three times a layer.
         adamw: where a Trainer of Transformers, or of TRL's, makes torch's AdamW, its default, bastile.optim.AdamW takes
             its place, with the same state_dict, and clips as it reads the gradients (docs/optim.md).
+        frozen_bf16: where a Trainer trains adapters under autocast to bfloat16, frozen weights of float32 that bfloat16
+            holds exactly, as those of most checkpoints, are kept in it until it ends (docs/memory.md). So are those of
+            TRL's reference models and teachers. It needs `autocast_linear`.
         recompute: drop the outputs of norms and of SwiGLU that the backward pass would read, and make them again there,
             bit by bit the same, but for what adapters of the last layer's MLP get, which is summed up in another order
             (docs/memory.md); for batches from bastile.set_recompute's number of tokens on.

@@ -215,6 +215,31 @@ TEST(chunks_by_default_are_of_the_gpu_s_memory) {
     }
 }
 
+TEST(memory_of_a_chunk_is_of_few_sizes) {
+    const struct {
+        int64_t rows, memory_rows, budget, gib;
+        int processors;
+    } cases[] = {
+        {2048, 2048, 0, 80, 132},
+        {1664, 2048, 0, 80, 132},
+        {513, 1024, 0, 80, 132},
+        {511, 511, 0, 80, 132},                  /* small as it is */
+        {4400, 4400, 0, 80, 132},                /* 4608 would be more than a 64th of the GPU's memory */
+        {1664, 1664, INT64_C(1) << 30, 80, 132}, /* as large as was asked for */
+        {1664, 1664, 0, 0, 0},                   /* on CPU nobody keeps what is freed */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        linear_cross_entropy_chunks c = {.rows = 8192,
+                                         .width = 4096,
+                                         .row_bytes = 151936 * 2,
+                                         .budget = cases[i].budget,
+                                         .processors = cases[i].processors,
+                                         .memory = cases[i].gib << 30};
+        int64_t rows = bst__linear_cross_entropy_memory_rows(&c, cases[i].rows);
+        if (rows != cases[i].memory_rows) FAILED("case %zu: %lld rows", i, (long long)rows);
+    }
+}
+
 TEST(errors_name_the_argument) {
     inputs();
     DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape), tl = bst_f32(&loss, 0, NULL);

@@ -49,7 +49,8 @@ class Replaced:
         module = modeling(model_type)
         stock, function = small.step(model), getattr(module, self.name)
         alone = {name: name == self.operator for name in OPERATORS}
-        for name in ("adamw", "autocast_linear"):  # not of one model
+        of_no_model = [name for name, row in OPERATORS.items() if not row.of_a_model]
+        for name in of_no_model:
             alone.pop(name)
         self.ran()
         bastile.apply_to_model(model, **alone)
@@ -59,7 +60,7 @@ class Replaced:
         bastile.reset(model=model)
         assert small.step(model)[0] == stock[0]
         assert self.ran() == 0
-        alone |= {"adamw": False, "autocast_linear": False}
+        alone |= dict.fromkeys(of_no_model, False)
         assert bastile.apply(**alone, model_types=model_type) == [f"{self.operator}_{model_type}"]
         assert getattr(module, self.name) is not function
         everywhere = small.step(model)

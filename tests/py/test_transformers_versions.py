@@ -88,6 +88,7 @@ def places(row: Family) -> list[tuple[str, str, list[str], list[str]]]:
         "chunked_attention",
         "adamw",
         "autocast_linear",
+        "frozen_bf16",
         "padding_free",
     }
     assert {place[0] for place in found} == set(OPERATORS) - elsewhere

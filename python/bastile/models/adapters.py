@@ -24,7 +24,7 @@ from bastile.models.known import KNOWN
 from bastile.models.loading import is_torchs
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._common import PLAIN, has_values
-from bastile.ops._modules import has_hooks, plain_linear
+from bastile.ops._modules import has_hooks, is_narrowed, plain_linear
 from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bit
 from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears, adapted_mlp
@@ -83,6 +83,8 @@ def _base(module: Any, x: torch.Tensor) -> Adapted:
             raise NotServed("a layer has hooks or a forward of its own")
         if kind is not nn.Linear and form == "linear" and bias is not None:
             raise NotServed("a layer adds a bias in a type of its own")
+        if type(weight) in PLAIN and is_narrowed(module) and not torch.is_autocast_enabled(x.device.type):
+            return Adapted(None, bias, dequantise=weight.to, outputs=module.out_features)
         if type(weight) in PLAIN:
             return Adapted(weight.t() if form == "linear across" else weight, bias)
         return Adapted(None, bias, dequantise=_of_torchao(weight), outputs=module.out_features)

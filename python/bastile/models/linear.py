@@ -21,6 +21,7 @@ from bastile.models.adapters import linears, share_a_node
 from bastile.models.forms import Code, is_known
 from bastile.models.loading import LINEAR, is_torchs
 from bastile.models.sites import ModelFile, Site
+from bastile.ops._modules import is_narrowed
 from bastile.ops.autocast_linear import autocast_linear
 from bastile.report import Tally
 
@@ -61,10 +62,18 @@ def projecting(code: Code, node: Any, called: Any, tally: Tally, original: Calla
     return rewrite.with_others(node, code, original, helpers, partial(rewrite.projections_in, code))
 
 
+def _in_float32(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """A layer whose weight is kept in bfloat16: see bastile.models.frozen_bf16."""
+    return nn.functional.linear(input, self.weight.float(), self.bias)
+
+
 def linear_forward(tally: Tally, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_any_autocast_enabled() or is_compiling() or not torch.is_grad_enabled():
+        if not _is_any_autocast_enabled():
+            call = _in_float32 if not is_compiling() and is_narrowed(self) else original
+            return call(self, *args, **kwargs)
+        if is_compiling() or not torch.is_grad_enabled():
             return original(self, *args, **kwargs)
         weight = self.weight
         if len(args) != 1 or kwargs or weight.dtype is not torch.float32 or not weight.requires_grad:

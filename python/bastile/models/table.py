@@ -74,6 +74,13 @@ OPERATORS: dict[str, Operator] = {
     "adamw": Operator(
         "optimizer", "the AdamW that a Trainer makes, with its clipping in one pass", r"^Trainer$", of_a_model=False
     ),
+    "frozen_bf16": Operator(
+        "frozen_bf16",
+        "frozen weights of float32 kept in bfloat16 while a Trainer trains, where that loses nothing",
+        r"^Trainer$",
+        needs=("autocast_linear",),
+        of_a_model=False,
+    ),
     "recompute": Operator("backbone", "activations made again in the backward pass instead of kept", r"Model$"),
     "offload_checkpoints": Operator(
         "offloading", "inputs of checkpointed layers kept in the host's memory", r"Model$", on_request=True

@@ -21,6 +21,8 @@ typedef struct linear_cross_entropy_chunks {
 
 /* Rows of a chunk; a pure function. */
 int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *c);
+/* For how many rows a chunk of `rows` has memory: by default on CUDA one of a few numbers. */
+int64_t bst__linear_cross_entropy_memory_rows(const linear_cross_entropy_chunks *c, int64_t rows);
 
 /* What one of the functions below works on: the members that it names. */
 typedef struct linear_cross_entropy_cpu {

@@ -68,16 +68,17 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
     h->chunks = kept > 0;
     if (!rest) return BST_OK;
     if (on_cuda(h)) BST_TRY(bst__cuda_chip(h->op, h->device.device_id, &chip));
-    h->chunk_rows = bst__linear_cross_entropy_chunk_rows(
-        &(linear_cross_entropy_chunks){.rows = rest,
-                                       .width = h->width,
-                                       .row_bytes = bst__head_padded(h) * logit_bytes(h) + h->beside,
-                                       .budget = chunk_bytes,
-                                       .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
-                                       .hidden_alone = h->dhidden.data && !h->dweight.data && !h->dbias.data,
-                                       .processors = chip.processors,
-                                       .memory = chip.memory});
+    linear_cross_entropy_chunks c = {.rows = rest,
+                                     .width = h->width,
+                                     .row_bytes = bst__head_padded(h) * logit_bytes(h) + h->beside,
+                                     .budget = chunk_bytes,
+                                     .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
+                                     .hidden_alone = h->dhidden.data && !h->dweight.data && !h->dbias.data,
+                                     .processors = chip.processors,
+                                     .memory = chip.memory};
+    h->chunk_rows = bst__linear_cross_entropy_chunk_rows(&c);
     if (kept && h->chunk_rows > kept) h->chunk_rows = kept;
+    h->memory_rows = bst__linear_cross_entropy_memory_rows(&c, h->chunk_rows);
     h->chunks += (rest + h->chunk_rows - 1) / h->chunk_rows;
     return BST_OK;
 }
@@ -303,8 +304,8 @@ static bst_status end_sums(const bst_head *h) {
  * to whole blocks and the padding is cleared; of wide logits, whose gradient lies elsewhere, by whoever writes that. */
 static bst_status allocate_logits(const bst_head *h, void **memory) {
     int64_t stride = bst__head_padded(h), bytes = logit_bytes(h), gap = h->wide ? 0 : stride - h->vocabulary;
-    BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->chunk_rows * stride * bytes), memory));
-    for (int64_t row = 0; row < h->chunk_rows && gap && !on_cuda(h); row++)
+    BST_TRY(bst__allocate(h->exec, h->op, h->device, (size_t)(h->memory_rows * stride * bytes), memory));
+    for (int64_t row = 0; row < h->memory_rows && gap && !on_cuda(h); row++)
         memset(bst_at(*memory, row * stride + h->vocabulary, h->dtype), 0, (size_t)(gap * bytes));
     return BST_OK;
 }

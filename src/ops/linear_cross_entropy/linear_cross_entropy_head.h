@@ -50,6 +50,7 @@ typedef struct bst_head {
     DLDevice device;
     bst_dtype dtype;
     int64_t rows, vocabulary, width, chunk_rows, chunks;
+    int64_t memory_rows; /* that a chunk of workspace has room for */
     /* Sums over chunks while they are made. Up to LINEAR_CROSS_ENTROPY_MOST_ROUNDINGS chunks of dweight are added in
      * its own type; more are in `dweight_sum`, in float32 (on CPU, whose products do not write float32 from halves,
      * each is made in `part` first). dbias_sum: float64, and rounded once: PARTS sums on CUDA, of a part of the rows

@@ -1,0 +1,445 @@
+"""Frozen weights of float32 kept in bfloat16 while a Trainer trains: real TRL, PEFT and Transformers. Nothing but the
+memory that they take is to show: losses, gradients, weights have the same bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback, TrainingArguments
+
+import bastile
+import trl_runs
+from bastile.models import frozen_bf16
+from bastile.ops._modules import is_narrowed
+from oracle import assert_same_bits
+from processes import on_processes
+
+STOCK = vars(Trainer)["train"]
+LAYERS = 2 * 7  # of a small model's, with adapters
+
+
+@pytest.fixture(autouse=True)
+def in_force() -> Iterator[None]:
+    bastile.report(reset=True)
+    yield
+    bastile.reset()
+    assert vars(Trainer)["train"] is STOCK
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model in float32 whose numbers are bfloat16's, as TRL loads most checkpoints."""
+    path = trl_runs.saved_model("qwen3", tmp_path_factory.mktemp("models"))
+    model = trl_runs.load(path)
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
+    model.save_pretrained(path)
+    return path
+
+
+def adapters(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **options})
+
+
+class Looks(TrainerCallback):
+    """At a trainer's models behind its first step."""
+
+    def __init__(self, look: Callable[[Any], None] = lambda model: None) -> None:
+        self.look, self.seen = look, -1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.seen < 0:
+            self.seen = narrowed_in(model)
+            self.look(model)
+
+
+def narrowed_in(model: nn.Module) -> int:
+    found = [module for module in model.modules() if is_narrowed(module)]
+    for layer in found:
+        assert layer.weight.dtype is torch.bfloat16
+    return len(found)
+
+
+def trained(
+    kind: str, path: str, folder: Path, look: Callable[[Any], None] = lambda model: None, **options: Any
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor], int, Any]:
+    """What was logged, the weights behind training, and how many were narrow in it."""
+    given = {"bf16": True, "max_steps": 3, "peft_config": adapters(), **options}
+    torch.manual_seed(1)
+    looks = Looks(look)
+    trainer = trl_runs.trainer(kind, path, folder, **given)
+    trainer.add_callback(looks)
+    types = {name: p.dtype for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    assert {name: p.dtype for name, p in trainer.model.named_parameters()} == types
+    assert narrowed_in(trainer.model) == 0
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return trl_runs.numbers_of(trainer), weights, looks.seen, trainer
+
+
+def both(*args: Any, **options: Any) -> tuple[Any, Any]:
+    """A run with narrow weights and one without."""
+    bastile.apply()
+    narrow = trained(*args, **options)
+    assert bastile.report(reset=True).ran("frozen_bf16") == (1 if narrow[2] else 0)
+    bastile.apply(frozen_bf16=False)
+    wide = trained(*args, **options)
+    assert bastile.report(reset=True).ran("frozen_bf16") == wide[2] == 0
+    return narrow, wide
+
+
+def assert_alike(narrow: Any, wide: Any) -> None:
+    assert narrow[0] == wide[0]
+    assert narrow[1].keys() == wide[1].keys()
+    for name, weight in narrow[1].items():
+        assert_same_bits(weight, wide[1][name])
+
+
+@pytest.mark.parametrize("kind", ["sft", "sft packed", "dpo", "kto", "grpo"])
+def test_no_bit_changes(kind: str, checkpoint: str, tmp_path: Path) -> None:
+    narrow, wide = both(kind, checkpoint, tmp_path)
+    assert narrow[2] == LAYERS
+    assert_alike(narrow, wide)
+
+
+def test_stock_has_the_same_numbers(checkpoint: str, tmp_path: Path) -> None:
+    """Without any other operator of Bastile's but what it needs."""
+    stock = trained("sft", checkpoint, tmp_path)
+    names = {name: False for name in bastile.apply()} | {"autocast_linear": True, "frozen_bf16": True}
+    bastile.apply(**names)
+    narrow = trained("sft", checkpoint, tmp_path)
+    assert narrow[2] == LAYERS
+    assert_alike(narrow, stock)
+
+
+def test_evaluation_and_accumulation(checkpoint: str, tmp_path: Path) -> None:
+    results = []
+    for on in (True, False):
+        bastile.apply(frozen_bf16=on)
+        torch.manual_seed(1)
+        options = {"bf16": True, "gradient_accumulation_steps": 2, "peft_config": adapters()}
+        trainer = trl_runs.trainer("sft", checkpoint, tmp_path, **options)
+        looks = Looks(lambda model, trainer=trainer: trainer.evaluate(trainer.train_dataset))
+        trainer.add_callback(looks)
+        trainer.train()
+        trainer.evaluate(trainer.train_dataset)  # in float32 again, beneath autocast
+        assert looks.seen == (LAYERS if on else 0)
+        results.append(trl_runs.numbers_of(trainer))
+    assert sum("eval_loss" in entry for entry in results[0]) == 2
+    assert results[0] == results[1]
+
+
+def test_layers_as_graphs_and_a_second_training(checkpoint: str, tmp_path: Path) -> None:
+    """Graphs hold where weights lie: in bfloat16, then elsewhere."""
+    results = []
+    for on in (True, False):
+        bastile.apply(frozen_bf16=on, cuda_graphs=True)
+        torch.manual_seed(1)
+        trainer = trl_runs.trainer("sft packed", checkpoint, tmp_path, bf16=True, max_steps=6, peft_config=adapters())
+        trainer.train()
+        trainer.train()
+        results.append(([entry.get("loss") for entry in trainer.state.log_history], trainer))
+    assert results[0][0] == results[1][0]
+    for p, q in zip(results[0][1].model.parameters(), results[1][1].model.parameters(), strict=True):
+        assert_same_bits(p, q)
+
+
+def test_what_bfloat16_would_round_stays(checkpoint: str, tmp_path: Path) -> None:
+    model = trl_runs.load(checkpoint)
+    rounded = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        rounded[3, 5] = 1 + 2**-9
+    seen: list[torch.dtype] = []
+
+    def look(model: Any) -> None:
+        seen.append(model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.dtype)
+
+    bastile.apply()
+    assert trained("sft", checkpoint, tmp_path, look, model=model)[2] == LAYERS - 1
+    assert seen == [torch.float32]
+
+
+def test_outside_autocast(checkpoint: str, tmp_path: Path) -> None:
+    """A callback may call the model as it likes: in float32 it computes in float32, forward and backward."""
+    found: list[list[torch.Tensor]] = []
+
+    def look(model: Any) -> None:
+        inner = model.get_base_model()
+        ids = torch.arange(18).view(2, 9)
+        embedded = inner.get_input_embeddings()(ids).detach().requires_grad_()
+        for forward in (inner.forward, inner.model.layers[0].mlp.gate_proj.base_layer):
+            with torch.autocast("cpu", enabled=False):
+                given = {"inputs_embeds": embedded} if forward == inner.forward else {"input": embedded}
+                result = type(inner).forward(inner, **given).logits if forward == inner.forward else forward(**given)
+            assert result.dtype is torch.float32
+            (gradient,) = torch.autograd.grad(result.square().sum(), embedded)
+            found.append([result.detach(), gradient])
+
+    both("sft", checkpoint, tmp_path, look)
+    for narrow, wide in zip(found[:2], found[2:], strict=True):
+        for mine, theirs in zip(narrow, wide, strict=True):
+            assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("safely", [False, True])
+def test_merged_in_between(checkpoint: str, tmp_path: Path, safely: bool) -> None:
+    """As TRL does to send weights to vLLM: they are float32 before something is added to them."""
+
+    def look(model: Any) -> None:
+        model.merge_adapter(safe_merge=safely)
+        assert narrowed_in(model) == 0
+        model.unmerge_adapter()
+
+    narrow, wide = both("sft", checkpoint, tmp_path, look)
+    assert narrow[2] == LAYERS
+    assert_alike(narrow, wide)
+
+
+def test_merged_for_good(checkpoint: str, tmp_path: Path) -> None:
+    merged = []
+
+    def look(model: Any) -> None:
+        merged.append(copy.deepcopy(model).merge_and_unload().state_dict())
+
+    both("sft", checkpoint, tmp_path, look)
+    for name, weight in merged[0].items():
+        assert weight.dtype is torch.float32
+        assert_same_bits(weight, merged[1][name])
+
+
+def test_a_training_that_fails(checkpoint: str, tmp_path: Path) -> None:
+    def look(model: Any) -> None:
+        raise KeyboardInterrupt
+
+    bastile.apply()
+    trainer = trl_runs.trainer("sft", checkpoint, tmp_path, bf16=True, peft_config=adapters())
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    looks = Looks(look)
+    trainer.add_callback(looks)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert looks.seen == LAYERS
+    for name, p in trainer.model.named_parameters():
+        if name in before:
+            assert_same_bits(p, before[name])
+    assert "on_train_begin" not in vars(trainer.callback_handler)
+    assert not any("merge" in vars(module) for module in trainer.model.modules())
+
+
+def test_too_little_memory_behind_training(
+    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is left narrow goes on as it is."""
+    widen, done = frozen_bf16.widen, []
+
+    def widens_three(layer: nn.Linear) -> None:
+        if len(done) == 3:
+            raise torch.OutOfMemoryError
+        widen(layer)
+        done.append(layer)
+
+    monkeypatch.setattr(frozen_bf16, "widen", widens_three)
+    bastile.apply()
+    trainer = trl_runs.trainer("sft", checkpoint, tmp_path, bf16=True, peft_config=adapters())
+    trainer.train()
+    assert narrowed_in(trainer.model) == LAYERS - 3
+    assert f"{LAYERS - 3} weights" in caplog.text
+    model, ids = trainer.model.get_base_model(), torch.arange(9)[None]
+    got = type(model).forward(model, input_ids=ids).logits
+    monkeypatch.setattr(frozen_bf16, "widen", widen)
+    merged = trainer.model.merge_and_unload()  # which makes what it adds to float32
+    assert narrowed_in(merged) == 0
+    torch.testing.assert_close(type(model).forward(merged, input_ids=ids).logits, got, rtol=1e-5, atol=1e-5)
+
+
+# ---- reference models ------------------------------------------------------------------------------------------------
+
+
+def test_a_reference_model(checkpoint: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+    results = []
+    for on in (True, False):
+        bastile.apply(frozen_bf16=on)
+        torch.manual_seed(1)
+        trainer = trl_runs.trainer("dpo", checkpoint, tmp_path, bf16=True)
+
+        def look(model: Any, trainer: Any = trainer) -> None:
+            seen.append(narrowed_in(trainer.ref_model))
+
+        looks = Looks(look)
+        trainer.add_callback(looks)
+        trainer.train()
+        assert looks.seen == 0  # what is trained
+        assert narrowed_in(trainer.ref_model) == 0
+        results.append([entry.get("loss") for entry in trainer.state.log_history])
+    assert seen == [LAYERS, 0]
+    assert results[0] == results[1]
+
+
+def test_a_teacher(checkpoint: str, tmp_path: Path) -> None:
+    seen: list[int] = []
+    results = []
+    for on in (True, False):
+        bastile.apply(frozen_bf16=on)
+        torch.manual_seed(1)
+        trainer = trl_runs.trainer("gkd", checkpoint, tmp_path, bf16=True)
+        trainer.add_callback(Looks(lambda model, trainer=trainer: seen.append(narrowed_in(trainer.teacher_model))))
+        trainer.train()
+        results.append([entry.get("loss") for entry in trainer.state.log_history])
+    assert seen == [LAYERS, 0]
+    assert results[0] == results[1]
+
+
+def test_a_reference_that_follows_the_policy(checkpoint: str, tmp_path: Path) -> None:
+    """Parts of the policy's weights are added to it, which bfloat16 would round."""
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    bastile.apply()
+    trainer = trl_runs.trainer("dpo", checkpoint, tmp_path, bf16=True, **options)
+    seen: list[int] = []
+    trainer.add_callback(Looks(lambda model: seen.append(narrowed_in(trainer.ref_model))))
+    trainer.train()
+    assert seen == [0]
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def process(rank: int, path: str, folder: Path) -> None:
+    """DDP sends all weights to all processes when it wraps a model."""
+    results = []
+    for on in (True, False):
+        bastile.apply(frozen_bf16=on)
+        torch.manual_seed(1)
+        trainer = trl_runs.trainer("sft", path, folder / str(on), bf16=True, peft_config=adapters())
+        assert trainer.accelerator.distributed_type.name == "MULTI_CPU"
+        looks = Looks()
+        trainer.add_callback(looks)
+        trainer.train()
+        trainer.train()
+        assert looks.seen == (LAYERS if on else 0)
+        results.append((trl_runs.numbers_of(trainer), [p.detach().clone() for p in trainer.model.parameters()]))
+    assert results[0][0] == results[1][0]
+    for mine, theirs in zip(results[0][1], results[1][1], strict=True):
+        assert_same_bits(mine, theirs)
+
+
+def test_two_processes(checkpoint: str, tmp_path: Path) -> None:
+    on_processes(2, tmp_path, process, checkpoint, tmp_path)
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_others_read(checkpoint: str, tmp_path: Path) -> None:
+    """The head, whose weight losses read; DoRA's, whose norms are; a layer that two modules have; one with a hook."""
+    model = trl_runs.load(checkpoint)
+    layers = model.model.layers
+    layers[1].mlp.up_proj = layers[0].mlp.up_proj
+    layers[1].mlp.gate_proj.weight = layers[0].mlp.gate_proj.weight
+    layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    names = [".".join(("layers.0.self_attn", name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    bastile.apply()
+    config = adapters(target_modules=r".*layers\.[01]\.self_attn\.[qkvo]_proj")
+    found = trained("sft", checkpoint, tmp_path, model=model, peft_config=config, save_strategy="no")
+    assert names
+    assert found[2] == 2 * 4 - 1 + 2  # attentions, and both layers' down_proj, which have no adapters
+
+    found = trained("sft", checkpoint, tmp_path, peft_config=adapters(use_dora=True))
+    assert found[2] == 0
+
+
+def test_a_layer_whose_owner_reads_its_weight() -> None:
+    """T5 asks of what type `wo.weight` is."""
+    config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
+    model = get_peft_model(T5ForConditionalGeneration(config), LoraConfig(r=2, target_modules=["q", "wi", "wo"]))
+    found = [layer for _, layer in frozen_bf16._layers(model, lambda p: not p.requires_grad)]
+    names = {name for name, module in model.named_modules() if any(module is layer for layer in found)}
+    assert any(".q." in name for name in names)
+    assert any(".wi." in name for name in names)
+    assert not any("wo" in name.split(".") for name in names)
+    assert not any("lm_head" in name for name in names)
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.alone = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.several = nn.ModuleList([nn.Linear(8, 8)])
+        self.flat = nn.Linear(8, 8)
+        self.flat.weight.data = torch.zeros(128)[:64].view(8, 8)
+        self.half = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.alone(x) + x @ self.read.weight
+
+
+def test_layers_of_others_code() -> None:
+    model = Odd()
+    found = [layer for _, layer in frozen_bf16._layers(model, lambda p: True)]
+    assert [id(layer) for layer in found] == [id(model.alone)]
+    assert list(frozen_bf16._layers(model, lambda p: False)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"mixed_precision": "no"}, "autocast"),
+        ({"mixed_precision": "fp16"}, "autocast"),
+        ({"is_fsdp_enabled": True}, "FSDP"),
+        ({"is_deepspeed_enabled": True}, "DeepSpeed"),
+        ({"bf16_full_eval": True}, "evaluation"),
+        ({"torch_compile": True}, "torch.compile"),
+        ({}, None),
+    ],
+)
+def test_ways_of_running(change: dict[str, Any], reason: str | None) -> None:
+    names = ("mixed_precision", "is_fsdp_enabled", "is_deepspeed_enabled", "bf16_full_eval", "torch_compile")
+    given: dict[str, Any] = {**dict.fromkeys(names, False), "mixed_precision": "bf16", **change}
+    args = SimpleNamespace(fp16_full_eval=False, **given)
+    trainer = SimpleNamespace(args=args, accelerator=SimpleNamespace(**given), **given)
+    bastile.apply()
+    found = frozen_bf16._why_not(trainer)
+    assert found is None if reason is None else reason in str(found)
+    bastile.apply(autocast_linear=False)
+    assert frozen_bf16._why_not(trainer) is not None
+
+
+def test_without_adapters(tmp_path: Path, checkpoint: str) -> None:
+    """A model part of which is frozen is saved as it is."""
+    model = trl_runs.load(checkpoint)
+    model.model.layers[0].requires_grad_(False)
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 4
+    looks = Looks()
+    bastile.apply()
+    args = TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
+    Trainer(model, args, train_dataset=rows, callbacks=[looks]).train()
+    assert looks.seen == 0
+
+
+def test_adapters_that_transformers_added(checkpoint: str, tmp_path: Path) -> None:
+    """Without PEFT's model around it. What `model.add_adapter` does, which wants one release of PEFT and no other."""
+    model = inject_adapter_in_model(adapters(target_modules=["q_proj", "up_proj"]), trl_runs.load(checkpoint))
+    model._hf_peft_config_loaded = True
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 4
+    looks = Looks()
+    bastile.apply()
+    args = TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
+    Trainer(model, args, train_dataset=rows, callbacks=[looks]).train()
+    assert looks.seen == LAYERS
+    assert narrowed_in(model) == 0
+
+
+def test_taken_out(checkpoint: str, tmp_path: Path) -> None:
+    assert "frozen_bf16" in bastile.apply()
+    assert bastile.reset(["frozen_bf16"]) == ["frozen_bf16"]
+    assert vars(Trainer)["train"] is STOCK
+    assert "frozen_bf16" not in bastile.apply(autocast_linear=False)
+    assert trained("sft", checkpoint, tmp_path)[2] == 0
