@@ -306,6 +306,7 @@ int main(void) {
     RUN(chunks_of_few_rows);
 #endif
     RUN(chunks_by_default_are_of_the_gpu_s_memory);
+    RUN(memory_of_a_chunk_is_of_few_sizes);
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();

@@ -231,7 +231,6 @@ def test_a_training_that_fails(checkpoint: str, tmp_path: Path) -> None:
         if name in before:
             assert_same_bits(p, before[name])
     assert "on_train_begin" not in vars(trainer.callback_handler)
-    assert not any("merge" in vars(module) for module in trainer.model.modules())
 
 
 def test_too_little_memory_behind_training(
@@ -358,9 +357,10 @@ def test_weights_that_others_read(checkpoint: str, tmp_path: Path) -> None:
 
 def test_a_layer_whose_owner_reads_its_weight() -> None:
     """T5 asks of what type `wo.weight` is."""
+    bastile.apply()
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=4)
     model = get_peft_model(T5ForConditionalGeneration(config), LoraConfig(r=2, target_modules=["q", "wi", "wo"]))
-    found = [layer for _, layer in frozen_bf16._layers(model, lambda p: not p.requires_grad)]
+    found = list(frozen_bf16._layers(model, lambda p: not p.requires_grad))
     names = {name for name, module in model.named_modules() if any(module is layer for layer in found)}
     assert any(".q." in name for name in names)
     assert any(".wi." in name for name in names)
@@ -383,7 +383,7 @@ class Odd(nn.Module):
 
 def test_layers_of_others_code() -> None:
     model = Odd()
-    found = [layer for _, layer in frozen_bf16._layers(model, lambda p: True)]
+    found = list(frozen_bf16._layers(model, lambda p: True))
     assert [id(layer) for layer in found] == [id(model.alone)]
     assert list(frozen_bf16._layers(model, lambda p: False)) == []
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bastile.guards import is_ours
+from bastile.guards import is_ours, mark_as_ours
 from bastile.models.adapters import has_adapter
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._modules import is_narrowed, narrow, plain_linear, widen
@@ -45,6 +45,22 @@ def sites(file: ModelFile) -> Iterator[Site]:
     if file.name == TRAINER and isinstance(cls, type) and "train" in vars(cls):
         made = partial(_train, Tally.of("frozen_bf16", f"{TRAINER}.Trainer"))
         yield Site("frozen_bf16", "Trainer.train", cls, "train", made, (), made)
+    for found in file.forwards("adapted linear"):
+        if "merge" in vars(found.owner):
+            yield Site("frozen_bf16", f"{found.name}.merge", found.owner, "merge", _merge, (), _merge)
+
+
+def _merge(original: Any) -> Any:
+    """Of PEFT's layers: adds to the weight of the layer beneath."""
+
+    @functools.wraps(original)
+    def merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+        layer = self._modules.get("base_layer")
+        if isinstance(layer, nn.Linear):
+            widen(layer)
+        return original(self, *args, **kwargs)
+
+    return mark_as_ours(merge)
 
 
 def _train(tally: Tally, original: Any) -> Any:
@@ -55,10 +71,12 @@ def _train(tally: Tally, original: Any) -> Any:
         if reason is not None or _BEGIN in vars(handler):
             tally.step_aside(reason or "its callbacks are called by other code", is_usual=True)
             return original(self, *args, **kwargs)
-        narrowed: list[tuple[nn.Module | None, nn.Linear]] = []
+        narrowed: list[nn.Linear] = []
 
         def begin(*given: Any, **named: Any) -> Any:
             narrowed.extend(_narrowed(self))
+            if narrowed:
+                _give_back()
             return getattr(type(handler), _BEGIN)(handler, *given, **named)
 
         setattr(handler, _BEGIN, begin)
@@ -87,15 +105,12 @@ def _why_not(trainer: Any) -> str | None:
     return None if is_ours(nn.Linear.forward) else "nn.Linear runs code of others"
 
 
-def _narrowed(trainer: Any) -> Iterator[tuple[nn.Module | None, nn.Linear]]:
-    """Each layer whose weight is now in bfloat16, with PEFT's around it."""
+def _narrowed(trainer: Any) -> Iterator[nn.Linear]:
+    """Each layer whose weight is now in bfloat16."""
     for model, is_frozen in _models_of(trainer):
-        for owner, layer in _layers(model, is_frozen):
+        for layer in _layers(model, is_frozen):
             if _narrow_exactly(layer):
-                if owner is not None:
-                    vars(owner)["merge"] = partial(_merge, owner, layer)
-                yield owner, layer
-    _give_back()
+                yield layer
 
 
 def _give_back() -> None:
@@ -128,8 +143,8 @@ def _asks_for_no_gradient(p: nn.Parameter) -> bool:
     return not p.requires_grad
 
 
-def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[tuple[nn.Module | None, nn.Linear]]:
-    """The layers of a model whose weights nobody reads but their own call, each with PEFT's layer around it."""
+def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
+    """The layers of a model whose weights nobody reads but their own call."""
     modules = list(model.modules())
     parameters = Counter(id(p) for module in modules for p in module._parameters.values())
     children = Counter(id(child) for module in modules for child in module._modules.values())
@@ -138,21 +153,20 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[tuple[nn.Module 
         for name, child in list(owner._modules.items()):
             if child is None or children[id(child)] != 1 or id(child) in heads or hasattr(owner, "base_layer"):
                 continue
-            is_adapted = has_adapter(child)
-            layer = _layer_of(child) if is_adapted else child
+            layer = _layer_of(child) if has_adapter(child) else child
             if type(layer) is not nn.Linear or children[id(layer)] != 1 or id(layer) in heads:
                 continue
-            weight: Any = layer._parameters["weight"]
+            weight: Any = layer._parameters.get("weight")
             if not _is_whole(layer) or parameters[id(weight)] != 1 or not is_frozen(weight):
                 continue
             kind: Any = type(owner)
             if not _is_read(kind, name):
-                yield child if is_adapted else None, layer
+                yield layer
 
 
 def _is_whole(layer: nn.Linear) -> bool:
     """Whether its weight is float32, plain, and in memory of its own."""
-    weight = layer._parameters["weight"]
+    weight = layer._parameters.get("weight")
     return (
         plain_linear(layer, with_bias=True)
         and weight is not None
@@ -167,7 +181,7 @@ def _is_whole(layer: nn.Linear) -> bool:
 def _layer_of(adapted: Any) -> nn.Linear | None:
     """What one of PEFT's layers is around, if it reads it as a layer alone, or merges into it."""
     layer = adapted._modules.get("base_layer")
-    is_usual = not (adapted.merged or adapted.lora_variant or "merge" in vars(adapted))
+    is_usual = not (adapted.merged or adapted.lora_variant) and is_ours(type(adapted).merge)
     return layer if is_usual and type(layer) is nn.Linear else None
 
 
@@ -210,24 +224,15 @@ def _narrow_exactly(layer: nn.Linear) -> bool:
     return True
 
 
-def _merge(adapted: Any, layer: nn.Linear, *args: Any, **kwargs: Any) -> Any:
-    """In the place of `merge`, which adds to the weight."""
-    vars(adapted).pop("merge", None)
-    widen(layer)
-    return adapted.merge(*args, **kwargs)
-
-
-def _end(narrowed: list[tuple[nn.Module | None, nn.Linear]]) -> None:
+def _end(narrowed: list[nn.Linear]) -> None:
     if narrowed:
         _give_back()
     try:
-        for owner, layer in narrowed:
+        for layer in narrowed:
             widen(layer)
-            if owner is not None:
-                vars(owner).pop("merge", None)
     except torch.OutOfMemoryError:
         _log.warning(
             "frozen_bf16: there is no memory for %d weights in float32; they stay in bfloat16, which has the same "
             "numbers, and need bastile.apply() to be in force",
-            sum(is_narrowed(layer) for _, layer in narrowed),
+            sum(map(is_narrowed, narrowed)),
         )

@@ -47,14 +47,15 @@ _NARROWED = "_bastile_narrowed"
 def narrow(layer: nn.Linear) -> None:
     """Keeps its weight in bfloat16, where autocast reads it in that. Elsewhere the weight does not stand for the layer,
     whose own call makes float32 of it."""
-    vars(layer)[_NARROWED] = True
     layer.weight.data = layer.weight.data.to(torch.bfloat16)
+    vars(layer)[_NARROWED] = True
 
 
 def widen(layer: nn.Linear) -> None:
     """Its weight is float32 again."""
-    if vars(layer).pop(_NARROWED, False):
+    if is_narrowed(layer):
         layer.weight.data = layer.weight.data.float()
+        del vars(layer)[_NARROWED]
 
 
 def is_narrowed(layer: nn.Module) -> bool:
