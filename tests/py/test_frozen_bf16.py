@@ -354,6 +354,10 @@ def test_weights_that_others_read(checkpoint: str, tmp_path: Path) -> None:
     found = trained("sft", checkpoint, tmp_path, peft_config=adapters(use_dora=True))
     assert found[2] == 0
 
+    config = adapters(target_modules=["q_proj"], modules_to_save=["lm_head", "up_proj"])
+    found = trained("sft", checkpoint, tmp_path, peft_config=config)
+    assert found[2] == LAYERS - 2  # without what is beneath the trained copies of up_proj and lm_head
+
 
 def test_a_layer_whose_owner_reads_its_weight() -> None:
     """T5 asks of what type `wo.weight` is."""
@@ -379,6 +383,9 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.alone(x) + x @ self.read.weight
+
+    def get_output_embeddings(self) -> nn.Module:
+        raise NotImplementedError
 
 
 def test_layers_of_others_code() -> None:

@@ -148,10 +148,10 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
     modules = list(model.modules())
     parameters = Counter(id(p) for module in modules for p in module._parameters.values())
     children = Counter(id(child) for module in modules for child in module._modules.values())
-    heads = {id(head()) for module in modules if (head := getattr(module, "get_output_embeddings", None)) is not None}
+    heads = {id(_head_of(module)) for module in modules if hasattr(module, "get_output_embeddings")}
     for owner in modules:
         for name, child in list(owner._modules.items()):
-            if child is None or children[id(child)] != 1 or id(child) in heads or hasattr(owner, "base_layer"):
+            if child is None or children[id(child)] != 1 or id(child) in heads or _is_of_peft(owner):
                 continue
             layer = _layer_of(child) if has_adapter(child) else child
             if type(layer) is not nn.Linear or children[id(layer)] != 1 or id(layer) in heads:
@@ -162,6 +162,19 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
             kind: Any = type(owner)
             if not _is_read(kind, name):
                 yield layer
+
+
+def _is_of_peft(owner: Any) -> bool:
+    """PEFT's modules hand on what they are around, its weight too. A layer with adapters is seen from without."""
+    return hasattr(owner, "base_layer") or type(owner).__module__.startswith("peft.")
+
+
+def _head_of(model: Any) -> Any:
+    """Losses read its weight."""
+    try:
+        return model.get_output_embeddings()
+    except Exception:  # of users' models, which need not have one
+        return None
 
 
 def _is_whole(layer: nn.Linear) -> bool:
