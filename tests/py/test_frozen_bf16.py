@@ -154,17 +154,19 @@ def test_layers_as_graphs_and_a_second_training(checkpoint: str, tmp_path: Path)
 
 def test_what_bfloat16_would_round_stays(checkpoint: str, tmp_path: Path) -> None:
     model = trl_runs.load(checkpoint)
-    rounded = model.model.layers[0].mlp.up_proj.weight
+    mlps = [layer.mlp for layer in model.model.layers]
     with torch.no_grad():
-        rounded[3, 5] = 1 + 2**-9
+        mlps[0].up_proj.weight[3, 5] = 1 + 2**-8  # bfloat16 has seven digits behind the point, float32 has 23
+        mlps[1].gate_proj.weight[2, 0] = 1 + 2**-23
     seen: list[torch.dtype] = []
 
     def look(model: Any) -> None:
-        seen.append(model.base_model.model.model.layers[0].mlp.up_proj.base_layer.weight.dtype)
+        layers = model.base_model.model.model.layers
+        seen.extend(p.base_layer.weight.dtype for p in (layers[0].mlp.up_proj, layers[1].mlp.gate_proj))
 
     bastile.apply()
-    assert trained("sft", checkpoint, tmp_path, look, model=model)[2] == LAYERS - 1
-    assert seen == [torch.float32]
+    assert trained("sft", checkpoint, tmp_path, look, model=model)[2] == LAYERS - 2
+    assert seen == [torch.float32] * 2
 
 
 def test_outside_autocast(checkpoint: str, tmp_path: Path) -> None:
@@ -372,27 +374,56 @@ def test_a_layer_whose_owner_reads_its_weight() -> None:
     assert not any("lm_head" in name for name in names)
 
 
+def part_of_more() -> nn.Linear:
+    made = nn.Linear(8, 8)
+    made.weight.data = torch.zeros(128)[:64].view(8, 8)
+    return made
+
+
 class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.read, self.alone = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.read, self.alone, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.several = nn.ModuleList([nn.Linear(8, 8)])
-        self.flat = nn.Linear(8, 8)
-        self.flat.weight.data = torch.zeros(128)[:64].view(8, 8)
+        self.part = part_of_more()
         self.half = nn.Linear(8, 8).bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.alone(x) + x @ self.read.weight
+        return self.other(self.alone(x)) + x @ self.read.weight
 
     def get_output_embeddings(self) -> nn.Module:
         raise NotImplementedError
 
 
+def frozen_layers(*models: nn.Module) -> list[nn.Linear]:
+    return list(frozen_bf16._layers(nn.Sequential(*models), lambda p: not p.requires_grad))
+
+
 def test_layers_of_others_code() -> None:
-    model = Odd()
-    found = list(frozen_bf16._layers(model, lambda p: True))
-    assert [id(layer) for layer in found] == [id(model.alone)]
-    assert list(frozen_bf16._layers(model, lambda p: False)) == []
+    model = Odd().requires_grad_(False)
+    assert list(map(id, frozen_layers(model))) == [id(model.alone), id(model.other)]
+    model.alone.requires_grad_(True)
+    assert list(map(id, frozen_layers(model))) == [id(model.other)]
+
+
+def test_layers_with_adapters() -> None:
+    """One that two modules have may be read by either; what is merged is taken out of the weight; and what merges is
+    PEFT's method."""
+    bastile.apply()
+    config = LoraConfig(r=2, target_modules=["alone", "other"])
+    one, two = (inject_adapter_in_model(config, Odd()) for _ in range(2))
+    of_one, of_two = ([model.alone.base_layer, model.other.base_layer] for model in (one, two))
+    assert list(map(id, frozen_layers(one, two))) == list(map(id, of_one + of_two))
+    two.alone = one.alone
+    assert list(map(id, frozen_layers(one, two))) == [id(of_one[1]), id(of_two[1])]
+    two.other.base_layer = one.other.base_layer
+    assert frozen_layers(one, two) == []
+    assert list(map(id, frozen_layers(one))) == list(map(id, of_one))
+    one.alone.merge()
+    assert list(map(id, frozen_layers(one))) == [id(of_one[1])]
+    one.alone.unmerge()
+    bastile.reset(["frozen_bf16"])
+    assert frozen_layers(one) == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""The `bastile` command: `demo` and `finetune` train with stock Transformers and with Bastile, and compare; `profile`
-shows where a training step's time goes; `bench` times the operators alone, `sweep` whole models over sequence lengths;
-`warmup` compiles a model's GPU kernels ahead; `support` tells what of a model type is served."""
+"""The `bastile` command: `demo` and `finetune` train with stock Transformers and with Bastile, and compare; `run` has
+any command train with it; `profile` shows where a training step's time goes; `bench` times the operators alone, `sweep`
+whole models over sequence lengths; `warmup` compiles a model's GPU kernels ahead; `support` tells what of a model type
+is served."""
 
 import contextlib
 import sys

@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 import bastile
-from bastile.cli import bench, demo, finetune, profile, support, sweep, warmup
+from bastile.cli import bench, demo, finetune, profile, run, support, sweep, warmup
 
 
 def parser() -> argparse.ArgumentParser:
@@ -16,7 +16,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--version", action="version", version=f"bastile {bastile.__version__}")
     subparsers = made.add_subparsers(dest="name", required=True, metavar="command")
-    for command in (demo, finetune, profile, bench, sweep, warmup, support):
+    for command in (demo, finetune, run, profile, bench, sweep, warmup, support):
         command.add_parser(subparsers)
     return made
 

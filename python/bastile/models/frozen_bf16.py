@@ -154,7 +154,7 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
             if child is None or children[id(child)] != 1 or id(child) in heads or _is_of_peft(owner):
                 continue
             layer = _layer_of(child) if has_adapter(child) else child
-            if type(layer) is not nn.Linear or children[id(layer)] != 1 or id(layer) in heads:
+            if type(layer) is not nn.Linear or children[id(layer)] != 1:
                 continue
             weight: Any = layer._parameters.get("weight")
             if not _is_whole(layer) or parameters[id(weight)] != 1 or not is_frozen(weight):
