@@ -264,39 +264,38 @@ def test_too_little_memory_behind_training(
 # ---- reference models ------------------------------------------------------------------------------------------------
 
 
-def test_a_reference_model(checkpoint: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("dpo", "ref_model"), ("gkd", "teacher_model")])
+def test_models_beside(kind: str, name: str, checkpoint: str, tmp_path: Path) -> None:
+    """Those that are not trained; the one that is, without adapters, stays as it is."""
     seen: list[int] = []
     results = []
     for on in (True, False):
         bastile.apply(frozen_bf16=on)
         torch.manual_seed(1)
-        trainer = trl_runs.trainer("dpo", checkpoint, tmp_path, bf16=True)
-
-        def look(model: Any, trainer: Any = trainer) -> None:
-            seen.append(narrowed_in(trainer.ref_model))
-
-        looks = Looks(look)
+        trainer = trl_runs.trainer(kind, checkpoint, tmp_path, bf16=True)
+        beside = getattr(trainer, name)
+        looks = Looks(lambda model, beside=beside: seen.append(narrowed_in(beside)))
         trainer.add_callback(looks)
         trainer.train()
-        assert looks.seen == 0  # what is trained
-        assert narrowed_in(trainer.ref_model) == 0
+        assert looks.seen == 0
+        assert narrowed_in(beside) == 0
         results.append([entry.get("loss") for entry in trainer.state.log_history])
     assert seen == [LAYERS, 0]
     assert results[0] == results[1]
 
 
-def test_a_teacher(checkpoint: str, tmp_path: Path) -> None:
-    seen: list[int] = []
-    results = []
-    for on in (True, False):
-        bastile.apply(frozen_bf16=on)
-        torch.manual_seed(1)
-        trainer = trl_runs.trainer("gkd", checkpoint, tmp_path, bf16=True)
-        trainer.add_callback(Looks(lambda model, trainer=trainer: seen.append(narrowed_in(trainer.teacher_model))))
-        trainer.train()
-        results.append([entry.get("loss") for entry in trainer.state.log_history])
-    assert seen == [LAYERS, 0]
-    assert results[0] == results[1]
+def test_a_reference_that_shares_what_is_trained() -> None:
+    bastile.apply()
+    ref = Odd()
+    alone, other = (ref.get_submodule(name)._parameters["weight"] for name in ("alone", "other"))
+    for p in (alone, other):
+        p.data = p.data.bfloat16().float()
+    args = SimpleNamespace()
+    trainer = SimpleNamespace(model=Odd(), ref_model=ref, optimizer=torch.optim.SGD([alone]), args=args)
+    assert [id(layer) for layer in frozen_bf16._narrowed(trainer)] == [id(ref.other)]
+    frozen_bf16.widen(ref.other)
+    other.grad = torch.zeros(8, 8)
+    assert list(frozen_bf16._narrowed(trainer)) == []
 
 
 def test_a_reference_that_follows_the_policy(checkpoint: str, tmp_path: Path) -> None:

@@ -186,7 +186,6 @@ def _is_whole(layer: nn.Linear) -> bool:
         and type(weight.data) is torch.Tensor
         and weight.dtype is torch.float32
         and weight.device.type in _DEVICES
-        and weight.is_contiguous()
         and weight.untyped_storage().nbytes() == weight.nbytes > 0
     )
 
