@@ -107,15 +107,23 @@ def test_workers_of_a_launcher(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         ([], "a command is needed"),
+        (["--"], "a command is needed"),
         (["no-such-command-anywhere", "x"], "no command 'no-such-command-anywhere'"),
         (["/dev/null"], "python FILE"),
-        (["--rope", "--no-qk-norm-rope", "--no-rms-norm", "--qk-norm-rope"], "fuses rms_norm"),
+        (["--qk-norm-rope", "--no-rms-norm", "no-such-command-anywhere"], "fuses rms_norm"),
     ],
 )
 def test_refused(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = arguments + (["true"] if arguments and arguments[0].startswith("--") else [])
-    assert main(["run", *words]) == 2
+    assert main(["run", *arguments]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_bastile_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its commands have processes with Bastile and without."""
+    monkeypatch.setenv("BASTILE_RUN", "{}")
+    for words in (["demo"], ["run", "true"], ["support", "qwen3"]):
+        assert main(words) == 2
+        assert "not for `bastile run`" in capsys.readouterr().err
 
 
 # ---- what the processes are given ------------------------------------------------------------------------------------
@@ -150,6 +158,7 @@ def test_what_is_asked_for(executed: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert words == [sys.executable, "train.py", "x"]
     assert asked == {"apply": {"offload_checkpoints": True, "adamw": False}, "report": True}
     assert path == str(AT_START)
+    assert executed("--report", "--", "trl", "--", "x")[0] == ["trl", "--", "x"]
     _, asked, _ = executed("--swiglu", "trl")
     assert asked["apply"] == {
         name: False for name, row in OPERATORS.items() if not (row.on_request or name == "swiglu")

@@ -4,6 +4,7 @@ whole models over sequence lengths; `warmup` compiles a model's GPU kernels ahea
 is served."""
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.found = None  # what a command measured, for --json
     status = 1
     try:
+        if "BASTILE_RUN" in os.environ:  # what is measured as stock Transformers would have Bastile in it
+            raise UsageError("Bastile's own commands are not for `bastile run`: they apply it where it is to be")
         check(options)
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
             status = options.command(options)

@@ -38,12 +38,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> NoReturn:
-    if not options.words:
+    given = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not given:
         raise UsageError("a command is needed, such as: bastile run trl sft --model_name_or_path NAME ...")
     # What is not left out is not named: apply takes a name for a demand, which a model without a place for it refuses.
     chosen = {operator: False for operator, wanted in operators(options).items() if not wanted}
     chosen |= {"offload_checkpoints": True} if options.offload_checkpoints else {}
-    words = [sys.executable, *options.words] if options.words[0].endswith(".py") else options.words
+    words = [sys.executable, *given] if given[0].endswith(".py") else given
     environment = {
         **os.environ,
         "BASTILE_RUN": json.dumps({"apply": chosen, "report": options.report}),
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> NoReturn:
         os.execvpe(words[0], words, environment)
     except FileNotFoundError as error:
         raise UsageError(f"there is no command {words[0]!r} on the path") from error
-    except PermissionError as error:
+    except OSError as error:
         raise UsageError(
-            f"{words[0]} is no program that may be run; of a script of Python's say: python FILE"
+            f"{words[0]} is no program that can be run ({error.strerror}); of Python's: python FILE"
         ) from error
