@@ -111,6 +111,14 @@ def test_a_step_on_eight_bits(ran, dropout):  # noqa: F811
     assert ran["adapted_gated_mlp"] == 2 * LAYERS
 
 
+@pytest.mark.parametrize("targets", [["o_proj"], ["up_proj", "down_proj"], ["v_proj"]])
+@pytest.mark.parametrize("make", [four_bits, eight_bits])
+def test_adapters_on_some_layers(ran, make, targets):  # noqa: F811
+    """So that queries, keys and values, say, are quantised and nothing else."""
+    assert_as_stock(make(target_modules=targets))
+    assert ran["adapted_linears"] > 0
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(ran, reentrant):  # noqa: F811
     model = four_bits()

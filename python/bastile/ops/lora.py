@@ -93,7 +93,7 @@ class _Linears(Function):
         tensors, rounded = tensors[:count], tensors[count : count + ctx.rounded]
         gradients = gradients[: len(ctx.layers)]
         want_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[_BEFORE:]
-        with without_autocast(next(t.device.type for t in tensors if t is not None)):
+        with without_autocast(next(t.device.type for t in gradients if t is not None)):
             group = Group(ctx.layers, tensors, ctx.dtype, of_layers(ctx.layers, seeds), rounded)
             x = kept[0] if ctx.again is None else ctx.again.made(kept)
             rows = None if x is None else x.reshape(-1, x.shape[-1])
