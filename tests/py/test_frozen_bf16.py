@@ -384,8 +384,11 @@ def part_of_more() -> nn.Linear:
 
 
 class Odd(nn.Module):
+    _keys = ("keyed.weight",)
+
     def __init__(self) -> None:
         super().__init__()
+        self.keyed = nn.Linear(8, 8)
         self.read, self.alone, self.other = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.several = nn.ModuleList([nn.Linear(8, 8)])
         self.part = part_of_more()
@@ -463,6 +466,7 @@ def test_without_adapters(tmp_path: Path, checkpoint: str) -> None:
     args = TrainingArguments(str(tmp_path), bf16=True, use_cpu=True, max_steps=2, report_to="none", save_strategy="no")
     Trainer(model, args, train_dataset=rows, callbacks=[looks]).train()
     assert looks.seen == 0
+    assert bastile.report().ran("frozen_bf16") == 0
 
 
 def test_adapters_that_transformers_added(checkpoint: str, tmp_path: Path) -> None:

@@ -149,9 +149,10 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
     parameters = Counter(id(p) for module in modules for p in module._parameters.values())
     children = Counter(id(child) for module in modules for child in module._modules.values())
     heads = {id(_head_of(module)) for module in modules if hasattr(module, "get_output_embeddings")}
-    for owner in modules:
-        for name, child in list(owner._modules.items()):
-            if child is None or children[id(child)] != 1 or id(child) in heads or _is_of_peft(owner):
+    # PEFT's modules hand on what they are around, its weight too: a layer with adapters is seen from without.
+    for owner in (module for module in modules if not type(module).__module__.startswith("peft.")):
+        for name, child in owner._modules.items():
+            if child is None or children[id(child)] != 1 or id(child) in heads:
                 continue
             layer = _layer_of(child) if has_adapter(child) else child
             if type(layer) is not nn.Linear or children[id(layer)] != 1:
@@ -162,11 +163,6 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
             kind: Any = type(owner)
             if not _is_read(kind, name):
                 yield layer
-
-
-def _is_of_peft(owner: Any) -> bool:
-    """PEFT's modules hand on what they are around, its weight too. A layer with adapters is seen from without."""
-    return hasattr(owner, "base_layer") or type(owner).__module__.startswith("peft.")
 
 
 def _head_of(model: Any) -> Any:
