@@ -221,9 +221,14 @@ def trainer_of(options: argparse.Namespace, folder: str) -> Any:
     )
 
 
-def whole(options: argparse.Namespace) -> dict[str, Any]:
+def apply(options: argparse.Namespace) -> None:
     if not options.stock:
-        bastile.apply(cuda_graphs=False if options.no_graphs else "auto", **dict.fromkeys(options.without, False))
+        graphs = False if options.no_graphs else "auto"
+        bastile.apply(cuda_graphs=graphs, **dict.fromkeys(options.without, False))
+
+
+def whole(options: argparse.Namespace) -> dict[str, Any]:
+    apply(options)
     ends: list[float] = []
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -257,9 +262,7 @@ def told(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if not options.stock:
-        graphs = False if options.no_graphs else "auto"
-        bastile.apply(cuda_graphs=graphs, **dict.fromkeys(options.without, False))
+    apply(options)
     times: list[float] = []
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
