@@ -166,6 +166,7 @@ OPTIONS: dict[str, _Option] = {
         "a Python module to import first, such as one that registers model types of your own; may be repeated",
         more={"action": "append", "dest": "modules"},
     ),
+    "--report": _Option(None, "print which operators ran, when the command has ended, on standard error"),
     "--json": _Option(None, "print the results as JSON on standard output, all else on standard error"),
     "--plots": _Option(None, "also draw bars, one PNG an operator (needs matplotlib)"),
 }

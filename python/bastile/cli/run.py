@@ -29,10 +29,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "words", nargs=argparse.REMAINDER, metavar="COMMAND", help="a command, or a Python file, and its arguments"
     )
-    parser.add_argument(
-        "--report", action="store_true", help="print which operators ran, at the end, on standard error"
-    )
-    add(parser, "--offload-checkpoints")
+    add(parser, "--report")
+    add(parser, "--offload-checkpoints", help="keep checkpointed layers' inputs in the host's memory meanwhile")
     add_operators(parser)
     parser.set_defaults(command=run, json=False)
 
