@@ -36,13 +36,7 @@ def in_force() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model in float32 whose numbers are bfloat16's, as TRL loads most checkpoints."""
-    path = trl_runs.saved_model("qwen3", tmp_path_factory.mktemp("models"))
-    model = trl_runs.load(path)
-    for p in model.parameters():
-        p.data = p.data.bfloat16().float()
-    model.save_pretrained(path)
-    return path
+    return trl_runs.saved_as_loaded("qwen3", tmp_path_factory.mktemp("models"))
 
 
 def adapters(**options: Any) -> LoraConfig:

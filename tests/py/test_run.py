@@ -65,11 +65,7 @@ def test_a_file_of_python(tmp_path: Path) -> None:
 
 def test_the_command_of_trl(tmp_path: Path) -> None:
     """A model that is named, in float32 for want of a dtype: trained by TRL's own command."""
-    path = trl_runs.saved_model("qwen3", tmp_path)
-    model = trl_runs.load(path)
-    for p in model.parameters():
-        p.data = p.data.bfloat16().float()
-    model.save_pretrained(path)
+    path = trl_runs.saved_as_loaded("qwen3", tmp_path)
     trl_runs.tokenizer().save_pretrained(path)
     (tmp_path / "data").mkdir()
     rows = [json.dumps({"text": trl_runs.words(number, 8)}) for number in range(8)]

@@ -72,6 +72,16 @@ def saved_model(kind: str, folder: Path) -> str:
     return str(folder / kind)
 
 
+def saved_as_loaded(kind: str, folder: Path) -> str:
+    """A model in float32 whose numbers are bfloat16's, as TRL loads most checkpoints."""
+    path = saved_model(kind, folder)
+    model = load(path)
+    for p in model.parameters():
+        p.data = p.data.bfloat16().float()
+    model.save_pretrained(path)
+    return path
+
+
 def load(path: str, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 

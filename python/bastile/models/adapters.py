@@ -83,9 +83,9 @@ def _base(module: Any, x: torch.Tensor) -> Adapted:
             raise NotServed("a layer has hooks or a forward of its own")
         if kind is not nn.Linear and form == "linear" and bias is not None:
             raise NotServed("a layer adds a bias in a type of its own")
-        if type(weight) in PLAIN and is_narrowed(module) and not torch.is_autocast_enabled(x.device.type):
-            return Adapted(None, bias, dequantise=weight.to, outputs=module.out_features)
         if type(weight) in PLAIN:
+            if is_narrowed(module) and not torch.is_autocast_enabled(x.device.type):
+                return Adapted(None, bias, dequantise=weight.to, outputs=module.out_features)
             return Adapted(weight.t() if form == "linear across" else weight, bias)
         return Adapted(None, bias, dequantise=_of_torchao(weight), outputs=module.out_features)
     if form not in ("4-bit linear", "8-bit linear"):

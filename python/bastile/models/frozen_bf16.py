@@ -27,11 +27,11 @@ from torch import nn
 
 from bastile.guards import is_ours, mark_as_ours
 from bastile.models.adapters import has_adapter
+from bastile.models.optimizer import TRAINER
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._modules import is_narrowed, narrow, plain_linear, widen
 from bastile.report import Tally
 
-TRAINER = "transformers.trainer"
 #: Of a trainer, where it has models that it does not train.
 _REFERENCES = ("ref_model", "teacher_model")
 _BEGIN = "on_train_begin"  # of its callbacks: the models are prepared, and no step has been
