@@ -17,6 +17,7 @@ from bastile.graphs import foreseen as module
 from bastile.graphs import stack as stacks
 from bastile.graphs import step as steps
 from bastile.graphs.arguments import signature
+from bastile.graphs.captured import Captured
 from bastile.graphs.lengths import VARIES
 from bastile.graphs.recorder import RepeatingRecorder
 from bastile.graphs.runs import Call, Note
@@ -83,6 +84,54 @@ def test_a_mask_that_only_later_layers_get() -> None:
     model = tiny_gpt_oss(num_hidden_layers=4)
     assert len(set(model.config.layer_types)) == 2
     assert_alike(model, None if ON_CUDA else len(SIZES) - 1, steps=len(SIZES), batches=of(*SIZES))
+
+
+def warmed_up(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Places of the layers that run before a kind of steps is captured which is longer than another one."""
+    found: list[int] = []
+    original = Captured._called
+
+    def called(self: Captured, layer: Any, *args: Any) -> Any:
+        found.append(list(model.model.layers).index(layer.module))
+        return original(self, layer, *args)
+
+    def warm_up(self: Captured) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(Captured, "_called", called)
+            before(self)
+
+    before = Captured._warm_up
+    monkeypatch.setattr(Captured, "_warm_up", warm_up)
+    bastile.apply(cuda_graphs=True)
+    for step, size in enumerate([ONE, ONE, LONGER]):
+        model(**batch_of(model, step, *size)).loss.backward()
+    return found
+
+
+def test_one_of_those_that_are_alike_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the last one."""
+    assert warmed_up(tiny_model(num_hidden_layers=5).to(DEVICE), monkeypatch) == [0, 4]
+
+
+def test_layers_that_are_called_in_another_way_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every second one the attention sees a window."""
+    assert warmed_up(tiny_gpt_oss(num_hidden_layers=6).to(DEVICE), monkeypatch) == [0, 1, 5]
+
+
+@pytest.mark.parametrize("change", ["type", "trained", "lies", "setting"])
+def test_a_layer_that_is_unlike_the_others_is_warmed_up(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(num_hidden_layers=6).to(DEVICE)
+    layer = model.model.layers[3]
+    weight = layer.mlp.up_proj.weight
+    if change == "type":
+        layer.mlp.act_fn = nn.GELU()
+    elif change == "trained":
+        weight.requires_grad_(False)
+    elif change == "lies":
+        weight.data = torch.empty(weight.numel() + 1, device=DEVICE)[1:].view_as(weight).copy_(weight.detach())
+    else:
+        layer.input_layernorm.variance_epsilon *= 2
+    assert warmed_up(model, monkeypatch) == [0, 3, 5]
 
 
 def test_another_mask_is_another_kind() -> None:

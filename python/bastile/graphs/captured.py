@@ -11,8 +11,9 @@ of a pass beside another one, for autograd adds them to the other's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +27,12 @@ from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, uses_of_storage
 from bastile.graphs.returned import hidden_of
 from bastile.graphs.runs import Layer, Lent, Note, Run, copies, runs_of
+from bastile.models.alike import kind_of
 from bastile.models.chunks import Chunks, lengths_of, open_up, opened, say
 from bastile.ops._random import drawing_again, generator_of, state_of
+
+#: Bytes at whose multiples memory may begin that kernels read in the widest pieces.
+_ALIGNED = 16
 
 
 class Gradients:
@@ -101,17 +106,28 @@ class Captured:
     # ---- recording ----------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """Runs each layer by itself, of zeros: what is to be chosen, compiled and loaded cannot be while it is
-        captured."""
+        """Runs a layer of each kind by itself, of zeros: what is to be chosen, compiled and loaded cannot be while it
+        is captured."""
         device = self._note.calls[0].hidden[3]
         with drawing_again(device, state_of(generator_of(device))):
-            for layer in [layer for run in self.runs for layer in run.layers]:
+            for layer in self._of_each_kind():
                 run, kept = Run(0, 0, [layer], self._note), [None]
                 hidden = Place(layer.call.hidden).tensor
                 output, *of_routers = self._forward_of(run, hidden, kept)()
                 run.upstreams = self._upstreams_of(run, of_routers)
                 if run.wants_gradients:
                     self._backward_of(run, hidden, torch.zeros_like(output), [None] * len(run.differentiated), kept)()
+
+    def _of_each_kind(self) -> Iterable[Layer]:
+        """One for all layers that are called alike, and whose weights are alike down to how they lie, for that, too,
+        may decide what runs. And the last one, for some nodes do there what they do nowhere else."""
+        found: dict[Any, Layer] = {}
+        layers = [(run.first + at, layer) for run in self.runs for at, layer in enumerate(run.layers)]
+        for place, layer in layers:
+            lie = [(p.stride(), p.data_ptr() % _ALIGNED) for p in layer.module.parameters()]
+            call = replace(layer.call, is_chained=True)
+            found.setdefault((layer is layers[-1][1], call, kind_of(layer.module, place), *lie), layer)
+        return found.values()
 
     def _record(self) -> None:
         kept: list[Any] = [None] * len(self.runs)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bastile.guards import stock_of
+from bastile.models.alike import kind_of
 from bastile.models.checkpoints import is_checkpointed
 from bastile.ops._common import fakes_on_gpu, has_values
 from bastile.report import unreported
@@ -157,7 +158,7 @@ def skip_repeated_layers(model: nn.Module) -> None:
         kinds: set[Any] = set()
         ran: set[Any] = set()  # since there was a new kind
         for place, layer in enumerate(layers):
-            kind = _kind_of(layer, place) if is_checkpointed(layer) and _returns_a_tensor(layer) else place
+            kind = kind_of(layer, place) if is_checkpointed(layer) and _returns_a_tensor(layer) else place
             if kind in ran:
                 layer.forward = _input
             elif kind in kinds:
@@ -173,23 +174,6 @@ def _checkpoint_without_random_numbers(model: nn.Module) -> None:
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None:
             vars(module)["_gradient_checkpointing_func"] = partial(checkpoint, preserve_rng_state=False)
-
-
-def _kind_of(layer: nn.Module, place: int) -> tuple[Any, ...]:
-    """All that its modules are, but for the layer's place."""
-    return tuple(
-        (
-            name,
-            type(module),
-            *(
-                (key, value)
-                for key, value in vars(module).items()
-                if isinstance(value, (bool, int, float, str)) and (key, value) != ("layer_idx", place)
-            ),
-            *((key, t.shape, t.dtype, t.requires_grad) for key, t in module._parameters.items() if t is not None),
-        )
-        for name, module in layer.named_modules()
-    )
 
 
 def _returns_a_tensor(layer: nn.Module) -> bool:
