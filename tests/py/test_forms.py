@@ -190,6 +190,15 @@ def test_attributes_are_told_in_the_order_in_which_they_are_read() -> None:
     assert dict(zip(KNOWN[code.fingerprint].roles, code.attributes, strict=True))["gate"] == "gate_proj"
 
 
+@pytest.mark.parametrize("default", ["lambda x, *y: x", "(lambda x: x)(1)", "[lambda x: lambda z: z]"])
+@pytest.mark.parametrize("star", ["", "*, "])
+def test_functions_among_defaults(star: str, default: str) -> None:
+    """Of a file of users' that has a model, too, all functions are looked at."""
+    source = Source(f"def rotates(q, {star}by={default}):\n    return by(q)\n")
+    other = Source(f"def rotates(p, {star}how={default.replace('x', 'a')}):\n    return how(p)\n")
+    assert source.function("rotates").fingerprint == other.function("rotates").fingerprint
+
+
 def test_no_two_forms_share_a_fingerprint() -> None:
     fingerprints = [f for form in FORMS for f in form.fingerprints]
     assert len(fingerprints) == len(set(fingerprints)) == len(KNOWN)

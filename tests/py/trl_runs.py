@@ -232,7 +232,8 @@ def trainer(kind: str, path: str, folder: Path, model: Any = None, peft_config: 
 def _beside(path: str) -> Any:
     model = load(path)
     with torch.no_grad():
-        model.lm_head.weight.add_(0.1 * torch.eye(VOCABULARY, SIZES["hidden_size"]))
+        other = model.lm_head.weight + 0.1 * torch.eye(VOCABULARY, SIZES["hidden_size"])
+        model.lm_head.weight.copy_(other.bfloat16())
     return model
 
 

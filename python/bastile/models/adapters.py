@@ -24,7 +24,8 @@ from bastile.models.known import KNOWN
 from bastile.models.loading import is_torchs
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._common import PLAIN, has_values
-from bastile.ops._modules import has_hooks, is_narrowed, plain_linear
+from bastile.ops._modules import has_hooks, plain_linear
+from bastile.ops._narrow import is_narrowed
 from bastile.ops.dequantize_4bit import Group, Nested, Quantised, dequantize_4bit
 from bastile.ops.glu import glu_mlp
 from bastile.ops.lora import Adapted, adapted_gated_mlp, adapted_linears, adapted_mlp

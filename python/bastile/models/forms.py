@@ -318,8 +318,9 @@ class _Reducer:
 
 
 def _locals(node: _Function) -> Iterator[str]:
-    """Names that the function binds, parameters first."""
+    """Names that the function binds, parameters first; those of functions among its parameters' defaults last."""
     arguments = node.args
+    defaults = [default for default in (*arguments.defaults, *arguments.kw_defaults) if default is not None]
     for arg in (*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs, arguments.kwarg):
         if arg is not None:
             yield arg.arg
@@ -330,6 +331,7 @@ def _locals(node: _Function) -> Iterator[str]:
             yield inner.arg
         elif isinstance(inner, _FUNCTIONS):
             yield inner.name
+    yield from (inner.arg for inner in _in_order(defaults) if isinstance(inner, ast.arg))
 
 
 def _handed_on(node: _Function) -> frozenset[str]:

@@ -7,15 +7,13 @@ training they are float32 again, with the bits that they had.
 
 A weight that anything but its layer's own call may read stays: see `_layers`. Outside autocast a layer multiplies by
 its weight in float32, made for that call (bastile.models.linear); before adapters are merged into a weight it is
-float32 again."""
+float32 again. What an embedding has read becomes float32. The weight of an output head, which losses read,
+Transformers', TRL's and ours, they read in autocast's type or as float32."""
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
 import logging
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,14 +26,18 @@ from torch import nn
 from bastile.guards import is_ours, mark_as_ours
 from bastile.models.adapters import has_adapter
 from bastile.models.optimizer import TRAINER
+from bastile.models.readers import asks_for_types, files_of, files_of_models, may_read_ends, reads
 from bastile.models.sites import ModelFile, Site
-from bastile.ops._modules import is_narrowed, narrow, plain_linear, widen
+from bastile.ops._modules import plain_linear
+from bastile.ops._narrow import Weighted, is_lookup, is_narrowed, narrow, widen
 from bastile.report import Tally
 
 #: Of a trainer, where it has models that it does not train.
 _REFERENCES = ("ref_model", "teacher_model")
 _BEGIN = "on_train_begin"  # of its callbacks: the models are prepared, and no step has been
 _DEVICES = frozenset({"cpu", "cuda"})
+_AT_ONCE = 1 << 26  # numbers that are looked at, for which 320 MiB are needed
+_LAYERS, _TUNERS, _UNLOAD = "peft.tuners.lora.layer", "peft.tuners.tuners_utils", "_unload_and_optionally_merge"
 
 _log = logging.getLogger("bastile")
 
@@ -48,6 +50,9 @@ def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.forwards("adapted linear"):
         if "merge" in vars(found.owner):
             yield Site("frozen_bf16", f"{found.name}.merge", found.owner, "merge", _merge, (), _merge)
+    tuner = getattr(sys.modules.get(_TUNERS), "BaseTuner", None)
+    if file.name == _LAYERS and hasattr(tuner, _UNLOAD):
+        yield Site("frozen_bf16", f"BaseTuner.{_UNLOAD}", tuner, _UNLOAD, _unload, (), _unload)
 
 
 def _merge(original: Any) -> Any:
@@ -63,6 +68,18 @@ def _merge(original: Any) -> Any:
     return mark_as_ours(merge)
 
 
+def _unload(original: Any) -> Any:
+    """Of PEFT's models: hands out the model beneath."""
+
+    @functools.wraps(original)
+    def unload(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for module in self.model.modules():
+            widen(module)
+        return original(self, *args, **kwargs)
+
+    return mark_as_ours(unload)
+
+
 def _train(tally: Tally, original: Any) -> Any:
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +88,7 @@ def _train(tally: Tally, original: Any) -> Any:
         if reason is not None or _BEGIN in vars(handler):
             tally.step_aside(reason or "its callbacks are called by other code", is_usual=True)
             return original(self, *args, **kwargs)
-        narrowed: list[nn.Linear] = []
+        narrowed: list[Weighted] = []
 
         def begin(*given: Any, **named: Any) -> Any:
             narrowed.extend(_narrowed(self))
@@ -105,12 +122,19 @@ def _why_not(trainer: Any) -> str | None:
     return None if is_ours(nn.Linear.forward) else "nn.Linear runs code of others"
 
 
-def _narrowed(trainer: Any) -> Iterator[nn.Linear]:
+def _narrowed(trainer: Any) -> Iterator[Weighted]:
     """Each layer whose weight is now in bfloat16."""
+    are_seen = any(map(may_read_ends, (trainer, *trainer.callback_handler.callbacks)))
     for model, is_frozen in _models_of(trainer):
         for layer in _layers(model, is_frozen):
-            if _narrow_exactly(layer):
+            if _is_exact(layer.weight):
+                narrow(layer)
                 yield layer
+        for layers in () if are_seen else _ends(model, is_frozen):
+            if _is_exact(layers[0].weight):
+                for end in layers:
+                    narrow(end)
+                    yield end
 
 
 def _give_back() -> None:
@@ -146,11 +170,10 @@ def _asks_for_no_gradient(p: nn.Parameter) -> bool:
 def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
     """The layers of a model whose weights nobody reads but their own call."""
     modules = list(model.modules())
-    parameters = Counter(id(p) for module in modules for p in module._parameters.values())
-    children = Counter(id(child) for module in modules for child in module._modules.values())
-    heads = {id(_head_of(module)) for module in modules if hasattr(module, "get_output_embeddings")}
+    parameters, children = _counted(modules)
+    heads = set(map(id, _asked_of(modules, "get_output_embeddings")))
     # PEFT's modules hand on what they are around, its weight too: a layer with adapters is seen from without.
-    for owner in (module for module in modules if not type(module).__module__.startswith("peft.")):
+    for owner in (module for module in modules if not _is_pefts(module)):
         for name, child in owner._modules.items():
             if child is None or children[id(child)] != 1 or id(child) in heads:
                 continue
@@ -161,23 +184,57 @@ def _layers(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[nn.Linear]:
             if not _is_whole(layer) or parameters[id(weight)] != 1 or not is_frozen(weight):
                 continue
             kind: Any = type(owner)
-            if not _is_read(kind, name):
-                yield layer
+            if not issubclass(kind, (nn.ModuleList, nn.ModuleDict)) and not reads(files_of(kind), {name}):
+                yield layer  # else by number, or by this name
 
 
-def _head_of(model: Any) -> Any:
-    """Losses read its weight."""
-    try:
-        return model.get_output_embeddings()
-    except Exception:  # of users' models, which need not have one
-        return None
+def _ends(model: nn.Module, is_frozen: _IsFrozen) -> Iterator[list[Weighted]]:
+    """The embeddings of a model and its output heads, each alone or with what shares its weight. No code of the model
+    reads that weight, nor goes by the type of a model's first weight, which an embedding's is."""
+    modules = list(model.modules())
+    paths: dict[int, list[list[str]]] = {}  # all ways to a module
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path.split("."))
+    of_peft = {id(child) for module in modules if _is_pefts(module) for child in module._modules.values()}
+    files = {file for kind in {type(m) for m in modules if not _is_pefts(m)} for file in files_of_models(kind)}
+    found: dict[int, list[Any]] = {}  # by weight
+    for end in dict.fromkeys((*filter(is_lookup, modules), *_asked_of(modules, "get_output_embeddings"))):
+        if id(end) in paths and id(end) not in of_peft and (is_lookup(end) or type(end) is nn.Linear):
+            found.setdefault(id(end.weight), []).append(end)
+    parameters, _ = _counted(modules)
+    for weight, ends in found.items():
+        if parameters[weight] != len(ends) or not all(map(_is_whole, ends)) or not is_frozen(ends[0].weight):
+            continue
+        names = {path[-1] for end in ends for path in paths[id(end)]}
+        ways = {name for end in ends if is_lookup(end) for path in paths[id(end)] for name in path}
+        if not reads(files, names) and not (ways and asks_for_types(files, {"self", *ways})):
+            yield ends
 
 
-def _is_whole(layer: nn.Linear) -> bool:
-    """Whether its weight is float32, plain, and in memory of its own."""
+def _is_pefts(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")
+
+
+def _counted(modules: list[nn.Module]) -> tuple[Counter[int], Counter[int]]:
+    """How many modules have a parameter, and a child, of this id."""
+    parameters = Counter(id(p) for module in modules for p in module._parameters.values())
+    return parameters, Counter(id(child) for module in modules for child in module._modules.values())
+
+
+def _asked_of(modules: list[nn.Module], method: str) -> Iterator[Any]:
+    for module in modules:
+        if hasattr(module, method):
+            try:
+                yield getattr(module, method)()
+            except Exception:  # of users' models, which need not have one
+                continue
+
+
+def _is_whole(layer: Any) -> bool:
+    """Whether its weight is float32, plain, in memory of its own, and all that its call reads of."""
     weight = layer._parameters.get("weight")
     return (
-        plain_linear(layer, with_bias=True)
+        (is_lookup(layer) or plain_linear(layer, with_bias=True))
         and weight is not None
         and type(weight.data) is torch.Tensor
         and weight.dtype is torch.float32
@@ -193,46 +250,13 @@ def _layer_of(adapted: Any) -> nn.Linear | None:
     return layer if is_usual and type(layer) is nn.Linear else None
 
 
-def _is_read(owner: type, name: str) -> bool:
-    """Whether code beside a class that has a layer by this name reads that layer's weight, or may."""
-    if issubclass(owner, (nn.ModuleList, nn.ModuleDict)):
-        return True  # layers by number
-    files = {kind.__module__ for kind in owner.__mro__ if not kind.__module__.startswith(("torch.", "builtins"))}
-    return any((read := _read_in(file)) is None or name in read for file in files)
+def _is_exact(weight: torch.Tensor) -> bool:
+    """Whether bfloat16 loses no bit of it."""
+    pieces = weight.data.view(torch.int32).view(-1).split(_AT_ONCE)
+    return not any(bool((piece & 0xFFFF).any()) for piece in pieces)
 
 
-@functools.lru_cache(maxsize=256)
-def _read_in(file: str) -> frozenset[str] | None:
-    """What a file's code calls the layers whose weights it reads, but for what gives models their first weights; None:
-    it cannot be seen."""
-    try:
-        tree = ast.parse(inspect.getsource(sys.modules[file]))
-    except (KeyError, OSError, TypeError, SyntaxError):
-        return None
-    return frozenset(_owners_of_weights(tree))
-
-
-def _owners_of_weights(tree: ast.AST) -> Iterator[str]:
-    for node in ast.iter_child_nodes(tree):
-        match node:
-            case ast.FunctionDef(name="_init_weights"):
-                continue
-            case ast.Attribute(attr="weight" | "parameters", value=ast.Name(id=name) | ast.Attribute(attr=name)):
-                yield name
-            case ast.Constant(value=str(text)):
-                yield from re.findall(r"(\w+)\.weight\b", text)
-        yield from _owners_of_weights(node)
-
-
-def _narrow_exactly(layer: nn.Linear) -> bool:
-    """Unless that would lose a bit."""
-    if bool((layer.weight.data.view(torch.int32) & 0xFFFF).any()):  # what float32 has and bfloat16 has not
-        return False
-    narrow(layer)
-    return True
-
-
-def _end(narrowed: list[nn.Linear]) -> None:
+def _end(narrowed: list[Weighted]) -> None:
     if narrowed:
         _give_back()
     try:

@@ -21,7 +21,7 @@ from bastile.models.adapters import linears, share_a_node
 from bastile.models.forms import Code, is_known
 from bastile.models.loading import LINEAR, is_torchs
 from bastile.models.sites import ModelFile, Site
-from bastile.ops._modules import is_narrowed
+from bastile.ops._narrow import is_narrowed
 from bastile.ops.autocast_linear import autocast_linear
 from bastile.report import Tally
 

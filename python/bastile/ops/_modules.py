@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-import torch
 from torch import nn
 from torch._C import _is_any_autocast_enabled
 from torch.nn.modules.module import _has_any_global_hook
 
 from bastile.ops._common import PLAIN
+from bastile.ops._narrow import NARROWED
 
 _ORIGINAL = "_bastile_original"
 
@@ -41,27 +41,6 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-_NARROWED = "_bastile_narrowed"
-
-
-def narrow(layer: nn.Linear) -> None:
-    """Keeps its weight in bfloat16, where autocast reads it in that. Elsewhere the weight does not stand for the layer,
-    whose own call makes float32 of it."""
-    layer.weight.data = layer.weight.data.to(torch.bfloat16)
-    vars(layer)[_NARROWED] = True
-
-
-def widen(layer: nn.Linear) -> None:
-    """Its weight is float32 again."""
-    if is_narrowed(layer):
-        layer.weight.data = layer.weight.data.float()
-        del vars(layer)[_NARROWED]
-
-
-def is_narrowed(layer: nn.Module) -> bool:
-    return _NARROWED in layer.__dict__
-
-
 def plain_linear(module: nn.Module, with_bias: bool = False) -> TypeGuard[nn.Linear]:
     """Whether calling this module multiplies by its weight and does nothing else, so that the weight may stand for it;
     with_bias: but add its bias, if it has one.
@@ -78,6 +57,6 @@ def plain_linear(module: nn.Module, with_bias: bool = False) -> TypeGuard[nn.Lin
         and (bias is None or (with_bias and type(bias) in PLAIN))
         and stock_of(nn.Linear.forward) is _LINEAR
         and "forward" not in own
-        and (_NARROWED not in own or _is_any_autocast_enabled())
+        and (NARROWED not in own or _is_any_autocast_enabled())
         and not has_hooks(module)
     )
