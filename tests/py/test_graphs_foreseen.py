@@ -115,7 +115,9 @@ def test_one_of_those_that_are_alike_is_warmed_up(monkeypatch: pytest.MonkeyPatc
 
 def test_layers_that_are_called_in_another_way_are_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every second one the attention sees a window."""
-    assert warmed_up(tiny_gpt_oss(num_hidden_layers=6).to(DEVICE), monkeypatch) == [0, 1, 5]
+    kinds = ["sliding_attention", "full_attention"] * 3
+    model = tiny_model(num_hidden_layers=6, layer_types=kinds, use_sliding_window=True, sliding_window=4)
+    assert warmed_up(model.to(DEVICE), monkeypatch) == [0, 1, 5]
 
 
 @pytest.mark.parametrize("change", ["type", "trained", "lies", "setting"])

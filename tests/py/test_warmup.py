@@ -200,8 +200,10 @@ def test_a_config_and_a_model_that_is_wholly_trained_need_the_same(family: str) 
     assert of_config[0] == [family]
 
 
-#: A GPU keeps so few logits, and multiplies their gradients in the backward pass.
-HEAD = {"linear_cross_entropy 32", *(["scale 32"] if DEVICE.type == "cpu" else [])}
+HEAD = {"linear_cross_entropy 32"}
+#: Gradients are made in the forward pass, and multiplied in the backward pass. A GPU that needs more than that of the
+#: hidden states keeps so few logits instead.
+NOW = {"scale 32"}
 
 
 @pytest.mark.parametrize(
@@ -222,15 +224,14 @@ def test_what_is_patched_is_what_counts(operators: list[str], expected: set[str]
     model = tiny("qwen3")
     every = {operator: operator in operators for operator in FAMILIES["qwen3"].operators}
     bastile.apply_to_model(model, **every)
-    for given in (
-        model,
-        get_peft_model(model, LoraConfig(target_modules=["q_proj", "gate_proj"])),
-        torch.compile(model),
-    ):
-        assert titles(given) == expected
+    has_head = expected >= HEAD
+    of_all = expected | NOW if has_head and DEVICE.type == "cpu" else expected
+    of_adapters = expected | NOW if has_head else expected
+    assert titles(model) == titles(torch.compile(model)) == of_all
+    assert titles(get_peft_model(model, LoraConfig(target_modules=["q_proj", "gate_proj"]))) == of_adapters
     bastile.reset()
     bastile.apply(**every)
-    assert titles(model.config, torch.float32) == expected
+    assert titles(model.config, torch.float32) == of_all
 
 
 def test_unpatched_models_are_taken_as_apply_would_leave_them() -> None:

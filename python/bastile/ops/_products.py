@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.compiler import is_compiling
 
-from bastile.ops._common import HALVES, is_batched
+from bastile.ops._common import HALVES, has_values, is_batched
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -44,4 +44,5 @@ def _keeps_sums(a: torch.Tensor, dtype: torch.dtype) -> bool:
         and dtype is torch.float32
         and a.dtype in HALVES
         and not (is_compiling() or torch.is_grad_enabled() or is_batched(a))
+        and has_values(a)  # without them PyTorch 2.11 takes addmm's out_dtype for its beta
     )
