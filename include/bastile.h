@@ -347,7 +347,7 @@ typedef struct bst_linear_cross_entropy_tensors {
 /* Logits of the inputs' type are made a chunk of rows at a time, as many as `chunk_bytes` of workspace hold: all at
  * once where they fit. Fewer than 64 rows count as 64; chunks are then evened out. Below 0: BST_INVALID. 0: on CUDA a
  * 64th of its memory, 256 to 1664 MiB; where it is too little for all rows up to 4096 or an eighth of them, for dhidden
- * alone 1024 to 2048; on CPU 256 MiB and, but for dweight of 16 bits, an eighth of the rows, at least 512, or 256.
+ * alone 1024 to 2048, for none 1024; on CPU 256 MiB and, but for dweight of 16 bits, an eighth, at least 512, or 256.
  *
  * Three ways to the gradients (for an upstream gradient g):
  *   - dlogits: all the logits at once, replaced by their gradient, not yet divided nor multiplied by g; backward reads

@@ -46,7 +46,10 @@ PROFILED = 2  # further steps, the last ones
 
 def build(options: argparse.Namespace) -> Any:
     made = models.build(options.shape, torch.bfloat16, torch.device("cuda"), 0)
-    return made.float() if options.float32 else made
+    made = made.float() if options.float32 else made
+    torch.cuda.empty_cache()  # what only making it took is no run's
+    torch.cuda.reset_peak_memory_stats()
+    return made
 
 
 def judge(options: argparse.Namespace) -> Any:

@@ -182,7 +182,7 @@ TEST(chunks_of_few_rows) {
 TEST(chunks_by_default_are_of_the_gpu_s_memory) {
     static const struct {
         int64_t gib, rows, chunk;
-        bool rounded, alone;
+        bool rounded, alone, none;
     } cases[] = {
         {0, 5741, 5741, true},    /* not known, or large: all that fits 1664 MiB, */
         {0, 8192, 4096, true},    /* and else chunks of 4096 rows, */
@@ -200,6 +200,10 @@ TEST(chunks_by_default_are_of_the_gpu_s_memory) {
         {80, 2048, 2048, false, true},
         {80, 8192, 1024, false, true}, /* and fewer where logits are many */
         {8, 4096, 820, false, true},
+        {0, 8192, 1024, false, false, true}, /* none is wanted */
+        {0, 1500, 768, false, false, true},
+        {0, 1024, 1024, false, false, true},
+        {8, 8192, 820, false, false, true},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         int64_t rows = bst__linear_cross_entropy_chunk_rows(&(linear_cross_entropy_chunks){
@@ -208,6 +212,7 @@ TEST(chunks_by_default_are_of_the_gpu_s_memory) {
             .row_bytes = 151936 * 2,
             .rounded = cases[i].rounded,
             .hidden_alone = cases[i].alone,
+            .forward_alone = cases[i].none,
             .processors = 132,
             .memory = cases[i].gib << 30,
         });

@@ -36,7 +36,7 @@ from bastile.report import Tally
 _REFERENCES = ("ref_model", "teacher_model")
 _BEGIN = "on_train_begin"  # of its callbacks: the models are prepared, and no step has been
 _DEVICES = frozenset({"cpu", "cuda"})
-_AT_ONCE = 1 << 26  # numbers that are looked at, for which 320 MiB are needed
+_AT_ONCE = 1 << 24  # numbers that are looked at, for which 80 MiB are needed
 _LAYERS, _TUNERS, _UNLOAD = "peft.tuners.lora.layer", "peft.tuners.tuners_utils", "_unload_and_optionally_merge"
 
 _log = logging.getLogger("bastile")

@@ -10,6 +10,7 @@ import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, on_gpu, served
+from bastile.ops._room import give_back, make_room
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scaled
 from bastile.ops.vocabulary_parallel import VocabularyShard
@@ -26,8 +27,10 @@ _backward = torch.ops.bastile.linear_cross_entropy_backward.default
 #: library has it (linear_cross_entropy_chunks.c).
 DEFAULT_LOGITS_BYTES, LEAST_LOGITS_BYTES = 1664 << 20, 256 << 20
 
-#: Rows of a chunk by default, the fewest that a setting may ask for, and what products round rows to.
-CHUNK_ROWS, LEAST_ROWS, TILE = 4096, 64, 128
+#: Rows of a chunk by default at most, of a frozen head's, and where no gradient is wanted.
+CHUNK_ROWS, FROZEN_ROWS, FORWARD_ROWS = 4096, 2048, 1024
+#: The fewest that a setting may ask for, and what products round rows to.
+LEAST_ROWS, TILE = 64, 128
 
 _logits_bytes: int | None = None
 
@@ -36,10 +39,10 @@ def set_logits_memory(mebibytes: float | None) -> None:
     """Sets how much memory the fused loss may use for logits, in MiB; None: the default (or BASTILE_LOGITS_MIB).
 
     On CUDA, calls whose logits fit keep them, and make their gradients in the backward pass; others, and those of a
-    frozen head, go chunk by chunk, of as many rows as fit (by default of 4096, of a frozen head of 1024 to 2048). The
-    default is 1664 MiB, on a GPU of less than 104 GiB a 64th of its memory, and no less than 256 MiB. On CPU no call
-    keeps them: a chunk has as many rows as fit (by default into 256 MiB, and an eighth of the rows, but at least 512;
-    256 in any case). What is too little for 64 rows counts as enough for 64.
+    frozen head, go chunk by chunk, of as many rows as fit (by default of 4096, of a frozen head of 1024 to 2048, and of
+    1024 where no gradient is wanted). The default is 1664 MiB, on a GPU of less than 104 GiB a 64th of its memory, and
+    no less than 256 MiB. On CPU no call keeps them: a chunk has as many rows as fit (by default into 256 MiB, and an
+    eighth of the rows, but at least 512; 256 in any case). What is too little for 64 rows counts as enough for 64.
     It holds for calls made from now on, in every thread.
     """
     global _logits_bytes
@@ -106,6 +109,16 @@ def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> i
     return min(rows, max(most // TILE * TILE or most, LEAST_ROWS))
 
 
+def make_room_for(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int, want: list[bool]) -> bool:
+    """Before a call on CUDA that keeps no logits: see `make_room`. want: gradients of hidden, weight and bias."""
+    if not hidden.is_cuda or torch.compiler.is_compiling():
+        return False
+    most = rows_that_fit(hidden, weight.shape[0], chunk_bytes or usual_bytes(hidden.device))
+    if not chunk_bytes:
+        most = min(most, CHUNK_ROWS if any(want[1:]) else FROZEN_ROWS if want[0] else FORWARD_ROWS)
+    return make_room(hidden, padded(weight.shape[0]) * hidden.element_size(), most)
+
+
 class _LinearCrossEntropy(Function):
     """Where the gradients are made depends on what fits: see bst_linear_cross_entropy_forward in bastile.h.
 
@@ -127,9 +140,12 @@ class _LinearCrossEntropy(Function):
         needs_logits = any(want[1:]) or (want[0] and again)
         keep = needs_logits and reduced and on_gpu(hidden) and fits
         now = [w and not again and not keep for w in want]
+        is_first = not keep and make_room_for(hidden, weight, chunk_bytes, now)
         loss, lse, dlogits, dhidden, dweight, dbias = _forward(
             hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, is_wide, keep, *now
         )
+        if is_first:
+            give_back()
         ctx.options, ctx.want = (*options, chunk_bytes, is_wide), want
         ctx.now = any(now)
         # lse is an output for first_order_only, which needs a way back to hidden and weight where these are not kept;

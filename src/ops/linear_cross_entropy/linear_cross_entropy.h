@@ -15,6 +15,7 @@ typedef struct linear_cross_entropy_chunks {
     int64_t budget;      /* bytes of workspace; 0: the default */
     bool rounded;        /* dweight is wanted, and in 16 bits */
     bool hidden_alone;   /* dhidden is wanted, and no other gradient */
+    bool forward_alone;  /* no gradient is wanted, or not yet */
     int processors;      /* multiprocessors; 0 on CPU */
     int64_t memory;      /* the GPU's; 0: not known */
 } linear_cross_entropy_chunks;

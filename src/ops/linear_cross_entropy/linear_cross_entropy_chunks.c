@@ -4,6 +4,7 @@
 enum {
     TILE = 128,        /* rows and columns of a tile: what the products round to */
     CHUNK_ROWS = 4096, /* on CUDA by default: more rows make no product faster for its size (bench/NOTES.md) */
+    FEWER_ROWS = 1024, /* where no gradient is wanted: no slower in anything measured, from H = 1024 to 4096 */
     LEAST_ROWS = 64
 };
 
@@ -21,6 +22,7 @@ static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
     int64_t chunks = (c->rows + most - 1) / most, even = (c->rows + chunks - 1) / chunks;
     int64_t best = (even + TILE - 1) / TILE * TILE;
     if (chunks == 1 || best > most) return even;
+    if (c->forward_alone) return best;
     for (int64_t rows = best + TILE; c->processors && rows <= most; rows += TILE)
         if (waves(c, rows) < waves(c, best)) best = rows;
     return best;
@@ -30,10 +32,10 @@ static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
  * dhidden, rows x H, has tiles for all of a GPU's multiprocessors from so many elements on. Fewer than the most cost
  * the products a few percent (bench/NOTES.md): that is left to calls whose logits are too many. */
 static int64_t rows_of_hidden_alone(int64_t width, bool fits) {
-    enum { FEWEST = 1024, MOST = 2048, ELEMENTS = 1 << 22 };
+    enum { MOST = 2048, ELEMENTS = 1 << 22 };
     int64_t rows = ELEMENTS / (width > 0 ? width : 1);
     if (fits || rows > MOST) return MOST;
-    return rows < FEWEST ? FEWEST : rows;
+    return rows < FEWER_ROWS ? FEWER_ROWS : rows;
 }
 
 /* By default on CUDA: a 64th of the GPU's memory, which on one of 80 GiB costs no time. */
@@ -55,8 +57,8 @@ int64_t bst__linear_cross_entropy_chunk_rows(const linear_cross_entropy_chunks *
         int64_t fewer = eighth < 512 ? 512 : eighth;
         if (most > fewer && !c->rounded) most = fewer;
         if (most < 256) most = 256;
-    } else if (by_default && c->hidden_alone) {
-        int64_t enough = rows_of_hidden_alone(c->width, most >= c->rows);
+    } else if (by_default && (c->hidden_alone || c->forward_alone)) {
+        int64_t enough = c->hidden_alone ? rows_of_hidden_alone(c->width, most >= c->rows) : FEWER_ROWS;
         if (most > enough) most = enough;
     } else if (by_default && most < c->rows) {
         /* Not so many chunks that dweight would be summed in float32, which takes memory too, where that is all that

@@ -68,12 +68,14 @@ bst_status bst__head_choose_chunks(bst_head *h, const bst_view *whole, const cha
     h->chunks = kept > 0;
     if (!rest) return BST_OK;
     if (on_cuda(h)) BST_TRY(bst__cuda_chip(h->op, h->device.device_id, &chip));
+    bool others = h->dweight.data || h->dbias.data;
     linear_cross_entropy_chunks c = {.rows = rest,
                                      .width = h->width,
                                      .row_bytes = bst__head_padded(h) * logit_bytes(h) + h->beside,
                                      .budget = chunk_bytes,
                                      .rounded = h->dweight.data && h->dtype != BST_F32 && !h->exact,
-                                     .hidden_alone = h->dhidden.data && !h->dweight.data && !h->dbias.data,
+                                     .hidden_alone = h->dhidden.data && !others,
+                                     .forward_alone = !h->dhidden.data && !others,
                                      .processors = chip.processors,
                                      .memory = chip.memory};
     h->chunk_rows = bst__linear_cross_entropy_chunk_rows(&c);
