@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -14,13 +12,13 @@ ROW = 1 << 18  # bytes
 
 
 @pytest.fixture
-def given_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
+def given_back(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """How often memory went back to the driver. The tensors of these tests are on no GPU."""
     calls: list[None] = []
     monkeypatch.setattr(_room, "_most", {})
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    yield calls
+    return calls
 
 
 def rows(count: int) -> torch.Tensor:
