@@ -289,9 +289,10 @@ def padded(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         name += "" if step["lora"] else ", all weights"
         cell = f"{step['median_ms']:.0f}, {step['last_two_steps_kernels_ms']:.0f} ({step['peak_gib']:.1f})"
         kind = "without" if step["without"] else "with" if step["implementation"] == "bastile" else "stock"
+        kind = "layers" if step.get("layers_alone") else kind
         rows.setdefault(name, {})[kind] = cell
-    others = ["stock", "without"] if any("stock" in cells for cells in rows.values()) else ["without"]
-    heads = {"stock": "stock", "without": "Bastile without it"}
+    heads = {"stock": "stock", "without": "Bastile without it", "layers": "with it, of layers alone"}
+    others = [kind for kind in heads if any(kind in cells for cells in rows.values())]
     table = [["milliseconds of a step, median, and of its kernels (peak GiB)", *map(heads.get, others), "**with it**"]]
     table += [[name, *[cells.get(o, "–") for o in others], f"**{cells['with']}**"] for name, cells in rows.items()]
     return [*by_command(run, link), *rows_of(table)]

@@ -36,7 +36,7 @@ from bastile.report import Tally
 _REFERENCES = ("ref_model", "teacher_model")
 _BEGIN = "on_train_begin"  # of its callbacks: the models are prepared, and no step has been
 _DEVICES = frozenset({"cpu", "cuda"})
-_AT_ONCE = 1 << 24  # numbers that are looked at, for which 80 MiB are needed
+_AT_ONCE = 1 << 24  # numbers: 80 MiB where they are looked at
 _LAYERS, _TUNERS, _UNLOAD = "peft.tuners.lora.layer", "peft.tuners.tuners_utils", "_unload_and_optionally_merge"
 
 _log = logging.getLogger("bastile")
@@ -257,11 +257,14 @@ def _is_exact(weight: torch.Tensor) -> bool:
 
 
 def _end(narrowed: list[Weighted]) -> None:
-    if narrowed:
-        _give_back()
+    since = _AT_ONCE  # numbers that became float32 since memory went back: pieces of half their size fit none of them
     try:
         for layer in narrowed:
+            if since >= _AT_ONCE:
+                _give_back()
+                since = 0
             widen(layer)
+            since += layer.weight.numel()
     except torch.OutOfMemoryError:
         _log.warning(
             "frozen_bf16: there is no memory for %d weights in float32; they stay in bfloat16, which has the same "
