@@ -4,6 +4,7 @@ Trainer trains (see test_frozen_bf16.py), and which stay."""
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def test_ends_that_stay() -> None:
 
 
 def test_an_embedding_that_is_narrow() -> None:
-    """It is of its class, can be copied, and is what it was when it is wide again."""
+    """It is of its class, can be copied and saved, and is what it was when it is wide again."""
     model = trl_runs.MODELS["gemma2"]
     embedding = model[1](model[0](**{**trl_runs.SIZES, "hidden_size": 40})).get_input_embeddings()
     embedding.weight.data = embedding.weight.data.bfloat16().float()
@@ -127,7 +128,7 @@ def test_an_embedding_that_is_narrow() -> None:
     narrow(embedding)
     assert embedding.weight.dtype is torch.bfloat16
     assert isinstance(embedding, kind)
-    for one in (embedding, copy.deepcopy(embedding)):
+    for one in (embedding, copy.deepcopy(embedding), pickle.loads(pickle.dumps(embedding))):
         assert_same_bits(one(ids), wanted)
         widen(one)
         assert type(one) is kind

@@ -62,4 +62,14 @@ def _reading_float32(kind: Any) -> Any:
         scale = self.embed_scale
         return rows * (scale.float() if isinstance(scale, torch.Tensor) else scale)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    def reduced(self: Any, protocol: Any) -> Any:
+        return _one_of, (kind,), *kind.__reduce_ex__(self, protocol)[2:]
+
+    own = {"forward": forward, "__reduce_ex__": reduced, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), own)
+
+
+def _one_of(kind: Any) -> Any:
+    """What pickle fills, for which such a class has no name."""
+    cls = _reading_float32(kind)
+    return cls.__new__(cls)
