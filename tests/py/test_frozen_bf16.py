@@ -267,7 +267,7 @@ def test_memory_goes_back_while_weights_become_wide(monkeypatch: pytest.MonkeyPa
     for layer in layers:
         narrow(layer)
     monkeypatch.setattr(frozen_bf16, "_AT_ONCE", 2 * 16)
-    monkeypatch.setattr(frozen_bf16, "_give_back", lambda: wide.append(6 - sum(map(is_narrowed, layers))))
+    monkeypatch.setattr(frozen_bf16, "give_back", lambda: wide.append(6 - sum(map(is_narrowed, layers))))
     frozen_bf16._end(list(layers))
     assert wide == [0, 2, 4]
     assert not any(map(is_narrowed, layers))
@@ -371,10 +371,11 @@ def test_weights_that_others_read(checkpoint: str, tmp_path: Path) -> None:
 
     config = adapters(target_modules=["q_proj"], modules_to_save=["lm_head", "up_proj"])
     found = trained("sft", checkpoint, tmp_path, peft_config=config)
-    assert found[2] == ALL - 3
+    assert found[2] == ALL - 3  # without what is beneath the trained copies of up_proj and lm_head
+
     config = adapters(target_modules=["q_proj", "embed_tokens"])
     found = trained("sft", checkpoint, tmp_path, peft_config=config)
-    assert found[2] == ALL - 1  # without what is beneath the trained copies of up_proj and lm_head
+    assert found[2] == ALL - 1  # without the embedding beneath an adapter
 
 
 def test_a_layer_whose_owner_reads_its_weight() -> None:

@@ -30,6 +30,7 @@ from bastile.models.readers import asks_for_types, files_of, files_of_models, ma
 from bastile.models.sites import ModelFile, Site
 from bastile.ops._modules import plain_linear
 from bastile.ops._narrow import Weighted, is_lookup, is_narrowed, narrow, widen
+from bastile.ops._room import give_back
 from bastile.report import Tally
 
 #: Of a trainer, where it has models that it does not train.
@@ -50,8 +51,8 @@ def sites(file: ModelFile) -> Iterator[Site]:
     for found in file.forwards("adapted linear"):
         if "merge" in vars(found.owner):
             yield Site("frozen_bf16", f"{found.name}.merge", found.owner, "merge", _merge, (), _merge)
-    tuner = getattr(sys.modules.get(_TUNERS), "BaseTuner", None)
-    if file.name == _LAYERS and hasattr(tuner, _UNLOAD):
+    tuner = getattr(sys.modules.get(_TUNERS), "BaseTuner", None) if file.name == _LAYERS else None
+    if hasattr(tuner, _UNLOAD):
         yield Site("frozen_bf16", f"BaseTuner.{_UNLOAD}", tuner, _UNLOAD, _unload, (), _unload)
 
 
@@ -93,7 +94,7 @@ def _train(tally: Tally, original: Any) -> Any:
         def begin(*given: Any, **named: Any) -> Any:
             narrowed.extend(_narrowed(self))
             if narrowed:
-                _give_back()
+                give_back()  # pieces as large as weights are, which no step asks for
             return getattr(type(handler), _BEGIN)(handler, *given, **named)
 
         setattr(handler, _BEGIN, begin)
@@ -135,12 +136,6 @@ def _narrowed(trainer: Any) -> Iterator[Weighted]:
                 for end in layers:
                     narrow(end)
                     yield end
-
-
-def _give_back() -> None:
-    """Memory in pieces as large as weights are, which no step asks for; or as activations are, which no weight does."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 _IsFrozen = Callable[[nn.Parameter], bool]
@@ -261,7 +256,7 @@ def _end(narrowed: list[Weighted]) -> None:
     try:
         for layer in narrowed:
             if since >= _AT_ONCE:
-                _give_back()
+                give_back()
                 since = 0
             widen(layer)
             since += layer.weight.numel()

@@ -36,5 +36,5 @@ def make_room(hidden: torch.Tensor, row_bytes: int, most_rows: int) -> bool:
 
 
 def give_back() -> None:
-    """What is free in PyTorch's allocator goes back to the driver."""
+    """What is free in PyTorch's allocator goes back to the driver. Nothing, where no GPU has been used."""
     torch.cuda.empty_cache()

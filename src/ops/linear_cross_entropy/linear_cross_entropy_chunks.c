@@ -17,7 +17,7 @@ static int64_t waves(const linear_cross_entropy_chunks *c, int64_t rows) {
 }
 
 /* Rows of a chunk: at most `most`, in no more chunks than that needs; whole tiles where they can be, and on CUDA (where
- * `processors` are known) the fewest waves. */
+ * `processors` are known) the fewest waves of dhidden's product, if there is one. */
 static int64_t even_rows(const linear_cross_entropy_chunks *c, int64_t most) {
     int64_t chunks = (c->rows + most - 1) / most, even = (c->rows + chunks - 1) / chunks;
     int64_t best = (even + TILE - 1) / TILE * TILE;
