@@ -19,7 +19,7 @@ from torch import nn
 from bastile.graphs import decoding, stack
 from bastile.in_force import FILES, Plan, carry_out, reasons_for, take_out
 from bastile.models import graphs, loading
-from bastile.models.forms import forget_sources
+from bastile.models.forms import reading
 from bastile.models.sites import ModelFile, Site, file_of, sites
 from bastile.models.table import OF_BACKBONES, OPERATORS
 from bastile.offload import mover
@@ -37,7 +37,6 @@ _models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()  # those that apply_to
 
 def _forget() -> None:
     """What was made for the patches that were in force until now."""
-    forget_sources()
     stack.forget()
     decoding.forget()
     mover.forget()
@@ -52,7 +51,8 @@ def _marks_what_is_named(function: Callable[..., list[str]]) -> Callable[..., li
         given = {**dict(zip(order, args, strict=False)), **kwargs}
         token = _named.set(frozenset(name for name in OPERATORS if given.get(name) is True))
         try:
-            return function(*args, **kwargs)
+            with reading():
+                return function(*args, **kwargs)
         finally:
             _named.reset(token)
             _forget()
@@ -284,6 +284,7 @@ def apply_to_model(
     return _named_for(core, operators)
 
 
+@reading()
 def reset(names: Iterable[str] | None = None, model: nn.Module | None = None) -> list[str]:
     """Puts back the original code.
 
@@ -400,10 +401,9 @@ def _serve_loaded(chosen: list[str]) -> None:
 
 def _look(name: str, classes: Iterable[type]) -> None:
     """At a module that has just been imported, or whose classes a new model has."""
-    with _lock:
+    with _lock, reading():
         plan = Plan.of(name, _wanted_in(ModelFile(name, None).title), classes)
         carry_out([plan], "apply")
-        forget_sources()
 
 
 @noting

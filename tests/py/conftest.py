@@ -27,12 +27,13 @@ from packaging.version import Version
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import bastile
-from bastile import patching
+import found_before
 from bastile.graphs.conditions import settings
-from bastile.models import adapters, attention, decoder, experts, forms, mlp, norm, rotary
+from bastile.models import adapters, attention, decoder, experts, mlp, norm, rotary
 from bastile.models.logits import losses
 from bastile.models.logits.tensor import OnDemand
 from families import FAMILIES
+from found_before import no_garbage_in_sources  # noqa: F401
 from oracle import numbers
 
 # The families in which every layer is norm, attention, norm, MLP.
@@ -53,8 +54,7 @@ inductor = pytest.mark.xfail(
     strict=True,
 )
 
-# What a worker has imported grows with each test, and each that patches would read all of it again.
-forms.forget_sources = patching.forget_sources = lambda: None
+found_before.put_in()
 
 
 @pytest.fixture(autouse=True)

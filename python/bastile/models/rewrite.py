@@ -24,6 +24,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 from torch.compiler import is_compiling
@@ -120,19 +121,25 @@ def rewritten(node: ast.FunctionDef, code: Code, original: Any, helpers: dict[st
     innermost, inner = inspect.unwrap(original), original
     while inner is not innermost and getattr(inner, "__code__", None) is not innermost.__code__:
         inner = inner.__wrapped__
+    scope: dict[str, Any] = {}
+    exec(code.made_by(_compiled, node, tuple(helpers), inner.__code__.co_filename), inner.__globals__, scope)
+    made = scope["make"](*helpers.values())
+    made.__code__ = made.__code__.replace()  # one of its own: by it torch.compile keeps what it compiles
+    made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
+    functools.update_wrapper(made, original)
+    setattr(made, _REWRITING, Rewriting(made, node, helpers))
+    return made
+
+
+def _compiled(code: Code, node: ast.FunctionDef, helpers: tuple[str, ...], filename: str) -> CodeType:
+    """What defines `make`, which is given these helpers and returns the function."""
     bare = copy.copy(node)
     bare.decorator_list, bare.returns = [], None
     arguments = ast.arguments([], [ast.arg(name) for name in helpers], None, [], [], None, [])
     outer = ast.FunctionDef("make", arguments, [bare, ast.Return(ast.Name(bare.name, ast.Load()))], [])
     outer.type_params = []  # type: ignore[attr-defined]  # of Python 3.12
     module = ast.fix_missing_locations(ast.Module([*code.imports_of_future, outer], []))
-    scope: dict[str, Any] = {}
-    exec(compile(module, inner.__code__.co_filename, "exec", dont_inherit=True), inner.__globals__, scope)
-    made = scope["make"](*helpers.values())
-    made.__defaults__, made.__kwdefaults__ = inner.__defaults__, inner.__kwdefaults__
-    functools.update_wrapper(made, original)
-    setattr(made, _REWRITING, Rewriting(made, node, helpers))
-    return made
+    return compile(module, filename, "exec", dont_inherit=True)
 
 
 _REWRITING = "_bastile_rewriting"
