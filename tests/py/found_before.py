@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import is_
 from types import FunctionType
 from typing import Any
@@ -15,18 +16,32 @@ from typing import Any
 import pytest
 from torch import nn
 
-from bastile import in_force
-from bastile.models import forms
-from bastile.models.loading import is_model_file, is_of_any_type
+from bastile import in_force, patching
+from bastile.models import forms, loading
 from bastile.models.sites import ModelFile, Site, sites
 
 _State = tuple[Any, ...]
-_found: dict[tuple[str, tuple[str, ...]], tuple[_State, ModelFile, list[Site]]] = {}
+
+
+@dataclass
+class _Found:
+    """In one file, for some operators."""
+
+    state: _State
+    file: ModelFile
+    places: list[Site]
+    look: int  # at all files, in which everything was as it is for this
+
+
+_found: dict[tuple[str, tuple[str, ...]], _Found] = {}
+_serve = patching._serve_loaded
+_looks, _is_looking, _last = 0, False, ()  # at all files: how many found anything changed, whether one is under way
 _files_read = 0
 
 
 def put_in() -> None:
     """For this process. What a file's text says is kept, too, as long as that is the same."""
+    patching._serve_loaded = _serve_loaded
     in_force.sites = _sites
     forms.forget_sources = lambda: None
 
@@ -41,35 +56,54 @@ def no_garbage_in_sources() -> None:
         gc.freeze()
 
 
+def _serve_loaded(chosen: list[str]) -> None:
+    global _looks, _is_looking, _last
+    state = _state([name for name in loading.model_files() if not loading.is_of_any_type(name)])
+    if not _is_same(state, _last):
+        _looks, _last = _looks + 1, state
+    _is_looking = True
+    try:
+        _serve(chosen)
+    finally:
+        _is_looking = False
+
+
 def _sites(file: ModelFile, operators: Iterable[str]) -> list[Site]:
     entry = in_force.FILES.get(file.name)
     is_stock = entry is None or not any(entry.applied.values())
-    if file.more or not is_stock or not is_model_file(file.name) or is_of_any_type(file.name):
+    is_models = loading.is_model_file(file.name) and not loading.is_of_any_type(file.name)
+    if file.more or not is_stock or not is_models:
         return sites(file, operators)
-    key, state = (file.name, tuple(operators)), _state(file.name)
-    then, looked_at, found = _found.get(key, ((), file, []))
-    if len(then) != len(state) or not all(map(is_, then, state)):
-        looked_at, found = file, sites(file, key[1])
-        _found[key] = state, file, found
+    key = file.name, tuple(operators)
+    found = _found.get(key)
+    if found is None or not _is_looking or found.look != _looks:
+        state = _state([file.name])
+        if found is None or not _is_same(state, found.state):
+            found = _found[key] = _Found(state, file, sites(file, key[1]), 0)
+        found.look = _looks if _is_looking else 0
     for told in ("unknown", "replaced", "reads"):
-        setattr(file, told, dict(getattr(looked_at, told)))
-    return found
+        setattr(file, told, dict(getattr(found.file, told)))
+    return found.places
 
 
-def _state(name: str) -> _State:
-    """All that a file's globals, its classes of modules and these classes' bases are."""
-    scope = vars(sys.modules[name])
-    modules = (item for item in scope.values() if isinstance(item, type) and issubclass(item, nn.Module))
+def _is_same(one: _State, other: _State) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _state(names: list[str]) -> _State:
+    """All that these files' globals, their classes of modules and these classes' bases are; of functions also their
+    code and what they keep."""
+    scopes = [vars(sys.modules[name]) for name in names]
+    items = (item for scope in scopes for item in scope.values())
+    modules = dict.fromkeys(item for item in items if isinstance(item, type) and issubclass(item, nn.Module))
     classes = dict.fromkeys(base for item in modules for base in item.__mro__)
-    return tuple(each for items in (scope, *map(vars, classes)) for pair in items.items() for each in _within(*pair))
-
-
-def _within(name: str, item: Any) -> Iterator[Any]:
-    """A thing; of a function also its code and what it keeps."""
-    yield name
-    yield item
-    if isinstance(item, FunctionType):
-        yield item.__code__
-        for cell in item.__closure__ or ():
+    state: list[Any] = []
+    for each in (*scopes, *map(vars, classes)):
+        state += each
+        state += each.values()
+        functions = [item for item in each.values() if type(item) is FunctionType]
+        state += [function.__code__ for function in functions]
+        for cell in [cell for function in functions for cell in function.__closure__ or ()]:
             with suppress(ValueError):  # nothing in it
-                yield cell.cell_contents
+                state.append(cell.cell_contents)
+    return tuple(state)
