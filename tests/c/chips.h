@@ -3,8 +3,8 @@
  * A test describes its calls with tensors that have shapes but no real memory; in compile-only mode the operator makes
  * its checks, chooses its configuration for that chip and compiles, and nothing runs. Register spills fail the test,
  * and shared memory that a block of that chip does not have. sm_86 and sm_89 have the registers and the instructions of
- * sm_80: what was compiled for that with the same macros is not compiled for them again, and its shared memory
- * checked. */
+ * sm_80: what was compiled for one of the three with the same macros is not compiled for the others again, and its
+ * shared memory checked. */
 #ifndef BST_TEST_CHIPS_H
 #define BST_TEST_CHIPS_H
 
@@ -58,7 +58,7 @@ typedef struct bst_compiled {
     int arch, kernels, spilled, most_registers;
 } bst_compiled;
 
-/* A kernel compiled for sm_80, and its static shared memory. */
+/* A kernel compiled for sm_80 or another of its kind, and its static shared memory. */
 typedef struct bst_ampere {
     const bst_kernel *kernel;
     int64_t values[BST_MAX_MACROS];
@@ -76,10 +76,12 @@ static inline void bst_check_shared(const bst_launch *launch, int arch, int fixe
                launch->shared, fixed, chip.shared_memory);
 }
 
-/* Whether sm_80's code says all about this launch. */
+static inline bool bst_is_ampere(int arch) { return arch == 80 || arch == 86 || arch == 89; }
+
+/* Whether code of sm_80's kind says all about this launch. */
 static inline bool bst_known_kernel(void *context, const bst_launch *launch) {
     const bst_compiled *c = context;
-    if (c->arch != 86 && c->arch != 89) return false;
+    if (!bst_is_ampere(c->arch)) return false;
     for (int i = 0; i < bst_ampere_count; i++) {
         const bst_ampere *a = &bst_amperes[i];
         if (a->kernel != launch->kernel || memcmp(a->values, launch->values, sizeof a->values) != 0) continue;
@@ -107,7 +109,7 @@ static inline void bst_report_kernel(void *context, const bst_launch *launch, co
     while (number && number > log && number[-1] >= '0' && number[-1] <= '9') number--;
     int fixed = number ? atoi(number) : 0;
     bst_check_shared(launch, c->arch, fixed);
-    if (c->arch != 80 || bst_ampere_count == sizeof bst_amperes / sizeof *bst_amperes) return;
+    if (!bst_is_ampere(c->arch) || bst_ampere_count == sizeof bst_amperes / sizeof *bst_amperes) return;
     bst_ampere *a = &bst_amperes[bst_ampere_count++];
     a->kernel = launch->kernel;
     memcpy(a->values, launch->values, sizeof a->values);

@@ -198,12 +198,13 @@ TEST(errors_name_the_argument_and_write_nothing) {
 }
 
 /* Windows of three and four taps as models have them, the longest, and one; widths of whole and of single accesses;
- * weights of x's type and of float32; rows of one sequence and packed ones. */
+ * weights of x's type and of float32; rows of one sequence and packed ones. float16 takes the kernels of bfloat16 but
+ * for the conversions: one window shows those. */
 static void compile_calls(void) {
     static const int64_t taps_of[] = {4, 3, 8, 1};
     bst_causal_conv1d_options options = {sizeof options, 0};
     for (size_t t = 0; t < 3; t++) {
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < (t == 2 ? 1 : 4); i++) {
             for (int64_t width = 8192; width >= (i || t == 2 ? 8192 : 8191); width--) {
                 for (int wide = 0; wide < (t && !i ? 2 : 1); wide++) {
                     bst_shape s[9];

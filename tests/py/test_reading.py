@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from torch import nn
@@ -21,34 +22,28 @@ from conftest import modeling
 
 
 @pytest.fixture
-def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is kept."""
-    monkeypatch.setattr(forms, "forget_sources", forms._sources.clear)
-    monkeypatch.setattr(in_force, "sites", sites.sites)
-    forms._sources.clear()
-    forms.is_known.cache_clear()
-
-
-@pytest.fixture
-def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def as_users_have_it(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nothing is kept. The files that are read."""
     read: list[str] = []
 
-    class Counted(forms.Source):
-        def __init__(self, text: str) -> None:
-            read.append(text)
+    class Sources(dict[str, Any]):
+        def __setitem__(self, file: str, source: Any) -> None:
+            read.append(file)
             assert not gc.isenabled(), "looking for garbage takes longer than reading"
-            super().__init__(text)
+            super().__setitem__(file, source)
 
-    monkeypatch.setattr(forms, "Source", Counted)
+    monkeypatch.setattr(forms, "_sources", Sources())
+    monkeypatch.setattr(forms, "forget_sources", lambda: forms._sources.clear())
+    monkeypatch.setattr(in_force, "sites", sites.sites)
+    forms.is_known.cache_clear()
     return read
 
 
-@pytest.mark.usefixtures("as_users_have_it")
-def test_each_file_is_read_once_and_freed(files_read: list[str]) -> None:
+def test_each_file_is_read_once_and_freed(as_users_have_it: list[str]) -> None:
     """Also those of which methods of several classes are looked at, as modeling_utils and trainer."""
     modeling("qwen3")
     bastile.apply()
-    assert len(files_read) == len(set(files_read)) > 2
+    assert len(as_users_have_it) == len(set(as_users_have_it)) > 2
     assert not forms._sources
     assert gc.isenabled()
 
