@@ -72,7 +72,7 @@ def _sites(file: ModelFile, operators: Iterable[str]) -> list[Site]:
     entry = in_force.FILES.get(file.name)
     is_stock = entry is None or not any(entry.applied.values())
     is_models = loading.is_model_file(file.name) and not loading.is_of_any_type(file.name)
-    if file.more or not is_stock or not is_models:
+    if file.module is None or file.more or not is_stock or not is_models:
         return sites(file, operators)
     key = file.name, tuple(operators)
     found = _found.get(key)

@@ -80,7 +80,7 @@ def _missing(file: ModelFile, needed: str) -> bool:
 
 def _holders(name: str, stock: Any) -> list[Any]:
     """The modules of TRL that call it by their own global: it is imported from where it is defined."""
-    modules = [module for title, module in list(sys.modules.items()) if f"{title}.".startswith("trl.")]
+    modules = [module for title, module in list(sys.modules.items()) if title.partition(".")[0] == "trl"]
     return [module for module in modules if stock_of(getattr(module, "__dict__", {}).get(name)) is stock]
 
 

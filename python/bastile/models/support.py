@@ -16,6 +16,7 @@ from torch import nn
 
 from bastile.guards import stock_of
 from bastile.models import loading
+from bastile.models.forms import reading
 from bastile.models.sites import ModelFile, calls, file_of, sites
 from bastile.models.table import USUAL
 
@@ -62,6 +63,7 @@ def support_of(model: nn.Module) -> Support:
     return _told(str(getattr(config, "model_type", "")), files, used)
 
 
+@reading()
 def _told(model_type: str, files: Iterable[ModelFile], used: set[type] | None = None) -> Support:
     """used: these classes alone, and the functions that they call."""
     places: dict[str, list[str]] = {}
