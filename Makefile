@@ -5,6 +5,7 @@
 #   make test-oldest   the tests of models with the oldest Transformers that is supported; test-midway: with 5.17
 #   make test-torch    the Python tests with the newest PyTorch, which is large
 #   make test-trl      the trainers' tests with earlier releases of TRL and PEFT, DeepSpeed, torchao, Sentence Transformers
+#   make test-chips    each variant of each kernel for every chip, where make test takes one or two chips for each
 #   make test-models   one training step of each model type of Transformers
 #   make lint    format and style only
 #   make fuzz SECONDS=600 SEED=2   random calls of every operator function under sanitizers: more of what make test has
@@ -23,7 +24,7 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 NVRTC := $$($(PY) tools/nvrtc_folder.py)
 SITE := build/site
 
-.PHONY: demo test test-oldest test-midway test-torch test-trl test-models lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
+.PHONY: demo test test-oldest test-midway test-torch test-trl test-models test-chips lint fuzz bench sdist wheel clean install c-tests py-tests emulated-tests
 
 demo: install
 	PYTHONPATH=$(SITE) $(PY) -m bastile demo --out demo-out
@@ -63,11 +64,17 @@ define configure
 	test -f build/$(1)/build.ninja || $(MESON) setup build/$(1) -Dwerror=true $(2)
 	PATH="$(abspath $(BIN)):$$PATH" ninja -C build/$(1)
 endef
-SANITIZE := -Dbuildtype=debugoptimized -Db_sanitize=address,undefined -Db_lundef=false
+# The text of CPU kernels is the same at each vector level.
+SANITIZE := -Dbuildtype=debugoptimized -Db_sanitize=address,undefined -Db_lundef=false -Dlevels=false
 
 c-tests: $(if $(VENV),$(VENV)/test.stamp)
 	$(call configure,sanitized,-Dtests=true $(SANITIZE))
 	BASTILE_NVRTC_FOLDER=$(NVRTC) $(MESON) test -C build/sanitized --print-errorlogs --num-processes $(JOBS)
+
+test-chips: $(if $(VENV),$(VENV)/test.stamp)
+	$(call configure,sanitized,-Dtests=true $(SANITIZE))
+	BASTILE_TEST_EVERY_CHIP=1 BASTILE_NVRTC_FOLDER=$(NVRTC) $(MESON) test -C build/sanitized --suite chips --print-errorlogs \
+	    --num-processes $(JOBS)
 
 py-tests: install $(if $(VENV),$(VENV)/test.stamp)
 	PYTHONPATH=$(SITE) $(PY) -m pytest tests/py -n $(JOBS) --durations=5
