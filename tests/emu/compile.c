@@ -31,6 +31,7 @@ static const char *const flags[] = {
     "c++",
     "-std=c++17",
     "-shared",
+    "-nostdlib", /* linking with what a kernel has no use for takes a quarter of the time */
     "-fPIC",
     "-fvisibility=hidden",
     "-Og", /* most of these run for less time than they compile, and -O1 takes twice as long to compile */
@@ -43,11 +44,22 @@ static const char *const flags[] = {
     "-ffp-contract=off",
     "-fno-omit-frame-pointer",
 #ifdef EMU_ASAN
+    /* Checks by calls, and without those that AddressSanitizer makes as well: two thirds of the time. */
     "-fsanitize=address,undefined",
+    "-fno-sanitize=null,object-size,pointer-overflow",
     "-fno-sanitize-recover=undefined",
+    "--param=asan-instrumentation-with-call-threshold=0",
 #endif
 };
 enum { FLAG_COUNT = sizeof flags / sizeof *flags };
+static const char *const libraries[] = {
+#ifdef EMU_ASAN
+    "-lasan",
+    "-lubsan",
+#endif
+    "-lm",
+};
+enum { LIBRARY_COUNT = sizeof libraries / sizeof *libraries };
 
 typedef struct hash {
     uint64_t a, b;
@@ -215,13 +227,14 @@ static bst_status compile(const char *op, const char *file, char options[][96], 
     snprintf(draft, sizeof draft, "%s.%ld", object, (long)getpid());
     snprintf(log, sizeof log, "%s.%ld.log", object, (long)getpid());
 
-    const char *arguments[FLAG_COUNT + BST_MAX_MACROS + 16];
+    const char *arguments[FLAG_COUNT + BST_MAX_MACROS + LIBRARY_COUNT + 16];
     int n = 0;
     arguments[n++] = compiler();
     for (int i = 0; i < FLAG_COUNT; ++i) arguments[n++] = flags[i];
     for (int i = 0; i < option_count; ++i) arguments[n++] = options[i];
     const char *const rest[] = {device, include, input, "-o", draft};
     for (size_t i = 0; i < sizeof rest / sizeof *rest; ++i) arguments[n++] = rest[i];
+    for (int i = 0; i < LIBRARY_COUNT; ++i) arguments[n++] = libraries[i];
     arguments[n] = NULL;
 
     const bool compiled = run_compiler(arguments, log) && rename(draft, object) == 0;

@@ -50,6 +50,7 @@ typedef struct emu_thread {
     const void *barrier; /* EMU_WAIT_BARRIER */
     unsigned value;      /* what it brings to its warp, then what it takes away */
     int operand;
+    emu_words words; /* likewise, for EMU_GATHER and EMU_MULTIPLY_ADD */
     bool waited_for_previous;
     unsigned cluster_arrivals, cluster_waits;
     emu_copy *copies;
@@ -63,6 +64,8 @@ typedef struct emu_warp {
     unsigned arrived;
     int kind;
     const char *where;
+    emu_words words[32];       /* of the last EMU_GATHER */
+    float a[16][16], b[8][16]; /* of the last EMU_MULTIPLY_ADD: A's rows, B's columns */
 } emu_warp;
 
 struct emu_block {
@@ -166,6 +169,10 @@ void emu_need_hopper(const char *name, const char *where);
 /* Meeting points (meet.c). */
 void emu_sync(const char *where);
 unsigned emu_meet_warp(int kind, unsigned value, int operand, const char *where);
+const emu_words *emu_gather_warp(const emu_words *own, const char *where);
+/* Products of a warp (products.c). */
+void emu_convert_factors(emu_warp *warp, const emu_thread lanes[32]);
+void emu_multiply_add(float d[4], const emu_words *factors, int is_f16, const char *where);
 void emu_cluster_arrive(const char *where);
 void emu_cluster_wait(const char *where);
 /* A thread exited: the cluster barrier may be complete without it. */

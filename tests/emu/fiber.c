@@ -18,13 +18,16 @@
 #endif
 
 /* Enough for a kernel's arrays with ASan's red zones, and for an ASan report. Only touched pages cost memory. */
-enum { STACK_BYTES = 256 * 1024, GUARD_BYTES = 64 * 1024 };
+enum { STACK_BYTES = 320 * 1024, GUARD_BYTES = 64 * 1024 };
+/* Stacks begin this much below their tops, each another: at one place of a page all would share a few cache lines. */
+enum { COLOUR_BYTES = 17 * 64, MOST_COLOUR_BYTES = 64 * 1024 };
 
 struct fiber {
     void (*body)(void *);
     void *context;
     bool finished;
     unsigned char *stack; /* its lowest usable byte */
+    size_t colour;        /* bytes at its top that are not used */
     void *fake_stack;     /* ASan's, while the fiber does not run */
     fiber *next;          /* in the pool */
 #ifdef EMU_UCONTEXT
@@ -127,7 +130,9 @@ static fiber *with_stack(void) {
         free(f);
         return NULL;
     }
+    static size_t colour;
     f->stack = memory + GUARD_BYTES;
+    f->colour = colour = (colour + COLOUR_BYTES) % MOST_COLOUR_BYTES;
     return f;
 }
 
@@ -141,13 +146,13 @@ fiber *fiber_new(void (*body)(void *context), void *context) {
 #ifdef EMU_UCONTEXT
     getcontext(&f->state);
     f->state.uc_stack.ss_sp = f->stack;
-    f->state.uc_stack.ss_size = STACK_BYTES;
+    f->state.uc_stack.ss_size = STACK_BYTES - f->colour;
     f->state.uc_link = NULL;
     makecontext(&f->state, start, 0);
 #else
     /* What emu__switch pops: six registers, the address of `start`, and above it a return address of zero, which ends
      * a stack trace. */
-    void **top = (void **)(void *)(f->stack + STACK_BYTES) - 8;
+    void **top = (void **)(void *)(f->stack + STACK_BYTES - f->colour) - 8;
     memset(top, 0, 8 * sizeof *top);
     void (*const entry)(void) = start;
     memcpy(&top[6], &entry, sizeof entry);

@@ -51,15 +51,24 @@ unsigned emu_meet_warp(int kind, unsigned value, int operand, const char *where)
     warp->arrived = 0;
     unsigned result[32];
     for (int i = 0; i < 32; ++i) {
-        const int from = kind == EMU_SHUFFLE_XOR ? i ^ lanes[i].operand : lanes[i].operand;
-        result[i] = lanes[kind == EMU_SYNC_WARP ? i : from].value;
+        result[i] = lanes[kind == EMU_SHUFFLE_XOR ? i ^ lanes[i].operand : i].value;
     }
+    /* Every lane has read what was there before: it is here. */
+    for (int i = 0; kind == EMU_GATHER && i < 32; ++i) warp->words[i] = lanes[i].words;
+    if (kind == EMU_MULTIPLY_ADD) emu_convert_factors(warp, lanes);
     for (int i = 0; i < 32; ++i) {
         lanes[i].value = result[i];
         if (&lanes[i] != t) emu_wake(&lanes[i]);
     }
     emu_yield();
     return t->value;
+}
+
+const emu_words *emu_gather_warp(const emu_words *own, const char *where) {
+    emu_thread *t = emu.current;
+    t->words = *own;
+    emu_meet_warp(EMU_GATHER, 0, 0, where);
+    return t->block->warps[t->index / 32].words;
 }
 
 /* Completes the phase once every thread that has not exited has arrived ("PTX ISA: barrier.cluster"). */

@@ -9,8 +9,9 @@ jobs=$3
 here=$(cd "$(dirname "$0")/../.." && pwd)
 export BASTILE_LIBRARY="$build/libbastile.so" BASTILE_EMULATED=1 PYTHONPATH="$here/python"
 export BASTILE_EMU_CACHE="$build/kernels" LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so.6)"
-# libstdc++ early: AddressSanitizer looks for its __cxa_throw when it starts. Python itself is not free of leaks, and PyTorch's allocator aligns for itself.
-export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+# libstdc++ early: AddressSanitizer looks for its __cxa_throw when it starts. Python itself is not free of leaks. Where
+# memory was allocated, Python's traceback says; to keep a trace of each allocation takes a fifth of a process's time.
+export ASAN_OPTIONS=detect_leaks=0:abort_on_error=1:malloc_context_size=1:quarantine_size_mb=64 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 # The operators' own files, one a row of ops.def, of those of which a source says one of these words.
 files_of() {
     for op in $(sed -n 's/^BST_OP(\(.*\))$/\1/p' "$here/src/ops.def"); do

@@ -1,8 +1,9 @@
-/* sanitize.h - AddressSanitizer's hooks, or nothing in a build without it. */
+/* sanitize.h - AddressSanitizer's hooks, or nothing in a build without it. EMU_UNDER_ASAN: a file that is not checked
+ * itself, in a build that is. */
 #ifndef EMU_SANITIZE_H
 #define EMU_SANITIZE_H
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__SANITIZE_ADDRESS__) || defined(EMU_UNDER_ASAN)
 #define EMU_ASAN 1
 #elif defined(__has_feature)
 #if __has_feature(address_sanitizer)

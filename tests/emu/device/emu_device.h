@@ -9,7 +9,13 @@
 /* What memory an access may go to. */
 enum { EMU_ANY, EMU_GLOBAL, EMU_SHARED };
 /* What the lanes of a warp meet for. */
-enum { EMU_SYNC_WARP, EMU_SHUFFLE_XOR, EMU_SHUFFLE };
+enum { EMU_SYNC_WARP, EMU_SHUFFLE_XOR, EMU_GATHER, EMU_MULTIPLY_ADD };
+
+/* What a lane gives to all others at once, in one meeting: a shuffle a word would switch threads for each. */
+enum { EMU_LANE_WORDS = 6 };
+typedef struct emu_words {
+    unsigned w[EMU_LANE_WORDS];
+} emu_words;
 
 typedef struct emu_runtime {
     unsigned thread, threads, block_x, block_y, blocks_x, blocks_y, cluster_rank;
@@ -23,6 +29,10 @@ typedef struct emu_runtime {
 
     void (*sync)(const char *where);
     unsigned (*warp)(int kind, unsigned value, int operand, const char *where);
+    /* What each of the 32 lanes gave: theirs until this lane meets the others again. */
+    const emu_words *(*gather)(const emu_words *own, const char *where);
+    /* A lane's part of mma.m16n8k16: four words of A, two of B. */
+    void (*multiply_add)(float d[4], const emu_words *factors, int is_f16, const char *where);
 
     void (*copy_async16)(void *to, const void *from, const char *where);
     void (*copy_commit)(void);

@@ -78,17 +78,15 @@ BST_DEVICE uint32_t bst_f16x2(float low, float high) { return emu_f16_from_f32(l
 #define bst_shuffle_xor(v, mask)     emu_from_bits(emu_current->warp(EMU_SHUFFLE_XOR, emu_bits(v), mask, EMU_HERE))
 
 BST_DEVICE uint32_t emu_warp_max(uint32_t v, const char *where) {
-    for (int mask = 16; mask > 0; mask >>= 1) {
-        const uint32_t other = (uint32_t)emu_current->warp(EMU_SHUFFLE_XOR, v, mask, where);
-        v = other > v ? other : v;
-    }
+    const emu_words own = {{v}}, *all = emu_current->gather(&own, where);
+    for (int lane = 0; lane < 32; lane++) v = all[lane].w[0] > v ? all[lane].w[0] : v;
     return v;
 }
 #define bst_warp_max_u32(v) emu_warp_max(v, EMU_HERE)
 BST_DEVICE uint32_t emu_match_any(uint32_t v, const char *where) {
+    const emu_words own = {{v}}, *all = emu_current->gather(&own, where);
     uint32_t same = 0;
-    for (int lane = 0; lane < 32; lane++)
-        same |= (uint32_t)((uint32_t)emu_current->warp(EMU_SHUFFLE, v, lane, where) == v) << lane;
+    for (int lane = 0; lane < 32; lane++) same |= (uint32_t)(all[lane].w[0] == v) << lane;
     return same;
 }
 #define bst_match_any(v) emu_match_any(v, EMU_HERE)
@@ -170,20 +168,18 @@ BST_DEVICE uint32_t bst_max_f16x2(uint32_t a, uint32_t b) {
 
 /* ---- products of small matrices ---------------------------------------------------------------------------------- */
 
-/* What lane `from` gave. */
-#define emu_lane(v, from) ((uint32_t)emu_current->warp(EMU_SHUFFLE, v, from, where))
-
 BST_DEVICE void emu_load_matrices(uint32_t v[4], const void *row, bool transposed, const char *where) {
     const int lane = (int)bst_lane();
-    const uintptr_t own = (uintptr_t)row; /* lanes' rows lie within one block's shared memory */
     emu_current->access("bst_load_matrices", row, 16, EMU_SHARED, where);
+    emu_words own = {};
+    __builtin_memcpy(own.w, row, 16);
+    const emu_words *rows = emu_current->gather(&own, where);
     for (int m = 0; m < 4; m++) {
         uint16_t pair[2];
         for (int i = 0; i < 2; i++) {
             const int of_row = transposed ? 2 * (lane % 4) + i : lane / 4,
                       column = transposed ? lane / 4 : 2 * (lane % 4) + i;
-            const int64_t apart = (int32_t)(emu_lane((uint32_t)own, 8 * m + of_row) - (uint32_t)own);
-            __builtin_memcpy(&pair[i], (const void *)(own + apart + 2 * column), 2);
+            __builtin_memcpy(&pair[i], (const char *)rows[8 * m + of_row].w + 2 * column, 2);
         }
         v[m] = (uint32_t)pair[1] << 16 | pair[0];
     }
@@ -191,22 +187,11 @@ BST_DEVICE void emu_load_matrices(uint32_t v[4], const void *row, bool transpose
 #define bst_load_matrices(v, row)            emu_load_matrices(v, row, false, EMU_HERE)
 #define bst_load_matrices_transposed(v, row) emu_load_matrices(v, row, true, EMU_HERE)
 
-BST_DEVICE float emu_half(uint32_t word, int upper, bool is_f16) {
-    const uint32_t bits = upper ? word >> 16 : word & 0xffffu;
-    return is_f16 ? bst_f32_from_f16(bits) : bst_f32_from_bf16(bits);
-}
 BST_DEVICE void emu_multiply_add(float d[4], const uint32_t a[4], const uint32_t b[2], bool is_f16, const char *where) {
-    const int lane = (int)bst_lane();
-    float rows[2][16], columns[2][16];
-    for (int i = 0; i < 16; i++) { /* element i of the rows and columns that meet in this lane's d */
-        const int of = i % 8 / 2, right = i / 8;
-        for (int half = 0; half < 2; half++) {
-            rows[half][i] = emu_half(emu_lane(a[2 * right + half], lane / 4 * 4 + of), i % 2, is_f16);
-            columns[half][i] = emu_half(emu_lane(b[right], (lane % 4 * 2 + half) * 4 + of), i % 2, is_f16);
-        }
-    }
-    for (int j = 0; j < 4; j++)
-        for (int i = 0; i < 16; i++) d[j] += rows[j / 2][i] * columns[j % 2][i];
+    const emu_words factors = {{a[0], a[1], a[2], a[3], b[0], b[1]}};
+    float sums[4] = {d[0], d[1], d[2], d[3]};
+    emu_current->multiply_add(sums, &factors, is_f16, where);
+    for (int j = 0; j < 4; j++) d[j] = sums[j];
 }
 #define bst_multiply_add(d, a, b, is_f16) emu_multiply_add(d, a, b, is_f16, EMU_HERE)
 
