@@ -121,7 +121,9 @@ def test_matches_float64_as_well_as_transformers(
 @each_activation
 @each_device
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("shape", "taps"), SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "taps"), [((2, 1026, 3) if c > 1026 else (b, c, t), taps) for (b, c, t), taps in SHAPES], ids=str
+)
 def test_packed_sequences_match_float64(
     shape: tuple[int, int, int], taps: int, dtype: torch.dtype, device: str, activation: str | None
 ) -> None:
@@ -140,7 +142,7 @@ def test_pooled_error_is_no_larger(
 ) -> None:
     """Sums over some hundred tokens, in more than one run. Of numbers of 16 bits float32 holds nearly all sums as they
     are, so that few elements make up the error of dbias."""
-    shape = (2, 32, 40) if EMULATED else (3, 128, 300)
+    shape = (2, 32, 40) if EMULATED else (2, 64, 200)
     is_of_few = of_weight is not None and dtype is not torch.float32 and activation is None
     names = ("output 0", "dx", "dweight") if is_of_few else ()
     assert_no_worse_pooled(lambda: case(transposed(*shape, dtype, device), 4, activation, True, of_weight), names)
@@ -151,7 +153,7 @@ def test_pooled_error_is_no_larger(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pooled_error_of_packed_sequences(dtype: torch.dtype, device: str, activation: str | None) -> None:
     """Of dbias that of the few elements that it has: see above."""
-    shape = (2, 32, 40) if EMULATED else (3, 128, 300)
+    shape = (2, 32, 40) if EMULATED else (2, 64, 200)
     seq_idx = packing(shape[0], shape[2], 25, device)
     assert_no_worse_pooled(
         lambda: case(transposed(*shape, dtype, device), 4, activation, True, None, seq_idx),

@@ -506,6 +506,7 @@ def test_compiles(device: str) -> None:
         batch = {name: t.to(device) for name, t in tiny_batch(model, 2, columns).items()}
         want, want_grads = trained(model, **batch, output_router_logits=True)
         got = compiled(**batch, output_router_logits=True)
+        assert got.logits is None  # nothing has read them, the loss neither
         got.loss.backward()
         got_grads = gradients(model)
         assert_same_up_to_rounding(got.loss, want.loss, model, "loss")

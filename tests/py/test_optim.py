@@ -13,7 +13,7 @@ from bastile.optim.moments import decode, encode
 from oracle import DTYPES, EMULATED, LUCK, assert_same_bits, devices, numbers, random_tensor
 
 HYPER = {"lr": 0.02, "betas": (0.9, 0.97), "eps": 1e-8, "weight_decay": 0.1}
-F32, BF16, F16 = DTYPES
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 #: Below a vector, a vector and more, a block of 8-bit moments and more, several units of work; and nothing.
 SIZES = [(3,), (5, 7), (300,), (0,), (33, 129), (2 if EMULATED else 40, 2048)]
 

@@ -53,6 +53,7 @@ SIZES: dict[str, Any] = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "moe_num_experts": 4,
+    "zero_expert_num": 2,
     "num_experts_per_tok": 2,
     "moe_topk": 2,
     "moe_k": 2,
