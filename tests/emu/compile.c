@@ -52,6 +52,14 @@ static const char *const flags[] = {
 #endif
 };
 enum { FLAG_COUNT = sizeof flags / sizeof *flags };
+
+/* With $BASTILE_EMU_QUICK set: a third less time, for a kernel's own arrays have no red zones. UBSan still looks at an
+ * index of an array, but not behind a pointer to one. */
+static const char *quick_flag(void) {
+    const char *quick = getenv("BASTILE_EMU_QUICK");
+    return quick != NULL && *quick != 0 ? "--param=asan-stack=0" : "--param=asan-stack=1";
+}
+
 static const char *const libraries[] = {
 #ifdef EMU_ASAN
     "-lasan",
@@ -232,7 +240,7 @@ static bst_status compile(const char *op, const char *file, char options[][96], 
     arguments[n++] = compiler();
     for (int i = 0; i < FLAG_COUNT; ++i) arguments[n++] = flags[i];
     for (int i = 0; i < option_count; ++i) arguments[n++] = options[i];
-    const char *const rest[] = {device, include, input, "-o", draft};
+    const char *const rest[] = {quick_flag(), device, include, input, "-o", draft};
     for (size_t i = 0; i < sizeof rest / sizeof *rest; ++i) arguments[n++] = rest[i];
     for (int i = 0; i < LIBRARY_COUNT; ++i) arguments[n++] = libraries[i];
     arguments[n] = NULL;
@@ -261,6 +269,7 @@ static bst_status load_library(const char *op, const bst_launch *launch, void **
     add_text(&key, launch->kernel->file);
     add_text(&key, compiler());
     for (int i = 0; i < FLAG_COUNT; ++i) add_text(&key, flags[i]);
+    add_text(&key, quick_flag());
     for (int i = 0; i < option_count; ++i) add_text(&key, options[i]);
     for (const library *l = loaded; l != NULL; l = l->next) {
         if (l->key.a == key.a && l->key.b == key.b) {

@@ -8,6 +8,8 @@ python=$2
 jobs=$3
 here=$(cd "$(dirname "$0")/../.." && pwd)
 export BASTILE_LIBRARY="$build/libbastile.so" BASTILE_EMULATED=1 PYTHONPATH="$here/python"
+# Each kernel runs with all checks in the C tests.
+export BASTILE_EMU_QUICK=1
 export BASTILE_EMU_CACHE="$build/kernels" LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libstdc++.so.6)"
 # libstdc++ early: AddressSanitizer looks for its __cxa_throw when it starts. Python itself is not free of leaks. Where
 # memory was allocated, Python's traceback says; to keep a trace of each allocation takes a fifth of a process's time.

@@ -33,6 +33,9 @@ from oracle import EMULATED
 from test_gpt_oss import tiny_gpt_oss
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() and not EMULATED else torch.device("cpu")
+#: Processes that have compiled nothing, but have imported what takes long.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch._dynamo", "peft", "transformers.modeling_utils", "bastile.warmup"])
 on_a_gpu = pytest.mark.skipif(
     not EMULATED and DEVICE.type == "cpu", reason="needs a GPU, or a build with the emulated one"
 )
@@ -176,7 +179,7 @@ def test_training_after_it_compiles_nothing(case: str) -> None:
     family, options = CASES[case]
     if options.get("four_bits"):
         pytest.importorskip("bitsandbytes")
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, PROCESSES) as process:
         ready, compiled_later = process.submit(steps_that_compile, family, **options).result()
     assert ready > 3
     assert compiled_later == []
@@ -417,7 +420,7 @@ def test_a_chip_that_is_not_there(tmp_path: Path) -> None:
     """Its kernels are in the cache afterwards, where a second process finds them, and another chip none."""
     found = []
     for chip in ("sm_90", "sm_90", "sm_80"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        with ProcessPoolExecutor(1, PROCESSES) as process:
             found.append(process.submit(kernels_for, chip, str(tmp_path / "cache")).result())
     (_, count, none), *_ = found
     assert none == 0 < count
