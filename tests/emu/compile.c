@@ -60,8 +60,9 @@ static const char *quick_flag(void) {
     return quick != NULL && *quick != 0 ? "--param=asan-stack=0" : "--param=asan-stack=1";
 }
 
+/* Clang has its sanitizers in the program. */
 static const char *const libraries[] = {
-#ifdef EMU_ASAN
+#if defined(EMU_ASAN) && !defined(__clang__)
     "-lasan",
     "-lubsan",
 #endif
