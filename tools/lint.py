@@ -42,7 +42,7 @@ HEADERS = (
     "include/bastile.h",
     *(
         f"include/bastile/{name}.h"
-        for name in ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "optim", "torch")
+        for name in ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "moe", "optim", "torch")
     ),
 )
 #: Operators without a backward function, and so without one that is called forward.

@@ -350,6 +350,8 @@ def lengths(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
 
 def experts(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     """Of tools/trl_experts.py."""
+    if "stock" not in run["experts"][0]:
+        return _experts_before_and_now(run, link)
 
     def cell(found: dict[str, Any]) -> str:
         return f"{milliseconds(found['queued_seconds'])} ({found['peak_reserved_bytes'] / GIB:.1f})"
@@ -359,6 +361,17 @@ def experts(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
         stock, ours = row["stock"], row["bastile"]
         gain = f"{stock['queued_seconds'] / ours['queued_seconds']:.1f} x"
         table.append([row["title"], cell(stock), cell(row["before"]), f"**{cell(ours)}**", gain])
+    return [*by_command(run, link), *rows_of(table)]
+
+
+def _experts_before_and_now(run: dict[str, Any], link: str) -> list[str]:
+    def cells(row: dict[str, Any], what: str) -> list[str]:
+        before, now = row["before"][what], row["bastile"][what]
+        return [milliseconds(before), f"**{milliseconds(now)}**", f"{now / before:.2f} x"]
+
+    kinds = {"kernel_seconds": "kernels", "median_seconds": "waited for"}
+    table = [["milliseconds of a step", *[h for kind in kinds.values() for h in (f"{kind}, before", "**now**", "")]]]
+    table += [[row["title"], *[cell for kind in kinds for cell in cells(row, kind)]] for row in run["experts"]]
     return [*by_command(run, link), *rows_of(table)]
 
 

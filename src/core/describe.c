@@ -164,7 +164,7 @@ static bool takes_a_place(const bst_function *f, int place, const bst_view *view
 
 static bst_status read_rows(const bst_function *f, int place, bst_view *v) {
     bst_layout layout = f->arguments[place].layout;
-    if (layout == BST_LAST || (layout == BST_CONTIGUOUS && !v->dims)) return BST_OK;
+    if (layout == BST_LAST || layout == BST_STRIDED || (layout == BST_CONTIGUOUS && !v->dims)) return BST_OK;
     return bst__rows(f->name, f->arguments[place].name, v, &v->rows);
 }
 

@@ -35,6 +35,7 @@ typedef enum bst_layout {
     BST_ROWS,       /* the last dimension contiguous, the leading ones fold into two: the view's rows are filled in */
     BST_CONTIGUOUS, /* without gaps; rows likewise, but of a scalar */
     BST_LAST,       /* the last dimension contiguous, any strides else */
+    BST_STRIDED,    /* any strides; what more is needed, the function's check says */
 } bst_layout;
 
 typedef struct bst_argument {

@@ -67,6 +67,18 @@ static inline bst_status bst__gemm(const bst_exec *exec, const char *op, const b
 struct bst_tensor_map;
 bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
                                 struct bst_tensor_map *out);
+/* The same of several matrices, one behind another, or of any array. */
+typedef struct bst_boxes {
+    void *data;
+    bst_dtype dtype;
+    uint32_t dims, rows; /* rows: of a box, which is as wide as of a matrix and one matrix deep */
+    uint64_t sizes[3];   /* the innermost first, whose elements are contiguous */
+    uint64_t strides[2]; /* in elements, of the others */
+} bst_boxes;
+bst_status bst__cuda_map_boxes(const char *op, int device, const bst_boxes *boxes, struct bst_tensor_map *out);
+/* Copies to the host what exec's stream has left there, and waits for it. Not within a graph's capture:
+ * BST_UNSUPPORTED. While kernels are only compiled: zeros. */
+bst_status bst__cuda_read(const bst_exec *exec, const char *op, int device, const void *from, void *to, size_t bytes);
 /* Queues a fill with zeros. */
 bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes);
 /* The default workspace: stream-ordered allocation. */

@@ -120,6 +120,8 @@ typedef struct CUlaunchConfig {
     X(cuMemsetD32Async, "cuMemsetD32Async", (CUdeviceptr memory, unsigned value, size_t count, CUstream stream))     \
     X(cuMemsetD2D8Async, "cuMemsetD2D8Async",                                                                        \
       (CUdeviceptr memory, size_t pitch, unsigned char value, size_t width, size_t height, CUstream stream))         \
+    X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void *to, CUdeviceptr from, size_t bytes, CUstream stream))        \
+    X(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                                 \
     X(cuMemAllocAsync, "cuMemAllocAsync", (CUdeviceptr * memory, size_t bytes, CUstream stream))                     \
     X(cuMemFreeAsync, "cuMemFreeAsync", (CUdeviceptr memory, CUstream stream))                                       \
     X(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",                                                              \

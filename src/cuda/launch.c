@@ -2,6 +2,7 @@
  *
  * Calls of the driver on the path of a launch: cuCtxGetCurrent (a thread-local read), cuLaunchKernel. */
 #include <assert.h>
+#include <string.h>
 
 #include "cuda/jit.h"
 
@@ -63,21 +64,56 @@ bst_status bst__cuda_launch(const bst_exec *exec, const char *op, int device, co
     return status;
 }
 
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
-                                struct bst_tensor_map *out) {
+bst_status bst__cuda_map_boxes(const char *op, int device, const bst_boxes *boxes, struct bst_tensor_map *out) {
     bst_collector collector;
     *out = (struct bst_tensor_map){{0}};
     if (bst__compiling_only(&collector)) return BST_OK;
-    bst_device *d;
-    BST_TRY(bst__device(op, device, &d));
-    const uint64_t sizes[] = {(uint64_t)matrix->size[1], (uint64_t)matrix->size[0]};
-    const uint64_t stride = (uint64_t)matrix->stride[0] * 2;
-    const uint32_t box[] = {BST_BOX_COLUMNS, box_rows}, steps[] = {1, 1};
-    int type = matrix->dtype == BST_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-    BST_DRIVER_TRY(op, cuTensorMapEncodeTiled, out, type, 2, matrix->data, sizes, &stride, box, steps,
-                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const uint64_t strides[] = {boxes->strides[0] * 2, boxes->strides[1] * 2};
+    const uint32_t box[] = {BST_BOX_COLUMNS, boxes->rows, 1}, steps[] = {1, 1, 1};
+    int type = boxes->dtype == BST_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    bst_scope scope;
+    BST_TRY(bst__enter(op, device, &scope)); /* a thread's first call of the driver may be this */
+    CUresult result = bst__driver()->cuTensorMapEncodeTiled(
+        out, type, boxes->dims, boxes->data, boxes->sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    bst__leave(scope);
+    return result == CUDA_SUCCESS ? BST_OK : bst__driver_error(op, "cuTensorMapEncodeTiled", result);
+}
+
+bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
+                                struct bst_tensor_map *out) {
+    const bst_boxes boxes = {.data = matrix->data,
+                             .dtype = matrix->dtype,
+                             .dims = 2,
+                             .rows = box_rows,
+                             .sizes = {(uint64_t)matrix->size[1], (uint64_t)matrix->size[0]},
+                             .strides = {(uint64_t)matrix->stride[0]}};
+    return bst__cuda_map_boxes(op, device, &boxes, out);
+}
+
+/* Waits for the stream. Its capture would break. */
+static bst_status read_back(const char *op, CUstream stream, const void *from, void *to, size_t bytes) {
+    int status = CU_STREAM_CAPTURE_STATUS_NONE;
+    BST_DRIVER_TRY(op, cuStreamIsCapturing, stream, &status);
+    if (status != CU_STREAM_CAPTURE_STATUS_NONE)
+        return bst__error(BST_UNSUPPORTED,
+                          "%s: the host waits for the device here, which a graph that is captured cannot; call it "
+                          "outside of the capture",
+                          op);
+    BST_DRIVER_TRY(op, cuMemcpyDtoHAsync, to, (CUdeviceptr)(uintptr_t)from, bytes, stream);
+    BST_DRIVER_TRY(op, cuStreamSynchronize, stream);
     return BST_OK;
+}
+
+bst_status bst__cuda_read(const bst_exec *exec, const char *op, int device, const void *from, void *to, size_t bytes) {
+    bst_collector collector;
+    memset(to, 0, bytes);
+    if (!bytes || bst__compiling_only(&collector)) return BST_OK;
+    bst_scope scope;
+    BST_TRY(bst__enter(op, device, &scope));
+    bst_status status = read_back(op, stream_of(exec), from, to, bytes);
+    bst__leave(scope);
+    return status;
 }
 
 bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void *memory, size_t bytes) {

@@ -504,6 +504,12 @@ static void compile_calls(void) {
             }
             CHECK_OK(bst_moe_sort(exec, d_indices, d_order, d_position, d_ends));
             CHECK_OK(bst_moe_gather(exec, d_hidden, d_order, d_rows)); /* of any order */
+            for (int of_y = 0; of_y < 3; of_y++) {
+                bst_shape turned[2];
+                DLTensor *d_x = bst_device_tensor(&turned[0], type, 3, (int64_t[]){1, n, width});
+                DLTensor *d_y = bst_device_tensor(&turned[1], bst_test_types[of_y], 3, (int64_t[]){width, 1, n});
+                CHECK_OK(bst_moe_transpose(exec, d_x, d_y));
+            }
             CHECK_OK(bst_moe_glu_forward(exec, d_h, d_gub, d_ends, &oai, d_rows));
             CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, d_weights, d_db, d_indices, d_out));
             CHECK_OK(bst_moe_combine_forward(exec, d_rows, d_position, NULL, NULL, NULL, d_out));

@@ -39,6 +39,16 @@ bst_status bst__cuda_zero(const bst_exec *exec, const char *op, int device, void
     return BST_OK;
 }
 
+bst_status bst__cuda_read(const bst_exec *exec, const char *op, int device, const void *from, void *to, size_t bytes) {
+    (void)exec;
+    bst_chip chip;
+    BST_TRY(bst__cuda_chip(op, device, &chip));
+    bst_collector collector;
+    memset(to, 0, bytes);
+    if (bytes > 0 && !bst__compiling_only(&collector)) memcpy(to, from, bytes);
+    return BST_OK;
+}
+
 /* Of exactly the asked size, for ASan; filled with NaN in every type. */
 bst_status bst__cuda_allocate(const bst_exec *exec, const char *op, int device, size_t bytes, void **out) {
     (void)exec;

@@ -61,10 +61,25 @@ static void lay_anyhow(fuzz_tensor *t, bool input) {
     }
 }
 
+static void exchange(int64_t *sizes, int dims) {
+    int64_t last = sizes[dims - 1];
+    sizes[dims - 1] = sizes[dims - 2];
+    sizes[dims - 2] = last;
+}
+
+/* Any dimension contiguous of the last two. */
+static void lay_strided(fuzz_tensor *t, bool input) {
+    bool turned = t->dims > 1 && fuzz_chance(2);
+    if (turned) exchange(t->shape, t->dims);
+    lay_anyhow(t, input);
+    if (turned) exchange(t->shape, t->dims), exchange(t->stride, t->dims);
+}
+
 static void lay_out(fuzz_tensor *t, bst_layout layout, bool input) {
     pack(t, 0, t->dims, 1);
     if (t->dims && layout == BST_ROWS) lay_rows(t, input);
     if (t->dims && layout == BST_LAST) lay_anyhow(t, input);
+    if (t->dims && layout == BST_STRIDED) lay_strided(t, input);
     for (int i = 0; i < t->dims; i++) /* says nothing there */
         if (t->shape[i] == 1 && fuzz_chance(2)) t->stride[i] = fuzz_chance(2) ? 0 : 12345;
 }

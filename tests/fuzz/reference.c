@@ -448,6 +448,16 @@ static void moe_gather(fuzz_call *c) {
     }
 }
 
+static void moe_transpose(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x");
+    fuzz_tensor *y = output(c, "y");
+    int64_t columns = last(x);
+    for (int64_t e = 0; e < x->count; e++) { /* rounded: but for the same type, half a unit of it */
+        double size = x->type == y->type ? 0 : fabs(x->numbers[e]);
+        want(y, e % columns * (x->count / columns) + e / columns, x->numbers[e], size);
+    }
+}
+
 static void moe_glu_forward(fuzz_call *c) {
     const fuzz_tensor *h = input(c, "h"), *ends = input(c, "ends");
     const double *bias = numbers(c, "bias");
@@ -560,6 +570,8 @@ const fuzz_reference fuzz_references[] = {
     {"moe_gather", moe_gather},
     {"moe_glu_forward", moe_glu_forward},
     {"moe_combine_forward", moe_combine_forward},
+    {"moe_linear", fuzz_moe_linear},
+    {"moe_transpose", moe_transpose},
     {"dequantize_4bit", dequantize_4bit},
     {"dropout", dropout},
     {"low_rank_backward", fuzz_low_rank_backward},

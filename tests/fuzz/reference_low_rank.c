@@ -77,3 +77,29 @@ void fuzz_low_rank_dx(fuzz_call *c) {
         }
     }
 }
+
+void fuzz_moe_linear(fuzz_call *c) {
+    const fuzz_tensor *x = input(c, "x"), *matrices = input(c, "matrices"), *thin = input(c, "thin"),
+                      *ends = input(c, "ends");
+    const double *b = numbers(c, "b");
+    double scale = real(c, "scale");
+    fuzz_tensor *y = output(c, "y");
+    int64_t width = last(x), rank = thin ? last(thin) : 0, columns = last(y), expert = 0;
+    double ratio = fuzz_roundoff(y->type) / fuzz_roundoff(BST_F32), most = y->type == BST_F16 ? 65504 : 0x1p127;
+    for (int64_t e = 0; e < y->count; e++) {
+        int64_t row = e / columns, column = e % columns;
+        double small = 0, large = 0, size = 0, before = 0; /* the scale comes after the sum */
+        while (expert < ends->count && row >= (int64_t)ends->numbers[expert]) expert++;
+        for (int64_t r = 0; r < rank; r++) {
+            double product = thin->numbers[row * rank + r] * b[(expert * rank + r) * columns + column];
+            small += scale * product, size += fabs(scale * product), before += fabs(product);
+        }
+        for (int64_t k = 0; k < width; k++) {
+            double product = x->numbers[row * width + k] * matrices->numbers[(expert * width + k) * columns + column];
+            large += product, size += fabs(product);
+        }
+        /* The first product may be rounded before the second is added to it. */
+        bool fits = before < 0x1p127 && fabs(small) < most;
+        want(y, e, small + large, fits ? size + fabs(small) * ratio : INFINITY);
+    }
+}

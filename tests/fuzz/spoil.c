@@ -146,6 +146,7 @@ static bool another_size(const fuzz_call *c, fuzz_raw *raw, int place) {
 static bool apart_in_rows(const fuzz_call *c, fuzz_raw *raw, int place) {
     const fuzz_tensor *t = &c->of[place];
     if (!t->dims || t->shape[t->dims - 1] < 2 || !t->count) return false;
+    if (argument(c, place)->layout == BST_STRIDED) return false; /* no rule of the table */
     raw->tensor[place].strides = raw->stride[place];
     raw->stride[place][t->dims - 1] = 2;
     return true;

@@ -143,7 +143,8 @@ static void draw_integers(const fuzz_call *c, int place) {
             t->numbers[i] = i && !fuzz_chance(4) ? t->numbers[i - 1] : (double)fuzz_below(5) - 2;
     } else if (strcmp(name, "ends") == 0) {
         int order = fuzz_place(c->function, "order", BST_IN);
-        draw_ends(t->numbers, t->count, order < 0 ? first_dimension(c, "h") : c->of[order].count);
+        const char *rows = fuzz_place(c->function, "h", BST_IN) < 0 ? "x" : "h";
+        draw_ends(t->numbers, t->count, order < 0 ? first_dimension(c, rows) : c->of[order].count);
     } else if (strcmp(name, "cu_seqlens") == 0) {
         int q = fuzz_place(c->function, "q", BST_IN);
         draw_ends(t->numbers, t->count, c->of[q].shape[1]);

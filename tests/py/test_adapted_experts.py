@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bastile.ops.adapted_experts import ExpertAdapters, adapted_experts
+from bastile.ops.adapted_experts import ExpertAdapters, adapted_experts, spread
 from bastile.ops.moe import moe_experts
-from oracle import DTYPES, Case, assert_no_worse, devices, few_examples, random_tensor
+from oracle import DTYPES, Case, assert_no_worse, assert_same_bits, devices, few_examples, random_tensor
 from test_moe import SHAPES, inputs, roomy_limit, routing
 from test_moe import stock as stock_experts
 
@@ -169,6 +169,22 @@ def test_turned_matrices_and_adapters():
     tensors, indices = adapted_inputs((40, 3, 6, 24, 16), torch.bfloat16, "cpu"), routing(40, 3, 6, "cpu")
     turned = {n: t.mT.contiguous().mT if t.dim() == 3 else t for n, t in tensors.items()}
     assert torch.equal(ours(indices, 7.0, **turned), ours(indices, 7.0, **tensors))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_weight", DTYPES)
+def test_second_matrices_out_of_one(of_weight, dtype, device):
+    """As PyTorch permutes them, and the gradient back, to the bit."""
+    experts, rank, columns = 5, 8, 70
+    weight = random_tensor((columns, rank * experts), of_weight, device).requires_grad_()
+    got, want = spread(weight, experts, dtype), weight.reshape(columns, rank, experts).permute(2, 1, 0).to(dtype)
+    assert_same_bits(got, want)
+    assert got.stride(2) == 1
+    upstream = random_tensor(want.shape, dtype, device)
+    for g in (upstream, upstream.mT.contiguous().mT, upstream[:1].expand_as(upstream)):
+        of_got, of_want = (torch.autograd.grad(result, weight, g, retain_graph=True)[0] for result in (got, want))
+        assert_same_bits(of_got, of_want)
 
 
 @pytest.mark.parametrize(

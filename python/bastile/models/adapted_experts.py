@@ -21,7 +21,7 @@ from bastile.guards import forward_of, is_ours
 from bastile.models.sites import Found, ModelFile, Site
 from bastile.ops._common import FLOATS, PLAIN
 from bastile.ops._modules import plain_linear
-from bastile.ops.adapted_experts import ExpertAdapters
+from bastile.ops.adapted_experts import ExpertAdapters, spread
 from bastile.report import Tally
 
 _FORM = "adapted parameter"
@@ -151,8 +151,7 @@ def _adapters(module: Any, experts: Any) -> ExpertAdapters:
     dtype = getattr(experts, module.parameter_name).dtype
     of_a, of_b = module.lora_A[name].weight, module.lora_B[name].weight
     a = of_a.reshape(module.num_experts, -1, of_a.shape[-1]).to(dtype).transpose(1, 2)
-    b = of_b.reshape(of_b.shape[0], -1, module.num_experts).permute(2, 1, 0)
-    b = b.to(dtype, memory_format=torch.contiguous_format).contiguous()
+    b = spread(of_b, module.num_experts, dtype)
     is_turned = experts.is_transposed or getattr(module, "_did_swap_in_out_features", False)
     scale = float(module.scaling[name])
     return ExpertAdapters(a, b, scale) if is_turned else ExpertAdapters(b.transpose(1, 2), a.transpose(1, 2), scale)

@@ -25,9 +25,9 @@ combine_backward = torch.ops.bastile.moe_combine_backward.default
 MOST_EXPERTS = 1023
 
 
-def _weight_gradient(left, right, ends, like):
-    """Of weights [E, A, B]: left [N, A] transposed times right [N, B], in memory as the weights are, so that autograd
-    hands it on without a copy."""
+def as_the_matrices(left, right, ends, like):
+    """The gradient of weights [E, A, B]: left [N, A] transposed times right [N, B], in memory as the weights are, so
+    that autograd hands it on without a copy."""
     if like.stride(1) == 1 and like.stride(2) != 1:
         return grouped_matrices(right, left, ends).transpose(1, 2)
     return grouped_matrices(left, right, ends)
@@ -99,7 +99,7 @@ class _Experts(Function):
             dh, wy, dweights, dgate_up_bias = gate_gradients(last, dy, h, given, want)
             del dy, h
             if want_gate_up:
-                dgate_up = _weight_gradient(x, dh, ends, gate_up)
+                dgate_up = as_the_matrices(x, dh, ends, gate_up)
             del x
             if want_hidden:
                 dx = grouped_rows(dh, gate_up.transpose(1, 2), ends)
@@ -107,7 +107,7 @@ class _Experts(Function):
                 del dx
             del dh
             if want_down:  # last, when all gradients are there: wy and rows take less memory than dh and its rows
-                ddown = _weight_gradient(wy, rows, ends, down)
+                ddown = as_the_matrices(wy, rows, ends, down)
         gradients = (dhidden, None, dweights, dgate_up, dgate_up_bias, ddown, ddown_bias)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             sources = dout, hidden, weights, gate_up, gate_up_bias, down, down_bias

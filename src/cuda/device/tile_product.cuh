@@ -3,7 +3,8 @@
  *
  * A cluster of two blocks has two tiles of rows and one of columns. Tiles of 128 x 256 stay in the registers of two
  * warp groups, while a thread of a third copies their operands: each block its own rows, and half of w's for both (half
- * of its rows, which are the product's columns, or, across, half of its columns). BST_TILE_PRODUCT: a kernel's body. */
+ * of its rows, which are the product's columns, or, across, half of its columns). BST_TILE_PRODUCT: a kernel's body.
+ * Where a kernel says BST_TILE_BLOCKS 1 before it includes this, there are no clusters, and it copies by itself. */
 #ifndef BST_TILE_PRODUCT_CUH
 #define BST_TILE_PRODUCT_CUH
 
@@ -14,6 +15,10 @@
 
 #define BST_TILE_COPIER 40 /* registers of a thread that copies, and of one that multiplies */
 #define BST_TILE_WORKER 232
+
+#ifndef BST_TILE_BLOCKS
+#define BST_TILE_BLOCKS 2 /* of a cluster */
+#endif
 
 /* The stages in shared memory, and which of them comes next. */
 typedef struct bst_pipe {
@@ -40,7 +45,8 @@ BST_DEVICE bst_pipe bst_tile_begin(unsigned char *shared, uint64_t *barriers) {
     if (bst_thread() == 0) {
         BST_EACH(i, BST_TILE_STAGES) {
             bst_barrier_init(barriers + i, 1);
-            bst_barrier_init(barriers + BST_TILE_STAGES + i, 4); /* by two workers of each block: w is copied to both */
+            /* By two workers of each block: w is copied to both. */
+            bst_barrier_init(barriers + BST_TILE_STAGES + i, 2 * BST_TILE_BLOCKS);
         }
         bst_barrier_fence_init();
     }
@@ -57,7 +63,8 @@ typedef struct bst_place {
 BST_DEVICE bst_place bst_place_of(const bst_tiles *t, int tile, unsigned rank) {
     int each = t->group * t->columns, group = tile / each, in = tile % each, left = t->pairs - group * t->group;
     int tall = left < t->group ? left : t->group;
-    bst_place p = {(2 * (group * t->group + in % tall) + (int)rank) * BST_TILE_ROWS, in / tall * BST_TILE_COLUMNS};
+    const int row = BST_TILE_BLOCKS * (group * t->group + in % tall) + (int)rank;
+    bst_place p = {row * BST_TILE_ROWS, in / tall * BST_TILE_COLUMNS};
     return p;
 }
 
@@ -67,6 +74,7 @@ BST_DEVICE int bst_tiles_apart(void) { return (int)bst_blocks() / 2; }
 BST_DEVICE int bst_all_tiles(const bst_tiles *t) { return t->pairs * t->columns; }
 
 /* The copying thread: columns `column` and on of x's rows and of w's; across: of x's rows, and w's rows so far down. */
+#if BST_TILE_BLOCKS == 2
 BST_DEVICE void bst_tile_copy(bst_pipe *p, const bst_tensor_map *x, const bst_tensor_map *w, bst_place at, int column,
                               bool across) {
     uint64_t *full = p->barriers + p->stage;
@@ -82,10 +90,11 @@ BST_DEVICE void bst_tile_copy(bst_pipe *p, const bst_tensor_map *x, const bst_te
     }
     bst_next_piece(p);
 }
+#endif
 
 BST_DEVICE void bst_tile_release(bst_pipe *p, unsigned stage) {
     int lane = (int)bst_thread() % 128;
-    if (lane < 2) bst_barrier_arrive_at(p->barriers + BST_TILE_STAGES + stage, (unsigned)lane);
+    if (lane < BST_TILE_BLOCKS) bst_barrier_arrive_at(p->barriers + BST_TILE_STAGES + stage, (unsigned)lane);
 }
 
 /* Of the next piece: begins the products of its first 16 `parts` columns. add: to what sums are. */

@@ -14,8 +14,8 @@
 /* Of a block: the stages begin at a multiple of 1024. */
 #define BST_TILE_SHARED (BST_TILE_STAGES * (BST_TILE_X_BYTES + BST_TILE_W_BYTES) + 1024)
 
-/* Pairs of tiles of rows, tiles of columns, and how many pairs of tiles of rows stay in the L2 while all columns
- * pass. */
+/* Pairs of tiles of rows (without clusters: tiles), tiles of columns, and how many of the first stay in the L2 while
+ * all columns pass. */
 typedef struct bst_tiles {
     int32_t pairs, columns, group;
 } bst_tiles;

@@ -22,6 +22,14 @@ BST_DEVICE void bst_box_read(void *shared, const bst_tensor_map *map, int column
         "l"(map), "r"(column), "r"(row), "r"(bst_shared_address(b))
         : "memory");
 }
+/* Of matrix `which` of several, one behind another. */
+BST_DEVICE void bst_box_read_of(void *shared, const bst_tensor_map *map, int column, int row, int which, uint64_t *b) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(bst_shared_address(shared)),
+        "l"(map), "r"(column), "r"(row), "r"(which), "r"(bst_shared_address(b))
+        : "memory");
+}
 /* Into both blocks of a cluster of two, and completes on the barrier of each. */
 BST_DEVICE void bst_box_read_both(void *shared, const bst_tensor_map *map, int column, int row, uint64_t *b) {
     asm volatile(

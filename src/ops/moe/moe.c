@@ -22,8 +22,7 @@ static const char *const meanings[] = {"Ethe experts", NULL};
 
 static bool on_cuda(const bst_view *v) { return v->device.device_type == kDLCUDA; }
 
-/* Pairs and rows are counted in 32 bits. */
-static bst_status need_countable(const char *op, const char *name, const char *what, int64_t count) {
+bst_status bst__moe_need_countable(const char *op, const char *name, const char *what, int64_t count) {
     if (count <= INT32_MAX) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: %s has %" PRId64 " %s; at most %d are supported", op, name, count, what,
                       INT32_MAX);
@@ -31,13 +30,13 @@ static bst_status need_countable(const char *op, const char *name, const char *w
 
 /* [T, K] with as many elements as there are rows. */
 static bst_status need_pairs(const char *op, const char *name, const bst_view *v, int64_t rows) {
-    BST_TRY(need_countable(op, name, "elements", v->count));
+    BST_TRY(bst__moe_need_countable(op, name, "elements", v->count));
     if (v->count == rows) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; %" PRId64 " elements, one a sorted row, are needed", op, name,
                       bst__shape_text(v), rows);
 }
 
-static bst_status need_experts(const char *op, int64_t experts) {
+bst_status bst__moe_need_experts(const char *op, int64_t experts) {
     if (experts >= 1 && experts <= BST_MOE_MOST_EXPERTS) return BST_OK;
     return bst__error(BST_UNSUPPORTED, "%s: ends has %" PRId64 " elements, one an expert; 1 to %d are supported", op,
                       experts, BST_MOE_MOST_EXPERTS);
@@ -46,7 +45,7 @@ static bst_status need_experts(const char *op, int64_t experts) {
 /* Each row of the matrix that rows are gathered from has as many pairs. */
 static bst_status need_pairs_of(const char *op, const char *pairs, const bst_view *v, const char *name,
                                 const bst_view *tokens) {
-    BST_TRY(need_countable(op, pairs, "elements", v->count));
+    BST_TRY(bst__moe_need_countable(op, pairs, "elements", v->count));
     if (tokens->size[0] ? v->count % tokens->size[0] == 0 : !v->count) return BST_OK;
     return bst__error(BST_INVALID,
                       "%s: %s has %" PRId64 " elements; a multiple of the rows of %s, %" PRId64 ", is needed", op,
@@ -68,7 +67,7 @@ static bst_status check_entries(const char *op, const char *name, const bst_view
 }
 
 /* Likewise: the ends of the experts' rows do not fall, and the last expert's is the last row's. */
-static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
+bst_status bst__moe_check_ends(const char *op, const bst_view *v, int64_t rows) {
     if (on_cuda(v)) return BST_OK;
     const int32_t *ends = v->data;
     for (int64_t e = 0; e < v->count; e++) {
@@ -87,8 +86,8 @@ static bst_status check_ends(const char *op, const bst_view *v, int64_t rows) {
 
 static bst_status check_sort(const char *op, const bst_view *v, const bst_attribute *attributes) {
     BST_TRY(bst__need_dims(op, "indices", &v[SORT_INDICES], 2));
-    BST_TRY(need_countable(op, "indices", "elements", v[SORT_INDICES].count));
-    return need_experts(op, attributes[EXPERTS].i);
+    BST_TRY(bst__moe_need_countable(op, "indices", "elements", v[SORT_INDICES].count));
+    return bst__moe_need_experts(op, attributes[EXPERTS].i);
 }
 
 static void sort_cpu(const bst_view *v, int64_t experts) {
@@ -173,6 +172,45 @@ bst_status bst_moe_gather(const bst_exec *exec, const DLTensor *x, const DLTenso
     return bst__run(&gather, exec, tensors, NULL);
 }
 
+/* ---- transposed matrices ----------------------------------------------------------------------------------------- */
+
+static bst_dtype type_of_y(const bst_view *views, const bst_attribute *attributes) {
+    (void)views;
+    return (bst_dtype)attributes[TYPE_OF_Y].i;
+}
+
+static bst_status run_transpose(const bst_exec *exec, const char *op, const bst_view *v,
+                                const bst_attribute *attributes) {
+    const bst_view *x = &v[TURN_X];
+    if (!x->count) return BST_OK;
+    if (on_cuda(x)) return bst__moe_transpose_cuda(exec, op, v, attributes);
+    return BST_CPU_RUN(exec, x->size[2], x->count / x->size[2], bst__moe_transpose_cpu, &(moe_cpu){.v = v});
+}
+
+static const bst_argument transpose_arguments[] = {
+    [TURN_X] = {"x", BST_IN, BST_FLOATS, "ABC", BST_ROWS},
+    [TURN_Y] = {"y", BST_OUT, BST_FLOATS, "CAB", BST_CONTIGUOUS, BST_TYPE_RULE(type_of_y, "the type asked for")},
+    {NULL},
+};
+
+static const bst_attribute_rule transpose_rules[] = {
+    [TYPE_OF_Y] = {"type", 'i', BST_F32, BST_F16, "0 (float32), 1 (bfloat16) or 2 (float16)"}, {NULL}};
+
+static const bst_function transpose = {
+    .name = "moe_transpose",
+    .arguments = transpose_arguments,
+    .attributes = transpose_rules,
+    .run = run_transpose,
+    BST_TORCH("moe_transpose: x type -> y"),
+};
+
+bst_status bst_moe_transpose(const bst_exec *exec, const DLTensor *x, DLTensor *y) {
+    const DLTensor *tensors[] = {[TURN_X] = x, [TURN_Y] = y};
+    bst_view read; /* what is wrong with it, the check says in its turn */
+    bool has_type = y && bst__view("moe_transpose", "y", BST_FLOATS, y, &read) == BST_OK;
+    return bst__run(&transpose, exec, tensors, (bst_attribute[]){[TYPE_OF_Y].i = has_type ? read.dtype : BST_F32});
+}
+
 /* ---- gradients of biases ----------------------------------------------------------------------------------------- */
 
 /* Runs a backward pass on CPU, chunk by chunk, and sums the chunks' parts of dbias. */
@@ -198,9 +236,9 @@ static bst_status chunks_cpu(const bst_exec *exec, const char *op, moe_cpu *call
 
 static bst_status check_glu(const char *op, const bst_view *v, const bst_attribute *attributes) {
     BST_TRY(bst__glu_need_numbers(op, attributes));
-    BST_TRY(need_countable(op, "h", "rows", v[GLU_H].size[0]));
+    BST_TRY(bst__moe_need_countable(op, "h", "rows", v[GLU_H].size[0]));
     BST_TRY(bst__glu_need_pairs(op, &v[GLU_H]));
-    return need_experts(op, v[GLU_ENDS].count);
+    return bst__moe_need_experts(op, v[GLU_ENDS].count);
 }
 
 static bst_status check_glu_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
@@ -211,7 +249,7 @@ static bst_status check_glu_backward(const char *op, const bst_view *v, const bs
 static bst_status run_glu_forward(const bst_exec *exec, const char *op, const bst_view *v,
                                   const bst_attribute *attributes) {
     if (!v[GLU_Y].count) return BST_OK;
-    BST_TRY(check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
+    BST_TRY(bst__moe_check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
     if (on_cuda(&v[GLU_H])) return bst__moe_glu_forward_cuda(exec, op, v, attributes);
     moe_cpu call = {.v = v, .ends = &v[GLU_ENDS], .unit = bst__glu_unit(attributes)};
     return BST_CPU_RUN(exec, v[GLU_H].size[0], v[GLU_H].size[1], bst__moe_glu_forward_cpu, &call);
@@ -247,7 +285,7 @@ static bst_status run_glu_backward(const bst_exec *exec, const char *op, const b
         return bst__zero(exec, op, &v[GLU_DBIAS]);
     }
     BST_TRY(check_entries(op, "order", &v[GLU_ORDER], v[GLU_H].size[0], "the pairs"));
-    BST_TRY(check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
+    BST_TRY(bst__moe_check_ends(op, &v[GLU_ENDS], v[GLU_H].size[0]));
     if (on_cuda(&v[GLU_H])) return bst__moe_glu_backward_cuda(exec, op, v, attributes);
     moe_cpu call = {.v = v, .ends = &v[GLU_ENDS], .dbias = &v[GLU_DBIAS], .unit = bst__glu_unit(attributes)};
     call.rows = v[GLU_H].size[0], call.columns = v[GLU_H].size[1];
@@ -349,7 +387,7 @@ bst_status bst_moe_combine_forward(const bst_exec *exec, const DLTensor *y, cons
 static bst_status check_combine_backward(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
     BST_TRY(need_pairs_of(op, "order", &v[BACK_ORDER], "dout", &v[BACK_DOUT]));
-    BST_TRY(need_experts(op, v[BACK_ENDS].count));
+    BST_TRY(bst__moe_need_experts(op, v[BACK_ENDS].count));
     return need_pairs(op, "weights", &v[BACK_WEIGHTS], v[BACK_ORDER].count);
 }
 
@@ -364,7 +402,7 @@ static bst_status run_combine_backward(const bst_exec *exec, const char *op, con
         return bst__zero(exec, op, dbias);
     }
     BST_TRY(check_entries(op, "order", order, order->count, "the pairs"));
-    BST_TRY(check_ends(op, ends, order->count));
+    BST_TRY(bst__moe_check_ends(op, ends, order->count));
     if (on_cuda(dout)) return bst__moe_combine_backward_cuda(exec, op, v, attributes);
     moe_cpu call = {.v = v, .ends = ends, .dbias = dbias, .rows = order->count, .columns = dout->size[1]};
     return chunks_cpu(exec, op, &call, BST_CPU_SELECT(bst__moe_combine_backward_cpu));
@@ -403,4 +441,5 @@ bst_status bst_moe_combine_backward(const bst_exec *exec, const DLTensor *dout, 
 }
 
 const bst_function *const bst__moe[] = {
-    &sort, &gather, &glu_forward, &glu_backward, &combine_forward, &combine_backward, NULL};
+    &sort,      &gather, &glu_forward, &glu_backward, &combine_forward, &combine_backward, &bst__moe_linear,
+    &transpose, NULL};

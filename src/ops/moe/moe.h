@@ -10,16 +10,26 @@
 
 enum { SORT_INDICES, SORT_ORDER, SORT_POSITION, SORT_ENDS };
 enum { GATHER_X, GATHER_POSITION, GATHER_ROWS };
+enum { TURN_X, TURN_Y };
 enum { GLU_H, GLU_ENDS, GLU_BIAS, GLU_BOTH, GLU_Y = GLU_BOTH };
 enum { GLU_DY = GLU_BOTH, GLU_ORDER, GLU_WEIGHTS, GLU_DOTS, GLU_WY, GLU_DH, GLU_DWEIGHTS, GLU_DBIAS };
 enum { SUM_Y, SUM_POSITION, SUM_WEIGHTS, SUM_BIAS, SUM_INDICES, SUM_OUT };
 enum { BACK_DOUT, BACK_ORDER, BACK_ENDS, BACK_WEIGHTS, BACK_BIAS, BACK_ROWS, BACK_DOTS, BACK_DBIAS };
 
-/* The attribute of the sort. Those of the gated unit are glu's. */
+/* The attribute of the sort, and that of the transposition. Those of the gated unit are glu's. */
 enum { EXPERTS };
+enum { TYPE_OF_Y };
 
-bst_run bst__moe_sort_cuda, bst__moe_gather_cuda, bst__moe_glu_forward_cuda, bst__moe_glu_backward_cuda,
-    bst__moe_combine_forward_cuda, bst__moe_combine_backward_cuda;
+bst_run bst__moe_sort_cuda, bst__moe_gather_cuda, bst__moe_transpose_cuda, bst__moe_glu_forward_cuda,
+    bst__moe_glu_backward_cuda, bst__moe_combine_forward_cuda, bst__moe_combine_backward_cuda;
+
+extern const bst_function bst__moe_linear;
+
+/* Checks that several functions make. Pairs and rows are counted in 32 bits; ends: on CPU they must not fall, and the
+ * last is the last row's. */
+bst_status bst__moe_need_countable(const char *op, const char *name, const char *what, int64_t count);
+bst_status bst__moe_need_experts(const char *op, int64_t experts);
+bst_status bst__moe_check_ends(const char *op, const bst_view *ends, int64_t rows);
 
 /* Workspace for the partial sums of `chunk` rows each; NULL where no gradient of biases is wanted. */
 static inline bst_status bst__moe_partial_sums(const bst_exec *exec, const char *op, const bst_view *dbias,
@@ -45,6 +55,7 @@ typedef struct moe_cpu {
 } moe_cpu;
 
 BST_CPU_DECLARE(bst__moe_gather_cpu);           /* over tokens */
+BST_CPU_DECLARE(bst__moe_transpose_cpu);        /* over rows of y */
 BST_CPU_DECLARE(bst__moe_glu_forward_cpu);      /* over rows */
 BST_CPU_DECLARE(bst__moe_glu_backward_cpu);     /* over chunks */
 BST_CPU_DECLARE(bst__moe_combine_forward_cpu);  /* over tokens */

@@ -4,9 +4,13 @@
 #ifndef BST_MOE_ARGS_H
 #define BST_MOE_ARGS_H
 
+#include "tensor_map.h"
+
 /* The most experts, for whom the sort has room, and the most rows of a block that also sums over rows. */
 #define BST_MOE_MOST_EXPERTS 1023
 #define MOE_MOST_ROWS        32
+
+#define MOE_LINEAR_STEP      16 /* columns of thin that a product takes */
 
 /* The expert of a row: the first whose rows end behind it. */
 BST_INLINE int expert_of(const int32_t *ends, int experts, int64_t row) {
@@ -37,6 +41,17 @@ typedef struct moe_gather_args {
     void *rows;
     int64_t x_stride, tokens, pairs;
 } moe_gather_args;
+
+/* y [columns, rows] of x [rows, columns], row r of which begins at r / inner * outer_stride + r % inner *
+ * inner_stride. */
+#define MOE_TRANSPOSE_SIDE 64 /* of a block's tile */
+
+typedef struct moe_transpose_args {
+    const void *x;
+    void *y;
+    int64_t outer_stride, inner_stride;
+    int32_t rows, columns, inner, unused;
+} moe_transpose_args;
 
 /* Backward, but for y. */
 typedef struct moe_glu_args {
@@ -78,11 +93,25 @@ typedef struct moe_bias_args {
     int64_t rows, chunk; /* chunk: rows that a partial sum comes from */
 } moe_bias_args;
 
+/* The experts' linear layers, in tiles of tile_product.h. */
+typedef struct moe_linear_args {
+    bst_tensor_map thin, b, x, matrices;
+    void *y;
+    const int32_t *ends;
+    int32_t rows, columns, experts;
+    int32_t tile_columns, group; /* tiles of columns; of rows, that stay in the L2 while all columns pass */
+    int32_t steps;               /* boxes that a row of x takes */
+    float scale;
+    int32_t unused;
+} moe_linear_args;
+
 static_assert(sizeof(moe_sort_args) == 56, "host and device must agree");
 static_assert(sizeof(moe_gather_args) == 48, "host and device must agree");
+static_assert(sizeof(moe_transpose_args) == 48, "host and device must agree");
 static_assert(sizeof(moe_glu_args) == 120, "host and device must agree");
 static_assert(sizeof(moe_combine_args) == 64, "host and device must agree");
 static_assert(sizeof(moe_combine_backward_args) == 88, "host and device must agree");
 static_assert(sizeof(moe_bias_args) == 40, "host and device must agree");
+static_assert(sizeof(moe_linear_args) == 576, "host and device must agree");
 
 #endif

@@ -33,6 +33,20 @@ void BST_CPU(bst__moe_gather_cpu)(void *context, int64_t begin, int64_t end) {
         copy_row(element(&v[GATHER_ROWS], position[pair] * x->size[1]), x, pair / choices);
 }
 
+/* ---- transposed matrices ----------------------------------------------------------------------------------------- */
+
+void BST_CPU(bst__moe_transpose_cpu)(void *context, int64_t begin, int64_t end) {
+    const bst_view *v = ((const moe_cpu *)context)->v, *x = &v[TURN_X], *y = &v[TURN_Y];
+    const int64_t rows = x->rows.rows;
+    for (int64_t column = begin; column < end; column++)
+        BST_TILES(at, n, 0, rows, BST_TILE) {
+            float tile[BST_TILE];
+            for (int64_t i = 0; i < n; i++)
+                bst_load(tile + i, element(x, bst__row_start(&x->rows, at + i) + column), x->dtype, 1);
+            bst_store(element(y, column * rows + at), tile, y->dtype, n);
+        }
+}
+
 /* ---- the gated unit ---------------------------------------------------------------------------------------------- */
 
 /* Where pair `first` of a row of h or of biases has its gate, and its up where these are halves. */

@@ -18,6 +18,7 @@ enum { MACROS(PLACE) };
 static const bst_kernel count_kernel = {"moe.cu", "moe_sort_count", {MACROS(NAME) "COUNT"}};
 static const bst_kernel place_kernel = {"moe.cu", "moe_sort_place", {MACROS(NAME) "PLACE"}};
 static const bst_kernel gather_kernel = {"moe.cu", "moe_gather", {MACROS(NAME) "GATHER"}};
+static const bst_kernel transpose_kernel = {"moe.cu", "moe_transpose", {MACROS(NAME) "TRANSPOSE"}};
 static const bst_kernel glu_forward_kernel = {"moe.cu", "moe_glu_forward", {MACROS(NAME) "GLU_FORWARD"}};
 static const bst_kernel glu_backward_kernel = {"moe.cu", "moe_glu_backward", {MACROS(NAME) "GLU_BACKWARD"}};
 static const bst_kernel combine_forward_kernel = {"moe.cu", "moe_combine_forward", {MACROS(NAME) "COMBINE_FORWARD"}};
@@ -98,6 +99,32 @@ bst_status bst__moe_gather_cuda(const bst_exec *exec, const char *op, const bst_
     l.values[CHOICES] = position->count / x->size[0];
     moe_gather_args args = {x->data, position->data, rows->data, x->stride[0], x->size[0], position->count};
     l.grid_x = blocks_for(x->count / vec, SHORT_BLOCK);
+    return bst__cuda_launch(exec, op, x->device.device_id, &l, &args, sizeof args);
+}
+
+bst_status bst__moe_transpose_cuda(const bst_exec *exec, const char *op, const bst_view *v,
+                                   const bst_attribute *attributes) {
+    (void)attributes;
+    enum { THREADS_OF_TILE = 256 };
+    const bst_view *x = &v[TURN_X];
+    const bst_rows *r = &x->rows;
+    int64_t across = bst__divided_up(r->columns, MOE_TRANSPOSE_SIDE),
+            down = bst__divided_up(r->rows, MOE_TRANSPOSE_SIDE);
+    BST_TRY(bst__moe_need_countable(op, "x", "rows", r->rows));
+    BST_TRY(bst__moe_need_countable(op, "x", "columns", r->columns));
+    BST_TRY(bst__cuda_need_rows(op, down, across));
+    moe_transpose_args args = {.x = x->data,
+                               .y = v[TURN_Y].data,
+                               .outer_stride = r->outer_stride,
+                               .inner_stride = r->inner_stride,
+                               .rows = (int32_t)r->rows,
+                               .columns = (int32_t)r->columns,
+                               .inner = (int32_t)r->inner};
+    bst_launch l = {.kernel = &transpose_kernel, .overlap = true};
+    l.values[TYPE] = x->dtype;
+    l.values[W_TYPE] = v[TURN_Y].dtype;
+    l.values[THREADS] = l.block = THREADS_OF_TILE;
+    l.grid_x = (unsigned)(across * down);
     return bst__cuda_launch(exec, op, x->device.device_id, &l, &args, sizeof args);
 }
 
