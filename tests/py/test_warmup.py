@@ -292,6 +292,23 @@ def test_few_layers_and_many_need_the_same() -> None:
     assert set(few) == set(many)
 
 
+def test_products_of_experts() -> None:
+    """A kernel of ours multiplies by experts' matrices where its tiles have columns enough, and by adapters on them
+    always."""
+
+    def on_a_gpu_that_need_not_be_there(model: Any) -> set[str]:
+        return {call.title for call in warmup._work(model, torch.bfloat16, torch.device("cuda", 0))[1]}
+
+    wide = small_model("qwen3_moe", hidden_size=256, moe_intermediate_size=128)
+    assert {"moe_linear 256", "moe_linear 128"} <= on_a_gpu_that_need_not_be_there(wide)
+    small = small_model("qwen3_moe").to(torch.bfloat16)
+    assert not {title for title in on_a_gpu_that_need_not_be_there(small) if title.startswith("moe_linear")}
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = get_peft_model(small, LoraConfig(target_modules=[], target_parameters=experts))
+    bastile.apply()
+    assert {"moe_linear 32", "moe_linear 16", "moe_transpose 32"} <= on_a_gpu_that_need_not_be_there(adapted)
+
+
 def test_a_model_that_asks_for_values_gets_some() -> None:
     """Experts in a loop over those that have tokens."""
     assert {"rms_norm 32", "swiglu 48", "linear_cross_entropy 32"} <= titles(small_model("longcat_flash"))

@@ -77,6 +77,11 @@ def on_gpu(t: torch.Tensor) -> bool:
     return t.is_cuda or (_fakes_stand_for_cuda and type(t) is FakeTensor)
 
 
+def is_warming_up(t: torch.Tensor) -> bool:
+    """Whether this stands for a GPU's while kernels are compiled ahead (warmup.py): for which, the library knows."""
+    return _fakes_stand_for_cuda and type(t) is FakeTensor and not is_compiling()
+
+
 def in_transform(*tensors: torch.Tensor | None) -> bool:
     """Whether PyTorch's own code is wanted here: under vmap or another functorch transform, or on a tensor that has
     leaked out of one; in forward mode; and while a model is exported or traced, so that the result runs without

@@ -15,7 +15,7 @@ import torch
 from torch.library import Library, register_fake
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
-from bastile.ops._common import has_values, is_batched
+from bastile.ops._common import has_values, is_batched, is_warming_up
 
 _library = Library("bastile", "FRAGMENT")
 _library.define(
@@ -62,17 +62,24 @@ def _on_device(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _in_tiles(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Whether our kernel serves this product: where `bst_moe_linear` (bastile/moe.h) does not wait for the host."""
-    if not rows.is_cuda or rows.dtype not in (torch.bfloat16, torch.float16) or not _chip_has_tiles(rows.device):
+    is_ahead = is_warming_up(rows)
+    has_kernel = is_ahead or (rows.is_cuda and _chip_has_tiles(rows.device))
+    if not has_kernel or rows.dtype not in (torch.bfloat16, torch.float16) or not rows.numel() or not matrices.numel():
         return False
-    has_some = rows.numel() > 0 and matrices.numel() > 0
-    return has_some and matrices.shape[2] % 8 == 0 and rows.stride(1) == 1 and _aligned(rows) and _aligned(matrices)
+    return matrices.shape[2] % 8 == 0 and rows.stride(1) == 1 and (is_ahead or (_aligned(rows) and _aligned(matrices)))
 
 
-def _are_wasted(columns: int) -> bool:
-    """Whether a twentieth of what tiles compute lies behind these columns. 16 columns of 36,864 rows of 2048 take our
-    kernel 108 us, PyTorch's 69; GPT-OSS' five products, three of them with 2880 columns, 1.5 % more than PyTorch's,
-    where without waste they take 1 and 2 % less (an H200, for seconds on end, limited by its power)."""
-    return -columns % _TILE * 20 > columns
+def _takes_tiles(rows: torch.Tensor, matrices: torch.Tensor, thin: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether it is also the fastest. A twentieth of what tiles compute, and more, behind the last column is wasted. 16
+    columns of 36,864 rows of 2048 take our kernel 108 us, PyTorch's 69; GPT-OSS' five products, three of them with 2880
+    columns, 1.5 % more than PyTorch's, where without waste they take 1 and 2 % less (an H200, for seconds on end,
+    limited by its power). But what an adapter adds need not be written and read."""
+    if not _in_tiles(rows, matrices):
+        return False
+    if thin is not None and b is not None:
+        return thin.shape[1] <= _MOST_RANK and _in_tiles(thin, b)
+    columns = matrices.shape[2]
+    return -columns % _TILE * 20 <= columns or _fused is None or rows.dtype is not torch.bfloat16
 
 
 def _one_by_one(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -96,14 +103,9 @@ def _rows(
     b: torch.Tensor | None = None,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    is_fused = rows.shape[0] > 0 and _on_device(rows, matrices)
-    if thin is None or b is None:
-        is_better = not (is_fused and _are_wasted(matrices.shape[2]))
-    else:  # what is added need not be written and read
-        is_better = thin.shape[1] <= _MOST_RANK and _in_tiles(thin, b)
-    if is_better and _in_tiles(rows, matrices):
+    if _takes_tiles(rows, matrices, thin, b):
         return _linear(rows, matrices, ends, thin, b, scale)
-    if is_fused:
+    if rows.shape[0] and _on_device(rows, matrices):
         y = _fused(rows, matrices, offs=ends)
     else:
         y = rows.new_empty((rows.shape[0], matrices.shape[2]))
@@ -151,7 +153,7 @@ def grouped_rows(
 
     Any strides; those of a transposed tensor cost no copy. Rows behind the last group's are left as they come.
     """
-    if _lacks_values(rows, matrices):
+    if _lacks_values(rows, matrices) and not (is_warming_up(rows) and _takes_tiles(rows, matrices, thin, b)):
         return torch.ops.bastile.grouped_rows(rows, matrices, ends, thin, b, scale)
     return _rows(rows, matrices, ends, thin, b, scale)
 
