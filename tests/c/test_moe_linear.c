@@ -129,6 +129,8 @@ TEST(errors_name_the_argument_and_write_nothing) {
     REFUSED(BST_INVALID, "b has shape [2, 8, 8]", &t[0], &t[1], &e, &t[2], &t[1], 1, &t[4]);
     REFUSED(BST_INVALID, "y and x share memory", &t[0], &t[1], &e, NULL, NULL, 1, &t[0]);
     REFUSED(BST_UNSUPPORTED, "neither the rows nor the columns of matrices", &t[0], &t[5], &e, NULL, NULL, 1, &t[4]);
+    gapped.strides[1] = 4, gapped.strides[2] = 1, t[5] = stack_of(&gapped);
+    REFUSED(BST_UNSUPPORTED, "neither the rows nor the columns of matrices", &t[0], &t[5], &e, NULL, NULL, 1, &t[4]);
     x.strides[0] = 4, t[0] = tensor_of(&x);
     REFUSED(BST_UNSUPPORTED, "the rows of x overlap", &t[0], &t[1], &e, NULL, NULL, 1, &t[4]);
     x.strides[0] = 8, t[0] = tensor_of(&x);
