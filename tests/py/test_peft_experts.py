@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import bastile
+from bastile.models import experts as experts_file
 from bastile.models import small
 from bastile.ops import moe
 from conftest import gradients, tiny_batch
@@ -353,6 +354,35 @@ def test_a_second_run_leaves_out_the_second_product(adapted: bool, monkeypatch: 
     step(model)
     bastile.reset()
     assert sum(least >= inner for least in calls) == 5 * len(experts_of(model))
+
+
+def test_frozen_experts_in_float32_are_told_of(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Where autocast has everything else in bfloat16 on a GPU; once, and in the report. Not where they are trained, nor
+    without autocast, nor in bfloat16."""
+    monkeypatch.setattr(experts_file, "_wide", set())
+    trained = small.small_model("qwen3_moe").train()
+    bastile.apply()
+    device = torch.device(DEVICE).type
+    batch = tiny_batch(trained, 2, 17)
+
+    def run(model: Any, enabled: bool = True) -> list[str]:
+        caplog.clear()
+        given = {name: t.to(DEVICE) for name, t in batch.items()}
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            model.to(DEVICE)(**given)
+        return [record.message for record in caplog.records if "float32" in record.message]
+
+    assert ON_CUDA or not run(made("qwen3_moe"))  # it is a GPU's
+    monkeypatch.setattr(experts_file, "on_gpu", lambda _: True)
+    assert not run(trained)
+    assert not run(made("qwen3_moe"), enabled=False)
+    assert not run(made("qwen3_moe", torch.bfloat16))
+    assert not any("float32" in note for note in bastile.report().notes)
+    model = made("qwen3_moe")
+    (said,) = run(model)
+    assert "Qwen3MoeExperts are float32" in said
+    assert not run(model)
+    assert said in bastile.report().notes
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])

@@ -5,6 +5,7 @@ unit that the class defines. All else the original does: an implementation that 
 spread over devices, another unit."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -17,10 +18,14 @@ from bastile.models.adapted_experts import handed_to
 from bastile.models.mlp import activation_of, activations
 from bastile.models.rebind import as_keywords, parameter_names
 from bastile.models.sites import Found, ModelFile, Site
-from bastile.ops._common import served, without_autocast
+from bastile.ops._common import on_gpu, served, without_autocast
 from bastile.ops.adapted_experts import adapted_experts
 from bastile.ops.moe import MOST_EXPERTS, moe_experts
-from bastile.report import Tally
+from bastile.report import Tally, noting
+
+_log = logging.getLogger("bastile")
+#: Classes whose frozen weights were float32 under autocast.
+_wide: set[str] = set()
 
 #: What an experts' module holds; the biases only where it has any.
 PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
@@ -78,6 +83,8 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
                 return original(self, *args, **kwargs)
         tally.count()
         gate_up, gate_up_bias, down, down_bias = _parameters(self)
+        if gate_up.dtype is torch.float32:
+            _look_at_width(type(self).__name__, gate_up)
         # Grouped products are none that autocast casts: they have the type of the experts' weights.
         rows = hidden.to(gate_up.dtype)
         with without_autocast(hidden.device.type):
@@ -99,6 +106,30 @@ def experts_forward(found: Found, tally: Tally, original: Callable[..., Any]) ->
         return out.to(hidden.dtype)
 
     return mark_as_ours(forward)
+
+
+def _look_at_width(name: str, gate_up: torch.Tensor) -> None:
+    """Says once where a run takes many times as long as it might, for a type that nobody chose: TRL loads models that
+    are given by their names in float32, and trains under autocast."""
+    device = gate_up.device.type
+    if torch.compiler.is_compiling() or gate_up.requires_grad or not on_gpu(gate_up) or name in _wide:
+        return
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not torch.float32:
+        _wide.add(name)
+        _log.warning("%s", note())
+
+
+@noting
+def note() -> str | None:
+    """What the report says of it."""
+    if not _wide:
+        return None
+    return (
+        f"the frozen weights of {', '.join(sorted(_wide))} are float32, which autocast leaves grouped products in, "
+        f"with Bastile and without: they take many times as long as in bfloat16, and twice the memory. Load the model "
+        f'in bfloat16: dtype="bfloat16" in from_pretrained, model_init_kwargs={{"dtype": "bfloat16"}} in TRL\'s '
+        f"configuration, --dtype bfloat16 on its command line"
+    )
 
 
 def _parameters(experts: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
