@@ -14,7 +14,7 @@
 
 #define FAKE __attribute__((visibility("default")))
 
-enum { INVALID_VALUE = 1, FAILED = 13 };
+enum { INVALID_VALUE = 1, FAILED = 13, NO_CONTEXT = 201 };
 
 static fake_cuda state;
 static double clock_ms;
@@ -227,14 +227,18 @@ DEFINE(cuMemsetD8Async, (CUdeviceptr memory, unsigned char value, size_t bytes, 
     return CUDA_SUCCESS;
 }
 
-DEFINE(cuMemcpyDtoHAsync, (void *to, CUdeviceptr from, size_t bytes, CUstream stream)) {
+DEFINE(cuMemcpyDtoHAsync_v2, (void *to, CUdeviceptr from, size_t bytes, CUstream stream)) {
     (void)stream;
     memcpy(to, (const void *)(uintptr_t)from, bytes);
     advance(0.01);
     return CUDA_SUCCESS;
 }
 
-DEFINE(cuStreamSynchronize, (CUstream stream)) { return (void)stream, CUDA_SUCCESS; }
+DEFINE(cuStreamSynchronize, (CUstream stream)) {
+    (void)stream;
+    state.waits++;
+    return CUDA_SUCCESS;
+}
 
 DEFINE(cuMemsetD32Async, (CUdeviceptr memory, unsigned value, size_t count, CUstream stream)) {
     return cuMemsetD8Async(memory, (unsigned char)value, 4 * count, stream);
@@ -268,7 +272,7 @@ DEFINE(cuTensorMapEncodeTiled,
     (void)type, (void)dims, (void)sizes, (void)strides, (void)box, (void)steps;
     (void)interleave, (void)swizzle, (void)promotion, (void)fill;
     memcpy(map, &address, sizeof address);
-    return CUDA_SUCCESS;
+    return current() ? CUDA_SUCCESS : NO_CONTEXT;
 }
 
 DEFINE(cuStreamIsCapturing, (CUstream stream, int *status)) {

@@ -1,5 +1,6 @@
 /* test_launch.c - kernels and matrix products on a driver that is none (fake_cuda.c): where they are launched, and with
  * autotuning how often a product runs on the caller's memory, which algorithm is taken, what is left alone. */
+#include <assert.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -10,6 +11,7 @@
 #include "cuda/autotune.h"
 #include "cuda/compile_only.h"
 #include "cuda/cuda.h"
+#include "cuda/device/tensor_map.h"
 #include "cuda/driver.h"
 #include "fake_library.h"
 #include "tensors.h"
@@ -93,6 +95,37 @@ TEST(a_launch_is_on_the_device_of_its_tensors) {
         }
         CHECK_EQ_I(driver->cuCtxPopCurrent(&now), CUDA_SUCCESS);
     }
+    end();
+}
+
+/* In a thread that has none, as one of autograd's is; and leaves none there. */
+TEST(a_tensor_map_is_made_in_a_context) {
+    begin();
+    char memory[16];
+    const bst_boxes boxes = {memory, BST_BF16, 2, 64, {64, 64}, {64}};
+    struct bst_tensor_map map;
+    CUcontext now;
+    CHECK_OK(bst__cuda_map_boxes("a_test", 1, &boxes, &map));
+    CHECK_EQ_I(bst__driver()->cuCtxGetCurrent(&now), CUDA_SUCCESS);
+    CHECK(!now);
+    end();
+}
+
+TEST(the_host_reads_what_is_on_the_device) {
+    begin();
+    const int there[] = {3, 4};
+    int here[] = {0, 7};
+    int before = fake->waits;
+    CHECK_OK(bst__cuda_read(NULL, "a_test", 0, there, here, sizeof *here));
+    CHECK_EQ_I(here[0], 3);
+    CHECK_EQ_I(here[1], 7);
+    CHECK_EQ_I(fake->waits, before + 1);
+    CHECK_OK(bst__cuda_read(NULL, "a_test", 0, NULL, here, 0));
+    fake->capturing = true;
+    CHECK_EQ_I(bst__cuda_read(NULL, "a_test", 0, there, here, sizeof here), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), "a_test: the host waits for the device here, which a graph that is captured cannot");
+    fake->capturing = false;
+    CHECK_EQ_I(fake->waits, before + 1);
     end();
 }
 
@@ -478,6 +511,8 @@ int main(void) {
     RUN(an_error_of_a_launch_is_an_error);
     RUN(a_fork_is_told_to_spawn);
     RUN(a_launch_is_on_the_device_of_its_tensors);
+    RUN(a_tensor_map_is_made_in_a_context);
+    RUN(the_host_reads_what_is_on_the_device);
     RUN(a_resident_launch_has_as_many_clusters_as_fit);
     RUN(kernels_that_are_made_ready_are_counted);
     RUN(a_thread_compiles_ahead);
