@@ -269,7 +269,9 @@ DEFINE(cuMemFreeAsync, (CUdeviceptr memory, CUstream stream)) {
 DEFINE(cuTensorMapEncodeTiled,
        (void *map, int type, unsigned dims, void *address, const uint64_t *sizes, const uint64_t *strides,
         const uint32_t *box, const uint32_t *steps, int interleave, int swizzle, int promotion, int fill)) {
-    (void)type, (void)dims, (void)sizes, (void)strides, (void)box, (void)steps;
+    (void)type, (void)sizes, (void)box, (void)steps;
+    for (unsigned i = 0; i + 1 < dims; i++)
+        if (strides[i] % 16) return INVALID_VALUE;
     (void)interleave, (void)swizzle, (void)promotion, (void)fill;
     memcpy(map, &address, sizeof address);
     return current() ? CUDA_SUCCESS : NO_CONTEXT;

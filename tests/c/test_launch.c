@@ -108,6 +108,10 @@ TEST(a_tensor_map_is_made_in_a_context) {
     CHECK_OK(bst__cuda_map_boxes("a_test", 1, &boxes, &map));
     CHECK_EQ_I(bst__driver()->cuCtxGetCurrent(&now), CUDA_SUCCESS);
     CHECK(!now);
+    bst_view row = {.data = memory, .dtype = BST_BF16, .dims = 2, .size = {1, 20}, .stride = {21, 1}, .count = 20};
+    CHECK_OK(bst__cuda_tensor_map("a_test", 1, &row, 64, &map)); /* its stride says nothing */
+    row.size[0] = 2;
+    CHECK_EQ_I(bst__cuda_tensor_map("a_test", 1, &row, 64, &map), BST_CUDA);
     end();
 }
 
