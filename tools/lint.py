@@ -47,8 +47,8 @@ HEADERS = (
 )
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim", "low_rank"}
-#: What ptx.cuh needs for itself.
-PTX_ALONE = {"BST_ARCH", "BST_BARRIER_WAIT"}
+#: What these need for themselves.
+PTX_ALONE = {"BST_ARCH", "BST_BARRIER_WAIT", "BST_SUMS_8", "BST_SUMS_32", "BST_PRODUCT"}
 MOST_LINES = 600
 #: clang-format sees to it in code, ruff in Python; comments in C it leaves as they are.
 MOST_COLUMNS = 120
@@ -162,8 +162,12 @@ def unbuilt(op: str) -> list[str]:
 
 
 def words() -> list[str]:
-    """Words that ptx.cuh has for NVRTC alone, or for the emulator alone, or that nothing uses."""
-    paths = [ROOT / "src/cuda/device/ptx.cuh", ROOT / "tests/emu/device/ptx.cuh"]
+    """Words that a header with PTX has for NVRTC alone, or for the emulator alone, or that nothing uses."""
+    return [fault for name in ("ptx.cuh", "warpgroup.cuh") for fault in _words_of(name)]
+
+
+def _words_of(name: str) -> list[str]:
+    paths = [ROOT / "src/cuda/device" / name, ROOT / "tests/emu/device" / name]
     texts = [path.read_text() for path in paths]
     kinds = r"^#define (\w+)|^(?:BST_DEVICE|static inline) [^(=;]*?\b(\w+)\(|^BST_BARRIER_WAIT\((\w+),"
     of = [{w for found in re.findall(kinds, t, re.M) for w in found if w[:4].lower() == "bst_"} for t in texts]
@@ -174,7 +178,7 @@ def words() -> list[str]:
         for path, known in zip(paths, of, strict=True)
         for word in sorted(every - known)
     ] + [
-        f"src/cuda/device/ptx.cuh has the word {word}, which nothing uses"
+        f"src/cuda/device/{name} has the word {word}, which nothing uses"
         for word in sorted(every)
         if len(re.findall(rf"\b{word}\b", used)) < 2
     ]

@@ -36,7 +36,7 @@ typedef struct bst_chip {
     int shared_memory; /* bytes a block may use */
     int64_t l2;        /* bytes */
     int arguments;     /* bytes that a kernel's arguments may take: of the driver */
-    bool warpgroups;   /* the words of warpgroup.cuh: Hopper, but not the emulator's */
+    bool warpgroups;   /* the words of warpgroup.cuh: Hopper */
     int64_t memory;    /* bytes; 0: not known, as while kernels are only compiled */
 } bst_chip;
 

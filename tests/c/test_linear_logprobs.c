@@ -3,6 +3,7 @@
 #include <math.h>
 
 #include "chips.h"
+#include "core/cpu_kernel.h"
 
 enum { T = 150, V = 53, H = 21 };
 
@@ -179,6 +180,56 @@ TEST(margins_keep_their_digits) {
     CHECK_CLOSE(dw[1][0] / (-40 * exp(-40)), 1, 1e-6);
 }
 
+/* Of so many rows Hopper has no logits. A product of them is rounded to the hidden states' type either way, now and
+ * then to the other neighbour, for it is added up in another order: of a row's 300, of up to 4, by less than 2^-5. */
+TEST(many_rows_are_what_a_part_of_them_is) {
+    enum { ROWS = 1030, PART = 515, CLASSES = 300, WIDTH = 72, OF_ROW = 5 };
+    static float of_hidden[ROWS][WIDTH], of_weight[CLASSES][WIDTH], at_once[OF_ROW][ROWS], in_parts[OF_ROW][ROWS];
+    static int32_t first[ROWS], first_of_parts[ROWS];
+    static int64_t targets[ROWS];
+    for (int type = 1; type < 3; type++) {
+        float *numbers[] = {&of_hidden[0][0], &of_weight[0][0]};
+        const int64_t counts[] = {ROWS * WIDTH, CLASSES * WIDTH};
+        for (int i = 0; i < 2; i++) {
+            bst_fill(numbers[i], counts[i], 7 + i, 0.5);
+            for (int64_t k = 0; k < counts[i]; k++) { /* in place, from the front on */
+                float x = numbers[i][k];
+                bst_store((uint16_t *)numbers[i] + k, &x, (bst_dtype)type, 1);
+            }
+        }
+        for (int i = 0; i < ROWS; i++) targets[i] = i % 7 ? i * 11 % CLASSES : -100;
+        for (int part = 0; part < 3; part++) {
+            const bool whole = part == 0;
+            const int64_t begin = part == 2 ? PART : 0, rows = whole ? ROWS : PART;
+            float (*made)[ROWS] = whole ? at_once : in_parts;
+            int64_t shape[] = {rows, WIDTH}, classes[] = {CLASSES, WIDTH}, row[] = {rows};
+            DLTensor th =
+                         bst_tensor((uint16_t *)&of_hidden[0][0] + begin * WIDTH, 2, shape, NULL, bst_test_types[type]),
+                     tw = bst_tensor(of_weight, 2, classes, NULL, bst_test_types[type]),
+                     tt = bst_tensor(targets + begin, 1, row, NULL, bst_test_i64),
+                     t1 = bst_tensor((whole ? first : first_of_parts) + begin, 1, row, NULL,
+                                     (DLDataType){kDLInt, 32, 1});
+            DLTensor t[OF_ROW];
+            for (int k = 0; k < OF_ROW; k++) t[k] = bst_f32(made[k] + begin, 1, row);
+            CHECK_OK(bst_linear_logprobs_forward(
+                NULL,
+                LOGPROBS_OF(.hidden = &th, .weight = &tw, .target = &tt, .log_probs = &t[0], .entropy = &t[1],
+                            .lse = &t[2], .log_sum_sq_probs = &t[3], .mean_logits = &t[4], .is_top1 = &t1),
+                NULL));
+        }
+        int64_t far = 0, near = 0;
+        for (int k = 0; k < OF_ROW; k++)
+            for (int i = 0; i < ROWS; i++) {
+                float off = fabsf(at_once[k][i] - in_parts[k][i]);
+                far += !(off < 0x1p-5f), near += off > 1e-5f;
+            }
+        CHECK_EQ_I(far, 0);
+        CHECK(near < OF_ROW * ROWS / 50);
+        for (int i = 0; i < ROWS; i++) far += first[i] != first_of_parts[i];
+        CHECK(far < ROWS / 100);
+    }
+}
+
 TEST(errors_name_the_argument) {
     inputs();
     DLTensor th = bst_f32(hidden, 2, hidden_shape), tw = bst_f32(weight, 2, weight_shape),
@@ -255,6 +306,7 @@ int main(void) {
     RUN(values_and_gradients);
     RUN(the_jacobian_is_backward_of_ones);
     RUN(margins_keep_their_digits);
+    RUN(many_rows_are_what_a_part_of_them_is);
     RUN(errors_name_the_argument);
     RUN(kernels_compile_for_every_chip);
     return bst_test_report();

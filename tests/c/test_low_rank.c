@@ -138,6 +138,7 @@ TEST(a_linear_layer_with_its_adapter) {
         check_linear(30, 33, 17, 5, type, 3, -0.75);
         check_linear(130, 64, 136, 8, type, 8, 2);
         check_linear(9, 0, 8, 8, type, 0, 2);
+        if (type) check_linear(150, 328, 264, 16, type, 0, type); /* tiles enough for the emulator's chip, long sums */
         check_linear(9, 16, 8, 0, type, 0, 2);
         check_linear(0, 16, 8, 8, type, 0, 2);
         check_linear(9, 16, 0, 8, type, 0, 2);
@@ -203,6 +204,7 @@ TEST(the_gradient_of_their_input) {
         check_dx(30, 33, 17, 2, 5, type, 3);
         check_dx(130, 64, 40, 3, 80, type, 8);
         check_dx(20, 24, 16, 4, 0, type, 0);
+        if (type) check_dx(150, 264, 328, 2, 80, type, 8); /* likewise */
         check_dx(9, 16, 0, 1, 8, type, 0);
         check_dx(9, 16, 0, 1, 0, type, 0);
         check_dx(0, 16, 8, 2, 8, type, 0);

@@ -84,6 +84,12 @@ TEST(rows_times_the_matrix_of_their_expert) {
         }
 }
 
+/* Several tiles a block, of more pieces than there are stages, some of them without a lower half. */
+TEST(more_than_a_tile) {
+    const int32_t ends[] = {20, 150};
+    for (int turned = 0; turned < 4; turned++) check(ends, 2, 264, 264, 16, turned & 1, turned >> 1, 1, 0);
+}
+
 TEST(nothing_sums_up_to_zero) {
     const int32_t ends[] = {3, 9}, none[] = {0, 0};
     for (int type = 0; type < 3; type++) {
@@ -221,6 +227,7 @@ TEST(kernels_compile_for_every_chip) { /* that has them */
 
 int main(void) {
     RUN(rows_times_the_matrix_of_their_expert);
+    RUN(more_than_a_tile);
     RUN(nothing_sums_up_to_zero);
     RUN(one_matrix_for_all);
     RUN(errors_name_the_argument_and_write_nothing);

@@ -73,28 +73,50 @@ void emu_bulk_write(void *to, const void *from, unsigned bytes, const char *wher
     emu_yield();
 }
 
-/* Where 8 bytes of this block's shared memory lie in another's. */
-static void *place_in(const emu_block *block, const char *argument, const void *shared, const char *where) {
-    emu_need("bst_cluster_send", argument, shared, 8, 8, EMU_SHARED, where);
+/* Where these bytes of this block's shared memory lie in another's. */
+static void *place_in(const char *name, const emu_block *block, const char *argument, const void *shared, size_t bytes,
+                      const char *where) {
+    emu_need(name, argument, shared, bytes, 8, EMU_SHARED, where);
     void *there = block->memory + ((const unsigned char *)shared - emu.current->block->memory);
-    emu_touch(there, 8);
+    emu_touch(there, bytes);
     return there;
 }
 
-void emu_cluster_send(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second, const char *where) {
-    if (rank >= emu.cluster) emu_fail(where, "bst_cluster_send to rank %u of %u", rank, emu.cluster);
+/* A block of this cluster, which is there. */
+static const emu_block *block_of(const char *name, unsigned rank, const char *where) {
+    if (rank >= emu.cluster) emu_fail(where, "%s to rank %u of %u", name, rank, emu.cluster);
     const emu_block *block = &emu.blocks[rank];
     if (emu.current->cluster_waits == 0 && block != emu.current->block) {
-        emu_fail(where,
-                 "bst_cluster_send to block (%u, %u), which may not have begun: a cluster barrier must come first",
+        emu_fail(where, "%s to block (%u, %u), which may not have begun: a cluster barrier must come first", name,
                  block->x, block->y);
     }
     if (block->live == 0) {
-        emu_fail(where,
-                 "bst_cluster_send to block (%u, %u), which has exited: a cluster barrier must come before its end",
+        emu_fail(where, "%s to block (%u, %u), which has exited: a cluster barrier must come before its end", name,
                  block->x, block->y);
     }
-    void *to = place_in(block, "shared", shared, where), *there = place_in(block, "the barrier", barrier, where);
+    return block;
+}
+
+void emu_barrier_arrive_at(void *barrier, unsigned rank, const char *where) {
+    static const char name[] = "bst_barrier_arrive_at";
+    emu_barrier_arrive_there(place_in(name, block_of(name, rank, where), "the barrier", barrier, 8, where), where);
+}
+
+void emu_bulk_bring(const char *name, unsigned rank, void *to, unsigned char *bytes, unsigned count, void *barrier,
+                    const char *where) {
+    const emu_block *block = block_of(name, rank, where);
+    emu_bulk copy = {.thread = emu.current, .bytes = count, .snapshot = bytes};
+    copy.to = place_in(name, block, "shared", to, count, where);
+    copy.barrier = place_in(name, block, "the barrier", barrier, 8, where);
+    emu_garbage(copy.to, count);
+    add(copy, where);
+}
+
+void emu_cluster_send(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second, const char *where) {
+    static const char name[] = "bst_cluster_send";
+    const emu_block *block = block_of(name, rank, where);
+    void *to = place_in(name, block, "shared", shared, 8, where),
+         *there = place_in(name, block, "the barrier", barrier, 8, where);
     const unsigned words[] = {first, second};
     emu_garbage(to, sizeof words);
     emu_bulk copy = {.thread = emu.current, .to = to, .from = words, .bytes = sizeof words, .barrier = there};

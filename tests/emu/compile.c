@@ -23,7 +23,7 @@
 
 extern char **environ;
 
-static const char *const device_files[] = {"ptx.cuh", "emu_device.h", "emu_types.h"};
+static const char *const device_files[] = {"ptx.cuh", "warpgroup.cuh", "emu_device.h", "emu_types.h"};
 
 /* No system headers, as under NVRTC; no fused multiply-add that the text does not ask for. */
 static const char *const flags[] = {
@@ -157,6 +157,8 @@ static bst_status open_cache(const char *op) {
     return bst__error(BST_COMPILE, "%s: the emulator cannot make the folder %s: %s", op, cache, strerror(errno));
 }
 
+static bool is_replaced(const char *name) { return strcmp(name, "ptx.cuh") == 0 || strcmp(name, "warpgroup.cuh") == 0; }
+
 /* Puts the embedded texts into a folder of their own, once; all but those which the emulator replaces. */
 static bst_status write_sources(const char *op) {
     if (sources[0] != 0) return BST_OK;
@@ -179,7 +181,7 @@ static bst_status write_sources(const char *op) {
     for (const bst_source *s = bst__sources; s->name != NULL; ++s) {
         char path[PATH_MAX + 256];
         snprintf(path, sizeof path, "%s/%s", folder, s->name);
-        if (strcmp(s->name, "ptx.cuh") != 0) BST_TRY(write_text(op, path, s->text));
+        if (!is_replaced(s->name)) BST_TRY(write_text(op, path, s->text));
     }
     sources_key = h;
     memcpy(sources, folder, sizeof sources);

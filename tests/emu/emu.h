@@ -29,6 +29,7 @@ typedef enum emu_wait {
     EMU_WAIT_NOTHING,
     EMU_WAIT_SYNC,
     EMU_WAIT_WARP,
+    EMU_WAIT_GROUP,
     EMU_WAIT_BARRIER,
     EMU_WAIT_CLUSTER,
     EMU_EXITED
@@ -40,6 +41,22 @@ typedef struct emu_copy {
     const void *from; /* NULL: zeros */
     unsigned group;
 } emu_copy;
+
+/* A wgmma on its way. */
+typedef struct emu_product_call {
+    uint64_t a, b; /* addresses in units of 16 bytes */
+    unsigned group;
+    bool add, is_f16, across;
+} emu_product_call;
+enum { EMU_MOST_PRODUCTS = 16, EMU_GROUP = 128, EMU_MOST_GROUPS = 8 };
+
+/* A CUtensorMap, as the emulator has it. */
+typedef struct emu_tensor_map {
+    uint64_t mark;
+    const void *data;
+    uint32_t dims, rows;
+    uint64_t sizes[3], strides[2];
+} emu_tensor_map;
 
 typedef struct emu_thread {
     fiber *fiber;
@@ -58,6 +75,9 @@ typedef struct emu_thread {
     unsigned bulk_group, bulk_last_write;       /* likewise; the group of the last write */
     unsigned bulk_read_before;                  /* groups below this one were waited for */
     bool bulk_wrote;
+    emu_product_call products[EMU_MOST_PRODUCTS];
+    unsigned product_count, product_group; /* as of copies */
+    float *sums, sums_before[128];         /* of products on their way: what they are without these */
 } emu_thread;
 
 typedef struct emu_warp {
@@ -72,6 +92,7 @@ struct emu_block {
     unsigned x, y, rank;
     unsigned live; /* threads that have not exited */
     unsigned sync_arrived;
+    unsigned group_arrived[EMU_MOST_GROUPS]; /* of four warps */
     const char *sync_where;
     emu_thread *threads;
     emu_warp *warps;
@@ -173,6 +194,10 @@ const emu_words *emu_gather_warp(const emu_words *own, const char *where);
 /* Products of a warp (products.c). */
 void emu_convert_factors(emu_warp *warp, const emu_thread lanes[32]);
 void emu_multiply_add(float d[4], const emu_words *factors, int is_f16, const char *where);
+/* And of four warps (warpgroup.c). */
+void emu_product(float *sums, uint64_t a, uint64_t b, int add, int is_f16, int across, const char *where);
+void emu_products_commit(void);
+void emu_products_wait(unsigned newest, const char *where);
 void emu_cluster_arrive(const char *where);
 void emu_cluster_wait(const char *where);
 /* A thread exited: the cluster barrier may be complete without it. */
@@ -185,10 +210,18 @@ void emu_copy_wait(unsigned newest);
 void emu_barrier_init(void *barrier, unsigned arrivals, const char *where);
 void emu_barrier_arrive(void *barrier, unsigned expected_bytes, const char *where);
 void emu_barrier_wait(void *barrier, unsigned parity, const char *where);
+/* At the one that lies there in a block of the cluster, whose place this is. */
+void emu_barrier_arrive_there(void *there, const char *where);
 /* Bytes of a bulk copy have come. */
 void emu_barrier_complete(void *barrier, unsigned bytes);
 void emu_bulk_read(void *to, const void *from, unsigned bytes, void *barrier, const char *where);
 void emu_bulk_write(void *to, const void *from, unsigned bytes, const char *where);
+void emu_box_read(void *to, const void *map, int column, int row, int which, void *barrier, int both,
+                  const char *where);
+/* Bytes, to be freed, to where `to` lies in this block of the cluster, and then to the barrier likewise. */
+void emu_bulk_bring(const char *name, unsigned rank, void *to, unsigned char *bytes, unsigned count, void *barrier,
+                    const char *where);
+void emu_barrier_arrive_at(void *barrier, unsigned rank, const char *where);
 void emu_cluster_send(void *shared, void *barrier, unsigned rank, unsigned first, unsigned second, const char *where);
 void emu_bulk_commit(void);
 void emu_bulk_wait(unsigned newest, int read_only);

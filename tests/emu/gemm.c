@@ -83,15 +83,3 @@ bst_status bst__cuda_gemm(const bst_exec *exec, const char *op, const bst_gemm *
     free(b);
     return BST_OK;
 }
-
-/* No chip of the emulator has warpgroups. */
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
-                                struct bst_tensor_map *out) {
-    (void)matrix, (void)box_rows;
-    return bst__cuda_map_boxes(op, device, NULL, out);
-}
-
-bst_status bst__cuda_map_boxes(const char *op, int device, const bst_boxes *boxes, struct bst_tensor_map *out) {
-    (void)device, (void)boxes, (void)out;
-    return bst__error(BST_UNSUPPORTED, "%s: the emulator has no tensor maps", op);
-}

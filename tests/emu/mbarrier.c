@@ -66,14 +66,23 @@ void emu_barrier_init(void *barrier, unsigned arrivals, const char *where) {
     emu_yield();
 }
 
-void emu_barrier_arrive(void *barrier, unsigned expected_bytes, const char *where) {
-    state s = need("bst_barrier_arrive", barrier, where);
+static void arrive(void *barrier, state s, unsigned expected_bytes, const char *where) {
     if (s.pending == 0) emu_fail(where, "more arrivals at an mbarrier than the %u it was initialised for", s.expected);
     if (expected_bytes > MOST_BYTES) emu_fail(where, "an mbarrier cannot expect %u bytes", expected_bytes);
     s.bytes += (int)expected_bytes;
     --s.pending;
     end_phase_if_complete(barrier, s);
     emu_yield();
+}
+
+void emu_barrier_arrive(void *barrier, unsigned expected_bytes, const char *where) {
+    arrive(barrier, need("bst_barrier_arrive", barrier, where), expected_bytes, where);
+}
+
+void emu_barrier_arrive_there(void *there, const char *where) {
+    state s;
+    if (!load(there, &s)) emu_fail(where, "bst_barrier_arrive_at: the mbarrier is not initialised");
+    arrive(there, s, 0, where);
 }
 
 void emu_barrier_wait(void *barrier, unsigned parity, const char *where) {

@@ -12,7 +12,7 @@ static const bst_chip chips[] = {
     {.arch = 80, .processors = 4, .shared_memory = 163 * 1024, .l2 = 50 << 20, .arguments = 32764},
     {.arch = 86, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20, .arguments = 32764},
     {.arch = 89, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20, .arguments = 32764},
-    {.arch = 90, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20, .arguments = 32764},
+    {.arch = 90, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20, .arguments = 32764, .warpgroups = true},
     {.arch = 100, .processors = 4, .shared_memory = 227 * 1024, .l2 = 50 << 20, .arguments = 32764},
     {.arch = 120, .processors = 4, .shared_memory = 99 * 1024, .l2 = 50 << 20, .arguments = 32764},
 };

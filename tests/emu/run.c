@@ -27,10 +27,15 @@ emu_runtime emu_device = {
     .barrier_init = emu_barrier_init,
     .barrier_arrive = emu_barrier_arrive,
     .barrier_wait = emu_barrier_wait,
+    .barrier_arrive_at = emu_barrier_arrive_at,
     .bulk_read = emu_bulk_read,
     .bulk_write = emu_bulk_write,
+    .box_read = emu_box_read,
     .bulk_commit = emu_bulk_commit,
     .bulk_wait = emu_bulk_wait,
+    .product = emu_product,
+    .products_commit = emu_products_commit,
+    .products_wait = emu_products_wait,
     .cluster_arrive = emu_cluster_arrive,
     .cluster_wait = emu_cluster_wait,
     .cluster_send = emu_cluster_send,
@@ -106,6 +111,8 @@ static const char *wait_text(emu_wait wait) {
             return "wait in bst_sync";
         case EMU_WAIT_WARP:
             return "wait for their warp";
+        case EMU_WAIT_GROUP:
+            return "wait for their four warps";
         case EMU_WAIT_BARRIER:
             return "wait for an mbarrier";
         case EMU_WAIT_CLUSTER:
@@ -172,6 +179,7 @@ static void thread_body(void *context) {
     emu.kernel->run(emu.arguments);
     t->wait = EMU_EXITED;
     emu_bulk_exit(t);
+    if (t->product_count > 0) emu_fail(NULL, "the thread ends before it has waited for its products");
     --t->block->live;
     --emu.live;
     emu_cluster_check();
@@ -204,6 +212,7 @@ static bool begin_block(emu_block *block, unsigned x, unsigned y, unsigned rank)
     block->rank = rank;
     block->live = emu.launch->block;
     block->sync_arrived = 0;
+    memset(block->group_arrived, 0, sizeof block->group_arrived);
     memset(block->warps, 0, (emu.launch->block + 31) / 32 * sizeof *block->warps);
     emu_shared_fill(block);
     for (unsigned i = 0; i < emu.launch->block; ++i) {

@@ -235,6 +235,25 @@ static void check_bulk(void) {
                 "ends before bst_bulk_wait", "thread 0");
 }
 
+static bool rows_times_the_first(void) {
+    for (int r = 0; r < 64; ++r) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k) sum += x[16 * r + k] * x[k]; /* small integers */
+        if (y[r] != sum) return false;
+    }
+    return true;
+}
+
+static void check_products(void) {
+    const bst_launch group = {.grid_x = 1, .block = 128, .shared = 1024 + 320 * 128};
+    check_schedules("product", "WRONG", 0, 1, group, rows_times_the_first, "the wait for its sums");
+    check(right_in("product", "WRONG", 2, group, rows_times_the_first) < SEEDS, "a factor reused too early");
+    check_error(launch("product", "WRONG", 3, group), BST_CUDA, "a product of two warps",
+                "threads 0-63 wait for their four warps at selftest.cu:", "threads 64-127 have exited");
+    check_error(launch("product", "WRONG", 4, group), BST_CUDA, "a thread that ends before its product",
+                "ends before it has waited for its products", "kernel product");
+}
+
 static void check_older_chips(void) {
     static const char *const words[] = {"bst_barrier_init", "bst_bulk_write", "bst_cluster_arrive"};
     const bst_launch block = {.grid_x = 1, .block = 32, .shared = 16};
@@ -403,6 +422,7 @@ int main(void) {
     check_overflow();
     check_clusters();
     check_bulk();
+    check_products();
     check_older_chips();
     check_launches();
     check_arithmetic();

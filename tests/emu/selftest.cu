@@ -1,6 +1,9 @@
 /* selftest.cu - small kernels, right and wrong, that show what the emulator sees. A macro takes out the piece that
  * makes each one right: RIGHT is 1 for the correct kernel. */
 #include "ptx.cuh"
+#include "warpgroup.cuh"
+
+#define BST_F16_CODE 2
 
 struct arguments {
     const float *x;
@@ -249,6 +252,44 @@ BST_KERNEL(bulk, arguments, 128, 1) {
         }
         bst_sync();
     }
+}
+
+/* WRONG: 0 nothing, 1 sums read before they are waited for, 2 a factor reused before, 3 by two warps, 4 no wait at all.
+ * Row r of A is x's r-th sixteen numbers, of B those of r % 64, in bfloat16, swizzled: y[r] = A_r . B_0. */
+BST_KERNEL(product, arguments, 128, 1) {
+    BST_DYNAMIC_SHARED(memory);
+    unsigned char *const left = memory + (1024 - bst_shared_address(memory) % 1024) % 1024, *const right =
+                                                                                                left + 64 * 128;
+    float sums[128];
+    for (unsigned i = bst_thread(); i < 320 * 16; i += bst_threads()) {
+        const unsigned row = i / 16 < 64 ? i / 16 : i / 16 - 64, to = row * 128 + i % 16 * 2;
+        bst_raw raw = {{bst_bf16x2(a.x[row % 64 * 16 + i % 16], 0.0f), 0, 0, 0}};
+        bst_write((i / 16 < 64 ? left : right) + (to ^ (row & 7) << 4), raw, 2);
+    }
+    bst_fence_async();
+    bst_sync();
+#if WRONG == 3
+    if (bst_thread() >= 64) return;
+#endif
+    bst_hold_sums(sums);
+    bst_products_begin();
+    bst_product_64x256(sums, bst_tile(left), bst_tile(right), 0, 1, false);
+    bst_products_commit();
+#if WRONG == 2
+    const bst_raw zeros = {{0, 0, 0, 0}};
+    bst_write(left + 2 * bst_thread(), zeros, 2);
+#endif
+#if WRONG == 1
+    const float early[] = {sums[0], sums[2]};
+#endif
+#if WRONG != 4
+    bst_products_wait(0);
+#endif
+#if WRONG != 1
+    const float early[] = {sums[0], sums[2]};
+#endif
+    if (bst_lane() % 4 == 0)
+        BST_EACH(half, 2) a.y[bst_thread() / 32 * 16 + bst_lane() / 4 + 8 * half] = early[half];
 }
 
 /* WRONG: which word a chip older than Hopper has not, 0 to 2. */

@@ -9,7 +9,8 @@
 #include "emu.h"
 #include "sanitize.h"
 
-enum { RED_ZONE = 128, STATIC_ROOM = EMU_STATIC_LIMIT + EMU_MOST_SITES * 2 * RED_ZONE };
+/* An address in a block's memory is the same in all of a cluster, as far as swizzles of boxes look at it. */
+enum { RED_ZONE = 128, ALIKE = 1024, STATIC_ROOM = EMU_STATIC_LIMIT + EMU_MOST_SITES * 2 * RED_ZONE };
 
 static unsigned char *arena;
 static size_t stride; /* from one block's part to the next */
@@ -37,8 +38,8 @@ static size_t static_begin(void) { return RED_ZONE + up(emu.launch->shared, RED_
 unsigned char *emu_dynamic_of(const emu_block *block) { return block->memory + RED_ZONE; }
 
 bst_status emu_shared_begin(void) {
-    stride = up(static_begin() + STATIC_ROOM, 2 * RED_ZONE);
-    arena = aligned_alloc(2 * RED_ZONE, stride * emu.cluster);
+    stride = up(static_begin() + STATIC_ROOM, ALIKE);
+    arena = aligned_alloc(ALIKE, stride * emu.cluster);
     if (arena == NULL) return BST_NO_MEMORY;
     for (unsigned i = 0; i < emu.cluster; ++i) emu.blocks[i].memory = arena + i * stride;
     emu.site_count = emu.static_used = emu.static_end = 0;

@@ -1,7 +1,7 @@
 /* warpgroup.cuh - words for products on tensor cores, four warps at a time, of tiles that boxes are copied into.
  *
- * Hopper's alone (sm_90a). The emulator has none of them: what uses them asks the chip first (bst_chip, warpgroups),
- * and has another way. Section names are those of NVIDIA's "Parallel Thread Execution ISA". */
+ * Hopper's alone (sm_90a): what uses them asks the chip first (bst_chip, warpgroups), and has another way. Section
+ * names are those of NVIDIA's "Parallel Thread Execution ISA". */
 #ifndef BST_WARPGROUP_CUH
 #define BST_WARPGROUP_CUH
 

@@ -41,11 +41,20 @@ typedef struct emu_runtime {
     void (*barrier_init)(void *barrier, unsigned arrivals, const char *where);
     void (*barrier_arrive)(void *barrier, unsigned expected_bytes, const char *where);
     void (*barrier_wait)(void *barrier, unsigned parity, const char *where);
+    void (*barrier_arrive_at)(void *barrier, unsigned rank, const char *where);
 
     void (*bulk_read)(void *to, const void *from, unsigned bytes, void *barrier, const char *where);
     void (*bulk_write)(void *to, const void *from, unsigned bytes, const char *where);
+    /* A box of a tensor map; both: into each of the two blocks of a cluster. */
+    void (*box_read)(void *to, const void *map, int column, int row, int which, void *barrier, int both,
+                     const char *where);
     void (*bulk_commit)(void);
     void (*bulk_wait)(unsigned newest, int read_only);
+
+    /* A thread's part of wgmma.mma_async.m64n256k16; a, b: addresses in units of 16 bytes. */
+    void (*product)(float *sums, unsigned long a, unsigned long b, int add, int is_f16, int across, const char *where);
+    void (*products_commit)(void);
+    void (*products_wait)(unsigned newest, const char *where);
 
     void (*cluster_arrive)(const char *where);
     void (*cluster_wait)(const char *where);
