@@ -62,20 +62,29 @@ static inline bst_status bst__gemm(const bst_exec *exec, const char *op, const b
     bool on_cuda = problem->device.device_type == kDLCUDA;
     return on_cuda ? bst__cuda_gemm(exec, op, problem) : bst__cpu_gemm(exec, op, problem);
 }
-/* How boxes of so many rows of a matrix of 16-bit numbers are copied (tensor_map.h): where the chip has warpgroups. Its
- * address and its stride, in elements, must be multiples of 16 bytes. While kernels are only compiled: nothing. */
+/* How boxes of matrices of 16-bit numbers are copied (tensor_map.h): where the chip has warpgroups. */
 struct bst_tensor_map;
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
-                                struct bst_tensor_map *out);
-/* The same of several matrices, one behind another, or of any array. */
 typedef struct bst_boxes {
     void *data;
     bst_dtype dtype;
-    uint32_t dims, rows; /* rows: of a box, which is as wide as of a matrix and one matrix deep */
+    uint32_t dims, rows; /* 2, or 3 for matrices one behind another; rows of a box, which is of one of these */
     uint64_t sizes[3];   /* the innermost first, whose elements are contiguous */
-    uint64_t strides[2]; /* in elements, of the others */
+    uint64_t strides[2]; /* of the others, in elements; these, and the address, are multiples of 16 bytes */
 } bst_boxes;
+/* While kernels are only compiled: nothing. */
 bst_status bst__cuda_map_boxes(const char *op, int device, const bst_boxes *boxes, struct bst_tensor_map *out);
+static inline bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
+                                              struct bst_tensor_map *out) {
+    /* That of one row says nothing. */
+    const int64_t stride = matrix->size[0] > 1 ? matrix->stride[0] : bst__divided_up(matrix->size[1], 8) * 8;
+    const bst_boxes boxes = {.data = matrix->data,
+                             .dtype = matrix->dtype,
+                             .dims = 2,
+                             .rows = box_rows,
+                             .sizes = {(uint64_t)matrix->size[1], (uint64_t)matrix->size[0]},
+                             .strides = {(uint64_t)stride}};
+    return bst__cuda_map_boxes(op, device, &boxes, out);
+}
 /* Copies to the host what exec's stream has left there, and waits for it. Not within a graph's capture:
  * BST_UNSUPPORTED. While kernels are only compiled: zeros. */
 bst_status bst__cuda_read(const bst_exec *exec, const char *op, int device, const void *from, void *to, size_t bytes);

@@ -80,19 +80,6 @@ bst_status bst__cuda_map_boxes(const char *op, int device, const bst_boxes *boxe
     return result == CUDA_SUCCESS ? BST_OK : bst__driver_error(op, "cuTensorMapEncodeTiled", result);
 }
 
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
-                                struct bst_tensor_map *out) {
-    /* That of one row says nothing, but it must be a multiple of 16 bytes. */
-    const int64_t stride = matrix->size[0] > 1 ? matrix->stride[0] : bst__divided_up(matrix->size[1], 8) * 8;
-    const bst_boxes boxes = {.data = matrix->data,
-                             .dtype = matrix->dtype,
-                             .dims = 2,
-                             .rows = box_rows,
-                             .sizes = {(uint64_t)matrix->size[1], (uint64_t)matrix->size[0]},
-                             .strides = {(uint64_t)stride}};
-    return bst__cuda_map_boxes(op, device, &boxes, out);
-}
-
 /* Waits for the stream. Its capture would break. */
 static bst_status read_back(const char *op, CUstream stream, const void *from, void *to, size_t bytes) {
     int status = CU_STREAM_CAPTURE_STATUS_NONE;

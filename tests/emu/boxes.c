@@ -33,18 +33,6 @@ bst_status bst__cuda_map_boxes(const char *op, int device, const bst_boxes *boxe
     return BST_OK;
 }
 
-bst_status bst__cuda_tensor_map(const char *op, int device, const bst_view *matrix, uint32_t box_rows,
-                                struct bst_tensor_map *out) {
-    const int64_t stride = matrix->size[0] > 1 ? matrix->stride[0] : bst__divided_up(matrix->size[1], 8) * 8;
-    const bst_boxes boxes = {.data = matrix->data,
-                             .dtype = matrix->dtype,
-                             .dims = 2,
-                             .rows = box_rows,
-                             .sizes = {(uint64_t)matrix->size[1], (uint64_t)matrix->size[0]},
-                             .strides = {(uint64_t)stride}};
-    return bst__cuda_map_boxes(op, device, &boxes, out);
-}
-
 /* ---- a box ------------------------------------------------------------------------------------------------------- */
 
 enum { COLUMNS = BST_BOX_COLUMNS, ROW = 2 * COLUMNS, PIECE = 16 };
