@@ -92,6 +92,8 @@ bst_status bst__need_dtype(const char *op, const char *name, const bst_view *v, 
 bst_status bst__need_device(const char *op, const char *name, const bst_view *v, const bst_view *other,
                             const char *other_name);
 bst_status bst__need_contiguous(const char *op, const char *name, const bst_view *v);
+/* Of a matrix whose rows have been read: none overlaps the next, as products of a framework or of a library need it. */
+bst_status bst__need_rows_apart(const char *op, const char *name, const bst_view *matrix);
 /* One element: a scalar or any tensor of one. */
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v);
 bool bst__is_contiguous(const bst_view *v);

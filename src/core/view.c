@@ -161,6 +161,11 @@ bst_status bst__need_contiguous(const char *op, const char *name, const bst_view
     return bst__error(BST_INVALID, "%s: %s, of shape %s, is not contiguous; it must be", op, name, bst__shape_text(v));
 }
 
+bst_status bst__need_rows_apart(const char *op, const char *name, const bst_view *matrix) {
+    if (matrix->rows.inner_stride >= matrix->size[1]) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, name);
+}
+
 bst_status bst__need_one(const char *op, const char *name, const bst_view *v) {
     if (v->count == 1) return BST_OK;
     return bst__error(BST_INVALID, "%s: %s has shape %s; one element is needed", op, name, bst__shape_text(v));

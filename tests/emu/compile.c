@@ -157,7 +157,12 @@ static bst_status open_cache(const char *op) {
     return bst__error(BST_COMPILE, "%s: the emulator cannot make the folder %s: %s", op, cache, strerror(errno));
 }
 
-static bool is_replaced(const char *name) { return strcmp(name, "ptx.cuh") == 0 || strcmp(name, "warpgroup.cuh") == 0; }
+static bool is_replaced(const char *name) {
+    for (size_t i = 0; i < sizeof device_files / sizeof *device_files; ++i) {
+        if (strcmp(name, device_files[i]) == 0) return true;
+    }
+    return false;
+}
 
 /* Puts the embedded texts into a folder of their own, once; all but those which the emulator replaces. */
 static bst_status write_sources(const char *op) {

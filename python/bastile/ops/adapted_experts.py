@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from bastile.ops._common import Function, first_order_only, need_floats, release_on_last_pass, served
+from bastile.ops._common import FLOATS, Function, first_order_only, need_floats, release_on_last_pass, served
 from bastile.ops._glu import ALPHA, OAI, unit_of
 from bastile.ops._grouped import grouped_rows
 from bastile.ops._late import finished, late
@@ -29,8 +29,6 @@ from bastile.recompute import offer
 __all__ = ["ExpertAdapters", "adapted_experts"]
 
 _transpose = torch.ops.bastile.moe_transpose.default
-#: Types by their numbers in the library (src/core/dtype.h).
-_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 #: Of which numbers of columns grouped products' operands on a GPU have a multiple.
 _RANKS = 8
@@ -55,12 +53,12 @@ class _Spread(Function):
     @staticmethod
     def forward(ctx, weight, experts, dtype):
         ctx.dtype = weight.dtype
-        across = _transpose(weight.unsqueeze(0), _NUMBERS[dtype])  # [r E, 1, B]
+        across = _transpose(weight.unsqueeze(0), FLOATS.index(dtype))  # [r E, 1, B]
         return across.view(-1, experts, weight.shape[0]).transpose(0, 1)
 
     @staticmethod
     def backward(ctx, g):
-        back = _transpose(g.transpose(0, 1), _NUMBERS[ctx.dtype]).flatten(1)
+        back = _transpose(g.transpose(0, 1), FLOATS.index(ctx.dtype)).flatten(1)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             back = first_order_only("adapted_experts", back, g)
         return back, None, None

@@ -114,7 +114,7 @@ BST_DEVICE void bst_tile_multiply(bst_pipe *p, float *sums, int pieces, int add,
     unsigned before = 0;
     BST_ROLLED
     for (int piece = 0; piece < pieces; piece++) {
-        bst_tile_multiply_piece(p, sums, BST_BOX_COLUMNS / 16, add | piece, type, across);
+        bst_tile_multiply_piece(p, sums, BST_BOX_COLUMNS / BST_TILE_DEPTH, add | piece, type, across);
         if (piece) {
             bst_products_wait(1);
             bst_tile_release(p, before);

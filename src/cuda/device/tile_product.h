@@ -7,7 +7,8 @@
 #define BST_TILE_ROWS    BST_BOX_ROWS
 #define BST_TILE_COLUMNS (2 * BST_BOX_ROWS)
 #define BST_TILE_THREADS 384
-#define BST_TILE_STAGES  4 /* pieces of the products' terms in shared memory */
+#define BST_TILE_STAGES  4  /* pieces of the products' terms in shared memory */
+#define BST_TILE_DEPTH   16 /* of a piece's columns, what one product takes */
 
 #define BST_TILE_X_BYTES (BST_TILE_ROWS * BST_BOX_COLUMNS * 2)
 #define BST_TILE_W_BYTES (BST_TILE_COLUMNS * BST_BOX_COLUMNS * 2)

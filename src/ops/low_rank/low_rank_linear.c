@@ -131,8 +131,7 @@ static bst_status one_by_one(const bst_exec *exec, const char *op, const sum *s)
 /* Products of the framework or of a library take no rows that overlap. Said before anything is written. */
 static bst_status need_apart(const char *op, const bst_argument *arguments, const bst_view *v) {
     for (int i = 0; !(arguments[i].flags & BST_OUT); i++) /* which are the last */
-        if (v[i].dims == 2 && low_rank_stride(&v[i]) < v[i].size[1])
-            return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, arguments[i].name);
+        if (v[i].dims == 2) BST_TRY(bst__need_rows_apart(op, arguments[i].name, &v[i]));
     return BST_OK;
 }
 
@@ -194,7 +193,7 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const sum *s) {
     int64_t parts = 0;
     if (s->thin) {
         BST_TRY(map(op, s->thin, s->b, s->across, &a.thin, &a.b));
-        parts = bst__divided_up(bst__lesser(s->thin->size[1], BST_BOX_COLUMNS), LOW_RANK_STEP);
+        parts = bst__divided_up(bst__lesser(s->thin->size[1], BST_BOX_COLUMNS), BST_TILE_DEPTH);
     }
     for (int i = 0; i < s->products; i++) BST_TRY(map(op, s->x[i], s->weight[i], s->across, &a.x[i], &a.weight[i]));
     bst_launch l = {.kernel = &kernel,

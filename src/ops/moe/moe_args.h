@@ -10,8 +10,6 @@
 #define BST_MOE_MOST_EXPERTS 1023
 #define MOE_MOST_ROWS        32
 
-#define MOE_LINEAR_STEP      16 /* columns of thin that a product takes */
-
 /* The expert of a row: the first whose rows end behind it. */
 BST_INLINE int expert_of(const int32_t *ends, int experts, int64_t row) {
     int low = 0, high = experts;

@@ -55,19 +55,14 @@ static bst_status need_lain(const char *op, const char *name, const bst_view *m)
                       name);
 }
 
-static bst_status need_apart(const char *op, const char *name, const bst_view *v) {
-    if (v->count < 2 || v->rows.inner_stride >= v->size[1]) return BST_OK;
-    return bst__error(BST_UNSUPPORTED, "%s: the rows of %s overlap; make it contiguous", op, name);
-}
-
 static bst_status check(const char *op, const bst_view *v, const bst_attribute *attributes) {
     (void)attributes;
     BST_TRY(bst__moe_need_countable(op, "x", "rows", v[X].size[0]));
     BST_TRY(bst__moe_need_experts(op, v[ENDS].count));
-    BST_TRY(need_apart(op, "x", &v[X]));
+    BST_TRY(bst__need_rows_apart(op, "x", &v[X]));
     BST_TRY(need_lain(op, "matrices", &v[MATRICES]));
     if (!bst__given(&v[THIN])) return BST_OK;
-    BST_TRY(need_apart(op, "thin", &v[THIN]));
+    BST_TRY(bst__need_rows_apart(op, "thin", &v[THIN]));
     return need_lain(op, "b", &v[B]);
 }
 
@@ -126,21 +121,25 @@ static bool are_served(const bst_view *x, const bst_view *m) {
     return aligned && x->count && m->count && x->size[1] <= INT32_MAX / 2;
 }
 
+/* So many tiles there are at most: experts without rows have none. */
+static int64_t most_tiles(const bst_view *v) {
+    int64_t of_rows = bst__divided_up(v[Y].size[0], BST_TILE_ROWS) + v[ENDS].count;
+    return of_rows * bst__divided_up(v[Y].size[1], BST_TILE_COLUMNS);
+}
+
 static bool serves(const bst_chip *chip, const bst_view *v, moe_linear_args *a) {
     const bst_view *y = &v[Y];
     const bool adapted = v[THIN].count;
     if (!chip->warpgroups || y->dtype == BST_F32 || (uintptr_t)y->data % 16 || y->size[1] % 8) return false;
     if (!are_served(&v[X], &v[MATRICES]) || (adapted && !are_served(&v[THIN], &v[B]))) return false;
     if (adapted && v[THIN].size[1] > BST_BOX_COLUMNS) return false; /* scaled in registers: one piece */
-    int64_t columns = bst__divided_up(y->size[1], BST_TILE_COLUMNS);
-    int64_t most = bst__divided_up(y->size[0], BST_TILE_ROWS) + v[ENDS].count; /* tiles of rows */
-    if (y->size[1] > INT32_MAX / 2 || y->size[0] > INT32_MAX / 2 || most > INT32_MAX / 2 / columns) return false;
+    if (y->size[1] > INT32_MAX / 2 || y->size[0] > INT32_MAX / 2 || most_tiles(v) > INT32_MAX / 2) return false;
     *a = (moe_linear_args){.y = y->data,
                            .ends = v[ENDS].data,
                            .rows = (int32_t)y->size[0],
                            .columns = (int32_t)y->size[1],
                            .experts = (int32_t)v[ENDS].count,
-                           .tile_columns = (int32_t)columns,
+                           .tile_columns = (int32_t)bst__divided_up(y->size[1], BST_TILE_COLUMNS),
                            .group = GROUP,
                            .steps = (int32_t)bst__divided_up(v[X].size[1], BST_BOX_COLUMNS)};
     return true;
@@ -175,15 +174,13 @@ static bst_status run_cuda(const bst_exec *exec, const char *op, const bst_view 
     BST_TRY(map(op, &v[X], &v[MATRICES], &a.x, &a.matrices));
     if (v[THIN].count) {
         BST_TRY(map(op, &v[THIN], &v[B], &a.thin, &a.b));
-        parts = bst__divided_up(v[THIN].size[1], MOE_LINEAR_STEP);
+        parts = bst__divided_up(v[THIN].size[1], BST_TILE_DEPTH);
         thin_across = lain_of(&v[B]).across;
     }
-    /* So many tiles there are at most: experts without rows have none. */
-    int64_t most = (bst__divided_up(a.rows, BST_TILE_ROWS) + a.experts) * a.tile_columns;
     bst_launch l = {.kernel = &kernel,
                     .values = {v[Y].dtype, parts, parts && scale != 1, lain_of(&v[MATRICES]).across, thin_across},
                     .block = BST_TILE_THREADS,
-                    .grid_x = (unsigned)bst__lesser(most, chip.processors),
+                    .grid_x = (unsigned)bst__lesser(most_tiles(v), chip.processors),
                     .shared = BST_TILE_SHARED};
     return bst__cuda_launch(exec, op, device, &l, &a, sizeof a);
 }
