@@ -153,11 +153,11 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     sizes = [(2, 8)] * 5 + [(2, 5), (2, 13), (2, 26)]  # noted, measured twice, captured, replayed; fewer; 1.14; 2.28
     model = trained("auto", sizes)
     assert counted()[0] == 5
-    assert captured_lengths(model) == [26]
+    assert captured_lengths(model) == [5, 8, 13, 26]
     assert [*stack_of(model).ratios.values()] == [0.7]
     trained("auto", [*sizes, (2, 27)])  # 2.36
     assert counted()[0] == 5
-    assert captured_lengths(trained("auto", [*sizes, *[(2, 27)] * 4])) == [27]  # measured: 0.7
+    assert captured_lengths(trained("auto", [*sizes, *[(2, 27)] * 4])) == [5, 8, 13, 26, 27]  # measured: 0.7
     monkeypatch.setattr("bastile.graphs.pays.Pays.ratio", lambda self: 1.5)
     assert captured_lengths(trained("auto", [(2, 8)] * 5 + [(2, 10)] * 2)) == []  # beside none
     counted()
@@ -168,7 +168,7 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
 def test_more_than_graphs_are_kept_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "MOST_CAPTURED", 2)
     sizes = [ONE, ONE, LONGER, WIDER, SHORTER]
-    assert assert_alike(tiny_model(), 3, steps=5, batches=of(*sizes)).aside == {}
+    assert assert_alike(tiny_model(), 2, steps=5, batches=of(*sizes)).aside == {}
 
 
 def test_lengths_of_which_none_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_lengths_of_which_none_comes_again(monkeypatch: pytest.MonkeyPatch) -> N
     sizes = [(2, n) for n in (5, 5, 6, 7, 8, 9, 10, 11, 8, 12)]  # 8 is used again
     model = trained(True, sizes)
     assert counted()[0] == 4 + 1 + 1
-    assert captured_lengths(model) == [12]
+    assert captured_lengths(model) == [5, 6, 7, 8, 12]
 
 
 def unlike(structure: Any) -> Any:
@@ -240,13 +240,27 @@ def test_graphs_of_lengths_that_will_not_come_again_go() -> None:
     assert captured_lengths(model) == [32]
 
 
-def test_a_longer_kind_than_ever_has_the_memory_first() -> None:
-    """What is shorter goes, and is captured again in the longer one's place."""
+def test_a_longer_kind_than_ever_has_the_memory_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shorter goes, and is captured again in the longer one's place, where a pool cannot grow."""
+    monkeypatch.setattr("bastile.graphs.recorder.can_grow", lambda device: False)
+    monkeypatch.setattr(RepeatingRecorder, "grows", False)
     sizes = [(2, n) for n in (9, 9, 5, 14, 9, 12, 14)]
     assert_alike(tiny_model(), 6, steps=7, batches=of(*sizes))
     assert captured_lengths(trained(True, sizes[:3])) == [5, 9]
     assert captured_lengths(trained(True, sizes[:4])) == [14]
     assert captured_lengths(trained(True, sizes)) == [9, 12, 14]
+
+
+def test_nothing_goes_from_a_pool_that_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eager steps have left goes back to the driver first."""
+    tidied: list[int] = []
+    monkeypatch.setattr(RepeatingRecorder, "tidy", lambda self: tidied.append(1))
+    sizes = [(2, n) for n in (9, 9, 5, 14, 9, 12, 14)]
+    assert_alike(tiny_model(), 6, steps=7, batches=of(*sizes))
+    tidied.clear()
+    assert captured_lengths(trained(True, sizes[:4])) == [5, 9, 14]
+    assert ON_CUDA or len(tidied) == 3  # behind the first backward pass, before 9 and 14
+    assert captured_lengths(trained(True, sizes)) == [5, 9, 12, 14]
 
 
 # ---- one note made of another ----------------------------------------------------------------------------------------

@@ -47,13 +47,15 @@ def test_fewer_where_each_has_graphs(mode: Any, pays: bool, kinds: int, monkeypa
 
 
 def test_rare_numbers_go_as_larger_ones() -> None:
-    """That have come twice, and so have a graph: until they have come often."""
+    """That have come: until that has added eight times their own tokens."""
     numbers = side_by_side.Numbers()
-    assert [numbers.of(5120, 1e6) for _ in range(2)] == [5120, 5120]
-    assert [numbers.of(4096, 1e6) for _ in range(33)] == [5120] * 31 + [4096] * 2
+    assert numbers.of(5120, 1e6) == 5120
+    assert [numbers.of(4096, 1e6) for _ in range(34)] == [5120] * 32 + [4096] * 2
     assert numbers.of(3584, 4000) == 3584  # no more than the batch had
-    assert numbers.of(3584, 1e6) == 4096
-    assert numbers.of(2048, 1e6) == 2048  # the next one is more than a quarter larger
+    assert numbers.of(3072, 1e6) == 3584  # the next larger one, of three
+    assert numbers.of(2048, 1e6) == 3584
+    assert [numbers.of(1920, 1e6) for _ in range(10)] == [3584] * 9 + [1920]
+    assert numbers.of(768, 1e6) == 768  # the next one is more than twice as large
     assert numbers.of(6144, 1e6) == 6144
     assert [numbers.longest(length) for length in (100, 300, 17)] == [128, 512, 512]
 

@@ -2,70 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 
 from bastile.ops import _room
-from bastile.ops._room import make_room
+from bastile.ops._room import room
 
 ROW = 1 << 18  # bytes
 
 
 @pytest.fixture
-def given_back(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """How often memory went back to the driver. The tensors of these tests are on no GPU."""
-    calls: list[None] = []
+def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What did around calls, where memory cannot grow. The tensors of these tests are on no GPU."""
+    events: list[str] = []
+
+    @contextmanager
+    def growing() -> Iterator[None]:
+        events.append("grows")
+        yield
+        events.append("grows no more")
+
     monkeypatch.setattr(_room, "_most", {})
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    monkeypatch.setattr(_room, "can_grow", lambda device: False)
+    monkeypatch.setattr(_room, "growing", growing)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("tidied"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return calls
+    return events
 
 
 def rows(count: int) -> torch.Tensor:
     return torch.empty(count, 1)
 
 
-def test_the_first_call_tidies_behind_itself(given_back: list[None]) -> None:
-    assert make_room(rows(300), ROW, 2048) is True
-    assert not given_back
-    assert make_room(rows(300), ROW, 2048) is make_room(rows(512), ROW, 2048) is False
-    assert not given_back
+def call(events: list[str], *given: Any, **more: Any) -> list[str]:
+    events.clear()
+    with room(*given, **more):
+        events.append("call")
+    return [*events]
 
 
-def test_a_larger_one_than_ever_finds_the_last_ones_block_gone(given_back: list[None]) -> None:
-    make_room(rows(300), ROW, 2048)
-    found = []
-    for count in (513, 900, 100, 1024, 1025, 2048, 5000, 9000):
-        assert make_room(rows(count), ROW, 2048) is False
-        found.append(len(given_back))
-    assert found == [1, 1, 1, 1, 2, 3, 3, 3]
+def test_the_first_call_tidies_behind_itself(happened: list[str]) -> None:
+    assert call(happened, rows(300), ROW, 2048) == ["call", "tidied"]
+    assert call(happened, rows(300), ROW, 2048) == call(happened, rows(512), ROW, 2048) == ["call"]
 
 
-def test_what_is_small_is_worth_no_wait(given_back: list[None]) -> None:
-    assert make_room(rows(5000), (64 << 20) // 512, 512) is False
-    assert make_room(rows(5000), (64 << 20) // 512 + 1, 512) is True
+def test_a_larger_one_than_ever_finds_the_last_ones_block_gone(happened: list[str]) -> None:
+    call(happened, rows(300), ROW, 2048)
+    found = [len(call(happened, rows(n), ROW, 2048)) for n in (513, 900, 100, 1024, 1025, 2048, 5000, 9000)]
+    assert found == [2, 1, 1, 1, 2, 2, 1, 1]
+    assert call(happened, rows(9000), ROW, 4096) == ["tidied", "call"]
 
 
-def test_nothing_is_done_while_a_graph_is_captured(given_back: list[None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert make_room(rows(2048), ROW, 2048) is False
+def test_what_is_small_is_worth_no_wait(happened: list[str]) -> None:
+    assert call(happened, rows(5000), (64 << 20) // 512, 512) == ["call"]
+    assert call(happened, rows(5000), (64 << 20) // 512 + 1, 512) == ["call", "tidied"]
+
+
+def test_logits_that_are_kept_are_larger_in_each_call(happened: list[str]) -> None:
+    assert call(happened, rows(3000), ROW, 3000, is_kept=True) == ["call"]
     assert not _room._most
 
 
-def test_tensors_without_values(given_back: list[None]) -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_where_memory_can_grow(is_kept: bool, happened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_room, "can_grow", lambda device: True)
+    for count in (300, 2000):
+        found = call(happened, rows(count), ROW, 2048, is_kept=is_kept)
+        assert found == ["grows", "call", "grows no more"]
+    assert call(happened, rows(5000), (64 << 20) // 512, 512, is_kept=is_kept) == ["call"]
+
+
+def test_nothing_is_done_while_a_graph_is_captured(happened: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert call(happened, rows(2048), ROW, 2048) == ["call"]
+    assert not _room._most
+
+
+def test_tensors_without_values(happened: list[str]) -> None:
     class Other(torch.Tensor):
         pass
 
-    assert make_room(rows(2048).as_subclass(Other), ROW, 2048) is False
+    assert call(happened, rows(2048).as_subclass(Other), ROW, 2048) == ["call"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
-def test_lengths_that_grow_leave_no_blocks_behind(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_that_grow_leave_no_blocks_behind(trains: bool, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from bastile.ops.fused_linear_cross_entropy import padded
     from bastile.ops.linear_logprobs import linear_logprobs
 
     monkeypatch.setattr(_room, "_most", {})
+    if not grows:
+        monkeypatch.setattr(_room, "can_grow", lambda device: False)
     vocabulary, width = 100_003, 64
     weight = torch.randn(vocabulary, width, device="cuda", dtype=torch.bfloat16)
     torch.cuda.empty_cache()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
+
+from bastile.ops._growing import can_grow, growing
 
 uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
 
@@ -22,6 +24,8 @@ class Replayed(Protocol):
 
 class Recorder(Protocol):
     """Of one model's recordings."""
+
+    grows: bool  # whether a larger recording than any before makes the pool longer, instead of adding to it
 
     def recording(self, before: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """What is recorded within belongs together, and may use memory that recordings before it use. before: is called
@@ -66,6 +70,7 @@ class CudaRecorder:
         self.stream = left.pop() if left else torch.cuda.Stream(device)
         weakref.finalize(self, left.append, self.stream).atexit = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.grows = can_grow(device)
         self.anew()
 
     def anew(self) -> None:
@@ -117,10 +122,11 @@ class CudaRecorder:
     ) -> tuple[Replayed, list[torch.Tensor | None]]:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Of this thread alone: others pin memory and ask events meanwhile.
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            outputs = list(function())
-            graph.capture_end()
+            with growing() if self.grows else nullcontext():
+                # Of this thread alone: others pin memory and ask events meanwhile.
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                outputs = list(function())
+                graph.capture_end()
         except BaseException:
             with suppress(RuntimeError):  # what went wrong has ended it
                 graph.capture_end()
@@ -193,6 +199,8 @@ class Repeated:
 
 class RepeatingRecorder:
     """For tests where there is no GPU: everything around the graphs is as it is there."""
+
+    grows = True
 
     def anew(self) -> None:
         pass

@@ -257,16 +257,19 @@ class Stack:
             self.recorder.tidy()
 
     def make_way(self, tokens: int) -> None:
-        """Before graphs are captured of a step with so many. If that is more than ever, what is in the pool goes, for
-        hardly a piece of it would be large enough. The others are captured again when they come, in pieces of this
-        one's."""
+        """Before graphs are captured of a step with so many. If that is more than ever, and the pool cannot grow, what
+        is in it goes, for hardly a piece would be large enough; the others are captured again when they come, in pieces
+        of this one's. What a pool grows by is to be what eager steps have left."""
         assert self.recorder is not None
         if not self.has_graphs:
             self._say(True)
         if self.differentiates:
             self._reserved.before_graphs(self.recorder)
         if tokens > self._most_tokens:
-            self._drop()
+            if self.recorder.grows:
+                self.recorder.tidy()
+            else:
+                self._drop()
             self._most_tokens = tokens
 
     def _drop(self) -> None:

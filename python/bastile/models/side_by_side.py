@@ -16,9 +16,10 @@ from bastile.ops._valid_rows import gather, scatter
 _LARGEST_PART, _LONG_PART, _LONG = 1.0, 0.9, 1024
 #: Numbers of tokens are made few: eight between two powers of two, and four where each has graphs of its own.
 STEPS, STEPS_OF_GRAPHS, _LEAST_STEP = 16, 8, 64
-#: A number that has come so often has a graph of its own: to capture one takes some 60 times what a quarter more tokens
-#: take. Till then it may go as one that has come twice and is so many times as large.
-_OFTEN, _TWICE, _RAISED = 32, 2, 1.25
+#: A number goes as a larger one that has come before, up to so many times as large, until the tokens that this has
+#: added are so many times its own: then it has a graph of its own. To capture one takes as long as three (8 billion
+#: parameters) to twenty (0.6) times the tokens of a step.
+_RAISED, _ADDED = 2.0, 8
 
 
 class SideBySide:
@@ -80,22 +81,23 @@ def pays(to: int, rows: int, length: int, causal: bool) -> bool:
 
 
 class Numbers:
-    """Of tokens, in layers that have a graph of each number from its second time on. One that is rare goes as the next
-    larger one that has come twice: that takes a quarter more at most, and a graph of its own time to capture, and
-    memory. The longest sequence is as long as any that has come, for the same reason."""
+    """Of tokens, in layers that have a graph of each. One that is rare goes as the next larger one that there is: that
+    takes more tokens, and a graph of its own time to capture, and memory. The longest sequence is as long as any that
+    has come, for the same reason."""
 
     def __init__(self) -> None:
-        self._asked: Counter[int] = Counter()
-        self._went: Counter[int] = Counter()
+        self._went: set[int] = set()
+        self._added: Counter[int] = Counter()  # by number: tokens, as those of larger ones
         self._longest = 0
 
     def of(self, to: int, most: float) -> int:
         """As which so many tokens go; as no more than `most`."""
-        self._asked[to] += 1
-        if self._went[to] < _TWICE and self._asked[to] < _OFTEN:
-            larger = [n for n, times in self._went.items() if times >= _TWICE and to < n <= min(most, _RAISED * to)]
-            to = min(larger, default=to)
-        self._went[to] += 1
+        if to not in self._went:
+            larger = min((n for n in self._went if to < n <= min(most, _RAISED * to)), default=to)
+            self._added[to] += larger - to
+            if self._added[to] <= _ADDED * to:
+                to = larger
+        self._went.add(to)
         return to
 
     def longest(self, length: int) -> int:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, cast_as_linear, first_order_only, need_floats, on_gpu, served
-from bastile.ops._room import give_back, make_room
+from bastile.ops._room import room
 from bastile.ops._valid_rows import ValidCount, gather, is_worthwhile, scatter, set_compaction, valid_first
 from bastile.ops.cross_entropy import REDUCTION, Reduction, reference, scalar_tensor, scaled
 from bastile.ops.vocabulary_parallel import VocabularyShard
@@ -109,14 +110,20 @@ def kept_rows(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int) -> i
     return min(rows, max(most // TILE * TILE or most, LEAST_ROWS))
 
 
-def make_room_for(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int, want: list[bool]) -> bool:
-    """Before a call on CUDA that keeps no logits: see `make_room`. want: gradients of hidden, weight and bias."""
+def room_for(
+    hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int, want: list[bool], kept: int = 0
+) -> AbstractContextManager[None]:
+    """Around a call on CUDA: see `room`. want: gradients of hidden, weight and bias that it makes. kept: so many rows'
+    logits are kept."""
     if not hidden.is_cuda or torch.compiler.is_compiling():
-        return False
+        return nullcontext()
+    row_bytes = padded(weight.shape[0]) * hidden.element_size()
+    if kept:
+        return room(hidden, row_bytes, kept, is_kept=True)
     most = rows_that_fit(hidden, weight.shape[0], chunk_bytes or usual_bytes(hidden.device))
     if not chunk_bytes:
         most = min(most, CHUNK_ROWS if any(want[1:]) else FROZEN_ROWS if want[0] else FORWARD_ROWS)
-    return make_room(hidden, padded(weight.shape[0]) * hidden.element_size(), most)
+    return room(hidden, row_bytes, most)
 
 
 class _LinearCrossEntropy(Function):
@@ -140,12 +147,10 @@ class _LinearCrossEntropy(Function):
         needs_logits = any(want[1:]) or (want[0] and again)
         keep = needs_logits and reduced and on_gpu(hidden) and fits
         now = [w and not again and not keep for w in want]
-        is_first = not keep and make_room_for(hidden, weight, chunk_bytes, now)
-        loss, lse, dlogits, dhidden, dweight, dbias = _forward(
-            hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, is_wide, keep, *now
-        )
-        if is_first:
-            give_back()
+        with room_for(hidden, weight, chunk_bytes, now, kept=hidden.shape[0] if keep else 0):
+            loss, lse, dlogits, dhidden, dweight, dbias = _forward(
+                hidden, weight, target, bias, class_weight, num_items, *options, chunk_bytes, is_wide, keep, *now
+            )
         ctx.options, ctx.want = (*options, chunk_bytes, is_wide), want
         ctx.now = any(now)
         # lse is an output for first_order_only, which needs a way back to hidden and weight where these are not kept;

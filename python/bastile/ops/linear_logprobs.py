@@ -10,7 +10,6 @@ import torch
 
 from bastile.ops import _fakes  # noqa: F401  (registers the operators, with their fakes)
 from bastile.ops._common import Function, first_order_only, is_last_pass, is_set, on_gpu, times
-from bastile.ops._room import give_back
 from bastile.ops._valid_rows import ValidCount, gather, scatter
 from bastile.ops.fused_linear_cross_entropy import (
     are_left_out,
@@ -19,7 +18,7 @@ from bastile.ops.fused_linear_cross_entropy import (
     float32_gradient,
     head_inputs,
     kept_rows,
-    make_room_for,
+    room_for,
     rows_to_compute,
 )
 from bastile.ops.vocabulary_parallel import (
@@ -156,12 +155,10 @@ class _LinearLogProbs(Function):
         )
         if with_jacobian:
             kept = 0
-        is_first = not kept and make_room_for(hidden, weight, chunk_bytes, [with_jacobian, False, False])
-        part = statistics(
-            hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), kept, shard, with_jacobian
-        )
-        if is_first:
-            give_back()
+        with room_for(hidden, weight, chunk_bytes, [with_jacobian, False, False], kept):
+            part = statistics(
+                hidden, weight, bias, target, options, wanted, chunk_bytes, any(want), kept, shard, with_jacobian
+            )
         found, target, logits, jacobian, own, options = part
         log_probs, pairs, *others, top1 = found
         ctx.options, ctx.chunk_bytes, ctx.want = options, chunk_bytes, want
