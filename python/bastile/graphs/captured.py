@@ -11,8 +11,7 @@ of a pass beside another one, for autograd adds them to the other's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -124,7 +123,7 @@ class Captured:
         found: dict[Any, Layer] = {}
         layers = [(run.first + at, layer) for run in self.runs for at, layer in enumerate(run.layers)]
         for place, layer in layers:
-            lie = [(p.stride(), p.data_ptr() % _ALIGNED) for p in layer.module.parameters()]
+            lie = [(p.stride(), p.data_ptr() % _ALIGNED) for p in layer.all_parameters]
             call = replace(layer.call, is_chained=True)
             found.setdefault((layer is layers[-1][1], call, kind_of(layer.module, place), *lie), layer)
         return found.values()
@@ -251,7 +250,7 @@ class Captured:
         """What the layer returns, and what its routers do."""
         args, kwargs = rebuilt(layer.call.structure, others)
         are_wanted = bool(layer.call.of_routers)
-        with bare(layer.module), _standing_in(layer), collected.routers_alone(are_wanted) as of_routers:
+        with bare(layer.module), layer.standing_in(), collected.routers_alone(are_wanted) as of_routers:
             output = hidden_of(layer.module(hidden, *args, **kwargs))
         leads = torch.is_grad_enabled() and (
             hidden.requires_grad or bool(layer.parameters) or any(other.requires_grad for other in others)
@@ -326,16 +325,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + (reach + 1) * tensor.element_size() if tensor.numel() else begin
-
-
-@contextmanager
-def _standing_in(layer: Layer) -> Iterator[None]:
-    """Within, the layer's modules hold the stand-ins in place of the parameters that want gradients."""
-    stand_ins = {id(p): other for p, other in zip(layer.parameters, layer.stand_ins, strict=True)}
-    with ExitStack() as undo:
-        for table in [module._parameters for module in layer.module.modules()]:
-            for name, parameter in list(table.items()):
-                if id(parameter) in stand_ins:
-                    undo.callback(table.__setitem__, name, parameter)
-                    table[name] = stand_ins[id(parameter)]  # type: ignore[assignment]
-        yield

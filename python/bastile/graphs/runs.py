@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from bastile.graphs.arguments import Signature, differentiated
 from bastile.graphs.autocast import Autocast
 from bastile.graphs.recorder import Replayed, uses_of_storage
 from bastile.models.chunks import Chunks
+from bastile.models.structure import each, tables_of
 
 #: Layers in a run. More cost the host less, but what a run's graph writes is all there at once, and gradients are
 #: ready for others, such as DDP's reduction, when the run is done.
@@ -105,9 +107,25 @@ class Layer:
 
     def __init__(self, module: nn.Module, call: Call, differentiates: bool) -> None:
         self.module, self.call = module, call
-        self.parameters = [p for p in dict.fromkeys(module.parameters()) if differentiates and p.requires_grad]
+        self._tables = tables_of(list(each(module)))
+        self.all_parameters = list(dict.fromkeys(p for table in self._tables for p in table.values() if p is not None))
+        self.parameters = [p for p in self.all_parameters if differentiates and p.requires_grad]
         # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
         self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
+        stand_ins = dict(zip(map(id, self.parameters), self.stand_ins, strict=True))
+        places = [(table, name, p) for table in self._tables for name, p in table.items() if id(p) in stand_ins]
+        self._places = [(table, name, p, stand_ins[id(p)]) for table, name, p in places]
+
+    @contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Within, its modules hold the stand-ins in place of the parameters that want gradients."""
+        try:
+            for table, name, _, stand_in in self._places:
+                table[name] = stand_in
+            yield
+        finally:
+            for table, name, parameter, _ in self._places:
+                table[name] = parameter
 
 
 class Run:
