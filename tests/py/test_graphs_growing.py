@@ -10,7 +10,7 @@ from bastile.graphs import recorder
 from bastile.graphs.stack import _stacks
 from bastile.ops import _growing as growing
 from conftest import tiny_model
-from graphing import DEVICE, ON_CUDA, batch_of
+from graphing import DEVICE, ON_CUDA, batch_of, pretend_cuda
 
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
 
@@ -65,6 +65,18 @@ def test_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     growing._can_grow.cache_clear()
     assert not growing.can_grow(torch.device("cuda", 0))
     growing._can_grow.cache_clear()
+
+
+def test_it_is_not_asked_when_a_recorder_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be while somebody else captures a graph, in which no memory can be asked for."""
+    pretend_cuda(monkeypatch)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(recorder, "can_grow", lambda device: asked.append(device) or False)
+    of = recorder.CudaRecorder(torch.device(DEVICE, 0))
+    assert not asked
+    with of.recording():
+        of.record(lambda: [torch.ones(2, device=DEVICE)])
+    assert asked == [torch.device(DEVICE, 0)]
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="PyTorch's allocator of a GPU")

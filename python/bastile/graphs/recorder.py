@@ -25,7 +25,10 @@ class Replayed(Protocol):
 class Recorder(Protocol):
     """Of one model's recordings."""
 
-    grows: bool  # whether a larger recording than any before makes the pool longer, instead of adding to it
+    @property
+    def grows(self) -> bool:
+        """Whether a larger recording than any before makes the pool longer, instead of adding to it. Not asked while
+        somebody else records."""
 
     def recording(self, before: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """What is recorded within belongs together, and may use memory that recordings before it use. before: is called
@@ -70,8 +73,11 @@ class CudaRecorder:
         self.stream = left.pop() if left else torch.cuda.Stream(device)
         weakref.finalize(self, left.append, self.stream).atexit = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.grows = can_grow(device)
         self.anew()
+
+    @property
+    def grows(self) -> bool:
+        return can_grow(self.device)
 
     def anew(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()

@@ -107,13 +107,13 @@ class Layer:
 
     def __init__(self, module: nn.Module, call: Call, differentiates: bool) -> None:
         self.module, self.call = module, call
-        self._tables = tables_of(list(each(module)))
-        self.all_parameters = list(dict.fromkeys(p for table in self._tables for p in table.values() if p is not None))
+        tables = tables_of(list(each(module)))
+        self.all_parameters = list(dict.fromkeys(p for table in tables for p in table.values() if p is not None))
         self.parameters = [p for p in self.all_parameters if differentiates and p.requires_grad]
         # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
         self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
         stand_ins = dict(zip(map(id, self.parameters), self.stand_ins, strict=True))
-        places = [(table, name, p) for table in self._tables for name, p in table.items() if id(p) in stand_ins]
+        places = [(table, name, p) for table in tables for name, p in table.items() if id(p) in stand_ins]
         self._places = [(table, name, p, stand_ins[id(p)]) for table, name, p in places]
 
     @contextmanager
