@@ -30,8 +30,9 @@ _most: dict[torch.device, int] = {}  # bytes
 def room(hidden: torch.Tensor, row_bytes: int, most_rows: int, is_kept: bool = False) -> Iterator[None]:
     """Around a call on hidden [T, H] that makes chunks of at most so many rows of logits. is_kept: till the backward
     pass, and not given back behind the call."""
-    wanted = min(-(-hidden.shape[0] // _STEP) * _STEP, most_rows) * row_bytes
-    if wanted <= _LEAST_BYTES or not has_values(hidden) or torch.cuda.is_current_stream_capturing():
+    is_real = has_values(hidden) and not torch.cuda.is_current_stream_capturing()
+    wanted = min(-(-hidden.shape[0] // _STEP) * _STEP, most_rows) * row_bytes if is_real else 0
+    if wanted <= _LEAST_BYTES:
         yield
     elif can_grow(hidden.device):
         with growing():
