@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -55,16 +58,45 @@ def test_releases_that_do_not_tell(name: str, settings: list[str], monkeypatch: 
     assert settings[-1] == "max_split_size_mb:64"
 
 
-def test_where_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a driver that can, another allocator, a release without the setting."""
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    growing._can_grow.cache_clear()
-    assert not growing.can_grow(torch.device("cuda", 0))
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """PyTorch's own allocator, of a device that there need not be, whose answer is not kept."""
+    pretend_cuda(monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
-    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
     growing._can_grow.cache_clear()
+    yield
+    growing._can_grow.cache_clear()
+
+
+@pytest.mark.parametrize(("expandable", "grows"), [([17], True), ([18], False), ([], False)])
+def test_memory_that_was_asked_for_tells(
+    expandable: list[int], grows: bool, asked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is at 16 and 17; what is at 18 is somebody else's."""
+    addresses = iter([16, 17, 16])
+    segments = [{"address": address, "is_expandable": address in expandable} for address in (16, 17, 18)]
+    monkeypatch.setattr(growing, "_address_on", lambda stream: next(addresses))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert growing.can_grow(torch.device("cuda", 0)) is grows
+    assert growing.can_grow(torch.device("cuda", 0)) is grows  # not asked again
+
+
+@pytest.mark.parametrize("error", [AttributeError, RuntimeError, ValueError])
+def test_a_driver_or_a_release_that_cannot(
+    error: type[Exception], asked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(stream: Any) -> int:
+        raise error
+
+    monkeypatch.setattr(growing, "_address_on", refuses)
     assert not growing.can_grow(torch.device("cuda", 0))
-    growing._can_grow.cache_clear()
+
+
+def test_another_allocator(asked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(growing, "_address_on", pytest.fail)
+    assert not growing.can_grow(torch.device("cuda", 0))
+    assert not growing.can_grow(torch.device("cpu"))
 
 
 def test_it_is_not_asked_when_a_recorder_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

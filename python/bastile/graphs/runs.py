@@ -15,7 +15,7 @@ from bastile.graphs.arguments import Signature, differentiated
 from bastile.graphs.autocast import Autocast
 from bastile.graphs.recorder import Replayed, uses_of_storage
 from bastile.models.chunks import Chunks
-from bastile.models.structure import each, tables_of
+from bastile.models.structure import each, parameters_of, tables_of
 
 #: Layers in a run. More cost the host less, but what a run's graph writes is all there at once, and gradients are
 #: ready for others, such as DDP's reduction, when the run is done.
@@ -107,14 +107,14 @@ class Layer:
 
     def __init__(self, module: nn.Module, call: Call, differentiates: bool) -> None:
         self.module, self.call = module, call
-        tables = tables_of(list(each(module)))
-        self.all_parameters = list(dict.fromkeys(p for table in tables for p in table.values() if p is not None))
+        modules = list(each(module))
+        self.all_parameters = parameters_of(modules)
         self.parameters = [p for p in self.all_parameters if differentiates and p.requires_grad]
         # The same memory, but new to autograd, whose nodes for the parameters themselves belong to another stream.
         self.stand_ins: list[torch.Tensor] = [nn.Parameter(p.detach()) for p in self.parameters]
         stand_ins = dict(zip(map(id, self.parameters), self.stand_ins, strict=True))
-        places = [(table, name, p) for table in tables for name, p in table.items() if id(p) in stand_ins]
-        self._places = [(table, name, p, stand_ins[id(p)]) for table, name, p in places]
+        own = [(table, name, p) for table in tables_of(modules) for name, p in table.items()]
+        self._places = [(table, name, p, stand_ins[id(p)]) for table, name, p in own if id(p) in stand_ins]
 
     @contextmanager
     def standing_in(self) -> Iterator[None]:
