@@ -37,6 +37,36 @@ BST_API bst_status bst_torch_compile_ahead(int device, int arch);
 /* Whether operators on PyTorch's CPU tensors run the GPU's kernels: 1 in a build with the emulated GPU, else 0. */
 BST_API int bst_torch_emulates(void);
 
+/* ---- changes of Python's dictionaries ---------------------------------------------------------------------------- */
+
+/* Whoever keeps what was found in many dictionaries, such as the modules of a model, needs not look into them again as
+ * long as none has changed. CPython, from 3.12 on, calls a function for each change of a dictionary that it was told to
+ * watch (PyDict_AddWatcher, PyDict_Watch): these are three, whose arguments are its PyDict_WatchCallback's. They return
+ * 0 and call nothing of Python's. The first two count every change, each by itself. The third, of modules' own
+ * dictionaries, counts by the key, where that has been named, and else as BST_PYTHON_ATTRIBUTES; in each way where a
+ * dictionary is emptied, filled at once, or freed. */
+enum bst_python_count {
+    BST_PYTHON_NONE = -1, /* of a named key: does not count */
+    BST_PYTHON_TABLES,    /* bst_python_table_event */
+    BST_PYTHON_HOOKS,     /* bst_python_hook_event */
+    BST_PYTHON_MODES,     /* named keys alone */
+    BST_PYTHON_ATTRIBUTES,
+    BST_PYTHON_COUNTS
+};
+BST_EXPORT int bst_python_table_event(int event, void *table, void *key, void *value);
+BST_EXPORT int bst_python_hook_event(int event, void *hooks, void *key, void *value);
+BST_EXPORT int bst_python_scope_event(int event, void *scope, void *key, void *value);
+
+/* `name`: an interned str, which stays. Before any scope is watched; BST_INVALID behind the eighth, and of a count that
+ * is not there. */
+BST_API bst_status bst_python_count_name(const void *name, int count);
+
+/* How many changes there have been, by enum bst_python_count. */
+BST_EXPORT extern uint64_t bst_python_changes[BST_PYTHON_COUNTS];
+
+/* While it is not 0, nothing counts: for changes of the caller's own, who knows of them. */
+BST_EXPORT extern int bst_python_unseen;
+
 #ifdef __cplusplus
 }
 #endif

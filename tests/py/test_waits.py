@@ -343,6 +343,14 @@ def test_a_trainer_gets_its_batches_and_asks_nobody(with_mask, accumulation, cop
     assert all(host is not None for host in looked) is (with_mask or COUNTS)
 
 
+def test_a_trainer_gets_its_batches_with_all_operators(copies, tmp_path):
+    """Some of which are put into the Trainer, too."""
+    bastile.apply()
+    trainer_of(tmp_path, True, use_cpu=True).train()
+    assert len(copies.asked) >= 6
+    assert all(copies.asked)
+
+
 def test_taken_out_in_the_middle(copies, tmp_path):
     from test_running_loss import AtEachStep
 

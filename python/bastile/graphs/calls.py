@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from bastile.models.changes import unseen
+
 _CALL, _CHECKPOINTS = "_compiled_call_impl", "gradient_checkpointing"
 
 
@@ -26,32 +28,36 @@ def called_instead(layers: Sequence[nn.Module], calls: Sequence[Callable[..., An
     scopes = [vars(layer) for layer in layers]
     before = [scope.get(_CHECKPOINTS) for scope in scopes]
     try:
-        for scope, call, checkpointing in zip(scopes, calls, before, strict=True):
-            scope[_CALL] = call
-            if checkpointing:
-                scope[_CHECKPOINTS] = False
+        with unseen:
+            for scope, call, checkpointing in zip(scopes, calls, before, strict=True):
+                scope[_CALL] = call
+                if checkpointing:
+                    scope[_CHECKPOINTS] = False
         yield
     finally:
-        for scope, checkpointing in zip(scopes, before, strict=True):
-            scope.pop(_CALL, None)
-            if checkpointing:
-                scope[_CHECKPOINTS] = checkpointing
+        with unseen:
+            for scope, checkpointing in zip(scopes, before, strict=True):
+                scope.pop(_CALL, None)
+                if checkpointing:
+                    scope[_CHECKPOINTS] = checkpointing
 
 
 @contextmanager
 def itself(layer: nn.Module, checkpointing: Any) -> Iterator[None]:
     """Within, the layer is called itself, and checkpointed where it was before."""
     scope = vars(layer)
-    call, now = scope.pop(_CALL, None), scope.get(_CHECKPOINTS)
-    if checkpointing != bool(now):
-        scope[_CHECKPOINTS] = checkpointing
+    with unseen:
+        call, now = scope.pop(_CALL, None), scope.get(_CHECKPOINTS)
+        if checkpointing != bool(now):
+            scope[_CHECKPOINTS] = checkpointing
     try:
         yield
     finally:
-        if call is not None:
-            scope[_CALL] = call
-        if checkpointing != bool(now):
-            scope[_CHECKPOINTS] = now
+        with unseen:
+            if call is not None:
+                scope[_CALL] = call
+            if checkpointing != bool(now):
+                scope[_CHECKPOINTS] = now
 
 
 def bare(layer: nn.Module) -> Any:

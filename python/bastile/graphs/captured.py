@@ -25,7 +25,7 @@ from bastile.graphs.autocast import Autocast
 from bastile.graphs.calls import bare
 from bastile.graphs.recorder import Recorder, uses_of_storage
 from bastile.graphs.returned import hidden_of
-from bastile.graphs.runs import Layer, Lent, Note, Run, copies, runs_of
+from bastile.graphs.runs import Layer, Lent, Note, Run, copies, runs_of, trains_little
 from bastile.models.alike import kind_of
 from bastile.models.chunks import Chunks, lengths_of, open_up, opened, say
 from bastile.ops._random import drawing_again, generator_of, state_of
@@ -93,7 +93,7 @@ class Captured:
             _open(self.others[place].tensor, longest, note.calls[0].hidden[0])
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
-        self.lends_gradients = lends_gradients and not note.checkpoints
+        self.lends_gradients = lends_gradients and (not note.checkpoints or trains_little(modules))
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording(self._warm_up if is_new else None):
             self._record()

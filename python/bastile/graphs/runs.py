@@ -22,6 +22,9 @@ from bastile.models.structure import each, parameters_of, tables_of
 MOST_LAYERS = 7
 #: Likewise where they are checkpointed: the host has twice the time, and memory is what is wanted.
 MOST_CHECKPOINTED = 3
+#: The part of the parameters' bytes up to which those that are trained are little, as adapters are: gradients need no
+#: memory to speak of then, and there are hundreds of them to copy.
+LITTLE = 1 / 8
 #: And draw random numbers, a second time in the backward pass: a graph draws from where the generator is when it is
 #: replayed, and the last of several layers, which comes first there, began somewhere else than the first.
 MOST_DRAWN_AGAIN = 1
@@ -170,10 +173,16 @@ class Run:
         return self.copied() if any(parameter.grad is None for parameter in self.parameters) else self.lent()
 
 
+def trains_little(modules: Sequence[nn.Module]) -> bool:
+    parameters = [p for module in modules for p in module.parameters()]
+    return sum(p.nbytes for p in parameters if p.requires_grad) <= LITTLE * sum(p.nbytes for p in parameters)
+
+
 def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
     runs: list[Run] = []
     layers: list[Layer] = []
-    most_checkpointed = MOST_DRAWN_AGAIN if note.draws else MOST_CHECKPOINTED
+    most_checkpointed = MOST_LAYERS if trains_little(modules) else MOST_CHECKPOINTED
+    most_checkpointed = MOST_DRAWN_AGAIN if note.draws else most_checkpointed
     for index, (module, call) in enumerate(zip(modules, note.calls, strict=False)):
         before = layers[-1].call if layers else None
         if before is not None and (

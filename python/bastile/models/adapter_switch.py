@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from bastile.models.changes import unseen
 from bastile.models.forms import is_known
 from bastile.models.known_methods import KnownMethod
-from bastile.models.structure import class_of, modules_of
+from bastile.models.structure import class_of, picked, state_of
 
+#: Attributes of a layer that are written here without being counted as changes (models.changes): who goes by these
+#: looks at them.
+SWITCHED = ("_disable_adapters", "_active_adapter")
 #: What tells all layers of a model, of PEFT 0.18 on.
 _OF_MODEL = {
     "disable_adapter_layers": frozenset({"ca3bf472f2fd"}),
@@ -35,17 +40,18 @@ def _made(original: Callable[..., Any], method: KnownMethod) -> Callable[..., An
     @functools.wraps(original)
     @contextmanager
     def disable_adapter(self: Any) -> Iterator[None]:
-        layers = _layers_of(self) if method.is_in_force else []
+        inner = self.base_model.model if method.is_in_force else None
+        layers = [] if inner is None else _layers_of(inner)
         if not _can_be_switched(self, layers):
             with original(self):
                 yield
             return
         try:
-            _switch(layers, False)
+            _switch(inner, layers, False)
             self._adapters_disabled = True
             yield
         finally:
-            _switch(layers, True)  # what has been put in meanwhile is on
+            _switch(inner, layers, True)  # what has been put in meanwhile is on
             self._adapters_disabled = False
 
     return disable_adapter
@@ -72,11 +78,14 @@ def _is_peft_s(kind: Any, base: str, name: str, known: frozenset[str]) -> bool:
     return getattr(kind, name, None) is there and is_known(there, known)
 
 
-def _layers_of(model: Any) -> list[Any]:
+def _layers_of(inner: Any) -> list[Any]:
     """What PEFT switches: its layers, and what it wraps around modules that are trained whole."""
-    inner = model.base_model.model
-    modules = modules_of(inner)
-    return [module for module in (inner.modules() if modules is None else modules) if _is_switched(class_of(module))]
+    found = picked(inner, _switched)
+    return _switched(inner.modules()) if found is None else found
+
+
+def _switched(modules: Iterable[Any]) -> list[Any]:
+    return [module for module in modules if _is_switched(class_of(module))]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,38 +94,58 @@ def _is_switched(kind: Any) -> bool:
     return issubclass(kind, kinds)
 
 
-def _switch(layers: list[Any], on: bool) -> None:
+def _switch(inner: Any, layers: list[Any], on: bool) -> None:
     """Each layer's enable_adapters: its active adapters want gradients while they are on, and none otherwise."""
-    for layer in layers:
+    for layer, adapters in zip(layers, _adapters_of(inner, layers), strict=True):
         if not _is_usual(layer):
             layer.enable_adapters(on)
             continue
         active = layer.active_adapters if on else ()
-        for table in layer.adapter_layer_names:
-            for name, parameter in _parameters_in(getattr(layer, table)):
-                if parameter.is_leaf:
-                    parameter.requires_grad_(name in active)
-        if on:
-            layer._active_adapter = active
-        layer._disable_adapters = not on
+        for name, reference in adapters:
+            parameter = reference()
+            if parameter is not None and parameter.is_leaf:
+                parameter.requires_grad_(name in active)
+        scope = vars(layer)  # where a module keeps what is neither a parameter nor a module
+        with unseen:
+            if on:
+                scope["_active_adapter"] = active
+            scope["_disable_adapters"] = not on
+
+
+#: Of the parameters of a layer's adapters: the adapter's name, and the parameter.
+_Adapters = list[tuple[str, "weakref.ref[torch.Tensor]"]]
+_adapters: weakref.WeakKeyDictionary[Any, tuple[object, list[_Adapters]]] = weakref.WeakKeyDictionary()
+
+
+def _adapters_of(inner: Any, layers: list[Any]) -> list[_Adapters]:
+    """Of each layer, remembered as long as no module of the model has got other children or parameters."""
+    state = state_of(inner)
+    known, found = _adapters.get(inner, (None, []))
+    if state is None or known is not state or len(found) != len(layers):
+        found = [list(_parameters_in(layer)) if _is_usual(layer) else [] for layer in layers]
+        _adapters[inner] = state, found
+    return found
 
 
 def _is_usual(layer: Any) -> bool:
     is_known_layer = all(
         _is_peft_s(class_of(layer), "BaseTunerLayer", name, known) for name, known in _OF_LAYER.items()
     )
-    return is_known_layer and not getattr(layer, "frozen_peft_weight_names", None)
+    plain = not any(isinstance(getattr(class_of(layer), name, None), property) for name in SWITCHED)
+    return is_known_layer and plain and not getattr(layer, "frozen_peft_weight_names", None)
 
 
-def _parameters_in(table: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of a table of adapters, each of which is a module or a parameter: with their adapter's name."""
-    for name, adapter in table.items() if len(table) else ():
-        if isinstance(adapter, torch.Tensor):
-            yield name, adapter
-        elif adapter._modules:
-            yield from [(name, parameter) for parameter in adapter.parameters()]
-        else:
-            yield from [(name, parameter) for parameter in adapter._parameters.values() if parameter is not None]
+def _parameters_in(layer: Any) -> Iterator[tuple[str, weakref.ref[torch.Tensor]]]:
+    """Of its tables of adapters, each of which is a module or a parameter: with their adapter's name."""
+    for table in map(functools.partial(getattr, layer), layer.adapter_layer_names):
+        for name, adapter in table.items() if len(table) else ():
+            if isinstance(adapter, torch.Tensor):
+                yield name, weakref.ref(adapter)
+            elif adapter._modules:
+                yield from [(name, weakref.ref(parameter)) for parameter in adapter.parameters()]
+            else:
+                own = adapter._parameters.values()
+                yield from [(name, weakref.ref(parameter)) for parameter in own if parameter is not None]
 
 
 #: Of PEFT 0.18, 0.20 and 0.21.

@@ -9,6 +9,7 @@ from typing import Any
 from bastile.models import (
     adapter_switch,
     checkpointing_switch,
+    compiled_parts,
     masks,
     parameter_count,
     running_loss,
@@ -21,6 +22,7 @@ from bastile.models import (
 
 #: By module: the class in it, or None for the module itself, and what is put into that.
 _PIECES: dict[str, tuple[str | None, tuple[Any, ...]]] = {
+    "accelerate.utils.other": (None, (compiled_parts,)),
     "deepspeed.runtime.zero.parameter_offload": ("DeepSpeedZeRoOffload", (zero3,)),
     "peft.peft_model": ("PeftModel", (adapter_switch, walks)),
     "torch.nn.parallel.distributed": ("DistributedDataParallel", (walks,)),

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bastile.models.changes import unseen
 from bastile.models.known_methods import KnownMethod
 from bastile.models.structure import class_of, modules_of
 
@@ -27,21 +28,27 @@ def _made(original: Callable[..., None], method: KnownMethod) -> Callable[..., N
     ) -> None:
         is_usual = method.is_in_force and (not others or others == {"every_n_layers": 1})
         modules = modules_of(self) if is_usual else None
-        having = [module for module in modules or () if _has_flag(module)]
+        having = _having_flag(modules or [])
         if not having:  # which it says
             return original(self, enable, gradient_checkpointing_func, **others)
-        for module in having:
-            setattr(module, _FUNCTION, gradient_checkpointing_func)
-            setattr(module, _FLAG, enable)
+        with unseen:  # who goes by what layers are asks each whether it checkpoints
+            for module in having:
+                setattr(module, _FUNCTION, gradient_checkpointing_func)
+                setattr(module, _FLAG, enable)
         return None
 
     return set_gradient_checkpointing
 
 
-def _has_flag(module: nn.Module) -> bool:
-    """hasattr."""
-    by_class, is_plain = _of_class(class_of(module))
-    return by_class or _FLAG in vars(module) or (not is_plain and hasattr(module, _FLAG))
+def _having_flag(modules: list[Any]) -> list[Any]:
+    """Those that hasattr says it of. Few classes are asked, and no module that has what its class and itself have."""
+    kinds: dict[Any, tuple[bool, bool]] = {kind: _of_class(kind) for kind in set(map(class_of, modules))}
+    asked = {kind for kind, (by_class, is_plain) in kinds.items() if by_class or not is_plain}
+    return [
+        module
+        for module, scope in zip(modules, map(vars, modules), strict=True)
+        if _FLAG in scope or (type(module) in asked and hasattr(module, _FLAG))
+    ]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -3,7 +3,8 @@
 Trainer.floating_point_ops asks for it in every step, and Transformers' num_parameters then names every module and every
 parameter anew, while a GPU waits. The count that is kept is good as long as all that num_parameters reads is what it
 was. That is looked at in every call, without making names, in a quarter of the time: no adapter that comes or goes, no
-weight that is resized, quantised, gathered or sharded is missed."""
+weight that is resized, quantised, gathered or sharded is missed. Where changes of modules are counted (models.changes),
+it is looked at no closer than that."""
 
 from __future__ import annotations
 
@@ -17,8 +18,16 @@ import torch
 from torch import nn
 
 from bastile.guards import stand_in_for, stock_of
+from bastile.identity import identity
 from bastile.models.forms import is_known
-from bastile.models.structure import modules_of, names_as_torch, tables_of
+from bastile.models.structure import (
+    modules_of,
+    names_as_torch,
+    parameters_of,
+    picked,
+    state_of,
+    tables_of,
+)
 
 _NAME = "num_parameters"
 _FINGERPRINTS = frozenset({"a690284ceb48"})  # of its code, from Transformers 5.0 on
@@ -57,13 +66,16 @@ def _kept(original: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(original)
     def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         is_stock = only_trainable or not _is_in_force or torch.compiler.is_compiling()
-        modules = None if is_stock or not _names_as_torch(self) else modules_of(self)
-        if modules is None:
-            return original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
-        read = _read(self, modules)
-        found = counts.get(self)
-        if found is None or found.read != read:
-            found = counts[self] = _Counts(read)
+        is_known = not is_stock and _names_as_torch(self)
+        found, glance = counts.get(self), _glance(self) if is_known else None
+        if found is None or glance is None or found.glance != glance:
+            modules = modules_of(self) if is_known else None
+            if modules is None:
+                return original(self, only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+            read = _read(self, modules)
+            if found is None or found.read != read:
+                found = counts[self] = _Counts(read)
+            found.glance = _glance(self)
         key = bool(exclude_embeddings)
         if key not in found.numbers:
             found.numbers[key] = original(self, exclude_embeddings=exclude_embeddings)
@@ -85,6 +97,21 @@ class _Counts:
     def __init__(self, read: list[Any]) -> None:
         self.numbers: dict[bool, int] = {}  # by whether they are without embeddings
         self.read = read  # what they were made from
+        self.glance: list[Any] | None = None  # at that
+
+
+def _glance(model: Any) -> list[Any] | None:
+    """What stays the same as long as `_read` does; None where changes are not counted, which those of classes
+    are not."""
+    state = state_of(model)
+    modules = None if state is None else modules_of(model)
+    there = None if modules is None else picked(model, parameters_of)
+    return None if modules is None or there is None else [state, list(map(type, modules)), *_sizes(model, there)]
+
+
+def _sizes(model: Any, parameters: list[Any]) -> tuple[list[int], list[int]]:
+    in_4bit = getattr(model, "is_loaded_in_4bit", False)
+    return list(map(_size, parameters)), [parameter.element_size() for parameter in parameters] if in_4bit else []
 
 
 def _read(model: Any, modules: list[Any]) -> list[Any]:
@@ -94,12 +121,10 @@ def _read(model: Any, modules: list[Any]) -> list[Any]:
     some = list(filter(None, own))
     every = list(chain.from_iterable(map(dict.values, some)))
     there = [parameter for parameter in every if parameter is not None]
-    in_4bit = getattr(model, "is_loaded_in_4bit", False)
     return [
         list(map(type, modules)),
         list(map(len, own)),
         list(chain.from_iterable(some)),
-        list(map(id, every)),
-        list(map(_size, there)),
-        [parameter.element_size() for parameter in there] if in_4bit else (),
+        list(map(identity, every)),
+        *_sizes(model, there),
     ]

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from bastile.guards import stand_in_for, stock_of
+from bastile.models import waits
 
 _NAME, _STEP = "tr_loss_step", "training_step"  # what the loop calls a step's loss, and what makes one
 _TESTS = frozenset({torch.isnan, torch.isinf})
@@ -56,6 +57,10 @@ def _loops(trainer: type) -> list[tuple[str, Any]]:
 def _loop(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with waits.training():
+            return looped(self, *args, **kwargs)
+
+    def looped(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_in_force or _STEP in vars(self) or "torch_xla" in sys.modules or not _only_adds(original):
             return original(self, *args, **kwargs)
         step = partial(_step, self)

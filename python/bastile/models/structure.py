@@ -2,8 +2,9 @@
 
 What a Trainer asks a model for in each step (its parameters, their number, whether it trains) PyTorch finds by a walk
 in Python, while a GPU waits: 2 us a module, and a model with adapters has thousands. Here the walk is remembered. It is
-good as long as each of its modules has the very children that it had, which is seen without a loop in Python. Nothing
-is kept alive."""
+good as long as each of its modules has the very children that it had: where changes are counted (models.changes), as
+long as there was none, and else that is seen without a loop in Python. What is found among the modules, such as their
+parameters, is remembered likewise, where changes are counted. Nothing is kept alive."""
 
 from __future__ import annotations
 
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bastile.identity import identity
+from bastile.models import changes
+
 _children, _own = attrgetter("_modules"), attrgetter("_parameters")
 _values = dict.values
 class_of: Callable[[Any], Any] = type  # as a key of tables, which mypy takes classes of modules not to be
@@ -26,20 +30,70 @@ class _Structure:
     """Modules of a model, and by what they are known to be all of them."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self._references = [weakref.ref(module) for module in modules]
+        self._references = _references(modules)
+        self._picked: dict[Callable[..., Any], list[weakref.ref[Any]]] = {}
+        self.state = object()  # another one when there were changes
+        self._changes = 0
+        if changes.can_watch:
+            changes.watch_tables(chain(map(_children, modules), map(_own, modules)))
+            changes.watch_scopes(modules[1:])  # the first is often a wrapper that is told its mode in each step
+            self._root, self._tables = self._references[0], _tables(modules[0])
+            self._changes = changes.of_tables()
         self._children = _identities(modules)
+
+    def is_unchanged(self) -> bool:
+        return (
+            changes.can_watch
+            and changes.of_tables() == self._changes
+            and (root := self._root()) is not None
+            and _tables(root) == self._tables
+        )
 
     def modules(self) -> list[Any] | None:
         """None where something has come or gone."""
-        modules = [module for reference in self._references if (module := reference()) is not None]
-        is_all = len(modules) == len(self._references) and _identities(modules) == self._children
-        return modules if is_all and _are_plain(modules) else None
+        modules = _alive(self._references)
+        if modules is None or self.is_unchanged():
+            return modules
+        count = changes.of_tables()
+        if _identities(modules) != self._children or not _are_plain(modules):
+            return None
+        if changes.can_watch:
+            self._changes, self.state = count, object()
+            self._picked.clear()
+        return modules
+
+    def picked(self, pick: Callable[..., Any]) -> list[Any] | None:
+        """None where it is not known."""
+        found = self._picked.get(pick) if self.is_unchanged() else None
+        return None if found is None else _alive(found)
+
+    def keep(self, pick: Callable[..., Any], found: list[Any]) -> None:
+        if self.is_unchanged():
+            self._picked[pick] = _references(found)
 
 
-def _identities(modules: list[Any]) -> tuple[list[int], list[int]]:
-    """Of the children of each. Where they are the same, so are the modules, from the model down."""
+def _tables(module: Any) -> tuple[int, int]:
+    return identity(_children(module)), identity(_own(module))
+
+
+def _references(objects: list[Any]) -> list[weakref.ref[Any]]:
+    return list(map(weakref.ref, objects))
+
+
+def _alive(references: list[weakref.ref[Any]]) -> list[Any] | None:
+    """None where one is gone."""
+    found = [there for reference in references if (there := reference()) is not None]
+    return found if len(found) == len(references) else None
+
+
+def _identities(modules: list[Any]) -> list[list[int]]:
+    """Of the children of each. Where they are the same, so are the modules, from the model down. And of the tables that
+    are watched, if they are. A plain module's hash is its identity, and found in half of the time."""
     children = list(map(_children, modules))
-    return list(map(len, children)), list(map(id, chain.from_iterable(map(_values, filter(None, children)))))
+    found = [list(map(len, children)), list(map(hash, chain.from_iterable(map(_values, filter(None, children)))))]
+    if changes.can_watch:
+        found += list(map(identity, children)), list(map(identity, tables_of(modules)))
+    return found
 
 
 _structures: weakref.WeakKeyDictionary[nn.Module, _Structure] = weakref.WeakKeyDictionary()
@@ -54,6 +108,31 @@ def modules_of(model: nn.Module) -> list[Any] | None:
         if modules is not None:
             _structures[model] = _Structure(modules)
     return modules
+
+
+def picked(model: nn.Module, pick: Callable[[list[Any]], list[Any]]) -> list[Any] | None:
+    """What a function finds among all modules, by their classes, children and parameters alone; None as of modules_of.
+    It is remembered by the function."""
+    found = recalled(model, pick)
+    if found is None:
+        modules = modules_of(model)
+        if modules is None:
+            return None
+        found = pick(modules)
+        _structures[model].keep(pick, found)
+    return found
+
+
+def recalled(model: nn.Module, pick: Callable[[list[Any]], list[Any]]) -> list[Any] | None:
+    """The same, if it is remembered."""
+    structure = _structures.get(model)
+    return None if structure is None else structure.picked(pick)
+
+
+def state_of(model: nn.Module) -> object:
+    """The same object as long as no module has got other children or parameters; None where that is not known."""
+    structure = _structures.get(model)
+    return structure.state if structure is not None and structure.is_unchanged() else None
 
 
 def walk(model: nn.Module) -> Iterator[Any]:
@@ -151,7 +230,8 @@ def _are_plain(modules: list[Any]) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _is_plain(kind: Any) -> bool:
     names = ("modules", "named_modules", "named_parameters", "_named_members", "children", "named_children")
-    return not issubclass(kind, torch.jit.ScriptModule) and names_as_torch(kind, *names)
+    has_identity = kind.__hash__ is object.__hash__
+    return has_identity and not issubclass(kind, torch.jit.ScriptModule) and names_as_torch(kind, *names)
 
 
 def tables_of(modules: list[Any]) -> list[dict[str, Any]]:
@@ -163,4 +243,4 @@ def parameters_of(modules: list[Any]) -> list[nn.Parameter]:
     """Each parameter once, in the order of `parameters()`."""
     tables = filter(None, tables_of(modules))
     every = [p for p in chain.from_iterable(map(_values, tables)) if p is not None]
-    return list(dict(zip(map(id, every), every, strict=True)).values())
+    return list(dict(zip(map(identity, every), every, strict=True)).values())

@@ -17,6 +17,7 @@ from bastile.graphs.lengths import attentions_of, states_alone
 from bastile.graphs.longer import are_of_rows
 from bastile.graphs.watch import HOOKS
 from bastile.models import padding, sdpa
+from bastile.models.changes import Hooks
 from bastile.models.graphs import layers_of, may_have_graphs
 from bastile.models.mixers import mixers_of
 from bastile.models.rebind import as_keywords, parameter_names
@@ -53,10 +54,10 @@ class Known:
             and not any(map(_is_run_by_another, modules))
             and not any(getattr(each, _CHUNKS, 0) for each in modules)
         )
-        self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
+        self._hooks = Hooks([vars(module)[name] for module in modules for name in HOOKS])
 
     def has_hooks(self) -> bool:
-        return not all(_takes_any_shape(hook) for hooks in self._hooks if hooks for hook in hooks.values())
+        return not all(_takes_any_shape(hook) for hooks in self._hooks.filled() for hook in hooks.values())
 
 
 def _takes_any_shape(hook: Any) -> bool:

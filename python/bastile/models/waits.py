@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from bastile.guards import stand_in_for, stock_of
@@ -19,7 +20,7 @@ _running = 0  # trainings, one within another or beside it
 
 
 def put_into(trainer: type) -> None:
-    """Into the methods of Trainer that train, and that get the batches of a step."""
+    """Into the method of Trainer that gets the batches of a step."""
     global _is_in_force
     _is_in_force = True
     for name, replacement in _REPLACED.items():
@@ -39,24 +40,23 @@ def take_out_of(trainer: type) -> None:
             setattr(trainer, name, stock_of(there))
 
 
-def _trains(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        global _running
-        if not _is_in_force:
-            return original(self, *args, **kwargs)
-        _running += 1
-        batches.put_in()
-        _ask_once()
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _running -= 1
-            if not _running:
-                _end()
-
-    stand_in_for(original, train)
-    return train
+@contextmanager
+def training() -> Iterator[None]:
+    """Within, a Trainer trains. By whoever has the method with its loop (running_loss): no operator of ours is put into
+    that, as some are into `train`."""
+    global _running
+    if not _is_in_force:
+        yield
+        return
+    _running += 1
+    batches.put_in()
+    _ask_once()
+    try:
+        yield
+    finally:
+        _running -= 1
+        if not _running:
+            _end()
 
 
 def _gets_batches(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,7 +92,4 @@ def _end() -> None:
     batches.take_out()
 
 
-_REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "train": _trains,
-    "get_batch_samples": _gets_batches,
-}
+_REPLACED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {"get_batch_samples": _gets_batches}

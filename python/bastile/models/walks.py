@@ -10,14 +10,26 @@ third and in half of the time: the same modules in the same order, but not by a 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from bastile.models import changes
 from bastile.models.known_methods import KnownMethod
-from bastile.models.structure import each, each_named, modules_of, parameters_of, walk
+from bastile.models.structure import (
+    each,
+    each_named,
+    modules_of,
+    parameters_of,
+    picked,
+    recalled,
+    state_of,
+    walk,
+)
 
 #: Of PreTrainedModel.train's code, from Transformers 5.0 on: it is PyTorch's, and what is done where kernels of the Hub
 #: are in use.
@@ -56,25 +68,21 @@ def _parameters(self: Any, recurse: bool = True) -> Iterator[nn.Parameter]:
 @functools.wraps(nn.Module.zero_grad)
 def _zero_grad(self: Any, set_to_none: bool = True) -> None:
     is_usual = set_to_none and _is_in_force and type(self).parameters is _parameters and "parameters" not in vars(self)
-    modules = modules_of(self) if is_usual and not torch.compiler.is_compiling() else None
-    if modules is None or getattr(self, "_is_replica", False):  # of which torch warns
+    parameters = picked(self, parameters_of) if is_usual and not torch.compiler.is_compiling() else None
+    if parameters is None or getattr(self, "_is_replica", False):  # of which torch warns
         return nn.Module.zero_grad(self, set_to_none)
-    for parameter in parameters_of(modules):
+    for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = None
     return None
 
 
-_REPLACED: dict[str, Any] = {
-    "modules": each,
-    "named_modules": each_named,
-    "parameters": _parameters,
-    "zero_grad": _zero_grad,
-}
-
-
 def _each(model: nn.Module) -> Iterator[nn.Parameter]:
     """Who asks for the first one alone, for its type or device, waits for no others."""
+    known = recalled(model, parameters_of)
+    if known is not None:
+        yield from known
+        return
     for module in walk(model):
         if module is None:
             break
@@ -84,27 +92,70 @@ def _each(model: nn.Module) -> Iterator[nn.Parameter]:
             break
     else:
         return
-    modules = modules_of(model)
-    every = nn.Module.parameters(model) if modules is None else iter(parameters_of(modules))
+    found = picked(model, parameters_of)
+    every = nn.Module.parameters(model) if found is None else iter(found)
     if module is not None:
         next(every)
     yield from every
 
 
+@functools.wraps(nn.Module.train)
+def _plain_train(self: Any, mode: bool = True) -> Any:
+    is_known = _is_in_force and not torch.compiler.is_compiling() and _changes_nothing(self, mode)
+    return self if is_known else nn.Module.train(self, mode)
+
+
 def _train(original: Callable[..., Any], method: KnownMethod) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(self: Any, mode: bool = True) -> Any:
-        return self if method.is_in_force and _changes_nothing(self, mode, train) else original(self, mode)
+        return self if method.is_in_force and _changes_nothing(self, mode) else original(self, mode)
 
+    _ours.add(train)
     return train
 
 
+_ours: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet((_plain_train,))
 _TRAIN = KnownMethod("train", _FINGERPRINTS, _train)
+_REPLACED: dict[str, Any] = {
+    "modules": each,
+    "named_modules": each_named,
+    "parameters": _parameters,
+    "zero_grad": _zero_grad,
+    "train": _plain_train,
+}
 
 
-def _changes_nothing(model: Any, mode: object, train: Any) -> bool:
-    """train: what stands for PreTrainedModel's; a model may be a part of another."""
-    modules = modules_of(model) if isinstance(mode, bool) else None
+@dataclass(frozen=True)
+class _Mode:
+    """One that all modules of a model were found to be in."""
+
+    mode: bool
+    state: object  # of the model's structure
+    changes: int  # of modes, before
+    methods: dict[Any, Any]  # by class of the modules, how it is told
+    own: list[weakref.ref[Any]]  # modules of classes with a method of their own
+
+    def holds(self, model: Any) -> bool:
+        return (
+            model.training is self.mode
+            and "train" not in vars(model)
+            and self.state is state_of(model)
+            and self.changes == changes.of_modes()
+            and all([kind.train is method for kind, method in self.methods.items()])
+            and not any([getattr(reference(), "use_kernels", True) for reference in self.own])
+        )
+
+
+_modes: weakref.WeakKeyDictionary[nn.Module, _Mode] = weakref.WeakKeyDictionary()
+
+
+def _changes_nothing(model: Any, mode: object) -> bool:
+    if not isinstance(mode, bool):
+        return False
+    known = _modes.get(model)
+    if known is not None and known.mode is mode and known.holds(model):
+        return True
+    count, modules = changes.of_modes(), modules_of(model)
     if modules is None:
         return False
     scopes = list(map(vars, modules))
@@ -113,8 +164,10 @@ def _changes_nothing(model: Any, mode: object, train: Any) -> bool:
     kinds: set[Any] = set(map(type, modules))
     methods = {kind: kind.train for kind in kinds}
     others = {kind for kind, method in methods.items() if method is not nn.Module.train}
-    return all(
-        methods[type(module)] is train and not getattr(module, "use_kernels", True)
-        for module in (modules if others else ())
-        if type(module) in others
-    )
+    own = [module for module in (modules if others else ()) if type(module) in others]
+    if any(methods[type(module)] not in _ours or getattr(module, "use_kernels", True) for module in own):
+        return False
+    state = state_of(model)
+    if state is not None:
+        _modes[model] = _Mode(mode, state, count, methods, list(map(weakref.ref, own)))
+    return True

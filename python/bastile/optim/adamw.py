@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bastile.identity import identity
 from bastile.ops._common import FLOATS
 from bastile.ops.optim import AdamWLists, adamw_
 from bastile.optim.clip import is_dense, total_norm
@@ -282,9 +283,10 @@ class AdamW(torch.optim.AdamW):
         if self._options.in_backward:
             return False
         given, own = list(parameters), [p for group in self.param_groups for p in group["params"]]
-        if set(map(id, given)) == set(map(id, own)):  # seen sooner than each one's gradient
+        if set(map(identity, given)) == set(map(identity, own)):  # seen sooner than each one's gradient
             return True
-        return {id(p) for p in given if p.grad is not None} == {id(p) for p in own if p.grad is not None}
+        having, its = ([p for p in some if p.grad is not None] for some in (given, own))
+        return set(map(identity, having)) == set(map(identity, its))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._clip = None
