@@ -86,6 +86,24 @@ def test_adapters_of_a_frozen_model(reentrant: bool | None) -> None:
     assert_alike(model if reentrant is None else checkpointed(model, reentrant), 7, accumulate=2)
 
 
+@pytest.mark.parametrize("trained", ["adapters", "all"])
+def test_checkpointed_layers_in_a_graph(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few, whose gradients are copied, where these need memory; as many as of others where adapters alone are trained."""
+    found: list[tuple[list[int], bool]] = []
+    record = Captured._record
+
+    def noted(self: Any) -> None:
+        found.append(([len(run.layers) for run in self.runs], self.lends_gradients))
+        record(self)
+
+    monkeypatch.setattr(Captured, "_record", noted)
+    model = tiny_model(num_hidden_layers=8)
+    if trained == "adapters":
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "up_proj"], r=1)).train()
+    assert_alike(checkpointed(model, False), 7, accumulate=2)
+    assert found[0] == (([7, 1], True) if trained == "adapters" else ([3, 3, 2], False))
+
+
 def test_adapters_of_checkpointed_layers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What large models do: the MLP's backward pass in parts, adapters of another type than the layers', rounded for a
     whole layer at once, and the first norm's result made again."""

@@ -243,3 +243,33 @@ def test_a_model_without_it_says_so() -> None:
     vars(model).pop("gradient_checkpointing", None)
     with pytest.raises(ValueError, match="not compatible with gradient checkpointing"):
         model._set_gradient_checkpointing()
+
+
+# ---- parts that are compiled -----------------------------------------------------------------------------------------
+
+
+def test_whether_parts_are_compiled_is_what_accelerate_says() -> None:
+    from accelerate.utils import other
+
+    stock = other.has_compiled_regions
+    walked: list[int] = []
+
+    class Counted(nn.ModuleList):
+        def modules(self) -> Any:
+            walked.append(1)
+            return super().modules()
+
+    model, plain = tiny_model(), nn.Linear(2, 2)
+    answers = [stock(model), stock(plain)]
+    bastile.apply()
+    ours = other.has_compiled_regions
+    assert ours is not stock
+    assert [ours(model), ours(plain)] == answers == [False, False]
+    model.model.layers[1].mlp = torch.compile(model.model.layers[1].mlp, backend="eager")
+    assert ours(model) is stock(model) is True
+    model.model.layers[1].mlp = model.model.layers[1].mlp._orig_mod
+    assert ours(model) is stock(model) is False
+    assert ours(Counted([plain])) is False  # has a walk of its own, which is taken
+    assert walked == [1]
+    bastile.reset()
+    assert other.has_compiled_regions is stock
