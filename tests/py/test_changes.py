@@ -148,17 +148,20 @@ def test_what_is_found_is_remembered_until_something_changes() -> None:
     second = picked(model, counted_parameters)
     assert second is not None
     assert len(second) == len(first)
+    picked(model, parameters_of)
     model[0].weight = nn.Parameter(torch.zeros(1))
-    third = picked(model, counted_parameters)
-    assert third is not None
-    assert third[0] is model[0].weight
+    for pick in (counted_parameters, parameters_of):
+        third = picked(model, pick)
+        assert third is not None
+        assert third[0] is model[0].weight
 
 
 @pytest.mark.parametrize("table", ["_modules", "_parameters"])
 def test_another_table_of_the_model_itself_is_seen(table: str) -> None:
     model = made()
     picked(model, parameters_of)
-    setattr(model, table, dict(getattr(model, table)))
+    before = getattr(model, table)  # which lives on
+    setattr(model, table, dict(before))
     assert state_of(model) is None
     found = modules_of(model)
     assert found == list(model.modules())

@@ -88,7 +88,7 @@ def test_adapters_of_a_frozen_model(reentrant: bool | None) -> None:
 
 @pytest.mark.parametrize("trained", ["adapters", "all"])
 def test_checkpointed_layers_in_a_graph(trained: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few, whose gradients are copied, where these need memory; as many as of others where adapters alone are trained."""
+    """Few, whose gradients are copied, where these need memory; as many as of others where adapters alone train."""
     found: list[tuple[list[int], bool]] = []
     record = Captured._record
 
