@@ -198,11 +198,17 @@ def of_a_nested_list(layer: Any) -> None:
     layer.mlp.nested["a"].append(2)
 
 
+def switched_off(layer: Any) -> None:
+    with changes.unseen:
+        layer.mlp._disable_adapters = True
+
+
 SEEN: dict[str, Callable[[Any], Any]] = {
     "a dictionary of settings": of_a_dictionary,
     "a list": of_a_list,
     "a list in a dictionary": of_a_nested_list,
     "an adapter that is switched off": lambda layer: setattr(layer.mlp, "_disable_adapters", True),
+    "an adapter that Bastile switches off": switched_off,
     "a setting": lambda layer: setattr(layer.mlp, "number", 2),
     "a mode": lambda layer: layer.mlp.eval(),
     "a buffer": lambda layer: layer.mlp.register_buffer("late", torch.zeros(1)),
