@@ -116,6 +116,29 @@ def test_adapters_are_left_as_peft_leaves_them(name: str) -> None:
     assert switched(model) == want
 
 
+def test_layers_that_change_between_switches_are_left_as_peft_leaves_them() -> None:
+    """One with weights that stay frozen, for which PEFT's code runs, and again one like the others; another adapter."""
+
+    def states(model: Any) -> list[Any]:
+        found = []
+        layer = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
+        for frozen in ({"default": ("lora_A",)}, {}):
+            layer.frozen_peft_weight_names = frozen
+            for _ in range(2):
+                with model.disable_adapter():
+                    found.append(state(model))
+                found.append(state(model))
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+        model.set_adapter("other")
+        with model.disable_adapter():
+            found.append(state(model))
+        return [*found, state(model)]
+
+    want = states(adapted())
+    bastile.apply()
+    assert states(adapted()) == want
+
+
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """An entry for each report that PEFT makes of a model's layers."""
     found: list[int] = []

@@ -96,8 +96,9 @@ def _is_switched(kind: Any) -> bool:
 
 def _switch(inner: Any, layers: list[Any], on: bool) -> None:
     """Each layer's enable_adapters: its active adapters want gradients while they are on, and none otherwise."""
-    for layer, adapters in zip(layers, _adapters_of(inner, layers), strict=True):
-        if not _is_usual(layer):
+    usual = list(map(_is_usual, layers))
+    for layer, is_usual, adapters in zip(layers, usual, _adapters_of(inner, layers, usual), strict=True):
+        if not is_usual:
             layer.enable_adapters(on)
             continue
         active = layer.active_adapters if on else ()
@@ -114,16 +115,17 @@ def _switch(inner: Any, layers: list[Any], on: bool) -> None:
 
 #: Of the parameters of a layer's adapters: the adapter's name, and the parameter.
 _Adapters = list[tuple[str, "weakref.ref[torch.Tensor]"]]
-_adapters: weakref.WeakKeyDictionary[Any, tuple[object, list[_Adapters]]] = weakref.WeakKeyDictionary()
+_adapters: weakref.WeakKeyDictionary[Any, tuple[object, list[bool], list[_Adapters]]] = weakref.WeakKeyDictionary()
 
 
-def _adapters_of(inner: Any, layers: list[Any]) -> list[_Adapters]:
-    """Of each layer, remembered as long as no module of the model has got other children or parameters."""
+def _adapters_of(inner: Any, layers: list[Any], usual: list[bool]) -> list[_Adapters]:
+    """Of each layer that is usual, remembered as long as no module of the model has got other children or parameters,
+    and the same layers are usual."""
     state = state_of(inner)
-    known, found = _adapters.get(inner, (None, []))
-    if state is None or known is not state or len(found) != len(layers):
-        found = [list(_parameters_in(layer)) if _is_usual(layer) else [] for layer in layers]
-        _adapters[inner] = state, found
+    known, before, found = _adapters.get(inner, (None, [], []))
+    if state is None or known is not state or before != usual:
+        found = [list(_parameters_in(layer)) if each else [] for layer, each in zip(layers, usual, strict=True)]
+        _adapters[inner] = state, usual, found
     return found
 
 
