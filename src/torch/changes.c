@@ -42,9 +42,9 @@ int bst_python_hook_event(int event, void *hooks, void *key, void *value) {
 
 int bst_python_scope_event(int event, void *scope, void *key, void *value) {
     (void)event, (void)scope, (void)value;
-    if (key == NULL)
-        for (int i = 0; i < BST_PYTHON_COUNTS; i++) counted(i);
-    for (int i = 0; key && i < name_count; i++)
+    for (int i = 0; !key && i < BST_PYTHON_COUNTS; i++) counted(i);
+    if (!key) return 0;
+    for (int i = 0; i < name_count; i++)
         if (key == names[i].name) return counted(names[i].count);
-    return key ? counted(BST_PYTHON_ATTRIBUTES) : 0;
+    return counted(BST_PYTHON_ATTRIBUTES);
 }

@@ -82,7 +82,8 @@ class Captured:
         pool until the next step, where they are not to be copied anyway. given: the first of such a step's tensors."""
         self.is_foreseen = is_new  # until a step has been called as the note says
         self.broken_off = 0  # steps that were to be replayed and became something else on the way
-        self.runs = runs_of(modules, note)
+        little = note.checkpoints and trains_little(modules)
+        self.runs = runs_of(modules, note, little)
         self.at = {run.first: run for run in self.runs}
         self.others = [Place(each) for each in note.others]
         for each, tensor in zip(self.others, given, strict=False):
@@ -93,7 +94,7 @@ class Captured:
             _open(self.others[place].tensor, longest, note.calls[0].hidden[0])
         self._recorder, self._autocast, self._note = recorder, autocast, note
         self._own: list[torch.Tensor] = []  # memory beside the pool's
-        self.lends_gradients = lends_gradients and (not note.checkpoints or trains_little(modules))
+        self.lends_gradients = lends_gradients and (little or not note.checkpoints)
         self.lowest = next((run.index for run in self.runs if run.wants_gradients), len(self.runs))
         with recorder.recording(self._warm_up if is_new else None):
             self._record()

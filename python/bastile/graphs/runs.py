@@ -174,14 +174,15 @@ class Run:
 
 
 def trains_little(modules: Sequence[nn.Module]) -> bool:
-    parameters = [p for module in modules for p in module.parameters()]
+    parameters = parameters_of([part for module in modules for part in each(module)])
     return sum(p.nbytes for p in parameters if p.requires_grad) <= LITTLE * sum(p.nbytes for p in parameters)
 
 
-def runs_of(modules: Sequence[nn.Module], note: Note) -> list[Run]:
+def runs_of(modules: Sequence[nn.Module], note: Note, little: bool = False) -> list[Run]:
+    """little: is what is trained of them."""
     runs: list[Run] = []
     layers: list[Layer] = []
-    most_checkpointed = MOST_LAYERS if trains_little(modules) else MOST_CHECKPOINTED
+    most_checkpointed = MOST_LAYERS if little else MOST_CHECKPOINTED
     most_checkpointed = MOST_DRAWN_AGAIN if note.draws else most_checkpointed
     for index, (module, call) in enumerate(zip(modules, note.calls, strict=False)):
         before = layers[-1].call if layers else None
