@@ -537,6 +537,7 @@ BST_API bst_status bst_low_rank_glu_backward(const bst_exec *exec, const bst_low
 }
 #endif
 
+#include "bastile/attention.h"
 #include "bastile/causal_conv1d.h"
 #include "bastile/gated_delta_rule.h"
 #include "bastile/gated_rms_norm.h"

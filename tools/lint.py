@@ -27,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 #: Python modules that are named as users of earlier versions know them.
 PYTHON_NAMES = {"linear_cross_entropy": "fused_linear_cross_entropy", "norm": "rms_norm"}
+#: Operators that have no function in Python but are among what another one calls.
+CALLED_BY = {"segment_attention": "masked_attention"}
 #: What the bench times of an operator, where that has another name.
 BENCH_NAMES = {
     "norm": "rms_norm",
@@ -35,14 +37,14 @@ BENCH_NAMES = {
     "moe": "moe_experts",
     "optim": "adamw",
 }
-#: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py).
-NOT_IN_BENCH = {"dequantize_4bit"}
+#: Timed as a part of runs that have 4-bit weights (tools/trl_lora.py), or batches with padding or packing.
+NOT_IN_BENCH = {"dequantize_4bit", "segment_attention"}
 #: Of the C API; the last is PyTorch's entry.
 HEADERS = (
     "include/bastile.h",
     *(
         f"include/bastile/{name}.h"
-        for name in ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "moe", "optim", "torch")
+        for name in ("attention", "causal_conv1d", "gated_delta_rule", "gated_rms_norm", "moe", "optim", "torch")
     ),
 )
 #: Operators without a backward function, and so without one that is called forward.
@@ -105,7 +107,7 @@ def operators() -> list[str]:
     rows = re.findall(r"^BST_OP\((\w+)\)", (ROOT / "src/ops.def").read_text(), re.M)
     calls, changes = (ROOT / "tests/py/every_operator.py").read_text(), (ROOT / "CHANGELOG.md").read_text()
     for op in rows:
-        python = PYTHON_NAMES.get(op, op)
+        python = PYTHON_NAMES.get(op, CALLED_BY.get(op, op))
         room = f"src/ops/{op}/{op}"
         needed = [f"{room}{end}" for end in (".c", "_cpu.c", ".cu", "_args.h")]
         needed += [

@@ -1,0 +1,176 @@
+/* segment_attention.c - attention within segments: descriptions of its two functions, and what runs on CPU. */
+#include <inttypes.h>
+#include <math.h>
+
+#include "core/describe.h"
+#include "core/options.h"
+#include "ops/segment_attention/segment_attention.h"
+
+typedef bst_segment_attention_tensors given_tensors;
+typedef bst_segment_attention_options given_options;
+
+/* ---- description ------------------------------------------------------------------------------------------------- */
+
+enum { Q, K, V, CUTS, Y, LSE, DY, DQ, DK, DV };
+enum { SCALE, CAUSAL };
+
+static const char *const meanings[] = {"Tthe tokens of q",
+                                       "Hthe heads of q",
+                                       "Dthe size of q's heads",
+                                       "Sthe tokens of k",
+                                       "Gthe heads of k",
+                                       "Cthe columns of cuts",
+                                       NULL};
+
+static const bst_attribute_rule rules[] = {
+    [SCALE] = BST_OPTION('d', scale),
+    [CAUSAL] = BST_OPTION('b', causal),
+    {NULL},
+};
+
+static bst_status check_heads(const char *op, const bst_view *v) {
+    int64_t heads = v[Q].size[1], groups = v[K].size[1];
+    if (v[Q].size[2] < 1) return bst__error(BST_INVALID, "%s: q has heads of 0 elements; 1 or more are needed", op);
+    if (groups ? heads % groups == 0 : !heads) return BST_OK;
+    return bst__error(BST_INVALID, "%s: q has %" PRId64 " heads and k %" PRId64 "; a multiple is needed", op, heads,
+                      groups);
+}
+
+/* What can be said of cuts without their values. */
+static bst_status check_cuts(const char *op, const bst_view *v) {
+    int64_t columns = v[CUTS].size[1];
+    if (columns >= 2) return BST_OK;
+    return bst__error(BST_INVALID, "%s: cuts has rows of %" PRId64 " elements; two or more, 0 first, are needed", op,
+                      columns);
+}
+
+#define OF_Q BST_TYPE_OF(Q, "the type of q")
+#define INPUTS                                                                                             \
+    [Q] = {"q", BST_IN, BST_FLOATS, "THD", BST_LAST, BST_AT(q)}, [K] = {"k",        BST_IN,                \
+                                                                        BST_FLOATS, "SGD",                 \
+                                                                        BST_LAST,   OF_Q,                  \
+                                                                        BST_AT(k),  .check = check_heads}, \
+    [V] = {"v", BST_IN, BST_FLOATS, "SGD", BST_LAST, OF_Q, BST_AT(v)}, [CUTS] = {"cuts",                   \
+                                                                                 BST_IN,                   \
+                                                                                 1u << BST_I32,            \
+                                                                                 "2C",                     \
+                                                                                 BST_CONTIGUOUS,           \
+                                                                                 BST_AT(cuts),             \
+                                                                                 .check = check_cuts}
+#define OF_QUERIES(name, flags, layout, ...) {name, flags, BST_FLOATS, NULL, layout, BST_LIKE(Q), OF_Q, __VA_ARGS__}
+#define OF_KEYS(name, of, ...) {name, BST_OUT, BST_FLOATS, NULL, BST_CONTIGUOUS, BST_LIKE(of), OF_Q, __VA_ARGS__}
+#define SUMS(flags)            {"lse", flags, 1u << BST_F32, "HT", BST_CONTIGUOUS, BST_AT(lse)}
+
+static const bst_argument forward_arguments[] = {
+    INPUTS,
+    [Y] = OF_QUERIES("y", BST_OUT, BST_CONTIGUOUS, BST_AT(y)),
+    [LSE] = SUMS(BST_OUT),
+    {NULL},
+};
+
+static const bst_argument backward_arguments[] = {
+    INPUTS,
+    [Y] = OF_QUERIES("y", BST_IN, BST_LAST, BST_AT(y)),
+    [LSE] = SUMS(BST_IN),
+    [DY] = OF_QUERIES("dy", BST_IN, BST_LAST, BST_AT(dy)),
+    [DQ] = OF_QUERIES("dq", BST_OUT, BST_CONTIGUOUS, BST_AT(dq)),
+    [DK] = OF_KEYS("dk", K, BST_AT(dk)),
+    [DV] = OF_KEYS("dv", V, BST_AT(dv)),
+    {NULL},
+};
+
+/* ---- what runs --------------------------------------------------------------------------------------------------- */
+
+static segment_attention_call call_of(const char *op, const bst_view *v, const bst_attribute *attributes) {
+    double scale = attributes[SCALE].d;
+    int64_t dim = v[Q].size[2];
+    return (segment_attention_call){.op = op,
+                                    .q = v[Q],
+                                    .k = v[K],
+                                    .v = v[V],
+                                    .cuts = v[CUTS],
+                                    .y = v[Y],
+                                    .lse = v[LSE],
+                                    .queries = v[Q].size[0],
+                                    .keys = v[K].size[0],
+                                    .heads = v[Q].size[1],
+                                    .groups = v[K].size[1],
+                                    .dim = dim,
+                                    .segments = v[CUTS].size[1] - 1,
+                                    .scale = (float)(scale != 0 ? scale : 1 / sqrt((double)dim)),
+                                    .causal = attributes[CAUSAL].i};
+}
+
+/* What the values of cuts say, where the host has them. */
+static bst_status check_segments(const segment_attention_call *c) {
+    if (c->cuts.device.device_type == kDLCUDA) return BST_OK;
+    for (int row = 0; row < 2; row++) {
+        const int32_t *cuts = (const int32_t *)c->cuts.data + row * (c->segments + 1);
+        const int64_t last = row ? c->keys : c->queries;
+        if (cuts[0] != 0)
+            return bst__error(BST_INVALID, "%s: cuts[%d] begins with %" PRId32 "; 0 is needed", c->op, row, cuts[0]);
+        for (int64_t n = 1; n <= c->segments; n++)
+            if (cuts[n] < cuts[n - 1])
+                return bst__error(
+                    BST_INVALID, "%s: cuts[%d] has %" PRId32 " behind %" PRId32 "; numbers that do not fall are needed",
+                    c->op, row, cuts[n], cuts[n - 1]);
+        if (cuts[c->segments] != last)
+            return bst__error(BST_INVALID, "%s: cuts[%d] ends with %" PRId32 "; %" PRId64 " is needed", c->op, row,
+                              cuts[c->segments], last);
+    }
+    return BST_OK;
+}
+
+static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
+                              const bst_attribute *attributes) {
+    const segment_attention_call c = call_of(op, v, attributes);
+    BST_TRY(check_segments(&c));
+    if (!c.queries || !c.heads) return BST_OK;
+    if (c.q.device.device_type == kDLCUDA) return bst__segment_attention_forward_cuda(exec, &c);
+    return bst__error(BST_UNSUPPORTED, "%s: CPU is not there yet", op);
+}
+
+static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
+                               const bst_attribute *attributes) {
+    segment_attention_call c = call_of(op, v, attributes);
+    c.dy = v[DY], c.dq = v[DQ], c.dk = v[DK], c.dv = v[DV];
+    BST_TRY(check_segments(&c));
+    if (!c.queries || !c.heads) { /* keys that nobody sees */
+        BST_TRY(bst__zero(exec, op, &c.dk));
+        return bst__zero(exec, op, &c.dv);
+    }
+    if (c.q.device.device_type == kDLCUDA) return bst__segment_attention_backward_cuda(exec, &c);
+    return bst__error(BST_UNSUPPORTED, "%s: CPU is not there yet", op);
+}
+
+static const bst_function forward = {
+    .name = "segment_attention_forward",
+    .meanings = meanings,
+    .arguments = forward_arguments,
+    .attributes = rules,
+    .run = run_forward,
+    BST_GIVEN,
+    BST_TORCH("segment_attention_forward: q k v cuts scale causal -> y lse"),
+};
+
+static const bst_function backward = {
+    .name = "segment_attention_backward",
+    .meanings = meanings,
+    .arguments = backward_arguments,
+    .attributes = rules,
+    .run = run_backward,
+    BST_GIVEN,
+    BST_TORCH("segment_attention_backward: dy q k v cuts y lse scale causal -> dq dk dv"),
+};
+
+const bst_function *const bst__segment_attention[] = {&forward, &backward, NULL};
+
+bst_status bst_segment_attention_forward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,
+                                         const bst_segment_attention_options *options) {
+    return bst__call_struct(&forward, exec, tensors, options, NULL);
+}
+
+bst_status bst_segment_attention_backward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,
+                                          const bst_segment_attention_options *options) {
+    return bst__call_struct(&backward, exec, tensors, options, NULL);
+}

@@ -1,0 +1,1 @@
+/* segment_attention.cu - attention within segments. Bytes: none, for its kernels are not there yet. */
