@@ -50,7 +50,12 @@ HEADERS = (
 #: Operators without a backward function, and so without one that is called forward.
 NOT_DIFFERENTIABLE = {"optim", "low_rank"}
 #: What these need for themselves.
-PTX_ALONE = {"BST_ARCH", "BST_BARRIER_WAIT", "BST_SUMS_8", "BST_SUMS_32", "BST_PRODUCT"}
+PTX_ALONE = {
+    *("BST_ARCH", "BST_BARRIER_WAIT", "BST_PRODUCT", "BST_BY_TYPE", "BST_TILES", "BST_WORDS"),
+    *(f"BST_SUMS_{count}" for count in (8, 32, 64, 128)),
+    *(f"BST_{what}_{columns}" for what in ("OF", "KEPT") for columns in (64, 128, 256)),
+    *(f"BST_LIST_{count}" for count in (32, 64, 128)),
+}
 MOST_LINES = 600
 #: clang-format sees to it in code, ruff in Python; comments in C it leaves as they are.
 MOST_COLUMNS = 120

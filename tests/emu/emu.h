@@ -44,11 +44,19 @@ typedef struct emu_copy {
 
 /* A wgmma on its way. */
 typedef struct emu_product_call {
-    uint64_t a, b; /* addresses in units of 16 bytes */
-    unsigned group;
+    uint64_t a, b; /* as the kernel's words give them */
+    const unsigned *kept;
+    unsigned group, sums; /* sums: which of the thread's */
     bool add, is_f16, across;
 } emu_product_call;
-enum { EMU_MOST_PRODUCTS = 16, EMU_GROUP = 128, EMU_MOST_GROUPS = 8 };
+enum { EMU_MOST_PRODUCTS = 32, EMU_MOST_SUMS = 3, EMU_GROUP = 128, EMU_MOST_GROUPS = 8 };
+
+/* Sums that products on their way add to: what they are without these. */
+typedef struct emu_sums {
+    float *at;
+    unsigned columns, products; /* so many are on their way; none: nothing is here */
+    float before[128];
+} emu_sums;
 
 /* A CUtensorMap, as the emulator has it. */
 typedef struct emu_tensor_map {
@@ -77,7 +85,8 @@ typedef struct emu_thread {
     bool bulk_wrote;
     emu_product_call products[EMU_MOST_PRODUCTS];
     unsigned product_count, product_group; /* as of copies */
-    float *sums, sums_before[128];         /* of products on their way: what they are without these */
+    emu_sums sums[EMU_MOST_SUMS];
+    unsigned made; /* of the products: those that it has waited for */
 } emu_thread;
 
 typedef struct emu_warp {
@@ -93,6 +102,7 @@ struct emu_block {
     unsigned live; /* threads that have not exited */
     unsigned sync_arrived;
     unsigned group_arrived[EMU_MOST_GROUPS]; /* of four warps */
+    unsigned registers[EMU_MOST_GROUPS];     /* of each of their threads; 0: as many as it was launched with */
     const char *sync_where;
     emu_thread *threads;
     emu_warp *warps;
@@ -195,8 +205,10 @@ const emu_words *emu_gather_warp(const emu_words *own, const char *where);
 void emu_convert_factors(emu_warp *warp, const emu_thread lanes[32]);
 void emu_multiply_add(float d[4], const emu_words *factors, int is_f16, const char *where);
 /* And of four warps (warpgroup.c). */
-void emu_product(float *sums, uint64_t a, uint64_t b, int add, int is_f16, int across, const char *where);
+void emu_product(float *sums, int columns, uint64_t a, const unsigned *kept, uint64_t b, int add, int is_f16,
+                 int across, const char *where);
 void emu_products_commit(void);
+void emu_registers(int count, const char *where);
 void emu_products_wait(unsigned newest, const char *where);
 void emu_cluster_arrive(const char *where);
 void emu_cluster_wait(const char *where);

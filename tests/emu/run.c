@@ -35,6 +35,7 @@ emu_runtime emu_device = {
     .bulk_wait = emu_bulk_wait,
     .product = emu_product,
     .products_commit = emu_products_commit,
+    .registers = emu_registers,
     .products_wait = emu_products_wait,
     .cluster_arrive = emu_cluster_arrive,
     .cluster_wait = emu_cluster_wait,
@@ -213,6 +214,7 @@ static bool begin_block(emu_block *block, unsigned x, unsigned y, unsigned rank)
     block->live = emu.launch->block;
     block->sync_arrived = 0;
     memset(block->group_arrived, 0, sizeof block->group_arrived);
+    memset(block->registers, 0, sizeof block->registers);
     memset(block->warps, 0, (emu.launch->block + 31) / 32 * sizeof *block->warps);
     emu_shared_fill(block);
     for (unsigned i = 0; i < emu.launch->block; ++i) {

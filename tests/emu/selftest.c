@@ -254,6 +254,24 @@ static void check_products(void) {
                 "ends before it has waited for its products", "kernel product");
 }
 
+static bool rows_and_their_firsts(void) {
+    for (int r = 0; r < 64; ++r)
+        if (y[64 + r] != x[16 * r]) return false;
+    return rows_times_the_first();
+}
+
+static bool the_first_is_there(void) { return y[0] == x[0]; }
+
+static void check_kept_products(void) {
+    const bst_launch group = {.grid_x = 1, .block = 128, .shared = 1024 + 128 * 128};
+    const bst_launch three = {.grid_x = 1, .block = 384};
+    check_schedules("kept_product", "WRONG", 0, 2, group, rows_and_their_firsts, "the wait for the second sums");
+    check(right_in("kept_product", "WRONG", 1, group, rows_and_their_firsts) < SEEDS, "words changed too early");
+    check(right_in("registers", "WRONG", 0, three, the_first_is_there) == SEEDS, "registers that there are");
+    check_error(launch("registers", "WRONG", 1, three), BST_CUDA, "registers that there are not",
+                "its warp groups want 520 together", "wait for ever");
+}
+
 static void check_older_chips(void) {
     static const char *const words[] = {"bst_barrier_init", "bst_bulk_write", "bst_cluster_arrive"};
     const bst_launch block = {.grid_x = 1, .block = 32, .shared = 16};
@@ -423,6 +441,7 @@ int main(void) {
     check_clusters();
     check_bulk();
     check_products();
+    check_kept_products();
     check_older_chips();
     check_launches();
     check_arithmetic();

@@ -273,7 +273,7 @@ BST_KERNEL(product, arguments, 128, 1) {
 #endif
     bst_hold_sums(sums);
     bst_products_begin();
-    bst_product_64x256(sums, bst_tile(left), bst_tile(right), 0, 1, false);
+    bst_product_64(sums, 256, bst_tile(left), bst_tile(right), 0, 1, false);
     bst_products_commit();
 #if WRONG == 2
     const bst_raw zeros = {{0, 0, 0, 0}};
@@ -290,6 +290,63 @@ BST_KERNEL(product, arguments, 128, 1) {
 #endif
     if (bst_lane() % 4 == 0)
         BST_EACH(half, 2) a.y[bst_thread() / 32 * 16 + bst_lane() / 4 + 8 * half] = early[half];
+}
+
+/* WRONG: 0 nothing, 1 words changed before they are waited for, 2 the second sums read while only the first are there.
+ * Two sums under way at once: y[r] = sum over k of x[16 r + k] x[k], by a factor in registers and across, and behind
+ * them x[16 r] as the product with a one. */
+BST_KERNEL(kept_product, arguments, 128, 1) {
+    BST_DYNAMIC_SHARED(memory);
+    unsigned char *const tile = memory + (1024 - bst_shared_address(memory) % 1024) % 1024, *const ones =
+                                                                                                tile + 64 * 128;
+    const unsigned row = bst_thread() / 32 * 16 + bst_lane() / 4, column = bst_lane() % 4 * 2;
+    float sums[64], firsts[32];
+    uint32_t words[4];
+    BST_EACH(i, 4) {
+        const float *x = a.x + (row + i % 2 * 8) * 16 + column + i / 2 * 8;
+        words[i] = bst_bf16x2(x[0], x[1]);
+    }
+    /* Of two boxes of 16 rows by 64 columns: row k is x[k] all along; and 64 rows whose first number is 1. */
+    for (unsigned i = bst_thread(); i < 64 * 64; i += bst_threads()) {
+        const unsigned r = i / 64, to = r * 128 + i % 64 * 2;
+        const bst_raw all = {{bst_bf16x2(a.x[r % 16], 0.0f), 0, 0, 0}},
+                      one = {{bst_bf16x2(i % 64 == 0, 0.0f), 0, 0, 0}};
+        if (r < 32) bst_write(tile + (to ^ (r & 7) << 4), all, 2);
+        bst_write(ones + (to ^ (r & 7) << 4), one, 2);
+    }
+    bst_fence_async();
+    bst_sync();
+    bst_hold_some(sums, 64);
+    bst_hold_some(firsts, 32);
+    bst_products_begin();
+    bst_product_kept(sums, 128, words, bst_tile_across_of(tile, 16), 0, 1, true);
+    bst_products_commit();
+    bst_product_kept(firsts, 64, words, bst_tile(ones), 0, 1, false);
+    bst_products_commit();
+    bst_products_wait(1);
+    const float early[] = {sums[4 * 15], sums[4 * 15 + 2]};
+#if WRONG == 1
+    words[0] = 0;
+#endif
+#if WRONG != 2
+    bst_products_wait(0);
+#endif
+    const float others[] = {firsts[0], firsts[2]};
+#if WRONG == 2
+    bst_products_wait(0);
+#endif
+    bst_hold_words(words, 4);
+    if (bst_lane() % 4 == 0)
+        BST_EACH(half, 2) a.y[row + 8 * half] = early[half], a.y[64 + row + 8 * half] = others[half];
+}
+
+/* WRONG: 0 as many as there are, 1 more: a multiplying group would wait for ever. */
+BST_KERNEL(registers, arguments, 384, 1) {
+    if (bst_thread() < 128)
+        bst_registers_less(40);
+    else
+        bst_registers_more(WRONG ? 240 : 232);
+    if (bst_thread() == 0) a.y[0] = a.x[0];
 }
 
 /* WRONG: which word a chip older than Hopper has not, 0 to 2. */

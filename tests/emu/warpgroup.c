@@ -1,11 +1,13 @@
-/* warpgroup.c - wgmma.mma_async.m64n256k16 ("PTX ISA: Asynchronous Warpgroup Level Matrix Instructions"): each thread's
+/* warpgroup.c - wgmma.mma_async.m64nNk16 ("PTX ISA: Asynchronous Warpgroup Level Matrix Instructions"): each thread's
  * part of it, made when it is waited for. Until then its sums are garbage, and what it reads is read then. */
 #include <string.h>
 
 #include "device/emu_types.h"
 #include "emu.h"
 
-enum { K = 16, COLUMNS = 256, BOX_BYTES = 64 * 64 * 2 }; /* of 64 rows that are summed over */
+enum { K = 16, ROW = 128 }; /* bytes of a box's row, of 64 columns */
+
+static const uint64_t address_bits = (UINT64_C(1) << EMU_ADDRESS_BITS) - 1;
 
 /* 128 bytes are swizzled: the number of eight rows of a tile, whose address 1024 divides, goes into pieces of 16. */
 static float element(uint64_t address, bool is_f16) {
@@ -17,45 +19,98 @@ static float element(uint64_t address, bool is_f16) {
 static void need(uint64_t begin, unsigned bytes, const char *what, const char *where) {
     const void *p = (const void *)(uintptr_t)(begin & ~(uint64_t)127);
     if (!emu_is_shared(emu.current->block, p, bytes)) {
-        emu_fail(where, "bst_product_64x256: %s is not in shared memory of this block", what);
+        emu_fail(where, "a product of 64 rows: %s is not in shared memory of this block", what);
     }
 }
 
-void emu_product(float *sums, uint64_t a, uint64_t b, int add, int is_f16, int across, const char *where) {
+/* The place of these sums, which are garbage from here on. */
+static unsigned place_of(emu_thread *t, float *sums, unsigned columns, const char *where) {
+    unsigned place = 0;
+    while (place < EMU_MOST_SUMS && !(t->sums[place].products && t->sums[place].at == sums)) ++place;
+    if (place < EMU_MOST_SUMS && t->sums[place].columns == columns) return place;
+    if (place < EMU_MOST_SUMS) emu_fail(where, "a product of 64 rows: other sums are not waited for yet");
+    for (place = 0; place < EMU_MOST_SUMS && t->sums[place].products;) ++place;
+    if (place == EMU_MOST_SUMS) emu_fail(where, "a product of 64 rows: other sums are not waited for yet");
+    emu_sums *own = &t->sums[place];
+    own->at = sums, own->columns = columns;
+    memcpy(own->before, sums, columns / 2 * sizeof *sums);
+    emu_garbage(sums, columns / 2 * sizeof *sums);
+    return place;
+}
+
+void emu_product(float *sums, int columns, uint64_t a, const unsigned *kept, uint64_t b, int add, int is_f16,
+                 int across, const char *where) {
     emu_thread *t = emu.current;
-    emu_need_hopper("bst_product_64x256", where);
-    need(16 * a, 64 * 128, "a", where);
-    need(16 * b, COLUMNS * 128, "b", where);
+    emu_need_hopper("a product of 64 rows", where);
+    if (kept == NULL) need(16 * a, 64 * ROW, "a", where);
+    const unsigned rows = across ? (unsigned)(b >> EMU_ADDRESS_BITS) : (unsigned)columns;
+    need(16 * (b & address_bits), K * ROW, "b", where);
+    need(16 * (b & address_bits), across ? (unsigned)columns / 64 * rows * ROW - (rows - K) * ROW : rows * ROW, "b",
+         where);
     if (t->product_count == EMU_MOST_PRODUCTS) {
-        emu_fail(where, "bst_product_64x256: %d products that nobody has waited for", EMU_MOST_PRODUCTS);
+        emu_fail(where, "a product of 64 rows: %d of them that nobody has waited for", EMU_MOST_PRODUCTS);
     }
-    if (t->product_count == 0) {
-        t->sums = sums;
-        memcpy(t->sums_before, sums, sizeof t->sums_before);
-        emu_garbage(sums, sizeof t->sums_before);
-    } else if (t->sums != sums) {
-        emu_fail(where, "bst_product_64x256: other sums are not waited for yet");
-    }
-    t->products[t->product_count++] = (emu_product_call){a, b, t->product_group, add != 0, is_f16 != 0, across != 0};
+    const unsigned place = place_of(t, sums, (unsigned)columns, where);
+    ++t->sums[place].products;
+    t->products[t->product_count++] =
+        (emu_product_call){a, b, kept, t->product_group, place, add != 0, is_f16 != 0, across != 0};
 }
 
 /* Lane l of warp w has rows 16 w + l / 4 and 8 more, and columns 8 j + l % 4 * 2 and the next. */
-static void multiply(emu_thread *t, const emu_product_call *p) {
-    const unsigned lane = t->index % 32, row = t->index / 32 % 4 * 16 + lane / 4;
-    float a[2][K], *sums = t->sums_before;
+static unsigned row_of(const emu_thread *t) { return t->index / 32 % 4 * 16 + t->index % 32 / 4; }
+
+/* The rows' sixteen numbers. Of those in registers other lanes of the four have most: they have arrived, too. */
+static void first_factor(const emu_thread *t, const emu_product_call *p, unsigned at, float a[2][K]) {
     for (unsigned half = 0; half < 2; ++half) {
-        for (unsigned k = 0; k < K; ++k) a[half][k] = element(16 * p->a + (row + 8 * half) * 128 + 2 * k, p->is_f16);
+        for (unsigned k = 0; k < K; ++k) {
+            if (p->kept == NULL) {
+                a[half][k] = element(16 * p->a + (row_of(t) + 8 * half) * ROW + 2 * k, p->is_f16);
+                continue;
+            }
+            const emu_thread *of = t - t->index % 4 + k % 8 / 2;
+            const unsigned word = of->products[at].kept[k / 8 * 2 + half], bits = k % 2 ? word >> 16 : word & 0xffffu;
+            a[half][k] = p->is_f16 ? emu_f32_from_f16(bits) : emu_f32_from_bf16(bits);
+        }
     }
-    for (unsigned i = 0; i < COLUMNS / 4; ++i) {
-        const unsigned column = i / 2 * 8 + lane % 4 * 2 + i % 2;
-        const uint64_t box = 16 * p->b + column / 64 * BOX_BYTES + column % 64 * 2, of_row = 16 * p->b + column * 128;
+}
+
+static void multiply(emu_thread *t, unsigned at) {
+    const emu_product_call *p = &t->products[at];
+    const uint64_t begin = 16 * (p->b & address_bits), box = (p->b >> EMU_ADDRESS_BITS) * ROW;
+    float a[2][K], *sums = t->sums[p->sums].before;
+    first_factor(t, p, at, a);
+    for (unsigned i = 0; i < t->sums[p->sums].columns / 4; ++i) {
+        const unsigned column = i / 2 * 8 + t->index % 4 * 2 + i % 2;
         float b[K];
-        for (unsigned k = 0; k < K; ++k) b[k] = element(p->across ? box + k * 128 : of_row + 2 * k, p->is_f16);
+        for (unsigned k = 0; k < K; ++k) {
+            const uint64_t across = begin + column / 64 * box + k * ROW + column % 64 * 2;
+            b[k] = element(p->across ? across : begin + column * ROW + 2 * k, p->is_f16);
+        }
         for (unsigned half = 0; half < 2; ++half) {
             float *sum = &sums[i / 2 * 4 + 2 * half + i % 2];
             if (!p->add) *sum = 0;
             for (unsigned k = 0; k < K; ++k) *sum += a[half][k] * b[k];
         }
+    }
+}
+
+/* "setmaxnreg": a group that wants more waits until the others of its block have given up as many, of those that the
+ * block was launched with. */
+void emu_registers(int count, const char *where) {
+    enum { ALL = 65536 };
+    emu_block *block = emu.current->block;
+    const unsigned threads = emu.launch->block, groups = threads / EMU_GROUP, each = ALL / threads / 8 * 8;
+    unsigned sum = 0;
+    block->registers[emu.current->index / EMU_GROUP] = (unsigned)count;
+    for (unsigned i = 0; i < groups; ++i) {
+        if (!block->registers[i]) return;
+        sum += block->registers[i];
+    }
+    if (sum > groups * each) {
+        emu_fail(where,
+                 "the block's threads have %u registers each, and its warp groups want %u together: they wait for "
+                 "ever",
+                 each, sum);
     }
 }
 
@@ -77,14 +132,22 @@ static void meet(emu_thread *t, const char *where) {
     emu_yield();
 }
 
+/* What this thread has waited for: made, sums and products. */
+static void finish(emu_thread *t, unsigned newest) {
+    unsigned made = 0;
+    while (made < t->product_count && t->products[made].group + newest < t->product_group) multiply(t, made++);
+    for (unsigned i = 0; i < made; ++i) {
+        emu_sums *own = &t->sums[t->products[i].sums];
+        if (--own->products == 0) memcpy(own->at, own->before, own->columns / 2 * sizeof *own->at);
+    }
+    t->made = made;
+}
+
 void emu_products_wait(unsigned newest, const char *where) {
     emu_thread *t = emu.current;
-    unsigned made = 0;
-    while (made < t->product_count && t->products[made].group + newest < t->product_group) {
-        multiply(t, &t->products[made++]);
-    }
-    t->product_count -= made;
-    memmove(t->products, t->products + made, t->product_count * sizeof *t->products);
-    if (made > 0 && t->product_count == 0) memcpy(t->sums, t->sums_before, sizeof t->sums_before);
+    meet(t, where); /* all have begun what they read of each other */
+    finish(t, newest);
     meet(t, where);
+    t->product_count -= t->made;
+    memmove(t->products, t->products + t->made, t->product_count * sizeof *t->products);
 }

@@ -8,7 +8,7 @@
 #ifndef BST_TILE_PRODUCT_CUH
 #define BST_TILE_PRODUCT_CUH
 
-#include "pack.cuh"
+#include "fragment.cuh"
 #include "warpgroup.cuh"
 
 #include "tile_product.h"
@@ -105,7 +105,8 @@ BST_DEVICE void bst_tile_multiply_piece(bst_pipe *p, float *sums, int parts, int
     uint64_t x = bst_tile(bst_x_of(p) + p->worker * (BST_TILE_X_BYTES / 2));
     uint64_t w = across ? bst_tile_across(bst_w_of(p)) : bst_tile(bst_w_of(p));
     const int step = across ? BST_TILE_STEP_ACROSS : BST_TILE_STEP;
-    BST_EACH(i, parts) bst_product_64x256(sums, x + BST_TILE_STEP * i, w + step * i, add | i, type, across);
+    BST_EACH(i, parts)
+        bst_product_64(sums, BST_TILE_COLUMNS, x + BST_TILE_STEP * i, w + step * i, add | i, type, across);
     bst_products_commit();
 }
 
@@ -127,19 +128,6 @@ BST_DEVICE void bst_tile_multiply(bst_pipe *p, float *sums, int pieces, int add,
     bst_tile_release(p, before);
 }
 
-/* Each of four lanes has a pair of the first eight columns, of the second, third and fourth; exchanged, this lane has
- * all of the eight that are its number. */
-BST_DEVICE bst_raw bst_tile_exchanged(const uint32_t pairs[4]) {
-    const bool odd = bst_lane() % 2, upper = bst_lane() % 4 / 2;
-    uint32_t first = bst_shuffle_xor_u32(odd ? pairs[0] : pairs[1], 1);
-    uint32_t second = bst_shuffle_xor_u32(odd ? pairs[2] : pairs[3], 1);
-    const uint32_t a = odd ? first : pairs[0], b = odd ? pairs[1] : first;
-    const uint32_t c = odd ? second : pairs[2], d = odd ? pairs[3] : second;
-    first = bst_shuffle_xor_u32(upper ? a : c, 2);
-    second = bst_shuffle_xor_u32(upper ? b : d, 2);
-    return {{upper ? first : a, upper ? second : b, upper ? c : first, upper ? d : second}};
-}
-
 /* sums of a tile that begins at this column: adds a row to each of theirs, below `columns`, which is even. */
 BST_DEVICE void bst_tile_add_row(float *sums, const void *row, int column, int columns, int type) {
     const int first = column + (int)bst_lane() % 4 * 2;
@@ -147,22 +135,6 @@ BST_DEVICE void bst_tile_add_row(float *sums, const void *row, int column, int c
         float pair[2] = {0, 0};
         if (first + 8 * i < columns) bst_load(pair, row, first + 8 * i, type, 2);
         BST_EACH(half, 2) sums[4 * i + 2 * half] += pair[0], sums[4 * i + 2 * half + 1] += pair[1];
-    }
-}
-
-/* y's row that begins at this element, its 256 columns from `column` on, below `columns`: of them sums has this lane's
- * 64, of the upper or lower half of its rows, as products leave them. By all lanes. */
-BST_DEVICE void bst_tile_store_row(void *y, int64_t begin, const float *sums, int half, int column, int columns,
-                                   bool is_row, int type) {
-    BST_EACH(i, 8) {
-        uint32_t pairs[4];
-        BST_EACH(j, 4) {
-            const float *pair = sums + 16 * i + 4 * j + 2 * half;
-            pairs[j] = bst_half_pair(pair[0], pair[1], type);
-        }
-        const bst_raw raw = bst_tile_exchanged(pairs);
-        const int c = column + 32 * i + (int)bst_lane() % 4 * 8;
-        if (is_row && c < columns) bst_write((char *)y + 2 * (begin + c), raw, 16);
     }
 }
 

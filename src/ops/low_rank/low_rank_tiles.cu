@@ -42,7 +42,8 @@ BST_DEVICE void work(const low_rank_tiles_args *a, bst_pipe *p, bst_place at) {
     if (BIAS) bst_tile_add_row(sums, a->bias, at.column, a->columns, TYPE);
     BST_EACH(half, 2) {
         const int row = at.row + p->worker * 64 + warp * 16 + lane / 4 + half * 8;
-        bst_tile_store_row(a->y, row * a->y_stride, sums, half, at.column, a->columns, row < a->rows, TYPE);
+        bst_tile_store_row(a->y, row * a->y_stride, sums, half, at.column, a->columns, BST_TILE_COLUMNS, row < a->rows,
+                           TYPE);
     }
 }
 

@@ -13,6 +13,8 @@ enum { EMU_SYNC_WARP, EMU_SHUFFLE_XOR, EMU_GATHER, EMU_MULTIPLY_ADD };
 
 /* What a lane gives to all others at once, in one meeting: a shuffle a word would switch threads for each. */
 enum { EMU_LANE_WORDS = 6 };
+/* Of an address in units of 16 bytes, where a product reads: above are rows. */
+enum { EMU_ADDRESS_BITS = 48 };
 typedef struct emu_words {
     unsigned w[EMU_LANE_WORDS];
 } emu_words;
@@ -51,9 +53,13 @@ typedef struct emu_runtime {
     void (*bulk_commit)(void);
     void (*bulk_wait)(unsigned newest, int read_only);
 
-    /* A thread's part of wgmma.mma_async.m64n256k16; a, b: addresses in units of 16 bytes. */
-    void (*product)(float *sums, unsigned long a, unsigned long b, int add, int is_f16, int across, const char *where);
+    /* A thread's part of wgmma.mma_async of so many columns; a, b: addresses in units of 16 bytes, above
+     * EMU_ADDRESS_BITS the rows of b's boxes; kept: a's words in registers, or NULL. */
+    void (*product)(float *sums, int columns, unsigned long a, const unsigned *kept, unsigned long b, int add,
+                    int is_f16, int across, const char *where);
     void (*products_commit)(void);
+    /* Registers of a thread of this warp group from here on. */
+    void (*registers)(int count, const char *where);
     void (*products_wait)(unsigned newest, const char *where);
 
     void (*cluster_arrive)(const char *where);

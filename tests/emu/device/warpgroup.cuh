@@ -20,19 +20,34 @@ BST_DEVICE uint32_t bst_shared_address(const void *shared) { return (uint32_t)(u
 
 /* ---- products ---------------------------------------------------------------------------------------------------- */
 
-#define bst_registers_less(count) static_assert((count) >= 24 && (count) % 8 == 0, "registers of a thread")
-#define bst_registers_more(count) static_assert((count) <= 240 && (count) % 8 == 0, "registers of a thread")
+#define bst_registers_less(count)                                                  \
+    do {                                                                           \
+        static_assert((count) >= 24 && (count) % 8 == 0, "registers of a thread"); \
+        emu_current->registers(count, EMU_HERE);                                   \
+    } while (0)
+#define bst_registers_more(count)                                                        \
+    do {                                                                                 \
+        static_assert((count) <= 256 - 16 && (count) % 8 == 0, "registers of a thread"); \
+        emu_current->registers(count, EMU_HERE);                                         \
+    } while (0)
 
-/* An address, in units of 16 bytes. */
+/* An address, in units of 16 bytes; above, the rows of a box that is read across. */
 BST_DEVICE uint64_t bst_tile(const void *shared) { return (uint64_t)(uintptr_t)shared >> 4; }
 #define BST_TILE_STEP 2
-BST_DEVICE uint64_t bst_tile_across(const void *shared) { return bst_tile(shared); }
-#define BST_TILE_STEP_ACROSS 128
+BST_DEVICE uint64_t bst_tile_across_of(const void *shared, int rows) {
+    return bst_tile(shared) | (uint64_t)rows << EMU_ADDRESS_BITS;
+}
+BST_DEVICE uint64_t bst_tile_across(const void *shared) { return bst_tile_across_of(shared, 64); }
+#define BST_TILE_STEP_ACROSS         128
 
-#define bst_hold_sums(sums)  ((void)(sums))
-#define bst_products_begin() ((void)0)
-#define bst_product_64x256(sums, a, b, add, type, across) \
-    emu_current->product(sums, a, b, (add) != 0, (type) == BST_F16_CODE, across, EMU_HERE)
+#define bst_hold_sums(sums)          ((void)(sums))
+#define bst_hold_some(sums, count)   ((void)(sums))
+#define bst_hold_words(words, count) ((void)(words))
+#define bst_products_begin()         ((void)0)
+#define bst_product_64(sums, columns, a, b, add, type, across) \
+    emu_current->product(sums, columns, a, nullptr, b, (add) != 0, (type) == BST_F16_CODE, across, EMU_HERE)
+#define bst_product_kept(sums, columns, a, b, add, type, across) \
+    emu_current->product(sums, columns, 0, a, b, (add) != 0, (type) == BST_F16_CODE, across, EMU_HERE)
 #define bst_products_commit() emu_current->products_commit()
 #define bst_products_wait(newest)                                  \
     do {                                                           \
