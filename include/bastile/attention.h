@@ -15,7 +15,8 @@ extern "C" {
  *   j <= i + (keys of the segment - its queries)
  * so that its last query sees all, and with as many of both each query what is not behind it. A query that sees no key
  * has y = 0 and lse = +infinity, and no gradient goes through it; a key that nobody sees has gradients of 0. All in
- * float32, rounded once; the order of every sum is fixed.
+ * float32, rounded once; the order of every sum is fixed. What is not finite may reach all of its segment, causal or
+ * not, and on CUDA those before it, whose last tiles it is multiplied by 0 in.
  * Vaswani et al., "Attention Is All You Need", 2017; segments as in Dao, "FlashAttention-2", 2023.
  *
  * Segment n has the queries from cuts[0][n] to below cuts[0][n + 1], and likewise keys by cuts[1]; either may be none.
@@ -40,7 +41,9 @@ typedef struct bst_segment_attention_options {
 } bst_segment_attention_options;
 
 /* q, k, v, y and dy are of one float type; of inputs but lse and cuts, which are contiguous, the last dimension is
- * contiguous, and strides may be any else. options NULL: the usual scale, not causal. */
+ * contiguous, and strides may be any else. options NULL: the usual scale, not causal. On CUDA weights and what they
+ * multiply are rounded to q's type. BST_UNSUPPORTED there but on compute capability 9.0 (Hopper), in bfloat16 or
+ * float16, for D of 64, 128 or 256, up to 1023 segments, and tokens and heads multiples of 16 bytes apart. */
 BST_API bst_status bst_segment_attention_forward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,
                                                  const bst_segment_attention_options *options);
 BST_API bst_status bst_segment_attention_backward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,

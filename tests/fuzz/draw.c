@@ -165,6 +165,17 @@ static void bind_related(const fuzz_call *c, symbols *s) {
         if (fuzz_chance(2)) bind(s, 'B', 1); /* a row may be packed, of sequences that have two ends and more */
         bind(s, 'S', 2 + draw_size(s));
     }
+    if (fuzz_place(f, "cuts", BST_IN) >= 0) { /* heads that share keys, which are not none; segments */
+        int64_t groups = 1 + fuzz_below(3), most = s->large ? 1 << 14 : 1 << 11; /* queries times keys */
+        if (s->budget > most) s->budget = most;
+        bind(s, 'G', groups), bind(s, 'H', groups * (fuzz_chance(50) ? 0 : 1 + fuzz_below(3)));
+#ifdef BST_EMULATE /* what CUDA serves */
+        bind(s, 'D', fuzz_chance(2) ? 64 : 128);
+#else
+        bind(s, 'D', 1 + fuzz_below(fuzz_chance(20) ? 150 : 40));
+#endif
+        bind(s, 'C', 2 + fuzz_below(9));
+    }
     int experts = fuzz_attribute(f, "experts");
     if (experts >= 0) { /* sorted are pairs, in two dimensions */
         s->leading_bound = true;

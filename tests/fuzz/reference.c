@@ -577,15 +577,17 @@ const fuzz_reference fuzz_references[] = {
     {"low_rank_backward", fuzz_low_rank_backward},
     {"low_rank_dx", fuzz_low_rank_dx},
     {"low_rank_linear", fuzz_low_rank_linear},
+    {"segment_attention_forward", fuzz_segment_attention_forward},
+    {"segment_attention_backward", fuzz_segment_attention_backward},
     {NULL, NULL},
 };
 
 /* Judged by bounds and repetition alone here: what a plain loop would say of them is said in tests/c and tests/py. */
-const char *const fuzz_without_reference[] = {
-    "cross_entropy_backward",     "linear_cross_entropy_backward", "linear_logprobs_backward",
-    "linear_divergence_backward", "low_rank_glu_backward",         "moe_glu_backward",
-    "moe_combine_backward",       "gated_delta_rule_forward",      "gated_delta_rule_backward",
-    "segment_attention_forward",  "segment_attention_backward",    NULL};
+const char *const fuzz_without_reference[] = {"cross_entropy_backward",    "linear_cross_entropy_backward",
+                                              "linear_logprobs_backward",  "linear_divergence_backward",
+                                              "low_rank_glu_backward",     "moe_glu_backward",
+                                              "moe_combine_backward",      "gated_delta_rule_forward",
+                                              "gated_delta_rule_backward", NULL};
 
 void fuzz_refer(fuzz_call *c) {
     for (const fuzz_reference *r = fuzz_references; r->name; r++)

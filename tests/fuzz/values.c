@@ -149,6 +149,11 @@ static void draw_integers(const fuzz_call *c, int place) {
         int q = fuzz_place(c->function, "q", BST_IN);
         draw_ends(t->numbers, t->count, c->of[q].shape[1]);
         t->numbers[0] = 0;
+    } else if (strcmp(name, "cuts") == 0) { /* of queries, and of keys */
+        int64_t count = t->shape[1];
+        draw_ends(t->numbers, count, first_dimension(c, "q"));
+        draw_ends(t->numbers + count, count, first_dimension(c, "k"));
+        t->numbers[0] = t->numbers[count] = 0;
     } else {
         int bias = fuzz_place(c->function, "bias", BST_IN);
         int64_t most = bias >= 0 && c->of[bias].given ? c->of[bias].shape[0] : c->experts;

@@ -122,6 +122,10 @@ class Draw:
                 self.sizes |= {"B": 1, "S": 2 + self.size()}
                 self.given = (self.given | {"cu_seqlens"}) - {"initial", "dfinal"}
                 self.attributes |= {name: False for name in ("want_final", "want_dinitial") if name in names}
+        if "cuts" in names:
+            groups = self.random.randint(1, 3)
+            self.sizes |= {"G": groups, "H": groups * self.random.randint(1, 3), "C": self.random.randint(2, 9)}
+            self.sizes["D"] = self.random.choice((64, 128)) if EMULATED else self.random.randint(1, 130)
         if "experts" in names:
             self.leading = [self.size(), self.size()]
             self.attributes["experts"] = self.random.randint(1, 9)
@@ -165,6 +169,12 @@ class Draw:
         if name == "cu_seqlens":
             between = torch.randint(self.sizes["T"] + 1, (count - 2,), generator=self.generator).sort().values
             return torch.tensor([0, *between.tolist(), self.sizes["T"]], dtype=dtype)
+        if name == "cuts":
+            rows = [
+                torch.randint(self.sizes[letter] + 1, (shape[1] - 2,), generator=self.generator).sort().values.tolist()
+                for letter in "TS"
+            ]
+            return torch.tensor([[0, *row, self.sizes[of]] for row, of in zip(rows, "TS", strict=True)], dtype=dtype)
         if name == "teacher_indices":  # none twice in a row
             first = torch.randint(max(1, self.sizes["V"]), [*shape[:1], 1], generator=self.generator)
             return ((first + torch.arange(shape[1])) % max(1, self.sizes["V"])).to(dtype)

@@ -23,7 +23,7 @@ static const char *const meanings[] = {"Tthe tokens of q",
                                        NULL};
 
 static const bst_attribute_rule rules[] = {
-    [SCALE] = BST_OPTION('d', scale),
+    [SCALE] = BST_OPTION('d', scale, 0, FLT_MAX, "a finite number, 0 or above,"),
     [CAUSAL] = BST_OPTION('b', causal),
     {NULL},
 };
@@ -121,13 +121,39 @@ static bst_status check_segments(const segment_attention_call *c) {
     return BST_OK;
 }
 
+/* Blocks of queries or of keys, each with a head, are shared out to strips. */
+static int64_t blocks_of(const segment_attention_call *c) {
+    const int64_t of_queries = bst__divided_up(c->queries, SEGMENT_CPU_QUERIES) * c->heads;
+    const int64_t of_keys = bst__divided_up(c->keys, SEGMENT_CPU_KEYS) * c->groups;
+    return of_queries > of_keys ? of_queries : of_keys;
+}
+
+static bst_status run_cpu(const bst_exec *exec, const segment_attention_call *c, bool backward) {
+    void *memory;
+    segment_attention_tiles unused;
+    segment_attention_work work = {.call = c, .strips = bst__lesser(blocks_of(c), bst__processors())};
+    work.floats = bst__segment_attention_share_out(c, NULL, &unused);
+    const int64_t floats = work.strips * work.floats + (backward ? c->heads * c->queries : 0);
+    BST_TRY(bst__allocate(exec, c->op, c->q.device, (size_t)floats * sizeof(float), &memory));
+    work.work = memory;
+    work.delta = work.work + work.strips * work.floats;
+    if (backward) {
+        bst__parallel_for(exec, work.strips, 1, BST_CPU_SELECT(bst__segment_attention_queries_cpu), &work);
+        bst__parallel_for(exec, work.strips, 1, BST_CPU_SELECT(bst__segment_attention_keys_cpu), &work);
+    } else {
+        bst__parallel_for(exec, work.strips, 1, BST_CPU_SELECT(bst__segment_attention_forward_cpu), &work);
+    }
+    bst__release(exec, c->q.device, memory);
+    return BST_OK;
+}
+
 static bst_status run_forward(const bst_exec *exec, const char *op, const bst_view *v,
                               const bst_attribute *attributes) {
     const segment_attention_call c = call_of(op, v, attributes);
     BST_TRY(check_segments(&c));
     if (!c.queries || !c.heads) return BST_OK;
     if (c.q.device.device_type == kDLCUDA) return bst__segment_attention_forward_cuda(exec, &c);
-    return bst__error(BST_UNSUPPORTED, "%s: CPU is not there yet", op);
+    return run_cpu(exec, &c, false);
 }
 
 static bst_status run_backward(const bst_exec *exec, const char *op, const bst_view *v,
@@ -140,7 +166,7 @@ static bst_status run_backward(const bst_exec *exec, const char *op, const bst_v
         return bst__zero(exec, op, &c.dv);
     }
     if (c.q.device.device_type == kDLCUDA) return bst__segment_attention_backward_cuda(exec, &c);
-    return bst__error(BST_UNSUPPORTED, "%s: CPU is not there yet", op);
+    return run_cpu(exec, &c, true);
 }
 
 static const bst_function forward = {

@@ -19,13 +19,43 @@ typedef struct segment_attention_call {
     bool causal;
 } segment_attention_call;
 
-/* On CPU. */
+/* On CPU: queries and keys whose scores are a tile, and columns that rows are padded to a multiple of. */
+enum { SEGMENT_CPU_QUERIES = 64, SEGMENT_CPU_KEYS = 64, SEGMENT_CPU_COLUMNS = 32 };
+
 typedef struct segment_attention_work {
     const segment_attention_call *call;
     int64_t strips, floats; /* work lies in so many strips, each with so many floats */
     float *work;
-    float *delta; /* [H, T]: of each query dy . y */
+    float *delta; /* [H, T]: of each query dy . y; of a backward pass */
 } segment_attention_work;
+
+/* What a strip has of it: rows of a head, `pitch` apart, the columns of keys and values, and a tile twice. */
+typedef struct segment_attention_tiles {
+    int64_t pitch;
+    float *q, *dy, *k, *v, *sums, *more; /* [QUERIES or KEYS, pitch] */
+    float *k_columns, *v_columns;        /* [D, KEYS] */
+    float *p, *dp;                       /* [QUERIES, KEYS] */
+} segment_attention_tiles;
+
+/* Shares out the floats behind `work`, or none where it is NULL; returns how many it takes. */
+static inline int64_t bst__segment_attention_share_out(const segment_attention_call *c, float *work,
+                                                       segment_attention_tiles *t) {
+    const int64_t pitch = bst__divided_up(c->dim, SEGMENT_CPU_COLUMNS) * SEGMENT_CPU_COLUMNS;
+    const int64_t queries = SEGMENT_CPU_QUERIES * pitch, keys = SEGMENT_CPU_KEYS * pitch;
+    const int64_t both = queries > keys ? queries : keys, square = SEGMENT_CPU_QUERIES * SEGMENT_CPU_KEYS;
+    const struct {
+        float **place;
+        int64_t floats;
+    } parts[] = {{&t->q, queries}, {&t->dy, queries},     {&t->k, keys},         {&t->v, keys},   {&t->sums, both},
+                 {&t->more, keys}, {&t->k_columns, keys}, {&t->v_columns, keys}, {&t->p, square}, {&t->dp, square}};
+    int64_t taken = 0;
+    t->pitch = pitch;
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        *parts[i].place = work ? work + taken : NULL;
+        taken += parts[i].floats;
+    }
+    return taken;
+}
 
 /* Over strips. */
 BST_CPU_DECLARE(bst__segment_attention_forward_cpu);

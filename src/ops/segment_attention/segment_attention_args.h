@@ -1,17 +1,78 @@
-/* segment_attention_args.h - the arguments of the kernels of attention within segments, as host and device see them,
- * and the sizes that both depend on. */
+/* segment_attention_args.h - arguments of segment_attention*.cu, as host and kernels see them. */
 #ifndef BST_SEGMENT_ATTENTION_ARGS_H
 #define BST_SEGMENT_ATTENTION_ARGS_H
 
-/* Queries and keys whose scores are a tile on CPU. */
-#define SEGMENT_CPU_QUERIES 64
-#define SEGMENT_CPU_KEYS    64
+#include "tensor_map.h"
 
-/* Where a tensor [tokens, heads, D] begins: strides in elements. */
-typedef struct segment_attention_map {
-    int64_t token, head;
-} segment_attention_map;
+#define ATTENTION_THREADS   384                      /* a warp group that copies, and two that multiply */
+#define ATTENTION_QUERIES   128                      /* of a tile of queries */
+#define ATTENTION_STEP      64                       /* queries that a tile of keys takes at once */
+#define ATTENTION_KEYS(dim) ((dim) > 128 ? 64 : 128) /* of a tile of keys */
+#define ATTENTION_SEGMENTS  1023
 
-static_assert(sizeof(segment_attention_map) == 16, "host and device must agree");
+/* Bytes of so many rows of heads, of 16-bit numbers. */
+#define ATTENTION_BYTES(rows, dim) ((rows) * (dim) * 2)
+
+/* Stages in shared memory, beside the tile that a block is at: each is a tile of keys or of values, while there are
+ * tiles of queries; or queries and their dy, while there are tiles of keys. */
+#define ATTENTION_STAGES           4
+#define ATTENTION_DQ_STAGES(dim)   ((dim) > 128 ? 2 : 4)
+#define ATTENTION_STEP_STAGES(dim) ((dim) > 128 ? 2 : 3)
+#define ATTENTION_FORWARD_SHARED(dim) \
+    (ATTENTION_BYTES(ATTENTION_QUERIES, dim) + ATTENTION_STAGES * ATTENTION_BYTES(ATTENTION_KEYS(dim), dim) + 1024)
+#define ATTENTION_DQ_SHARED(dim)                   \
+    (2 * ATTENTION_BYTES(ATTENTION_QUERIES, dim) + \
+     ATTENTION_DQ_STAGES(dim) * ATTENTION_BYTES(ATTENTION_KEYS(dim), dim) + 1024)
+#define ATTENTION_DKV_SHARED(dim)                    \
+    (2 * ATTENTION_BYTES(ATTENTION_KEYS(dim), dim) + \
+     ATTENTION_STEP_STAGES(dim) * 2 * ATTENTION_BYTES(ATTENTION_STEP, dim) + 1024)
+
+/* Where segments are, and the heads of queries and of keys. */
+typedef struct attention_segments {
+    const int32_t *cuts; /* [2, segments + 1] */
+    int32_t segments, queries, keys, heads, groups;
+    float scale; /* of scores, in units of ln 2 */
+} attention_segments;
+
+typedef struct attention_forward_args {
+    bst_tensor_map q, k, v; /* boxes of a tile's rows */
+    attention_segments of;
+    void *y;    /* [queries, heads, DIM] */
+    float *lse; /* [heads, queries] */
+} attention_forward_args;
+
+typedef struct attention_dq_args {
+    bst_tensor_map q, k, v, dy;
+    attention_segments of;
+    const void *y, *rows;                       /* rows: dy, as its own threads read it */
+    int64_t y_token, y_head, dy_token, dy_head; /* strides, in elements */
+    const float *lse;
+    float *delta; /* [heads, queries], out */
+    void *dq;
+    float dq_scale;
+} attention_dq_args;
+
+typedef struct attention_dkv_args {
+    bst_tensor_map q, k, v, dy; /* q and dy in boxes of a step's rows */
+    attention_segments of;
+    const float *lse, *delta;
+    void *dk, *dv; /* [keys, groups, DIM]; with parts, [parts, keys, groups, DIM] in float32 */
+    int32_t parts; /* a group's heads are shared out among so many blocks */
+    float dk_scale;
+} attention_dkv_args;
+
+typedef struct attention_sum_args {
+    const float *partial; /* [parts, count] */
+    void *y;
+    int64_t count; /* a multiple of 4 */
+    int32_t parts;
+} attention_sum_args;
+#define ATTENTION_SUM_THREADS 256
+
+static_assert(sizeof(attention_segments) == 32, "host and device must agree");
+static_assert(sizeof(attention_forward_args) == 448, "host and device must agree");
+static_assert(sizeof(attention_dq_args) == 640, "host and device must agree");
+static_assert(sizeof(attention_dkv_args) == 640, "host and device must agree");
+static_assert(sizeof(attention_sum_args) == 32, "host and device must agree");
 
 #endif
