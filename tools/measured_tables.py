@@ -375,6 +375,21 @@ def _experts_before_and_now(run: dict[str, Any], link: str) -> list[str]:
     return [*by_command(run, link), *rows_of(table)]
 
 
+def segments(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
+    """Of tools/segment_attention.py."""
+    table = [
+        ["microseconds", "forward, flash attention", "**Bastile**", "", "backward, flash attention", "**Bastile**", ""]
+    ]
+    for row in run["segments"]:
+        times = row["seconds"]
+        cells = [row["title"]]
+        for what in ("forward", "backward"):
+            theirs, ours = times[f"flash {what}"], times[what]
+            cells += [f"{1e6 * theirs:.0f}", f"**{1e6 * ours:.0f}**", f"{ours / theirs:.2f} x"]
+        table.append(cells)
+    return [*by_command(run, link), *rows_of(table)]
+
+
 def floors(run: dict[str, Any], _words: list[str], link: str) -> list[str]:
     """Of tools/trl_lora.py --floor."""
     head = ["milliseconds of a step (peak GiB)", "median", "one after the other", "products and attention alone"]
@@ -447,6 +462,8 @@ def text_of(path: Path, words: list[str], link: str) -> str:
         write = several
     elif "autocast" in run:
         write = autocast
+    elif "segments" in run:
+        write = segments
     elif "floors" in run:
         write = floors
     elif "families" in run:

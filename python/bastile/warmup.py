@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from bastile._library import compiling_ahead, kernel_counts
-from bastile.models.recording import Call, recorded
-from bastile.ops._common import FLOATS
+from bastile.models.recording import Call, Like, recorded
+from bastile.ops import _varlen as varlen
+from bastile.ops._common import FLOATS, HALVES
 from bastile.patching import _unwrapped, apply_to_model, get_patched_ops
 from bastile.shapes import MODELS
 
@@ -103,6 +104,8 @@ def warmup_all_kernels(
     if target.index is None:  # the current device is this thread's alone
         target = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     types, work = _work(model_or_config, dtype, target, shapes, optimizer, log_probs)
+    if chip == "sm_90" if chip else varlen.chip_has_it(target):
+        work += _attention(model_or_config, dtype)
     return _warm(types, work, target, progress, threads, chip)
 
 
@@ -163,6 +166,39 @@ def _work(
             ) from error
         work.update(dict.fromkeys(calls))
     return types, list(work)
+
+
+def _attention(model_or_config: Any, dtype: torch.dtype | None) -> list[Call]:
+    """Those of batches with padding, or packed, which tensors without values do not tell of: causal, with the heads
+    that the config names."""
+    config = getattr(model_or_config, "config", model_or_config)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(text, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return []
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    elif dtype is None:
+        dtype = getattr(model_or_config, "dtype", None) or torch.bfloat16
+    if width not in varlen.WIDTHS or dtype not in HALVES or heads % groups:
+        return []
+
+    def like(*shape: int, of: torch.dtype = dtype) -> Like:
+        return Like.of(torch.empty(shape, dtype=of, device="meta"))
+
+    q, k, cuts, lse = (
+        like(64, heads, width),
+        like(64, groups, width),
+        like(2, 2, of=torch.int32),
+        like(heads, 64, of=torch.float32),
+    )
+    how = 1.0, True
+    return [
+        Call("segment_attention_forward", (q, k, k, cuts, *how)),
+        Call("segment_attention_backward", (q, q, k, k, cuts, q, lse, *how)),
+    ]
 
 
 def _without_weights(config: Any, dtype: torch.dtype | None) -> nn.Module:

@@ -544,3 +544,23 @@ def test_mistakes_in_the_command_are_told(tmp_path: Path, capsys: pytest.Capture
         assert told in capsys.readouterr().err
     LlamaConfig(hidden_size=64, num_attention_heads=4, intermediate_size=96).save_pretrained(tmp_path / "good")
     assert main(["warmup", "--model", str(tmp_path / "good")]) == 0
+
+
+def test_attention_within_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which a batch with padding takes, on the chip that has kernels of it, of widths and types that they serve."""
+    warmed: list[list[str]] = []
+    monkeypatch.setattr(warmup, "_warm", lambda _types, work, *_rest: warmed.append([c.operator for c in work]))
+    heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    wide, narrow = [tiny("qwen3", torch.bfloat16, **heads, head_dim=width) for width in (64, 32)]
+    for given, dtype, chip in (
+        (wide, None, "sm_90"),
+        (wide, None, "sm_80"),
+        (wide, torch.float32, "sm_90"),
+        (wide.config, None, "sm_90"),
+        (narrow, None, "sm_90"),
+    ):
+        bastile.warmup_all_kernels(given, dtype, chip=chip, progress=False)
+    found = [[name for name in each if name.startswith("segment_attention")] for each in warmed]
+    both = ["segment_attention_forward", "segment_attention_backward"]
+    assert found == [both, [], [], both, []]
+    assert all(len(each) > 5 for each in warmed)

@@ -1,5 +1,5 @@
-"""PyTorch's fused attentions, of whole rows and of segments of a batch's tokens: each forward, with what its backward
-pass takes, and backward."""
+"""Fused attentions, PyTorch's and Bastile's, of whole rows and of segments of a batch's tokens: each forward, with what
+its backward pass takes, and backward."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bastile.ops import _flash as flash
+from bastile.ops import _varlen as varlen
 from bastile.ops._efficient import Wide
 from bastile.ops._segments import within
 
@@ -31,15 +32,18 @@ class Rows:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Any]]:
         """y, lse, and what else the backward pass takes."""
+        if q.is_cuda and _are_wide(q):
+            return self._of_wide(q).forward(*_behind(q, k, v))
+        if q.is_cuda and self._is_causal and not self.dropout and self._is_cudnn_s(q, k, v):
+            y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
+            return y.transpose(1, 2), lse, more
+        if self._is_varlen_s(q):
+            y, lse, more = self._as_pieces(q).forward(*tokens(q, k, v))
+            return y.unflatten(0, (q.shape[0], -1)), lse, more
         if not q.is_cuda:
             given = q, *_repeated(q, k, v), 0.0, self._is_causal
             y, lse = flash.forward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
             return y.transpose(1, 2), lse, []
-        if _are_wide(q):
-            return self._of_wide(q).forward(*_behind(q, k, v))
-        if self._is_causal and not self.dropout and flash.cudnn_is_known() and self._chosen(q, k, v) == _CUDNN:
-            y, lse, *more, _ = flash.cudnn_forward(q, k, v, None, True, 0.0, True, False, scale=self.scale)
-            return y.transpose(1, 2), lse, more
         y, lse, *random, _ = flash.forward(*_behind(q, k, v), *self._shapes(q), False, **self._how)
         return y, lse, random
 
@@ -47,23 +51,31 @@ class Rows:
         self, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, more: list[Any]
     ) -> list[Tensor]:
         """Gradients of q, k and v, as these are."""
-        if not q.is_cuda:
-            given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, self._is_causal
-            dq, *both = flash.backward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
-            return [dq, *[_summed(t, k.shape[1]) for t in both]]
-        if _are_wide(q):
+        if q.is_cuda and _are_wide(q):
             behind = _behind(q, k, v)
             return _behind(*self._of_wide(q).backward(dy, behind[0], behind[1], behind[2], y, lse, more))
         if len(more) > 2:  # cuDNN's
             *cuts, seed, offset = more
             read = dy.transpose(1, 2), q, k, v, y.transpose(1, 2), lse
             return list(flash.cudnn_backward(*read, seed, offset, None, *cuts, 0.0, True, scale=self.scale))
+        if self._is_varlen_s(q):
+            own, keys, values = tokens(q, k, v)
+            grads = self._as_pieces(q).backward(dy.flatten(0, 1), own, keys, values, y.flatten(0, 1), lse, more)
+            return [g.unflatten(0, (q.shape[0], -1)).transpose(1, 2) for g in grads]
+        if not q.is_cuda:
+            given = dy.transpose(1, 2), q, *_repeated(q, k, v), y.transpose(1, 2), lse, 0.0, self._is_causal
+            dq, *both = flash.backward_on_cpu(*given, attn_mask=self._bias(q), scale=self.scale)
+            return [dq, *[_summed(t, k.shape[1]) for t in both]]
         grads = flash.backward(dy, *_behind(q, k, v), y, lse, *self._shapes(q), *more, **self._how)
         return [g.transpose(1, 2) for g in grads]
 
     def unfused_on_cpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """y by PyTorch's differentiable operators, which drop weights."""
         return _unfused(self.dropout, self._is_causal, self.scale, self._bias(q), q, *_repeated(q, k, v))
+
+    def _as_pieces(self, q: Tensor) -> Pieces:
+        cuts = varlen.of_rows(q.shape[0], q.shape[2], q.device)
+        return Pieces(cuts, self.causal, q.shape[2], self.window, self.scale, self.dropout)
 
     def _of_wide(self, q: Tensor) -> Wide:
         return Wide(None, q.shape[2], self.causal, self.scale)
@@ -83,9 +95,14 @@ class Rows:
     def _bias(self, q: Tensor) -> Tensor | None:
         return _bias(q, self.window, self.causal)
 
-    def _chosen(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+    def _is_cudnn_s(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether PyTorch would take its attention."""
         grouped = q.shape[1] != k.shape[1]
-        return torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
+        chosen = torch._fused_sdp_choice(q, k, v, None, 0.0, True, scale=self.scale, enable_gqa=grouped)
+        return flash.cudnn_is_known() and chosen == _CUDNN
+
+    def _is_varlen_s(self, q: Tensor) -> bool:
+        return varlen.serves(q, q.shape[0], self.window, self.dropout)
 
 
 @dataclass(frozen=True)
@@ -104,6 +121,8 @@ class Pieces:
         if q.is_cuda and _are_wide(q):
             y, lse, more = self._of_wide.forward(q[None], k[None], v[None])
             return y[0], lse, more
+        if self._is_varlen_s(q):
+            return *varlen.forward(q, k, v, self.cuts, self.causal, self.scale), []
         if q.is_cuda:
             y, lse, *random, _ = flash.forward(q, k, v, *self._shapes, False, **self._how)
             return y, lse, random
@@ -119,6 +138,8 @@ class Pieces:
         if q.is_cuda and _are_wide(q):
             dy, q, k, v, y = [t[None] for t in (dy, q, k, v, y)]
             return [g[0] for g in self._of_wide.backward(dy, q, k, v, y, lse, more)]
+        if self._is_varlen_s(q):
+            return varlen.backward(dy, q, k, v, self.cuts, y, lse, self.causal, self.scale)
         if q.is_cuda:
             return list(flash.backward(dy, q, k, v, y, lse, *self._shapes, *more, **self._how))
         grads = [torch.zeros_like(t) for t in (q, k, v)]
@@ -141,6 +162,9 @@ class Pieces:
             ]
             end = at.stop
         return torch.cat([*parts, v.new_zeros(len(q) - end, q.shape[1], v.shape[2])])
+
+    def _is_varlen_s(self, q: Tensor) -> bool:
+        return varlen.serves(q, self.cuts.shape[1] - 1, self.window, self.dropout)
 
     @property
     def _of_wide(self) -> Wide:
@@ -174,6 +198,11 @@ class Pieces:
 def _are_wide(q: Tensor) -> bool:
     """Heads on CUDA, for flash attention."""
     return q.shape[-1] > flash.MOST_DIM
+
+
+def tokens(*heads_first: Tensor) -> list[Tensor]:
+    """[B, heads, S, D] as [B S, heads, D]."""
+    return [t.transpose(1, 2).flatten(0, 1) for t in heads_first]
 
 
 def _behind(*heads_first: Tensor) -> list[Tensor]:

@@ -5,8 +5,9 @@ those that are masked, and keys are repeated for each head of queries. What such
 where sequences begin and end among the batch's tokens. Attentions that are told so compute what is seen alone.
 
 Two calls make a batch with padding. In the first each token of a sequence sees those before it: where padding stands
-behind sequences alone, that is a causal attention of whole rows; else flash attention is told where sequences are. In
-the second what stands behind a sequence sees all of it, as it does beneath a mask: flash attention of those rows alone.
+behind sequences alone, that is a causal attention of whole rows; else an attention, Bastile's own or PyTorch's flash
+attention, is told where sequences are. In the second what stands behind a sequence sees all of it, as it does beneath a
+mask: the same of those rows alone.
 So every row has the numbers that a mask would give it. Where tokens see what stands behind them too, as in encoders,
 one call has all rows: padding sees what its row's sequence sees."""
 
@@ -20,16 +21,11 @@ from torch import Tensor, nn
 
 from bastile.ops import _efficient as efficient
 from bastile.ops import _flash as flash
-from bastile.ops._attentions import Pieces, Rows
+from bastile.ops._attentions import Pieces, Rows, tokens
 from bastile.ops._common import Function, first_order_only, is_batched
 from bastile.ops._segments import Segments, is_behind, of_padding, of_sequences, of_whole_rows, seen
 
 __all__ = ["Segments", "masked_attention", "of_padding", "of_sequences"]
-
-
-def _tokens(*heads_first: Tensor) -> list[Tensor]:
-    """[B, heads, S, D] as [B S, heads, D]."""
-    return [t.transpose(1, 2).flatten(0, 1) for t in heads_first]
 
 
 def _calls(segments: Segments, scale: float, dropout: float) -> tuple[Rows | Pieces, Pieces | None]:
@@ -48,10 +44,10 @@ class _MaskedAttention(Function):
         if isinstance(first, Rows):
             y, lse, more = first.forward(q, k, v)
         else:
-            y, lse, more = first.forward(*_tokens(q, k, v))
+            y, lse, more = first.forward(*tokens(q, k, v))
         y, other, random = y.reshape(rows, length, heads, dim), None, []
         if second is not None:
-            padding, other, random = second.forward(*_tokens(q, k, v))
+            padding, other, random = second.forward(*tokens(q, k, v))
             right = is_behind(segments, rows, length)[..., None, None]
             y = torch.where(right, padding.view_as(y), y)
         y = y.contiguous()
@@ -101,7 +97,7 @@ def _gradients(
     first, second = calls
 
     def of_tokens(call: Pieces, given: tuple[Any, list[Any]]) -> list[Tensor]:
-        q, k, v = _tokens(*qkv)
+        q, k, v = tokens(*qkv)
         grads = call.backward(dy.flatten(0, 1), q, k, v, y.flatten(0, 1), *given)
         return [g.unflatten(0, (rows, length)).transpose(1, 2) for g in grads]
 
@@ -121,14 +117,10 @@ def _unfused_on_cpu(q: Tensor, k: Tensor, v: Tensor, segments: Segments, scale: 
     """Where weights are dropped, or values are as wide as keys are not, which a CPU's fused attention does not do."""
     first, second = _calls(segments, scale, dropout)
     shape = (q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-    y = (
-        first.unfused_on_cpu(q, k, v)
-        if isinstance(first, Rows)
-        else first.unfused_on_cpu(*_tokens(q, k, v)).view(shape)
-    )
+    y = first.unfused_on_cpu(q, k, v) if isinstance(first, Rows) else first.unfused_on_cpu(*tokens(q, k, v)).view(shape)
     if second is not None:
         right = is_behind(segments, q.shape[0], q.shape[2])[..., None, None]
-        y = torch.where(right, second.unfused_on_cpu(*_tokens(q, k, v)).view(shape), y)
+        y = torch.where(right, second.unfused_on_cpu(*tokens(q, k, v)).view(shape), y)
     return y.contiguous()
 
 
@@ -172,9 +164,10 @@ def masked_attention(
     Returns:
         [B, S, heads, Dv], of q's type. Gradients flow to q, k and v; kept for them are these, the result and a float32
         a query and head, two where a causal attention has padding. A second differentiation is an error. On a GPU the
-        gradients of queries are summed in no fixed order, as by PyTorch's flash attention. Heads that are too wide for
-        that go through PyTorch's memory-efficient attention. On a CPU its unfused attention of each segment, which
-        keeps weights, drops them, and takes values of another width than keys.
+        gradients of queries may be summed in no fixed order, as PyTorch's attentions do; Bastile's, for segments on
+        Hopper, has one. Heads that are too wide for flash attention go through PyTorch's memory-efficient attention. On
+        a CPU its unfused attention of each segment, which keeps weights, drops them, and takes values of another width
+        than keys.
 
     Raises:
         ValueError: for tensors that are not served, with the reason, and another dropout.

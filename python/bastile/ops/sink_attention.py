@@ -1,11 +1,11 @@
 """Causal attention with a sink: a number that each head has learned, which its softmax counts as one more key.
 
-The attention itself is PyTorch's flash attention, which knows no sinks. It need not: with the logarithm lse of a row's
-sum of exponentials, which it gives beside its result o,
+The attention itself is PyTorch's flash attention, or Bastile's (docs/segment_attention.md), which know no sinks. They
+need not: with the logarithm lse of a row's sum of exponentials, which they give beside their result o,
 
     total = log(exp(lse) + exp(sink)),    y = o exp(lse - total)
 
-and what its backward pass reads of the forward pass is lse, for the probabilities exp(s - lse), and o, for the sum of
+and what their backward pass reads of the forward pass is lse, for the probabilities exp(s - lse), and o, for the sum of
 dy o that it takes from each row of the probabilities' gradients. Given total in place of lse, and y in place of o, it
 makes the gradients of the attention with its sink, in the same time:
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bastile.ops import _flash as flash
+from bastile.ops import _varlen as varlen
 from bastile.ops._common import Function, first_order_only, is_batched
 
 __all__ = ["sink_attention"]
@@ -60,12 +61,28 @@ def _with_sink(
     return keys, values, bias
 
 
+def _is_varlen_s(q: Tensor, boundaries: Tensor, window: int) -> bool:
+    """Whether Bastile's own attention computes this one."""
+    return varlen.serves(q, boundaries.numel() - 1 if boundaries.numel() else q.shape[0], window, 0.0)
+
+
+def _cuts(boundaries: Tensor, batch: int, length: int, device: torch.device) -> Tensor:
+    """For Bastile's own attention, which the chip may have; without boundaries each row is a segment."""
+    return boundaries.expand(2, -1).contiguous() if boundaries.numel() else varlen.of_rows(batch, length, device)
+
+
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, boundaries: Tensor, longest: int
 ) -> tuple[Any, ...]:
-    """On CUDA: o [B, S, heads, D], lse [B, heads, S] in float32 and what else its backward pass takes."""
+    """On CUDA, or by Bastile's own: o [B, S, heads, D], lse [B, heads, S] in float32 and what else its backward pass
+    takes."""
     batch, heads, length, dim = q.shape
     varies, most = bool(boundaries.numel()), longest or length
+    if _is_varlen_s(q, boundaries, window):
+        cuts = _cuts(boundaries, batch, length, q.device)
+        own, keys, values = [_tokens(t, True) for t in (q, k, v)]
+        o, lse = varlen.forward(own, keys, values, cuts, True, scale)
+        return o.view(batch, length, heads, dim), lse.view(heads, batch, length).transpose(0, 1)
     cut = boundaries if varies else None
     given = [*[_tokens(t, varies) for t in (q, k, v)], cut, cut, most, most, 0.0, True, False]
     o, lse, *random, _ = flash.forward(*given, scale=scale, **flash.window_of(window))
@@ -78,18 +95,24 @@ def _flash_backward(
     ctx: Any, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, y: Tensor, total: Tensor, *more: Any
 ) -> Any:
     boundaries, *random = more
-    if not q.is_cuda:
+    is_own = _is_varlen_s(q, boundaries, ctx.window)
+    if not q.is_cuda and not is_own:
         keys, values, bias = _with_sink(q, k, v, sinks, ctx.window, boundaries)
         dq, *both = flash.backward_on_cpu(
             dy.transpose(1, 2), q, keys, values, y.transpose(1, 2), total, 0.0, False, attn_mask=bias, scale=ctx.scale
         )
         return dq, *[t[..., :-1, :].unflatten(1, (k.shape[1], -1)).sum(2) for t in both]
-    varies, length = bool(boundaries.numel()), q.shape[2]
+    varies, length = bool(boundaries.numel()) or is_own, q.shape[2]
     cut, most = boundaries if varies else None, ctx.longest or length
     if varies:
         dy, y = dy.flatten(0, 1), y.flatten(0, 1)
         total = total.transpose(0, 1).flatten(1)
     read = [dy, *[_tokens(t, varies) for t in (q, k, v)], y, total.contiguous()]
+    if is_own:
+        cuts = _cuts(boundaries, q.shape[0], length, q.device)
+        upstream, own, keys, values, out, lse = read
+        grads = varlen.backward(upstream, own, keys, values, cuts, out, lse, True, ctx.scale)
+        return [g.unflatten(0, (-1, length)).transpose(1, 2) for g in grads]
     given = [*read, cut, cut, most, most, 0.0, True, *random]
     grads = flash.backward(*given, scale=ctx.scale, **flash.window_of(ctx.window))
     return [(g.unflatten(0, (-1, length)) if varies else g).transpose(1, 2) for g in grads]
@@ -98,7 +121,7 @@ def _flash_backward(
 class _SinkAttention(Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, boundaries, scale, window, longest):
-        if not q.is_cuda:
+        if not q.is_cuda and not _is_varlen_s(q, boundaries, window):
             keys, values, bias = _with_sink(q, k, v, sinks, window, boundaries)
             y, total = flash.forward_on_cpu(q, keys, values, 0.0, False, attn_mask=bias, scale=scale)
             y, random = y.transpose(1, 2), []
@@ -172,7 +195,7 @@ def sink_attention(
     Returns:
         [B, S, heads, D], of q's type. Gradients flow to q, k, v and sinks; kept for them are these, the result and a
         float32 a query and head. A second differentiation is an error. On a GPU the gradients of queries are summed in
-        no fixed order, as PyTorch's flash attention does.
+        no fixed order, as PyTorch's flash attention does, but without a window on Hopper.
 
     Raises:
         ValueError: for tensors that are not served, with the reason.
