@@ -467,57 +467,63 @@ TEST(usual_options) {
 
 /* ---- kernels ----------------------------------------------------------------------------------------------------- */
 
+/* What a call is given, of tensors without memory; a type's number, T tokens. */
+static bst_segment_attention_tensors fake_tensors(bst_shape s[10], int type, int64_t tokens, int64_t heads,
+                                                  int64_t groups, int64_t dim) {
+    const int64_t of_q[] = {tokens, heads, dim}, of_k[] = {tokens, groups, dim}, of_cuts[] = {2, 9},
+                  of_lse[] = {heads, tokens};
+    const DLDataType of = bst_test_types[type];
+    return (bst_segment_attention_tensors){sizeof(bst_segment_attention_tensors),
+                                           .q = bst_device_tensor(&s[0], of, 3, of_q),
+                                           .k = bst_device_tensor(&s[1], of, 3, of_k),
+                                           .v = bst_device_tensor(&s[2], of, 3, of_k),
+                                           .cuts = bst_device_tensor(&s[3], i32, 2, of_cuts),
+                                           .y = bst_device_tensor(&s[4], of, 3, of_q),
+                                           .lse = bst_device_tensor(&s[5], bst_test_types[0], 2, of_lse),
+                                           .dy = bst_device_tensor(&s[6], of, 3, of_q),
+                                           .dq = bst_device_tensor(&s[7], of, 3, of_q),
+                                           .dk = bst_device_tensor(&s[8], of, 3, of_k),
+                                           .dv = bst_device_tensor(&s[9], of, 3, of_k)};
+}
+
 /* Each width and type that CUDA serves; the two passes, causal and not. */
 static void compile_calls(void) {
     for (int type = 1; type < 3; type++)
         for (int64_t dim = 64; dim <= 256; dim *= 2)
             for (int causal = 0; causal < 2; causal++) {
                 bst_shape s[10];
-                const int64_t of_q[] = {4096, 32, dim}, of_k[] = {4096, 8, dim}, of_cuts[] = {2, 9},
-                              of_lse[] = {32, 4096};
-                const DLDataType of = bst_test_types[type];
+                const bst_segment_attention_tensors given = fake_tensors(s, type, 4096, 32, 8, dim);
                 bst_segment_attention_options options = {sizeof options, .causal = causal};
-                bst_segment_attention_tensors given = {sizeof given,
-                                                       bst_device_tensor(&s[0], of, 3, of_q),
-                                                       bst_device_tensor(&s[1], of, 3, of_k),
-                                                       bst_device_tensor(&s[2], of, 3, of_k),
-                                                       bst_device_tensor(&s[3], i32, 2, of_cuts),
-                                                       bst_device_tensor(&s[4], of, 3, of_q),
-                                                       bst_device_tensor(&s[5], bst_test_types[0], 2, of_lse)};
                 CHECK_OK(bst_segment_attention_forward(&bst_fake_exec, &given, &options));
-                given.dy = bst_device_tensor(&s[6], of, 3, of_q), given.dq = bst_device_tensor(&s[7], of, 3, of_q);
-                given.dk = bst_device_tensor(&s[8], of, 3, of_k), given.dv = bst_device_tensor(&s[9], of, 3, of_k);
                 CHECK_OK(bst_segment_attention_backward(&bst_fake_exec, &given, &options));
             }
 }
 
 #ifndef BST_EMULATE
-/* Chips without the words of warpgroup.cuh. */
-static void refused_calls(void) {
-    bst_shape s[6];
-    const int64_t of_q[] = {64, 2, 64}, of_cuts[] = {2, 2}, of_lse[] = {2, 64};
-    const DLDataType of = bst_test_types[1];
-    bst_segment_attention_tensors given = {sizeof given,
-                                           bst_device_tensor(&s[0], of, 3, of_q),
-                                           bst_device_tensor(&s[1], of, 3, of_q),
-                                           bst_device_tensor(&s[2], of, 3, of_q),
-                                           bst_device_tensor(&s[3], i32, 2, of_cuts),
-                                           bst_device_tensor(&s[4], of, 3, of_q),
-                                           bst_device_tensor(&s[5], bst_test_types[0], 2, of_lse)};
+/* Chips without the words of warpgroup.cuh, and what has no kernels where they are. */
+static void refused_call(int type, int64_t dim, const char *why) {
+    bst_shape s[10];
+    const bst_segment_attention_tensors given = fake_tensors(s, type, 64, 2, 2, dim);
     CHECK_EQ_I(bst_segment_attention_forward(&bst_fake_exec, &given, NULL), BST_UNSUPPORTED);
-    CHECK_STR(bst_last_error(), "compute capability 9.0");
+    CHECK_STR(bst_last_error(), why);
+    CHECK_EQ_I(bst_segment_attention_backward(&bst_fake_exec, &given, NULL), BST_UNSUPPORTED);
+    CHECK_STR(bst_last_error(), why);
 }
-
 #endif
 
 TEST(kernels_compile_for_every_chip) {
     bst_for_chips("segment_attention", compile_calls, 90, 90);
 #ifndef BST_EMULATE
-    static const int others[] = {80, 89, 100, 120};
-    for (int i = 0; i < 4; i++) {
-        const bst_compile_only collector = {.arch = others[i]};
+    static const int chips[] = {80, 89, 100, 120, 90};
+    for (int i = 0; i < 5; i++) {
+        const bst_compile_only collector = {.arch = chips[i]};
         bst__cuda_compile_only(&collector);
-        refused_calls();
+        if (chips[i] != 90) {
+            refused_call(1, 64, "compute capability 9.0");
+        } else {
+            refused_call(0, 64, "heads have 64 elements of float32");
+            refused_call(2, 80, "heads have 80 elements of float16");
+        }
         bst__cuda_compile_only(NULL);
     }
 #endif

@@ -163,33 +163,5 @@ BST_DEVICE void work(const attention_forward_args *a, const tile *t, int worker,
 }
 
 BST_KERNEL(segment_attention_forward, attention_forward_args, ATTENTION_THREADS, 1) {
-    BST_DYNAMIC_SHARED(memory);
-    BST_SHARED(uint64_t, barriers, 2 * ATTENTION_STAGES + 2);
-    BST_SHARED(int32_t, before, ATTENTION_SEGMENTS + 1);
-    own queries = {aligned(memory), barriers, barriers + 1, 0};
-    ring r = {queries.memory + QUERY_PIECE, barriers + 2, barriers + 2 + ATTENTION_STAGES, {0, 0}};
-    const int worker = (int)bst_thread() / 128 - 1, apart = (int)bst_blocks();
-    if (bst_thread() == 0) {
-        init(queries.full, queries.empty, 1, 1);
-        init(r.full, r.empty, ATTENTION_STAGES, 1);
-        bst_barrier_fence_init();
-    }
-    count_tiles(&a.of, OF_QUERIES, before);
-    const int all = before[a.of.segments] * a.of.heads;
-    tile t = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (worker < 0) {
-        bst_registers_less(40);
-        BST_ROLLED
-        for (int number = (int)bst_block(); number < all && bst_thread() == 0; number += apart) {
-            find_queries(&a.of, before, number, &t);
-            copy(&a, &t, &queries, &r);
-        }
-    } else {
-        bst_registers_more(232);
-        BST_ROLLED
-        for (int number = (int)bst_block(); number < all; number += apart) {
-            find_queries(&a.of, before, number, &t);
-            work(&a, &t, worker, &queries, &r);
-        }
-    }
+    OVER_QUERIES(a, QUERY_PIECE, ATTENTION_STAGES, copy, work)
 }

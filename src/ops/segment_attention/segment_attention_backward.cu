@@ -119,38 +119,8 @@ BST_DEVICE void work_on_dq(const attention_dq_args *a, const tile *t, int worker
     }
 }
 
-BST_KERNEL(segment_attention_dq, attention_dq_args, ATTENTION_THREADS, 1) {
-    BST_DYNAMIC_SHARED(memory);
-    BST_SHARED(uint64_t, barriers, 2 * ATTENTION_DQ_STAGES(DIM) + 2);
-    BST_SHARED(int32_t, before, ATTENTION_SEGMENTS + 1);
-    own queries = {aligned(memory), barriers, barriers + 1, 0};
-    ring r = {queries.memory + 2 * QUERY_PIECE, barriers + 2, barriers + 2 + ATTENTION_DQ_STAGES(DIM), {0, 0}};
-    const int worker = (int)bst_thread() / 128 - 1, apart = (int)bst_blocks();
-    if (bst_thread() == 0) {
-        init(queries.full, queries.empty, 1, 1);
-        init(r.full, r.empty, ATTENTION_DQ_STAGES(DIM), 1);
-        bst_barrier_fence_init();
-    }
-    count_tiles(&a.of, OF_QUERIES, before);
-    const int all = before[a.of.segments] * a.of.heads;
-    tile t = {0, 0, 0, 0, 0, 0, 0, 0};
-    if (worker < 0) {
-        bst_registers_less(40);
-        BST_ROLLED
-        for (int number = (int)bst_block(); number < all && bst_thread() == 0; number += apart) {
-            find_queries(&a.of, before, number, &t);
-            copy_for_dq(&a, &t, &queries, &r);
-        }
-    } else {
-        bst_registers_more(232);
-        BST_ROLLED
-        for (int number = (int)bst_block(); number < all; number += apart) {
-            find_queries(&a.of, before, number, &t);
-            work_on_dq(&a, &t, worker, &queries, &r);
-        }
-    }
-}
-
+BST_KERNEL(segment_attention_dq, attention_dq_args, ATTENTION_THREADS,
+           1){OVER_QUERIES(a, 2 * QUERY_PIECE, ATTENTION_DQ_STAGES(DIM), copy_for_dq, work_on_dq)}
 /* ---- dk, dv ------------------------------------------------------------------------------------------------------ */
 
 #define STEP       ATTENTION_STEP

@@ -190,4 +190,40 @@ BST_DEVICE void round_words(uint32_t *words, const float *sums, int count) {
 /* Of the rows of this thread's warp group the first of the two that it has sums of, the other being 8 below. */
 BST_DEVICE int own_row(void) { return (int)bst_thread() / 32 % 4 * 16 + (int)bst_lane() / 4; }
 
+/* ---- a kernel ---------------------------------------------------------------------------------------------------- */
+
+/* The body of one whose blocks take every so many tiles of queries, of arguments a: copy(&a, &tile, &queries, &ring) in
+ * one thread, and work(&a, &tile, worker, &queries, &ring) in two warp groups. bytes: of what stays for a tile's time,
+ * before the ring's `stages` (constants). */
+#define OVER_QUERIES(a, bytes, stages, copy, work)                                                \
+    BST_DYNAMIC_SHARED(memory);                                                                   \
+    BST_SHARED(uint64_t, barriers, 2 * (stages) + 2);                                             \
+    BST_SHARED(int32_t, before, ATTENTION_SEGMENTS + 1);                                          \
+    own queries = {aligned(memory), barriers, barriers + 1, 0};                                   \
+    ring r = {queries.memory + (bytes), barriers + 2, barriers + 2 + (stages), {0, 0}};           \
+    const int worker = (int)bst_thread() / 128 - 1, apart = (int)bst_blocks();                    \
+    if (bst_thread() == 0) {                                                                      \
+        init(queries.full, queries.empty, 1, 1);                                                  \
+        init(r.full, r.empty, stages, 1);                                                         \
+        bst_barrier_fence_init();                                                                 \
+    }                                                                                             \
+    count_tiles(&(a).of, OF_QUERIES, before);                                                     \
+    const int all = before[(a).of.segments] * (a).of.heads;                                       \
+    tile t = {0, 0, 0, 0, 0, 0, 0, 0};                                                            \
+    if (worker < 0) {                                                                             \
+        bst_registers_less(40);                                                                   \
+        BST_ROLLED                                                                                \
+        for (int number = (int)bst_block(); number < all && bst_thread() == 0; number += apart) { \
+            find_queries(&(a).of, before, number, &t);                                            \
+            copy(&(a), &t, &queries, &r);                                                         \
+        }                                                                                         \
+    } else {                                                                                      \
+        bst_registers_more(232);                                                                  \
+        BST_ROLLED                                                                                \
+        for (int number = (int)bst_block(); number < all; number += apart) {                      \
+            find_queries(&(a).of, before, number, &t);                                            \
+            work(&(a), &t, worker, &queries, &r);                                                 \
+        }                                                                                         \
+    }
+
 #endif
