@@ -27,6 +27,8 @@ KERNELS = [
     ("nvjet_sm90_tst_176x128_64x5_1x2_h_bz_TNN", "products"),
     ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x32_8x5_nn_align1>(cutlass_80_simt_sgemm_12", "products"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_26_64x64x128_1x4x1_cga1x1", "attention"),
+    ("segment_attention_forward", "attention"),
+    ("segment_attention_dkv", "attention"),
     ("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(void const*, void const*, void", "attention"),
     ("void cudnn::fusion::convert_dq_to_16bits<true>(void const*, void*, unsigned int, unsigned ", "attention"),
     ("void cudnn::fusion::fmha_reduce_head<true>(void const*, void*, unsigned int, unsigned int,", "attention"),
