@@ -7,6 +7,7 @@ CUDA serves heads of 64 and 128 in 16 bits, a CPU any."""
 from __future__ import annotations
 
 import math
+import os
 from itertools import accumulate, pairwise
 
 import pytest
@@ -28,6 +29,9 @@ from oracle import (
     random_tensor,
 )
 
+pytestmark = pytest.mark.skipif(
+    EMULATED and os.environ.get("BASTILE_EMU_ARCH", "90") != "90", reason="there are kernels for Hopper alone"
+)
 FORWARD = torch.ops.bastile.segment_attention_forward.default
 BACKWARD = torch.ops.bastile.segment_attention_backward.default
 each_device = pytest.mark.parametrize("device", devices())
