@@ -43,7 +43,8 @@ typedef struct bst_segment_attention_options {
 /* q, k, v, y and dy are of one float type; of inputs but lse and cuts, which are contiguous, the last dimension is
  * contiguous, and strides may be any else. options NULL: the usual scale, not causal. On CUDA weights and what they
  * multiply are rounded to q's type. BST_UNSUPPORTED there but on compute capability 9.0 (Hopper), in bfloat16 or
- * float16, for D of 64, 128 or 256, up to 1023 segments, and tokens and heads multiples of 16 bytes apart. */
+ * float16, for D of 64, 128 or 256, up to 1023 segments, addresses that 16 bytes divide, and tokens and heads multiples
+ * of 16 bytes apart. */
 BST_API bst_status bst_segment_attention_forward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,
                                                  const bst_segment_attention_options *options);
 BST_API bst_status bst_segment_attention_backward(const bst_exec *exec, const bst_segment_attention_tensors *tensors,

@@ -523,6 +523,11 @@ TEST(kernels_compile_for_every_chip) {
         } else {
             refused_call(0, 64, "heads have 64 elements of float32");
             refused_call(2, 80, "heads have 80 elements of float16");
+            bst_shape s[10];
+            const bst_segment_attention_tensors given = fake_tensors(s, 1, 64, 2, 2, 64);
+            s[8].tensor.data = (char *)s[8].tensor.data + 2;
+            CHECK_EQ_I(bst_segment_attention_backward(&bst_fake_exec, &given, NULL), BST_UNSUPPORTED);
+            CHECK_STR(bst_last_error(), "dk does not begin at a multiple of 16 bytes");
         }
         bst__cuda_compile_only(NULL);
     }

@@ -34,6 +34,12 @@ static bst_status need_chip(const segment_attention_call *c, bst_chip *chip) {
     return BST_OK;
 }
 
+/* Of what is written, before anything is. */
+static bst_status need_aligned(const segment_attention_call *c, const char *name, const bst_view *v) {
+    if (!v->count || (uintptr_t)v->data % 16 == 0) return BST_OK;
+    return bst__error(BST_UNSUPPORTED, "%s: %s does not begin at a multiple of 16 bytes", c->op, name);
+}
+
 /* A tensor's heads, in boxes of so many tokens. */
 static bst_status map(const segment_attention_call *c, const char *name, const bst_view *v, uint32_t rows,
                       bst_tensor_map *out) {
@@ -96,6 +102,7 @@ bst_status bst__segment_attention_forward_cuda(const bst_exec *exec, const segme
     bst_chip chip;
     attention_forward_args args = {.of = segments_of(c), .y = c->y.data, .lse = c->lse.data};
     BST_TRY(need_chip(c, &chip));
+    BST_TRY(need_aligned(c, "y", &c->y));
     BST_TRY(map_inputs(c, ATTENTION_QUERIES, &args.q, &args.k, &args.v));
     const int64_t tiles = most_tiles(c, c->queries, ATTENTION_QUERIES) * c->heads;
     const bst_launch l =
@@ -175,6 +182,9 @@ bst_status bst__segment_attention_backward_cuda(const bst_exec *exec, const segm
     bst_chip chip;
     void *delta;
     BST_TRY(need_chip(c, &chip));
+    BST_TRY(need_aligned(c, "dq", &c->dq));
+    BST_TRY(need_aligned(c, "dk", &c->dk));
+    BST_TRY(need_aligned(c, "dv", &c->dv));
     BST_TRY(bst__allocate(exec, c->op, c->q.device, (size_t)(c->heads * c->queries) * sizeof(float), &delta));
     bst_status status = run_dq(exec, c, &chip, delta);
     if (status == BST_OK) status = run_dkv(exec, c, &chip, delta);
